@@ -1,10 +1,10 @@
-"""Muon for the matrices of a sharded model, Adam for all else: each matrix is whole on one rank.
+"""Muon for the matrices of a sharded model, Adam for all else: each matrix has an owner.
 
     python examples/muon.py
     torchrun --nproc-per-node 2 examples/muon.py --stage 2
 
-A matrix optimizer cannot step a part of a matrix. With `whole_parameters=True` no matrix is cut;
-what Adam steps is cut as ever.
+A matrix optimizer cannot step a part of a matrix. So each matrix is sent to the rank that owns it,
+which steps it and sends the new parts back; what Adam steps is stepped where it is.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
 
     wanted = plain_training()
     optimizer = MuonAndAdam(model.parameters(), lr=LR)
-    engine = Engine(model, optimizer, stage=stage, whole_parameters=True)
+    engine = Engine(model, optimizer, stage=stage)
     for xs, ys in zip(x, y, strict=True):
         loss = (engine(xs[axis.rank :: axis.size]) - ys[axis.rank :: axis.size]).square().mean()
         loss.backward()

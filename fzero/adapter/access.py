@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter import parts
+from fzero.adapter._owned import whole_values, with_value
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.partition import identity
@@ -190,9 +191,9 @@ def set_local_parameter(driver: Driver, path: str, value: Tensor) -> None:
 def local_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
     """This rank's piece of state `name`: 1-D, empty if it has none. No collective.
 
-    A scalar ("step") as it is.
+    A scalar ("step") as it is. Of a parameter that is updated whole, its owner has all.
     """
-    index, position, held, alone, _ = parts.named_state(driver, path, name)
+    index, position, held, alone, *_ = parts.named_state(driver, path, name)
     piece = held if alone else parts.piece_of(driver.state, index, position, held)
     return piece.clone()
 
@@ -203,9 +204,11 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
 
     At stage 0, and of a scalar, every rank has to set the same.
     """
-    index, position, held, alone, counts = parts.named_state(driver, path, name)
+    index, position, held, alone, counts, owned = parts.named_state(driver, path, name)
     if counts:
         parts.count(driver, path, name, value)
+    elif owned:
+        driver.put(with_value(driver.state, owned, name, value, held))
     elif alone:
         parts.write_whole(path, held, value)
     else:
@@ -216,8 +219,10 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
 
 def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
     """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-    index, position, held, alone, _ = parts.named_state(driver, path, name)
+    index, position, held, alone, _, owned = parts.named_state(driver, path, name)
     driver.call(f"full_optimizer_state() {path} {name}")
+    if owned:
+        return whole_values(driver.state, owned)[name]
     whole = held if alone else parts.leaves_of(driver.state, index, held)[position]
     return whole.clone()
 
@@ -239,10 +244,13 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
     A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
     keeps in its param group, which is that of all parameters of the group.
     """
-    index, position, held, alone, counts = parts.named_state(driver, path, name)
+    index, position, held, alone, counts, owned = parts.named_state(driver, path, name)
     driver.call(f"set_full_optimizer_state() {path} {name}")
     if counts:
         parts.count(driver, path, name, value)
+    elif owned:
+        whole = whole_values(driver.state, owned)[name]
+        driver.put(with_value(driver.state, owned, name, value, whole))
     elif alone:
         parts.write_whole(path, held, value)
     else:

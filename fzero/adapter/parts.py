@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._masters import own_part, take_values
+from fzero.adapter._owned import owned_values, whole_values
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.offload import to_device
@@ -195,7 +196,10 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Ten
         if name != MASTERS and (flat.numel() or empty)
     }
     scalars = {name: slots.pop(name) for name in odd.intersection(slots)}
-    return slots, {**rule.counters(state.optimizer, _path_of_leaf(driver, path)), **scalars}
+    leaf = _path_of_leaf(driver, path)
+    owned = owned_values(state, leaf)
+    slots = {name: flat for name, flat in slots.items() if name not in owned}
+    return slots, {**rule.counters(state.optimizer, leaf), **scalars, **owned}
 
 
 def _path_of_leaf(driver: Driver, path: str) -> str:
@@ -216,6 +220,8 @@ def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
         path: {name: value.clone() for name, value in optimizer_states(driver, path)[1].items()}
         for path in paths
     }
+    for path in paths:
+        found[path] |= whole_values(state, path)
     for name, flat in slots.items():
         leaves = leaves_of(state, index, flat)
         for path, leaf in zip(paths, leaves, strict=True):
@@ -260,6 +266,7 @@ class Named(NamedTuple):
     held: Tensor  # of its whole group, or of it alone where it has another shape: "step"
     alone: bool
     counts: bool  # whether it is a counter
+    owned: str = ""  # the path of a leaf whose owner alone has it
 
 
 def named_state(driver: Driver, path: str, name: str) -> Named:
@@ -273,5 +280,7 @@ def named_state(driver: Driver, path: str, name: str) -> Named:
             fix="use one of those.",
         )
     alone = name in scalars
-    counts = alone and name not in driver.state.setup.optimizer.odd_slots
-    return Named(index, position, scalars[name] if alone else slots[name], alone, counts)
+    leaf = _path_of_leaf(driver, path)
+    owned = leaf if name in owned_values(driver.state, leaf) else ""
+    counts = alone and not owned and name not in driver.state.setup.optimizer.odd_slots
+    return Named(index, position, scalars[name] if alone else slots[name], alone, counts, owned)

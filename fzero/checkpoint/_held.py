@@ -19,6 +19,7 @@ from fzero.machine.parts import gather_parts
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
+from fzero.state.stacked import stack_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +151,7 @@ def state_of_rank(stack: Any, rank: int) -> Any:
 def stack_of(states: Sequence[Any]) -> Any:
     """Return the stack of the states of all virtual ranks."""
     return optree.tree_map(
-        lambda *xs: torch.stack(xs) if isinstance(xs[0], Tensor) else xs[0],
+        lambda *xs: stack_ranks(xs) if isinstance(xs[0], Tensor) else xs[0],
         *states,
         namespace=NAMESPACE,
     )

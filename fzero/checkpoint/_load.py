@@ -14,6 +14,7 @@ from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._local import check_replicas_saved, completed, room_for
+from fzero.checkpoint._owned import owned_pieces, share_with_replicas, with_room_owned
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
@@ -147,6 +148,8 @@ def load_with_extra(
             plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
             storage().read_pieces(plan.pieces, where / saved.data, plan.index, ranks.axis)
             states = completed(held, plan.states)
+            if held.is_stack:
+                share_with_replicas(states)
             for total, part in plan.sums:
                 total += part
     made = held.returned(states, plan.buffers)
@@ -223,9 +226,12 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
     sums: Sums = []
     for one, number in zip(held.states, held.ranks, strict=True):
         new, shards = room_for(one, saved, number, frozen=frozen)
+        new = with_room_owned(new, number, saved.slots, saved.tensors)
         new, residual, more = with_residual(new, saved, number)
-        shards = [*shards, *residual]
-        pieces += cut_shards(new.setup.layout, shards)
+        pieces += [
+            *cut_shards(new.setup.layout, [*shards, *residual]),
+            *owned_pieces(new, number, saves=held.is_stack),
+        ]
         made.append(new)
         sums += more
     return LoadPlan(

@@ -107,12 +107,12 @@ def cut_shards(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[TensorPie
             here, first, last, numel = held.of(values), held.start, held.stop, leaf.numel
             if leaf.dtype.is_complex and here.dtype.itemsize >= 4:  # as its user has it
                 here, first, last, numel = as_complex(here), first // 2, last // 2, numel // 2
-            for start, stop in _blocks(first, last, BLOCK_NUMEL):
+            for start, stop in blocks(first, last, BLOCK_NUMEL):
                 block = here[start - first : stop - first]
                 yield TensorPiece(name=name, start=start, numel=numel, values=block)
 
 
-def _blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
+def blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
     """Cut low..high at the multiples of `size`; nothing if it is empty."""
     while low < high:
         stop = min(high, (low // size + 1) * size)

@@ -22,8 +22,9 @@ from fzero.checkpoint._folders import (
     path_everywhere,
     sweep,
 )
-from fzero.checkpoint._held import held_by, require_idle
+from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._local import all_shards_of, facts_of_replicas
+from fzero.checkpoint._owned import Slots, free_slots, owned_pieces
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import residual_shards
 from fzero.checkpoint._rng import rng_file, rng_text
@@ -39,6 +40,7 @@ from fzero.checkpoint.driven import (
 from fzero.checkpoint.everywhere import Ranks, everywhere, from_first, results_of_ranks
 from fzero.checkpoint.manifest import Manifest, as_extra, facts_of_state, write_manifest
 from fzero.collectives import assert_same_everywhere
+from fzero.machine.owners import owners_of
 from fzero.state import TrainState
 
 
@@ -190,6 +192,8 @@ def _draft(
             if copies:
                 shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
             pieces += cut_shards(one.setup.layout, shards)
+            own = owned_pieces(one, rank, saves=True)
+            pieces += [replace(x, values=_copied(x.values)) for x in own] if copies else own
         return Draft(
             path=where,
             ranks=ranks,
@@ -203,10 +207,25 @@ def _draft(
     local = facts_of_replicas(held)
     origin = {**draft.manifest.origin, **local}
     draft = replace(draft, manifest=replace(draft.manifest, origin=origin))
+    _note_free_slots(held, draft.manifest)
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
     facts = [f"path {draft.path}", f"step {local or step}"]
     assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
     return draft
+
+
+def _note_free_slots(held: Held, manifest: Manifest) -> None:
+    """Write into a manifest what owners alone know of their slots. A collective, if any is."""
+    if owners_of(held.setup) is None:
+        return
+
+    def own() -> list[Slots]:
+        return [free_slots(x, rank) for x, rank in zip(held.states, held.ranks, strict=True)]
+
+    for some in results_of_ranks(held.processes, own, what="prepare the checkpoint"):
+        for slots in some:
+            for name, forms in slots.items():
+                manifest.slots.setdefault(name, {}).update(forms)
 
 
 def write_draft(draft: Draft) -> None:

@@ -98,9 +98,16 @@ def optimizer_with(
         name = f"the optimizer's {role.name}"
         return leaf if counters is None else number_like(name, leaf, counters[role.name])
 
+    rule = state.setup.optimizer
     leaves = [new(role, leaf) for role, leaf in _pairs(state)]
-    treespec = optree.tree_structure(state.optimizer, namespace=NAMESPACE)
-    return optree.tree_unflatten(treespec, leaves)
+    treespec = optree.tree_structure(_without_owned(state), namespace=NAMESPACE)
+    even: Any = optree.tree_unflatten(treespec, leaves)
+    return rule.with_owned(even, rule.owned(state.optimizer))
+
+
+def _without_owned(state: TrainState) -> Any:
+    """The optimizer state without what owners keep, which goes with no flat; see `_owned`."""
+    return state.setup.optimizer.with_owned(state.optimizer, {})
 
 
 def _pairs(state: TrainState) -> Iterator[tuple[Role, Any]]:
@@ -110,17 +117,16 @@ def _pairs(state: TrainState) -> Iterator[tuple[Role, Any]]:
         raise LayoutError(
             f"{setup.optimizer!r} keeps {', '.join(sorted(odd))}, of another shape than their "
             "parameters.",
-            cause="a rule with row means, factors, or a number for each parameter (Adafactor): a "
-            "checkpoint has what goes with the elements of parameters, and counts of updates.",
+            cause="a rule that needs all parameters at once, so that none has an owner, with row "
+            "means, factors, or a number for each parameter.",
             fix="save fzero.full_params(state) yourself, and begin with a new optimizer; or use "
             "an optimizer whose state is shaped as the parameters.",
         )
     numels = [setup.numel(i, setup.optimizer_state) for i in layout.trainable]
     names = setup.optimizer.saved_names(state.optimizer, layout.leaves)
-    roles = roles_of(state.optimizer, numels)
-    for role, leaf in zip(
-        roles, optree.tree_leaves(state.optimizer, namespace=NAMESPACE), strict=True
-    ):
+    kept = _without_owned(state)
+    leaves = optree.tree_leaves(kept, namespace=NAMESPACE)
+    for role, leaf in zip(roles_of(kept, numels), leaves, strict=True):
         name = names.parts.get(role.name, role.name)
         yield replace(role, name=name), leaf
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._counters import COUNT, counters_of
+from fzero.checkpoint._owned import owned_of
 from fzero.checkpoint._pickles import read_pickle, require_dense
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import slots_of
@@ -73,11 +74,12 @@ def require_places(caller: str, state: TrainState) -> None:
     slots = {slot.name: slot.name.isidentifier() for slot in slots_of(state)}
     kept = slots | {name: name in (STEP, COUNT) for name in counters_of(state)}
     wrong += [f"optimizer's {name}" for name, fits in kept.items() if not fits]
+    wrong += [f"optimizer's {one.slot}, which the owner keeps" for one in owned_of(state)]
     if wrong:
         raise LayoutError(
             f"{caller}: DeepSpeed's layout has no place for the {wrong[-1]}.",
-            cause="an optimizer that counts more than steps or has no names for what it keeps; "
-            "or a parameter whose name is no name of a folder.",
+            cause="an optimizer that counts more than steps, has no names for what it keeps, or "
+            "needs whole matrices; or a parameter whose name is no name of a folder.",
             fix="use fzero.checkpoint.save and load, which take any state; or Adam, AdamW, SGD "
             "or Lion.",
         )

@@ -13,6 +13,7 @@ import torch
 
 from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, counters_of, unstepped_of
 from fzero.checkpoint._form import MANIFEST_FORM, problems
+from fzero.checkpoint._owned import owned_slots
 from fzero.checkpoint._pieces import leaf_names
 from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint.disk import put_text, read_text
@@ -53,6 +54,8 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
     for slot, group, flat in slots_of(state):
         held = [names[i] for i in layout.groups[group].leaves if layout.leaves[i].numel]
         slots.setdefault(slot, {}).update(dict.fromkeys(held, str(flat.dtype)))
+    for slot, forms in owned_slots(state).items():
+        slots.setdefault(slot, {}).update(forms)
     return Manifest(
         origin={
             "stage": setup.stage,
@@ -93,7 +96,7 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
     theirs, ours = saved.origin["optimizer"], wanted.origin["optimizer"]
     different = [] if theirs == ours else [f"the rule: {theirs} in the checkpoint, {ours} here"]
     for slot in sorted({*saved.slots, *wanted.slots}):
-        inside = _differences(saved.slots.get(slot, {}), wanted.slots.get(slot, {}))
+        inside = _differences(_known(saved.slots.get(slot, {})), wanted.slots.get(slot, {}))
         different += [f"slot {slot} of {line}" for line in inside]
     different += [f"counter {line}" for line in _counted_differently(saved, wanted)]
     if different:
@@ -105,6 +108,11 @@ def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
             "momentum and master_weights). To go on with another one, load so, and then "
             "fzero.init(fzero.full_params(loaded), other, stage=...). Nothing was changed.",
         )
+
+
+def _known(slot: Mapping[str, str]) -> dict[str, str]:
+    """The parameters of a slot with their elements: one of another shape is made by a step."""
+    return {name: form for name, form in slot.items() if " " not in form}
 
 
 def _counted_differently(saved: Manifest, wanted: Manifest) -> Iterator[str]:

@@ -175,14 +175,27 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Iterator[None]:
         _ABOUT.begin(iter(()))
 
 
-def note(op: str, axis: Axis, numel: int, dtype: torch.dtype, said: str = "") -> None:
-    """Tell every open log about one buffer; `numel` is that of the full (not sharded) side."""
+def note(
+    op: str,
+    axis: Axis,
+    numel: int,
+    dtype: torch.dtype,
+    said: str = "",
+    *,
+    sends: int | None = None,
+) -> None:
+    """Tell every open log about one buffer; `numel` is that of the full (not sharded) side.
+
+    sends: the elements that this rank sends, where ranks do not send equal parts.
+    """
     _alive.count_call()
     logs = _open_logs()
     if not logs:
         return
     one_way = numel * dtype.itemsize * (axis.size - 1) // axis.size
     wire_bytes = 2 * one_way if op == "all_reduce" else one_way
+    if sends is not None:
+        wire_bytes = sends * dtype.itemsize
     event = CollectiveEvent(
         op=op,
         axis=axis.name,

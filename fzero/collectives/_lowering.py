@@ -213,6 +213,18 @@ def _swap(
     return _exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), values, axis, made)
 
 
+def swap_parts(op: str, sent: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+    """Give to virtual rank r what each rank has as its sent[r]."""
+
+    def made(everyone: list[Sequence[Tensor]]) -> list[list[Tensor]]:
+        ranks = range(len(everyone))
+        return [
+            [everyone[s][r] if r == s else everyone[s][r].clone() for s in ranks] for r in ranks
+        ]
+
+    return _exchange(f"{axis.group_name} {op}".strip(), sent, axis, made)[axis.rank]
+
+
 def _own_rows(full: Tensor, axis: Axis) -> Tensor:
     """[r l, *t] -> [l, *t]: the rows of this rank, a view."""
     length = full.shape[0] // axis.size

@@ -38,28 +38,6 @@ def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tup
     return tuple(offsets), _rounded_up(shard_numel, alignment) if ranks > 1 else shard_numel
 
 
-def place_whole(
-    numels: Sequence[int], ranks: int, alignment: int = 1
-) -> tuple[tuple[int, ...], int]:
-    """Place each leaf in one rank's shard without a cut: largest first, into the emptiest shard.
-
-    Returns what `in_order` does. The longest shard is the length of all: what the others have less
-    is padding.
-
-    Example:
-        >>> place_whole([3, 4, 1], 2)
-        ((4, 0, 7), 4)
-    """
-    ends, rows = [0] * ranks, [0] * len(numels)
-    starts = [0] * len(numels)
-    for i in sorted(range(len(numels)), key=lambda i: -numels[i]):
-        rows[i] = min(range(ranks), key=lambda row: ends[row])
-        starts[i] = ends[rows[i]]
-        ends[rows[i]] += _rounded_up(numels[i], alignment)
-    offsets = [row * max(ends) + start for row, start in zip(rows, starts, strict=True)]
-    return tuple(offsets), max(ends)
-
-
 def _rounded_up(numel: int, alignment: int) -> int:
     return -(-numel // alignment) * alignment
 

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from fzero.errors import LayoutError
 from fzero.machine.memory import identity as identity
-from fzero.machine.packing import ALIGNMENT_BYTES, in_order, place_whole
+from fzero.machine.packing import ALIGNMENT_BYTES, in_order
 from fzero.machine.packing import shard_of as shard_of
 from fzero.options import OPTIONS
 from fzero.state import NAMESPACE
@@ -54,7 +54,6 @@ def plan_layout(
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
     lowered: Callable[[str], torch.dtype | None] | None = None,
-    whole: Callable[[str], int] | None = None,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
 
@@ -65,9 +64,7 @@ def plan_layout(
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
     on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
-    make. Within a group, leaves and shards start on a multiple of 16 bytes. A leaf that learns is
-    whole in one of `whole(path)` equal parts of its flat, where that is more than 1; it is of
-    another kind than the others.
+    make. Within a group, leaves and shards start on a multiple of 16 bytes.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -88,10 +85,10 @@ def plan_layout(
     paths, tensors, treespec = named_leaves(params)
     order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
     leaves, slots = _unique_leaves(paths, tensors, order, trainable)
-    lower, sort, parts = lowered or _nothing, kind or _nothing, whole or _one
+    lower, sort = lowered or _nothing, kind or _nothing
 
     def alike(path: str) -> Hashable:
-        return lower(path), sort(path), parts(path)
+        return lower(path), sort(path)
 
     if not (ranks > 1 if grouped is None else grouped):
         members = [[i] for i in range(len(leaves))]
@@ -102,7 +99,7 @@ def plan_layout(
         members = list(_by_size(leaves, bucket_bytes, alike))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
-        _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower, parts)
+        _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower)
         for name, ids in zip(names, members, strict=True)
     )
     return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
@@ -240,11 +237,6 @@ def _nothing(path: str) -> None:
     """Return False: the default of a rule for leaves."""
 
 
-def _one(path: str) -> int:
-    """Of how many parts one has a whole leaf, if it may be cut."""
-    return 1
-
-
 def _by_size(
     leaves: Sequence[Leaf], bucket_bytes: int, kind: Callable[[str], Hashable]
 ) -> Iterator[list[int]]:
@@ -280,25 +272,17 @@ def _group(
     members: Sequence[tuple[int, Leaf]],
     cuts: tuple[int, int],
     lowered: Callable[[str], torch.dtype | None],
-    whole: Callable[[str], int],
 ) -> Group:
     first = members[0][1]
-    numels = [leaf.numel for _, leaf in members]
-    dtype = stored_dtype(first.dtype)
+    dtype, parts = stored_dtype(first.dtype), prod(cuts)
     alignment = ALIGNMENT_BYTES // dtype.itemsize
-    parts = whole(first.path) if first.trainable else 1
-    if parts > 1:  # which are cut on, to as many as there are in all
-        offsets, part_numel = place_whole(numels, parts, alignment * prod(cuts) // parts)
-    else:
-        parts = prod(cuts)
-        offsets, part_numel = in_order(numels, parts, alignment)
-    placed = sorted(zip(offsets, [i for i, _ in members], strict=True))
+    offsets, part_numel = in_order([leaf.numel for _, leaf in members], parts, alignment)
     return Group(
         name=name,
         dtype=dtype,
         trainable=first.trainable,
-        leaves=tuple(i for _, i in placed),
-        offsets=tuple(offset for offset, _ in placed),
+        leaves=tuple(i for i, _ in members),
+        offsets=offsets,
         shard_numel=part_numel * parts // cuts[0],
         communication_dtype=lowered(first.path),
     )

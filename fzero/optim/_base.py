@@ -7,6 +7,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from fzero.state.layout import Leaf
+
 
 class Base:
     """An optimizer with one elementwise rule for all parameters, unless it says otherwise."""
@@ -22,6 +24,11 @@ class Base:
     def leafwise(self) -> bool:
         """Whether a leaf may be updated without the others."""
         return self.elementwise
+
+    @property
+    def by_owners(self) -> bool:
+        """Whether leaves that may not be cut are updated whole, each by the rank that owns it."""
+        return not self.elementwise and self.leafwise
 
     def needs_whole(self, path: str) -> bool:
         """Whether a part of the leaf at `path` may not be updated alone."""
@@ -46,6 +53,30 @@ class Base:
     def odd_slots(self) -> frozenset[str]:
         """The slots that have another shape than their parameters: the row means of Adafactor."""
         return frozenset()
+
+    @property
+    def owned_names(self) -> Collection[str]:
+        """The names in `owned`."""
+        return ()
+
+    def owned(self, state: Any) -> Mapping[str, Sequence[Tensor]]:
+        """Return {name: [of each parameter with an owner]}: empty where this rank is not its owner.
+
+        Of its elements, or in any shape.
+        """
+        return {}
+
+    def with_owned(self, state: Any, owned: Mapping[str, Sequence[Tensor]]) -> Any:
+        """Return the state with other tensors in the form in which `owned` returns them."""
+        return state
+
+    def kept_of(self, leaf: Leaf) -> Collection[str]:
+        """Return the names in `owned` that have an element for each of a leaf with an owner."""
+        return ()
+
+    def made_by_steps(self, leaf: Leaf) -> Collection[str]:
+        """Return the names in `owned` that the first step of a leaf makes, in any shape."""
+        return ()
 
     @property
     def counts_by_leaf(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,8 @@ from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
 Key = tuple[int, torch.dtype, Shape]  # param group, dtype, shape of the trial
+Needs = Literal["element", "matrix"] | None
+"""What a rule reads to update an element: it alone, or its whole parameter; None: to be tried."""
 Factory = Callable[[NamedParameters], Optimizer]
 
 
@@ -72,7 +74,9 @@ class Bound:
         )
 
 
-def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> Bound:
+def bind(
+    source: Any, params: Mapping[str, Tensor], *, precision: Precision, needs: Needs = None
+) -> Bound:
     """Make the optimizer if there is none yet, find its parameters, and try its rule."""
     made = not isinstance(source, Optimizer)
     given = given_to(params) if made else NamedParameters({})
@@ -85,8 +89,11 @@ def bind(source: Any, params: Mapping[str, Tensor], *, precision: Precision) -> 
     several = [set[Shape]() for _ in instance.param_groups]
     for path, p in learning.items():
         several[group_at[path]].add(_tried_shape(instance, p.shape, elementwise=False))
-    elementwise = _tried(is_elementwise, instance, earlies, devices, several)
-    leafwise = all(elementwise) or all(_tried(is_leafwise, instance, earlies, devices, several))
+    tried = instance, earlies, devices, several
+    elementwise = (
+        _tried(is_elementwise, *tried) if needs is None else [needs == "element"] * len(numbers)
+    )
+    leafwise = needs is not None or all(elementwise) or all(_tried(is_leafwise, *tried))
     keys: dict[Key, None] = {}  # in the order of the parameters
     for path, p in learning.items():
         shape = _tried_shape(instance, p.shape, elementwise=elementwise[group_at[path]])

@@ -61,8 +61,7 @@ def not_elementwise(optimizer: object) -> LayoutError:
         "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain), or a number that it "
         "finds from all parameters (Prodigy, D-Adaptation).",
         fix="use stage 0 or one rank; or an elementwise optimizer (SGD, Adam, AdamW, Lion, "
-        "...); clip with fzero.clip or max_norm, and not inside of the optimizer. A rule for one "
-        "matrix at a time (Muon, LAMB) runs with whole_parameters=True.",
+        "...); clip with fzero.clip or max_norm, and not inside of the optimizer.",
     )
 
 
@@ -74,7 +73,7 @@ def require_leafwise(optimizer: Base) -> None:
 
     Raises:
         LayoutError: for a rule that looks at several leaves at once, or is random; for a foreign
-            pair that is not elementwise; for state of another shape than its parameter.
+            pair that is not elementwise.
 
     Example:
         >>> import torch
@@ -85,12 +84,15 @@ def require_leafwise(optimizer: Base) -> None:
     if optimizer.leafwise:
         return
     raise LayoutError(
-        f"{optimizer!r} with whole_parameters=True: it does not update each parameter alone, and "
-        "a rank has only some of them.",
-        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, state of "
-        "another shape than its parameter (Adafactor, Shampoo), or a foreign (init, update) pair.",
-        fix="use stage 0 or one rank; clip with fzero.clip or max_norm; write a rule for matrices "
-        "as a torch.optim optimizer, and give it to fzero.optim.from_torch.",
+        f"{optimizer!r} is not elementwise, and does not update each parameter alone: tried on "
+        "small parameters, it makes other updates of all of them than of each; and a rank has "
+        "parts of them.",
+        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
+        "foreign (init, update) pair that is not elementwise.",
+        fix="use stage 0 or one rank; clip with fzero.clip or max_norm, and not inside of the "
+        "optimizer; write a rule for matrices as a torch.optim optimizer, and give it to "
+        "fzero.optim.from_torch. If the trial is wrong, from_torch(..., needs='element') says that "
+        "parts may be updated alone, and needs='matrix' that each parameter may.",
     )
 
 
@@ -108,11 +110,16 @@ def not_streamed(optimizer: object) -> LayoutError:
 def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
     """Return the shape of the leaf on which a rule for leaves of a shape is tried.
 
+    It is square if the leaf is: factors of a matrix [n, m], which are [n, n] and [m, m], have the
+    shape of the leaf itself only if n = m.
+
     Example:
         >>> small_shape([50_000, 768]), small_shape([64, 3, 7, 7]), small_shape([])
-        ((130, 130), (64, 3, 2, 2), (1,))
+        ((131, 130), (64, 3, 2, 2), (1,))
     """
     small = [min(size, most if dim < 2 else 2) for dim, size in enumerate(shape)]
+    if len(small) > 1 and small[0] == small[1] and shape[0] != shape[1]:
+        small[0 if shape[0] > shape[1] else 1] += 1
     return tuple(max(size, 1) for size in small) or (1,)
 
 

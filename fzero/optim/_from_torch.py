@@ -6,23 +6,30 @@ from typing import Any
 
 import torch
 
+from fzero.errors.check import require
+from fzero.optim._bind import Needs
 from fzero.optim._precision import precision_of
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim._usable import require_usable
+
+WANTED = '"element", "matrix", or None (it is tried)'
 
 
 def from_torch(
     optimizer: Any,
     *,
+    needs: Needs = None,
     master_weights: bool = True,
     state_dtype: torch.dtype | None = None,
     stochastic_rounding: bool = False,
 ) -> TorchOptimizer:
     """torch.optim on shards: p', s' = optimizer.step() on this rank's [l] of each flat [W l].
 
-    The numbers are those of the optimizer on whole parameters, if its rule is elementwise: this
-    is tried on a few elements when a state is made. Options are read from the optimizer at each
-    update, so a scheduler made for an instance goes on working.
+    The numbers are those of the optimizer on whole parameters. An elementwise rule steps shards.
+    One that needs whole matrices (Muon, LAMB, Adafactor, Shampoo) steps each parameter on the rank
+    that owns it, which has what the rule keeps of it, in any shape; all else stays cut evenly.
+    Options are read from the optimizer at each update, so a scheduler made for an instance goes on
+    working.
 
     Args:
         optimizer: a `torch.optim` class; a factory, parameters -> optimizer, such as
@@ -32,6 +39,9 @@ def from_torch(
             group has is not stepped. A class or factory is given a list of `nn.Parameter`s, which
             also has `named_parameters()`, as a module. What an instance has from a run (it made
             steps, or `load_state_dict`) is taken over when a state is made: training goes on.
+        needs: what its rule looks at to update an element: "element", it alone, so that each rank
+            steps a part of each parameter; "matrix", its whole parameter, which is stepped by the
+            rank that owns it. None: a trial on a few elements says so, for each param group.
         master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
         state_dtype: as in `fzero.optim.adamw`.
         stochastic_rounding: as in `fzero.optim.adamw`.
@@ -41,7 +51,7 @@ def from_torch(
         differentiated; those of `fzero.optim.adamw` and its like can.
 
     Raises:
-        LayoutError: for what is no such thing, and for LBFGS and SparseAdam.
+        LayoutError: for what is no such thing, for LBFGS and SparseAdam, and for another `needs`.
 
     Example:
         >>> import functools, torch
@@ -54,5 +64,6 @@ def from_torch(
         [tensor([ 0., -1.])]
     """
     require_usable(optimizer)
+    require("from_torch: needs", needs, (None, "element", "matrix").__contains__, WANTED)
     precision = precision_of("from_torch", master_weights, state_dtype, stochastic_rounding)
-    return TorchOptimizer(source=optimizer, precision=precision)
+    return TorchOptimizer(source=optimizer, needs=needs, precision=precision)

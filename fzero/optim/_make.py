@@ -147,28 +147,33 @@ def _optimizer(
     groups: Groups,
     precision: Precision,
 ) -> Optimizer:
-    check_options(rule.name, options)
-    check_tests(rule.name, decay_mask, groups)
-    overrides = []
+    return Optimizer(
+        rule=rule,
+        options=tuple(options.items()),
+        overrides=overrides_of(rule.name, options, decay_mask, groups),
+        precision=precision,
+    )
+
+
+def overrides_of(
+    name: str, options: dict[str, Any], decay_mask: LeafTest | None, groups: Groups
+) -> tuple[tuple[LeafTest, tuple[tuple[str, Any], ...]], ...]:
+    """Return (test of leaves, their options) of the rule `name`, checked; the first that fits."""
+    check_tests(name, decay_mask, groups)
+    check_options(name, options)
+    overrides: list[tuple[LeafTest, tuple[tuple[str, Any], ...]]] = []
     for test, changes in groups:
         unknown = sorted(set(changes) - set(options))
         if unknown:
-            raise bad_option(
-                rule.name, f"group option {unknown[0]!r}", f"use one of {sorted(options)}"
-            )
-        check_options(rule.name, {**options, **changes})
+            raise bad_option(name, f"group option {unknown[0]!r}", f"use one of {sorted(options)}")
+        check_options(name, {**options, **changes})
         if decay_mask is not None:  # the group's options, then the mask on top of them
             undecayed = tuple({**changes, "weight_decay": 0.0}.items())
             overrides.append((_Undecayed(test, decay_mask), undecayed))
         overrides.append((test, tuple(changes.items())))
     if decay_mask is not None:
         overrides.append((_Undecayed(None, decay_mask), (("weight_decay", 0.0),)))
-    return Optimizer(
-        rule=rule,
-        options=tuple(options.items()),
-        overrides=tuple(overrides),
-        precision=precision,
-    )
+    return tuple(overrides)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,9 +54,11 @@ class Optimizer(Base):
         return "exp_avg_sq" in self.rule.moments
 
     def init(
-        self, params: Any, pieces: Sequence[Piece] = (), *, place: Place = stay
+        self, params: Any, pieces: Sequence[Piece] = (), *, place: Place = stay, owners: Any = None
     ) -> OptimizerState:
         """Return the state for `params`: zero moments, fp32 masters of 16-bit leaves.
+
+        `owners`: of a rule for matrices, which keeps its moments in the flats all the same.
 
         `place` moves each of these tensors, as soon as it is made, to where it is stored.
         """
@@ -215,7 +217,7 @@ class Optimizer(Base):
         """Return the spans to update, grouped by options, with the counter of each span."""
         if not (self.overrides and pieces) and not now.apart:
             everything = [(i, 0, w.numel()) for i, w in enumerate(work)]
-            options = _at(dict(self.options), count)
+            options = at(dict(self.options), count)
             return [Chosen(options, everything, [0] * len(everything))] if everything else []
         spans: dict[int, list[Span]] = {}
         counted_by: dict[int, list[int]] = {}
@@ -225,7 +227,7 @@ class Optimizer(Base):
             if number not in now.still:
                 spans.setdefault(which, []).append((piece.index, piece.start, piece.stop))
                 counted_by.setdefault(which, []).append(number)
-        options = {k: _at({**dict(self.options), **self._changes(k)}, count) for k in spans}
+        options = {k: at({**dict(self.options), **self._changes(k)}, count) for k in spans}
         return [Chosen(options[k], spans[k], counted_by[k]) for k in spans]
 
     def describe(self, leaves: Sequence[Leaf], step: Tensor | int | None = None) -> list[str]:
@@ -240,7 +242,7 @@ class Optimizer(Base):
         if step is not None and not lacks_value(step):
             given = [dict(self.options), *(dict(changes) for _, changes in self.overrides)]
             schedules = [options for options in given if callable(options.get("lr"))]
-            lines += [f"lr({int(step)}) = {_at(options, step)['lr']}" for options in schedules]
+            lines += [f"lr({int(step)}) = {at(options, step)['lr']}" for options in schedules]
         for leaf in leaves:
             changes = self._changes(self._override_of(leaf))
             if leaf.trainable and changes:
@@ -257,7 +259,7 @@ class Optimizer(Base):
         """Return one group for each set of options, in the order of the leaves that have them."""
         which = [self._override_of(leaf) if leaf.trainable else None for leaf in leaves]
         sets = list(dict.fromkeys(k for k in which if k is not None))
-        options = [_at({**dict(self.options), **self._changes(k)}, step) for k in sets]
+        options = [at({**dict(self.options), **self._changes(k)}, step) for k in sets]
         return ParamGroups(
             of_leaf=tuple(-1 if k is None else sets.index(k) for k in which),
             options=tuple({_TORCH_NAMES.get(k, k): x for k, x in o.items()} for o in options),
@@ -275,7 +277,8 @@ class Optimizer(Base):
         return f"{self.rule.name}({', '.join(shown)})"
 
 
-def _at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
+def at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
+    """Return the options with the learning rate that they have after `count` updates."""
     lr = options["lr"]
     if not callable(lr):
         return options

@@ -17,6 +17,7 @@ from fzero.optim._base import Base
 from fzero.optim._elementwise import is_elementwise, small_shape
 from fzero.optim._left import Left
 from fzero.optim._optimizer import Optimizer
+from fzero.optim._partition import Partition
 from fzero.optim._piece import Piece
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim._whole import as_flats, as_leaves, leaves_in
@@ -182,7 +183,7 @@ class Pair(Base):
         )
 
 
-ShardOptimizer = Optimizer | Pair | TorchOptimizer | NoOptimizer
+ShardOptimizer = Optimizer | Pair | TorchOptimizer | NoOptimizer | Partition
 """What `as_optimizer` returns: each is a `StatefulUpdate` that can be bound to parameters."""
 
 

@@ -147,6 +147,9 @@ def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reducti
 
     A foreign optimizer has no precision of its own: its states are as it makes them.
     """
+    parted = getattr(optimizer, "parted", None)
+    for rule, own in () if parted is None else parted(list(leaves)):
+        require_precision(rule, own, reduction)
     precision, codec = getattr(optimizer, "precision", None), reduction.codec
     if precision is None:
         return

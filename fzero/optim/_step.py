@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 from fzero.errors import LayoutError
 from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
-from fzero.optim._elementwise import not_streamed
+from fzero.optim._elementwise import not_streamed, numbers_of
 from fzero.optim._rules import Scaled
 from fzero.optim._small import fuses
 from fzero.optim._stream import Portion
 from fzero.optim._trial import KeptState, as_kept, as_tensor, begin_state
+
+Place = tuple[int, tuple[int, ...]]
 
 
 class Unit(NamedTuple):
@@ -30,6 +32,11 @@ class Unit(NamedTuple):
     span: tuple[int, int] | None  # None: all of the flat
     shape: tuple[int, ...]
     kept: KeptState
+
+    @property
+    def place(self) -> Place:
+        """What tells units of no flat apart."""
+        return self.number, self.shape
 
     def of(self, flat: Tensor) -> Tensor:
         """Return its part of a tensor that is as long as its flat."""
@@ -81,7 +88,8 @@ class Portions:
         number = {index: k for k, index in enumerate(portion.indices)}
         units = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
         units, self._idle = [*units, *self._idle], []
-        loans = self._loans(units, portion)
+        begun = self._begun([u for u in units if u.index < 0 and u.kept.odd and not self._first(u)])
+        loans = self._loans(units, portion, begun)
         lent = _lent(bound, loans, self._before, fresh=self._turn.first)
         with lent, _told(bound.instance, portion.scaled):
             bound.instance.step()
@@ -90,7 +98,28 @@ class Portions:
                     _write(self.counters[name][group], bound.instance.param_groups[group][name])
             return _taken(bound.instance, loans, portion.slots, self.counters)
 
-    def _loans(self, units: Sequence[Unit], portion: Portion) -> list[_Loan]:
+    def _first(self, unit: Unit) -> bool:
+        return self._turn.first or unit.number in self._turn.fresh
+
+    def _begun(self, units: Sequence[Unit]) -> dict[Place, dict[str, Any]]:
+        """Return what a step makes for units of no flat, of which a rule keeps another shape."""
+        loans = []
+        for unit in units:
+            device = self._bound.devices[unit.group]
+            numbers = numbers_of(unit.shape, 1).to(device, unit.kept.dtype)
+            parameter = nn.Parameter(numbers.clone())
+            parameter.grad = numbers
+            loans.append(_Loan(unit, numbers, parameter, {}))
+        if not loans:
+            return {}
+        with _lent(self._bound, loans, self._before, fresh=True):
+            self._bound.instance.step()
+            states = self._bound.instance.state
+            return {unit.place: dict(states[parameter]) for unit, _, parameter, _ in loans}
+
+    def _loans(
+        self, units: Sequence[Unit], portion: Portion, begun: Mapping[Place, dict[str, Any]]
+    ) -> list[_Loan]:
         """Return the parameter and state of each unit; no state that the first step is to make."""
         counters = _spread(units, self._before)
         loans = []
@@ -106,9 +135,9 @@ class Portions:
             parameter = nn.Parameter(values)
             parameter.grad = gradient
             given: dict[str, Any] = {}
-            fresh = self._turn.first or unit.number in self._turn.fresh
-            if not (kept.late and fresh):
+            if not (kept.late and self._first(unit)):
                 given = _slots_of(unit, portion.slots) if here else begin_state(kept, values)
+                given |= {} if here else begun.get(unit.place, {})
                 for name in kept.counters:
                     given[name] = as_kept(kept.numbers, name, next(counters[name][unit.number]))
             loans.append(_Loan(unit, values, parameter, given))
@@ -238,7 +267,7 @@ def _idle(bound: Bound, units: Sequence[Unit], now: Parted) -> list[Unit]:
         apart[bound.group_at[path]].add(number)
     found: dict[int, Unit] = {}
     for (group, _, shape), kept in bound.kept.items():
-        if kept.odd or not bound.begin_of(group):
+        if not bound.begin_of(group):
             continue
         for number in {group} | apart.get(group, set()) - now.still:
             if number not in (counting if kept.counters else here):

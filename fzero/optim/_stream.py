@@ -71,7 +71,7 @@ def step_flats(
         grads, scaled = as_stepped(flats.grads, work, scaled, owned=owned)
         slots = run(Portion(indices, work, grads, flats.slots, scaled))
         for i in indices:
-            _write_back(flats, i, work[i], None)
+            written_back(flats, i, work[i])
         return slots
     made = {name: list(some) for name, some in flats.slots.items()}
     copies = CopyStream(device or flats.params[0].device)
@@ -82,7 +82,7 @@ def step_flats(
         noise = None
         if precision.stochastic_rounding and flats.params[i].dtype is torch.bfloat16:
             noise = noise_of([p for p in pieces if p.index == i], work, count)
-        _write_back(flats, i, work, noise)
+        written_back(flats, i, work, noise)
         changed = [(flats.masters[i], work)] if flats.masters[i].numel() else []
         for name, x in slots.items():
             if after[name][0] is x:
@@ -134,7 +134,7 @@ def _lent(
         yield i, work, grad, dict(zip(names, slots, strict=True))
 
 
-def _write_back(flats: Flats, i: int, work: Tensor, noise: Tensor | None) -> None:
+def written_back(flats: Flats, i: int, work: Tensor, noise: Tensor | None = None) -> None:
     """Round what was stepped into the parameters, if it is not the parameters themselves."""
     if work is not flats.params[i] and work.numel():
         write_back(flats.params[i], work if noise is None else rounded(work, noise))

@@ -12,18 +12,20 @@ from torch import Tensor
 
 from fzero.errors import PhaseError
 from fzero.machine.offload import cloned
-from fzero.optim._base import Base
-from fzero.optim._bind import Bound, bind
+from fzero.machine.owners import Owners
+from fzero.optim._bind import Bound, Needs, bind
 from fzero.optim._held import Held, kept_by, lines_of
+from fzero.optim._keeps_owned import KeepsOwned
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
 from fzero.optim._recount import anew_of, counted_in, recounted_as
 from fzero.optim._rules import Scaled
 from fzero.optim._shown import shown
-from fzero.optim._step import Portions, numbers_of_group, skips
-from fzero.optim._stream import Flats, counted, step_flats
-from fzero.optim._torch_state import TorchState, new_state, turn_of, units_of
+from fzero.optim._step import numbers_of_group, skips
+from fzero.optim._stream import Flats
+from fzero.optim._torch_state import TorchState, new_state
+from fzero.optim._torch_update import updated
 from fzero.optim._trial import as_kept
 from fzero.optim._usable import name_of
 from fzero.optim.masters import Place, stay, work_tensors
@@ -35,7 +37,7 @@ _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchOptimizer(Base):
+class TorchOptimizer(KeepsOwned):
     """A torch.optim class, factory or instance, used on the flat shards of a state.
 
     Between updates an instance is as its user left it: its param groups have the user's
@@ -44,6 +46,7 @@ class TorchOptimizer(Base):
     """
 
     source: Any
+    needs: Needs = None
     precision: Precision = field(default_factory=Precision)
     paths: tuple[tuple[str, int], ...] = ()  # (path, param group), once bound
     bound: Bound | None = field(default=None, compare=False, repr=False)
@@ -62,7 +65,7 @@ class TorchOptimizer(Base):
     @property
     def leafwise(self) -> bool:
         """Whether it may step a leaf without the others; found out by a trial."""
-        return not self.odd_slots and self._bound().leafwise
+        return self._bound().leafwise
 
     def needs_whole(self, path: str) -> bool:
         """Whether the rule for the leaf at `path` is not elementwise."""
@@ -89,7 +92,7 @@ class TorchOptimizer(Base):
                 groups; for a rule that cannot be tried.
         """
         named = dict(params)
-        bound = bind(self.source, named, precision=self.precision)
+        bound = bind(self.source, named, precision=self.precision, needs=self.needs)
         return replace(
             self, bound=bound, paths=tuple(bound.group_at.items()), held=kept_by(bound, named)
         )
@@ -115,7 +118,12 @@ class TorchOptimizer(Base):
         return any(not _SQUARES.isdisjoint(kept.slots) for kept in self._bound().kept.values())
 
     def init(
-        self, params: Sequence[Tensor], pieces: Sequence[Piece] = (), *, place: Place = stay
+        self,
+        params: Sequence[Tensor],
+        pieces: Sequence[Piece] = (),
+        *,
+        place: Place = stay,
+        owners: Owners | None = None,
     ) -> TorchState:
         """Return the state for flats [l]: slots as long as the flats, counters, fp32 masters.
 
@@ -127,8 +135,9 @@ class TorchOptimizer(Base):
             pieces: which elements belong to which leaf. A flat of padding alone has one of no
                 elements, which says of which param group it is.
             place: takes each slot and master, as soon as it is made, to where it is to live.
+            owners: which rank steps which parameter whole, and keeps what is kept of it.
         """
-        return new_state(self._bound(), params, pieces, place)
+        return new_state(self._bound(), params, pieces, place, owners)
 
     def advance(
         self,
@@ -143,6 +152,7 @@ class TorchOptimizer(Base):
         grad_scale: Tensor | None = None,
         device: torch.device | None = None,
         unused: frozenset[str] = frozenset(),
+        owners: Owners | None = None,
     ) -> tuple[list[Tensor], TorchState]:
         """Return (params', state') after one `step()` of the optimizer.
 
@@ -150,7 +160,8 @@ class TorchOptimizer(Base):
         else they, and the gradients, stay as they are. `found_inf`, `grad_scale`: see `skips`.
         `device`: where to compute, by default where the parameters are. What lives elsewhere, or
         in other dtypes than it is stepped in, takes one `step()` of the optimizer for each flat.
-        `unused`: paths of leaves that stay as they are, with all that is kept for them.
+        `unused`: paths of leaves that stay as they are, with all that is kept for them. `owners`:
+        who steps which parameter whole.
 
         Raises:
             PhaseError: if the update is to be differentiated, or if the optimizer got param
@@ -163,27 +174,17 @@ class TorchOptimizer(Base):
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            turn = turn_of(bound, state, unused)
-            units = units_of(bound, pieces, turn.now)
-            steps = Portions(bound, units, state.counters, turn, flats=len(params))
-            slots = step_flats(
+            after = updated(
+                bound,
                 Flats(params, grads, state.masters, state.slots),
-                steps,
-                precision=self.precision,
+                state,
+                pieces,
+                owners=owners,
+                unused=unused,
                 device=device,
                 scaled=Scaled(found_inf, grad_scale),
-                owned=True,  # they are, or copies
-                pieces=pieces,
-                count=state.count,
             )
-        return list(params), TorchState(
-            count=counted(state.count, found_inf),
-            slots={name: tuple(some) for name, some in slots.items()},
-            counters=dict(steps.counters),
-            masters=state.masters,
-            apart=turn.now.apart,
-            unstepped=turn.unstepped,
-        )
+        return list(params), after
 
     def slots(self, state: TorchState) -> Mapping[str, Sequence[Tensor]]:
         """Return the slots by the names that the class has for them, and the masters."""
@@ -191,7 +192,9 @@ class TorchOptimizer(Base):
 
     @property
     def odd_slots(self) -> frozenset[str]:
-        """The slots of a rule that needs whole leaves, each of which is a flat of its own then."""
+        """The slots of a rule that needs all leaves, each of which is a flat of its own then."""
+        if self.by_owners:
+            return frozenset()
         return frozenset(name for kept in self._bound().kept.values() for name in kept.odd)
 
     @property
@@ -253,7 +256,7 @@ class TorchOptimizer(Base):
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
         """Whether `step()` takes `found_inf` and `grad_scale`, by attributes of the optimizer."""
-        return skips(self._bound(), work_tensors(params, state.masters))
+        return self.elementwise and skips(self._bound(), work_tensors(params, state.masters))
 
     def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """What ranks compare: the class, and the options of each param group as they are now.

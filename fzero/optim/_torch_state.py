@@ -7,8 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fzero.machine.owners import Owners
 from fzero.optim._apart import Apart, Parted, parted
 from fzero.optim._bind import Bound
+from fzero.optim._owned import Owned, owned_slots
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
 from fzero.optim._step import Turn, Unit, makes_state_later
@@ -26,6 +28,7 @@ class TorchState:
     # By name, one for each param group, and then those of leaves that are apart.
     counters: dict[str, tuple[Tensor, ...]]
     masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
+    owned: Owned  # what is kept of parameters that an owner steps whole, parallel to these
     # (path, index of its counters), of leaves that do not count with their group.
     apart: Apart = static(default=())
     # Paths of leaves that took no step yet, where others did; see `Kept.late`.
@@ -88,16 +91,22 @@ def _cuts(pieces: Sequence[Piece], now: Parted) -> set[int]:
 
 
 def new_state(
-    bound: Bound, params: Sequence[Tensor], pieces: Sequence[Piece], place: Place
+    bound: Bound,
+    params: Sequence[Tensor],
+    pieces: Sequence[Piece],
+    place: Place,
+    owners: Owners | None = None,
 ) -> TorchState:
     """Return the state for flats [l] before the first step; `place` moves each tensor."""
     precision = bound.precision
     of_flat = {index: bound.kept_for(leaf) for index, leaf, *_ in pieces}  # alike in a flat
-    flats = [(p, of_flat[i]) for i, p in enumerate(params)]
+    flats = [(p, of_flat.get(i)) for i, p in enumerate(params)]
     wanted = [precision.master_weights and kept is not None for _, kept in flats]
-    every = bound.kept.values()
+    whole = frozenset[int]() if owners is None else owners.positions
+    even = [(p, None if i in whole else kept) for i, (p, kept) in enumerate(flats)]
+    every = [x for (g, *_), x in bound.kept.items() if owners is None or bound.elementwise[g]]
     slots = {
-        name: tuple(place(_slot(name, p, kept, precision)) for p, kept in flats)
+        name: tuple(place(_slot(name, p, kept, precision)) for p, kept in even)
         for name in sorted({name for kept in every for name in (*kept.slots, *kept.odd)})
     }
     begin = [bound.begin_of(group) for group in range(len(bound.shared))]
@@ -107,7 +116,8 @@ def new_state(
     }
     masters = make_masters(params, wanted, place)
     count = torch.zeros((), dtype=torch.int64)
-    return TorchState(count=count, slots=slots, counters=counters, masters=masters)
+    owned = {} if owners is None else owned_slots(bound, owners, params, place)
+    return TorchState(count=count, slots=slots, counters=counters, masters=masters, owned=owned)
 
 
 def _slot(name: str, p: Tensor, kept: KeptState | None, precision: Precision) -> Tensor:

@@ -124,17 +124,6 @@ OF_STATE = (
         axis="buckets",
     ),
     Option(
-        name="whole_parameters",
-        default=False,
-        type=bool,
-        check=FLAG,
-        help="for an optimizer that is not elementwise (Muon, LAMB): the parameters of such a "
-        "rule, by its param groups, are each whole on one rank. Each rank's part of a bucket "
-        "or unit is padded to the largest part; the default bucket grows to W of the largest such "
-        "parameter.",
-        stages=_SHARDED,
-    ),
-    Option(
         name="ordered",
         default=False,
         type=bool,

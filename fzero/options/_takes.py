@@ -22,18 +22,17 @@ C = TypeVar("C", bound=type)
 OPTIONS: Mapping[str, Option] = {one.name: one for one in (*OF_STATE, *OF_DRIVERS)}
 """Every option, by name."""
 
-_INSTEAD = (
+_CODEC = (
     "fzero.compress(step, {0}) for a step, compress=fzero.Compress({0}) for Engine, init and plan"
 )
-GONE: Mapping[str, str] = {
-    name: _INSTEAD.format(codec)
-    for name, codec in (
-        ("communication_dtype", "gradients=fzero.codecs.cast(dtype)"),
-        ("quantized_gradients", "gradients=fzero.codecs.int8()"),
-        ("quantized_weights", "parameters=fzero.codecs.int8()"),
-    )
+REPLACED: Mapping[str, str] = {
+    "communication_dtype": _CODEC.format("gradients=fzero.codecs.cast(dtype)"),
+    "quantized_gradients": _CODEC.format("gradients=fzero.codecs.int8()"),
+    "quantized_weights": _CODEC.format("parameters=fzero.codecs.int8()"),
+    "whole_parameters": "leave it out: where a rule needs whole parameters, each is updated by the "
+    "rank that owns it, and flats stay even; from_torch(..., needs=) says what a rule needs",
 }
-"""Options of earlier versions, with what replaces them."""
+"""{option of an earlier version: what to do now}."""
 
 MARK = re.compile(r"^( *)\{options\}\n", re.MULTILINE)
 """The line of a docstring in whose place its options are described."""
@@ -156,7 +155,7 @@ def _expanded(signature: inspect.Signature, driver: str) -> inspect.Signature:
 def _not_taken(driver: str, option: str, known: Iterable[str], usage: str) -> CallError:
     """The error for an option: of another driver, of no driver, or of an axis of `certify`."""
     entry = OPTIONS.get(option)
-    fix = GONE.get(option, "") if entry is None else entry.instead.get(driver, "")
+    fix = REPLACED.get(option, "") if entry is None else entry.instead.get(driver, "")
     if driver == "certify" and entry is not None:
         fix = f"write {entry.axis}=, the values of it that are tried" if entry.axis else ""
     if not fix:

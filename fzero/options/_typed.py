@@ -38,7 +38,6 @@ class StateOptions(TypedDict, total=False):
     persistence_threshold_numel: int
     units: Units
     bucket_bytes: int | None
-    whole_parameters: bool
     ordered: bool
     overlap: bool
     contiguous_gradients: bool

@@ -115,6 +115,33 @@ class StatefulUpdate(Protocol):
         """The slots whose shape is not that of their parameters."""
         ...
 
+    def owned(self, state: OptimizerTree) -> Mapping[str, Sequence[Tensor]]:
+        """Return {name: [of each parameter with an owner]}, empty but on its owner."""
+        ...
+
+    def with_owned(
+        self, state: OptimizerTree, owned: Mapping[str, Sequence[Tensor]]
+    ) -> OptimizerTree:
+        """Return the state with other tensors in the place of those that `owned` returns."""
+        ...
+
+    def kept_of(self, leaf: Leaf) -> Collection[str]:
+        """Return the names in `owned` that have an element for each of a leaf with an owner."""
+        ...
+
+    def made_by_steps(self, leaf: Leaf) -> Collection[str]:
+        """Return the names in `owned` that the first step of a leaf makes, in any shape."""
+        ...
+
+    @property
+    def by_owners(self) -> bool:
+        """Whether parameters that may not be cut are updated by the ranks that own them."""
+        ...
+
+    def needs_whole(self, path: str) -> bool:
+        """Whether the update of an element looks at the whole parameter at `path`."""
+        ...
+
     @property
     def counts_by_leaf(self) -> bool:
         """Whether each leaf has counters of its own, which `counted` and `recounted` know."""

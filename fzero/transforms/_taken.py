@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.collectives import broadcast
 from fzero.machine.offload import write_back
+from fzero.machine.owners import owners_of
 from fzero.machine.packing import pack
 from fzero.machine.parts import cut
 from fzero.optim import TorchOptimizer
@@ -47,10 +48,27 @@ def taken_over(state: TrainState, mesh: Axis) -> TrainState:
                 whole = _sent(state, pack(layout, index, values), mesh)
                 part = cut(state.setup, whole, Placement.REPLICATED, state.setup.optimizer_state)
                 write_back(flats[number], part)
-    optimizer = replace(state.optimizer, slots={k: tuple(x) for k, x in slots.items()})
+    kept = {name: tuple(flats) for name, flats in slots.items()}
+    owned = _owned(state, rule, mesh)
+    optimizer = replace(state.optimizer, slots=kept, owned=owned)
     optimizer = _counted(rule, optimizer, paths)
     rule.let_go(paths)
     return state.replace(optimizer=optimizer)
+
+
+def _owned(state: TrainState, rule: TorchOptimizer, mesh: Axis) -> dict[str, tuple[Tensor, ...]]:
+    """Return what owners keep of whole parameters: what the optimizer has of them."""
+    owned = {name: list(some) for name, some in rule.owned(state.optimizer).items()}
+    owners = owners_of(state.setup)
+    mine = set() if owners is None else set(owners.mine)
+    for number, one in enumerate(() if owners is None else owners.leaves):
+        has, kept = rule.held.get(one.leaf.path, {}), rule.kept_of(one.leaf)
+        for name in (name for name in owned if name in has):
+            sent = _sent(state, torch.as_tensor(has[name]), mesh)
+            if number in mine:
+                like = owned[name][number]
+                owned[name][number] = sent.reshape(-1).to(like) if name in kept else sent
+    return {name: tuple(some) for name, some in owned.items()}
 
 
 def _sent(state: TrainState, value: Tensor, mesh: Axis) -> Tensor:

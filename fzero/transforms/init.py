@@ -15,6 +15,7 @@ from fzero.context.modes import in_transform, require_autograd
 from fzero.errors import LayoutError
 from fzero.machine.encode import residual_of
 from fzero.machine.offload import offloaded
+from fzero.machine.owners import owners_of
 from fzero.machine.packing import pack
 from fzero.machine.partition import leaves_of, unit_of
 from fzero.machine.parts import cut
@@ -210,10 +211,13 @@ def _require_some(layout: Layout) -> None:
         )
 
 
-def _place(setup: Setup) -> dict[str, Any]:
-    """How an optimizer's new state is moved to its home; None if it stays on the device."""
-    home = setup.offload.optimizer
-    return {} if home is None else {"place": lambda x: offloaded(home, x, setup.offload)}
+def _how(setup: Setup) -> dict[str, Any]:
+    """How an optimizer's new state is moved to its home, and who owns which parameter, if any."""
+    home, owners = setup.offload.optimizer, owners_of(setup)
+    given: dict[str, Any] = {} if owners is None else {"owners": owners}
+    return (
+        given if home is None else {"place": lambda x: offloaded(home, x, setup.offload), **given}
+    )
 
 
 def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
@@ -226,7 +230,7 @@ def begun_anew(state: TrainState) -> TrainState:
     """Return the state with a fresh optimizer state; masters stay."""
     setup = state.setup
     shards = _shards(setup, state.params.flats)
-    fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_place(setup))
+    fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_how(setup))
     return state.replace(optimizer=setup.optimizer.anew(state.optimizer, fresh))
 
 
@@ -261,7 +265,7 @@ def filled_state(
     state = TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
-        optimizer=setup.optimizer.init(_shards(setup, held), pieces_of(setup), **_place(setup)),
+        optimizer=setup.optimizer.init(_shards(setup, held), pieces_of(setup), **_how(setup)),
         window=CLOSED,
         step=torch.zeros((), dtype=torch.int64),
         progress=Progress(),

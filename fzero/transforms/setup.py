@@ -18,7 +18,6 @@ from fzero.machine.partition import named_leaves, plan_layout, unit_of
 from fzero.optim import (
     ShardOptimizer,
     as_optimizer,
-    require_elementwise,
     require_leafwise,
     require_precision,
     require_real_views,
@@ -59,20 +58,19 @@ def plan_setup(
         named = dict(zip(*named_leaves(params)[:2], strict=True))
         require_apart([HeldTensor(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
-        whole = parts and options.whole_parameters
-        chosen = _bound(optimizer, named, parts=parts, whole=whole)
+        chosen = _bound(optimizer, named, parts=parts)
+        _require_elementwise_apart(chosen, options)
         small = _small(named, options.gathering.persistence_threshold_numel, stage, axis)
         layout = plan_layout(
             params,
             ranks=axis.shards.size,
             replicas=axis.replicas.size,
-            # A rule that needs whole leaves, which no rank has parts of, wants a group for each.
-            grouped=_travels(axis, options.offload) and (whole or chosen.elementwise),
-            bucket_bytes=_bucket(named, stage, axis, options, chosen),
+            # A rule that needs all leaves whole on each rank wants a group for each.
+            grouped=_travels(axis, options.offload) and (chosen.by_owners or chosen.elementwise),
+            bucket_bytes=_bucket(stage, options),
             unit=_apart(units, small) if small else units,
             trainable=trainable,
-            kind=_kinds(chosen, named),
-            whole=_whole_in(chosen, axis, options) if whole else None,
+            kind=chosen.group_of,
             lowered=None if autocast is None else _lowered(autocast, named, owners),
         )
         setup = Setup(
@@ -122,48 +120,31 @@ def _travels(axis: Axis, offload: Offload | None) -> bool:
     return axis.runtime is not Runtime.LOCAL or offloaded
 
 
-def _bound(
-    optimizer: Any, named: Mapping[str, Tensor], *, parts: bool, whole: bool
-) -> ShardOptimizer:
+def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> ShardOptimizer:
     """Return the optimizer bound to the parameters `named`, checked to work on their shards.
 
-    parts: whether a rank has parts of a leaf. whole: whether every leaf is on one rank.
+    parts: whether a rank has parts of a leaf.
     """
     chosen = as_optimizer(optimizer).bind(named)
     require_real_views(chosen, named)
-    if whole:
+    if parts and not chosen.elementwise:
         require_leafwise(chosen)
-    elif parts:
-        require_elementwise(chosen)
     return chosen
 
 
-def _bucket(
-    named: Mapping[str, Tensor],
-    stage: int,
-    axis: Axis,
-    options: SharedOptions,
-    chosen: ShardOptimizer,
-) -> int | None:
-    """The size of a bucket; where leaves stay whole, by default one that ranks can share."""
-    size = bucket_at(stage, options.bucket_bytes)
+def _require_elementwise_apart(chosen: ShardOptimizer, options: SharedOptions) -> None:
+    if options.local is not None and not chosen.elementwise:
+        raise LayoutError(
+            f"local updates with {chosen!r}, which needs whole parameters.",
+            cause="what owners keep of a parameter is not kept by replica yet.",
+            fix="use a rule that works element by element (AdamW), or leave local updates out.",
+        )
+
+
+def _bucket(stage: int, options: SharedOptions) -> int | None:
     if options.local is not None and options.local.fragments > 1:
         return None  # a fragment has whole units
-    if size is None or not options.whole_parameters or options.bucket_bytes is not None:
-        return size
-    whole = [x.nbytes for path, x in named.items() if chosen.needs_whole(path)]
-    return max(size, axis.size * max(whole, default=0))
-
-
-def _whole_in(chosen: ShardOptimizer, axis: Axis, options: SharedOptions) -> Callable[[str], int]:
-    """In how many parts the optimizer has a flat of leaves that may not be cut; of others 1."""
-    parts = axis.shards.size if options.optimizer_over == "shard" else axis.size
-    return lambda path: parts if chosen.needs_whole(path) else 1
-
-
-def _kinds(chosen: ShardOptimizer, named: Mapping[str, Tensor]) -> Callable[[str], tuple[int, int]]:
-    """Which leaves may be in one flat: those with as many dims, for rules that look at them."""
-    return lambda p: (chosen.group_of(p), named[p].ndim if chosen.needs_whole(p) else 0)
+    return bucket_at(stage, options.bucket_bytes)
 
 
 def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:

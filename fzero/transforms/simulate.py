@@ -18,6 +18,7 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, is_count, require
 from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
+from fzero.state.stacked import stack_ranks
 from fzero.transforms.donation import empty
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
 from fzero.transforms.states import is_state
@@ -183,7 +184,7 @@ def _stack(results: list[Any]) -> Any:
             raise _unlike(rank, results[rank], results[0])
     columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
     stacked = [
-        column[0] if of_state and _is_one_number(column) else _stack_leaf(column)
+        _stack_of_states(column) if of_state else _stack_leaf(column)
         for column, of_state in zip(columns, _of_states(results[0]), strict=True)
     ]
     return optree.tree_unflatten(treespec, stacked)
@@ -193,6 +194,18 @@ def _of_states(result: Any) -> list[bool]:
     """Whether each leaf of a result belongs to a state."""
     parts = optree.tree_leaves(result, is_leaf=is_state, namespace=NAMESPACE)
     return [is_state(part) for part in parts for _ in optree.tree_leaves(part, namespace=NAMESPACE)]
+
+
+def _stack_of_states(column: list[Any]) -> Any:
+    if _is_one_number(column):
+        return column[0]
+    return stack_ranks(column) if _is_kept_by_some(column) else _stack_leaf(column)
+
+
+def _is_kept_by_some(column: list[Any]) -> bool:
+    """Whether some ranks keep a tensor for all: they own a parameter, and the others do not."""
+    tensors = all(isinstance(x, Tensor) for x in column)
+    return tensors and len({x.shape for x in column if x.numel()}) == 1
 
 
 def _is_one_number(column: list[Any]) -> bool:

@@ -26,7 +26,6 @@ class SharedOptions:
 
     optimizer_over: OptimizerOver = "shard"
     bucket_bytes: int | None = None
-    whole_parameters: bool = False
     autocast: Autocast | torch.dtype | None = None
     offload: Offload | None = None
     local: Local | None = None

@@ -14,6 +14,7 @@ from torch import Tensor
 from fzero.collectives import about
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.machine.offload import at_home, change, offloaded, to_device
+from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim import require_ordered
 from fzero.state import Buffers, TrainState, buffers, progress
@@ -218,6 +219,8 @@ def _advance(
         options["device"] = state.device
     if unused:
         options["unused"] = frozenset(layout.leaves[i].path for i in unused)
+    if (owners := owners_of(setup)) is not None:
+        options["owners"] = owners.at(fulls if setup.stage in (1, 2) else (), state.device)
     if told is not None:
         options["found_inf"], options["grad_scale"] = told
     try:

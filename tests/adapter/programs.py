@@ -67,7 +67,6 @@ class Options(NamedTuple):
     reshard: Reshard = True
     replicas: int = 1  # of a mesh of two dims, where they divide the ranks
     over: OptimizerOver = "shard"
-    whole: bool = False  # parameters, each on one rank
 
     def mesh(self) -> tuple[int, int]:
         ranks = fzero.axis_size()
@@ -104,11 +103,6 @@ class Run(NamedTuple):
     seed: int = 0
 
     @property
-    def needs_whole(self) -> bool:
-        """Whether parameters stay whole: because they may, or must."""
-        return self.options.whole or self.optimizer in WHOLE
-
-    @property
     def offload(self) -> fzero.Offload:
         kinds = {"o": "optimizer", "g": "gradients", "p": "params"}
         homes: dict[str, Any] = {kinds[letter]: "disk" for letter in self.away}
@@ -131,7 +125,6 @@ runs = st.builds(
         reshard=keeps,
         replicas=st.integers(1, 4),
         over=st.sampled_from(["shard", "all"]),
-        whole=st.booleans(),
     ),
     numbers=st.sampled_from(
         [
@@ -143,7 +136,7 @@ runs = st.builds(
     ),
     away=st.sampled_from(["", "", "o", "g", "og"]),
     seed=seeds,
-).map(lambda run: run._replace(options=run.options._replace(whole=run.needs_whole)))
+)
 
 
 ALONE, TOGETHER = Part(window=False, backwards=1), Part(window=True, backwards=2)
@@ -162,6 +155,6 @@ CHOSEN = (
     Run(3, "lion", "fp32", Plan((TOGETHER,), one_window=True), Options(reshard="window")),
     Run(1, "adamw", "mixed", Plan((ALONE, TOGETHER)), Options(0.05, 16, True, replicas=2)),
     Run(3, "torch adamw", "bf16", Plan((ALONE, ALONE)), LOW._replace(replicas=2, over="all")),
-    Run(2, "lamb", "fp32", Plan((ALONE, TOGETHER)), LOW._replace(whole=True)),
-    Run(3, "lamb", "bf16", Plan((ALONE,)), LOW._replace(whole=True, replicas=2)),
+    Run(2, "lamb", "fp32", Plan((ALONE, TOGETHER)), LOW),
+    Run(3, "lamb", "bf16", Plan((ALONE,)), LOW._replace(replicas=2)),
 )

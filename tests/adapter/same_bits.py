@@ -81,7 +81,6 @@ class ByEngine:
             reshard_after_forward=run.options.reshard,
             mesh=run.options.mesh(),
             optimizer_over=run.options.over,
-            whole_parameters=run.options.whole,
         )
 
     def update(self, batch: Tensor) -> None:
@@ -133,7 +132,6 @@ class BySteps:
             reshard_after_forward=run.options.reshard,
             mesh=run.options.mesh(),
             optimizer_over=run.options.over,
-            whole_parameters=run.options.whole,
             donate=True,
         )
         self.state: TrainState = self.step.init(params, optimizer)

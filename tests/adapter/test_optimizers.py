@@ -23,6 +23,7 @@ from tests.adapter.plain import (
     seeded,
     update,
 )
+from tests.optim.torch_cases import Clipped
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.1}),
@@ -147,16 +148,17 @@ def matrices() -> nn.Module:
 
 @at_places(1, 2)
 @pytest.mark.parametrize("style", ["class", "instance"])
-def test_optimizers_that_need_whole_matrices_are_refused_by_name_before_the_module_is_touched(
+def test_optimizers_that_need_all_parameters_are_refused_by_name_before_the_module_is_touched(
     at: Place, style: str
 ) -> None:
     refused: list[Any] = [torch.optim.LBFGS, torch.optim.SparseAdam]
     if at.stage and at.ranks > 1:
-        refused += [torch.optim.Adafactor, torch.optim.Muon]
+        refused += [Clipped]
     for cls in refused:
         module = matrices()
         begin = {path: (p.data_ptr(), p.detach().clone()) for path, p in module.named_parameters()}
-        optimizer = cls if style == "class" else cls(list(module.parameters()))
+        of_module = list(module.parameters())
+        optimizer = cls if style == "class" else cls(of_module, lr=0.1)
         with pytest.raises(LayoutError, match=cls.__name__):
             Engine(module, optimizer, stage=at.stage)
         assert not module._forward_hooks and not module._forward_pre_hooks
@@ -167,11 +169,11 @@ def test_optimizers_that_need_whole_matrices_are_refused_by_name_before_the_modu
 
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon])
-def test_optimizers_of_whole_matrices_run_where_a_rank_has_whole_matrices(
+def test_optimizers_of_whole_matrices_run_on_their_owners(
     rank: int, world_size: int, cls: Any
 ) -> None:
     reference = Reference(matrices, world_size, lambda m: cls(list(m.parameters())))
-    engine = Engine(seeded(matrices), cls, stage=3 if world_size == 1 else 0)
+    engine = Engine(seeded(matrices), cls, stage=3)
     for number in range(STEPS):
         update(engine, reference, rank, number, tol=1e-8)
     close_as(reference, engine)

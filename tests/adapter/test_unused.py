@@ -74,7 +74,7 @@ def check(at: Place, stage: int, optimizer_of: Any = adamw, way: str = "", **opt
         (adamw, 3, 3, "", {"loss_scale": "dynamic"}),
         (momentum, 0, 3, "no_sync", {}),
         (momentum, 2, 1, "", {"offload": fzero.Offload(optimizer="cpu")}),
-        (momentum, 3, 2, "no_sync", {"whole_parameters": True}),
+        (momentum, 3, 2, "no_sync", {"reshard_after_forward": False}),
         (nadam, 1, 2, "", {"mesh": (2, 1)}),
         (nadam, 3, 1, "coalesce", {}),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fzero.errors import LayoutError
-from fzero.machine.packing import input_shape, leaf_ranges, pack, pack_copied, unpack, unpack_groups
+from fzero.machine.packing import input_shape, pack, pack_copied, unpack, unpack_groups
 from fzero.machine.partition import assemble, leaves_of, plan_layout, shard_of, unit_of
-from fzero.state.layout import Layout, Part
+from fzero.state.layout import Layout
 from tests.strategies import (
     LEARNING,
     Block,
@@ -32,12 +32,7 @@ from tests.strategies import (
 )
 
 buckets = st.none() | st.integers(1, 300)
-any_tree = given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets, whole=st.booleans())
-
-
-def in_one(ranks: int, whole: bool) -> Callable[[str], int]:
-    """Each leaf is whole on one of the ranks, or may be cut."""
-    return lambda path: ranks if whole else 1
+any_tree = given(tree=trees(empty=True), ranks=worlds, bucket_bytes=buckets)
 
 
 def flatten(layout: Layout, params: Any) -> list[Tensor]:
@@ -59,9 +54,9 @@ def ties(tree: Any) -> list[int]:
 
 @any_tree
 def test_unshard_after_shard_is_the_identity(
-    tree: Any, ranks: int, bucket_bytes: int | None, whole: bool
+    tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
-    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=in_one(ranks, whole))
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
     flats = flatten(layout, tree)
     shards = [[shard_of(flat, ranks, rank).clone() for flat in flats] for rank in range(ranks)]
     back = unflatten(layout, [torch.cat(rows) for rows in zip(*shards, strict=True)])
@@ -71,9 +66,9 @@ def test_unshard_after_shard_is_the_identity(
 
 @any_tree
 def test_every_tensor_is_stored_once_in_a_group_of_its_kind(
-    tree: Any, ranks: int, bucket_bytes: int | None, whole: bool
+    tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
-    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=in_one(ranks, whole))
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
     assert [leaf.shape for leaf in layout.leaves] == [tuple(x.shape) for x in unique(tree)]
     assert [leaf.trainable for leaf in layout.leaves] == [learns(x) for x in unique(tree)]
     stored = [leaf for group in layout.groups for leaf in group.leaves]
@@ -85,17 +80,15 @@ def test_every_tensor_is_stored_once_in_a_group_of_its_kind(
 
 @any_tree
 def test_leaves_and_shards_start_on_16_bytes_and_padding_is_zero_and_no_more_than_that(
-    tree: Any, ranks: int, bucket_bytes: int | None, whole: bool
+    tree: Any, ranks: int, bucket_bytes: int | None
 ) -> None:
-    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=in_one(ranks, whole))
+    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes)
     for index, (group, flat) in enumerate(zip(layout.groups, flatten(layout, tree), strict=True)):
         numels = [layout.leaves[i].numel for i in group.leaves]
         assert flat.shape == (layout.full_numel(index),) == (ranks * group.shard_numel,)
         padded = (flat.numel() - sum(numels)) * flat.itemsize
         least = 16 * (len(numels) + (ranks if ranks > 1 else 0))
-        # The longest shard is no longer than an equal part and the largest leaf.
-        more = ranks * max(numels) * flat.itemsize if whole and group.trainable else 0
-        assert 0 <= padded < least + more
+        assert 0 <= padded < least
         rest = torch.ones(flat.shape, dtype=torch.bool)
         for offset, numel in zip(group.offsets, numels, strict=True):
             rest[offset : offset + numel] = False
@@ -104,26 +97,6 @@ def test_leaves_and_shards_start_on_16_bytes_and_padding_is_zero_and_no_more_tha
         shards = [shard_of(held, ranks, rank) for rank in range(ranks)]
         for x in (*unpack(layout, index, held), *shards):
             assert x.data_ptr() % 16 == 0 or not x.numel()
-
-
-@given(tree=trees(empty=True), ranks=many, bucket_bytes=buckets)
-def test_a_whole_leaf_that_learns_is_in_one_shard(
-    tree: Any, ranks: int, bucket_bytes: int | None
-) -> None:
-    layout = plan_layout(tree, ranks=ranks, bucket_bytes=bucket_bytes, whole=lambda _: ranks)
-    for index in layout.trainable:
-        held = [r for k in range(ranks) for r in leaf_ranges(layout, index, Part(ranks, k))]
-        numels = {i: layout.leaves[i].numel for i in layout.groups[index].leaves}
-        assert [(r.start, r.stop) for r in held] == [(0, numels[r.leaf]) for r in held]
-        assert sorted(r.leaf for r in held) == sorted(i for i, n in numels.items() if n)
-
-
-def test_ranks_have_as_much_as_they_can_of_whole_leaves() -> None:
-    sizes = {"a": 40, "b": 30, "c": 30, "d": 20, "e": 8}
-    params = {path: torch.ones(numel) for path, numel in sizes.items()}
-    layout = plan_layout(params, ranks=2, bucket_bytes=2**20, whole=lambda _: 2)
-    assert layout.groups[0].shard_numel == 68  # a, d and e; b and c: 60
-    assert [layout.leaves[i].path for i in layout.groups[0].leaves] == [*"adebc"]
 
 
 @given(tree=trees(empty=True), ranks=many, bucket_bytes=st.integers(1, 300))

@@ -197,7 +197,7 @@ def test_what_is_noted_of_a_shape_is_kept_for_a_group_of_such_shapes() -> None:
 
     params, xs = parameters(torch.float64), integers((4, 3), 7)
     ours = from_torch(grouped(params))
-    got, _ = run(params, ours, xs, stage=2, whole_parameters=True)
+    got, _ = run(params, ours, xs, stage=2)
     everywhere(got, by_torch(parameters(torch.float64), xs, grouped), 3)
 
 
@@ -210,12 +210,10 @@ def test_a_copy_of_the_parameters_is_made_in_the_first_step() -> None:
         from_torch(Anchored).bind(params)
 
 
-@pytest.mark.parametrize("cls", [Estimates, Norms])
+@pytest.mark.parametrize("cls", [Estimates, Clipped])
 def test_parts_of_the_parameters_do_not_give_them(cls: Any) -> None:
-    with pytest.raises(LayoutError, match="is not elementwise"):
+    with pytest.raises(LayoutError, match="is not elementwise, and does not update each"):
         found(cls, 2, stage=2)
-    with pytest.raises(LayoutError, match="does not update each parameter alone"):
-        found(cls, 2, stage=2, whole_parameters=True)
 
 
 def test_the_numbers_of_a_group_are_in_the_state_and_the_instance_is_as_it_was() -> None:
@@ -239,8 +237,15 @@ def test_training_goes_on_with_the_number_of_a_group(tmp_path: Path) -> None:
     same(got, by_torch(params, xs, lambda of: Estimates(of.values())))
 
 
-def test_a_checkpoint_has_no_place_for_numbers_of_parameters(tmp_path: Path) -> None:
-    _, state = found(Norms, 1, stage=0)
+class NormsOfAll(Norms):
+    """The same, with a clip by the norm of all parameters: none can be updated alone."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+
+
+def test_a_checkpoint_has_no_place_for_numbers_of_parameters_without_owners(tmp_path: Path) -> None:
+    _, state = found(NormsOfAll, 1, stage=0)
     with pytest.raises(LayoutError, match=r"keeps squares, of another shape"):
         save(tmp_path, state)
     assert not [*tmp_path.iterdir()]

@@ -23,7 +23,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "reshard_after_forward=False": {"reshard_after_forward": False},
     'reshard_after_forward="window"': {"reshard_after_forward": "window"},
     'mesh=(2, 2), optimizer_over="all"': {"mesh": (2, 2), "optimizer_over": "all"},
-    "whole_parameters=True": {"whole_parameters": True},
     'reduce_op="sum"': {"reduce_op": "sum"},
     "gradient_predivide_factor=2.0": {"gradient_predivide_factor": 2.0},
     "compress=Compress(gradients=bf16())": {"compress": Compress(gradients=codecs.bf16())},
@@ -105,7 +104,12 @@ def tables() -> str:
         ),
         "Dtypes of gradients": ("`accumulate_dtype`, `fzero.codecs.cast`.", _gradients()),
         "Optimizers of torch.optim": (
-            "The last column: parameters that are complex, by their real views.",
+            "Whole, by owners: [each parameter is updated by one rank]"
+            "(transforms/shard.md#optimizers-that-need-whole-matrices). Refused there, and for "
+            "`fzero.optim.muon`: an update that is differentiated or traced (an exchange by owners "
+            "has no derivative); of what owners keep, `fzero.diff` (it steps single ranks) and "
+            "`save_universal` (DeepSpeed's layout cuts every state as the parameter). The last "
+            "column: parameters that are complex, by their real views.",
             _optimizers(),
         ),
     }
@@ -234,7 +238,7 @@ def _tried(cls: Any) -> tuple[str, str, str]:
     if refused(lambda: require_elementwise(bound())) == "yes":
         return "yes", "yes", by_parts
     whole = refused(lambda: require_leafwise(bound())) == "yes"
-    return "with `whole_parameters=True`" if whole else "no", "yes", by_parts
+    return "whole, by owners" if whole else "no", "yes", by_parts
 
 
 def _complex() -> dict[str, nn.Parameter]:

@@ -55,6 +55,9 @@ def _tensors(state: TrainState, kinds: Sequence[str]) -> Iterable[Tensor]:
     for name, _, flat in slots_of(state):
         if ("hp_params" if name == MASTERS else "optim_states") in kinds:
             yield flat
+    if "optim_states" in kinds:
+        owned = state.setup.optimizer.owned(state.optimizer)
+        yield from (x for some in owned.values() for x in some if x.numel())
 
 
 def _rebind(driver: Driver) -> None:

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.elements import Slot, counters_of, slots_of, unstepped_of, with_counters
+from fzero.errors import LayoutError
+from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut
 from fzero.state import Buffers, TrainState
 from fzero.state.setup import MASTERS
@@ -70,6 +72,12 @@ def corners(state: TrainState, gradients: Flats, unit: float) -> list[Corner]:
     Not a collective: the optimizer runs on the local shards. gradients: unscaled.
     """
     setup = state.setup
+    if owners_of(setup) is not None:
+        raise LayoutError(
+            f"diff: {setup.optimizer!r} updates whole parameters, each on the rank that owns it.",
+            cause="a matrix rule (Muon, LAMB, Adafactor), whose states lie with the owners.",
+            fix="use an elementwise optimizer for the comparison, such as fzero.optim.adamw.",
+        )
     fulls = [state.params.flats[i] for i in setup.layout.trainable]
     shards = [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
     source = torch.Generator().manual_seed(0)

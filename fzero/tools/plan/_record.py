@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fzero.machine.owners import owners_of
 from fzero.state import Setup
 from fzero.tools._columns import columns
 from fzero.tools._units import in_bytes, in_seconds
@@ -31,7 +32,8 @@ class Plan:
     """What one step takes on each rank. `print(plan)` is a table; so is it in a notebook.
 
     Shards are padded to one length, so all ranks hold and send the same number of bytes; `ranks`
-    tells how many of them are padding on each rank.
+    tells how many of them are padding on each rank. What a rule for matrices keeps of parameters,
+    and sends, is that of the rank that is planned: `rank=`.
     """
 
     name: str  # of the model
@@ -149,8 +151,10 @@ def _padding(plan: Plan) -> dict[str, int]:
 def _notes(plan: Plan) -> list[str]:
     """Return the notes below the tables."""
     found = _padding(plan)
+    owned = any(owners_of(setup) is not None for setup in plan.setups)
     notes = [
-        f"Each of {found['ranks']:,} ranks holds as many bytes.",
+        f"Each of {found['ranks']:,} ranks holds as many bytes"
+        + (", but for what it keeps, and sends, of the parameters that it owns." if owned else "."),
         f"At most {found['most_padding']:,} of the elements that one updates are padding.",
     ]
     empty = found["ranks_that_update_nothing"]

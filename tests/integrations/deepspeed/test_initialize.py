@@ -61,7 +61,6 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "autocast": None,
         "leaf_modules": LeafSpec(),
         "optimizer_over": "shard",
-        "whole_parameters": False,
         "reshard_after_forward": False,
         "prefetch_numel": 50_000_000,
         "persistent": (),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,12 @@ import torch
 from torch import Tensor
 
 import fzero
+from fzero.errors import LayoutError
+from tests.optim.torch_cases import Lamb
 from tests.tools.diff.runs import FIRST, loss, parameters, run, step_with, updated
 from tests.tools.diff.test_faults import FAULTS
+from tests.zoo import FAMILIES
+from tests.zoo.runs import run_of
 
 
 @pytest.mark.parametrize(
@@ -140,3 +145,13 @@ def test_what_a_step_raises_is_raised() -> None:
 
     with pytest.raises(ZeroDivisionError, match="in the step"):
         fzero.diff(run(), run(breaks))
+
+
+def test_rules_whose_states_lie_with_owners_are_refused() -> None:
+    rule = fzero.optim.from_torch(Lamb)
+    first, second = (
+        dataclasses.replace(run_of(FAMILIES["conv"], *at), optimizer=rule)
+        for at in ((0, 1), (2, 2))
+    )
+    with pytest.raises(LayoutError, match=r"diff: from_torch\(Lamb\) updates whole parameters"):
+        fzero.diff(first, second)

@@ -235,6 +235,24 @@ def test_a_model_may_decide_by_what_sizes_alone_say() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 64, 1024])
+def test_matrices_with_owners_are_kept_evenly(world: int) -> None:
+    """A model of a billion parameters: an element is kept once, but for little padding."""
+    with torch.device("meta"):
+        layers = [nn.Linear(4096, 4096) for _ in range(60)]
+        model = nn.Sequential(*layers, nn.LayerNorm(4096))
+    rules = {"matrices": fzero.optim.muon(0.01), "rest": fzero.optim.adamw(1e-3)}
+    optimizer = fzero.optim.partition(rules, lambda x: "matrices" if len(x.shape) == 2 else "rest")
+    batch = torch.zeros(1, 4096, device="meta")
+    planned = fzero.plan(model, batch, stage=3, world=world, optimizer=optimizer)
+    numel = sum(p.numel() for p in model.parameters())
+    matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert numel > 10**9
+    kept = matrices + 2 * (numel - matrices)  # momentum; two means of the rest
+    assert planned.bytes["optimizer"] <= 1.05 * 4 * kept / world
+    assert "but for what it keeps, and sends, of the parameters that it owns" in repr(planned)
+
+
 def test_seventy_billion_parameters_on_1024_ranks() -> None:
     """Ten seconds of one core, in bf16 with fp32 masters, recomputing each block."""
     with torch.device("meta"):

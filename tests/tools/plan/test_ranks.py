@@ -11,7 +11,6 @@ from torch import Tensor
 
 import fzero
 from fzero.tools.plan._ranks import shares_of
-from tests.optim.torch_cases import Lamb
 
 
 @settings(max_examples=25, deadline=None)
@@ -21,20 +20,17 @@ from tests.optim.torch_cases import Lamb
     over=st.sampled_from(["shard", "all"]),
     numels=st.lists(st.integers(0, 40), min_size=1, max_size=5),
     frozen=st.integers(0, 4),
-    whole=st.booleans(),
 )
 def test_real_elements_are_those_that_are_not_zero(
-    stage: int, mesh: tuple[int, int], over: str, numels: list[int], frozen: int, whole: bool
+    stage: int, mesh: tuple[int, int], over: str, numels: list[int], frozen: int
 ) -> None:
     """In a state of ones, padding is what is zero; of masters too, which are as sharded."""
     params = {f"p{i}": torch.ones(n, dtype=torch.bfloat16) for i, n in enumerate(numels)}
     options: dict[str, Any] = {"trainable": lambda path: path != f"p{frozen}"}
-    options |= {"mesh": mesh, "optimizer_over": over, "whole_parameters": whole}
+    options |= {"mesh": mesh, "optimizer_over": over}
     step = fzero.shard(lambda state: (state, None), stage=stage, **options)
     world = mesh[0] * mesh[1]
-    state = fzero.simulate(step, world_size=world).init(
-        params, fzero.optim.from_torch(Lamb) if whole else fzero.optim.adamw(1e-3)
-    )
+    state = fzero.simulate(step, world_size=world).init(params, fzero.optim.adamw(1e-3))
 
     def counted(flats: tuple[Tensor, ...], rank: int) -> tuple[int, int]:
         ones = sum(int(flat[rank].count_nonzero()) for flat in flats)

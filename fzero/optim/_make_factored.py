@@ -1,0 +1,102 @@
+"""Rules for whole matrices by name: `adafactor`, `shampoo`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from fzero.errors.check import is_count, is_number, require
+from fzero.optim._factored import Shampoo
+from fzero.optim._from_torch import from_torch
+from fzero.optim._torch import TorchOptimizer
+
+
+def adafactor(
+    lr: float = 1e-2,
+    *,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: float = 1.0,
+    weight_decay: float = 0.0,
+    master_weights: bool = True,
+) -> TorchOptimizer:
+    """p' = (1 - lr weight_decay) p - a u / max(1, rms(u) / d),  u = g / sqrt(r c^T / mean(r)).
+
+    r and c are means of the squares of rows and columns of g (of a vector: of its elements), which
+    an update keeps to 1 - t^beta2_decay; a = max(eps[1], rms(p)) min(lr, 1 / sqrt(t)). It is
+    torch.optim.Adafactor, on the ranks that own whole parameters; they keep r and c.
+
+    Args:
+        lr: a number, at most which a step is.
+        beta2_decay: a negative number.
+        eps: the smallest square, None for that of the dtype, and the smallest size of a parameter.
+        d: the root mean square that an update is clipped to.
+        weight_decay: 0 for none; it is decoupled.
+        master_weights: as in `fzero.optim.adamw`.
+
+    Returns:
+        The optimizer, for `fzero.init`, `step.init`, `Engine` and `fzero.optim.partition`. An
+        update by it cannot be differentiated or traced. Options are those of its `instance`.
+
+    Raises:
+        LayoutError: for an lr that is no number >= 0.
+
+    Source: Shazeer and Stern, "Adafactor", arXiv 1804.04235.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.ones(2, 3)}, adafactor(0.1), stage=0)
+        >>> state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+        >>> sorted(fzero.apply_gradients(state).optimizer.owned)
+        ['col_var', 'row_var']
+    """
+    options: dict[str, Any] = {"lr": _rate("adafactor", lr), "beta2_decay": beta2_decay}
+    options |= {"eps": eps, "d": d, "weight_decay": weight_decay}
+    return _of(partial(torch.optim.Adafactor, **options), master_weights)
+
+
+def shampoo(
+    lr: float, *, eps: float = 1e-6, roots_every: int = 1, master_weights: bool = True
+) -> TorchOptimizer:
+    """L += g g^T,  R += g^T g,  p' = p - lr L^(-1/4) g R^(-1/4).
+
+    L and R begin at eps I. A vector is divided by the root of the sum of its squares (Adagrad); a
+    parameter of more dims is a matrix of its first dim by the others. The owner of a parameter
+    keeps L, R and their roots.
+
+    Args:
+        lr: a number.
+        eps: with which the factors begin.
+        roots_every: updates after which the roots are computed again.
+        master_weights: as in `fzero.optim.adamw`.
+
+    Returns:
+        As `adafactor`.
+
+    Raises:
+        LayoutError: for an option of another kind.
+
+    Source: Gupta, Koren and Singer, "Shampoo", arXiv 1802.09568, algorithm 1.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.zeros(2, 2)}, shampoo(1.0, eps=0.0), stage=0)
+        >>> state, _ = fzero.grad_and_reduce(lambda p: 4 * p["w"].trace(), state)()
+        >>> fzero.full_params(fzero.apply_gradients(state))["w"].diagonal().round(decimals=3)
+        tensor([-1., -1.])
+    """
+    require("shampoo: eps", eps, lambda x: is_number(x) and x >= 0, "a number >= 0")
+    require("shampoo: roots_every", roots_every, is_count, "updates, at least 1")
+    options: dict[str, Any] = {"lr": _rate("shampoo", lr), "eps": eps, "roots_every": roots_every}
+    return _of(partial(Shampoo, **options), master_weights)
+
+
+def _of(factory: Any, master_weights: bool) -> TorchOptimizer:
+    return from_torch(factory, needs="matrix", master_weights=master_weights)
+
+
+def _rate(name: str, lr: Any) -> float:
+    require(f"{name}: lr", lr, lambda x: is_number(x) and x >= 0, "a number >= 0")
+    return float(lr)

@@ -1,0 +1,229 @@
+"""Several optimizers for the leaves of one state, as optax.partition has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError
+from fzero.machine.owners import Owners
+from fzero.optim._complex import require_real_views
+from fzero.optim._parted_state import PartedState, PartitionState, Rule
+from fzero.optim._piece import Piece
+from fzero.optim._stream import counted
+from fzero.optim.masters import Place, stay
+from fzero.state.layout import Leaf, learns
+from fzero.state.setup import MASTERS, ParamGroups, SavedNames
+
+Label = Callable[[Leaf], str]
+
+_GROUPS = 2**16  # more than a rule has param groups
+
+
+def partition(rules: Mapping[str, Rule], label: Label) -> Partition:
+    """Each leaf by the rule that its label names: p' = rules[label(leaf)](p, g).
+
+    Muon for the matrices of a model, and AdamW for its embeddings, its head and its vectors, are
+    one optimizer then: one state, one update, one checkpoint.
+
+    Args:
+        rules: name -> a rule of `fzero.optim`, or `fzero.optim.from_torch(...)` of a class or a
+            factory.
+        label: leaf -> name of its rule; `leaf` has path, shape and dtype. It is asked for leaves
+            that learn, and must be the same on every rank.
+
+    Returns:
+        The optimizer, for `fzero.init`, `step.init` and `Engine`.
+
+    Raises:
+        LayoutError: for rules of another kind; when a state is made, for a label without a rule.
+
+    Source: optax, `optax.partition`.
+
+    Example:
+        >>> import torch, fzero
+        >>> rules = {"matrices": fzero.optim.muon(0.02), "rest": fzero.optim.adamw(3e-4)}
+        >>> optimizer = partition(rules, lambda x: "matrices" if len(x.shape) == 2 else "rest")
+        >>> params = {"w": torch.ones(2, 3), "b": torch.ones(3)}
+        >>> state = fzero.init(params, optimizer, stage=0)
+        >>> state, _ = fzero.grad_and_reduce(lambda p: (p["w"] + p["b"]).sum(), state)()
+        >>> sorted(fzero.full_params(fzero.apply_gradients(state)))
+        ['b', 'w']
+    """
+    good = isinstance(rules, Mapping) and all(isinstance(x, Rule) for x in rules.values())
+    if not good or not rules or not callable(label):
+        raise LayoutError(
+            f"partition: rules={rules!r:.200}, label={label!r:.80}.",
+            cause="something else than {name: optimizer} and leaf -> name: a class of torch.optim "
+            "itself, or an (init, update) pair.",
+            fix="write fzero.optim.partition({'a': fzero.optim.muon(lr), 'b': fzero.optim."
+            "from_torch(torch.optim.AdamW)}, lambda leaf: 'a' if len(leaf.shape) == 2 else 'b').",
+        )
+    return Partition(rules=tuple((str(name), rule) for name, rule in rules.items()), label=label)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition(PartedState):
+    """What `fzero.optim.partition` returns."""
+
+    rules: tuple[tuple[str, Rule], ...]
+    label: Label
+    number_at: tuple[tuple[str, int], ...] = ()  # (path, number of its rule), once bound
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether every rule is."""
+        return all(rule.elementwise for _, rule in self.rules)
+
+    @property
+    def leafwise(self) -> bool:
+        """Whether every rule is."""
+        return all(rule.leafwise for _, rule in self.rules)
+
+    @property
+    def odd_slots(self) -> frozenset[str]:
+        """Those of all rules."""
+        return frozenset().union(*(rule.odd_slots for _, rule in self.rules))
+
+    def bind(self, params: Mapping[str, Tensor]) -> Partition:
+        """Return the partition whose rules are bound to those of {path: tensor} that learn."""
+        names, number_at = [name for name, _ in self.rules], dict[str, int]()
+        for path, p in params.items():
+            if not learns(p):
+                continue
+            leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
+            if (name := self.label(leaf)) not in names:
+                raise LayoutError(
+                    f"partition: the label of {path} is {name!r}.",
+                    cause="a label that returns no name of a rule, or nothing for some leaves.",
+                    fix=f"return one of {names} for every leaf that learns.",
+                )
+            number_at[path] = names.index(name)
+        own = [{p: params[p] for p, k in number_at.items() if k == n} for n in range(len(names))]
+        bound: list[tuple[str, Rule]] = []
+        for (name, rule), mine in zip(self.rules, own, strict=True):
+            made: Any = rule.bind(mine)
+            if getattr(made, "held", None):
+                raise LayoutError(
+                    f"partition: {rule!r} has the state of a run.",
+                    cause="an instance of torch.optim that made steps, or loaded a state.",
+                    fix="give a class or a factory, or an instance without a step.",
+                )
+            require_real_views(made, mine)
+            bound.append((name, made))
+        return replace(self, rules=tuple(bound), number_at=tuple(number_at.items()))
+
+    def group_of(self, path: str) -> int:
+        """Return the number of the leaf's rule and of its param group in it, as one number."""
+        number = dict(self.number_at).get(path, -1)
+        group = -1 if number < 0 else self.rules[number][1].group_of(path)
+        return -1 if group < 0 else number * _GROUPS + group
+
+    def needs_whole(self, path: str) -> bool:
+        """Whether the rule of the leaf looks at the whole of it."""
+        number = dict(self.number_at).get(path, -1)
+        return number >= 0 and self.rules[number][1].needs_whole(path)
+
+    def init(
+        self,
+        params: Sequence[Tensor],
+        pieces: Sequence[Piece] = (),
+        *,
+        place: Place = stay,
+        owners: Owners | None = None,
+    ) -> PartitionState:
+        """Return the state of every rule; a flat of another rule is empty in it."""
+        made = []
+        for number, (_, rule) in enumerate(self.rules):
+            mine = self._positions(pieces, number)
+            given: dict[str, Any] = {} if owners is None else {"owners": owners.of(mine)}
+            own = [p for p in pieces if p.index in mine]
+            made.append(rule.init(_masked(params, mine), own, place=place, **given))
+        return PartitionState(count=torch.zeros((), dtype=torch.int64), parts=tuple(made))
+
+    def advance(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: PartitionState,
+        pieces: Sequence[Piece],
+        *,
+        unused: frozenset[str] = frozenset(),
+        owners: Owners | None = None,
+        **options: Any,
+    ) -> tuple[list[Tensor], PartitionState]:
+        """Return (params', state') after one update by every rule, one after the other."""
+        new, parts, numbers = list(params), [], dict(self.number_at)
+        for number, (_, rule) in enumerate(self.rules):
+            mine = self._positions(pieces, number)
+            given = dict(options)
+            if owners is not None and owners.of(mine).positions:
+                given["owners"] = owners.of(mine)
+            own = [p for p in pieces if p.index in mine]
+            left = frozenset(path for path in unused if numbers.get(path) == number)
+            moved, part = rule.advance(
+                _masked(params, mine),
+                _masked(grads, mine),
+                state.parts[number],
+                own,
+                unused=left,
+                **given,
+            )
+            parts.append(part)
+            for i in mine:
+                new[i] = moved[i]
+        after = counted(state.count, options.get("found_inf"))
+        return new, PartitionState(count=after, parts=tuple(parts))
+
+    def _positions(self, pieces: Sequence[Piece], number: int) -> set[int]:
+        """The flats of the leaves of a rule."""
+        numbers = dict(self.number_at)
+        return {p.index for p in pieces if numbers.get(p.leaf.path) == number}
+
+    def skips(self, params: Sequence[Tensor], state: PartitionState) -> bool:
+        """Whether every rule skips an overflowing update by itself."""
+        return all(rule.skips(params, part) for rule, part, _ in self._each(state, ()))
+
+    def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
+        """Return the lines that ranks compare: those of each rule, and which leaves it has."""
+        lines = [f"optimizer {self!r}"]
+        for (name, _), (rule, own) in zip(self.rules, self.parted(leaves), strict=True):
+            lines += [f"{name}: {line}" for line in rule.describe(own, step)]
+            lines += [f"{name} has {leaf.path}" for leaf in own]
+        return lines
+
+    def saved_names(self, state: PartitionState, leaves: Sequence[Leaf]) -> SavedNames:
+        """Return the names of the rules, and of what each keeps, in a checkpoint."""
+        parts: dict[str, str] = {}
+        names = []
+        for number, (rule, own) in enumerate(self.parted(leaves)):
+            saved = rule.saved_names(state.parts[number], own)
+            names.append(saved.rule)
+            parts[f"parts[{number}].masters"] = MASTERS
+            parts |= {f"parts[{number}].{key}": name for key, name in saved.parts.items()}
+        return SavedNames(rule=f"partition({', '.join(names)})", parts=parts)
+
+    def param_groups(self, leaves: Sequence[Leaf], step: int) -> ParamGroups:
+        """Return the param groups of the rules, one behind the other."""
+        of_leaf = [-1] * len(leaves)
+        options: list[Mapping[str, Any]] = []
+        for rule, own in self.parted(leaves):
+            paths = {leaf.path for leaf in own}
+            found = rule.param_groups([leaf for leaf in leaves if leaf.path in paths], step)
+            places = [i for i, leaf in enumerate(leaves) if leaf.path in paths]
+            for i, group in zip(places, found.of_leaf, strict=True):
+                of_leaf[i] = -1 if group < 0 else len(options) + group
+            options += found.options
+        return ParamGroups(of_leaf=tuple(of_leaf), options=tuple(options))
+
+    def __repr__(self) -> str:
+        return f"partition({', '.join(f'{name}={rule!r}' for name, rule in self.rules)})"
+
+
+def _masked(flats: Sequence[Tensor], mine: Collection[int]) -> list[Tensor]:
+    """The flats, with nothing in the place of those of other rules."""
+    return [flat if i in mine else flat.new_empty(0) for i, flat in enumerate(flats)]

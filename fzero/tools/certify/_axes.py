@@ -5,6 +5,7 @@ A line in `AXES` adds a value, and with it a keyword of `fzero.certify` and of t
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -250,6 +251,14 @@ AXES = (
             _both("predivided", lambda _: {"gradient_predivide_factor": 2.0}),
             codec_value("bf16", bf16()),
             codec_value("int8", int8()),
+        ),
+    ),
+    CertifyAxis(
+        name="rules",
+        head="rule",
+        values=(
+            AxisValue(name="given"),
+            AxisValue(name="matrix", fact=functools.partial(torch.optim.Adafactor, lr=2.0**-6)),
         ),
     ),
     CertifyAxis(

@@ -95,7 +95,8 @@ def certify(
         on_ranks: on_ranks(body, W) -> [body(0), ..., body(W - 1)]; default virtual ranks.
         **axes: the values to take, by name: drivers=, stages=, worlds=, micro_batches=,
             precisions=, clipping=, loss_scales=, windows=, buckets=, offload=, meshes=,
-            reductions=, wires= (also codecs, of `fzero.codecs` or a user's own), ragged=.
+            reductions=, wires= (also codecs, of `fzero.codecs` or a user's own), rules=,
+            ragged=.
 
     Returns:
         A `Report`: true if no cell failed, and printed as a table.
@@ -144,8 +145,8 @@ def _values(
     """Return the values of each axis; of the drivers, those of the given factories."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
     able = ["step", "engine"] if subject.is_module else ["step"]
-    ragged = {"ragged": "off"} if given else {}
-    values = restricted({"drivers": given or able, **ragged, **axes})
+    usual = {"ragged": "off", "rules": "given"} if given else {}
+    values = restricted({"drivers": given or able, **usual, **axes})
     drivers = [value.name for value in values[0]]
     if not set(drivers) <= set(able):
         raise LayoutError(
@@ -197,8 +198,13 @@ class _Matrix:
             sums=cell.at["reductions"] == "sum",
             whole_loss=precision.autocast is None or cell.at["drivers"] == "step",
             ragged=cell.weighs,
+            mixes=cell.at["rules"] == "matrix",
             steps_unused=cell.at["drivers"] == "step",
         )
+
+    def rule(self, cell: Cell) -> OptimizerOf:
+        """Return the optimizer of a cell: the one that was given, or one of whole matrices."""
+        return cell.fact("rules") or self.optimizer
 
     def result(self, cell: Cell) -> CellResult:
         """Run one cell on its ranks, and compare with one process."""
@@ -208,12 +214,12 @@ class _Matrix:
         job = Job(subject=self.subject, task=task, cell=cell, step=self.step, engine=self.engine)
         try:
             shown = self._seen(_first_update(job), CopyGradient)
-            trained = self._seen(job, self.optimizer)
+            trained = self._seen(job, self.rule(cell))
         except NotImplementedError as error:
             return CellResult(at=cell.at, unsupported=str(error) or "not supported")
         except Exception as error:  # whatever a user's step or engine raises is its cell's
             return CellResult(at=cell.at, error=_said(error))
-        wanted = self.wanted(task, self.optimizer, cell.max_norm)
+        wanted = self.wanted(task, self.rule(cell), cell.max_norm)
         gradients = self.wanted(_first_update(job).task, CopyGradient, cell.max_norm)
         checks = (
             wanted.check("loss", trained),

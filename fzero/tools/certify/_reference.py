@@ -91,7 +91,7 @@ def one_process(
             corner.step({path: (g + off[path]) * factor for path, g in stepped.items()})
         process.follow(centre.masters)
         same = len(exact) == len(process.tensors)  # the losses are of equal parameters
-        reach = _reach(centre, corners)
+        reach = _reach(centre, corners, mixes=task.mixes)
         exact = _exact_params(process, before, centre.masters, good, task)
         found.append(
             ExpectedUpdate(
@@ -211,12 +211,13 @@ class _Passed:
         return float(self.losses.abs().max()) * _relative(self.task, low) + moved
 
 
-def _reach(centre: Stepped, corners: Sequence[Stepped]) -> dict[str, Tensor]:
-    """Return the bound of each element of the masters."""
+def _reach(centre: Stepped, corners: Sequence[Stepped], *, mixes: bool) -> dict[str, Tensor]:
+    """Return the bound of each element of the masters; if a rule `mixes`, that of the largest."""
     found = {}
     for path, master in centre.masters.items():
         offs = [shift(master.detach(), corner.masters[path].detach()) for corner in corners]
-        found[path] = torch.stack(offs).amax(0)
+        reach = torch.stack(offs).amax(0)
+        found[path] = torch.full_like(reach, MARGIN * largest([reach])) if mixes else reach
     return found
 
 

@@ -24,6 +24,7 @@ FEW: dict[str, Any] = {
     "meshes": "flat",
     "reductions": "mean",
     "wires": "own",
+    "rules": "given",
     "ragged": "off",
     "loss_scales": "1",
     "buckets": "default",

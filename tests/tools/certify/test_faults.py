@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +32,7 @@ PLAIN: dict[str, Any] = {
     "meshes": "flat",
     "reductions": "mean",
     "wires": "own",
+    "rules": "given",
     "ragged": "off",
 }
 QUIET = {"keeps_a_stale_batch", "Stale"}  # whose first gradient is right
@@ -242,3 +244,26 @@ def test_weights_that_are_left_aside_are_found() -> None:
     assert matrix(engine=fzero.adapter.Engine, ragged="on")
     with pytest.raises(LayoutError, match="with a step of yours"):
         matrix(step=faults.good_step, ragged="on")
+
+
+def test_a_rule_of_matrices_that_steps_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"rules": "matrix", "windows": "coalesce"}
+    assert matrix(**options)
+    step = torch.optim.Adafactor.step
+
+    def twice(self: Any) -> None:  # once a micro-batch, for example
+        step(self)
+        step(self)
+
+    kept = fzero.adapter.Engine
+    monkeypatch.setattr(torch.optim.Adafactor, "step", twice)
+    one_process = importlib.import_module("fzero.tools.certify._process").Stepped.step
+
+    def sound(self: Any, gradient: Any) -> None:
+        with monkeypatch.context() as inner:
+            inner.setattr(torch.optim.Adafactor, "step", step)
+            one_process(self, gradient)
+
+    monkeypatch.setattr("fzero.tools.certify._process.Stepped.step", sound)
+    report = matrix(engine=kept, **options)
+    assert report.cells and not report

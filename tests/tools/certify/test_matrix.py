@@ -35,6 +35,8 @@ FEW += [
     "mean",
     "--wires",
     "own",
+    "--rules",
+    "given",
     "--ragged",
     "off",
 ]
@@ -84,7 +86,8 @@ def linear(**options: Any) -> Any:
     given = {"model": nn.Linear(2, 1), "loss": lambda model, x: model(x).sum()}
     given["batches"] = [torch.randn(3, 2) for _ in range(4)]
     few = {"stages": 0, "worlds": 1, "micro_batches": 1, "precisions": "fp64", "buckets": "64"}
-    few |= {"meshes": "flat", "reductions": "mean", "wires": "own", "ragged": "off"}
+    few |= {"meshes": "flat", "reductions": "mean", "wires": "own"}
+    few |= {"rules": "given", "ragged": "off"}
     given |= few | options
     return fzero.certify(given.pop("model"), given.pop("loss"), given.pop("batches"), **given)
 

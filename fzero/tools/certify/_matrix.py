@@ -198,7 +198,6 @@ class _Matrix:
             sums=cell.at["reductions"] == "sum",
             whole_loss=precision.autocast is None or cell.at["drivers"] == "step",
             ragged=cell.weighs,
-            mixes=cell.at["rules"] == "matrix",
             steps_unused=cell.at["drivers"] == "step",
         )
 
@@ -234,7 +233,8 @@ class _Matrix:
         return self.on_ranks(run, job.task.world)
 
     def _wanted(self, task: Task, optimizer: OptimizerOf, max_norm: float | None) -> Wanted:
-        updates = one_process(self.subject, task, optimizer, max_norm=max_norm)
+        mixes = optimizer not in (self.optimizer, CopyGradient)
+        updates = one_process(self.subject, task, optimizer, max_norm=max_norm, mixes=mixes)
         return Wanted(updates=updates)
 
     def _max_norm(self, task: Task) -> float:

@@ -53,7 +53,12 @@ class CopyGradient(torch.optim.Optimizer):
 
 
 def one_process(
-    subject: Subject, task: Task, optimizer: OptimizerOf, *, max_norm: float | None = None
+    subject: Subject,
+    task: Task,
+    optimizer: OptimizerOf,
+    *,
+    max_norm: float | None = None,
+    mixes: bool = False,
 ) -> list[ExpectedUpdate]:
     """Train one copy of the model on the batches of all ranks and micro-batches.
 
@@ -65,6 +70,7 @@ def one_process(
         task: the counts and the precision.
         optimizer: called with the list of parameters that learn.
         max_norm: clip by torch's formula, g min(1, max_norm / (|g| + 1e-6)).
+        mixes: the optimizer makes of one element's error errors of others of its parameter.
 
     Raises:
         LayoutError: for a loss that is no finite scalar.
@@ -91,7 +97,7 @@ def one_process(
             corner.step({path: (g + off[path]) * factor for path, g in stepped.items()})
         process.follow(centre.masters)
         same = len(exact) == len(process.tensors)  # the losses are of equal parameters
-        reach = _reach(centre, corners, mixes=task.mixes)
+        reach = _reach(centre, corners, mixes=mixes)
         exact = _exact_params(process, before, centre.masters, good, task)
         found.append(
             ExpectedUpdate(

@@ -39,7 +39,6 @@ class Task:
     sums: bool  # over ranks; else the mean
     ragged: bool  # micro-batches have weights, and their losses are not divided by their number
     whole_loss: bool  # autocast is around the loss, not around the module's forward alone
-    mixes: bool  # the rule makes of one element's error one of others of its parameter
     steps_unused: bool  # what no rank has used is stepped by zeros, as JAX does and torch does not
 
     @property

@@ -21,7 +21,7 @@ from fzero.context.modes import require_autograd
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.memory import require_own_memory
 from fzero.machine.partition import unit_of
-from fzero.optim import NoOptimizer, TorchOptimizer, as_optimizer, from_torch
+from fzero.optim import NoOptimizer, ShardOptimizer, as_optimizer, from_torch
 from fzero.options import Scale, StateOptions
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Setup
@@ -224,7 +224,7 @@ def _as_optimizer(optimizer: Any, options: Options) -> Any:
     if optimizer is None:
         return NoOptimizer()
     pair = isinstance(optimizer, tuple) or hasattr(optimizer, "update")
-    if pair or isinstance(optimizer, TorchOptimizer):
+    if pair or isinstance(optimizer, ShardOptimizer):
         return as_optimizer(optimizer)
     updating = options.updating
     return from_torch(

@@ -1,13 +1,15 @@
-"""Which ranks hold other values of what all, or those of one shard, must have in common."""
+"""Compare digests: of the ranks of one state, and of two states."""
 
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 from torch import Tensor
 
-from fzero.errors import MismatchError
+from fzero.errors import LayoutError, MismatchError
 from fzero.state import Placement
+from fzero.tools.record._digest import of_leaves
 from fzero.tools.record._records import RecordedForm
 
 
@@ -50,3 +52,39 @@ def _error(name: str, values: dict[int, int], updates: int) -> MismatchError:
         fix="save the recording on every rank; fzero.bisect(fzero.load_recording(folder), step) "
         "says at which update, in which leaf and on which rank it happened.",
     )
+
+
+class LeavesApart(NamedTuple):
+    """How two states differ: not at all, if no leaf does."""
+
+    leaves: tuple[str, ...]
+    ranks: tuple[int, ...]  # whose parts differ; () where the states have other forms
+
+
+def apart(a: RecordedForm, mine: Tensor, b: RecordedForm, other: Tensor) -> LeavesApart:
+    """Compare the digests [W, n] of two states; of other forms, those of the whole leaves.
+
+    Raises `LayoutError` for states of other leaves.
+    """
+    require_same_leaves(a, b)
+    if a == b:
+        differ = mine != other
+        odd = [name for name, bad in zip(a.names, differ.any(0).tolist(), strict=True) if bad]
+        return LeavesApart(
+            tuple(odd), tuple(r for r, bad in enumerate(differ.any(1).tolist()) if bad)
+        )
+    wanted, found = (
+        dict(zip(form.names, of_leaves(form.leaves, rows, form.shards).tolist(), strict=True))
+        for form, rows in ((a, mine), (b, other))
+    )
+    return LeavesApart(tuple(name for name, value in wanted.items() if found[name] != value), ())
+
+
+def require_same_leaves(a: RecordedForm, b: RecordedForm) -> None:
+    """Raise `LayoutError` for states of other leaves."""
+    if differ := {*a.names} ^ {*b.names}:
+        raise LayoutError(
+            f"bisect: other leaves: {', '.join(sorted(differ)[:4])}.",
+            cause="another model or optimizer.",
+            fix="compare runs of one model and one optimizer.",
+        )

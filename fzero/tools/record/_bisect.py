@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from fzero.errors import LayoutError
-from fzero.tools.record._recording import Recording
+from fzero.tools.record._alike import LeavesApart, apart, require_same_leaves
+from fzero.tools.record._digest import places
+from fzero.tools.record._recording import Recording, require_all_ranks
 from fzero.tools.record._replaying import Replaying, replaying
 
 
@@ -94,59 +94,46 @@ def bisect(
     run = replaying(
         recording, stage=stage, world_size=world_size, step_fn=other, engine=engine, init=init
     )
-    run.begin(recording.kept[0])
-    same_form = run.world_size == recording.form.world_size
     for place, call in enumerate(recording.calls):
+        if place == 0 or call.number != recording.calls[place - 1].number + 1:
+            kept = recording.state_before(call.number)
+            if kept is not None:  # after a call that raised, it may be another state
+                run.begin(kept)
         run.call(call)
-        rows = recording.rows_after(place)
-        if rows is None:
-            continue
-        found = _parting(recording, run, place, rows, same_form=same_form)
+        found = _parting(recording, run, place)
         if found is not None:
             return found
     return None
 
 
-def _parting(
-    recording: Recording, run: Replaying, place: int, rows: Tensor, *, same_form: bool
-) -> Parting | None:
-    names = [leaf.name for leaf in recording.form.leaves]
-    leaves, ranks = run.leaves(), ()
-    if same_form and leaves == recording.form.leaves:
-        differ = run.rows() != rows
-        odd = [name for name, column in zip(names, differ.any(0).tolist(), strict=True) if column]
-        ranks = tuple(rank for rank, row in enumerate(differ.any(1).tolist()) if row)
-    else:
-        wanted = dict(zip(names, recording.whole(rows).tolist(), strict=True))
-        made = run.digests()
-        _require_same_leaves(made, wanted)
-        odd = [name for name, value in wanted.items() if made[name] != value]
-    if not odd:
+def _parting(recording: Recording, run: Replaying, place: int) -> Parting | None:
+    rows = recording.rows_after(place)
+    if rows is None:
         return None
-    return _found(recording, place, odd, ranks, replays=1)
+    found = apart(recording.form, rows, run.form, run.rows())
+    kept = recording.state_before(recording.calls[place].number + 1)
+    if not found.leaves and kept is not None and kept.places is not None:
+        found = apart(recording.form, kept.places, run.form, run.rows(places))
+    return _found(recording, place, found, replays=1)
 
 
 def _between(a: Recording, b: Recording) -> Parting | None:
     """Compare the digests of two recordings, call by call, by the updates made before."""
-    rows = {call.updates: call.words for call in b.calls} | {b.updates: b.last}
-    names = [[leaf.name for leaf in x.form.leaves] for x in (a, b)]
-    _require_same_leaves(names[0], names[1])
+    for one in (a, b):
+        require_all_ranks(one, "a comparison of recordings")
+    require_same_leaves(a.form, b.form)
+    others = {call.updates: call.words for call in b.calls} | {b.updates: b.last}
     compared = False
     for place in range(-1, len(a.calls)):
         after = a.calls[place + 1].updates if place + 1 < len(a.calls) else a.updates
-        mine, other = a.rows_after(place), rows.get(after)
+        mine = a.rows_after(place) if place >= 0 else a.calls[0].words
+        other = others.get(after)
         if mine is None or other is None:
             continue
         compared = True
-        pairs = zip(names[0], a.whole(mine).tolist(), strict=True)
-        wanted = dict(zip(names[1], b.whole(other).tolist(), strict=True))
-        odd = [name for name, value in pairs if wanted[name] != value]
-        if odd:
-            ranks = ()
-            if a.form.leaves == b.form.leaves and mine.shape == other.shape:
-                bad = (mine != other).any(1).tolist()
-                ranks = tuple(rank for rank, row in enumerate(bad) if row)
-            return _found(a, place, odd, ranks, replays=0)
+        found = _found(a, place, apart(a.form, mine, b.form, other), replays=0)
+        if found is not None:
+            return found
     if not compared:
         raise LayoutError(
             f"bisect: no digest of an update is in both {a!r} and {b!r}.",
@@ -156,27 +143,17 @@ def _between(a: Recording, b: Recording) -> Parting | None:
     return None
 
 
-def _found(
-    recording: Recording, place: int, odd: Sequence[str], ranks: tuple[int, ...], replays: int
-) -> Parting:
+def _found(recording: Recording, place: int, found: LeavesApart, replays: int) -> Parting | None:
+    if not found.leaves:
+        return None
     calls, last = recording.calls, place + 1 == len(recording.calls)
     return Parting(
         update=recording.updates if last else calls[place + 1].updates,
         call=calls[place].number if place >= 0 else calls[0].number - 1,
-        leaves=tuple(odd),
-        ranks=ranks,
+        leaves=found.leaves,
+        ranks=found.ranks,
         replays=replays,
     )
-
-
-def _require_same_leaves(a: object, b: object) -> None:
-    mine, other = set(a), set(b)  # type: ignore[call-overload]
-    if mine != other:
-        raise LayoutError(
-            f"bisect: other leaves: {', '.join(sorted(mine ^ other)[:4])}.",
-            cause="another model or optimizer.",
-            fix="compare runs of one model and one optimizer.",
-        )
 
 
 def _without_digests(recording: Recording) -> LayoutError:

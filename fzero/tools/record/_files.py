@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,15 @@ from fzero.checkpoint.everywhere import CheckpointError, Ranks, damaged, everywh
 from fzero.errors import LayoutError
 from fzero.state import Placement
 from fzero.tools.record._digest import DigestedLeaf
-from fzero.tools.record._records import RecordedCall, RecordedForm, Snapshot
+from fzero.tools.record._records import RecordedCall, RecordedForm, RecordedPart, Snapshot
 
 HEAD = "recording.json"
 _VERSION = 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FilesOf:
-    """What is written of a recording; see `Recording`."""
-
-    form: RecordedForm
-    kept: tuple[Snapshot, ...]
-    calls: tuple[RecordedCall, ...]
-    updates: int
-    last: Tensor | None
-
-
-def write_folder(recording: FilesOf, folder: Path, own_ranks: Sequence[int], ranks: Ranks) -> None:
+def write_folder(
+    recording: RecordedPart, folder: Path, own_ranks: Sequence[int], ranks: Ranks
+) -> None:
     """Write this process's part of a recording. A collective."""
 
     def head() -> None:
@@ -67,7 +58,7 @@ def write_folder(recording: FilesOf, folder: Path, own_ranks: Sequence[int], ran
     everywhere(ranks, own, what=f"write {folder}")
 
 
-def read_folder(folder: Path) -> FilesOf:
+def read_folder(folder: Path) -> RecordedPart:
     """Return what all ranks have written. Raises `CheckpointError` as `load_recording`."""
     if not (folder / HEAD).is_file():
         raise CheckpointError(
@@ -79,26 +70,26 @@ def read_folder(folder: Path) -> FilesOf:
         head = json.loads((folder / HEAD).read_text())
         form = _form_in(head)
         parts = [_read_rank(folder, rank) for rank in range(form.world_size)]
-        return FilesOf(
+        return RecordedPart(
             form=form,
             kept=tuple(
                 Snapshot(
                     call=one["call"],
                     updates=one["updates"],
                     path=folder / Path(one["path"]).name,
-                    places=None,
+                    places=_stacked([more.get(f"state/{one['call']}") for _, more in parts]),
                 )
                 for one in head["kept"]
             ),
             calls=tuple(_joined([part[n] for part, _ in parts]) for n in range(len(parts[0][0]))),
             updates=head["updates"],
-            last=_stacked([last for _, last in parts]),
+            last=_stacked([more.get("last") for _, more in parts]),
         )
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise damaged(folder, f"is no recording: {type(error).__name__}: {error}") from None
 
 
-def _head_of(recording: FilesOf) -> dict[str, Any]:
+def _head_of(recording: RecordedPart) -> dict[str, Any]:
     form = recording.form
     leaves = [[leaf.name, leaf.placement.value] for leaf in form.leaves]
     return {
@@ -128,7 +119,7 @@ def _form_in(head: dict[str, Any]) -> RecordedForm:
 # The part of one rank.
 
 
-def _write_rank(recording: FilesOf, folder: Path, place: int, rank: int) -> None:
+def _write_rank(recording: RecordedPart, folder: Path, place: int, rank: int) -> None:
     tensors: dict[str, Tensor] = {}
     texts, calls = dict[str, int](), []
     for call in recording.calls:
@@ -147,6 +138,9 @@ def _write_rank(recording: FilesOf, folder: Path, place: int, rank: int) -> None
         )
     if recording.last is not None:
         tensors["last"] = recording.last[place]
+    for kept in recording.kept:
+        if kept.places is not None:
+            tensors[f"state/{kept.call}"] = kept.places[place]
     (folder / f"rank-{rank:05d}.json").write_text(
         json.dumps({"calls": calls, "generators": list(texts)})
     )
@@ -159,7 +153,8 @@ def _write_rank(recording: FilesOf, folder: Path, place: int, rank: int) -> None
         write_values(places[name], x)
 
 
-def _read_rank(folder: Path, rank: int) -> tuple[list[RecordedCall], Tensor | None]:
+def _read_rank(folder: Path, rank: int) -> tuple[list[RecordedCall], dict[str, Tensor]]:
+    """Return a rank's calls; and its digests of the last state, and of states that were kept."""
     texts = folder / f"rank-{rank:05d}.json"
     if not texts.is_file():
         raise CheckpointError(
@@ -185,7 +180,8 @@ def _read_rank(folder: Path, rank: int) -> tuple[list[RecordedCall], Tensor | No
                 words=None if words is None else words[None],
             )
         )
-    return calls, tensor("last")
+    more = [name for name in places if name == "last" or name.startswith("state/")]
+    return calls, {name: read_values(places[name]) for name in more}
 
 
 def _joined(calls: list[RecordedCall]) -> RecordedCall:

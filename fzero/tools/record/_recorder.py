@@ -22,7 +22,6 @@ from fzero.state import NAMESPACE, Phase, Setup, TrainState
 from fzero.tools.record._alike import unequal_ranks
 from fzero.tools.record._digest import (
     Places,
-    digested_leaves,
     digests_of,
     places,
     places_of,
@@ -30,7 +29,7 @@ from fzero.tools.record._digest import (
 )
 from fzero.tools.record._folder import StateFolder
 from fzero.tools.record._recording import Recording, host_copy
-from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot
+from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
 
 WhereParted = Literal["raise", "warn"]
 
@@ -57,8 +56,8 @@ class Recorder:
         self._fn, self._asked = fn, asked
         self._form: RecordedForm | None = None
         self._setup: Setup | None = None
-        self._ranks: tuple[int, ...] = ()  # of this process
-        self._where: list[Places] = []  # of each rank
+        self._where: dict[int, Places] = {}  # of each rank of this process
+        self._number = 0  # of the next call
         self._kept: list[Snapshot] = []
         self._calls: list[RecordedCall] = []
         self._folder: StateFolder | None = None
@@ -67,7 +66,7 @@ class Recorder:
 
     @torch._disable_dynamo
     def __call__(self, thing: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the step. One that raises is not recorded."""
+        """Call the step. One that raises is not recorded; the state before the next one is kept."""
         held = held_by("record", thing)
         self._begin(held, thing, (args, kwargs))
         try:
@@ -86,16 +85,16 @@ class Recorder:
     @property
     def recording(self) -> Recording:
         """What is held now, of this process's ranks. It does not change when the run goes on."""
-        if self._form is None:
+        if self._form is None or not self._calls:
             raise LayoutError(
                 "record: there is no recording yet.",
-                cause="the step was not called.",
+                cause="the step was not called, or raised.",
                 fix="call it at least once.",
             )
         updates, last = self._result()
         return Recording(
             form=self._form,
-            ranks=self._ranks,
+            ranks=tuple(self._where),
             kept=tuple(self._kept),
             calls=tuple(self._calls),
             updates=updates,
@@ -118,11 +117,9 @@ class Recorder:
         state = held.states[0]
         if self._setup is None or self._setup.layout is not held.setup.layout:
             self._look_at(held)
-        number = self._calls[-1].number + 1 if self._calls else 0
-        rows = self._digests(held, words)
-        due = not self._kept or number - self._kept[-1].call >= self._asked.every
-        if due and _is_idle(state):
-            self._keep(held, thing, number, rows)
+        number, self._number = self._number, self._number + 1
+        if self._is_due(number) and _is_idle(state):
+            self._keep(held, thing, number)
         if not self._kept:
             raise LayoutError(
                 "record: the first state holds gradients.",
@@ -135,17 +132,24 @@ class Recorder:
                 updates=_updates(held.states),
                 inputs=_of_ranks(held, host_copy(inputs)),
                 generators=(generators(),) * len(held.ranks),
-                words=rows,
+                words=self._digests(held, words),
             )
         )
 
+    def _is_due(self, number: int) -> bool:
+        """Whether the state before a call is to be kept: also where the call before it raised."""
+        if not self._kept:
+            return True
+        follows = self._calls[-1].number + 1 if self._calls else self._kept[-1].call
+        return number != follows or number - self._kept[-1].call >= self._asked.every
+
     def _look_at(self, held: Held) -> None:
         """Note the form of the first state; a later one must have it, too."""
-        form = _form_of(held)
+        form = form_of(held.states[0], "step" if held.engine is None else "engine")
         if self._form is None:
-            self._form, self._ranks = form, held.ranks
-            pairs = zip(held.states, held.ranks, strict=True)
-            self._where = [places_of(one, rank) for one, rank in pairs]
+            self._form = form
+            pairs = zip(held.ranks, held.states, strict=True)
+            self._where = {rank: places_of(one, rank) for rank, one in pairs}
         elif form != self._form:
             raise LayoutError(
                 f"record: a state of {_named(form)} after those of {_named(self._form)}.",
@@ -157,18 +161,18 @@ class Recorder:
     def _digests(self, held: Held, digest: Any) -> Tensor | None:
         if not self._asked.digests:
             return None
-        pairs = zip(held.states, self._where, strict=True)
+        pairs = zip(held.states, self._where.values(), strict=True)
         return torch.stack([digests_of(one, where, digest) for one, where in pairs])
 
-    def _keep(self, held: Held, thing: Any, number: int, rows: Tensor | None) -> None:
+    def _keep(self, held: Held, thing: Any, number: int) -> None:
         """Keep the state, compare what ranks have in common, drop the oldest. A collective."""
         ranks, updates = held.processes, _updates(held.states)
         if self._folder is None:
             self._folder = StateFolder(ranks, self._asked.folder)
         path = self._folder.path / f"state-{number:08d}"
         checkpoint.save(path, thing, rng=False)
-        kept = Snapshot(call=number, updates=updates, path=path, places=self._digests(held, places))
-        self._kept.append(kept)
+        rows = self._digests(held, places)
+        self._kept.append(Snapshot(call=number, updates=updates, path=path, places=rows))
         self._compare(held, rows, updates)
         most = max(ranks.tell(sum(call.nbytes for call in self._calls)))
         while len(self._kept) > 1 and self._is_too_much(most):
@@ -275,17 +279,6 @@ def record(
 def _recorder(asked: _Asked, fn: Any) -> Recorder:
     require("record: the step", fn, callable, "train_step(state, *args), or (engine, *args)")
     return Recorder(fn, asked)
-
-
-def _form_of(held: Held) -> RecordedForm:
-    setup = held.setup
-    return RecordedForm(
-        stage=setup.stage,
-        world_size=setup.axis.size,
-        shards=setup.layout.ranks,
-        leaves=digested_leaves(held.states[0]),
-        driver="step" if held.engine is None else "engine",
-    )
 
 
 def _named(form: RecordedForm) -> str:

@@ -15,14 +15,13 @@ from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import LayoutError
 from fzero.ranks.axis import Axis
 from fzero.state import NAMESPACE, Setup
-from fzero.tools.record._digest import of_leaves
-from fzero.tools.record._files import FilesOf, read_folder, write_folder
+from fzero.tools.record._files import read_folder, write_folder
 from fzero.tools.record._folder import StateFolder
-from fzero.tools.record._records import RecordedCall, RecordedForm, Snapshot
+from fzero.tools.record._records import RecordedPart, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Recording:
+class Recording(RecordedPart):
     """A part of a run: what `fzero.replay` and `fzero.bisect` take.
 
     Attributes:
@@ -37,12 +36,7 @@ class Recording:
         home: the folder of `kept`, which goes when nobody holds it; None where it stays.
     """
 
-    form: RecordedForm
     ranks: tuple[int, ...]
-    kept: tuple[Snapshot, ...]
-    calls: tuple[RecordedCall, ...]
-    updates: int
-    last: Tensor | None
     step_fn: Callable[..., Any] | None = None
     setup: Setup | None = None
     home: StateFolder | None = None
@@ -67,19 +61,19 @@ class Recording:
             fix="choose a recorded one; record with keep=None to keep them all.",
         )
 
-    def result_of(self, place: int) -> Tensor | None:
-        """Return the digests [n] of the whole leaves after a call."""
-        after = self.calls[place + 1].words if place + 1 < len(self.calls) else self.last
-        return None if after is None else self.whole(after)
-
     def rows_after(self, place: int) -> Tensor | None:
-        """Return the digests [R, n] of each rank's part after a call."""
-        return self.calls[place + 1].words if place + 1 < len(self.calls) else self.last
+        """Return the digests [R, n] of each rank's part after a call; None where none are.
 
-    def whole(self, rows: Tensor) -> Tensor:
-        """Return the digests [n] of whole leaves from those of all ranks, [W, n]."""
-        require_all_ranks(self, "a comparison of digests")
-        return of_leaves(self.form.leaves, rows, self.form.shards)
+        So it is before a call that raised: what it has changed of an engine is not known.
+        """
+        if place + 1 == len(self.calls):
+            return self.last
+        after = self.calls[place + 1]
+        return after.words if after.number == self.calls[place].number + 1 else None
+
+    def state_before(self, number: int) -> Snapshot | None:
+        """Return the state that was kept before a call, if it was."""
+        return next((one for one in self.kept if one.call == number), None)
 
     def save(self, folder: str | Path) -> None:
         """Write it to a folder, for `fzero.load_recording`. A collective of the ranks of the run.
@@ -87,11 +81,8 @@ class Recording:
         Raises `LayoutError` for inputs that are no tensors, numbers, texts, or tuples, lists and
         dicts of them, `CheckpointError` if the disk does not take it.
         """
-        files = FilesOf(
-            form=self.form, kept=self.kept, calls=self.calls, updates=self.updates, last=self.last
-        )
         ranks = Ranks(axis=Axis(size=1)) if self.home is None else self.home.ranks
-        write_folder(files, Path(folder), self.ranks, ranks)
+        write_folder(self, Path(folder), self.ranks, ranks)
 
     def __repr__(self) -> str:
         form, held = self.form, "nothing"

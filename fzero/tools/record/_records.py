@@ -9,8 +9,8 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.state import NAMESPACE
-from fzero.tools.record._digest import DigestedLeaf
+from fzero.state import NAMESPACE, TrainState
+from fzero.tools.record._digest import DigestedLeaf, digested_leaves
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs) of a step on one rank, after the state or the engine."""
@@ -23,7 +23,7 @@ class Snapshot:
     call: int
     updates: int
     path: Path
-    places: Tensor | None  # [R, n]: see _digest.py
+    places: Tensor | None  # [R, n]: its second digests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,3 +53,31 @@ class RecordedForm:
     shards: int  # ranks of a replica
     leaves: tuple[DigestedLeaf, ...]
     driver: str  # "step" or "engine"
+
+    @property
+    def names(self) -> list[str]:
+        """What has a digest, in order."""
+        return [leaf.name for leaf in self.leaves]
+
+
+def form_of(state: TrainState, driver: str) -> RecordedForm:
+    """Return the form of the state of a rank."""
+    setup = state.setup
+    return RecordedForm(
+        stage=setup.stage,
+        world_size=setup.axis.size,
+        shards=setup.layout.ranks,
+        leaves=digested_leaves(state),
+        driver=driver,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedPart:
+    """What a recording holds, and a folder has: see `Recording`."""
+
+    form: RecordedForm
+    kept: tuple[Snapshot, ...]
+    calls: tuple[RecordedCall, ...]
+    updates: int
+    last: Tensor | None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fzero.tools.record._alike import apart
 from fzero.tools.record._recording import Recording
 from fzero.tools.record._replaying import Replaying, replaying
 
@@ -91,8 +92,8 @@ def replay(
     run = replaying(
         recording, stage=stage, world_size=world_size, step_fn=step_fn, engine=engine, init=init
     )
-    first = max((kept for kept in recording.kept if kept.call <= recording.calls[place].number),
-                key=lambda kept: kept.call)  # fmt: skip
+    number = recording.calls[place].number
+    first = max((x for x in recording.kept if x.call <= number), key=lambda x: x.call)
     run.begin(first)
     before, aux = run.state, ()
     for call in recording.calls[: place + 1]:
@@ -101,17 +102,12 @@ def replay(
             aux = run.call(call)
     return Replayed(
         before=run.shown(before), after=run.shown(run.state), aux=aux,
-        parted=parted_leaves(recording, run, place),
+        parted=_parted(recording, run, place),
     )  # fmt: skip
 
 
-def parted_leaves(recording: Recording, run: Replaying, place: int) -> tuple[str, ...] | None:
-    """Return the leaves whose digests are others than after the recorded call; see `Replayed`."""
-    recorded = recording.result_of(place)
-    if recorded is None:
+def _parted(recording: Recording, run: Replaying, place: int) -> tuple[str, ...] | None:
+    recorded, form = recording.rows_after(place), run.form
+    if recorded is None or {*form.names} != {*recording.form.names}:
         return None
-    names = [leaf.name for leaf in recording.form.leaves]
-    found, wanted = run.digests(), dict(zip(names, recorded.tolist(), strict=True))
-    if found.keys() != wanted.keys():
-        return None
-    return tuple(name for name, value in wanted.items() if found[name] != value)
+    return apart(recording.form, recorded, form, run.rows()).leaves

@@ -21,16 +21,9 @@ from fzero.errors import LayoutError
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import axis_index
 from fzero.state import NAMESPACE, Setup, TrainState
-from fzero.tools.record._digest import (
-    DigestedLeaf,
-    digested_leaves,
-    digests_of,
-    of_leaves,
-    places_of,
-    words,
-)
+from fzero.tools.record._digest import Digest, digests_of, places_of, words
 from fzero.tools.record._recording import Recording, require_all_ranks
-from fzero.tools.record._records import Inputs, RecordedCall, Snapshot
+from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
 from fzero.transforms import simulate
 from fzero.transforms.pipeline import Step
 from fzero.transforms.shard import sharded_as
@@ -74,19 +67,14 @@ class Replaying:
             own()
         return tuple(found)
 
-    def rows(self) -> Tensor:
+    @property
+    def form(self) -> RecordedForm:
+        """The form of its state."""
+        return form_of(state_of_rank(self.state, 0), self.recording.form.driver)
+
+    def rows(self, digest: Digest = words) -> Tensor:
         """Return the digests [W, n] of each rank's part of the state now."""
-        return torch.stack([digests_of(one, places_of(one, r), words) for r, one in self._ranks()])
-
-    def leaves(self) -> tuple[DigestedLeaf, ...]:
-        """Return what the digests are of."""
-        return digested_leaves(state_of_rank(self.state, 0))
-
-    def digests(self) -> dict[str, int]:
-        """Return the digests of the whole leaves of the state now, by name."""
-        leaves, shards = self.leaves(), state_of_rank(self.state, 0).setup.layout.ranks
-        whole = of_leaves(leaves, self.rows(), shards)
-        return dict(zip([leaf.name for leaf in leaves], whole.tolist(), strict=True))
+        return torch.stack([digests_of(one, places_of(one, r), digest) for r, one in self._ranks()])
 
     def shown(self, state: Any) -> Any:
         """Return a state as a user has it: of one rank without the stack."""

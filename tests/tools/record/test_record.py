@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,72 +11,23 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import fzero
-from fzero.adapter import Engine
 from fzero.errors import LayoutError, MismatchError
 from tests.ranks import run_ranks
 from tests.strategies import stages
-
-RANKS, CALLS = 2, 7
-
-
-def model() -> Any:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
-
-
-def rule() -> Any:
-    return fzero.optim.adamw(0.1)
-
-
-def step_of(
-    stage: int, *, ranks: int = RANKS, dropout: float = 0.0, windows: bool = False, **options: Any
-) -> Any:
-    apply, params = fzero.functionalize(model())
-
-    def loss_fn(params: Any, x: Tensor) -> Tensor:
-        return F.dropout(apply(params, x).square(), dropout).mean()
-
-    def step_fn(state: Any, x: Tensor) -> Any:
-        for part in x.chunk(2):
-            state, loss = fzero.grad_and_reduce(loss_fn, state)(part)
-        return fzero.apply_gradients(state), loss
-
-    step = fzero.shard(fzero.coalesce(step_fn) if windows else step_fn, stage=stage, **options)
-    step = fzero.simulate(step, world_size=ranks)
-    return step, step.init(params, rule())
-
-
-def batch(number: int, ranks: int = RANKS) -> Tensor:
-    g = torch.Generator().manual_seed(number)
-    return torch.randn(ranks, 4, 3, generator=g, dtype=torch.float64)
-
-
-def recorded(stage: int, calls: int = CALLS, spoil: Any = None, **options: Any) -> fzero.Recording:
-    of_record = {key: options.pop(key) for key in ("every", "keep") if key in options}
-    step, state = step_of(stage, **options)
-    step = fzero.record(step, **{"every": 3, "keep": None, **of_record})
-    with contextlib.suppress(MismatchError):  # of ranks that have parted
-        for number in range(calls):
-            x = batch(number)
-            if spoil is not None:
-                state, x = spoil(number, state, x)
-            state, _ = step(state, x)
-    return step.recording
-
-
-def same_values(a: Any, b: Any) -> None:
-    for name, x in a.items():
-        torch.testing.assert_close(x, b[name], rtol=1e-12, atol=1e-12)
-
-
-def values_of(state: Any, ranks: int) -> Any:
-    if ranks == 1:
-        return fzero.full_params(state)
-    found = fzero.simulate(fzero.full_params, world_size=ranks)(state)
-    return {name: x[0] for name, x in found.items()}
+from tests.tools.record.runs import (
+    CALLS,
+    RANKS,
+    batch,
+    model,
+    recorded,
+    rule,
+    same_values,
+    step_of,
+    values_of,
+)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -263,45 +213,30 @@ def test_a_run_of_processes_is_made_again_in_one(tmp_path: Path, flips: bool) ->
         fzero.replay(recording, step=1, step_fn=step)
 
 
-# Engines.
+def test_elements_that_changed_places_show_where_states_are_kept() -> None:
+    def swapped(number: int, state: Any, x: Tensor) -> Any:
+        if number == 3:  # a state is kept before this call
+            flat = state.params.flats[0][1]
+            flat[:2] = flat[:2].flip(0).clone()
+        return state, x
+
+    step, state = step_of(1, ranks=3)
+    step = fzero.record(step, every=3)
+    with pytest.raises(MismatchError, match="rank 1 has other values of parameter"):
+        for number in range(4):
+            state, x = swapped(number, state, batch(number, 3))
+            state, _ = step(state, x)
+    recording = recorded(3, spoil=swapped)
+    parting = fzero.bisect(recording)
+    assert parting is not None and (parting.update, parting.ranks) == (3, (1,))
 
 
-def engine_of(stage: int) -> Engine:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
-    return Engine(module, torch.optim.AdamW(module.parameters(), 0.1), stage=stage)
-
-
-def train_step(engine: Engine, x: Tensor) -> Tensor:
-    loss = engine(x).square().mean()
-    loss.backward()
-    engine.step()
-    return loss.detach()
-
-
-def engine_on_a_rank(rank: int, ranks: int, folder: str) -> Any:
-    engine, step = engine_of(3), fzero.record(train_step, every=2)
-    torch.manual_seed(rank)
-    for number in range(5):
-        step(engine, batch(number)[rank].float())
-    step.recording.save(folder)
-    return engine.full_parameters()
-
-
-def test_an_engine_is_made_again_with_its_buffers() -> None:
-    engine, step = engine_of(2), fzero.record(train_step, every=2, keep=None)
-    losses = [step(engine, batch(number)[0].float()) for number in range(5)]
-    again = fzero.replay(step.recording, step=4, engine=lambda: engine_of(2))
-    assert again.same and torch.equal(again.aux[0], losses[3])
-    assert fzero.bisect(step.recording, engine=lambda: engine_of(2)) is None
-    with pytest.raises(LayoutError, match="no engine"):
-        fzero.replay(step.recording, step=4)
-
-
-@pytest.mark.xdist_group("gloo")
-def test_an_engine_of_processes_is_made_again_in_one(tmp_path: Path) -> None:
-    values, _ = run_ranks(engine_on_a_rank, RANKS, str(tmp_path / "run"))
-    recording = fzero.load_recording(tmp_path / "run")
-    again = fzero.replay(recording, step=5, step_fn=train_step, engine=lambda: engine_of(3))
-    assert again.same, again.parted
-    same_values(values_of(again.after, RANKS), values)
+def test_a_first_call_that_raises_leaves_no_recording() -> None:
+    step, state = step_of(0)
+    step = fzero.record(step, every=1)
+    with pytest.raises(RuntimeError):
+        step(state, batch(0)[..., :2])
+    with pytest.raises(LayoutError, match="no recording yet"):
+        _ = step.recording
+    step(state, batch(0))
+    assert fzero.replay(step.recording, step=1).same

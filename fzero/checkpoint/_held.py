@@ -52,19 +52,21 @@ class Held:
         return self.engine
 
 
-def held_by(name: str, thing: Any) -> Held:
+def held_by(name: str, thing: Any, *, apart: bool = False) -> Held:
     """Return what this process has of `thing`, a state or an engine.
+
+    name: of the call. apart: whether it has room for replicas that train apart.
 
     Raises `LayoutError` for something else, `DonatedError` for a used-up state, `AxisError` inside
     `fzero.simulate` or without the state's process group.
     """
     state, engine = _state_of(name, thing)
     axis = state.mesh
-    if state.window.outer is not None and name not in ("save", "load"):
+    if state.window.outer is not None and not apart:
         raise LayoutError(
             f"{name}: a state with local updates.",
             cause="replicas that train apart have parameters and optimizer states of their own; "
-            "such a file has those of one.",
+            f"{name} has room for those of one.",
             fix="fzero.checkpoint.save has all of them; load that into a state without local "
             "updates, which is at the anchors then. fzero.full_params(state) gives them, too.",
         )
@@ -76,7 +78,7 @@ def held_by(name: str, thing: Any) -> Held:
     else:
         raise AxisError(
             f"{name}: a state of one virtual rank.",
-            cause=f"checkpoint.{name} was called inside fzero.simulate.",
+            cause=f"{name} was called inside fzero.simulate.",
             fix=f"call it outside, with the stacked state of all {axis.size} ranks that "
             "simulate(...).init or the simulated step returns.",
         )

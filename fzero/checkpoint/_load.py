@@ -133,7 +133,7 @@ def load_with_extra(
         {'samples_seen': 1024}
     """
     wait_for_earlier(raises=False)
-    held = held_by("load", state)
+    held = held_by("load", state, apart=True)
     ranks = held.processes
     where = path_everywhere(ranks, "load", path)
     assert_same_everywhere([f"path {where}"], ranks.axis, what="the checkpoint")

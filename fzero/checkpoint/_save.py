@@ -176,7 +176,7 @@ def _draft(
     copies: bool,
 ) -> Draft:
     """Check everything, and return what this process writes. A collective."""
-    held = held_by("save", thing)
+    held = held_by("save", thing, apart=True)
     ranks = held.processes
     where = path_everywhere(ranks, "save", path)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint
-from fzero.checkpoint.elements import Held, generators, held_by
+from fzero.checkpoint.elements import Held, generators, held_by, state_of_rank
 from fzero.errors import DonatedError, LayoutError
 from fzero.errors.check import check_flags, is_count, require
 from fzero.state import NAMESPACE, Phase, Setup, TrainState
@@ -28,7 +28,7 @@ from fzero.tools.record._digest import (
     words,
 )
 from fzero.tools.record._folder import StateFolder
-from fzero.tools.record._recording import Recording, host_copy
+from fzero.tools.record._recording import Recording
 from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
 
 WhereParted = Literal["raise", "warn"]
@@ -130,7 +130,7 @@ class Recorder:
             RecordedCall(
                 number=number,
                 updates=_updates(held.states),
-                inputs=_of_ranks(held, host_copy(inputs)),
+                inputs=_of_ranks(held, inputs),
                 generators=(generators(),) * len(held.ranks),
                 words=self._digests(held, words),
             )
@@ -298,14 +298,16 @@ def _state_in(result: Any) -> Any:
 
 
 def _of_ranks(held: Held, inputs: Inputs) -> tuple[Inputs, ...]:
-    """The inputs of each rank: of virtual ones, slices of what is stacked."""
-    if not held.is_stack:
-        return (inputs,)
+    """Copy the inputs of each rank to host memory: of virtual ones, slices of what is stacked."""
+
+    def copied(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        # In its own memory format: a kernel may round otherwise for another one.
+        return torch.empty_like(x, device="cpu", requires_grad=False).copy_(x.detach())
+
     tree: Any = inputs
-
-    def of(rank: int) -> Any:
-        return optree.tree_map(
-            lambda x: x[rank] if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE
-        )
-
-    return tuple(of(rank) for rank in held.ranks)
+    own: Any = optree.tree_map(copied, tree, namespace=NAMESPACE)
+    if not held.is_stack:
+        return (own,)
+    return tuple(state_of_rank(own, rank) for rank in held.ranks)

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import optree
-import torch
 from torch import Tensor
 
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import LayoutError
 from fzero.ranks.axis import Axis
-from fzero.state import NAMESPACE, Setup
+from fzero.state import Setup
 from fzero.tools.record._files import read_folder, write_folder
 from fzero.tools.record._folder import StateFolder
 from fzero.tools.record._records import RecordedPart, Snapshot
@@ -103,17 +101,6 @@ def require_all_ranks(recording: Recording, what: str) -> None:
             cause="a recording of one process of a run on several.",
             fix="recording.save(folder) on every rank, and fzero.load_recording(folder).",
         )
-
-
-def host_copy(tree: Any) -> Any:
-    """Return a pytree with its tensors copied to host memory."""
-
-    def copy(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        return torch.empty_like(x, device="cpu", requires_grad=False).copy_(x.detach())
-
-    return optree.tree_map(copy, tree, namespace=NAMESPACE)
 
 
 def load_recording(folder: str | Path) -> Recording:

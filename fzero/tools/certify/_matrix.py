@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from fzero.adapter import Engine
 from fzero.errors import LayoutError
 from fzero.errors.check import is_count
 from fzero.machine.packing import digest
+from fzero.optim import from_torch
 from fzero.options import takes
 from fzero.ranks.virtual import run_ranks
 from fzero.tools.certify._axes import AXES, AxisValue, Cell, restricted
@@ -23,7 +25,7 @@ from fzero.tools.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_ran
 from fzero.tools.certify._process import OptimizerOf, Process, require_repeatable
 from fzero.tools.certify._reference import CopyGradient, one_process
 from fzero.tools.certify._report import CellResult, Report
-from fzero.tools.certify._subject import Loss, Subject, subject_of
+from fzero.tools.certify._subject import Loss, Subject, subject_of, tensors_of
 from fzero.tools.certify._task import Task, Wire
 from fzero.transforms.replicas import unequal
 
@@ -233,7 +235,7 @@ class _Matrix:
         return self.on_ranks(run, job.task.world)
 
     def _wanted(self, task: Task, optimizer: OptimizerOf, max_norm: float | None) -> Wanted:
-        mixes = optimizer not in (self.optimizer, CopyGradient)
+        mixes = _mixes(optimizer, self.subject.copy(task.precision.dtype))
         updates = one_process(self.subject, task, optimizer, max_norm=max_norm, mixes=mixes)
         return Wanted(updates=updates)
 
@@ -254,6 +256,13 @@ def _wire(cell: Cell) -> Wire | None:
     codec = cell.fact("wires")
     twice = cell.fact("stages") == 0 or cell.at["meshes"] == "replicas"
     return None if codec is None else Wire(codec, 2 if twice else 1)
+
+
+def _mixes(optimizer: OptimizerOf, model: Any) -> bool:
+    """Whether a rule looks at a parameter as a whole, as far as fzero finds that by its trial."""
+    with suppress(LayoutError):  # one that fzero does not take, for an engine that does
+        return not from_torch(optimizer).bind(tensors_of(model)).elementwise
+    return False
 
 
 def _first_update(job: Job) -> Job:

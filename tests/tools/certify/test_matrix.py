@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import random
@@ -198,3 +199,27 @@ def test_the_command_exits_with_2_for_wrong_input(
 @pytest.mark.slow
 def test_the_whole_matrix_of_both_models_agrees() -> None:
     assert main(["certify"]) == 0
+
+
+def test_a_rule_of_whole_parameters_is_known_as_one_whoever_gives_it() -> None:
+    """What one element is off, all of its parameter may be."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    g = torch.Generator().manual_seed(1)
+    report = fzero.certify(
+        model,
+        lambda model, x: model(x).square().mean(),
+        [torch.randn(2, 3, generator=g) for _ in range(16)],
+        optimizer=functools.partial(torch.optim.Adafactor, lr=2.0**-6),
+        stages=(0, 1),
+        worlds=2,
+        micro_batches=1,
+        precisions=("fp32", "bf16"),
+        loss_scales="1024",
+        buckets="default",
+        offload="none",
+        meshes="flat",
+        rules="given",
+        ragged="off",
+    )
+    assert report, report

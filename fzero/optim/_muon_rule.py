@@ -16,12 +16,11 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import is_count
 from fzero.machine.offload import change, cloned, to_device
 from fzero.machine.owners import Owners, Wholes
-from fzero.machine.partition import named_leaves
 from fzero.optim._apart import parted
 from fzero.optim._newton_schulz import COEFFICIENTS, orthogonalized
 from fzero.optim._optimizer import Optimizer, OptimizerState, at, copied
 from fzero.optim._optimizer_state import after_update
-from fzero.optim._piece import Piece
+from fzero.optim._piece import Piece, whole_leaves
 from fzero.optim._rules import Rule
 from fzero.optim._shown import shown
 from fzero.optim._stream import Flats, written_back
@@ -38,7 +37,7 @@ RATIOS: dict[str, Callable[[int, int], float]] = {
 
 
 def _unused(*_: Any) -> Any:
-    raise NotImplementedError
+    raise NotImplementedError("muon has no rule for single elements; see Muon.advance")
 
 
 MUON = Rule(
@@ -96,13 +95,7 @@ class Muon(Optimizer):
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
         """Return (updates, state'), as `Optimizer.update` does, of whole matrices. Pure."""
-        paths, ps, treespec = named_leaves(params)
-        gs = optree.tree_leaves(grads, namespace=NAMESPACE)
-        leaves = [
-            Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
-            for path, p in zip(paths, ps, strict=True)
-        ]
-        pieces = [Piece(i, leaf, 0, leaf.numel) for i, leaf in enumerate(leaves)]
+        ps, gs, pieces, treespec = whole_leaves(grads, params)
         flats, grads = ([x.detach().reshape(-1) for x in some] for some in (ps, gs))
         held: Any = state
         flat: Any = optree.tree_map(

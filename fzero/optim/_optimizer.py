@@ -13,13 +13,12 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.offload import cloned
-from fzero.machine.partition import named_leaves
 from fzero.optim._apart import Parted, parted
 from fzero.optim._base import Base
 from fzero.optim._formula import Chosen, Span, elements_of, step_by_formula
 from fzero.optim._optimizer_state import OptimizerState as OptimizerState
 from fzero.optim._optimizer_state import after_update, with_steps
-from fzero.optim._piece import Piece, pieces_in
+from fzero.optim._piece import Piece, pieces_in, whole_leaves
 from fzero.optim._precision import Precision
 from fzero.optim._rules import Rule, Scaled, has_kernel
 from fzero.optim._stream import Flats, Portion, Slots, step_flats
@@ -81,15 +80,7 @@ class Optimizer(Base):
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
         """Return (updates, state'): params + updates are the new parameters. Pure."""
-        paths, flats, treespec = named_leaves(params)
-        gs = optree.tree_leaves(grads, namespace=NAMESPACE)
-        if len(gs) != len(flats):
-            raise LayoutError(
-                f"update() got {len(gs)} gradients for {len(flats)} parameters.",
-                cause="gradients of another model, or only of a part of it.",
-                fix="give gradients of the same structure as the parameters.",
-            )
-        pieces = [_whole(i, path, p) for i, (path, p) in enumerate(zip(paths, flats, strict=True))]
+        flats, gs, pieces, treespec = whole_leaves(grads, params)
         new, state = self.advance(flats, gs, state, pieces, differentiable=True)
         updates = [n - p for n, p in zip(new, flats, strict=True)]
         return optree.tree_unflatten(treespec, updates), state
@@ -315,8 +306,3 @@ def _not_rounded(optimizer: Optimizer) -> PhaseError:
         "apply_gradients; what is rounded by chance has no derivative.",
         fix="leave stochastic_rounding out, and use master_weights=True.",
     )
-
-
-def _whole(i: int, path: str, p: Tensor) -> Piece:
-    leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
-    return Piece(i, leaf, 0, p.numel())

@@ -131,6 +131,16 @@ def test_ranks_that_part_are_told_at_the_next_state_that_is_kept() -> None:
         step(state, batch(2, 3))
 
 
+def test_a_run_whose_ranks_have_parted_may_go_on_with_a_warning() -> None:
+    step, state = step_of(0)
+    step = fzero.record(step, every=1, parted="warn")
+    state, _ = step(state, batch(0))
+    state.params.flats[0][1].view(torch.int64)[0] ^= 1 << 40
+    with pytest.warns(UserWarning, match="none of them most of the ranks"):
+        state, _ = step(state, batch(1))
+    assert len(step.recording.calls) == 2
+
+
 def test_what_cannot_be_recorded_or_made_again_is_refused() -> None:
     step, state = step_of(0)
     wrong: Any = (

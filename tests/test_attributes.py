@@ -25,6 +25,7 @@ MAY_BE_SET = {
     ("integrations/deepspeed/_checkpoint.py", "engine.state"): "Engine.state",
     ("checkpoint/_held.py", "self.engine.state"): "Engine.state",
     # a result that is filled as it is made
+    ("tools/record/_again.py", "engine.state"): "Engine.state",
     ("tools/record/_replaying.py", "self.engines[rank].state"): "Engine.state",
     ("tools/diff/_record.py", "seen.reduced"): "what one call has shown",
     ("tools/diff/_record.py", "seen.given"): "what one call has shown",

@@ -55,12 +55,17 @@ def storage() -> ModuleType:
 class Draft:
     """Everything that one process writes, collected while training is paused."""
 
-    path: Path
     ranks: Ranks
     manifest: Manifest
     pieces: list[TensorPiece]
     buffers: Buffers  # of an engine's module
     rng: str  # the random generators of this process; empty: they are not saved
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors."""
+        tensors = [*(piece.values for piece in self.pieces), *self.buffers.values()]
+        return sum(x.nbytes for x in tensors)
 
 
 def save(
@@ -115,7 +120,8 @@ def save(
         >>> folder.cleanup()
     """
     wait_for_earlier()
-    write_draft(_draft(path, state, extra, rng=rng, frozen=frozen, copies=False))
+    where, held = _place(path, state)
+    write_draft(draft_of(held, extra, rng=rng, frozen=frozen, copies=False), where)
 
 
 def save_async(
@@ -159,26 +165,30 @@ def save_async(
         ({'epoch': 1}, True)
     """
     wait_for_earlier()
-    draft = _draft(path, state, extra, rng=rng, frozen=frozen, copies=True)
+    where, held = _place(path, state)
+    draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=True)
     beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
     return start_thread(
-        lambda: write_draft(replace(draft, ranks=beside)), what=f"save_async to {path}"
+        lambda: write_draft(replace(draft, ranks=beside), where), what=f"save_async to {path}"
     )
 
 
-def _draft(
-    path: PathLike,
-    thing: TrainState | Driven,
-    extra: Mapping[str, Any] | None,
-    *,
-    rng: bool,
-    frozen: bool,
-    copies: bool,
-) -> Draft:
-    """Check everything, and return what this process writes. A collective."""
+def _place(path: PathLike, thing: TrainState | Driven) -> tuple[Path, Held]:
+    """Return where to write, the same on every rank, and what this process has. A collective."""
     held = held_by("save", thing, apart=True)
+    where = path_everywhere(held.processes, "save", path)
+    assert_same_everywhere([f"path {where}"], held.processes.axis, what="the checkpoint")
+    return where, held
+
+
+def draft_of(
+    held: Held, extra: Mapping[str, Any] | None, *, rng: bool, frozen: bool, copies: bool
+) -> Draft:
+    """Check everything, and return what this process writes. A collective.
+
+    copies: in host memory; else views of the state.
+    """
     ranks = held.processes
-    where = path_everywhere(ranks, "save", path)
 
     def prepare() -> Draft:
         for one in held.states:
@@ -195,7 +205,6 @@ def _draft(
             own = owned_pieces(one, rank, saves=True)
             pieces += [replace(x, values=_copied(x.values)) for x in own] if copies else own
         return Draft(
-            path=where,
             ranks=ranks,
             manifest=replace(manifest, extra=as_extra(extra)),
             pieces=pieces,
@@ -209,8 +218,7 @@ def _draft(
     draft = replace(draft, manifest=replace(draft.manifest, origin=origin))
     _note_free_slots(held, draft.manifest)
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
-    facts = [f"path {draft.path}", f"step {local or step}"]
-    assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
+    assert_same_everywhere([f"step {local or step}"], ranks.axis, what="the checkpoint")
     return draft
 
 
@@ -228,9 +236,9 @@ def _note_free_slots(held: Held, manifest: Manifest) -> None:
                 manifest.slots.setdefault(name, {}).update(forms)
 
 
-def write_draft(draft: Draft) -> None:
-    """Write a draft, and commit it as the checkpoint. A collective."""
-    ranks, path = draft.ranks, draft.path
+def write_draft(draft: Draft, path: Path) -> None:
+    """Write a draft, and commit it as the checkpoint at `path`. A collective."""
+    ranks = draft.ranks
     try:
         with ExitStack() as until_written:
 

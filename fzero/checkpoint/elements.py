@@ -20,6 +20,9 @@ from fzero.checkpoint._safetensors import begin_file as begin_file
 from fzero.checkpoint._safetensors import read_file as read_file
 from fzero.checkpoint._safetensors import read_values as read_values
 from fzero.checkpoint._safetensors import write_values as write_values
+from fzero.checkpoint._save import Draft as Draft
+from fzero.checkpoint._save import draft_of as draft_of
+from fzero.checkpoint._save import write_draft as write_draft
 from fzero.checkpoint._slots import Slot as Slot
 from fzero.checkpoint._slots import slots_across as slots_across
 from fzero.checkpoint._slots import slots_of as slots_of

@@ -32,10 +32,10 @@ class Gate:
         self.open, self.reached = threading.Event(), threading.Event()
         real = module.write_draft
 
-        def write(draft: Any) -> None:
+        def write(draft: Any, path: Any) -> None:
             self.reached.set()
             assert self.open.wait(60)
-            real(draft)
+            real(draft, path)
 
         monkeypatch.setattr(module, "write_draft", write)
 

@@ -36,6 +36,8 @@ class Run:
         batches: one for each call. Every tensor in it is [world_size, *t], the ranks first, as
             `fzero.simulate` takes it.
         world_size: W, the number of virtual ranks.
+        start: a stacked state whose values, counters and loss scale it begins with, of any stage
+            and number of ranks, such as `Replayed.before`; default: a new state.
     """
 
     step: Any
@@ -43,6 +45,19 @@ class Run:
     optimizer: Any
     batches: Sequence[Any]
     world_size: int = 1
+    start: Any = None
+
+
+def rows_of(state: Any) -> list[list[TrainState]]:
+    """Return each state of a stacked tree, as a list over ranks."""
+    return [
+        [state_of_rank(x, rank) for rank in range(x.setup.axis.size)] if x.step.ndim else [x]
+        for x in flatten_states("diff", state)[0]
+    ]
+
+
+def _values_in(state: Any) -> list[Values]:
+    return [values_of(rows) for rows in rows_of(state)]
 
 
 def require_runs(a: Run, b: Run) -> None:
@@ -84,26 +99,21 @@ class RunUnderWay:
         params = run.params if wide is None else copy_of_tree(run.params, wide)
         self._simulated = simulate(run.step, world_size=run.world_size)
         self.state = self._simulated.init(params, run.optimizer)
+        if run.start is not None:
+            self.state = self.state_at(_values_in(run.start), self.state)
         self.unit = 0.0  # of the coarsest dtype that the states of the last call ask for
         self.optimizer_unit = 0.0  # of the coarsest dtype that its optimizer works with
         self.coarsest = 0.0  # that any call computed with
 
-    def rows(self, state: Any) -> list[list[TrainState]]:
-        """Return each state of a stacked tree, as a list over ranks."""
-        stacks = flatten_states("diff", state)[0]
-        return [
-            [state_of_rank(stack, rank) for rank in range(self.run.world_size)] for stack in stacks
-        ]
-
     def values(self) -> list[Values]:
         """Return the full values of each state."""
-        return [values_of(rows) for rows in self.rows(self.state)]
+        return _values_in(self.state)
 
     def state_at(self, values: Sequence[Values], state: Any) -> Any:
         """Return the stacked states with these values in them."""
         made = [
             stack_of([with_whole(row, rank, other) for rank, row in enumerate(rows)])
-            for rows, other in zip(self.rows(state), values, strict=True)
+            for rows, other in zip(rows_of(state), values, strict=True)
         ]
         treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
         return optree.tree_unflatten(treespec, made)
@@ -147,4 +157,4 @@ class RunUnderWay:
             new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)
         self.unit, self.coarsest = recording.unit, max(self.coarsest, recording.watching().unit)
         self.optimizer_unit = recording.optimizer_unit
-        return new, Called(before=self.rows(state), seen=recording, after=self.rows(new))
+        return new, Called(before=rows_of(state), seen=recording, after=rows_of(new))

@@ -9,43 +9,58 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, MismatchError
 from fzero.state import Placement
+from fzero.tools.record._again import Wrong
 from fzero.tools.record._digest import of_leaves
 from fzero.tools.record._records import RecordedForm
 
 
-def unequal_ranks(form: RecordedForm, rows: Tensor, updates: int) -> MismatchError | None:
-    """Return an error for the first leaf of which ranks have other digests; None if none have.
+class Unequal(NamedTuple):
+    """A leaf of which ranks have other values, where they must have the same."""
 
-    rows: [W, n], of all ranks. updates: that were made.
+    leaf: str
+    ranks: tuple[int, ...]  # that hold it, or that part of it
+    odd: tuple[int, ...]  # those in the minority; () where no value is that of most of them
+
+
+def unequal_ranks(form: RecordedForm, rows: Tensor) -> Unequal | None:
+    """Return the first leaf of which ranks have other digests; None if none have.
+
+    rows: [W, n], of all ranks.
 
     Example:
         >>> import torch
         >>> from fzero.tools.record._digest import DigestedLeaf
         >>> leaf = DigestedLeaf("parameter w", Placement.REPLICATED)
         >>> form = RecordedForm(stage=0, world_size=3, shards=3, leaves=(leaf,), driver="step")
-        >>> print(unequal_ranks(form, torch.tensor([[5], [5], [4]]), 7))
-        after 7 updates rank 2 has other values of parameter w than the other 2 ranks that hold it.
-        Usual cause: ...
-        Fix: ...
+        >>> unequal_ranks(form, torch.tensor([[5], [5], [4]]))
+        Unequal(leaf='parameter w', ranks=(0, 1, 2), odd=(2,))
     """
     for leaf, column in zip(form.leaves, rows.unbind(1), strict=True):
         span = {Placement.REPLICATED: 1, Placement.SHARDED: form.shards}.get(leaf.placement, 0)
         for shard in range(span):  # of OVER_ALL no two ranks have the same
-            ranks = range(shard, len(rows), span)
-            values = [int(column[rank]) for rank in ranks]
-            if len(set(values)) > 1:
-                return _error(leaf.name, dict(zip(ranks, values, strict=True)), updates)
+            values = {rank: int(column[rank]) for rank in range(shard, len(rows), span)}
+            (usual, count), *others = Counter(values.values()).most_common()
+            if others:
+                odd = tuple(rank for rank, value in values.items() if value != usual)
+                return Unequal(leaf.name, tuple(values), odd if 2 * count > len(values) else ())
     return None
 
 
-def _error(name: str, values: dict[int, int], updates: int) -> MismatchError:
-    (usual, count), *_ = Counter(values.values()).most_common()
-    if 2 * count > len(values):
-        odd = [rank for rank, value in values.items() if value != usual]
-        who = f"rank {odd[0]} has" if len(odd) == 1 else f"ranks {odd} have"
-        seen = f"{who} other values of {name} than the other {count} ranks that hold it"
+def error_of(found: Unequal, updates: int, wrong: Wrong | None) -> MismatchError:
+    """Return the error that tells it. wrong: where a rank holds what it does not compute."""
+    if found.odd:
+        who = f"rank {found.odd[0]} has" if len(found.odd) == 1 else f"ranks {[*found.odd]} have"
+        others = len(found.ranks) - len(found.odd)
+        seen = f"{who} other values of {found.leaf} than the other {others} ranks that hold it"
     else:
-        seen = f"ranks {[*values]} have several values of {name}, none of them most of the ranks"
+        seen = f"ranks {[*found.ranks]} have several values of {found.leaf}, none of them most"
+    if wrong is not None:
+        ranks = ", ".join(map(str, wrong.ranks))
+        seen += (
+            "; the calls since the last state that was kept, made again, show "
+            f"rank{'s' * (len(wrong.ranks) > 1)} {ranks} wrong first: in {wrong.leaf}, after "
+            f"{wrong.updates} updates"
+        )
     return MismatchError(
         f"after {updates} updates {seen}.",
         cause="a bit that flipped, hardware that computes wrong, or a write on some ranks only.",

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fzero.errors import LayoutError
+from fzero.tools.diff import Difference
 from fzero.tools.record._alike import LeavesApart, apart, require_same_leaves
 from fzero.tools.record._digest import places
 from fzero.tools.record._recording import Recording, require_all_ranks
+from fzero.tools.record._records import RecordedCall
 from fzero.tools.record._replaying import Replaying, replaying
+from fzero.tools.record._steps import difference_of, ranks_of_other_inputs
+from fzero.transforms.pipeline import Step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,6 +27,9 @@ class Parting:
         leaves: that differ then: of the parameters and the optimizer's states.
         ranks: whose parts of these differ; () where stages or ranks are others.
         replays: how often calls were made again from a kept state.
+        inputs: ranks to which the two recordings gave other inputs in that call.
+        difference: of two sharded steps, what `fzero.diff` says of that call: the first module,
+            parameter and rank; None if there is nothing, or they cannot be compared.
     """
 
     update: int
@@ -30,14 +37,19 @@ class Parting:
     leaves: tuple[str, ...]
     ranks: tuple[int, ...]
     replays: int
+    inputs: tuple[int, ...] = ()
+    difference: Difference | None = None
 
     def __str__(self) -> str:
         shown = ", ".join(self.leaves[:4]) + (", ..." if len(self.leaves) > 4 else "")
         where = f", on rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
-        return (
+        said = (
             f"the states differ from update {self.update} on (call {self.call}): "
             f"{shown}{where if self.ranks else ''}."
         )
+        if self.inputs:
+            said += f" That call has other inputs on ranks {', '.join(map(str, self.inputs))}."
+        return said if self.difference is None else f"{said}\n{self.difference}"
 
 
 def bisect(
@@ -99,10 +111,11 @@ def bisect(
             kept = recording.state_before(call.number)
             if kept is not None:  # after a call that raised, it may be another state
                 run.begin(kept)
+        before = run.state
         run.call(call)
         found = _parting(recording, run, place)
         if found is not None:
-            return found
+            return found if other is None else _named(found, recording, run, before)
     return None
 
 
@@ -117,12 +130,20 @@ def _parting(recording: Recording, run: Replaying, place: int) -> Parting | None
     return _found(recording, place, found, replays=1)
 
 
+def _named(parting: Parting, recording: Recording, run: Replaying, before: Any) -> Parting:
+    """Add what `fzero.diff` says of the recorded step, and of the one that was called instead."""
+    call = next(one for one in recording.calls if one.number == parting.call)
+    found = difference_of(run.step_fn, recording.step_fn, before, (call, call))
+    return replace(parting, difference=found)
+
+
 def _between(a: Recording, b: Recording) -> Parting | None:
     """Compare the digests of two recordings, call by call, by the updates made before."""
     for one in (a, b):
         require_all_ranks(one, "a comparison of recordings")
     require_same_leaves(a.form, b.form)
     others = {call.updates: call.words for call in b.calls} | {b.updates: b.last}
+    same = {call.updates: call for call in b.calls}
     compared = False
     for place in range(-1, len(a.calls)):
         after = a.calls[place + 1].updates if place + 1 < len(a.calls) else a.updates
@@ -133,7 +154,7 @@ def _between(a: Recording, b: Recording) -> Parting | None:
         compared = True
         found = _found(a, place, apart(a.form, mine, b.form, other), replays=0)
         if found is not None:
-            return found
+            return _of_both(found, a, b, place, same.get(a.calls[place].updates))
     if not compared:
         raise LayoutError(
             f"bisect: no digest of an update is in both {a!r} and {b!r}.",
@@ -141,6 +162,28 @@ def _between(a: Recording, b: Recording) -> Parting | None:
             fix="record both with digests=True and keep=None, from the same update on.",
         )
     return None
+
+
+def _of_both(
+    found: Parting, a: Recording, b: Recording, place: int, other: RecordedCall | None
+) -> Parting:
+    """Add what is known of the call of two recordings after which their states differ.
+
+    other: of b, from as many updates.
+    """
+    if place < 0 or other is None:
+        return found
+    call = a.calls[place]
+    found = replace(found, inputs=ranks_of_other_inputs(call, other))
+    if a.setup is None or not isinstance(a.step_fn, Step) or not isinstance(b.step_fn, Step):
+        return found
+    run = replaying(a)
+    run.begin_at(place)
+    return replace(
+        found,
+        replays=1,
+        difference=difference_of(b.step_fn, a.step_fn, run.state, (other, call)),
+    )
 
 
 def _found(recording: Recording, place: int, found: LeavesApart, replays: int) -> Parting | None:

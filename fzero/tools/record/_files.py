@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.elements import (
+    Draft,
     Form,
     begin_file,
     read_file,
     read_values,
     rng_text,
+    write_draft,
     write_values,
 )
 from fzero.checkpoint.everywhere import CheckpointError, Ranks, damaged, everywhere
@@ -45,9 +47,9 @@ def write_folder(
         folder.mkdir(parents=True, exist_ok=True)
         if ranks.axis.rank == 0:
             for kept in recording.kept:
-                target = folder / kept.path.name
-                if target.resolve() != kept.path.resolve():
-                    shutil.copytree(kept.path, target, dirs_exist_ok=True)
+                target = folder / kept.name
+                if isinstance(kept.held, Path) and target.resolve() != kept.held.resolve():
+                    shutil.copytree(kept.held, target, dirs_exist_ok=True)
             (folder / HEAD).write_text(json.dumps(_head_of(recording)))
 
     def own() -> None:
@@ -55,6 +57,9 @@ def write_folder(
             _write_rank(recording, folder, place, rank)
 
     everywhere(ranks, head, what=f"write {folder}")
+    for kept in recording.kept:
+        if isinstance(kept.held, Draft):
+            write_draft(kept.held, folder / kept.name)
     everywhere(ranks, own, what=f"write {folder}")
 
 
@@ -76,7 +81,7 @@ def read_folder(folder: Path) -> RecordedPart:
                 Snapshot(
                     call=one["call"],
                     updates=one["updates"],
-                    path=folder / Path(one["path"]).name,
+                    held=folder / Path(one["path"]).name,
                     places=_stacked([more.get(f"state/{one['call']}") for _, more in parts]),
                 )
                 for one in head["kept"]
@@ -103,7 +108,7 @@ def _head_of(recording: RecordedPart) -> dict[str, Any]:
         },
         "updates": recording.updates,
         "kept": [
-            {"call": kept.call, "updates": kept.updates, "path": kept.path.name}
+            {"call": kept.call, "updates": kept.updates, "path": kept.name}
             for kept in recording.kept
         ],
     }
@@ -176,6 +181,7 @@ def _read_rank(folder: Path, rank: int) -> tuple[list[RecordedCall], dict[str, T
                 number=one["number"],
                 updates=one["updates"],
                 inputs=(_decoded(one["inputs"], lambda name: read_values(places[name])),),
+                devices=(),
                 generators=(held["generators"][one["generators"]],),
                 words=None if words is None else words[None],
             )

@@ -1,4 +1,4 @@
-"""`record`: a step that remembers its calls."""
+"""`Recorder`: what `record` returns, a step that remembers its calls."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero import checkpoint
-from fzero.checkpoint.elements import Held, generators, held_by, state_of_rank
-from fzero.errors import DonatedError, LayoutError
-from fzero.errors.check import check_flags, is_count, require
-from fzero.state import NAMESPACE, Phase, Setup, TrainState
-from fzero.tools.record._alike import unequal_ranks
-from fzero.tools.record._digest import (
-    Places,
-    digests_of,
-    places,
-    places_of,
-    words,
+from fzero.checkpoint.elements import (
+    Held,
+    draft_of,
+    generators,
+    held_by,
+    state_of_rank,
+    write_draft,
 )
-from fzero.tools.record._folder import StateFolder
+from fzero.checkpoint.everywhere import Ranks
+from fzero.errors import DonatedError, LayoutError
+from fzero.state import NAMESPACE, Phase, Setup, TrainState
+from fzero.tools.record._again import Wrong, state_in, wrong_ranks
+from fzero.tools.record._alike import error_of, unequal_ranks
+from fzero.tools.record._digest import Digest, Places, digests_of, places, places_of, words
 from fzero.tools.record._recording import Recording
 from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
 
@@ -35,8 +35,8 @@ WhereParted = Literal["raise", "warn"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What a recorder was asked for."""
+class RecorderOptions:
+    """What a recorder was asked for: see `record`."""
 
     every: int
     keep: int | None
@@ -52,15 +52,16 @@ class Recorder:
     `recording` is what it holds now.
     """
 
-    def __init__(self, fn: Callable[..., Any], asked: _Asked) -> None:
+    def __init__(self, fn: Callable[..., Any], asked: RecorderOptions) -> None:
         self._fn, self._asked = fn, asked
         self._form: RecordedForm | None = None
         self._setup: Setup | None = None
+        self._ranks: Ranks | None = None  # the processes of the run
         self._where: dict[int, Places] = {}  # of each rank of this process
         self._number = 0  # of the next call
+        self._every = asked.every  # sooner, where inputs are large
         self._kept: list[Snapshot] = []
         self._calls: list[RecordedCall] = []
-        self._folder: StateFolder | None = None
         self._after: Any = None  # what the last call has returned: a state, or the engine
         functools.update_wrapper(self, fn, updated=())
 
@@ -74,7 +75,7 @@ class Recorder:
         except BaseException:
             self._calls.pop()
             raise
-        self._after = thing if held.engine is not None else _state_in(result)
+        self._after = thing if held.engine is not None else state_in(result)
         return result
 
     @property
@@ -101,7 +102,7 @@ class Recorder:
             last=last,
             step_fn=self._fn,
             setup=self._setup,
-            home=self._folder,
+            processes=self._ranks,
         )
 
     def _result(self) -> tuple[int, Tensor | None]:
@@ -109,39 +110,38 @@ class Recorder:
             held = held_by("record", self._after)
         except DonatedError:  # another step has used it up
             return self._calls[-1].updates, None
-        return _updates(held.states), self._digests(held, words)
+        return _updates(held.states), self._digests(held)
 
     # Before a call.
 
     def _begin(self, held: Held, thing: Any, inputs: Inputs) -> None:
-        state = held.states[0]
         if self._setup is None or self._setup.layout is not held.setup.layout:
             self._look_at(held)
         number, self._number = self._number, self._number + 1
-        if self._is_due(number) and _is_idle(state):
-            self._keep(held, thing, number)
+        call = RecordedCall(
+            number=number,
+            updates=_updates(held.states),
+            inputs=_of_ranks(held, inputs),
+            devices=_devices(inputs),
+            generators=(generators(),) * len(held.ranks),
+            words=self._digests(held),
+        )
+        if self._is_due(number) and _is_idle(held.states[0]):
+            self._keep(held, thing, call)
         if not self._kept:
             raise LayoutError(
                 "record: the first state holds gradients.",
                 cause="a recorder around a part of a step, after a gradient.",
                 fix="record the whole step, from one update to the next.",
             )
-        self._calls.append(
-            RecordedCall(
-                number=number,
-                updates=_updates(held.states),
-                inputs=_of_ranks(held, inputs),
-                generators=(generators(),) * len(held.ranks),
-                words=self._digests(held, words),
-            )
-        )
+        self._calls.append(call)
 
     def _is_due(self, number: int) -> bool:
         """Whether the state before a call is to be kept: also where the call before it raised."""
         if not self._kept:
             return True
         follows = self._calls[-1].number + 1 if self._calls else self._kept[-1].call
-        return number != follows or number - self._kept[-1].call >= self._asked.every
+        return number != follows or number - self._kept[-1].call >= self._every
 
     def _look_at(self, held: Held) -> None:
         """Note the form of the first state; a later one must have it, too."""
@@ -156,129 +156,88 @@ class Recorder:
                 cause="one recorder for two models, stages or optimizers.",
                 fix="give each its own: fzero.record(step, ...).",
             )
-        self._setup = held.setup
+        self._setup, self._ranks = held.setup, held.processes
 
-    def _digests(self, held: Held, digest: Any) -> Tensor | None:
+    def _digests(self, held: Held, digest: Digest = words) -> Tensor | None:
         if not self._asked.digests:
             return None
         pairs = zip(held.states, self._where.values(), strict=True)
         return torch.stack([digests_of(one, where, digest) for one, where in pairs])
 
-    def _keep(self, held: Held, thing: Any, number: int) -> None:
-        """Keep the state, compare what ranks have in common, drop the oldest. A collective."""
-        ranks, updates = held.processes, _updates(held.states)
-        if self._folder is None:
-            self._folder = StateFolder(ranks, self._asked.folder)
-        path = self._folder.path / f"state-{number:08d}"
-        checkpoint.save(path, thing, rng=False)
+    def _keep(self, held: Held, thing: Any, call: RecordedCall) -> None:
+        """Keep the state, drop the oldest, compare what ranks have in common. A collective."""
+        draft = draft_of(held, None, rng=False, frozen=True, copies=self._asked.folder is None)
         rows = self._digests(held, places)
-        self._kept.append(Snapshot(call=number, updates=updates, path=path, places=rows))
-        self._compare(held, rows, updates)
-        most = max(ranks.tell(sum(call.nbytes for call in self._calls)))
-        while len(self._kept) > 1 and self._is_too_much(most):
+        kept = Snapshot(call=call.number, updates=call.updates, held=draft, places=rows)
+        if self._asked.folder is not None:
+            path = self._asked.folder / kept.name
+            write_draft(draft, path)
+            kept = Snapshot(call=call.number, updates=call.updates, held=path, places=rows)
+        earlier = self._kept[-1] if self._kept else None
+        calls = [one for one in self._calls if earlier and one.number >= earlier.call]
+        self._kept.append(kept)
+        self._bound(held, call)
+        if rows is not None:
+            self._compare(held, thing, rows, call, earlier, calls)
+
+    def _bound(self, held: Held, call: RecordedCall) -> None:
+        """Say when the next state is kept, and drop the oldest, as bytes and `keep` want it."""
+        ranks, asked = held.processes, self._asked
+        most = ahead = 0
+        if asked.max_bytes is not None:
+            largest = max(one.nbytes for one in (*self._calls, call))
+            told = ranks.tell((self._kept[-1].nbytes, largest))
+            state, largest = (max(some) for some in zip(*told, strict=True))
+            calls = (asked.max_bytes - 2 * state) // max(largest, 1)
+            if calls < 1:
+                raise _too_large(asked.max_bytes, state, largest)
+            self._every = min(asked.every, calls)
+            most, ahead = asked.max_bytes, state + self._every * largest
+
+        def is_too_much() -> bool:
+            if asked.keep is not None and len(self._kept) > asked.keep:
+                return True
+            nbytes = sum(one.nbytes for one in (*self._kept, *self._calls))
+            return asked.max_bytes is not None and max(ranks.tell(nbytes)) + ahead > most
+
+        while len(self._kept) > 1 and is_too_much():
             first = self._kept.pop(0)
-            if ranks.axis.rank == 0:
-                shutil.rmtree(first.path, ignore_errors=True)
-            self._calls = [call for call in self._calls if call.number >= self._kept[0].call]
-            most = max(ranks.tell(sum(call.nbytes for call in self._calls)))
+            if isinstance(first.held, Path) and ranks.axis.rank == 0:
+                shutil.rmtree(first.held, ignore_errors=True)
+            self._calls = [one for one in self._calls if one.number >= self._kept[0].call]
 
-    def _is_too_much(self, nbytes: int) -> bool:
-        asked = self._asked
-        many = asked.keep is not None and len(self._kept) > asked.keep
-        return many or (asked.max_bytes is not None and nbytes > asked.max_bytes)
-
-    def _compare(self, held: Held, rows: Tensor | None, updates: int) -> None:
-        if rows is None or self._form is None:
+    def _compare(
+        self,
+        held: Held,
+        thing: Any,
+        rows: Tensor,
+        call: RecordedCall,
+        earlier: Snapshot | None,
+        calls: Sequence[RecordedCall],
+    ) -> None:
+        """Tell, or raise, that ranks have parted; calls: those since the state kept earlier."""
+        if self._form is None:
             return
-        told = [rows] if held.is_stack else held.processes.tell(rows)
-        found = unequal_ranks(self._form, torch.cat(told), updates)
-        if found is not None and self._asked.parted == "raise":
-            raise found
-        if found is not None:
-            warnings.warn(str(found), stacklevel=4)
+        told = torch.cat([rows] if held.is_stack else held.processes.tell(rows))
+        found = unequal_ranks(self._form, told)
+        if found is None:
+            return
+        wrong: Wrong | None = None
+        if not found.odd and earlier is not None:
+            wrong = wrong_ranks(self._fn, thing, earlier, (*calls, call), self._form, self._digests)
+        error = error_of(found, call.updates, wrong)
+        if self._asked.parted == "raise":
+            raise error
+        warnings.warn(str(error), stacklevel=4)
 
 
-def record(
-    fn: Callable[..., Any] | None = None,
-    /,
-    *,
-    every: int,
-    keep: int | None = 2,
-    digests: bool = True,
-    folder: str | Path | None = None,
-    max_bytes: int | None = None,
-    parted: WhereParted = "raise",
-) -> Any:
-    """Record the calls of a step, to run any of them again, and to find where a run went wrong.
-
-    Before the first call, and then before a call after every `every` calls, the state is kept.
-    Since the oldest state that is kept, each call's inputs are held in host memory, with the states
-    of random generators, and the digest of the state before it: 64 bits for each leaf of the
-    parameters and of the optimizer's states. So a run costs its inputs, and each rank's states
-    `keep` times.
-
-    With each state that is kept, the digests of what ranks must have in common are compared.
-
-    Args:
-        fn: train_step(state, *args) -> (state, aux), with `fzero.simulate` inside of it if ranks
-            are virtual; or train_step(engine, *args). The engine alone would not see labels, nor
-            what happens between its forward and backward.
-        every: calls from one state that is kept to the next, 1 or more.
-        keep: how many states are kept, the last ones; None: all.
-        digests: whether digests are made.
-        folder: where states are kept, on a file system that all ranks see; default: in the memory
-            of this host, /dev/shm.
-        max_bytes: of the inputs and digests of a rank: the oldest states go, with the calls before
-            the next one, where they are more when a state is kept.
-        parted: "raise" or "warn" where ranks differ in what they must have in common.
-
-    Returns:
-        A `Recorder`, called as `fn` is; its `recording` is what `replay` and `bisect` take. Without
-        `fn`, a decorator.
-
-    Raises:
-        LayoutError: for a bad option; in a call, for a state of another model or stage, and for
-            several states.
-        AxisError: in a call inside of `fzero.simulate`: record around it.
-        MismatchError: in a call, on every rank, naming the ranks that have parted.
-
-    Example:
-        >>> import torch, fzero
-        >>> @fzero.record(every=2)
-        ... @fzero.shard(stage=0)
-        ... def step(state, x):
-        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
-        ...     return fzero.apply_gradients(state), loss
-        >>> state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=0)
-        >>> for x in (0.5, 2.0, 1.0):
-        ...     state, _ = step(state, torch.tensor(x))
-        >>> step.recording
-        Recording(updates 1 to 3 of a step at stage 0, all ranks of 1, 2 states, ...)
-        >>> again = fzero.replay(step.recording, step=2)
-        >>> fzero.full_params(again.after)["w"], again.same
-        (tensor([-1.5000, -1.5000]), True)
-    """
-    require("record: every", every, is_count, "at least 1")
-    if keep is not None:
-        require("record: keep", keep, is_count, "at least 1, or None for all")
-    if max_bytes is not None:
-        require("record: max_bytes", max_bytes, is_count, "at least 1, or None")
-    require("record: parted", parted, lambda x: x in ("raise", "warn"), '"raise" or "warn"')
-    check_flags(digests=digests)
-    asked = _Asked(
-        every=every,
-        keep=keep,
-        digests=digests,
-        folder=None if folder is None else Path(folder),
-        max_bytes=max_bytes,
-        parted=parted,
+def _too_large(max_bytes: int, state: int, call: int) -> LayoutError:
+    return LayoutError(
+        f"record: max_bytes={max_bytes:,} is less than two states and one call, "
+        f"2 x {state:,} + {call:,} bytes on a rank.",
+        cause="a model or a batch that is larger than was thought.",
+        fix="allow more, or give folder=..., where states take no memory.",
     )
-    return functools.partial(_recorder, asked) if fn is None else _recorder(asked, fn)
-
-
-def _recorder(asked: _Asked, fn: Any) -> Recorder:
-    require("record: the step", fn, callable, "train_step(state, *args), or (engine, *args)")
-    return Recorder(fn, asked)
 
 
 def _named(form: RecordedForm) -> str:
@@ -293,8 +252,13 @@ def _updates(states: Sequence[TrainState]) -> int:
     return int(states[0].step)
 
 
-def _state_in(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) and result else result
+def _tensors(inputs: Inputs) -> list[Tensor]:
+    tree: Any = inputs
+    return [x for x in optree.tree_leaves(tree, namespace=NAMESPACE) if isinstance(x, Tensor)]
+
+
+def _devices(inputs: Inputs) -> tuple[torch.device, ...]:
+    return tuple(x.device for x in _tensors(inputs))
 
 
 def _of_ranks(held: Held, inputs: Inputs) -> tuple[Inputs, ...]:

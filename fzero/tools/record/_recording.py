@@ -14,7 +14,6 @@ from fzero.errors import LayoutError
 from fzero.ranks.axis import Axis
 from fzero.state import Setup
 from fzero.tools.record._files import read_folder, write_folder
-from fzero.tools.record._folder import StateFolder
 from fzero.tools.record._records import RecordedPart, Snapshot
 
 
@@ -31,18 +30,18 @@ class Recording(RecordedPart):
         last: [R, n] digests of the state after the last call.
         step_fn: what was recorded; None of a recording that was loaded.
         setup: of its state; None of a recording that was loaded.
-        home: the folder of `kept`, which goes when nobody holds it; None where it stays.
+        processes: of the run; None of a recording that was loaded.
     """
 
     ranks: tuple[int, ...]
     step_fn: Callable[..., Any] | None = None
     setup: Setup | None = None
-    home: StateFolder | None = None
+    processes: Ranks | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the inputs and digests; those of the states are in their folders."""
-        return sum(call.nbytes for call in self.calls)
+        """Bytes in host memory: of the states that are kept there, the inputs and the digests."""
+        return sum(one.nbytes for one in (*self.kept, *self.calls))
 
     def call_of(self, update: int) -> int:
         """Return the place in `calls` of the call that made an update, which counts from 1.
@@ -79,7 +78,7 @@ class Recording(RecordedPart):
         Raises `LayoutError` for inputs that are no tensors, numbers, texts, or tuples, lists and
         dicts of them, `CheckpointError` if the disk does not take it.
         """
-        ranks = Ranks(axis=Axis(size=1)) if self.home is None else self.home.ranks
+        ranks = self.processes or Ranks(axis=Axis(size=1))
         write_folder(self, Path(folder), self.ranks, ranks)
 
     def __repr__(self) -> str:
@@ -89,7 +88,7 @@ class Recording(RecordedPart):
         ranks = "all ranks" if len(self.ranks) == form.world_size else f"rank {self.ranks[0]}"
         return (
             f"Recording({held} of a {form.driver} at stage {form.stage}, {ranks} of "
-            f"{form.world_size}, {len(self.kept)} states, {self.nbytes:,} bytes of inputs)"
+            f"{form.world_size}, {len(self.kept)} states, {self.nbytes:,} bytes)"
         )
 
 

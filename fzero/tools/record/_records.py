@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
+from fzero.checkpoint.elements import Draft, write_draft
+from fzero.checkpoint.everywhere import from_first
 from fzero.state import NAMESPACE, TrainState
 from fzero.tools.record._digest import DigestedLeaf, digested_leaves
 
@@ -18,12 +25,42 @@ Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """A state before a call, as a checkpoint that any number of ranks loads at any stage."""
+    """A state before a call, which any number of ranks loads at any stage."""
 
     call: int
     updates: int
-    path: Path
+    held: Draft | Path  # copies in host memory, or the folder of a checkpoint
     places: Tensor | None  # [R, n]: its second digests
+
+    @property
+    def name(self) -> str:
+        """Of its folder in a recording that is saved."""
+        return f"state-{self.call:08d}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this process holds in host memory."""
+        return self.held.nbytes if isinstance(self.held, Draft) else 0
+
+    @contextmanager
+    def as_checkpoint(self) -> Iterator[Path]:
+        """The folder of a checkpoint of it, inside of the block. A collective of those who keep it.
+
+        Copies are written to the memory of the host, /dev/shm.
+        """
+        if isinstance(self.held, Path):
+            yield self.held
+            return
+        memory = Path("/dev/shm")
+        where = str(memory) if memory.is_dir() else None
+        ranks = self.held.ranks
+        folder = from_first(ranks, lambda: tempfile.mkdtemp(dir=where), what="make a folder")
+        try:
+            write_draft(self.held, Path(folder) / self.name)
+            yield Path(folder) / self.name
+        finally:
+            if ranks.axis.rank == 0:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,7 +69,8 @@ class RecordedCall:
 
     number: int
     updates: int  # of the state before it
-    inputs: tuple[Inputs, ...]  # of each rank
+    inputs: tuple[Inputs, ...]  # of each rank, in host memory
+    devices: tuple[torch.device, ...]  # where their tensors were
     generators: tuple[Any, ...]  # of each rank: its random states, as given or as a text
     words: Tensor | None  # [R, n]: digests of the state before it
 

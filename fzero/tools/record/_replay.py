@@ -92,14 +92,9 @@ def replay(
     run = replaying(
         recording, stage=stage, world_size=world_size, step_fn=step_fn, engine=engine, init=init
     )
-    number = recording.calls[place].number
-    first = max((x for x in recording.kept if x.call <= number), key=lambda x: x.call)
-    run.begin(first)
-    before, aux = run.state, ()
-    for call in recording.calls[: place + 1]:
-        if call.number >= first.call:
-            before = run.state
-            aux = run.call(call)
+    run.begin_at(place)
+    before = run.state
+    aux = run.call(recording.calls[place])
     return Replayed(
         before=run.shown(before), after=run.shown(run.state), aux=aux,
         parted=_parted(recording, run, place),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -32,12 +33,28 @@ from fzero.transforms.shard import sharded_as
 class Replaying:
     """A replay under way: `state` is stacked over its ranks."""
 
-    def __init__(self, recording: Recording, world_size: int) -> None:
-        self.recording, self.world_size, self.state = recording, world_size, None
+    def __init__(self, recording: Recording, world_size: int, step_fn: Any) -> None:
+        self.recording, self.world_size, self.step_fn = recording, world_size, step_fn
+        self.state: Any = None
 
     def begin(self, kept: Snapshot) -> None:
         """Start from a state that was kept."""
-        self.state = checkpoint.load(kept.path, self.fresh(), rng=False)
+        with kept.as_checkpoint() as path:
+            self.fill(path)
+
+    def begin_at(self, place: int) -> None:
+        """Go to the state before a call, from the nearest one that was kept."""
+        recording = self.recording
+        number = recording.calls[place].number
+        first = max((x for x in recording.kept if x.call <= number), key=lambda x: x.call)
+        self.begin(first)
+        for call in recording.calls[:place]:
+            if call.number >= first.call:
+                self.call(call)
+
+    def fill(self, path: Path) -> None:
+        """Read a checkpoint."""
+        self.state = checkpoint.load(path, self.fresh(), rng=False)
 
     def fresh(self) -> Any:
         """Return a stacked state of the replay's form, whose values do not matter."""
@@ -94,11 +111,11 @@ class _OfStep(Replaying):
         step: Step[..., Any],
         init: Callable[[Any], Any] | None,
     ) -> None:
-        super().__init__(recording, world_size)
-        self.step, self._init = step, init
+        super().__init__(recording, world_size, step)
+        self._init = init
 
     def fresh(self) -> Any:
-        step = simulate(self.step, world_size=self.world_size)
+        step = simulate(self.step_fn, world_size=self.world_size)
         if self._init is not None:
             return self._init(step)
         setup = self.recording.setup
@@ -116,7 +133,7 @@ class _OfStep(Replaying):
 
     def on_rank(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Any]:
         args, kwargs = inputs
-        return self.step(state, *args, **kwargs)
+        return self.step_fn(state, *args, **kwargs)
 
 
 class _OfEngine(Replaying):
@@ -129,8 +146,8 @@ class _OfEngine(Replaying):
         step: Callable[..., Any],
         make: Callable[[], Any],
     ) -> None:
-        super().__init__(recording, world_size)
-        self.step, self.engines = step, dict[int, Any]()
+        super().__init__(recording, world_size, step)
+        self.engines = dict[int, Any]()
         self._setup: Setup | None = None  # of rank 0: each engine has an optimizer of its own
 
         def body() -> TrainState:
@@ -143,15 +160,15 @@ class _OfEngine(Replaying):
     def fresh(self) -> Any:
         return self._fresh
 
-    def begin(self, kept: Snapshot) -> None:
-        super().begin(kept)
+    def fill(self, path: Path) -> None:
+        super().fill(path)
         for rank, engine in self.engines.items():
-            fill_module(kept.path, engine, rank, self.world_size)
+            fill_module(path, engine, rank, self.world_size)
 
     def on_rank(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Any]:
         rank, (args, kwargs) = axis_index(), inputs
         self.engines[rank].state = state
-        result = self.step(self.engines[rank], *args, **kwargs)
+        result = self.step_fn(self.engines[rank], *args, **kwargs)
         return self._state(rank), result
 
     def _state(self, rank: int) -> TrainState:
@@ -164,11 +181,11 @@ class _OfEngine(Replaying):
 def replaying(
     recording: Recording,
     *,
-    stage: int | None,
-    world_size: int | None,
-    step_fn: Callable[..., Any] | None,
-    engine: Callable[[], Any] | None,
-    init: Callable[[Any], Any] | None,
+    stage: int | None = None,
+    world_size: int | None = None,
+    step_fn: Callable[..., Any] | None = None,
+    engine: Callable[[], Any] | None = None,
+    init: Callable[[Any], Any] | None = None,
 ) -> Replaying:
     """Return a replay of a recording. Raises `LayoutError` as `replay` does."""
     require_all_ranks(recording, "a replay")

@@ -52,21 +52,18 @@ def test_what_is_held_is_bounded_and_said(tmp_path: Path) -> None:
     assert [kept.updates for kept in recording.kept] == [4, 6]
     assert [call.number for call in recording.calls] == [4, 5, 6]
     assert repr(recording).startswith("Recording(updates 5 to 7 of a step at stage 2, all ranks of")
-    assert sorted(x.name for x in recording.kept[0].path.parent.iterdir()) == [
-        "state-00000004",
-        "state-00000006",
-    ]
     with pytest.raises(LayoutError, match="update 4 is not recorded"):
         fzero.replay(recording, step=4)
     step, state = step_of(0)
-    step = fzero.record(step, every=1, keep=None, max_bytes=800, folder=tmp_path)
+    step = fzero.record(step, every=1, keep=None, max_bytes=1200, folder=tmp_path)
     for number in range(6):
         state, _ = step(state, batch(number))
+        assert step.recording.nbytes <= 1200
     assert len(step.recording.kept) == len(step.recording.calls) == 3
+    assert sorted(x.name for x in tmp_path.iterdir()) == [
+        f"state-{number:08d}" for number in (3, 4, 5)
+    ]
     assert fzero.replay(step.recording, step=6).same
-    folder = recording.kept[0].path.parent
-    del recording
-    assert not folder.exists() and tmp_path.exists()
 
 
 def test_a_call_that_raises_is_not_recorded() -> None:
@@ -136,7 +133,7 @@ def test_a_run_whose_ranks_have_parted_may_go_on_with_a_warning() -> None:
     step = fzero.record(step, every=1, parted="warn")
     state, _ = step(state, batch(0))
     state.params.flats[0][1].view(torch.int64)[0] ^= 1 << 40
-    with pytest.warns(UserWarning, match="none of them most of the ranks"):
+    with pytest.warns(UserWarning, match=r"none of them most; .* show rank 1 wrong first"):
         state, _ = step(state, batch(1))
     assert len(step.recording.calls) == 2
 

@@ -45,7 +45,10 @@ def wrong_ranks(
 
     Returns None if every rank gets what it holds, and where the calls cannot be made again.
     """
-    held, own = held_by("record", thing), rng_setter(rng_text(generators()), "this process")
+    held, own = (
+        held_by("record", thing, apart=True),
+        rng_setter(rng_text(generators()), "this process"),
+    )
     put_back = None if held.engine is None else _putting_back(held.engine)
     try:
         with kept.as_checkpoint() as path:
@@ -84,12 +87,12 @@ def _first(
     digests: Callable[[Held], Tensor | None],
 ) -> Wrong | None:
     for call, after in itertools.pairwise(calls):
-        held = held_by("record", thing)
+        held = held_by("record", thing, apart=True)
         rng_setter(rng_text(call.generators[0]), "the recording")()
         args, kwargs = _inputs(call, held.is_stack)
         result = fn(thing, *args, **kwargs)
         thing = thing if held.engine is not None else state_in(result)
-        rows = digests(held_by("record", thing))
+        rows = digests(held_by("record", thing, apart=True))
         if rows is None or after.words is None or after.number != call.number + 1:
             return None
         differ = (rows != after.words).nonzero().tolist()

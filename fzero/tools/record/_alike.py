@@ -36,14 +36,25 @@ def unequal_ranks(form: RecordedForm, rows: Tensor) -> Unequal | None:
         Unequal(leaf='parameter w', ranks=(0, 1, 2), odd=(2,))
     """
     for leaf, column in zip(form.leaves, rows.unbind(1), strict=True):
-        span = {Placement.REPLICATED: 1, Placement.SHARDED: form.shards}.get(leaf.placement, 0)
-        for shard in range(span):  # of OVER_ALL no two ranks have the same
-            values = {rank: int(column[rank]) for rank in range(shard, len(rows), span)}
+        for ranks in _alike(form, leaf.placement):
+            values = {rank: int(column[rank]) for rank in ranks}
             (usual, count), *others = Counter(values.values()).most_common()
             if others:
                 odd = tuple(rank for rank, value in values.items() if value != usual)
                 return Unequal(leaf.name, tuple(values), odd if 2 * count > len(values) else ())
     return None
+
+
+def _alike(form: RecordedForm, placement: Placement) -> list[range]:
+    """Return the ranks that must have the same of a leaf, together."""
+    if form.apart:
+        if placement is not Placement.REPLICATED:
+            return []
+        firsts = range(0, form.world_size, form.shards)
+        return [range(first, first + form.shards) for first in firsts]
+    # Of OVER_ALL no two ranks have the same.
+    span = {Placement.REPLICATED: 1, Placement.SHARDED: form.shards}.get(placement, 0)
+    return [range(shard, form.world_size, span) for shard in range(span)]
 
 
 def error_of(found: Unequal, updates: int, wrong: Wrong | None) -> MismatchError:

@@ -54,8 +54,9 @@ class Places(NamedTuple):
 
 
 def places_of(state: TrainState, rank: int) -> Places:
-    """Return where a rank has what has a digest."""
+    """Return where a rank of the mesh has what has a digest."""
     setup, found = state.setup, list[Place | None]()
+    rank %= setup.axis.size  # in its replica, if replicas train apart
     for number, (_, index, _, placement) in enumerate(_flats(state)):
         held = {
             one.leaf: (number, one.at, one.stop - one.start, one.start)
@@ -141,7 +142,7 @@ _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 def of_leaves(leaves: Sequence[DigestedLeaf], rows: Tensor, shards: int) -> Tensor:
     """Return the digests [n] of whole leaves, from those of all ranks [W, n].
 
-    shards: how many ranks have the parts of one replica.
+    shards: how many ranks have the parts of one replica; the first one counts.
     """
     found = []
     for leaf, column in zip(leaves, rows.unbind(1), strict=True):

@@ -104,6 +104,7 @@ def _head_of(recording: RecordedPart) -> dict[str, Any]:
             "world_size": form.world_size,
             "shards": form.shards,
             "driver": form.driver,
+            "apart": form.apart,
             "leaves": leaves,
         },
         "updates": recording.updates,

@@ -68,7 +68,7 @@ class Recorder:
     @torch._disable_dynamo
     def __call__(self, thing: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the step. One that raises is not recorded; the state before the next one is kept."""
-        held = held_by("record", thing)
+        held = held_by("record", thing, apart=True)
         self._begin(held, thing, (args, kwargs))
         try:
             result = self._fn(thing, *args, **kwargs)
@@ -107,7 +107,7 @@ class Recorder:
 
     def _result(self) -> tuple[int, Tensor | None]:
         try:
-            held = held_by("record", self._after)
+            held = held_by("record", self._after, apart=True)
         except DonatedError:  # another step has used it up
             return self._calls[-1].updates, None
         return _updates(held.states), self._digests(held)

@@ -91,6 +91,7 @@ class RecordedForm:
     shards: int  # ranks of a replica
     leaves: tuple[DigestedLeaf, ...]
     driver: str  # "step" or "engine"
+    apart: bool = False  # local updates: replicas have parameters of their own
 
     @property
     def names(self) -> list[str]:
@@ -103,10 +104,11 @@ def form_of(state: TrainState, driver: str) -> RecordedForm:
     setup = state.setup
     return RecordedForm(
         stage=setup.stage,
-        world_size=setup.axis.size,
+        world_size=state.mesh.size,
         shards=setup.layout.ranks,
         leaves=digested_leaves(state),
         driver=driver,
+        apart=state.window.outer is not None,
     )
 
 

@@ -1,0 +1,59 @@
+"""`fzero.reshard` on processes: ranks that leave and come, what they are told, what is refused."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import fzero
+from fzero.checkpoint import load, save
+from fzero.state import NAMESPACE, TrainState
+from tests.checkpoint.states import ADAM, blank, contents, mixed, train
+from tests.ranks import run_ranks
+from tests.strategies import same
+
+pytestmark = pytest.mark.xdist_group("gloo")
+
+
+def tensors_of(state: Any) -> list[Tensor]:
+    return [x for x in optree.tree_leaves(state, namespace=NAMESPACE) if isinstance(x, Tensor)]
+
+
+def init(stage: int, mesh: Any = None, optimizer: Any = ADAM) -> TrainState:
+    return fzero.init(blank(mixed()), optimizer, stage=stage, mesh=mesh, bucket_bytes=64)
+
+
+def _go_and_come(rank: int, size: int, folder: Path, optimizer: Any) -> list[Any]:
+    two = DeviceMesh("cpu", [0, 1])
+    found: list[Any] = []
+    state: Any = train(fzero.init(mixed(), optimizer, stage=1, bucket_bytes=64), 1)
+    for number, (stage, mesh) in enumerate([(3, two), (2, None), (0, two), (3, None)]):
+        larger = number % 2 == 0  # the old mesh is
+        if state is not None:
+            save(folder / f"{number}", state)
+        new: Any = fzero.reshard(state, stage=stage, mesh=mesh or fzero.world())
+        assert (new is None) == (larger and rank == 2)
+        if new is not None:
+            wanted = load(folder / f"{number}", init(stage, mesh, optimizer), rng=False)
+            same(tensors_of(new), tensors_of(wanted))
+            assert new.setup.layout == wanted.setup.layout
+            new = train(new, 1)
+            found.append(contents(new))
+        state = new
+    return found
+
+
+@pytest.mark.parametrize(
+    "optimizer", [ADAM, fzero.optim.from_torch(functools.partial(torch.optim.AdamW, lr=0.1))]
+)
+def test_three_ranks_two_and_three_again_as_by_checkpoints(tmp_path: Path, optimizer: Any) -> None:
+    found = run_ranks(_go_and_come, 3, tmp_path, optimizer)
+    same(found[0], found[1])
+    same(found[2], [found[0][1], found[0][3]])

@@ -42,7 +42,7 @@ def between(old: Axis | None, mesh: MeshLike) -> Between:
         return Between(replace(old, dims=None), old, True, f"{old}")
     if current_ranks() is not None:
         return _between_virtual(old, mesh)
-    ours = _ranks_of(old)
+    ours = global_ranks(old)
     theirs = _ranks_of_mesh(mesh)
     mine = dist.get_rank() if theirs is not None and dist.is_initialized() else 0
     if theirs is None or theirs == [mine] == ours:  # one rank without a process group
@@ -78,10 +78,12 @@ def _between_virtual(old: Axis | None, mesh: MeshLike) -> Between:
     return Between(replace(new, dims=None), new, True, f"{new}")
 
 
-def _ranks_of(axis: Axis | None) -> list[int]:
-    """Return the global ranks of the processes of an axis."""
+def global_ranks(axis: Axis | None) -> list[int]:
+    """Return the ranks of an axis among all of the program; none for None."""
     if axis is None:
         return []
+    if axis.runtime is Runtime.VIRTUAL:
+        return [*range(axis.size)]
     if axis.runtime is Runtime.PROCESSES:
         return dist.get_process_group_ranks(axis.group())
     return [dist.get_rank() if dist.is_initialized() else 0]
@@ -104,7 +106,7 @@ def _ranks_of_mesh(mesh: Any) -> list[int] | None:
             cause="an Axis(size=1), made by hand.",
             fix='say which rank it is: DeviceMesh("cpu", [0]).',
         )
-    return _ranks_of(axis) if dist.is_available() and dist.is_initialized() else None
+    return global_ranks(axis) if dist.is_available() and dist.is_initialized() else None
 
 
 @contextmanager

@@ -8,13 +8,11 @@ from typing import Any
 from fzero.checkpoint._between import between
 from fzero.checkpoint._held import Held, held_by
 from fzero.checkpoint.everywhere import Ranks, everywhere
-from fzero.checkpoint.moving import moved, moved_stack
-from fzero.context.here import current_ranks
+from fzero.checkpoint.moving import held_here, moved, moved_stack
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import Axis, MeshLike, Runtime
 from fzero.state import TrainState
-from fzero.state.alive import require_not_donated
 from fzero.transforms import simulate
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.state_options import check_stage
@@ -84,15 +82,6 @@ def _of_process(state: Any, stage: int | None, mesh: MeshLike) -> TrainState | N
 
     held = everywhere(Ranks(axis=where.axis), begin, what="reshard")
     return moved(held, where, stage)
-
-
-def held_here(state: TrainState) -> Held:
-    """Return the state of this rank, of a process or a virtual one, as what it holds."""
-    if current_ranks() is None:
-        return held_by("reshard", state, apart=True)
-    require_not_donated(state)
-    axis = state.mesh
-    return Held(processes=Ranks(axis=axis), ranks=(axis.rank,), states=(state,))
 
 
 def _reduced(state: TrainState) -> TrainState:

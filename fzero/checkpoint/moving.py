@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._between import Between
+from fzero.checkpoint._between import Between as Between
+from fzero.checkpoint._between import between as between
+from fzero.checkpoint._between import global_ranks as global_ranks
 from fzero.checkpoint._carry import carry, copied
-from fzero.checkpoint._held import Held, stack_of
+from fzero.checkpoint._held import Held, held_by, stack_of
 from fzero.checkpoint._local import (
     all_shards_of,
     check_replicas_saved,
@@ -36,16 +38,19 @@ from fzero.checkpoint._structure import (
     as_received,
     as_sent,
     slots_of_owners,
-    structure_of,
     with_slots,
 )
+from fzero.checkpoint._structure import structure_of as structure_of
 from fzero.checkpoint._under_way import UnderWay, gradients_like, next_way, under_way, with_way
 from fzero.checkpoint.everywhere import Ranks, everywhere
+from fzero.checkpoint.manifest import require_fit
 from fzero.collectives import disagreement
+from fzero.context.here import current_ranks
 from fzero.errors import AxisError
 from fzero.machine.packing import part_of
 from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_index
 from fzero.state import Placement, TrainState
+from fzero.state.alive import require_not_donated
 from fzero.state.window import CLOSED
 from fzero.transforms import simulate
 from fzero.transforms.init import blank_state
@@ -61,6 +66,7 @@ class Said(NamedTuple):
 
     way: UnderWay | None  # None: it has no state
     is_in: bool  # whether it is in the new mesh
+    knows: bool  # what the state is
     asked: str  # the new stage and mesh
     slots: Slots  # of parameters that it owns
 
@@ -75,20 +81,32 @@ class Target(NamedTuple):
     sums: Sums
 
 
+def held_here(state: TrainState) -> Held:
+    """Return the state of this rank, of a process or a virtual one, as what it holds."""
+    if current_ranks() is None:
+        return held_by("reshard", state, apart=True)
+    require_not_donated(state)
+    axis = state.mesh
+    return Held(processes=Ranks(axis=axis), ranks=(axis.rank,), states=(state,))
+
+
 @torch.no_grad()
-def moved(held: Held | None, where: Between, stage: int | None) -> TrainState | None:
+def moved(
+    held: Held | None, where: Between, stage: int | None, like: Structure | None = None
+) -> TrainState | None:
     """Return the state at a stage on the new mesh; None on a rank outside of it. A collective.
 
     held: what this process has, with gradients that are all reduced; None: no state.
+    like: of a rank without a state, what that is but for its numbers; None: it is told.
     """
     ranks = Ranks(axis=where.axis)
 
     def begin() -> tuple[Structure | None, Said]:
         asked = f"stage {stage} on {where.asked}"
         if held is None:
-            return None, Said(None, where.is_in, asked, {})
+            return like, Said(None, where.is_in, like is not None, asked, {})
         way = under_way(held.states[0])
-        return structure_of(held), Said(way, where.is_in, asked, slots_of_owners(held))
+        return structure_of(held), Said(way, where.is_in, True, asked, slots_of_owners(held))
 
     known, own = everywhere(ranks, begin, what="reshard")
     said = ranks.tell(own)
@@ -126,10 +144,15 @@ def _told(ranks: Ranks, known: Structure | None, said: Sequence[Said]) -> Struct
     if len(members) == len(said):
         assert known is not None
         return known
+    first = ranks.axis.rank == members[0]
+    if all(one.knows for one in said):
+        assert known is not None
+        saved = ranks.tell(known.manifest if first else None)[members[0]]
+        everywhere(ranks, lambda: require_fit(saved, known.manifest, _HERE), what="reshard")
+        return replace(known, manifest=saved)
 
     def send() -> bytes:
-        assert known is not None or ranks.axis.rank != members[0]
-        return b"" if known is None or ranks.axis.rank != members[0] else as_sent(known)
+        return as_sent(known) if first and known is not None else b""
 
     sent = ranks.tell(everywhere(ranks, send, what="reshard"))[members[0]]
     return as_received(sent) if known is None else known

@@ -145,8 +145,8 @@ def half(state: Any, *, window: bool, weighted: bool) -> Any:
     if window:
         state = state.replace(window=open_window(state.window))
     rank = fzero.axis_index()
-    weight = {"weight": 1.0 + rank} if weighted else {}
-    return fzero.grad_and_reduce(loss, state, **weight)(torch.tensor(6.0 * (rank + 1)))[0]
+    weight = 1.0 + rank if weighted else None
+    return fzero.grad_and_reduce(loss, state, weight=weight)(torch.tensor(6.0 * (rank + 1)))[0]
 
 
 def other_half(state: Any) -> Any:
@@ -167,7 +167,11 @@ def test_gradients_go_along(window: bool, weighted: bool) -> None:
 
 def test_the_loss_scale_goes_on() -> None:
     policy = fzero.DynamicScale(init_scale=8.0, growth_interval=2)
-    around = fzero.scale_loss(lambda state: train(state, 1), scale=policy)
+    scaled = fzero.scale_loss(lambda state: (train(state, 1), None), scale=policy)
+
+    def around(state: Any) -> Any:
+        return scaled(state)[0]
+
     state = on_ranks(around, make(mixed(), stage=1, ranks=2))
     found: Any = fzero.reshard(state, stage=3, mesh=(1, 3))
     assert found.scale.policy == policy
@@ -181,10 +185,13 @@ def test_inside_of_a_step_the_stage_changes_between_two_gradients() -> None:
         if to is not None:
             state = fzero.reshard(state, stage=to)
         state, _ = fzero.grad_and_reduce(loss, state)(torch.tensor(4.0))
-        return fzero.apply_gradients(state)
+        return fzero.apply_gradients(state), None
+
+    def coalesced(state: Any, to: int | None) -> Any:
+        return fzero.coalesce(functools.partial(step, to=to))(state)[0]
 
     start = make({"a": torch.ones(7), "b": torch.ones(3, 2)}, stage=1, ranks=2)
-    wanted = on_ranks(fzero.coalesce(functools.partial(step, to=None)), start)
-    found = on_ranks(fzero.coalesce(functools.partial(step, to=3)), start)
+    wanted = on_ranks(coalesced, start, None)
+    found = on_ranks(coalesced, start, 3)
     assert found.stage == 3
     same(first_rank(found), first_rank(wanted))

@@ -15,6 +15,7 @@ from fzero.checkpoint.everywhere import Ranks
 from fzero.checkpoint.moving import (
     Between,
     between,
+    first_on_old,
     global_ranks,
     held_here,
     moved,
@@ -38,7 +39,7 @@ def reshard(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
     driver.require_no_window("reshard()")
     driver.drop_what_user_dropped()
     where = between(driver.state.mesh, mesh)
-    state = _settled(driver)
+    state = first_on_old(where, driver.state.mesh, lambda: _settled(driver))
     meshes = Ranks(axis=where.axis).tell(global_ranks(state.mesh))
     home = _home(meshes)
     held, comes = held_here(state), global_ranks(state.mesh) != home

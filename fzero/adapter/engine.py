@@ -229,7 +229,7 @@ class Engine(_as_module.NamesOfModule):
     close = of_driver(close)
 
     @torch._disable_dynamo
-    def reshard(self, *, stage: int | None = None, mesh: MeshLike = None) -> None:
+    def reshard(self, stage: int | None = None, mesh: MeshLike = None) -> None:
         """Go on at another stage, or on other ranks: see `fzero.reshard`. A collective of both.
 
         Module, hooks, parameter objects and optimizer stay; gradients are reduced, and stay. Where

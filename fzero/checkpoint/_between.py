@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.checkpoint.everywhere import Ranks, everywhere
 from fzero.context.here import current_ranks
-from fzero.errors import AxisError, LayoutError
+from fzero.errors import AxisError, FzeroError, LayoutError
 from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_of, world
+
+T = TypeVar("T")
+
+
+def on_all(axis: Axis, do: Callable[[], T]) -> T:
+    """Return `do()` once it has succeeded on every rank; raise an error of one on all of them."""
+
+    def run() -> T:
+        try:
+            return do()
+        except FzeroError:
+            raise
+        except Exception as error:
+            text = next(iter(str(error).splitlines()), "")
+            raise LayoutError(
+                f"reshard: {type(error).__name__}: {text}",
+                cause="a rank without memory for its new part, which is there beside the old one.",
+                fix="free memory before the call, or go by fzero.checkpoint.save and load. The "
+                "state is as it was.",
+            ) from error
+
+    return everywhere(Ranks(axis=axis), run, what="reshard")
 
 
 class Between(NamedTuple):
@@ -120,5 +142,5 @@ def _raised_on_all(axis: Axis | None) -> Iterator[None]:
             def again(error: AxisError = raised) -> None:
                 raise error
 
-            everywhere(Ranks(axis=axis), again, what="reshard")
+            on_all(axis, again)
         raise

@@ -5,21 +5,21 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from fzero.checkpoint._between import between
-from fzero.checkpoint._held import Held, held_by
-from fzero.checkpoint.everywhere import Ranks, everywhere
-from fzero.checkpoint.moving import held_here, moved, moved_stack
+from fzero.checkpoint._between import between, on_all
+from fzero.checkpoint._held import held_by
+from fzero.checkpoint.moving import first_on_old, held_here, moved, moved_stack
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import Axis, MeshLike, Runtime
 from fzero.state import TrainState
+from fzero.state.alive import require_not_donated
 from fzero.transforms import simulate
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.state_options import check_stage
 
 
 def reshard(
-    state: TrainState | None, *, stage: int | None = None, mesh: MeshLike = None
+    state: TrainState | None, stage: int | None = None, mesh: MeshLike = None
 ) -> TrainState | None:
     """Return the same state at another stage, or on other ranks. A collective of both meshes.
 
@@ -63,7 +63,13 @@ def reshard(
         >>> whole.stage, whole.params.flats[0].shape
         (3, torch.Size([3, 4]))
     """
-    if state is None or not _is_stack(state):
+    if state is not None and not isinstance(state, TrainState):
+        raise LayoutError(
+            f"reshard: expected a TrainState or None, got a {type(state).__name__}.",
+            cause="an engine, parameters, or a pytree of states.",
+            fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
+        )
+    if state is None or tuple(state.step.shape) != (state.mesh.size,):
         return _of_process(state, stage, mesh)
     _require(state, stage)
     held = held_by("reshard", state, apart=True)
@@ -73,15 +79,12 @@ def reshard(
     return moved_stack(held, stage, mesh, _size_of(state.mesh, mesh))
 
 
-def _of_process(state: Any, stage: int | None, mesh: MeshLike) -> TrainState | None:
-    where = between(state.mesh if isinstance(state, TrainState) else None, mesh)
-
-    def begin() -> Held | None:
-        _require(state, stage)
-        return None if state is None else held_here(_reduced(state))
-
-    held = everywhere(Ranks(axis=where.axis), begin, what="reshard")
-    return moved(held, where, stage)
+def _of_process(state: TrainState | None, stage: int | None, mesh: MeshLike) -> TrainState | None:
+    old = None if state is None else state.mesh
+    where = between(old, mesh)
+    on_all(where.axis, lambda: _require(state, stage))
+    state = first_on_old(where, old, lambda: None if state is None else _reduced(state))
+    return moved(None if state is None else held_here(state), where, stage)
 
 
 def _reduced(state: TrainState) -> TrainState:
@@ -90,22 +93,13 @@ def _reduced(state: TrainState) -> TrainState:
     return reduce_agreed(state, said) if said.held else state
 
 
-def _is_stack(state: Any) -> bool:
-    return isinstance(state, TrainState) and tuple(state.step.shape) == (state.mesh.size,)
-
-
-def _require(state: Any, stage: Any) -> None:
-    """Raise for what is no state, and where it would lose a graph."""
+def _require(state: TrainState | None, stage: Any) -> None:
+    """Raise for what is no stage, and for a state whose graph would be lost."""
     if stage is not None:
         check_stage(stage, "reshard")
     if state is None:
         return
-    if not isinstance(state, TrainState):
-        raise LayoutError(
-            f"reshard: expected a TrainState or None, got a {type(state).__name__}.",
-            cause="an engine, parameters, or a pytree of states.",
-            fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
-        )
+    require_not_donated(state)
     flats = state.params.flats
     if in_transform() or is_recorded(flats) or wants_graph(flats):
         raise PhaseError(

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fzero.checkpoint._between import Between as Between
 from fzero.checkpoint._between import between as between
 from fzero.checkpoint._between import global_ranks as global_ranks
+from fzero.checkpoint._between import on_all as on_all
 from fzero.checkpoint._carry import carry, copied
 from fzero.checkpoint._held import Held, held_by, stack_of
 from fzero.checkpoint._local import (
@@ -42,11 +43,11 @@ from fzero.checkpoint._structure import (
 )
 from fzero.checkpoint._structure import structure_of as structure_of
 from fzero.checkpoint._under_way import UnderWay, gradients_like, next_way, under_way, with_way
-from fzero.checkpoint.everywhere import Ranks, everywhere
+from fzero.checkpoint.everywhere import Ranks
 from fzero.checkpoint.manifest import require_fit
 from fzero.collectives import disagreement
 from fzero.context.here import current_ranks
-from fzero.errors import AxisError
+from fzero.errors import AxisError, LayoutError
 from fzero.machine.packing import part_of
 from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_index
 from fzero.state import Placement, TrainState
@@ -57,6 +58,8 @@ from fzero.transforms.init import blank_state
 from fzero.transforms.outer import mesh_for
 from fzero.transforms.scaled import with_policy
 from fzero.transforms.setup import setup_at
+
+T = TypeVar("T")
 
 _HERE = "the state that is resharded"
 
@@ -79,6 +82,13 @@ class Target(NamedTuple):
     rank: int  # of the new mesh
     wants: list[TensorPiece]  # views of it
     sums: Sums
+
+
+def first_on_old(where: Between, old: Axis | None, do: Callable[[], T]) -> T:
+    """Return `do()`, a call of all ranks of the old mesh; ranks that come hear of its error."""
+    if old is not None and old.size == where.axis.size:
+        return do()
+    return on_all(where.axis, do)
 
 
 def held_here(state: TrainState) -> Held:
@@ -108,7 +118,7 @@ def moved(
         way = under_way(held.states[0])
         return structure_of(held), Said(way, where.is_in, True, asked, slots_of_owners(held))
 
-    known, own = everywhere(ranks, begin, what="reshard")
+    known, own = on_all(ranks.axis, begin)
     said = ranks.tell(own)
     if len({one.asked for one in said}) > 1:
         raise disagreement([[one.asked] for one in said], what="reshard")
@@ -123,7 +133,7 @@ def moved(
         blank = _blank(structure, stage, where.mesh)
         return [_target(structure, blank, blank.mesh.rank, spans, way)]
 
-    targets = everywhere(ranks, prepare, what="reshard")
+    targets = on_all(ranks.axis, prepare)
     wants = [piece for target in targets for piece in target.wants]
     holds = [] if held is None else _pieces(held.states[0], held.ranks[0], shared=True)
     lacks = ranks.tell(copied(holds, wants))
@@ -148,13 +158,13 @@ def _told(ranks: Ranks, known: Structure | None, said: Sequence[Said]) -> Struct
     if all(one.knows for one in said):
         assert known is not None
         saved = ranks.tell(known.manifest if first else None)[members[0]]
-        everywhere(ranks, lambda: require_fit(saved, known.manifest, _HERE), what="reshard")
+        on_all(ranks.axis, lambda: require_fit(saved, known.manifest, _HERE))
         return replace(known, manifest=saved)
 
     def send() -> bytes:
         return as_sent(known) if first and known is not None else b""
 
-    sent = ranks.tell(everywhere(ranks, send, what="reshard"))[members[0]]
+    sent = ranks.tell(on_all(ranks.axis, send))[members[0]]
     return as_received(sent) if known is None else known
 
 
@@ -228,15 +238,17 @@ def _gradient_shards(state: TrainState, rank: int, *, shared: bool) -> list[OwnS
 
 def _blank(structure: Structure, stage: int | None, mesh: MeshLike) -> TrainState:
     """Return a state of zeros at a stage, on a mesh that this rank is in."""
-    old, local = structure.setup, structure.local
-    setup = setup_at(
-        old,
-        stage=old.stage if stage is None else stage,
-        axis=mesh_for(mesh, local),
-        device=structure.device,
-        local=local,
-    )
-    state = with_policy(blank_state(setup, structure.device, local=local), structure.policy)
+    old, local, device = structure.setup, structure.local, structure.device
+    stage, axis = old.stage if stage is None else stage, mesh_for(mesh, local)
+    try:
+        setup = setup_at(old, stage=stage, axis=axis, device=device, local=local)
+    except LayoutError as error:
+        error.add_note(
+            "(A state keeps its options where it is resharded. To go on with others, use "
+            "fzero.checkpoint.save, and load into a state that was made with those.)"
+        )
+        raise
+    state = with_policy(blank_state(setup, device, local=local), structure.policy)
     for slot in slots_of(state):  # some rules begin with other values; padding is zero
         slot.flat.zero_()
     return state.replace(window=replace(CLOSED, outer=state.window.outer))

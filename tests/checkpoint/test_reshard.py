@@ -32,6 +32,8 @@ from tests.checkpoint.states import (
 )
 from tests.strategies import same, stages, trees
 
+reshard: Any = fzero.reshard  # with arguments of any kind
+
 OPTIMIZERS: dict[str, Any] = {
     "adam": ADAM,
     "momentum": fzero.optim.sgd(0.5, momentum=0.5),
@@ -195,3 +197,30 @@ def test_inside_of_a_step_the_stage_changes_between_two_gradients() -> None:
     found = on_ranks(coalesced, start, 3)
     assert found.stage == 3
     same(first_rank(found), first_rank(wanted))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda s: reshard({"g": s}, stage=2), "got a dict"),
+        (lambda s: fzero.reshard(None), "a rank without a state, and no mesh"),
+        (lambda s: fzero.reshard(s, stage=4), "stage=4"),
+        (lambda s: reshard(s, mesh=3), "mesh=3"),
+        (lambda s: on_ranks(lambda one: fzero.reshard(one, mesh=(1, 1)), s), "there are 2 ranks"),
+        (
+            lambda s: torch.func.vmap(lambda x: on_ranks(fzero.reshard, s, 3))(torch.ones(2)),
+            "transform",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: Any, text: str) -> None:
+    with pytest.raises(fzero.FzeroError, match=text):
+        wrong(make({"w": torch.ones(3)}, stage=1, ranks=2))
+
+
+def test_options_that_a_stage_cannot_have_are_named() -> None:
+    compress = fzero.Compress(parameters=fzero.codecs.int8())
+    state = fzero.init({"w": torch.ones(3)}, ADAM, stage=3, compress=compress)
+    with pytest.raises(fzero.LayoutError, match=r"parameters=int8.* at stage 1") as raised:
+        fzero.reshard(state, stage=1)
+    assert "keeps its options" in raised.value.__notes__[0]

@@ -57,3 +57,41 @@ def test_three_ranks_two_and_three_again_as_by_checkpoints(tmp_path: Path, optim
     found = run_ranks(_go_and_come, 3, tmp_path, optimizer)
     same(found[0], found[1])
     same(found[2], [found[0][1], found[0][3]])
+
+
+def _refused(rank: int, size: int) -> list[str]:
+    first, other = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    world, found = fzero.world(), list[str]()
+    state = init(1)
+    part = init(1, first) if rank < 2 else None
+    schedule = fzero.optim.adam(lambda count: 0.1)
+    unnamed = init(1, first, schedule) if rank < 2 else None
+    calls: list[Any] = [
+        lambda: fzero.reshard(state, stage=rank),
+        lambda: fzero.reshard(state, stage=9 if rank == 1 else 2),
+        lambda: fzero.reshard(part, mesh=other),
+        lambda: fzero.reshard(None, mesh=world),
+        lambda: fzero.reshard(unnamed, mesh=world),
+        lambda: fzero.reshard(state, mesh=fzero.Axis(size=1)),
+    ]
+    for call in calls:
+        with pytest.raises(fzero.FzeroError) as raised:
+            call()
+        found.append(str(raised.value).splitlines()[0])
+    again = fzero.reshard(part, stage=3, mesh=world)
+    same(fzero.full_params(again), fzero.full_params(state))
+    return found
+
+
+def test_what_cannot_be_raises_on_every_rank() -> None:
+    found = run_ranks(_refused, 3)
+    texts = [
+        "the ranks disagree about reshard",
+        "reshard: stage=9",
+        "reshard from the ranks [0, 1] to the ranks [1, 2]",
+        "none of the 3 ranks has a state",
+        "cannot be described to a rank that has none",
+        "which is another rank on each of 3 processes",
+    ]
+    for text, *lines in zip(texts, *found, strict=True):
+        assert all(text in line for line in lines), lines

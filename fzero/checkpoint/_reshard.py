@@ -27,7 +27,7 @@ def reshard(
     keeps, fp32 masters, counters, the loss scale, what a codec has lost (the residual), anchors of
     local updates. Reduced gradients stay, and those that wait in a window are reduced first, so it
     may be called between two gradients. The schedule of stage 3 is recorded anew. `state` stays as
-    it is.
+    it is. A step from `fzero.shard` is made anew for another stage or mesh.
 
     All ranks of the larger mesh call it: one of the two has all ranks of the other. A rank outside
     of the old mesh passes None, and learns from a member what the state is; a rank outside of the

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import optree
 import torch
 
 from fzero.checkpoint._between import Between as Between
@@ -50,7 +51,7 @@ from fzero.context.here import current_ranks
 from fzero.errors import AxisError, LayoutError
 from fzero.machine.packing import part_of
 from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_index
-from fzero.state import Placement, TrainState
+from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.window import CLOSED
 from fzero.transforms import simulate
@@ -168,9 +169,21 @@ def _told(ranks: Ranks, known: Structure | None, said: Sequence[Said]) -> Struct
     return as_received(sent) if known is None else known
 
 
-@torch.no_grad()
 def moved_stack(held: Held, stage: int | None, mesh: MeshLike, size: int) -> TrainState:
     """`moved` of the stacked state of all virtual ranks, to `size` of them."""
+    states: list[Any] = _moved_states(held, stage, mesh, size)
+    treespec = optree.tree_structure(states[0], namespace=NAMESPACE)
+    columns = [*zip(*(optree.tree_leaves(x, namespace=NAMESPACE) for x in states), strict=True)]
+    states.clear()
+    made: list[Any] = []
+    while columns:  # what a rank has of a tensor is let go when it is in the stack
+        made.append(stack_of(columns.pop(0)))
+    found: Any = optree.tree_unflatten(treespec, made)
+    return found
+
+
+@torch.no_grad()
+def _moved_states(held: Held, stage: int | None, mesh: MeshLike, size: int) -> list[TrainState]:
     structure = with_slots(structure_of(held), [slots_of_owners(held)])
     pairs = [*zip(held.states, held.ranks, strict=True)]
     both = max(len(pairs), size)
@@ -197,7 +210,7 @@ def moved_stack(held: Held, stage: int | None, mesh: MeshLike, size: int) -> Tra
         carry(has[rank], wants[rank], stocks, axis, structure.device, batch_bytes=batch_bytes)
 
     _on_ranks(both, body)
-    return stack_of([_finished(one, next_way(said, one.rank)) for one in targets])
+    return [_finished(one, next_way(said, one.rank)) for one in targets]
 
 
 def _on_ranks(size: int, do: Callable[[int], Any]) -> list[Any]:

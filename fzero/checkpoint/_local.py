@@ -23,7 +23,6 @@ from fzero.checkpoint._pieces import OwnShard, shards_of
 from fzero.checkpoint._room import make_parts_whole, make_whole
 from fzero.checkpoint.manifest import Manifest, facts_of_state
 from fzero.errors import LayoutError, explain
-from fzero.machine.offload import empty_where
 from fzero.machine.packing import part_of
 from fzero.optim import Optimizer
 from fzero.state import Outer, Placement, TrainState
@@ -82,6 +81,7 @@ def room_for(
     saved: Manifest,
     rank: int,
     make: Callable[[TrainState, Mapping[str, Any]], TrainState],
+    zeros: Callable[[Tensor], Tensor],
     *,
     frozen: bool = True,
     shared: bool = False,
@@ -90,7 +90,7 @@ def room_for(
 
     Without saved anchors its `window.outer` is None: see `completed`.
 
-    make: (state, the counters of a manifest) -> the new state.
+    make: (state, the counters of a manifest) -> the new state. zeros: a buffer -> one for the new.
     shared: it reads all that it holds, and not only its own part of it.
     """
     outer, shards = state.window.outer, state.setup.layout.ranks
@@ -104,7 +104,7 @@ def room_for(
     same = len(replicas) == outer.mesh.replicas.size
     counters = replicas[replica]["counters"] if same else saved.counters
     new = make(state, counters)
-    made = _outer_room(outer, local["outer_updates"])
+    made = _outer_room(outer, local["outer_updates"], zeros)
     if same:
         weight = torch.full_like(outer.weight, float(replicas[replica]["counts"]))
         made = replace(made, updates=local["updates"] % outer.local.every, weight=weight)
@@ -216,16 +216,17 @@ def _outer_across(states: Sequence[TrainState]) -> Iterator[list[Tensor]]:
         yield from (list(flats) for flats in zip(*(flats for _, flats in same), strict=True))
 
 
-def _outer_room(outer: Outer, counts: Sequence[int]) -> Outer:
-    def zeros(flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(empty_where(x).zero_() for x in flats)
-
+def _outer_room(outer: Outer, counts: Sequence[int], zeros: Callable[[Tensor], Tensor]) -> Outer:
     made = []
     for fragment, held in enumerate(outer.optimizers):
         same = len(counts) == len(outer.optimizers)
         count = torch.full_like(held.count, counts[fragment] if same else max(counts, default=0))
-        made.append(replace(held, count=count, moments=tuple(map(zeros, held.moments))))
-    anchors = replace(outer.anchors, flats=zeros(outer.anchors.flats))
+        made.append(
+            replace(
+                held, count=count, moments=tuple(tuple(map(zeros, some)) for some in held.moments)
+            )
+        )
+    anchors = replace(outer.anchors, flats=tuple(map(zeros, outer.anchors.flats)))
     return replace(outer, anchors=anchors, optimizers=tuple(made), updates=0)
 
 

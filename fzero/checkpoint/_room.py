@@ -57,6 +57,11 @@ def numbered(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
     )
 
 
+def zeros_where(x: Tensor) -> Tensor:
+    """Return zeros like `x` that live where `x` does."""
+    return empty_where(x).zero_()
+
+
 def with_room(state: TrainState, *, optimizer: bool = False) -> TrainState:
     """Return a state like `state` with zeros for its parameters and masters, to be filled.
 
@@ -65,9 +70,9 @@ def with_room(state: TrainState, *, optimizer: bool = False) -> TrainState:
 
     def made(slot: Slot) -> Tensor:
         is_read = optimizer or slot.name == MASTERS
-        return empty_where(slot.flat).zero_() if is_read else slot.flat
+        return zeros_where(slot.flat) if is_read else slot.flat
 
-    flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
+    flats = tuple(map(zeros_where, state.params.flats))  # padding stays zero
     return state.replace(
         params=Buffers(flats=flats, placement=state.params.placement),
         optimizer=optimizer_with(state, made),

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
+from torch import Tensor
 
 from fzero.checkpoint._between import Between as Between
 from fzero.checkpoint._between import between as between
@@ -281,7 +282,7 @@ def _target(
             chunks += [[start, stop - start] for start, stop in some]
     saved = replace(structure.manifest, tensors=tensors)
     check_replicas_saved(blank, saved, _HERE)
-    state, shards = room_for(blank, saved, rank, numbered, shared=True)
+    state, shards = room_for(blank, saved, rank, numbered, Tensor.zero_, shared=True)
     state = with_room_owned(state, rank, saved.slots, tensors)
     state, residual, sums = with_residual(state, saved, rank)
     state = state.replace(gradients=gradients_like(state, way))

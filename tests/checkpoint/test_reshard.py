@@ -34,6 +34,16 @@ from tests.strategies import same, stages, trees
 
 reshard: Any = fzero.reshard  # with arguments of any kind
 
+
+def _begin(params: Any) -> dict[str, list[Tensor]]:
+    return {"sum": [torch.full_like(p, 0.5) for p in params]}
+
+
+def _update(grads: Any, state: Any, params: Any) -> Any:
+    sums = [s + g * g for s, g in zip(state["sum"], grads, strict=True)]
+    return [-g / s.sqrt() for g, s in zip(grads, sums, strict=True)], {"sum": sums}
+
+
 OPTIMIZERS: dict[str, Any] = {
     "adam": ADAM,
     "momentum": fzero.optim.sgd(0.5, momentum=0.5),
@@ -110,6 +120,7 @@ def matrices() -> dict[str, Tensor]:
 SHAPES = ((6, 4), (3, 5), (7, 7))
 INT8 = fzero.codecs.int8(block=4, memory=torch.int8)
 OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "a rule whose padding begins with other values": ((_begin, _update), {}),
     "owners": (fzero.optim.shampoo(0.1), {}),
     "residuals": (ADAM, {"compress": fzero.Compress(gradients=INT8)}),
     "local updates": (ADAM, {"local": fzero.Local(every=2, fragments=2)}),

@@ -21,12 +21,13 @@ from fzero.checkpoint.moving import (
     moved,
     structure_of,
 )
-from fzero.collectives import broadcast
+from fzero.collectives import assert_same_everywhere, broadcast
 from fzero.errors import AxisError
 from fzero.machine.packing import unpack
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Leaf, TrainState
 from fzero.transforms.agree import reduce_agreed
+from fzero.transforms.setup import COMPARED, facts
 
 
 @torch.no_grad()
@@ -48,6 +49,8 @@ def reshard(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
     size = 0 if new is None else new.mesh.size
     if max(Ranks(axis=where.axis).tell(size)) != len(home):
         _share(driver, where, meshes.index(home), changes=new is not None)
+        if new is not None:  # a rank that comes has made its engine with options of its own
+            assert_same_everywhere(facts(new.setup), new.setup.axis, what=COMPARED)
     return _gone(driver) if new is None else _installed(driver, new)
 
 
@@ -78,7 +81,10 @@ def _home(meshes: Sequence[list[int]]) -> list[int]:
 
 def _share(driver: Driver, where: Between, source: int, *, changes: bool) -> None:
     """Give ranks the buffers and options that one has, as a load on other ranks does."""
-    for buffer in buffers_of(driver.module).values():
+    buffers = buffers_of(driver.module)
+    forms = [f"{path} {tuple(x.shape)} {x.dtype}" for path, x in buffers.items()]
+    assert_same_everywhere(forms, where.axis, what="the buffers of the module")
+    for buffer in buffers.values():
         (values,) = broadcast([buffer], where.axis, source)
         if changes:
             buffer.copy_(values)

@@ -136,6 +136,30 @@ def test_ranks_go_and_come_as_by_checkpoints(tmp_path: Path) -> None:
     run_ranks(_go_and_come, 3, tmp_path)
 
 
+def _refused(rank: int, size: int) -> list[str]:
+    one, found = fzero.Axis(size=1), list[str]()
+    two = DeviceMesh("cpu", [0, 1])
+    engine = engine_on(two if rank < 2 else one, seed=rank // 2 + 1)
+    module = nn.Linear(3, 3)
+    other = Engine(module, torch.optim.AdamW(module.parameters()), stage=1, mesh=one)
+    small = Normed()
+    chosen = torch.optim.AdamW(small.parameters(), lr=1.0)
+    buckets = Engine(small, chosen, stage=1, mesh=one, bucket_bytes=128)
+    for come in (other, buckets):
+        with pytest.raises(fzero.FzeroError) as raised:
+            (come if rank == 2 else engine).reshard(2, fzero.world())
+        found.append(str(raised.value).splitlines()[0])
+    train(engine, 3)
+    return found
+
+
+@pytest.mark.xdist_group("gloo")
+def test_a_rank_that_comes_with_another_engine_is_refused_on_all() -> None:
+    for one, other in run_ranks(_refused, 3):
+        assert "the parameters in the state that is resharded are not those of this state" in one
+        assert "the ranks disagree about the layout of the parameters" in other
+
+
 def _with_gradients(rank: int, size: int) -> list[bool]:
     """Rank 2, which leaves, alone has used a parameter."""
     engine = engine_on(None)

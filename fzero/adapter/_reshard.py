@@ -22,6 +22,7 @@ from fzero.checkpoint.moving import (
     structure_of,
 )
 from fzero.collectives import assert_same_everywhere, broadcast
+from fzero.context.modes import for_training
 from fzero.errors import AxisError
 from fzero.machine.packing import unpack
 from fzero.ranks.mesh import MeshLike
@@ -36,6 +37,10 @@ def reshard(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
 
     A collective of the old mesh and the new one.
     """
+    return for_training(_resharded, driver, stage, mesh)
+
+
+def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
     require_outside(driver, "reshard()")
     driver.require_no_window("reshard()")
     driver.drop_what_user_dropped()

@@ -7,13 +7,13 @@ wants   pieces of new memory, to be filled
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._spans import Crossing, Stock, batches_of, crossing, spans_of, without
+from fzero.checkpoint._spans import Crossing, Span, Stock, batches_of, crossing, spans_of, without
 from fzero.collectives import start_uneven_all_to_all
 from fzero.machine.offload import to_device
 from fzero.ranks.axis import Axis
@@ -50,25 +50,37 @@ def carry(
     stocks: of every rank of the axis. device: where this rank communicates from.
     batch_bytes: what a rank sends at once, and what it receives at once, is no more.
     """
-    rank, sources, targets = axis.rank, by_name(has), by_name(wants)
+    sources, targets = by_name(has), by_name(wants)
+    for batch in batches_of(stocks, batch_bytes):  # nothing of a batch outlives it
+        _carry_batch(batch, sources, targets, stocks, axis, device)
+
+
+def _carry_batch(
+    batch: Mapping[str, Span],
+    sources: Named,
+    targets: Named,
+    stocks: Sequence[Stock],
+    axis: Axis,
+    device: torch.device,
+) -> None:
+    rank = axis.rank
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    for batch in batches_of(stocks, batch_bytes):
-        packed: dict[tuple[Crossing, ...], Tensor] = {(): nothing}
-        sent, coming = [], []
-        for r, other in enumerate(stocks):
-            away = r != rank
-            going = tuple(crossing(other.lacks, stocks[rank].has, batch)) if away else ()
-            if going not in packed:  # what several ranks lack is packed once
-                packed[going] = _packed(sources, going, device)
-            sent.append(packed[going])
-            coming.append([*crossing(stocks[rank].lacks, other.has, batch)] if away else [])
-        sizes = [sum(_numbers_of_bytes(targets, some)) for some in coming]
-        total = sum(stop - start for start, stop in batch.values())
-        flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
-        for some, received in zip(coming, flight.wait(), strict=True):
-            chunks = received.split([*_numbers_of_bytes(targets, some)]) if some else ()
-            for one, chunk in zip(some, chunks, strict=True):
-                _unpack(targets[one.name], one, chunk)
+    packed: dict[tuple[Crossing, ...], Tensor] = {(): nothing}
+    sent, coming = [], []
+    for r, other in enumerate(stocks):
+        away = r != rank
+        going = tuple(crossing(other.lacks, stocks[rank].has, batch)) if away else ()
+        if going not in packed:  # what several ranks lack is packed once
+            packed[going] = _packed(sources, going, device)
+        sent.append(packed[going])
+        coming.append([*crossing(stocks[rank].lacks, other.has, batch)] if away else [])
+    sizes = [sum(_numbers_of_bytes(targets, some)) for some in coming]
+    total = sum(stop - start for start, stop in batch.values())
+    flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
+    for some, received in zip(coming, flight.wait(), strict=True):
+        chunks = received.split([*_numbers_of_bytes(targets, some)]) if some else ()
+        for one, chunk in zip(some, chunks, strict=True):
+            _unpack(targets[one.name], one, chunk)
 
 
 def by_name(pieces: Sequence[TensorPiece]) -> Named:

@@ -8,7 +8,7 @@ from typing import Any
 from fzero.checkpoint._between import between, on_all
 from fzero.checkpoint._held import held_by
 from fzero.checkpoint.moving import first_on_old, held_here, moved, moved_stack
-from fzero.context.modes import in_transform, is_recorded, wants_graph
+from fzero.context.modes import for_training, in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import Axis, MeshLike, Runtime
 from fzero.state import TrainState
@@ -70,7 +70,11 @@ def reshard(
             fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
         )
     if state is None or tuple(state.step.shape) != (state.mesh.size,):
-        return _of_process(state, stage, mesh)
+        return for_training(_of_process, state, stage, mesh)
+    return for_training(_of_stack, state, stage, mesh)
+
+
+def _of_stack(state: TrainState, stage: int | None, mesh: MeshLike) -> TrainState:
     _require(state, stage)
     held = held_by("reshard", state, apart=True)
     if any(one.window.pending.held for one in held.states):

@@ -197,6 +197,8 @@ def test_what_cannot_be_leaves_the_engine_as_it_was() -> None:
             engine.reshard(**wrong)
     with engine.coalesce(), pytest.raises(fzero.PhaseError, match="inside a window"):
         engine.reshard(stage=3)
+    with torch.inference_mode():  # as after a validation
+        engine.reshard(stage=3)
     engine(torch.ones(1, 2)).sum().backward()
     assert engine.step()
 

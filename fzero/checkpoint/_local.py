@@ -143,8 +143,13 @@ def with_anchors(state: TrainState, like: TrainState, rank: int) -> TrainState:
     return state if anew is None else anchored(state, anew, own)
 
 
-def check_replicas_saved(state: TrainState, saved: Manifest, where: object) -> None:
-    """Warn where replicas do not go on as they were; raise `LayoutError` for another outer rule."""
+def check_replicas_saved(
+    state: TrainState, saved: Manifest, where: object, name: str = "load"
+) -> None:
+    """Warn where replicas do not go on as they were; raise `LayoutError` for another outer rule.
+
+    where: what is saved is. name: of the call.
+    """
     local, outer = saved.origin.get("local"), state.window.outer
     if local is None:
         return
@@ -160,11 +165,11 @@ def check_replicas_saved(state: TrainState, saved: Manifest, where: object) -> N
     if outer is None or there != here:
         now = "a state without local updates" if outer is None else f"{here} replicas"
         text = explain(
-            f"load: {where} has {there} replicas, {local['updates']} updates after their last "
-            f"outer update, and is loaded into {now}: training starts at the anchors, with the "
+            f"{name}: {where} has {there} replicas, {local['updates']} updates after their last "
+            f"outer update, and goes on in {now}: training starts at the anchors, with the "
             "optimizer state of replica 0.",
-            cause="another mesh than the one that saved.",
-            fix="nothing, if that is meant; load on as many replicas to go on with theirs.",
+            cause="another mesh than the one of before.",
+            fix=f"nothing, if that is meant; {name} on as many replicas to go on with theirs.",
         )
         warnings.warn(text, UserWarning, stacklevel=2)
 

@@ -63,7 +63,7 @@ from fzero.transforms.setup import setup_at
 
 T = TypeVar("T")
 
-_HERE = "the state that is resharded"
+_HERE = "the state of before"
 
 
 class Said(NamedTuple):
@@ -281,7 +281,7 @@ def _target(
             chunks = tensors.setdefault(name, {"chunks": []})["chunks"]
             chunks += [[start, stop - start] for start, stop in some]
     saved = replace(structure.manifest, tensors=tensors)
-    check_replicas_saved(blank, saved, _HERE)
+    check_replicas_saved(blank, saved, _HERE, "reshard")
     state, shards = room_for(blank, saved, rank, numbered, Tensor.zero_, shared=True)
     state = with_room_owned(state, rank, saved.slots, tensors)
     state, residual, sums = with_residual(state, saved, rank)

@@ -156,7 +156,7 @@ def _refused(rank: int, size: int) -> list[str]:
 @pytest.mark.xdist_group("gloo")
 def test_a_rank_that_comes_with_another_engine_is_refused_on_all() -> None:
     for one, other in run_ranks(_refused, 3):
-        assert "the parameters in the state that is resharded are not those of this state" in one
+        assert "the parameters in the state of before are not those of this state" in one
         assert "the ranks disagree about the layout of the parameters" in other
 
 

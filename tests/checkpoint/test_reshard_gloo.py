@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import optree
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero.checkpoint import load, save
@@ -95,3 +96,35 @@ def test_what_cannot_be_raises_on_every_rank() -> None:
     ]
     for text, *lines in zip(texts, *found, strict=True):
         assert all(text in line for line in lines), lines
+
+
+def _options(rank: int, size: int, folder: Path) -> None:
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    three, four = DeviceMesh("cpu", [0, 1, 3]), fzero.world()
+    params = {"a": torch.arange(24.0).view(6, 4), "b": torch.ones(3, 5)}
+    int8 = fzero.Compress(gradients=fzero.codecs.int8(block=4))
+    cases: list[tuple[Any, int, int, Any, Any, dict[str, Any]]] = [
+        (ADAM, 3, 1, four, two, {"optimizer_over": "all"}),
+        (fzero.optim.shampoo(0.1), 1, 3, two, three, {}),
+        (ADAM, 1, 2, four, three, {"compress": int8}),
+        (ADAM, 3, 1, two, (4, 1), {"local": fzero.Local(every=2)}),
+    ]
+    for number, (optimizer, stage, to, old, new, options) in enumerate(cases):
+
+        def made(stage: int, mesh: Any, of: Any = optimizer, more: Any = options) -> TrainState:
+            return fzero.init(params, of, stage=stage, mesh=mesh, **more)
+
+        state = train(made(stage, old), 3)
+        save(folder / f"{number}", state)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".* has . replicas", UserWarning)
+            found = fzero.reshard(state, to, new)
+            if found is not None:
+                wanted = load(folder / f"{number}", made(to, new), rng=False)
+                same(tensors_of(found), tensors_of(wanted))
+                train(found, 1)
+
+
+@pytest.mark.slow
+def test_meshes_of_two_dims_owners_residuals_and_local_updates(tmp_path: Path) -> None:
+    run_ranks(_options, 4, tmp_path)

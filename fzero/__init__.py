@@ -9,6 +9,7 @@ import typing
 import torch.distributed._functional_collectives  # noqa: F401
 
 from fzero import adapter, checkpoint, optim, state
+from fzero.checkpoint import reshard
 from fzero.collectives import (
     CollectiveLog,
     all_gather,
@@ -151,6 +152,7 @@ __all__ = [
     "reduce_scatter",
     "remat",
     "replay",
+    "reshard",
     "scale_loss",
     "shard",
     "simulate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,44 @@ _OF_MODULE = frozenset(
 """What is as well called on the module."""
 
 
+class NamesOfModule:
+    """The names of nn.Module that an engine has, too."""
+
+    module: nn.Module
+    _driver: Driver
+
+    @property
+    def training(self) -> bool:
+        """The module's own mode."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module's mode, as `module.train` does."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the module to evaluation, as `module.eval` does."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the module, as `module.requires_grad_` does, or let it learn again."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
+        driver = self._driver
+        require_no_anchors(driver, "apply()")
+        with gathered(driver.module, modify=True, mesh=driver.axis):
+            driver.module.apply(fn)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """What else nn.Module has: names of its parts, hooks, conversions."""
+        return looked_up(self, name)
+
+
 def load_state_dict(
     driver: Driver, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
 ) -> Any:
@@ -73,13 +111,6 @@ def load_state_dict(
     _require_fit(driver.module, state_dict, strict=strict)
     with gathered(driver.module, modify=True, mesh=driver.axis):
         return driver.module.load_state_dict(state_dict, strict=strict)
-
-
-def apply(driver: Driver, fn: Callable[[nn.Module], Any]) -> None:
-    """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
-    require_no_anchors(driver, "apply()")
-    with gathered(driver.module, modify=True, mesh=driver.axis):
-        driver.module.apply(fn)
 
 
 def looked_up(engine: Any, name: str) -> Any:

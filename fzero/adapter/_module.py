@@ -22,7 +22,9 @@ from fzero.errors import LayoutError
 from fzero.machine.packing import unpack, with_own_storage
 from fzero.machine.placeholder import LazyParam
 from fzero.state import Layout, Local, Setup, TrainState
+from fzero.state.scale import ScalePolicy
 from fzero.transforms.init import filled_state
+from fzero.transforms.scaled import with_policy
 
 
 class ModuleParameters:
@@ -165,16 +167,19 @@ class _Remembered(NamedTuple):
         return _Remembered(slots, objects, frozen, list(map(Tensor.data_ptr, objects)))
 
 
-def first_state(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainState:
+def first_state(
+    params: ModuleParameters, setup: Setup, local: Local | None, scale: ScalePolicy | None
+) -> TrainState:
     """Return the state of a module's values on all ranks, or on those of its replica. A collective.
 
     The engines of an axis share one group: their order is one.
     """
-    state = moved(params, _on_own_group(setup), local)
-    return state if local is None else state.replace(setup=_on_own_group(state.setup))
+    state = with_policy(moved(params, on_own_group(setup), local), scale)
+    return state if local is None else state.replace(setup=on_own_group(state.setup))
 
 
-def _on_own_group(setup: Setup) -> Setup:
+def on_own_group(setup: Setup) -> Setup:
+    """Return the setup whose collectives go over the group that the engines of its ranks share."""
     performer = performer_of(setup.axis)
     return setup if performer is None else replace(setup, axis=performer.over(setup.axis))
 

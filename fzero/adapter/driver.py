@@ -22,7 +22,7 @@ from fzero.adapter._gradient import Gradients
 from fzero.adapter._guard import Guard, optimizer_of
 from fzero.adapter._held import HeldGradient
 from fzero.adapter._losses import Losses
-from fzero.adapter._module import ModuleParameters, first_state, free_to_swap
+from fzero.adapter._module import ModuleParameters, free_to_swap
 from fzero.adapter._region import Region
 from fzero.adapter._stand_ins import StandIns
 from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
@@ -31,13 +31,11 @@ from fzero.collectives import performer_of
 from fzero.errors import PhaseError
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
-from fzero.state import Local, Setup, TrainState
-from fzero.state.scale import ScalePolicy
+from fzero.state import TrainState
 from fzero.transforms.agree import Agreed, agree, raises_together, reduce_agreed
 from fzero.transforms.announcement import of_engine
 from fzero.transforms.init import begun_anew
 from fzero.transforms.pass_events import Pass
-from fzero.transforms.scaled import with_policy
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 """The open driver of each parameter object, by id: a parameter has one at a time."""
@@ -46,15 +44,13 @@ OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 class Driver:
     """One state, one module, and the pass between them.
 
+    params: of the module. Below stage 3 they have the memory of the state's buffers already.
     outside: inside of a window, the state before it.
     """
 
-    def __init__(
-        self, module: nn.Module, setup: Setup, scale: ScalePolicy | None, local: Local | None
-    ) -> None:
-        self.params = ModuleParameters(module, setup.layout)
+    def __init__(self, params: ModuleParameters, state: TrainState) -> None:
+        self.params, module = params, params.module
         self.outside: TrainState | None = None
-        state = with_policy(first_state(self.params, setup, local), scale)
         setup, performer = state.setup, performer_of(state.setup.axis)
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)

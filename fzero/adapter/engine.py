@@ -7,7 +7,6 @@ is in `driver`, what all ranks do together in `boundary`, reading and writing by
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any, Self, Unpack
 
 import torch
@@ -17,15 +16,17 @@ from torch.optim import Optimizer
 from fzero.adapter import _as_module, _scaling, access, boundary
 from fzero.adapter._adopt import adopt
 from fzero.adapter._close import close
+from fzero.adapter._module import ModuleParameters, first_state
 from fzero.adapter._of_driver import of_driver
 from fzero.adapter._report import MemoryReport, described, report
+from fzero.adapter._reshard import reshard
 from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
 from fzero.adapter.setup import OLDER, EngineOptions, options_of, planned, scale_of
 from fzero.context.modes import explains_inference
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import Scale, documents, takes
-from fzero.ranks.mesh import Axis
+from fzero.ranks.mesh import Axis, MeshLike
 from fzero.state import HookState, Local, TrainState, progress
 from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
@@ -36,7 +37,7 @@ from fzero.transforms.weights import Weight
 
 
 @documents
-class Engine:
+class Engine(_as_module.NamesOfModule):
     """ZeRO stage 0 to 3 for a module whose loss is made and differentiated in the usual way.
 
     `loss.backward()` leaves each rank its part of mean_r(g_r), the mean of the ranks' gradients;
@@ -112,8 +113,15 @@ class Engine:
         self.options = options_of(locals() | options)
         axis = mesh_for(options.get("mesh"), local)
         setup = planned(module, optimizer, stage, axis, self.options)
-        self.module, self.stage = module, setup.stage
-        self._driver = Driver(module, setup, scale_of(loss_scale, setup), local)
+        self.module = module
+        params = ModuleParameters(module, setup.layout)
+        first = first_state(params, setup, local, scale_of(loss_scale, setup))
+        self._driver = Driver(params, first)
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage, 0 to 3."""
+        return self._driver.state.stage
 
     @property
     def axis(self) -> Axis:
@@ -221,6 +229,27 @@ class Engine:
     close = of_driver(close)
 
     @torch._disable_dynamo
+    def reshard(self, stage: int | None = None, mesh: MeshLike = None) -> None:
+        """Go on at another stage, or on other ranks: see `fzero.reshard`. A collective of both.
+
+        Module, hooks, parameter objects and optimizer stay; gradients are reduced, and stay. Where
+        the number of ranks changes, all get rank 0's buffers.
+
+        A rank that comes calls it on an engine of the same model, made on this rank alone
+        (mesh=fzero.Axis(size=1)), whose values do not matter. A rank that leaves has its engine
+        closed, and its parameters stay: at stage 3 NaN.
+
+        Args:
+            stage: 0 to 3; None: as it is.
+            mesh: as for `Engine`; None: as it is.
+
+        Raises:
+            PhaseError: inside a window or a backward.
+            LayoutError, AxisError: as `fzero.reshard`. Nothing was changed.
+        """
+        self._driver = reshard(self._driver, stage, mesh)
+
+    @torch._disable_dynamo
     def step(self) -> bool:
         """Update the parameters from the gradients, and clear those. A collective.
 
@@ -280,36 +309,6 @@ class Engine:
         Without gradients, that of the last update if `max_norm` was given, else None.
         """
         return access.global_grad_norm(self._driver)
-
-    # The names of nn.Module.
-
-    @property
-    def training(self) -> bool:
-        """The module's own mode."""
-        return self.module.training
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the module's mode, as `module.train` does."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Set the module to evaluation, as `module.eval` does."""
-        return self.train(False)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the module, as `module.requires_grad_` does, or let it learn again."""
-        self.module.requires_grad_(requires_grad)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
-        _as_module.apply(self._driver, fn)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """What else nn.Module has: names of its parts, hooks, conversions."""
-        return _as_module.looked_up(self, name)
 
     def __repr__(self) -> str:
         return "Engine(closed)" if self.closed else described(self.module, self.state)

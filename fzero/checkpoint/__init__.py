@@ -21,6 +21,7 @@ from fzero.checkpoint._import import safetensors_initializer as safetensors_init
 from fzero.checkpoint._load import load as load
 from fzero.checkpoint._load import load_with_extra as load_with_extra
 from fzero.checkpoint._load import read_extra as read_extra
+from fzero.checkpoint._reshard import reshard as reshard
 from fzero.checkpoint._save import save as save
 from fzero.checkpoint._save import save_async as save_async
 from fzero.checkpoint._universal_load import load_universal as load_universal

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from fzero.checkpoint._owned import owned_pieces, share_with_replicas, with_room
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import Sums, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
+from fzero.checkpoint._room import room, zeros_where
 from fzero.checkpoint._save import storage
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.driven import (
@@ -224,8 +226,9 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
     frozen = not leaves_out(saved)
     made: list[TrainState] = []
     sums: Sums = []
+    make = partial(room, frozen=frozen)
     for one, number in zip(held.states, held.ranks, strict=True):
-        new, shards = room_for(one, saved, number, frozen=frozen)
+        new, shards = room_for(one, saved, number, make, zeros_where, frozen=frozen)
         new = with_room_owned(new, number, saved.slots, saved.tensors)
         new, residual, more = with_residual(new, saved, number)
         pieces += [

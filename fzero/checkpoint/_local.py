@@ -11,7 +11,7 @@ So a state without local updates, or of another number of replicas, starts at th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +20,9 @@ from torch import Tensor
 
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._pieces import OwnShard, shards_of
-from fzero.checkpoint._room import make_parts_whole, make_whole, room
+from fzero.checkpoint._room import make_parts_whole, make_whole
 from fzero.checkpoint.manifest import Manifest, facts_of_state
 from fzero.errors import LayoutError, explain
-from fzero.machine.offload import empty_where
 from fzero.machine.packing import part_of
 from fzero.optim import Optimizer
 from fzero.state import Outer, Placement, TrainState
@@ -33,13 +32,15 @@ from fzero.transforms.outer import anchored
 _MASTERS = f"optimizer/{MASTERS}"
 
 
-def all_shards_of(state: TrainState, rank: int, *, frozen: bool) -> list[OwnShard]:
-    """Return all that a rank of the mesh writes of a state."""
+def all_shards_of(
+    state: TrainState, rank: int, *, frozen: bool = True, shared: bool = False
+) -> list[OwnShard]:
+    """Return all that a rank of the mesh writes of a state; or all that it holds, if `shared`."""
     held = state.window.outer
     if held is None:
-        return shards_of(state, rank, frozen=frozen)
+        return shards_of(state, rank, frozen=frozen, shared=shared)
     replica, shard = divmod(rank, state.setup.layout.ranks)
-    own = [x for x in _own(state, replica, shard) if x.prefix.startswith("replica/")]
+    own = [x for x in _own(state, replica, shard, shared) if x.prefix.startswith("replica/")]
     if replica:
         return own
     anchors = dict(zip(state.setup.layout.trainable, held.anchors.flats, strict=True))
@@ -48,10 +49,11 @@ def all_shards_of(state: TrainState, rank: int, *, frozen: bool) -> list[OwnShar
         if x.prefix not in ("params", _MASTERS) or x.group not in anchors:
             return x
         part = _part(state, anchors[x.group], shard)
-        return x._replace(values=part.to(x.values.dtype))
+        return x._replace(part=own_part, values=part.to(x.values.dtype))
 
-    base = [at_anchor(x) for x in shards_of(state, shard, frozen=frozen)]
-    return [*base, *own, *_outer_shards(state, held, shard)]
+    own_part = state.setup.part(Placement.OVER_ALL, shard)
+    base = [at_anchor(x) for x in shards_of(state, shard, frozen=frozen, shared=shared)]
+    return [*base, *own, *_outer_shards(state, held, shard, shared)]
 
 
 def facts_of_replicas(held: Held) -> dict[str, Any]:
@@ -75,34 +77,44 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
 
 
 def room_for(
-    state: TrainState, saved: Manifest, rank: int, *, frozen: bool
+    state: TrainState,
+    saved: Manifest,
+    rank: int,
+    make: Callable[[TrainState, Mapping[str, Any]], TrainState],
+    zeros: Callable[[Tensor], Tensor],
+    *,
+    frozen: bool = True,
+    shared: bool = False,
 ) -> tuple[TrainState, list[OwnShard]]:
     """Return a new state to be filled, and the tensors of it that a rank of the mesh reads.
 
     Without saved anchors its `window.outer` is None: see `completed`.
+
+    make: (state, the counters of a manifest) -> the new state. zeros: a buffer -> one for the new.
+    shared: it reads all that it holds, and not only its own part of it.
     """
     outer, shards = state.window.outer, state.setup.layout.ranks
     local = saved.origin.get("local")
     if outer is None or local is None:
         own = rank if outer is None else rank % shards
-        new = room(state, saved.counters, frozen=frozen)
-        return new, shards_of(new, own, frozen=frozen)
+        new = make(state, saved.counters)
+        return new, shards_of(new, own, frozen=frozen, shared=shared)
     replica, shard = divmod(rank, shards)
     replicas = local["replicas"]
     same = len(replicas) == outer.mesh.replicas.size
     counters = replicas[replica]["counters"] if same else saved.counters
-    new = room(state, counters, frozen=frozen)
-    made = _outer_room(outer, local["outer_updates"])
+    new = make(state, counters)
+    made = _outer_room(outer, local["outer_updates"], zeros)
     if same:
         weight = torch.full_like(outer.weight, float(replicas[replica]["counts"]))
         made = replace(made, updates=local["updates"] % outer.local.every, weight=weight)
     new = new.replace(window=replace(new.window, outer=made))
-    base = shards_of(new, shard, frozen=frozen)
+    base = shards_of(new, shard, frozen=frozen, shared=shared)
     learning = state.setup.layout.trainable
     if same:
         base = [x for x in base if x.prefix == "params" and x.group not in learning]
-        base += _own(new, replica, shard)
-    return new, [*base, *_outer_shards(new, made, shard)]
+        base += _own(new, replica, shard, shared)
+    return new, [*base, *_outer_shards(new, made, shard, shared)]
 
 
 def completed(held: Held, new: Sequence[TrainState]) -> list[TrainState]:
@@ -117,16 +129,27 @@ def completed(held: Held, new: Sequence[TrainState]) -> list[TrainState]:
         make_whole(held, some)
         for flats in _outer_across(some):
             make_parts_whole(held, held.setup, held.setup.optimizer_state, flats)
-    found = []
-    for one, old, rank in zip(states, held.states, held.ranks, strict=True):
-        anew = None if one.window.outer is not None else old.window.outer
-        own = rank % held.setup.layout.ranks
-        found.append(one if anew is None else anchored(one, anew, own))
-    return found
+    every = zip(states, held.states, held.ranks, strict=True)
+    return [with_anchors(one, old, rank) for one, old, rank in every]
 
 
-def check_replicas_saved(state: TrainState, saved: Manifest, where: object) -> None:
-    """Warn where replicas do not go on as they were; raise `LayoutError` for another outer rule."""
+def with_anchors(state: TrainState, like: TrainState, rank: int) -> TrainState:
+    """Return a state that was read with anchors, as `like` has them: at its values, if none were.
+
+    rank: of the mesh, whose state it is.
+    """
+    anew = None if state.window.outer is not None else like.window.outer
+    own = rank % like.setup.layout.ranks
+    return state if anew is None else anchored(state, anew, own)
+
+
+def check_replicas_saved(
+    state: TrainState, saved: Manifest, where: object, name: str = "load"
+) -> None:
+    """Warn where replicas do not go on as they were; raise `LayoutError` for another outer rule.
+
+    where: what is saved is. name: of the call.
+    """
     local, outer = saved.origin.get("local"), state.window.outer
     if local is None:
         return
@@ -142,29 +165,30 @@ def check_replicas_saved(state: TrainState, saved: Manifest, where: object) -> N
     if outer is None or there != here:
         now = "a state without local updates" if outer is None else f"{here} replicas"
         text = explain(
-            f"load: {where} has {there} replicas, {local['updates']} updates after their last "
-            f"outer update, and is loaded into {now}: training starts at the anchors, with the "
+            f"{name}: {where} has {there} replicas, {local['updates']} updates after their last "
+            f"outer update, and goes on in {now}: training starts at the anchors, with the "
             "optimizer state of replica 0.",
-            cause="another mesh than the one that saved.",
-            fix="nothing, if that is meant; load on as many replicas to go on with theirs.",
+            cause="another mesh than the one of before.",
+            fix=f"nothing, if that is meant; {name} on as many replicas to go on with theirs.",
         )
         warnings.warn(text, UserWarning, stacklevel=2)
 
 
-def _own(state: TrainState, replica: int, shard: int) -> list[OwnShard]:
+def _own(state: TrainState, replica: int, shard: int, shared: bool) -> list[OwnShard]:
     """What a replica trains, under its names: for replica 0 the base has most of its slots."""
 
     def named(x: OwnShard) -> OwnShard:
         shared = replica == 0 and x.prefix not in ("params", _MASTERS)
         return x if shared else x._replace(prefix=f"replica/{replica}/{x.prefix}")
 
-    return [named(x) for x in shards_of(state, shard, frozen=False)]
+    return [named(x) for x in shards_of(state, shard, frozen=False, shared=shared)]
 
 
-def _outer_shards(state: TrainState, held: Outer, shard: int) -> list[OwnShard]:
-    own = state.setup.part(Placement.OVER_ALL, shard)
+def _outer_shards(state: TrainState, held: Outer, shard: int, shared: bool) -> list[OwnShard]:
+    setup = state.setup
+    own = setup.part(setup.optimizer_state if shared else Placement.OVER_ALL, shard)
     return [
-        OwnShard(f"outer/{name}", index, own, _part(state, flat, shard))
+        OwnShard(f"outer/{name}", index, own, flat if shared else _part(state, flat, shard))
         for name, flats in _outer_slots(held)
         for index, flat in zip(state.setup.layout.trainable, flats, strict=True)
     ]
@@ -197,16 +221,17 @@ def _outer_across(states: Sequence[TrainState]) -> Iterator[list[Tensor]]:
         yield from (list(flats) for flats in zip(*(flats for _, flats in same), strict=True))
 
 
-def _outer_room(outer: Outer, counts: Sequence[int]) -> Outer:
-    def zeros(flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(empty_where(x).zero_() for x in flats)
-
+def _outer_room(outer: Outer, counts: Sequence[int], zeros: Callable[[Tensor], Tensor]) -> Outer:
     made = []
     for fragment, held in enumerate(outer.optimizers):
         same = len(counts) == len(outer.optimizers)
         count = torch.full_like(held.count, counts[fragment] if same else max(counts, default=0))
-        made.append(replace(held, count=count, moments=tuple(map(zeros, held.moments))))
-    anchors = replace(outer.anchors, flats=zeros(outer.anchors.flats))
+        made.append(
+            replace(
+                held, count=count, moments=tuple(tuple(map(zeros, some)) for some in held.moments)
+            )
+        )
+    anchors = replace(outer.anchors, flats=tuple(map(zeros, outer.anchors.flats)))
     return replace(outer, anchors=anchors, optimizers=tuple(made), updates=0)
 
 

@@ -77,16 +77,19 @@ def paths_of(layout: Layout) -> list[list[str]]:
     return found
 
 
-def shards_of(state: TrainState, rank: int, *, frozen: bool = True) -> list[OwnShard]:
+def shards_of(
+    state: TrainState, rank: int, *, frozen: bool = True, shared: bool = False
+) -> list[OwnShard]:
     """Return a rank's own parts of all that has elements: parameters first, then slots.
 
     frozen: False: without those of parameters that do not learn.
+    shared: all that it holds, and not only its own part of it.
     """
     setup, learning = state.setup, state.setup.layout.trainable
-    own = setup.part(Placement.OVER_ALL, rank)
 
     def shard(prefix: str, group: int, flat: Tensor, placement: Placement) -> OwnShard:
-        return OwnShard(prefix, group, own, part_of(flat, setup.part(placement, rank), own))
+        part = setup.part(placement if shared else Placement.OVER_ALL, rank)
+        return OwnShard(prefix, group, part, part_of(flat, setup.part(placement, rank), part))
 
     found = [
         shard("params", i, flat, setup.params)

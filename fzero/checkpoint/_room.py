@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, with_counters
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._pieces import shards_of
-from fzero.checkpoint._slots import Slot, slots_across
+from fzero.checkpoint._slots import Slot, optimizer_with, slots_across
 from fzero.machine.offload import empty_where
 from fzero.machine.packing import leaf_ranges, part_of, shard_of
 from fzero.machine.parts import gather_parts_in_place
@@ -31,15 +31,24 @@ def room(
     optimizer: False: of its slots, masters alone are read; the others stay.
     frozen: False: parameters that do not learn are not read, and are copies of the state's.
     """
-    counters = dict(saved["optimizer"])
-    counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
-    unstepped = saved.get(UNSTEPPED, ())
-    made = with_room(state, counters, unstepped, optimizer=optimizer)
+    made = with_room(state, optimizer=optimizer)
     if not frozen:
         for index, flat in enumerate(state.params.flats):
             if index not in state.setup.layout.trainable:
                 made.params.flats[index].copy_(flat)
-    return made.replace(
+    return numbered(made, saved)
+
+
+def numbered(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
+    """Return an idle state with the saved numbers, and the tensors that `state` has.
+
+    saved: the counters of a `Manifest`.
+    """
+    counters = dict(saved["optimizer"])
+    counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
+    unstepped = saved.get(UNSTEPPED, ())
+    return state.replace(
+        optimizer=with_counters(state, lambda slot: slot.flat, counters, unstepped),
         gradients=Buffers(),
         window=CLOSED,
         step=torch.tensor(saved["step"], dtype=torch.int64),
@@ -48,27 +57,25 @@ def room(
     )
 
 
-def with_room(
-    state: TrainState,
-    counters: Mapping[str, Any] | None = None,
-    unstepped: Sequence[str] = (),
-    *,
-    optimizer: bool = False,
-) -> TrainState:
+def zeros_where(x: Tensor) -> Tensor:
+    """Return zeros like `x` that live where `x` does."""
+    return empty_where(x).zero_()
+
+
+def with_room(state: TrainState, *, optimizer: bool = False) -> TrainState:
     """Return a state like `state` with zeros for its parameters and masters, to be filled.
 
-    counters: of the optimizer; None: they stay. unstepped: the leaves that took no step yet.
     optimizer: whether its other slots are zeros, too.
     """
 
     def made(slot: Slot) -> Tensor:
         is_read = optimizer or slot.name == MASTERS
-        return empty_where(slot.flat).zero_() if is_read else slot.flat
+        return zeros_where(slot.flat) if is_read else slot.flat
 
-    flats = tuple(empty_where(flat).zero_() for flat in state.params.flats)  # padding stays zero
+    flats = tuple(map(zeros_where, state.params.flats))  # padding stays zero
     return state.replace(
         params=Buffers(flats=flats, placement=state.params.placement),
-        optimizer=with_counters(state, made, counters, unstepped),
+        optimizer=optimizer_with(state, made),
     )
 
 

@@ -83,7 +83,7 @@ def leaves_out(saved: Manifest) -> bool:
     return any(text.endswith(LEFT_OUT) for text in saved.leaves.values())
 
 
-def require_fit(saved: Manifest, wanted: Manifest, path: Path) -> None:
+def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
     """Raise `LayoutError`, naming every difference, if `saved` is not what `wanted` describes."""
     theirs = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
     different = list(_differences(theirs, wanted.leaves))

@@ -34,9 +34,9 @@ class ModelLine:
                 f"rank {self.performer.axis.rank}: a parameter of stage 3 is read, and what would "
                 "gather it is over.",
                 cause="a parameter that a loss was given, and that was kept beyond its call; or a "
-                "backward through a forward from before engine.close().",
+                "backward through a forward from before engine.close() or engine.reshard().",
                 fix="keep p.clone() in the loss, or use fzero.full_params(state) after it; run "
-                "loss.backward() before engine.close().",
+                "loss.backward() before those.",
             )
         return found
 

@@ -8,6 +8,7 @@ flats --unpack_groups, assemble--> params
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -85,6 +86,38 @@ def plan_layout(
     paths, tensors, treespec = named_leaves(params)
     order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
     leaves, slots = _unique_leaves(paths, tensors, order, trainable)
+    plain = Layout(treespec=treespec, slots=slots, leaves=leaves, groups=(), ranks=ranks)
+    return regrouped(
+        plain,
+        ranks=ranks,
+        replicas=replicas,
+        bucket_bytes=bucket_bytes,
+        grouped=grouped,
+        unit=unit,
+        kind=kind,
+        lowered=lowered,
+    )
+
+
+def regrouped(
+    layout: Layout,
+    *,
+    ranks: int,
+    replicas: int = 1,
+    bucket_bytes: int | None = None,
+    grouped: bool | None = None,
+    unit: Callable[[str], str] = unit_of,
+    kind: Callable[[str], Hashable] | None = None,
+    lowered: Callable[[str], torch.dtype | None] | None = None,
+) -> Layout:
+    """Return a layout of the same leaves in the groups that `plan_layout` makes of these options.
+
+    Example:
+        >>> layout = plan_layout({"a": torch.ones(3), "b": torch.ones(2, 2)}, ranks=1)
+        >>> len(layout.groups), len(regrouped(layout, ranks=2, bucket_bytes=99).groups)
+        (2, 1)
+    """
+    leaves = layout.leaves
     lower, sort = lowered or _nothing, kind or _nothing
 
     def alike(path: str) -> Hashable:
@@ -102,7 +135,7 @@ def plan_layout(
         _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower)
         for name, ids in zip(names, members, strict=True)
     )
-    return Layout(treespec=treespec, slots=slots, leaves=leaves, groups=groups, ranks=ranks)
+    return replace(layout, groups=groups, ranks=ranks)
 
 
 def leaves_of(layout: Layout, params: Any) -> list[Tensor]:

@@ -7,6 +7,7 @@ import datetime
 import importlib
 import os
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,10 @@ from fzero.ranks._launch import attempt, local_rank, timeout
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]]
 _MADE = weakref.WeakKeyDictionary()
 """Names of the groups that were made of each live group: a table of handles, as torch has one."""
+
+
+_MET: Counter[tuple[int, ...]] = Counter()
+"""How often these ranks have made a group together, without the others of the world."""
 
 
 def resolve(name: str) -> dist.ProcessGroup:
@@ -33,6 +38,8 @@ def new_group(
 
     Every rank of the world calls this, or (not `all_call`) every one that is in it.
     """
+    if not all_call:
+        _count_alike(ranks)
     made: Any = dist.new_group(
         list(ranks),
         timeout=_timeout_of(like),
@@ -40,6 +47,23 @@ def new_group(
         use_local_synchronization=not all_call,
     )
     return made
+
+
+def _count_alike(ranks: Sequence[int]) -> None:
+    """Make groups of this rank alone until it has as many groups as any of these ranks has.
+
+    torch names a group that its own ranks make by how many groups they have. So ranks of which one
+    was in more groups before would wait under other names, for ever. They meet in the store.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    names: Any = dist.distributed_c10d._world.pg_names
+    mine, number = dist.get_rank(), _MET[tuple(ranks)]
+    _MET[tuple(ranks)] += 1
+    key = f"fzero groups {attempt(os.environ)} {number} {[*ranks]}"
+    store.set(f"{key} {mine}", str(len(names)))
+    most = max(int(store.get(f"{key} {rank}")) for rank in ranks)
+    while len(names) < most:
+        dist.new_group([mine], backend="gloo", use_local_synchronization=True)
 
 
 def copy_of(group: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:

@@ -12,7 +12,7 @@ from optree import PyTreeSpec
 from torch import Tensor
 from torch.nn import Parameter
 
-from fzero.state.codec import Codec
+from fzero.state.codec import Codec, Compress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +133,15 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutOptions:
+    """What a user asked of a layout, also what another stage or number of ranks alone would use."""
+
+    bucket_bytes: int | None = None
+    compress: Compress | None = None
+    units: tuple[str, ...] = ()  # of each leaf: the unit that it is in at stage 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """How a pytree of parameters is stored as groups over `ranks` ranks, those of one replica.
 
@@ -145,6 +154,7 @@ class Layout:
     leaves: tuple[Leaf, ...]
     groups: tuple[Group, ...]
     ranks: int
+    options: LayoutOptions = field(default=LayoutOptions(), repr=False, compare=False)
 
     units: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     """The groups of each unit: what is gathered, and reduced, together. By their names."""

@@ -262,6 +262,26 @@ def filled_state(
         if done is not None:
             done(index, held[-1])
     setup = on_replica(setup, local)
+    return begun(taken_over(_state_of(setup, held), mesh), local, mesh)
+
+
+def blank_state(setup: Setup, device: torch.device, *, local: Local | None = None) -> TrainState:
+    """Return a state of zeros of this rank's parts, to be filled; what the optimizer keeps, too.
+
+    A collective at first, with `local` updates alone.
+    """
+    held = []
+    mesh, setup = setup.axis, on_replica(setup, local)
+    for index, group in enumerate(setup.layout.groups):
+        numel = setup.numel(index, setup.params)
+        flat = torch.zeros(numel, dtype=group.dtype, device=device)
+        home = setup.offload.params
+        held.append(flat if home is None else offloaded(home, flat, setup.offload))
+    return begun(_state_of(setup, held), local, mesh)
+
+
+def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:
+    """Return the state before the first update of which a rank has these flats."""
     state = TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
@@ -271,5 +291,4 @@ def filled_state(
         progress=Progress(),
         setup=setup,
     )
-    state = state.replace(window=replace(CLOSED, residual=residual_of(state)))
-    return begun(taken_over(state, mesh), local, mesh)
+    return state.replace(window=replace(CLOSED, residual=residual_of(state)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from fzero.context.here import is_abstract
 from fzero.errors import LayoutError
 from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
-from fzero.machine.partition import named_leaves, plan_layout, unit_of
+from fzero.machine.partition import named_leaves, plan_layout, regrouped, unit_of
 from fzero.optim import (
     ShardOptimizer,
     as_optimizer,
@@ -23,9 +25,10 @@ from fzero.optim import (
     require_real_views,
 )
 from fzero.ranks.mesh import Axis, Runtime
-from fzero.state import Layout, Setup
+from fzero.state import Layout, Local, Setup
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import Compress
+from fzero.state.layout import LayoutOptions
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, as_autocast, owners_of
 from fzero.transforms.state_options import SharedOptions, bucket_at, compressed
@@ -60,32 +63,93 @@ def plan_setup(
         parts = stage > 0 and axis.size > 1
         chosen = _bound(optimizer, named, parts=parts)
         _require_elementwise_apart(chosen, options)
-        small = _small(named, options.gathering.persistence_threshold_numel, stage, axis)
-        layout = plan_layout(
-            params,
-            ranks=axis.shards.size,
-            replicas=axis.replicas.size,
-            # A rule that needs all leaves whole on each rank wants a group for each.
-            grouped=_travels(axis, options.offload) and (chosen.by_owners or chosen.elementwise),
-            bucket_bytes=_bucket(stage, options),
-            unit=_apart(units, small) if small else units,
-            trainable=trainable,
-            kind=chosen.group_of,
-            lowered=None if autocast is None else _lowered(autocast, named, owners),
+        lowered = None if autocast is None else _lowered(autocast, named, owners)
+        make = partial(plan_layout, params, trainable=trainable, lowered=lowered)
+        sizes = {path: x.numel() for path, x in named.items()}
+        setup = _planned(
+            make, sizes, units, chosen, stage=stage, axis=axis, device=_device(named), given=options
         )
-        setup = Setup(
-            stage=stage,
-            axis=axis,
-            layout=_encoded(layout, options.compress),
-            optimizer=chosen,
-            optimizer_over=options.optimizer_over,
-            reduction=compressed(stage, axis, options),
-            gathering=replace(options.gathering, persistent=_units_of(layout, small)),
-            offload=as_offload(options.offload, stage, _device(named)),
-        )
-        said = [*facts(_checked(setup), autocast), f"local updates: {options.local}"]
+        said = [*facts(setup, autocast), f"local updates: {options.local}"]
     assert_same_everywhere(said, axis, what=COMPARED)
     return setup
+
+
+def setup_at(
+    old: Setup, *, stage: int, axis: Axis, device: torch.device, local: Local | None = None
+) -> Setup:
+    """Return the setup of the same parameters, rule and options at another stage or on other ranks.
+
+    It is the one that `plan_setup` makes of them. No collective.
+
+    axis: all ranks; with `local` updates in two dims. device: where the model computes.
+
+    Raises `LayoutError` for an option that does not go with the stage or with the ranks.
+    """
+    asked, layout = old.layout.options, old.layout
+    chosen: Any = old.optimizer
+    given = SharedOptions(
+        optimizer_over=old.optimizer_over,
+        bucket_bytes=asked.bucket_bytes,
+        offload=old.offload,
+        local=local,
+        compress=asked.compress,
+        reduction=old.reduction,
+        gathering=replace(old.gathering, persistent=()),
+    )
+    if stage > 0 and axis.size > 1 and not chosen.elementwise:
+        require_leafwise(chosen)
+    units = {leaf.path: unit for leaf, unit in zip(layout.leaves, asked.units, strict=True)}
+    lower = {
+        layout.leaves[i].path: group.communication_dtype
+        for group in layout.groups
+        for i in group.leaves
+    }
+    sizes = {leaf.path: prod(leaf.shape) for leaf in layout.leaves}
+    make = partial(regrouped, layout, lowered=lower.get)
+    made = _planned(
+        make, sizes, units.__getitem__, chosen, stage=stage, axis=axis, device=device, given=given
+    )
+    return replace(made, policy=old.policy)
+
+
+def _planned(
+    make: Callable[..., Layout],
+    sizes: Mapping[str, int],
+    units: Callable[[str], str],
+    chosen: ShardOptimizer,
+    *,
+    stage: int,
+    axis: Axis,
+    device: torch.device,
+    given: SharedOptions,
+) -> Setup:
+    """Return the checked setup of parameters of these sizes, whose leaves `make` groups."""
+    small = _small(sizes, given.gathering.persistence_threshold_numel, stage, axis)
+    layout = make(
+        ranks=axis.shards.size,
+        replicas=axis.replicas.size,
+        # A rule that needs all leaves whole on each rank wants a group for each.
+        grouped=_travels(axis, given.offload) and (chosen.by_owners or chosen.elementwise),
+        bucket_bytes=_bucket(stage, given),
+        unit=_apart(units, small) if small else units,
+        kind=chosen.group_of,
+    )
+    asked = LayoutOptions(
+        bucket_bytes=given.bucket_bytes,
+        compress=given.compress,
+        units=tuple(units(leaf.path) for leaf in layout.leaves),
+    )
+    setup = Setup(
+        stage=stage,
+        axis=axis,
+        layout=replace(_encoded(layout, given.compress), options=asked),
+        optimizer=chosen,
+        optimizer_over=given.optimizer_over,
+        reduction=compressed(stage, axis, given),
+        gathering=replace(given.gathering, persistent=_units_of(layout, small)),
+        offload=as_offload(given.offload, stage, device),
+    )
+    return _checked(setup)
 
 
 def _checked(setup: Setup) -> Setup:
@@ -108,10 +172,10 @@ def _device(named: Mapping[str, Tensor]) -> torch.device:
     return next(real, torch.get_default_device())
 
 
-def _small(named: Mapping[str, Tensor], most: int, stage: int, axis: Axis) -> set[str]:
+def _small(sizes: Mapping[str, int], most: int, stage: int, axis: Axis) -> set[str]:
     """The leaves that stay whole between updates, where they are gathered at all."""
     gathers = stage == 3 and axis.shards.size > 1 and most > 0
-    return {path for path, x in named.items() if x.numel() <= most} if gathers else set()
+    return {path for path, numel in sizes.items() if numel <= most} if gathers else set()
 
 
 def _travels(axis: Axis, offload: Offload | None) -> bool:

@@ -179,7 +179,7 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
         raise LayoutError(
             f"a state of stage {state.setup.stage} was given to a step of stage {stage}"
             f"{where and f', at {where}'}.",
-            cause="the state came from another step's init.",
+            cause="the state came from another step's init, or from fzero.reshard.",
             fix=f"use this step's init, or fzero.shard(step, stage={state.setup.stage}).",
         )
     if state.mesh != axis:
@@ -188,8 +188,8 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
             cause="the state was made in another world, or inside fzero.simulate."
             if Runtime.VIRTUAL in (axis.runtime, state.mesh.runtime)
             else "the state was made for another number of ranks, or another mesh.",
-            fix="make it with step.init in this world; fzero.checkpoint moves a state "
-            "from one number of ranks to another.",
+            fix="make it with step.init in this world; fzero.reshard and fzero.checkpoint move a "
+            "state from one number of ranks to another.",
         )
     _warn_of_graph(state)
 

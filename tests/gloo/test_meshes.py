@@ -47,6 +47,23 @@ def test_two_halves_of_a_mesh_train_other_models_at_the_same_time(driver: str) -
     run_ranks(halves_body, 4, driver)
 
 
+def overlapping_body(rank: int, world_size: int) -> Any:
+    """Rank 1 is in two meshes, and so in more groups than ranks 0 and 2."""
+    first, second = DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [1, 2])
+    found = {}
+    for some, ranks in ((first, (0, 1)), (second, (1, 2))):
+        if rank in ranks:
+            params = {"w": torch.full((3,), float(rank))}
+            state = fzero.init(params, fzero.optim.sgd(0.1), stage=3, mesh=some)
+            found[ranks] = fzero.full_params(state)["w"][0].item()
+    return found
+
+
+def test_ranks_in_other_numbers_of_groups_make_one_together() -> None:
+    found = run_ranks(overlapping_body, 3)
+    assert found == [{(0, 1): 0.0}, {(0, 1): 0.0, (1, 2): 1.0}, {(1, 2): 1.0}]
+
+
 def half_that_fails_body(rank: int, world_size: int) -> str:
     """Rank 0 raises in a backward; ranks 2 and 3 train on."""
     engine = Engine(nn.Linear(3, 3), torch.optim.SGD, stage=2, mesh=my_half())

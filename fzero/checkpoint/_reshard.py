@@ -1,0 +1,130 @@
+"""`reshard`: a live state to another stage, or to other ranks, without a file."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from fzero.checkpoint._between import between, on_all
+from fzero.checkpoint._held import held_by
+from fzero.checkpoint.moving import first_on_old, held_here, moved, moved_stack
+from fzero.context.modes import for_training, in_transform, is_recorded, wants_graph
+from fzero.errors import AxisError, LayoutError, PhaseError
+from fzero.ranks.mesh import Axis, MeshLike, Runtime
+from fzero.state import TrainState
+from fzero.state.alive import require_not_donated
+from fzero.transforms import simulate
+from fzero.transforms.agree import agree, reduce_agreed
+from fzero.transforms.state_options import check_stage
+
+
+def reshard(
+    state: TrainState | None, stage: int | None = None, mesh: MeshLike = None
+) -> TrainState | None:
+    """Return the same state at another stage, or on other ranks. A collective of both meshes.
+
+    reshard(s) = load(save(s)), bit for bit, and no file is written: parameters, what the optimizer
+    keeps, fp32 masters, counters, the loss scale, what a codec has lost (the residual), anchors of
+    local updates. Reduced gradients stay, and those that wait in a window are reduced first, so it
+    may be called between two gradients. The schedule of stage 3 is recorded anew. `state` stays as
+    it is. A step from `fzero.shard` is made anew for another stage or mesh.
+
+    All ranks of the larger mesh call it: one of the two has all ranks of the other. A rank outside
+    of the old mesh passes None, and learns from a member what the state is; a rank outside of the
+    new one gets None. A rank takes from itself what it has, and gets the rest in all-to-alls, each
+    of one unit at most, the largest: beside the old parts and the new ones it holds what it
+    sends and what it gets in one of them.
+
+    Args:
+        state: of this rank; None where the old mesh does not have it. With virtual ranks the stack
+            of all of them, outside of `fzero.simulate`; or inside, where their number stays.
+        stage: 0 to 3; None: as it is.
+        mesh: as for `init`; None: as it is. Of virtual ranks, the sizes (replicas, shards), of any
+            number of ranks.
+
+    Returns:
+        The new state, or None.
+
+    Raises:
+        LayoutError: for options that the stage, or the mesh, cannot have; for a state that cannot
+            be described to a rank without one, as its options have functions without a name.
+        AxisError: if no mesh has all ranks of the other, or no rank has a state; if ranks ask for
+            other stages or meshes.
+        PhaseError: inside a transform of torch.func; between the gradient and the update of a
+            step whose codec has a memory.
+        DonatedError: for a used-up state.
+
+    Example:
+        >>> import torch, fzero
+        >>> step = fzero.shard(lambda state: (state, None), stage=1)
+        >>> init = fzero.simulate(step, world_size=2).init
+        >>> state = init({"w": torch.arange(6.0)}, fzero.optim.adam(0.1))
+        >>> whole = fzero.reshard(state, stage=3, mesh=(1, 3))
+        >>> whole.stage, whole.params.flats[0].shape
+        (3, torch.Size([3, 4]))
+    """
+    if state is not None and not isinstance(state, TrainState):
+        raise LayoutError(
+            f"reshard: expected a TrainState or None, got a {type(state).__name__}.",
+            cause="an engine, parameters, or a pytree of states.",
+            fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
+        )
+    if state is None or tuple(state.step.shape) != (state.mesh.size,):
+        return for_training(_of_process, state, stage, mesh)
+    return for_training(_of_stack, state, stage, mesh)
+
+
+def _of_stack(state: TrainState, stage: int | None, mesh: MeshLike) -> TrainState:
+    _require(state, stage)
+    held = held_by("reshard", state, apart=True)
+    if any(one.window.pending.held for one in held.states):
+        state = simulate(_reduced, world_size=state.mesh.size)(state)
+        held = held_by("reshard", state, apart=True)
+    return moved_stack(held, stage, mesh, _size_of(state.mesh, mesh))
+
+
+def _of_process(state: TrainState | None, stage: int | None, mesh: MeshLike) -> TrainState | None:
+    old = None if state is None else state.mesh
+    where = between(old, mesh)
+    on_all(where.axis, lambda: _require(state, stage))
+    state = first_on_old(where, old, lambda: None if state is None else _reduced(state))
+    return moved(None if state is None else held_here(state), where, stage)
+
+
+def _reduced(state: TrainState) -> TrainState:
+    """Return the state with all gradients of its ranks reduced, if any rank has some."""
+    (said,) = agree("reshard()", [state])
+    return reduce_agreed(state, said) if said.held else state
+
+
+def _require(state: TrainState | None, stage: Any) -> None:
+    """Raise for what is no stage, and for a state whose graph would be lost."""
+    if stage is not None:
+        check_stage(stage, "reshard")
+    if state is None:
+        return
+    require_not_donated(state)
+    flats = state.params.flats
+    if in_transform() or is_recorded(flats) or wants_graph(flats):
+        raise PhaseError(
+            "reshard of a state that is differentiated, mapped or traced.",
+            cause="a transform of torch.func, or a trace, around it; or updates that keep a graph.",
+            fix="call it outside, between two steps.",
+        )
+
+
+def _size_of(old: Axis, mesh: Any) -> int:
+    """Return how many virtual ranks a mesh means."""
+    if mesh is None:
+        return old.size
+    virtual = isinstance(mesh, Axis) and (mesh.runtime is Runtime.VIRTUAL or mesh.size == 1)
+    if virtual:
+        return mesh.size
+    sizes = mesh if isinstance(mesh, tuple) else ()
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise AxisError(
+            f"reshard of the stacked state of {old.size} virtual ranks: mesh={mesh!r}.",
+            cause="a mesh of processes, or a number of ranks.",
+            fix="give its sizes, (replicas, shards): (1, 4) for 4 ranks in one dim.",
+        )
+    return prod(sizes)

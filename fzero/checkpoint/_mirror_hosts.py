@@ -101,3 +101,12 @@ def default_folder() -> Path:
     who = f"process-{os.getpid()}" if run is None else f"{run}-{os.getppid()}"
     safe = re.sub(r"[^A-Za-z0-9._-]", "_", who)
     return SHARED_MEMORY / f"fzero-mirror-{os.getuid()}-{safe}"
+
+
+def is_started_again() -> bool:
+    """Whether torchrun would start the ranks again, if they ended with an error now."""
+    left, done = (
+        int(os.environ.get(f"TORCHELASTIC_{name}") or 0)
+        for name in ("MAX_RESTARTS", "RESTART_COUNT")
+    )
+    return done < left

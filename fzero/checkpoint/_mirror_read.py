@@ -177,9 +177,9 @@ def _transfers(home: Home, wanted: Sequence[Sequence[Found]]) -> Iterator[tuple[
 
 def _nothing_whole(home: Home, copies: Sequence[Found], bad: Sequence[str]) -> CheckpointError:
     lines = [f"\n  {text}" for text in bad[:8]]
-    if copies:
-        some = newest_of(copies)
-        lost = ", ".join(map(str, missing(some))) or "none"
+    some = newest_of(copies) if copies else []
+    if some and missing(some):
+        lost = ", ".join(map(str, missing(some)))
         lines.insert(0, f"\n  update {some[0].label.update}: no copy of rank {lost}")
     return CheckpointError(
         f"Mirror.restore: no update is whole in {home.folder.parent}:{''.join(lines)}",

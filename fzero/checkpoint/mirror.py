@@ -26,6 +26,7 @@ from fzero.checkpoint._mirror_home import (
     require_writer,
     sweep,
 )
+from fzero.checkpoint._mirror_hosts import is_started_again
 from fzero.checkpoint._mirror_read import restored
 from fzero.checkpoint._mirror_write import Flight, Slots, part_of, start_copy
 from fzero.checkpoint._save import drafted, pieces_of_rank
@@ -212,10 +213,16 @@ class Mirror:
         complete = self._count.complete
         self._flight = start_copy(home, draft, self._slots, update=updates, complete=complete)
 
+    @property
+    def _outlives(self) -> bool:
+        """Whether a later process finds the copies, if this one ends with an error."""
+        return self._wanted.folder is not None or is_started_again()
+
     def _ends(self) -> None:
-        """Remove what this process has written, when it ends without an error, and unclosed."""
+        """Remove what this process has written, when it ends, unclosed."""
         home = self._home
-        if home is None or getattr(sys, "last_exc", None) or getattr(sys, "last_value", None):
+        failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if home is None or (failed and self._outlives):
             return
         for slot in [slot for some in self._slots.values() for slot in some]:
             slot.file.unlink(missing_ok=True)
@@ -238,7 +245,7 @@ class Mirror:
         """Close it; after an exception, leave the copies."""
         if error[0] is None:
             self.close()
-        else:
+        elif self._outlives:
             self._forget()
 
     def __repr__(self) -> str:
@@ -251,10 +258,14 @@ class Mirror:
         )
 
 
-def mirror_bytes(state: TrainState, rank: int, copies: int) -> int:
-    """Return the host memory that a mirror takes for one rank's state: 2 (1 + copies) parts.
+def part_bytes(state: TrainState, rank: int) -> int:
+    """Return the bytes of what one rank copies of a state, but for the header."""
+    return copy_bytes(pieces_of_rank(state, rank))
 
-    Of other hosts' ranks a host keeps as many as others keep of its own; hosts have equally many
-    ranks. Headers, tens of kilobytes each, are not counted.
+
+def mirror_bytes(part_bytes: int, copies: int) -> int:
+    """Return the host memory for each rank: 2 (1 + copies) parts.
+
+    A host keeps as many parts of other hosts' ranks as others keep of its own.
     """
-    return SLOTS * (1 + copies) * copy_bytes(pieces_of_rank(state, rank))
+    return SLOTS * (1 + copies) * part_bytes

@@ -1,0 +1,290 @@
+"""`Mirror` in one process: what comes back, what is refused, what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero
+from fzero.adapter import Engine
+from fzero.checkpoint import CheckpointError, Mirror
+from fzero.checkpoint import _mirror_write as module
+from fzero.errors import LayoutError, PhaseError
+from tests.checkpoint.forge import full_disk
+from tests.checkpoint.states import blank, contents, first_rank, make, mixed, snapshot, train
+from tests.strategies import same
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.rglob("*") if file.is_file())
+
+
+def mirror_of(folder: Path, **options: Any) -> Mirror:
+    return Mirror(folder, **{"every": 1, **options})
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(0, 0), (0, 3), (3, 2), (4, 3)])
+def test_a_state_comes_back_at_another_stage(ranks: int, stage: int, tmp_path: Path) -> None:
+    step = fzero.simulate(train, world_size=ranks) if ranks else train
+    state = step(make(mixed(), stage=stage, ranks=ranks), steps=2)
+    mirror = mirror_of(tmp_path)
+    mirror.update(state, extra={"next": [2]})
+    mirror._flight.land()
+    drawn = torch.rand(4)
+    wanted = first_rank(state)
+    again, extra = mirror_of(tmp_path).restore(make(blank(mixed()), stage=3 - stage))
+    same(contents(again), wanted)
+    assert extra == {"next": [2]}
+    assert torch.equal(torch.rand(4), drawn), "random generators are those of the copy"
+
+
+def test_a_state_without_copies_comes_back_as_it_is(tmp_path: Path) -> None:
+    state, mirror = make(mixed(), stage=2), mirror_of(tmp_path)
+    assert mirror.restore(state) == (state, {})
+    assert "update 0 is whole" in repr(mirror)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(3, 5), nn.BatchNorm1d(5)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.norm(self.inner(x))
+
+
+def engine_of(seed: int, stage: int) -> Engine:
+    torch.manual_seed(seed)
+    net = Net()
+    return Engine(net, torch.optim.AdamW(net.parameters(), lr=0.1 * (1 + seed)), stage=stage)
+
+
+def test_an_engine_comes_back_with_its_buffers_and_options(tmp_path: Path) -> None:
+    engine, mirror = engine_of(0, 3), mirror_of(tmp_path, every=2)
+    for number in range(3):
+        engine(torch.randn(4, 3)).square().sum().backward()
+        engine.step()
+        mirror.update(engine, extra={"next": number + 1})
+        if number == 1:
+            wanted = {name: x.clone() for name, x in engine.full_state_dict().items()}
+    other = engine_of(1, 0)
+    again, extra = mirror_of(tmp_path).restore(other)
+    assert again is other and extra == {"next": 2}
+    same({**again.full_state_dict()}, wanted)
+    assert again.optimizer is not None and again.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_only_each_k_th_update_is_copied_and_two_are_kept(tmp_path: Path) -> None:
+    state, mirror = make(mixed(), stage=0), mirror_of(tmp_path, every=3)
+    seen = []
+    for _ in range(12):
+        state = train(state, 1)
+        mirror.update(state)
+        if mirror._flight is not None:
+            mirror._flight.land()
+        seen.append([int(file.name.split("-")[2]) for file in files(tmp_path)])
+    assert seen[1] == [] and seen[2] == seen[4] == [3] and seen[5] == [3, 6]
+    assert seen[-1] == [9, 12]
+
+
+def test_an_update_that_is_not_due_takes_no_look_at_the_state(tmp_path: Path) -> None:
+    mirror = mirror_of(tmp_path, every=2)
+    mirror.update(make(mixed(), stage=0))
+    mirror.update(make(mixed(), stage=0))
+    mirror.update(None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(LayoutError, match=r"Mirror.update: expected a TrainState or an Engine"):
+        mirror.update(None)  # pyright: ignore[reportArgumentType]
+
+
+def test_steps_that_overwrite_the_state_change_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, mirror = make(mixed(), stage=0), mirror_of(tmp_path)
+    wanted = snapshot(contents(state))
+    real = module.seal
+
+    def late(*args: Any) -> None:
+        for flat in state.params.flats:
+            flat.zero_()  # as a donating step does beside it
+        real(*args)
+
+    monkeypatch.setattr(module, "seal", late)
+    mirror.update(state)
+    same(contents(mirror.restore(make(blank(mixed()), stage=0))[0]), wanted)
+
+
+def test_a_failure_beside_the_steps_is_raised_once_and_costs_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, mirror = make(mixed(seed=1), stage=2), mirror_of(tmp_path)
+    mirror.update(first, extra={"next": 1})
+    real = module.seal
+    monkeypatch.setattr(module, "seal", full_disk)
+    mirror.update(make(mixed(seed=2), stage=2), extra={"next": 2})
+    with pytest.raises(CheckpointError, match="disk is full"):
+        mirror.update(make(mixed(seed=3), stage=2), extra={"next": 3})
+    monkeypatch.setattr(module, "seal", real)
+    found, extra = mirror_of(tmp_path).restore(make(blank(mixed()), stage=0))
+    assert extra == {"next": 1}
+    same(contents(found), contents(first))
+
+
+def spoil(file: Path, at: int = 200) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(bytes(data))
+
+
+def test_a_damaged_copy_is_passed_over_for_the_update_before(tmp_path: Path) -> None:
+    first, mirror = make(mixed(seed=1), stage=1), mirror_of(tmp_path)
+    mirror.update(first, extra={"next": 1})
+    mirror.update(make(mixed(seed=2), stage=1), extra={"next": 2})
+    mirror._flight.land()
+    old, new = files(tmp_path)
+    spoil(new)
+    like = make(blank(mixed()), stage=0)
+    found, extra = mirror_of(tmp_path).restore(like)
+    assert extra == {"next": 1}
+    same(contents(found), contents(first))
+    assert files(tmp_path) == [old], "what is of no use is removed"
+    spoil(old)
+    with pytest.raises(CheckpointError, match=r"(?s)no update is whole in .*checksum is wrong"):
+        mirror_of(tmp_path).restore(like)
+
+
+def test_copies_of_another_model_or_optimizer_are_refused(tmp_path: Path) -> None:
+    mirror = mirror_of(tmp_path)
+    mirror.update(make({"w": torch.ones(3)}, stage=0))
+    mirror._flight.land()
+    with pytest.raises(LayoutError, match=r"parameters in .* are not those of this state"):
+        mirror_of(tmp_path).restore(make({"w": torch.ones(4)}, stage=0))
+    with pytest.raises(LayoutError, match=r"optimizer state in .* is not that of this state's"):
+        sgd = fzero.optim.sgd(0.1)
+        mirror_of(tmp_path).restore(make({"w": torch.ones(3)}, stage=0, optimizer=sgd))
+    assert len(files(tmp_path)) == 1, "nothing was changed"
+
+
+def test_copies_that_nobody_restored_are_not_overwritten(tmp_path: Path) -> None:
+    state, mirror = make(mixed(), stage=0), mirror_of(tmp_path)
+    mirror.update(state)
+    mirror._flight.land()
+    with pytest.raises(PhaseError, match="has copies that were not restored"):
+        mirror_of(tmp_path).update(state)
+
+
+def test_two_mirrors_in_one_folder_are_refused(tmp_path: Path) -> None:
+    state, one, two = make(mixed(), stage=0), mirror_of(tmp_path), mirror_of(tmp_path, every=2)
+    two.update(state)
+    one.update(state)
+    with pytest.raises(PhaseError, match="another Mirror of this program"):
+        two.update(state)
+
+
+def test_a_mirror_that_was_taken_over_is_refused(tmp_path: Path) -> None:
+    state, old, new = make(mixed(), stage=0), mirror_of(tmp_path), mirror_of(tmp_path)
+    old.update(state)
+    new.restore(state)
+    with pytest.raises(PhaseError, match="another Mirror of this program"):
+        old.update(state)
+    new.update(state)
+
+
+@pytest.mark.parametrize(
+    "options", [{"every": 0}, {"every": 1.5}, {"copies": -1}, {"copies": True}]
+)
+def test_options_that_cannot_be(options: Any, tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match=f"{next(iter(options))}="):
+        mirror_of(tmp_path, **options)
+
+
+@pytest.mark.parametrize("folder", ["", 7])
+def test_a_folder_that_is_none(folder: Any) -> None:
+    with pytest.raises(LayoutError, match="the path is"):
+        Mirror(folder, every=1)
+
+
+def test_a_state_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
+    state, mirror = make({"w": torch.ones(3)}, stage=0), mirror_of(tmp_path)
+    with pytest.raises(LayoutError, match="cannot be written as JSON"):
+        mirror.update(state, extra={"x": torch.ones(1)})
+    grad = fzero.grad_and_reduce(lambda params: params["w"].sum(), state)
+    with pytest.raises(PhaseError, match="between gradient and update"):
+        mirror.update(grad()[0])
+    mirror.update(state)  # and it is good after that
+
+
+def test_too_little_shared_memory_is_one_error_with_both_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = SimpleNamespace(f_bavail=10, f_frsize=100)
+    monkeypatch.setattr(os, "statvfs", lambda _: small)
+    state = make({"w": torch.ones(1000)}, stage=0)
+    expected = r"need 24,128 bytes in .*, and 1,000 bytes are free"
+    with pytest.raises(CheckpointError, match=expected):
+        mirror_of(tmp_path).restore(state)
+    with pytest.raises(CheckpointError, match=expected):
+        mirror_of(tmp_path, every=9).update(state)
+    assert files(tmp_path) == []
+
+
+def test_memory_that_is_gone_later_is_the_same_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", none_left)
+    with pytest.raises(CheckpointError, match=r"need [0-9,]+ bytes in .* bytes are free"):
+        mirror_of(tmp_path).update(make({"w": torch.ones(1000)}, stage=0))
+
+
+def test_a_run_that_ends_well_removes_its_copies(tmp_path: Path) -> None:
+    state, folder = make(mixed(), stage=0), tmp_path / "copies"
+    with pytest.raises(KeyError), Mirror(folder, every=1) as mirror:
+        mirror.update(state)
+        mirror._flight.land()
+        raise KeyError
+    assert len(files(folder)) == 1, "a restart finds it"
+    with Mirror(folder, every=1) as mirror:
+        mirror.restore(state)
+        mirror.update(state)
+    assert not folder.exists()
+    mirror = Mirror(folder, every=1)
+    mirror.update(state)
+    mirror._flight.land()
+    mirror._ends()  # at the end of the process, which has waited for its threads
+    assert not folder.exists()
+    mirror.close()
+
+
+def test_an_end_with_an_error_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror = mirror_of(tmp_path)
+    mirror.update(make(mixed(), stage=0))
+    mirror._flight.land()
+    monkeypatch.setattr("sys.last_value", KeyError(), raising=False)
+    mirror._ends()
+    assert len(files(tmp_path)) == 1
+
+
+def test_the_memory_is_that_of_the_plan(tmp_path: Path) -> None:
+    model = nn.Linear(100, 100)
+    batch = torch.ones(2, 100)
+    plan = fzero.plan(model, batch, stage=0, world=1)
+    assert plan.mirror_bytes(0) == 2 * (12 * 10_100 + 64) == plan.mirror_bytes() // 2
+    assert "A Mirror with copies=1 takes" in repr(plan)
+    _, params = fzero.functionalize(model)
+    mirror, state = mirror_of(tmp_path), fzero.init(params, fzero.optim.adamw(3e-4), stage=0)
+    for _ in range(3):
+        mirror.update(state)
+    mirror._flight.land()
+    held = sum(file.stat().st_size for file in files(tmp_path))
+    assert plan.mirror_bytes(0) < held < plan.mirror_bytes(0) + 2 * 2**18

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_mirror.py --world 2
 
-Each block of ten steps has its copy after the fifth, so that what is done beside the steps is in the
-block, too. The ranks are told that each is on a host of its own; with copies=1 each part is sent
+Each block of ten steps has its copy after the fifth, so that what is done beside steps is in it,
+too. The ranks are told that each is on a host of its own; with copies=1 each part is sent
 over loopback. All blocks step the same engine.
 """
 
@@ -14,13 +14,12 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from ranks import interleave_phases, run_ranks
+from ranks import interleave, run_ranks
 from report import write_report
 from step.models import GPT_TOKENS, GPT_VOCABULARY, Gpt
 
@@ -29,58 +28,62 @@ from fzero.checkpoint import Mirror
 
 EVERY = 10
 _INTRO = """\
-A GPT of {millions:.1f} million parameters with AdamW, one sequence of {tokens} tokens a rank. Medians
-over {rounds} rounds of the slowest rank: the time of a step without a mirror; what a mirror with
-every={every} adds to it; the call that copies; the return of the state. W = {world}.
+A GPT of {millions:.1f} million parameters with AdamW, one sequence of {tokens} tokens a rank, each
+rank on a host of its own. A step without a mirror, by the clock; what a mirror with every={every}
+adds to a step, by the clock and in CPU time of all ranks; the call that copies; the return of the
+state. Medians over {rounds} rounds. W = {world}.
 """
 
 
 def measured(stage: int, rounds: int, folder: str) -> dict[str, list[float]]:
-    """Return seconds of ten steps, by name; of calls that copy; and of a restore."""
+    """Return milliseconds of ten steps, by name; of calls that copy; and of a restore."""
     os.environ["FZERO_HOST"] = f"host{dist.get_rank()}"
     model = Gpt()
     engine = Engine(model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), stage=stage)
     x = torch.randint(GPT_VOCABULARY, (1, GPT_TOKENS))
     calls: list[float] = []
+    cpu: dict[str, list[float]] = {}
 
-    def block(mirror: Mirror | None) -> None:
-        for _ in range(EVERY):
+    def block(name: str, mirror: Mirror | None) -> None:
+        used = time.process_time()
+        for number in range(EVERY):
             engine.backward(engine(x, x))
             engine.step()
             if mirror is not None:
                 began = time.perf_counter()
                 mirror.update(engine)
-                calls.append(time.perf_counter() - began)
+                if number == EVERY // 2 - 1:
+                    calls.append(1e3 * (time.perf_counter() - began))
+        cpu.setdefault(f"{name} cpu", []).append(1e3 * (time.process_time() - used))
 
-    block(None)
-    mirrors = {
-        copies: Mirror(f"{folder}/{copies}", every=EVERY, copies=copies) for copies in (0, 1)
-    }
-    phases: dict[str, Sequence[Callable[[], object]]] = {"none": (partial(block, None),)}
+    block("first", None)
+    mirrors = {n: Mirror(f"{folder}/{n}", every=EVERY, copies=n) for n in (0, 1)}
+    phases = {"none": partial(block, "none", None)}
     for copies, mirror in mirrors.items():
         for _ in range(EVERY // 2):
             mirror.update(engine)
-        phases[f"copies={copies}"] = (partial(block, mirror),)
-    found = {
-        name: some[0] for name, some in interleave_phases(phases, rounds=rounds, warmup=2).items()
-    }
-    found["call"] = sorted(calls)[-2 * rounds :]
+        phases[f"copies={copies}"] = partial(block, f"copies={copies}", mirror)
+    found = interleave(phases, rounds=rounds, warmup=2)
+    for name, times in cpu.items():
+        total = torch.tensor(times[-rounds:], dtype=torch.float64)
+        dist.all_reduce(total)
+        found[name] = total.tolist()
     began = time.perf_counter()
     mirrors[1].restore(engine)
-    found["restore"] = [time.perf_counter() - began]
+    found |= {"call": calls[-2 * rounds :], "restore": [time.perf_counter() - began]}
     for mirror in mirrors.values():
         mirror.close()
     return found
 
 
 def _row(stage: int, found: dict[str, list[float]]) -> str:
-    plain, call, back = (statistics.median(found[name]) for name in ("none", "call", "restore"))
-    added = [
-        statistics.median(x / y - 1 for x, y in zip(found[name], found["none"], strict=True))
-        for name in ("copies=0", "copies=1")
-    ]
-    shares = " | ".join(f"{share:.1%}" for share in added)
-    return f"| {stage} | {plain / EVERY * 1e3:.0f} ms | {shares} | {call * 1e3:.0f} ms | {back:.2f} s |"
+    step_ms, call_ms, back_s = (statistics.median(found[x]) for x in ("none", "call", "restore"))
+    cells = [f"{stage}", f"{step_ms / EVERY:.0f} ms"]
+    for name in ("copies=0", "copies=1"):
+        for kind in ("", " cpu"):
+            pairs = zip(found[name + kind], found["none" + kind], strict=True)
+            cells.append(f"{statistics.median(x / y - 1 for x, y in pairs):.1%}")
+    return f"| {' | '.join([*cells, f'{call_ms:.0f} ms', f'{back_s:.2f} s'])} |"
 
 
 def main() -> None:
@@ -92,8 +95,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     lines = [
-        "| stage | a step | + copies=0 | + copies=1 | the call | restore |",
-        "|---|---|---|---|---|---|",
+        "| stage | step | copies=0 | CPU | copies=1 | CPU | the call | restore |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for stage in args.stages:
         with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:

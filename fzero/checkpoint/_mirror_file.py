@@ -17,7 +17,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,19 +76,19 @@ class Header:
     end: int = 0  # of the body in the file
 
 
-class Slot(NamedTuple):
+class CopyFile(NamedTuple):
     """The memory of one file."""
 
     file: Path
     memory: Tensor  # [bytes] uint8, mapped
 
-    def named(self, file: Path) -> Slot:
+    def named(self, file: Path) -> CopyFile:
         """Rename the file."""
         os.replace(self.file, file)
         return self._replace(file=file)
 
 
-def take_slot(file: Path, old: Slot | None, nbytes: int) -> Slot:
+def take_slot(file: Path, old: CopyFile | None, nbytes: int) -> CopyFile:
     """Return a mapped file of at least `nbytes`; `old`, which has another name then, if possible.
 
     Raises `OSError` where memory is short: a write into a mapping without memory ends the process.
@@ -101,7 +101,7 @@ def take_slot(file: Path, old: Slot | None, nbytes: int) -> Slot:
     opened = regular(os.fspath(file), os.O_RDWR | os.O_CREAT)
     try:
         os.posix_fallocate(opened, 0, size)
-        return Slot(file, _tensor_of(mmap.mmap(opened, size)))
+        return CopyFile(file, _tensor_of(mmap.mmap(opened, size)))
     finally:
         os.close(opened)
 
@@ -122,7 +122,7 @@ def header_text(header: Header) -> bytes:
         "label": [*header.label],
         "complete": header.complete,
         "rng": header.rng,
-        "manifest": asdict(header.manifest),
+        "manifest": {each.name: getattr(header.manifest, each.name) for each in fields(Manifest)},
     }
     return json.dumps(body).encode()
 
@@ -133,7 +133,7 @@ def copy_bytes(pieces: Sequence[TensorPiece], text: bytes = b"") -> int:
 
 
 @torch.no_grad()
-def fill(slot: Slot, pieces: Sequence[TensorPiece]) -> None:
+def fill(slot: CopyFile, pieces: Sequence[TensorPiece]) -> None:
     """Copy values into the body."""
     for piece, begin in _places(pieces):
         target = slot.memory[begin : begin + piece.values.nbytes]
@@ -151,7 +151,7 @@ def _padded_bytes(piece: TensorPiece) -> int:
     return -(-piece.values.nbytes // _ALIGNED) * _ALIGNED
 
 
-def seal(slot: Slot, text: bytes, nbytes: int) -> None:
+def seal(slot: CopyFile, text: bytes, nbytes: int) -> None:
     """Write header and checksums, the mark last: from then on the copy is whole."""
     end = nbytes - len(text)
     slot.memory[end:nbytes].numpy()[:] = memoryview(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fzero.checkpoint._behind import group_beside
 from fzero.checkpoint._held import Held
-from fzero.checkpoint._mirror_find import Found
+from fzero.checkpoint._mirror_find import HostCopy
 from fzero.checkpoint._mirror_hosts import SHARED_MEMORY, Hosts, default_folder, host_name
 from fzero.checkpoint.everywhere import (
     CheckpointError,
@@ -29,7 +29,7 @@ SLOTS = 2  # of each part on a host: the last whole update, and the one that is 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class MirrorOptions:
     """What a user has asked for."""
 
     folder: Path | None
@@ -57,29 +57,29 @@ WRITERS: dict[Path, str] = {}
 """{folder: the attempt that writes there}, of all mirrors of this process."""
 
 
-def open_home(wanted: Wanted, ranks: Ranks, part_bytes: Callable[[], int]) -> Home:
+def open_home(options: MirrorOptions, ranks: Ranks, part_bytes: Callable[[], int]) -> Home:
     """Make the folder of each host, and see that there is room in it. A collective.
 
     part_bytes: that a copy of this process takes.
     """
 
     def say() -> tuple[str, str]:
-        folder = default_folder() if wanted.folder is None else wanted.folder
+        folder = default_folder() if options.folder is None else options.folder
         return host_name(), os.fspath(folder)
 
     told = results_of_ranks(ranks, say, what="make a Mirror")
-    same = [f"every={wanted.every}", f"copies={wanted.copies}"]
+    same = [f"every={options.every}", f"copies={options.copies}"]
     assert_same_everywhere(same, ranks.axis, what="the Mirror")
     hosts = Hosts(
-        of_ranks=tuple(host for host, _ in told), rank=ranks.axis.rank, copies=wanted.copies
+        of_ranks=tuple(host for host, _ in told), rank=ranks.axis.rank, copies=options.copies
     )
     base = Path(told[hosts.ranks_on(hosts.own)[0]][1])
     folder = base / hosts.own
 
     def make() -> tuple[int, int]:
-        if wanted.folder not in (None, base):
+        if options.folder not in (None, base):
             raise LayoutError(
-                f"Mirror: folder={wanted.folder} on rank {hosts.rank}, {base} on another rank of "
+                f"Mirror: folder={options.folder} on rank {hosts.rank}, {base} on another rank of "
                 f"the host {hosts.own}.",
                 cause="a folder whose name has the rank in it.",
                 fix="give all ranks of a host the same folder.",
@@ -150,7 +150,7 @@ def copies_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("*-update-*"))
 
 
-def sweep(home: Home, keep: Collection[Found] = ()) -> None:
+def sweep(home: Home, keep: Collection[HostCopy] = ()) -> None:
     """Remove what other attempts have left on this host, but for these copies.
 
     The first rank of a host does, when no other is at work there on what is removed.

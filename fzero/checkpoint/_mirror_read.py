@@ -22,7 +22,7 @@ from fzero.checkpoint._mirror_file import (
     read_pieces,
     require_body,
 )
-from fzero.checkpoint._mirror_find import Found, missing, newest_of, source_for, whole_updates
+from fzero.checkpoint._mirror_find import HostCopy, missing, newest_of, source_for, whole_updates
 from fzero.checkpoint._mirror_home import Home, copies_in, sweep
 from fzero.checkpoint.everywhere import CheckpointError, damaged, everywhere, results_of_ranks
 from fzero.checkpoint.manifest import Manifest, misfits
@@ -69,10 +69,10 @@ def restored(home: Home, held: Held) -> Restored | None:
     return Restored(thing=thing, update=copies[0].label.update, extra=saved.extra)
 
 
-def _newest(home: Home) -> list[Found] | None:
+def _newest(home: Home) -> list[HostCopy] | None:
     """Return the good copies of the newest update that is whole. A collective."""
 
-    def look() -> tuple[list[Found], list[str]]:
+    def look() -> tuple[list[HostCopy], list[str]]:
         return _listed(home) if home.hosts.leads else ([], [])
 
     told = results_of_ranks(home.ranks, look, what=f"list {home.folder}")
@@ -98,9 +98,9 @@ def _newest(home: Home) -> list[Found] | None:
     return None
 
 
-def _listed(home: Home) -> tuple[list[Found], list[str]]:
+def _listed(home: Home) -> tuple[list[HostCopy], list[str]]:
     """Return the copies of this host, by their headers, and what is wrong with others."""
-    found: list[Found] = []
+    found: list[HostCopy] = []
     bad: list[str] = []
     for file in copies_in(home.folder):
         try:
@@ -109,13 +109,13 @@ def _listed(home: Home) -> tuple[list[Found], list[str]]:
             if header.label.name != file.name:
                 raise damaged(file, f"is the copy {header.label.name}")
             nbytes = extent(memory, file)
-            found.append(Found(home.hosts.own, header.label, header.complete, nbytes))
+            found.append(HostCopy(home.hosts.own, header.label, header.complete, nbytes))
         except CheckpointError as error:
             bad.append(str(error).splitlines()[0])
     return found, bad
 
 
-def _damaged_of(home: Home, copies: Sequence[Found]) -> dict[Found, str]:
+def _damaged_of(home: Home, copies: Sequence[HostCopy]) -> dict[HostCopy, str]:
     """Return what is wrong with copies on this host; its ranks share the reading."""
     own, ranks = home.hosts.own, home.hosts.ranks_on(home.hosts.own)
     here = [one for one in copies if one.host == own]
@@ -129,7 +129,7 @@ def _damaged_of(home: Home, copies: Sequence[Found]) -> dict[Found, str]:
     return found
 
 
-def _manifest(home: Home, copies: Sequence[Found]) -> tuple[Manifest, str | None]:
+def _manifest(home: Home, copies: Sequence[HostCopy]) -> tuple[Manifest, str | None]:
     """Return the manifest of all copies, and the random generators of this rank. A collective."""
 
     def read() -> dict[int, Header]:
@@ -144,7 +144,7 @@ def _manifest(home: Home, copies: Sequence[Found]) -> tuple[Manifest, str | None
     return joined(dict(sorted(headers.items()))), None if own is None else own.rng
 
 
-def _memories(home: Home, copies: Sequence[Found], names: set[str]) -> Mapping[str, Tensor]:
+def _memories(home: Home, copies: Sequence[HostCopy], names: set[str]) -> Mapping[str, Tensor]:
     """Return the bytes of the copies that this rank reads; a host is sent what it has not."""
     hosts = home.hosts
     needed = sorted({one.label.rank for one in copies if one.label.name in names})
@@ -167,7 +167,9 @@ def _memories(home: Home, copies: Sequence[Found], names: set[str]) -> Mapping[s
     return memories
 
 
-def _transfers(home: Home, wanted: Sequence[Sequence[Found]]) -> Iterator[tuple[int, int, Found]]:
+def _transfers(
+    home: Home, wanted: Sequence[Sequence[HostCopy]]
+) -> Iterator[tuple[int, int, HostCopy]]:
     """Yield (to, from, copy): the ranks of a host take turns to send."""
     for to, some in enumerate(wanted):
         for one in some:
@@ -175,7 +177,7 @@ def _transfers(home: Home, wanted: Sequence[Sequence[Found]]) -> Iterator[tuple[
             yield to, ranks[one.label.rank % len(ranks)], one
 
 
-def _nothing_whole(home: Home, copies: Sequence[Found], bad: Sequence[str]) -> CheckpointError:
+def _nothing_whole(home: Home, copies: Sequence[HostCopy], bad: Sequence[str]) -> CheckpointError:
     lines = [f"\n  {text}" for text in bad[:8]]
     some = newest_of(copies) if copies else []
     if some and missing(some):
@@ -190,7 +192,7 @@ def _nothing_whole(home: Home, copies: Sequence[Found], bad: Sequence[str]) -> C
     )
 
 
-def _begins_anew(home: Home, copies: Sequence[Found]) -> str:
+def _begins_anew(home: Home, copies: Sequence[HostCopy]) -> str:
     some = newest_of(copies)
     lost = ", ".join(map(str, missing(some)))
     return explain(

@@ -11,9 +11,9 @@ from torch import Tensor
 from fzero.checkpoint._behind import AsyncSave, run_beside
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._mirror_file import (
+    CopyFile,
     Header,
     Label,
-    Slot,
     copy_bytes,
     fill,
     header_text,
@@ -28,7 +28,7 @@ from fzero.checkpoint.driven import buffer_pieces, form_of
 from fzero.checkpoint.everywhere import everywhere
 from fzero.collectives import exchange_beside
 
-Slots = MutableMapping[int, list[Slot]]
+Slots = MutableMapping[int, list[CopyFile]]
 """{rank: the files of its copies that this process writes, the older one first}."""
 
 
@@ -68,7 +68,7 @@ def start_copy(home: Home, draft: Draft, slots: Slots, *, update: int, complete:
     text = header_text(Header(label=label, complete=complete, rng=draft.rng, manifest=manifest))
     nbytes = copy_bytes(pieces, text)
 
-    def copied() -> Slot:
+    def copied() -> CopyFile:
         slot = _take(home, slots, label._replace(update=complete), nbytes)
         fill(slot, pieces)
         return slot
@@ -93,7 +93,7 @@ def _send(home: Home, slots: Slots, mine: Tensor, label: Label, complete: int) -
     sizes = home.beside.tell(mine.numel())
     kept = home.hosts.kept_by(home.rank)
 
-    def take() -> dict[int, Slot]:
+    def take() -> dict[int, CopyFile]:
         last = {rank: label._replace(rank=rank, update=complete) for rank in kept}
         return {rank: _take(home, slots, one, sizes[rank]) for rank, one in last.items()}
 
@@ -107,7 +107,7 @@ def _send(home: Home, slots: Slots, mine: Tensor, label: Label, complete: int) -
         _commit(home, slots, slot, label._replace(rank=rank))
 
 
-def _take(home: Home, slots: Slots, last: Label, nbytes: int) -> Slot:
+def _take(home: Home, slots: Slots, last: Label, nbytes: int) -> CopyFile:
     """Return a file to write a rank's copy into: an older one, or a new one.
 
     last: the label of its last copy that counts, which stays.
@@ -122,6 +122,6 @@ def _take(home: Home, slots: Slots, last: Label, nbytes: int) -> Slot:
         return take_slot(file, old, nbytes)
 
 
-def _commit(home: Home, slots: Slots, slot: Slot, label: Label) -> None:
+def _commit(home: Home, slots: Slots, slot: CopyFile, label: Label) -> None:
     """Give a file that is whole the name of a copy."""
     slots[label.rank].append(slot.named(home.folder / label.name))

@@ -17,7 +17,7 @@ from fzero.checkpoint._mirror_home import (
     SLOTS,
     WRITERS,
     Home,
-    Wanted,
+    MirrorOptions,
     open_home,
     remove_all,
     remove_folders,
@@ -100,7 +100,7 @@ class Mirror:
         wanted = "an int of 0 or more: on how many other hosts a part is copied"
         require("copies", copies, lambda value: is_count(value, 0), wanted)
         where = None if folder is None else Path(os.path.abspath(as_path("Mirror", folder)))
-        self._wanted = Wanted(folder=where, every=every, copies=copies)
+        self._options = MirrorOptions(folder=where, every=every, copies=copies)
         self._home: Home | None = None
         self._count = _Count()
         self._slots: Slots = {}
@@ -131,7 +131,7 @@ class Mirror:
             held = held_by("Mirror.update", state, apart=True)
             home = self._open(held)
             everywhere(home.ranks, lambda: require_empty(home), what=f"list {home.folder}")
-        if updates % self._wanted.every == 0:
+        if updates % self._options.every == 0:
             self._copy(state, extra, updates)
         elif self._flight is not None:
             self._flight.sealed.wait()  # so that a restart repeats no more than k updates
@@ -188,7 +188,7 @@ class Mirror:
     def _open(self, held: Held) -> Home:
         """Make the folders, as a new attempt. A collective."""
         self._forget()
-        home = open_home(self._wanted, held.processes, lambda: copy_bytes(part_of(held)))
+        home = open_home(self._options, held.processes, lambda: copy_bytes(part_of(held)))
         self._home = home
         atexit.register(self._ends)
         return home
@@ -216,7 +216,7 @@ class Mirror:
     @property
     def _outlives(self) -> bool:
         """Whether a later process finds the copies, if this one ends with an error."""
-        return self._wanted.folder is not None or is_started_again()
+        return self._options.folder is not None or is_started_again()
 
     def _ends(self) -> None:
         """Remove what this process has written, when it ends, unclosed."""
@@ -249,11 +249,11 @@ class Mirror:
             self._forget()
 
     def __repr__(self) -> str:
-        wanted, home = self._wanted, self._home
+        options, home = self._options, self._home
         if home is None:
-            return f"<Mirror: every {wanted.every} updates, nothing is copied yet>"
+            return f"<Mirror: every {options.every} updates, nothing is copied yet>"
         return (
-            f"<Mirror: every {wanted.every} updates, in {home.folder}; each part is on "
+            f"<Mirror: every {options.every} updates, in {home.folder}; each part is on "
             f"{home.hosts.held} other hosts; update {self._count.complete} is whole>"
         )
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fzero.checkpoint import CheckpointError
 from fzero.checkpoint._mirror_file import (
+    CopyFile,
     Header,
     Label,
-    Slot,
     copy_bytes,
     fill,
     header_text,
@@ -29,7 +29,7 @@ from fzero.checkpoint._mirror_file import (
     table_of,
     take_slot,
 )
-from fzero.checkpoint._mirror_find import Found, missing, source_for, whole_updates
+from fzero.checkpoint._mirror_find import HostCopy, missing, source_for, whole_updates
 from fzero.checkpoint._mirror_hosts import Hosts
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint.manifest import facts_of_state
@@ -40,7 +40,7 @@ STATE = make({"w": torch.ones(3)}, stage=0)
 LABEL = Label("ab", 8, 0, 1)
 
 
-def written(folder: Path, pieces: list[TensorPiece], old: Slot | None = None) -> Slot:
+def written(folder: Path, pieces: list[TensorPiece], old: CopyFile | None = None) -> CopyFile:
     manifest = facts_of_state(STATE)
     manifest.tensors.update(table_of(pieces, LABEL.name))
     manifest = type(manifest)(**{**_fields(manifest), "data": "data-0123456789abcdef"})
@@ -144,7 +144,7 @@ def test_any_hosts_but_one_more_than_the_copies_may_go(of_ranks: list[str], copi
 
 
 found = st.builds(
-    Found,
+    HostCopy,
     st.sampled_from("xy"),
     st.builds(Label, st.sampled_from("ab"), st.integers(1, 3), st.integers(0, 1), st.just(2)),
     st.just(0),
@@ -153,7 +153,7 @@ found = st.builds(
 
 
 @given(st.lists(found, max_size=12, unique=True))
-def test_the_newest_update_is_of_one_attempt_and_has_all_ranks(copies: list[Found]) -> None:
+def test_the_newest_update_is_of_one_attempt_and_has_all_ranks(copies: list[HostCopy]) -> None:
     updates = whole_updates(copies)
     for some in updates:
         assert len({(one.label.attempt, one.label.update) for one in some}) == 1

@@ -45,14 +45,23 @@ def _whole(rank: int, size: int, out: Path) -> None:
 
 @pytest.mark.timeout(600)  # two starts of two ranks: 15 s, and many times that on a busy machine
 @pytest.mark.xdist_group("gloo")
-def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mirror", "goes_on"),
+    [
+        pytest.param([], "resumed runs/gpt-002/step-000003", id="disk"),
+        pytest.param(["--mirror", "2"], "restored step 4 from memory", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(
+    mirror: list[str], goes_on: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.replace("@EXAMPLES@", repr(str(EXAMPLES))))
     (tmp_path / "runs" / "gpt-001").mkdir(parents=True)  # of a run before
-    args = OPTIONS  # without --out: the ranks find the folder that they had made
+    args = [*OPTIONS, *mirror]  # without --out: the ranks find the folder that they had made
     done = spawn_script(script, 2, args, timeout_s=400, options=["--max-restarts=1"])
     assert done.returncode == 0, done.stderr
-    assert "resumed runs/gpt-002/step-000003" in done.stdout
+    assert goes_on in done.stdout
     assert len(list((tmp_path / "runs").iterdir())) == 2
     assert "2 rank(s)" in done.stdout
     assert done.stdout.count("validation loss") == 1  # rank 0 alone speaks

@@ -100,7 +100,10 @@ def take_slot(file: Path, old: CopyFile | None, nbytes: int) -> CopyFile:
     size = -(-nbytes // _ROUND) * _ROUND + _ROUND
     opened = regular(os.fspath(file), os.O_RDWR | os.O_CREAT)
     try:
-        os.posix_fallocate(opened, 0, size)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(opened, 0, size)
+        else:  # macOS, which has no file system in memory either
+            os.ftruncate(opened, size)
         return CopyFile(file, _tensor_of(mmap.mmap(opened, size)))
     finally:
         os.close(opened)

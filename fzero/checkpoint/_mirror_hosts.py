@@ -103,10 +103,8 @@ def default_folder() -> Path:
     return SHARED_MEMORY / f"fzero-mirror-{os.getuid()}-{safe}"
 
 
-def is_started_again() -> bool:
-    """Whether torchrun would start the ranks again, if they ended with an error now."""
-    left, done = (
-        int(os.environ.get(f"TORCHELASTIC_{name}") or 0)
-        for name in ("MAX_RESTARTS", "RESTART_COUNT")
-    )
-    return done < left
+def restarts() -> tuple[int, int]:
+    """Return how often torchrun has started these ranks again, and how often it would at most."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    done, most = (int(os.environ.get(name) or 0) for name in names)
+    return done, most

@@ -24,6 +24,7 @@ from fzero.checkpoint._mirror_file import (
 )
 from fzero.checkpoint._mirror_find import HostCopy, missing, newest_of, source_for, whole_updates
 from fzero.checkpoint._mirror_home import Home, copies_in, sweep
+from fzero.checkpoint._mirror_hosts import restarts
 from fzero.checkpoint.everywhere import CheckpointError, damaged, everywhere, results_of_ranks
 from fzero.checkpoint.manifest import Manifest, misfits
 from fzero.collectives import exchange_beside
@@ -89,11 +90,15 @@ def _newest(home: Home) -> list[HostCopy] | None:
         if good and not missing(good):
             return good
     if not copies and not bad:
+        if home.rank == 0 and restarts()[0]:
+            _warn_begins_anew(home, "torchrun has started the ranks again, and there are no copies")
         return None
     if whole or bad or any(one.complete for one in copies):
         raise _nothing_whole(home, copies, bad)
     if home.rank == 0:
-        warnings.warn(_begins_anew(home, copies), UserWarning, stacklevel=4)
+        some = newest_of(copies)
+        first, lost = some[0].label.update, ", ".join(map(str, missing(some)))
+        _warn_begins_anew(home, f"of update {first}, the first one, rank {lost} has no copy")
     everywhere(home.ranks, lambda: sweep(home), what=f"sweep {home.folder}")
     return None
 
@@ -192,12 +197,11 @@ def _nothing_whole(home: Home, copies: Sequence[HostCopy], bad: Sequence[str]) -
     )
 
 
-def _begins_anew(home: Home, copies: Sequence[HostCopy]) -> str:
-    some = newest_of(copies)
-    lost = ", ".join(map(str, missing(some)))
-    return explain(
-        f"Mirror.restore: update {some[0].label.update} was the first one to be copied, and there "
-        f"is no copy of rank {lost} in {home.folder.parent}: training begins anew.",
-        cause="a rank that died while the first copies were written.",
-        fix="nothing; a smaller every= has the first copies earlier.",
+def _warn_begins_anew(home: Home, seen: str) -> None:
+    text = explain(
+        f"Mirror.restore: {seen} in {home.folder.parent}: training begins anew.",
+        cause="a rank that died before the first copies were whole; or ranks that ended with "
+        "sys.exit(n), outside of a `with` block of the mirror.",
+        fix="a smaller every= has the first copies earlier; `with Mirror(...) as mirror:`.",
     )
+    warnings.warn(text, UserWarning, stacklevel=5)

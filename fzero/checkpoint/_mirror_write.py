@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -75,21 +75,32 @@ def start_copy(home: Home, draft: Draft, slots: Slots, *, update: int, complete:
 
     slot, sealed = everywhere(home.ranks, copied, what=f"write {home.folder}"), threading.Event()
 
-    def run() -> None:
+    def seal_own() -> Tensor:
         try:
             seal(slot, text, nbytes)
             _commit(home, slots, slot, label)
         finally:
             sealed.set()
+        return slot.memory[:nbytes]
+
+    def run() -> None:
         if home.hosts.held:
-            _send(home, slots, slot.memory[:nbytes], label, complete)
+            _send(home, slots, seal_own, label, complete)
+        else:
+            seal_own()
 
     handle = run_beside(run, what=f"Mirror: the copies of update {update}")
     return Flight(update=update, sealed=sealed, handle=handle)
 
 
-def _send(home: Home, slots: Slots, mine: Tensor, label: Label, complete: int) -> None:
-    """Give this copy to the ranks that keep it, and keep those of others. A collective."""
+def _send(
+    home: Home, slots: Slots, seal_own: Callable[[], Tensor], label: Label, complete: int
+) -> None:
+    """Give the copy that is sealed to ranks that keep it, and keep those of others. A collective.
+
+    An error of one rank is raised on all: nobody waits for a copy that does not come.
+    """
+    mine = everywhere(home.beside, seal_own, what=f"write {home.folder}")
     sizes = home.beside.tell(mine.numel())
     kept = home.hosts.kept_by(home.rank)
 

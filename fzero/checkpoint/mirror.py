@@ -26,7 +26,7 @@ from fzero.checkpoint._mirror_home import (
     require_writer,
     sweep,
 )
-from fzero.checkpoint._mirror_hosts import is_started_again
+from fzero.checkpoint._mirror_hosts import restarts
 from fzero.checkpoint._mirror_read import restored
 from fzero.checkpoint._mirror_write import Flight, Slots, part_of, start_copy
 from fzero.checkpoint._save import drafted, pieces_of_rank
@@ -216,7 +216,8 @@ class Mirror:
     @property
     def _outlives(self) -> bool:
         """Whether a later process finds the copies, if this one ends with an error."""
-        return self._options.folder is not None or is_started_again()
+        done, most = restarts()
+        return self._options.folder is not None or done < most
 
     def _ends(self) -> None:
         """Remove what this process has written, when it ends, unclosed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,10 +46,31 @@ def test_a_state_comes_back_at_another_stage(ranks: int, stage: int, tmp_path: P
     assert torch.equal(torch.rand(4), drawn), "random generators are those of the copy"
 
 
-def test_a_state_without_copies_comes_back_as_it_is(tmp_path: Path) -> None:
+def test_a_state_without_copies_comes_back_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state, mirror = make(mixed(), stage=2), mirror_of(tmp_path)
     assert mirror.restore(state) == (state, {})
     assert "update 0 is whole" in repr(mirror)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.warns(UserWarning, match="there are no copies in .*: training begins anew"):
+        assert mirror.restore(state) == (state, {})
+
+
+def test_an_extra_that_grows_has_room(tmp_path: Path) -> None:
+    state, mirror = make(mixed(), stage=0), mirror_of(tmp_path)
+    for size in (1, 2, 2**18, 2**19, 2**18, 3):
+        mirror.update(state, extra={"x": "a" * size})
+        assert len(mirror_of_next(tmp_path, mirror).restore(state)[1]["x"]) == size
+
+
+def mirror_of_next(folder: Path, mirror: Mirror) -> Mirror:
+    """A mirror that looks at the copies and lets the first one go on."""
+    mirror._flight.land()
+    copied = folder.parent / "copied"
+    shutil.rmtree(copied, ignore_errors=True)
+    shutil.copytree(folder, copied)
+    return mirror_of(copied)
 
 
 class Net(nn.Module):

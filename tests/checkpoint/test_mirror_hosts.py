@@ -115,6 +115,13 @@ def failing(rank: int, world_size: int, folder: Path) -> Any:
         ):
             mirror.update(state)
         mirror.update(state)
+        mirror._flight.land()
+        if rank:
+            shutil.move(folder / "b", folder / "c")
+        with pytest.raises(CheckpointError, match="No such file"):
+            mirror.update(state)
+        if rank:
+            shutil.move(folder / "c", folder / "b")
         with pytest.raises(Exception, match="the ranks make different calls"):
             mirror.update(state) if rank else train(state, 1)
         mirror.close()

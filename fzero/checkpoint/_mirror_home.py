@@ -25,6 +25,7 @@ from fzero.collectives import assert_same_everywhere
 from fzero.errors import AxisError, LayoutError, PhaseError
 
 WRITING = "writing-"  # how a file is named, before the rank, that is no copy yet
+ENDED = "ended-"  # of a file that says, with the rank, that its process has ended well
 SLOTS = 2  # of each part on a host: the last whole update, and the one that is written
 
 
@@ -155,27 +156,41 @@ def sweep(home: Home, keep: Collection[HostCopy] = ()) -> None:
 
     The first rank of a host does, when no other is at work there on what is removed.
     """
-    if not home.hosts.leads:
-        return
-    names = {one.label.name for one in keep if one.host == home.hosts.own}
-    for file in [*copies_in(home.folder), *home.folder.glob(f"{WRITING}*")]:
-        if home.attempt not in file.name and file.name not in names:
-            file.unlink(missing_ok=True)
-
-
-def remove_all(home: Home) -> None:
-    """Remove every copy on this host; all ranks have come to an end."""
     if home.hosts.leads:
-        for file in [*copies_in(home.folder), *home.folder.glob(f"{WRITING}*")]:
-            file.unlink(missing_ok=True)
-    remove_folders(home)
+        names = {one.label.name for one in keep if one.host == home.hosts.own}
+        for file in _own_files(home.folder):
+            if home.attempt not in file.name and file.name not in names:
+                file.unlink(missing_ok=True)
 
 
-def remove_folders(home: Home) -> None:
-    """Remove the folders, if nothing is in them."""
-    for folder in (home.folder, home.folder.parent):
+def leave(home: Home) -> None:
+    """Note that this process has come to its end; the last one of a host removes the copies.
+
+    So one that ends early, or badly by `sys.exit`, takes no copy from those that are still at work.
+    """
+    if WRITERS.get(home.folder, home.attempt) != home.attempt:
+        return  # another mirror of this process has the folder now
+    marks = [
+        home.folder / f"{ENDED}{rank:05d}-{home.attempt}"
+        for rank in home.hosts.ranks_on(home.hosts.own)
+    ]
+    with suppress(OSError):  # somebody has removed the folder
+        marks[home.hosts.ranks_on(home.hosts.own).index(home.rank)].touch()
+        if all(mark.exists() for mark in marks):
+            remove_all(home.folder)
+
+
+def remove_all(folder: Path) -> None:
+    """Remove every copy on this host; then the folders, if nothing else is in them."""
+    for file in _own_files(folder):
+        file.unlink(missing_ok=True)
+    for each in (folder, folder.parent):
         with suppress(OSError):
-            folder.rmdir()
+            each.rmdir()
+
+
+def _own_files(folder: Path) -> list[Path]:
+    return [*copies_in(folder), *folder.glob(f"{WRITING}*"), *folder.glob(f"{ENDED}*")]
 
 
 def require_empty(home: Home) -> None:

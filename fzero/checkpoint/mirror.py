@@ -18,9 +18,9 @@ from fzero.checkpoint._mirror_home import (
     WRITERS,
     Home,
     MirrorOptions,
+    leave,
     open_home,
     remove_all,
-    remove_folders,
     require_empty,
     require_same_ranks,
     require_writer,
@@ -67,8 +67,8 @@ class Mirror:
     `fzero.plan(..., mirror_copies=1)` says how many bytes that is.
 
     The copies go when the run ends well: at `close()`, at the end of a `with` block without an
-    exception, and else when the process ends without one that nobody caught. `sys.exit(2)` is such
-    an end, too; in a `with` block it keeps the copies. A process that is killed keeps them.
+    exception, and else when all processes of a host have ended without one that nobody caught.
+    `sys.exit(2)` is such an end, too; in a `with` block it keeps the copies.
 
     Args:
         folder: in a file system in memory, on each host; one run at a time uses it. Each host has a
@@ -183,7 +183,8 @@ class Mirror:
             return
         land = (lambda: None) if flight is None else flight.land
         everywhere(home.ranks, land, what="wait for the copies")
-        remove_all(home)
+        if home.hosts.leads:
+            remove_all(home.folder)
 
     def _open(self, held: Held) -> Home:
         """Make the folders, as a new attempt. A collective."""
@@ -220,16 +221,10 @@ class Mirror:
         return self._options.folder is not None or done < most
 
     def _ends(self) -> None:
-        """Remove what this process has written, when it ends, unclosed."""
-        home = self._home
+        """Leave at the end of the process, unclosed."""
         failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if home is None or (failed and self._outlives):
-            return
-        for slot in [slot for some in self._slots.values() for slot in some]:
-            slot.file.unlink(missing_ok=True)
-        if self._count.complete and not self._count.is_own:  # what it has restored
-            sweep(home)
-        remove_folders(home)
+        if self._home is not None and not (failed and self._outlives):
+            leave(self._home)
 
     def _forget(self) -> None:
         """Hold nothing any more; the copies stay."""

@@ -127,5 +127,26 @@ def failing(rank: int, world_size: int, folder: Path) -> Any:
         mirror.close()
 
 
+def ended(rank: int, world_size: int, folder: Path) -> Any:
+    """Rank 1 ends, unclosed; then rank 0."""
+    mirror = Mirror(folder, every=1)
+    mirror.update(make(mixed(), stage=1))
+    mirror._flight.land()
+    seen = []
+    for one in (1, 0):
+        contents(make(mixed(), stage=1))  # all ranks are here
+        if rank == one:
+            mirror._ends()
+        contents(make(mixed(), stage=1))
+        seen.append(len(files(folder)))
+    mirror._forget()
+    return seen
+
+
+def test_the_last_rank_that_ends_removes_the_copies(tmp_path: Path) -> None:
+    assert run_ranks(ended, 2, tmp_path / "copies")[0] == [3, 0]
+    assert not (tmp_path / "copies").exists()
+
+
 def test_all_ranks_raise_together(tmp_path: Path) -> None:
     run_ranks(failing, 2, tmp_path)

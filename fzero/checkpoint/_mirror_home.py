@@ -47,6 +47,7 @@ class Home:
     hosts: Hosts
     folder: Path  # on this host
     attempt: str
+    pid: int  # a forked process runs what is left to do at the end, too
 
     @property
     def rank(self) -> int:
@@ -93,7 +94,8 @@ def open_home(options: MirrorOptions, ranks: Ranks, part_bytes: Callable[[], int
     everywhere(ranks, lambda: _require_room(hosts, folder, sizes), what=f"make {folder}")
     attempt = from_first(ranks, lambda: secrets.token_hex(8), what="make a Mirror")
     beside = Ranks(axis=group_beside(ranks.axis, use="mirrors"), beside=True)
-    return Home(ranks=ranks, beside=beside, hosts=hosts, folder=folder, attempt=attempt)
+    pid = os.getpid()
+    return Home(ranks=ranks, beside=beside, hosts=hosts, folder=folder, attempt=attempt, pid=pid)
 
 
 def _make_private(base: Path, folder: Path) -> None:
@@ -168,8 +170,8 @@ def leave(home: Home) -> None:
 
     So one that ends early, or badly by `sys.exit`, takes no copy from those that are still at work.
     """
-    if WRITERS.get(home.folder, home.attempt) != home.attempt:
-        return  # another mirror of this process has the folder now
+    if os.getpid() != home.pid or WRITERS.get(home.folder, home.attempt) != home.attempt:
+        return  # another process, or another mirror of this one, has the folder now
     marks = [
         home.folder / f"{ENDED}{rank:05d}-{home.attempt}"
         for rank in home.hosts.ranks_on(home.hosts.own)
@@ -194,9 +196,12 @@ def _own_files(folder: Path) -> list[Path]:
 
 
 def require_empty(home: Home) -> None:
-    """Raise `PhaseError` where copies are that nobody has asked for."""
-    found = copies_in(home.folder)
-    if home.hosts.leads and found:
+    """Raise `PhaseError` where copies are that nobody has asked for. A collective."""
+
+    def look() -> None:
+        found = copies_in(home.folder)
+        if not found:
+            return
         raise PhaseError(
             f"Mirror.update: {home.folder} has copies that were not restored: {found[-1].name}.",
             cause="a run that was started again and did not call restore, which would have lost "
@@ -204,6 +209,8 @@ def require_empty(home: Home) -> None:
             fix="call mirror.restore(state) before the first update, or remove the folder; give "
             "each Mirror a folder= of its own.",
         )
+
+    everywhere(home.ranks, look, what=f"list {home.folder}")
 
 
 def require_writer(home: Home) -> None:

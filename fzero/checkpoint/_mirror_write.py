@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -32,6 +33,10 @@ Slots = MutableMapping[int, list[CopyFile]]
 """{rank: the files of its copies that this process writes, the older one first}."""
 
 
+_BESIDE: list[AsyncSave] = []
+"""The copies that this process has on their way."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flight:
     """A copy that is on its way."""
@@ -43,6 +48,13 @@ class Flight:
     def land(self) -> None:
         """Wait until it is on all hosts that keep it; raise what went wrong."""
         self.handle.result()
+
+
+def wait_for_copies() -> None:
+    """Wait until nothing is on its way from this process, of any mirror; errors are its own."""
+    for handle in _BESIDE:
+        with suppress(Exception):
+            handle.result()
 
 
 def part_of(held: Held) -> list[TensorPiece]:
@@ -90,6 +102,7 @@ def start_copy(home: Home, draft: Draft, slots: Slots, *, update: int, complete:
             seal_own()
 
     handle = run_beside(run, what=f"Mirror: the copies of update {update}")
+    _BESIDE[:] = [handle, *(one for one in _BESIDE if not one.done())]
     return Flight(update=update, sealed=sealed, handle=handle)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from fzero.checkpoint._mirror_home import (
 )
 from fzero.checkpoint._mirror_hosts import restarts
 from fzero.checkpoint._mirror_read import restored
-from fzero.checkpoint._mirror_write import Flight, Slots, part_of, start_copy
+from fzero.checkpoint._mirror_write import Flight, Slots, part_of, start_copy, wait_for_copies
 from fzero.checkpoint._save import drafted, pieces_of_rank
 from fzero.checkpoint.driven import Driven
 from fzero.checkpoint.everywhere import everywhere
@@ -36,6 +36,7 @@ from fzero.errors.check import is_count, require
 from fzero.state import TrainState
 
 Thing = TypeVar("Thing")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class Mirror:
     A copy is taken while the update waits, and sealed with a checksum and sent by a thread beside
     the next steps. There are two files of each part: the last update that is whole on all ranks
     stays until the next one is. So a host holds 2 (1 + copies) times the parts of its ranks;
-    `fzero.plan(..., mirror_copies=1)` says how many bytes that is.
+    `fzero.plan(...).mirror_bytes(copies)` says how many bytes that is.
 
     The copies go when the run ends well: at `close()`, at the end of a `with` block without an
     exception, and else when all processes of a host have ended without one that nobody caught.
@@ -128,9 +129,7 @@ class Mirror:
         """
         updates = self._count.updates + 1
         if self._home is None:
-            held = held_by("Mirror.update", state, apart=True)
-            home = self._open(held)
-            everywhere(home.ranks, lambda: require_empty(home), what=f"list {home.folder}")
+            self._open(held_by("Mirror.update", state, apart=True), require_empty)
         if updates % self._options.every == 0:
             self._copy(state, extra, updates)
         elif self._flight is not None:
@@ -159,12 +158,9 @@ class Mirror:
             PhaseError: inside a coalesced step.
         """
         held = held_by("Mirror.restore", like, apart=True)
-        flight = self._flight
-        if flight is not None:
-            everywhere(held.processes, flight.land, what="wait for the copies")
-        home = self._open(held)
-        found = restored(home, held)
-        WRITERS[home.folder] = home.attempt
+        found = self._open(held, lambda home: restored(home, held))
+        assert self._home is not None
+        WRITERS[self._home.folder] = self._home.attempt
         if found is None:
             return like, {}
         self._count = _Count(updates=found.update, complete=found.update)
@@ -186,13 +182,15 @@ class Mirror:
         if home.hosts.leads:
             remove_all(home.folder)
 
-    def _open(self, held: Held) -> Home:
-        """Make the folders, as a new attempt. A collective."""
+    def _open(self, held: Held, begin: Callable[[Home], T]) -> T:
+        """Make the folders, as a new attempt; return what it begins with. A collective."""
+        wait_for_copies()
         self._forget()
         home = open_home(self._options, held.processes, lambda: copy_bytes(part_of(held)))
+        begun = begin(home)
         self._home = home
         atexit.register(self._ends)
-        return home
+        return begun
 
     def _copy(self, thing: Any, extra: Mapping[str, Any] | None, updates: int) -> None:
         home, flight = self._home, self._flight

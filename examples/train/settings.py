@@ -95,6 +95,12 @@ class Output:
         action="store_true",
     )
     save_every: int = option(0, "steps between checkpoints, 0: only at the end ({})", **WHOLE)
+    mirror: int = option(
+        0,
+        "steps between copies in the memory of the host, from which torchrun --max-restarts goes "
+        "on; 0: none ({})",
+        **WHOLE,
+    )
     sample_bytes: int = option(400, "of generated text ({})", **WHOLE)
     plot: bool = option(True, "write no loss curve", action="store_false")
     quiet: bool = option(False, "print results only, no progress", action="store_true")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.checkpoint import load
+from fzero.checkpoint import Mirror, load
 from train.again import resume_command
 from train.claim import begun_before, claimed
 from train.finish import finish
@@ -83,21 +83,22 @@ def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[s
     steps, output = job.settings.course.steps, job.settings.output
     numel = sum(each.numel() for each in params.values())
     state = job.step.init(params, make_optimizer(job.settings))
-    if folder:
-        state = load(folder, state)
-        _note(job, f"resumed {folder}", *_differences(job, facts))
-    losses = list(facts.get("losses", []))
-    before = len(losses)
-    _note(job, *_headline(job, state, numel))
-    if before >= steps:
-        more = f"    {_resume(job, folder, out)} --steps {2 * before}"
-        _say(f"this run is finished: its {before} steps are done; for {before} more:", more)
-    lines = None
-    with stop_signals() as received:  # a checkpoint that has begun is finished, too
-        state = _loop(job, state, losses, received, out)
+    with ExitStack() as until_saved, stop_signals() as received:  # a save that began is finished
+        mirror = Mirror(every=output.mirror) if output.mirror else None
+        if mirror is not None:
+            until_saved.enter_context(mirror)
+        state, losses = _go_on(job, state, folder, facts, mirror)
+        before = len(facts.get("losses", []))
+        _note(job, *_headline(job, state, numel))
+        if before >= steps:
+            more = f"    {_resume(job, folder, out)} --steps {2 * before}"
+            _say(f"this run is finished: its {before} steps are done; for {before} more:", more)
+        state = _loop(job, state, losses, received, out, mirror)
         if len(losses) > before:
             _say(f"checkpoint: {_save(job, state, losses, out)}")
             folder = find_checkpoint(out)
+        until_saved.close()
+        lines = None
         if not any_rank(bool(received)):
             curve = out / "loss.png" if output.plot else None
             note = functools.partial(_remark, job)
@@ -107,6 +108,26 @@ def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[s
         return received[0] if received else 0
     _say(*lines)
     return 0
+
+
+def _go_on(
+    job: Job,
+    state: fzero.TrainState,
+    folder: Path | None,
+    facts: dict[str, Any],
+    mirror: Mirror | None,
+) -> tuple[fzero.TrainState, list[float]]:
+    """Return where the run goes on, and its losses: from copies in memory, or the checkpoint."""
+    losses = list(facts.get("losses", []))
+    if mirror is not None:
+        held, extra = mirror.restore(state)
+        if len(extra.get("losses", [])) > len(losses):
+            _note(job, f"restored step {len(extra['losses'])} from memory")
+            return held, list(extra["losses"])
+    if folder:
+        state = load(folder, state)
+        _note(job, f"resumed {folder}", *_differences(job, facts))
+    return state, losses
 
 
 def _how_to_continue(job: Job, done: int, folder: Path | None, out: Path) -> list[str]:
@@ -128,7 +149,12 @@ def _resume(job: Job, folder: Path | None, out: Path) -> str:
 
 
 def _loop(
-    job: Job, state: fzero.TrainState, losses: list[float], received: list[int], out: Path
+    job: Job,
+    state: fzero.TrainState,
+    losses: list[float],
+    received: list[int],
+    out: Path,
+    mirror: Mirror | None,
 ) -> fzero.TrainState:
     """Train to the last step, or to the first signal to any rank; append to `losses`."""
     course, output = job.settings.course, job.settings.output
@@ -144,6 +170,8 @@ def _loop(
             state, loss = job.step(state, make_batches(job, len(losses)))
             mean, stopped = _agree(loss, received)
             losses.append(mean)
+            if mirror is not None:
+                mirror.update(state, extra=_facts(job, losses))
             progress.step(mean, fzero.state_bytes(state)["total"])
             due = output.save_every and len(losses) % output.save_every == 0
             if due and len(losses) < course.steps and not stopped:  # the last one is `_run`'s
@@ -162,12 +190,15 @@ def _agree(loss: Tensor, received: list[int]) -> tuple[float, bool]:
 
 
 def _save(job: Job, state: fzero.TrainState, losses: list[float], out: Path) -> str:
-    facts = {
+    return str(save_run(out, state, _facts(job, losses)))
+
+
+def _facts(job: Job, losses: list[float]) -> dict[str, Any]:
+    return {
         "settings": saved_form(job.settings),
         "text_sha256": job.corpus.sha256,
         "losses": losses,
     }
-    return str(save_run(out, state, facts))
 
 
 def _differences(job: Job, facts: dict[str, Any]) -> list[str]:

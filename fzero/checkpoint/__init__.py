@@ -27,3 +27,4 @@ from fzero.checkpoint._save import save_async as save_async
 from fzero.checkpoint._universal_load import load_universal as load_universal
 from fzero.checkpoint._universal_save import save_universal as save_universal
 from fzero.checkpoint.everywhere import CheckpointError as CheckpointError
+from fzero.checkpoint.mirror import Mirror as Mirror

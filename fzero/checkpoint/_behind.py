@@ -13,8 +13,8 @@ from fzero.ranks.mesh import Axis, Runtime, own_group
 _EARLIER: list[AsyncSave] = []
 """The last save that this process started, until somebody has got its result."""
 
-_GROUPS: dict[Axis, Axis] = {}
-"""For each axis the same ranks with a process group for saves in flight: made once."""
+_GROUPS: dict[tuple[Axis, str], Axis] = {}
+"""For each axis, and what writes, the same ranks with a process group of its own: made once."""
 
 
 class AsyncSave:
@@ -58,6 +58,13 @@ class AsyncSave:
 
 
 def start_thread(run: Callable[[], None], *, what: str) -> AsyncSave:
+    """Run in a thread, as the save that the next one waits for."""
+    handle = run_beside(run, what=what)
+    _EARLIER[:] = [handle]
+    return handle
+
+
+def run_beside(run: Callable[[], None], *, what: str) -> AsyncSave:
     """Run in a thread, which the interpreter waits for when it ends."""
     handle = AsyncSave(what)
 
@@ -69,7 +76,6 @@ def start_thread(run: Callable[[], None], *, what: str) -> AsyncSave:
         else:
             handle._future.set_result(None)
 
-    _EARLIER[:] = [handle]
     threading.Thread(target=body, name=what, daemon=False).start()
     return handle
 
@@ -84,14 +90,17 @@ def wait_for_earlier(*, raises: bool = True) -> None:
             handle._future.exception()
 
 
-def group_beside(axis: Axis) -> Axis:
-    """Return the same ranks with a group that only saves in flight use. A collective at first."""
+def group_beside(axis: Axis, *, use: str = "saves") -> Axis:
+    """Return the same ranks with a group that only one use has. A collective at first.
+
+    use: of which one thread is in flight at a time.
+    """
     if axis.runtime is not Runtime.PROCESSES:
         return axis
-    found = _GROUPS.get(axis)
+    found = _GROUPS.get((axis, use))
     if found is not None:
         with suppress(AxisError):  # torch.distributed may have been started anew
             found.group()
             return found
-    found = _GROUPS[axis] = own_group(axis, backend="gloo")
+    found = _GROUPS[axis, use] = own_group(axis, backend="gloo")
     return found

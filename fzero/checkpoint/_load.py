@@ -52,7 +52,6 @@ class LoadPlan:
     states: list[TrainState]  # of each of its ranks: new ones, to be filled
     pieces: list[TensorPiece]  # views of them, of `buffers` and of `sums`
     sums: Sums  # of residuals
-    index: Any  # of torch.distributed.checkpoint
     buffers: Buffers  # of an engine's module
     set_rng: Callable[[], None] | None
 
@@ -146,20 +145,19 @@ def load_with_extra(
             return read_manifest(where)
 
         saved = from_first(ranks, begin, what=f"read {where}")
+        folder, axis = where / saved.data, ranks.axis
+
+        def prepare() -> tuple[LoadPlan, Any]:
+            require_whole(folder, saved.files, axis.rank, axis.size)
+            file = folder / rng_file(axis.rank)
+            text = read_text(file) if rng and file.name in saved.files else None
+            plan = planned(held, saved, where, rng=text)
+            return plan, storage().index_of(saved, plan.pieces, where)
+
         with torch.no_grad():
-            plan = everywhere(ranks, lambda: _plan(held, saved, where, rng), what=f"read {where}")
-            storage().read_pieces(plan.pieces, where / saved.data, plan.index, ranks.axis)
-            states = completed(held, plan.states)
-            if held.is_stack:
-                share_with_replicas(states)
-            for total, part in plan.sums:
-                total += part
-    made = held.returned(states, plan.buffers)
-    if held.engine is not None:
-        set_options(held.engine.optimizer, saved.module["options"])
-    if plan.set_rng is not None:
-        plan.set_rng()
-    return made, saved.extra
+            plan, index = everywhere(ranks, prepare, what=f"read {where}")
+            storage().read_pieces(plan.pieces, folder, index, axis)
+            return finished(held, saved, plan), saved.extra
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:
@@ -206,23 +204,22 @@ def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
     set_options(engine.optimizer, saved.module["options"])
 
 
-def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
-    """Check the manifest against the states, and allocate what is read. Reads no tensor."""
+def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> LoadPlan:
+    """Check a manifest against the states, and allocate what is read. Reads no tensor.
+
+    where: it was read from. rng: the random generators of this rank; None: they stay.
+    """
     for one in held.states:
         require_closed(one)
-    require_fit(saved, facts_of_state(held.states[0]), path)
-    check_replicas_saved(held.states[0], saved, path)
-    folder, axis, engine = path / saved.data, held.processes.axis, held.engine
-    require_whole(folder, saved.files, axis.rank, axis.size)
+    require_fit(saved, facts_of_state(held.states[0]), where)
+    check_replicas_saved(held.states[0], saved, where)
+    axis, engine = held.processes.axis, held.engine
     buffers, pieces = {}, []
     if engine is not None:
         same = saved.origin["ranks"] == axis.size
         found = saved.module["buffers"]
         buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
         require_options(engine.optimizer, saved.module["options"])
-    file = rng_file(axis.rank)
-    has_rng = rng and file in saved.files
-    set_rng = rng_setter(read_text(folder / file), folder / file) if has_rng else None
     frozen = not leaves_out(saved)
     made: list[TrainState] = []
     sums: Sums = []
@@ -237,11 +234,21 @@ def _plan(held: Held, saved: Manifest, path: Path, rng: bool) -> LoadPlan:
         ]
         made.append(new)
         sums += more
-    return LoadPlan(
-        states=made,
-        pieces=pieces,
-        sums=sums,
-        index=storage().index_of(saved, pieces, path),
-        buffers=buffers,
-        set_rng=set_rng,
-    )
+    set_rng = None if rng is None else rng_setter(rng, where)
+    return LoadPlan(states=made, pieces=pieces, sums=sums, buffers=buffers, set_rng=set_rng)
+
+
+@torch.no_grad()
+def finished(held: Held, saved: Manifest, plan: LoadPlan) -> Any:
+    """Return the state or engine with what was read into the pieces of a plan. A collective."""
+    states = completed(held, plan.states)
+    if held.is_stack:
+        share_with_replicas(states)
+    for total, part in plan.sums:
+        total += part
+    made = held.returned(states, plan.buffers)
+    if held.engine is not None:
+        set_options(held.engine.optimizer, saved.module["options"])
+    if plan.set_rng is not None:
+        plan.set_rng()
+    return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -182,28 +182,31 @@ def _place(path: PathLike, thing: TrainState | Driven) -> tuple[Path, Held]:
 
 
 def draft_of(
-    held: Held, extra: Mapping[str, Any] | None, *, rng: bool, frozen: bool, copies: bool
+    held: Held,
+    extra: Mapping[str, Any] | None,
+    *,
+    rng: bool = True,
+    frozen: bool = True,
+    copies: bool = False,
+    ready: Callable[[], None] = lambda: None,
 ) -> Draft:
     """Check everything, and return what this process writes. A collective.
 
-    copies: in host memory; else views of the state.
+    copies: whether values are copied to host memory; else they are views of the state.
+    ready: is called first on each rank; an error of it is raised on all.
     """
     ranks = held.processes
 
     def prepare() -> Draft:
+        ready()
         for one in held.states:
             require_idle(one)
         manifest = facts_of_state(held.states[0], frozen=frozen)
         if held.engine is not None:
             manifest.module["options"] = options_of(held.engine.optimizer)
-        pieces = []
-        for one, rank in zip(held.states, held.ranks, strict=True):
-            shards = [*all_shards_of(one, rank, frozen=frozen), *residual_shards(one, rank)]
-            if copies:
-                shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
-            pieces += cut_shards(one.setup.layout, shards)
-            own = owned_pieces(one, rank, saves=True)
-            pieces += [replace(x, values=_copied(x.values)) for x in own] if copies else own
+        pieces = pieces_of(held, frozen=frozen)
+        if copies:
+            pieces = [replace(piece, values=_copied(piece.values)) for piece in pieces]
         return Draft(
             ranks=ranks,
             manifest=replace(manifest, extra=as_extra(extra)),
@@ -220,6 +223,18 @@ def draft_of(
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
     assert_same_everywhere([f"step {local or step}"], ranks.axis, what="the checkpoint")
     return draft
+
+
+def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
+    """Return what this process writes of its states, as views; buffers are not among it."""
+    pairs = zip(held.states, held.ranks, strict=True)
+    return [piece for one, rank in pairs for piece in pieces_of_rank(one, rank, frozen=frozen)]
+
+
+def pieces_of_rank(state: TrainState, rank: int, *, frozen: bool = True) -> list[TensorPiece]:
+    """Return what one rank of the mesh writes of a state, as views."""
+    shards = [*all_shards_of(state, rank, frozen=frozen), *residual_shards(state, rank)]
+    return [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, saves=True)]
 
 
 def _note_free_slots(held: Held, manifest: Manifest) -> None:

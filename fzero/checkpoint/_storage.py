@@ -17,7 +17,7 @@ import io
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ from torch.futures import Future
 
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint.everywhere import could_not, damaged, said_by
-from fzero.checkpoint.manifest import MANIFEST, Manifest
+from fzero.checkpoint.manifest import MANIFEST, Manifest, misfits
 from fzero.ranks.mesh import Axis, Runtime
 
 Named = dict[str, list[TensorPiece]]
@@ -90,7 +90,7 @@ def index_of(saved: Manifest, pieces: Sequence[TensorPiece], path: Path) -> dcp.
     for piece in pieces:
         if piece.name in found.state_dict_metadata:
             continue
-        for wrong in _misfits(saved, piece):
+        for wrong in misfits(saved, piece):
             raise damaged(path / MANIFEST, f"does not fit {piece.name}: {wrong}")
         chunks = []
         for begin, numel, *place in saved.tensors[piece.name]["chunks"]:
@@ -103,26 +103,6 @@ def index_of(saved: Manifest, pieces: Sequence[TensorPiece], path: Path) -> dcp.
             chunks=chunks,
         )
     return found
-
-
-def _misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
-    """Say what is wrong with the tensor of a piece in the manifest."""
-    if piece.name not in saved.tensors:
-        yield "the manifest does not have it"
-        return
-    entry, end = saved.tensors[piece.name], 0
-    if entry["dtype"] != str(piece.values.dtype):
-        yield f"it is {entry['dtype']:.80} there, {piece.values.dtype} is wanted"
-    for begin, numel, file, offset, length in sorted(entry["chunks"]):
-        if begin != end:
-            yield f"elements {end} to {begin} are in no chunk, or in two"
-        if file not in saved.files:
-            yield f"it is in {file!r:.200}, which is not in the manifest"
-        elif offset + length > saved.files[file][0]:
-            yield f"it is at {offset} + {length} of {file}"
-        end = begin + numel
-    if end != piece.numel:
-        yield f"{end} elements are there, {piece.numel} are wanted"
 
 
 class _Writer(dcp.FileSystemWriter):

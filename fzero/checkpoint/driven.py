@@ -51,7 +51,7 @@ def buffers_of(module: nn.Module) -> Buffers:
 
 def facts_of(buffers: Buffers) -> dict[str, tuple[str, int]]:
     """Return {path: (shape and dtype, crc32 of the values)}."""
-    return {path: (_form(value), zlib.crc32(_raw(value))) for path, value in buffers.items()}
+    return {path: (form_of(value), zlib.crc32(_raw(value))) for path, value in buffers.items()}
 
 
 def differing_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str, dict[str, str]]:
@@ -96,7 +96,7 @@ def blank_buffers(
     for path in sorted({*saved, *here} if saved else ()):
         forms = saved.get(path, {})
         source = str(rank) if same_ranks and str(rank) in forms else "0"
-        form = _form(here[path]) if path in here else "nothing"
+        form = form_of(here[path]) if path in here else "nothing"
         if forms.get(source, "nothing") != form:
             raise LayoutError(
                 f"load: the buffer {path} is {forms.get(source, 'nothing')} in the checkpoint, "
@@ -179,7 +179,8 @@ def _name(rank: int | str, path: str) -> str:
     return f"buffers/{rank}/{path}"
 
 
-def _form(value: Tensor) -> str:
+def form_of(value: Tensor) -> str:
+    """Return what a manifest says of a buffer."""
     return f"{tuple(value.shape)} {value.dtype}"
 
 

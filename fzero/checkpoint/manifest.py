@@ -14,7 +14,7 @@ import torch
 from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, counters_of, unstepped_of
 from fzero.checkpoint._form import MANIFEST_FORM, problems
 from fzero.checkpoint._owned import owned_slots
-from fzero.checkpoint._pieces import leaf_names
+from fzero.checkpoint._pieces import TensorPiece, leaf_names
 from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint.disk import put_text, read_text
 from fzero.checkpoint.everywhere import CheckpointError, damaged
@@ -195,6 +195,26 @@ def read_manifest(path: Path) -> Manifest:
     for wrong in problems(body, MANIFEST_FORM, "the manifest"):
         raise damaged(file, f"is no manifest: {wrong}")
     return Manifest(**body)
+
+
+def misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
+    """Say what is wrong with the tensor of a piece in the manifest."""
+    if piece.name not in saved.tensors:
+        yield "the manifest does not have it"
+        return
+    entry, end = saved.tensors[piece.name], 0
+    if entry["dtype"] != str(piece.values.dtype):
+        yield f"it is {entry['dtype']:.80} there, {piece.values.dtype} is wanted"
+    for begin, numel, file, offset, length in sorted(entry["chunks"]):
+        if begin != end:
+            yield f"elements {end} to {begin} are in no chunk, or in two"
+        if file not in saved.files:
+            yield f"it is in {file!r:.200}, which is not in the manifest"
+        elif offset + length > saved.files[file][0]:
+            yield f"it is at {offset} + {length} of {file}"
+        end = begin + numel
+    if end != piece.numel:
+        yield f"{end} elements are there, {piece.numel} are wanted"
 
 
 def _crc32(body: Any) -> int:

@@ -34,6 +34,25 @@ def start_uneven_all_to_all(
     return InFlight(_begin(list(sent), sizes, axis), {})
 
 
+def exchange_beside(
+    sent: Sequence[tuple[int, Tensor]], got: Sequence[tuple[int, Tensor]], axis: Axis
+) -> None:
+    """Send each (r, x [n] uint8) to rank r, and fill each (r, y [n]) with what r sends; wait.
+
+    What two ranks send each other comes in the order in which it is sent. In host memory, over the
+    gloo group of `axis`: for a thread that has it to itself, whose bytes are in no log.
+    """
+    if axis.runtime is Runtime.LOCAL:
+        return
+    group = axis.group()
+    with explained("exchange", axis):
+        works = [dist.isend(x, dist.get_global_rank(group, r), group=group) for r, x in sent]
+        works += [dist.irecv(y, dist.get_global_rank(group, r), group=group) for r, y in got]
+        for work in works:
+            assert work is not None  # this rank is in the group
+            work.wait()
+
+
 def _begin(sent: list[Tensor], sizes: Sequence[int], axis: Axis) -> Started:
     mine = axis.rank
     if axis.runtime is Runtime.VIRTUAL and not is_abstract():

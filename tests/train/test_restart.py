@@ -27,7 +27,7 @@ real = module.make_batches
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
 def make_batches(job, step):
-    if first and step == 4 and os.environ["RANK"] == "1":
+    if first and step == @STEP@ and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
     return real(job, step)
 
@@ -45,14 +45,24 @@ def _whole(rank: int, size: int, out: Path) -> None:
 
 @pytest.mark.timeout(600)  # two starts of two ranks: 15 s, and many times that on a busy machine
 @pytest.mark.xdist_group("gloo")
-def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mirror", "killed_at", "goes_on"),
+    [
+        pytest.param([], 4, "resumed runs/gpt-002/step-000003", id="disk"),
+        pytest.param(["--mirror", "2"], 5, "restored step 4 from memory", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(
+    mirror: list[str], killed_at: int, goes_on: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT.replace("@EXAMPLES@", repr(str(EXAMPLES))))
+    text = SCRIPT.replace("@EXAMPLES@", repr(str(EXAMPLES)))
+    script.write_text(text.replace("@STEP@", str(killed_at)))
     (tmp_path / "runs" / "gpt-001").mkdir(parents=True)  # of a run before
-    args = OPTIONS  # without --out: the ranks find the folder that they had made
+    args = [*OPTIONS, *mirror]  # without --out: the ranks find the folder that they had made
     done = spawn_script(script, 2, args, timeout_s=400, options=["--max-restarts=1"])
     assert done.returncode == 0, done.stderr
-    assert "resumed runs/gpt-002/step-000003" in done.stdout
+    assert goes_on in done.stdout
     assert len(list((tmp_path / "runs").iterdir())) == 2
     assert "2 rank(s)" in done.stdout
     assert done.stdout.count("validation loss") == 1  # rank 0 alone speaks

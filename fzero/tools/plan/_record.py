@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fzero.checkpoint.mirror import mirror_bytes
 from fzero.machine.owners import owners_of
 from fzero.state import Setup
 from fzero.tools._columns import columns
@@ -43,6 +44,7 @@ class Plan:
     peak: Mapping[str, int]  # by kind, on the device, when most is alive; empty: not known
     traffic: tuple[Traffic, ...]
     time: Time | None  # None: not known
+    part_bytes: int = 0  # what a rank copies into a `Mirror`; 0: its state cannot be saved
 
     @property
     def world(self) -> int:
@@ -73,6 +75,10 @@ class Plan:
         """Bytes that one rank sends in one step, on the ring lower bound."""
         return sum(one.wire_bytes for one in self.traffic)
 
+    def mirror_bytes(self, copies: int = 1) -> int:
+        """Host memory for each rank of `fzero.checkpoint.Mirror(every=..., copies=copies)`."""
+        return mirror_bytes(self.part_bytes, copies)
+
     @property
     def ranks(self) -> tuple[RankShare, ...]:
         """Elements and padding of each of the W ranks."""
@@ -94,6 +100,7 @@ class Plan:
             "peak": dict(self.peak),
             "collectives": [one._asdict() for one in self.traffic],
             "wire_bytes": self.wire_bytes,
+            "mirror_bytes": self.mirror_bytes(),
             "ranks": _padding(self),
             "time": None if self.time is None else self.time.to_dict(),
         }
@@ -162,6 +169,9 @@ def _notes(plan: Plan) -> list[str]:
         notes.append("Nothing is updated: no parameter learns.")
     elif empty:
         notes.append(f"{empty:,} ranks update nothing: their shards are all padding.")
+    if plan.part_bytes:
+        held = in_bytes(plan.mirror_bytes())
+        notes.append(f"A Mirror with copies=1 takes {held} of host memory for each rank.")
     if plan.peak:
         notes.append("The peak is of tensors without the batch, before what an allocator adds.")
     else:

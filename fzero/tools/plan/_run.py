@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from fzero.checkpoint.mirror import part_bytes
 from fzero.collectives import CollectiveLog, count_collectives
 from fzero.context.here import abstract_rank
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, LayoutError
 from fzero.errors.check import require
 from fzero.optim.masters import masters_of
 from fzero.state import NAMESPACE, Setup, TrainState, state_bytes
@@ -103,7 +104,15 @@ def _plan(
         peak=peak,
         traffic=traffic,
         time=time_of(watch.work, calls, rates),
+        part_bytes=sum(_part_bytes(state, rank) for state in states),
     )
+
+
+def _part_bytes(state: TrainState, rank: int) -> int:
+    try:
+        return part_bytes(state, rank)
+    except LayoutError:  # an optimizer whose state has no place in a checkpoint
+        return 0
 
 
 def _bytes(state: TrainState) -> dict[str, int]:

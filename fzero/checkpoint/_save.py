@@ -26,7 +26,7 @@ from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._local import all_shards_of, facts_of_replicas
 from fzero.checkpoint._owned import Slots, free_slots, owned_pieces
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
-from fzero.checkpoint._residual import residual_shards
+from fzero.checkpoint._residual import residual_shards, start_pieces
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.checkpoint.disk import sync, sync_files
 from fzero.checkpoint.driven import (
@@ -193,6 +193,7 @@ def _draft(
                 shards = [shard._replace(values=_copied(shard.values)) for shard in shards]
             pieces += cut_shards(one.setup.layout, shards)
             own = owned_pieces(one, rank, saves=True)
+            own += start_pieces(one) if rank == 0 else []
             pieces += [replace(x, values=_copied(x.values)) for x in own] if copies else own
         return Draft(
             path=where,

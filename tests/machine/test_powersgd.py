@@ -91,6 +91,8 @@ def test_starts_are_the_same_everywhere_and_of_full_rank() -> None:
     first = powersgd.start(50, 4)
     assert torch.equal(first[:, :2], powersgd.start(50, 2)) and first.all()
     assert int(torch.linalg.matrix_rank(first)) == 4 and float(first.mean().abs()) < 0.1
+    beyond = first * torch.inf
+    assert torch.equal(powersgd.next_start(beyond, first), first)
     zeros = torch.zeros(50, 4)
     assert torch.equal(powersgd.next_start(zeros, first), first)  # no gradient: as it was
 

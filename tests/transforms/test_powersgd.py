@@ -32,6 +32,7 @@ from tests.transforms.wired import (
     noise,
     residual,
     total,
+    with_gradients,
 )
 
 POWER = codecs.powersgd(rank=2)
@@ -152,6 +153,23 @@ def test_a_skipped_update_leaves_no_trace(driver: Any, stage: int) -> None:
         flats = [[*s.params.flats, *s.window.residual.flats] for s in (mine, theirs)]
         for x, y in zip(*flats, strict=True):
             assert torch.equal(x, y) and x.isfinite().all()
+
+    each_rank(body, 2)
+
+
+def test_a_nan_stays_out_of_what_is_kept_and_is_seen_in_the_gradient() -> None:
+    def bad(rank: int, step: int) -> Any:
+        found = dict(noise(rank, step))
+        if rank == 0:
+            found["wide"] = torch.where(found["wide"] > 2, torch.nan, found["wide"])
+        return found
+
+    def body(rank: int) -> None:
+        for driver in BOTH:
+            state = with_gradients(driver, rank, bad, 2, compress=ENCODED)
+            assert all(flat.isfinite().all() for flat in state.window.residual.flats)
+            found = fzero.gradients(state)
+            assert found["wide"].isnan().all() and found["blocks.1.bias"].isfinite().all()
 
     each_rank(body, 2)
 

@@ -83,9 +83,7 @@ class powersgd(Codec):
     @staticmethod
     def start(columns: int, rank: int, device: torch.device | None = None) -> Tensor:
         """Return the first Q, [columns, rank] of fp32: numbers of 8 bits, the same everywhere."""
-        places = torch.arange(rank * columns, dtype=torch.int32, device=device)
-        odd = (mixed(places + 1) & 0xFF) * 2 - 0xFF
-        return (odd.to(torch.float32) / 256).view(rank, columns).T
+        return hashed(columns, rank, device)
 
     @staticmethod
     def basis(p: Tensor) -> Tensor:
@@ -129,6 +127,13 @@ class powersgd(Codec):
     def bound(self, x: Tensor) -> Tensor:
         """Nothing is lost."""
         return torch.zeros_like(x)
+
+
+def hashed(rows: int, columns: int, device: torch.device | None = None) -> Tensor:
+    """Return numbers in (-1, 1) of 8 bits, [rows, columns] of fp32, by a hash of their places."""
+    places = torch.arange(rows * columns, dtype=torch.int32, device=device)
+    odd = (mixed(places + 1) & 0xFF) * 2 - 0xFF
+    return (odd.to(torch.float32) / 256).view(columns, rows).T
 
 
 class Matrix(NamedTuple):

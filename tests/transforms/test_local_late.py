@@ -14,6 +14,7 @@ from torch import Tensor
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
+from fzero.machine.offload import is_on_disk
 from fzero.state import Buffers, Local, Outer, outer
 from tests.checkpoint.test_local_late_saved import Training
 from tests.covering import covered
@@ -207,6 +208,32 @@ def test_with_no_replica_left_nothing_comes(steps: int) -> None:
         anchors, own = by_engine("2", batches, 2, local)
     for found, mine, wanted in zip(anchors, own, model().parameters(), strict=True):
         assert torch.equal(found[0], wanted) and torch.equal(mine[1], wanted)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_where_all_are_left_out_all_go_back_and_nothing_comes(delay: int, tmp_path: Path) -> None:
+    def body(batches: Tensor) -> None:
+        module = model()
+        engine = Engine(
+            module,
+            torch.optim.SGD(module.parameters(), 0.1),
+            stage=1,
+            local=Local(every=2, delay=delay),
+            offload=fzero.Offload(optimizer="disk", folder=tmp_path),
+        )
+        for step, batch in enumerate(batches):
+            if step < 2:
+                engine.state = fzero.leave_out(engine.state)
+            engine.backward(error(engine, batch))
+            engine.step()
+            held = engine.state.window.outer
+            assert held is not None and held.coming[0].held == (step == 3 and delay == 1)
+            assert all(map(is_on_disk, held.coming[0].flats))
+            if step == 1:
+                for found, wanted in zip(module.parameters(), model().parameters(), strict=True):
+                    assert torch.equal(found, wanted)
+
+    fzero.simulate(body, world_size=2)(data(2, steps=4).transpose(0, 1))
 
 
 def test_no_more_crosses_than_without_a_delay_and_nothing_when_it_arrives() -> None:

@@ -24,10 +24,10 @@ from fzero.state import Part, Setup
 
 
 class _There(NamedTuple):
-    """A gradient on its way: with what was left of those before it, and as what it is sent."""
+    """A gradient whose P is on the wire."""
 
-    whole: Tensor
-    remembers: bool
+    whole: Tensor  # [n], with what was left of those before it
+    remembers: bool  # whether what it lacks is kept: it is this rank's own
 
 
 class _Back(NamedTuple):

@@ -154,9 +154,7 @@ def _departed(state: TrainState, due: int, general: bool) -> TrainState:
         if general and setup.reduction.codec is not None:
             raise not_differentiable("gradients", setup.reduction.codec)
         sums = sum_over_replicas(setup, moved, held.mesh.replicas)
-        home = setup.offload.optimizer if held.local.delay and not general else None
-        means = tuple(offloaded(home, x / said.count, setup.offload) for x in sums)
-        coming[due] = replace(coming[due], flats=means)
+        coming[due] = replace(coming[due], flats=tuple(x / said.count for x in sums))
     weight = held.weight.clone()
     weight[due] = 1.0
     state = _with(state, replace(held, weight=weight, coming=tuple(coming)))

@@ -157,6 +157,33 @@ def test_a_skipped_update_leaves_no_trace(driver: Any, stage: int) -> None:
     each_rank(body, 2)
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_backward_that_raises_leaves_no_trace(stage: int) -> None:
+    """Though some of its buckets are reduced by then, on all ranks."""
+
+    def body(rank: int) -> list[list[Tensor]]:
+        found = []
+        for breaks in (False, True):
+            module = Odd()
+            learns = [p for p in module.parameters() if p.requires_grad]
+            sgd = torch.optim.SGD(learns, LR)
+            engine = Engine(module, sgd, stage=stage, compress=ENCODED, bucket_bytes=64)
+            for step in range(3):
+                if breaks and step == 1:
+                    x = torch.ones((), requires_grad=True)
+                    x.register_hook(lambda _: 1 / 0)
+                    with pytest.raises(ZeroDivisionError):
+                        (engine(noise(rank, 7)) * x.clone()).backward()
+                engine(noise(rank, step)).backward()
+                engine.step()
+            state = engine.state
+            found.append([*state.params.flats, *state.window.residual.flats])
+        return found
+
+    for mine, theirs in zip(*each_rank(body, 2), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 def test_a_nan_stays_out_of_what_is_kept_and_is_seen_in_the_gradient() -> None:
     def bad(rank: int, step: int) -> Any:
         found = dict(noise(rank, step))

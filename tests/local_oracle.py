@@ -20,6 +20,7 @@ class Replicas:
     """R copies of a module that train apart, and anchors: nothing of fzero is in here.
 
     fragments: the numbers of the parameters that meet together; default: all of them.
+    delay, mixing: updates from an exchange to its outer update; what a replica keeps of its own.
     """
 
     def __init__(
@@ -32,6 +33,8 @@ class Replicas:
         outer: Make = sgd_of_diloco,
         max_norm: float | None = None,
         fragments: Sequence[Sequence[int]] = (),
+        delay: int = 0,
+        mixing: float = 0.0,
     ) -> None:
         self.modules = [copy.deepcopy(module) for _ in range(count)]
         self.inner = [inner(list(one.parameters())) for one in self.modules]
@@ -39,6 +42,8 @@ class Replicas:
         self.fragments = fragments or [range(len(self.anchors))]
         self.outer = [outer([self.anchors[k] for k in some]) for some in self.fragments]
         self.every, self.max_norm, self.updates = every, max_norm, 0
+        self.delay, self.mixing = delay, mixing
+        self.coming: dict[tuple[int, int], list[Tensor]] = {}  # (update, fragment): mean moves
 
     def update(
         self,
@@ -63,16 +68,26 @@ class Replicas:
             offset = (number + 1) * self.every // len(self.fragments)
             if self.updates % self.every == offset % self.every:
                 self.meet(number, [i for i in range(len(self.modules)) if i not in out])
+            if moves := self.coming.pop((self.updates, number), None):
+                self.arrive(number, moves)
 
     @torch.no_grad()
     def meet(self, number: int, who: Sequence[int]) -> None:
-        """The outer update of a fragment, from the mean move of some replicas."""
+        """Note the mean move of some replicas in a fragment, for the outer update."""
         all_params = [list(one.parameters()) for one in self.modules]
+        means = []
         for k in self.fragments[number]:
-            anchor = self.anchors[k]
-            moved = [anchor.double() - all_params[i][k].double() for i in who]
-            anchor.grad = (sum(moved) / len(who)).to(anchor.dtype)
+            moved = [self.anchors[k].double() - all_params[i][k].double() for i in who]
+            means.append((sum(moved) / len(who)).to(self.anchors[k].dtype))
+        self.coming[self.updates + self.delay, number] = means
+
+    @torch.no_grad()
+    def arrive(self, number: int, moves: Sequence[Tensor]) -> None:
+        """The outer update of a fragment."""
+        for k, move in zip(self.fragments[number], moves, strict=True):
+            self.anchors[k].grad = move
         self.outer[number].step()
-        for params in all_params:
+        for module in self.modules:
+            params = list(module.parameters())
             for k in self.fragments[number]:
-                params[k].copy_(self.anchors[k])
+                params[k].copy_(self.mixing * params[k] + (1 - self.mixing) * self.anchors[k])

@@ -125,7 +125,8 @@ MANIFEST_FORM = DictForm(
                         "updates": _NATURAL,
                         "outer_updates": [_NATURAL],
                         "outer": _text,
-                    }
+                    },
+                    may={"coming": DictForm(must={"fragments": [_NATURAL], "timing": _text})},
                 )
             },
         ),

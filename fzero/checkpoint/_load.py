@@ -17,7 +17,7 @@ from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._local import check_replicas_saved, completed, room_for
 from fzero.checkpoint._owned import owned_pieces, share_with_replicas, with_room_owned
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
-from fzero.checkpoint._residual import Sums, with_residual
+from fzero.checkpoint._residual import Sums, start_pieces, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import room, zeros_where
 from fzero.checkpoint._save import storage
@@ -231,6 +231,7 @@ def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> Loa
         pieces += [
             *cut_shards(new.setup.layout, [*shards, *residual]),
             *owned_pieces(new, number, saves=held.is_stack),
+            *start_pieces(new, saved),
         ]
         made.append(new)
         sums += more

@@ -4,6 +4,7 @@
                                      with the optimizer state of replica 0
     replica/<r>/params, .../<slot>   what replica r trains
     outer/anchors, outer/<slot>      the anchors in fp32 or wider, the state of the outer rule
+    outer/coming                     mean moves of the fragments whose outer update is to come
 
 So a state without local updates, or of another number of replicas, starts at the anchors.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._pieces import OwnShard, shards_of
-from fzero.checkpoint._room import make_parts_whole, make_whole
+from fzero.checkpoint._room import make_parts_whole, make_whole, zeros_where
 from fzero.checkpoint.manifest import Manifest, facts_of_state
 from fzero.errors import LayoutError, explain
 from fzero.machine.packing import part_of
@@ -65,6 +66,7 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
         {"counters": facts_of_state(one).counters, "counts": _counts(one.window.outer)}
         for one in held.states
     ]
+    some = _coming(outer)
     told = own if held.is_stack else [one for some in held.processes.tell(own) for one in some]
     return {
         "local": {
@@ -72,6 +74,7 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
             "updates": outer.updates,
             "outer_updates": [int(one.count) for one in outer.optimizers],
             "outer": _named(outer),
+            **({"coming": {"fragments": some, "timing": _timing(outer)}} if some else {}),
         }
     }
 
@@ -104,7 +107,7 @@ def room_for(
     same = len(replicas) == outer.mesh.replicas.size
     counters = replicas[replica]["counters"] if same else saved.counters
     new = make(state, counters)
-    made = _outer_room(outer, local["outer_updates"], zeros)
+    made = _outer_room(outer, local["outer_updates"], _comes(local) if same else [], zeros)
     if same:
         weight = torch.full_like(outer.weight, float(replicas[replica]["counts"]))
         made = replace(made, updates=local["updates"] % outer.local.every, weight=weight)
@@ -162,6 +165,14 @@ def check_replicas_saved(
             "without local updates, and make one of its fzero.full_params. Nothing was changed.",
         )
     there, here = len(local["replicas"]), 1 if outer is None else outer.mesh.replicas.size
+    coming = _comes(local)
+    if outer is not None and there == here and coming and not _fits(outer, local):
+        raise LayoutError(
+            f"load: in {where} fragments {coming} are to arrive, with {local['coming']['timing']}; "
+            f"this state has {_timing(outer)}.",
+            cause="the state was made with other options of fzero.local than the saved one.",
+            fix="make it with those; or save where nothing is to arrive. Nothing was changed.",
+        )
     if outer is None or there != here:
         now = "a state without local updates" if outer is None else f"{here} replicas"
         text = explain(
@@ -187,10 +198,11 @@ def _own(state: TrainState, replica: int, shard: int, shared: bool) -> list[OwnS
 def _outer_shards(state: TrainState, held: Outer, shard: int, shared: bool) -> list[OwnShard]:
     setup = state.setup
     own = setup.part(setup.optimizer_state if shared else Placement.OVER_ALL, shard)
+    learning = setup.layout.trainable
     return [
-        OwnShard(f"outer/{name}", index, own, flat if shared else _part(state, flat, shard))
+        OwnShard(f"outer/{name}", learning[k], own, flat if shared else _part(state, flat, shard))
         for name, flats in _outer_slots(held)
-        for index, flat in zip(state.setup.layout.trainable, flats, strict=True)
+        for k, flat in flats.items()
     ]
 
 
@@ -200,9 +212,9 @@ def _part(state: TrainState, flat: Tensor, shard: int) -> Tensor:
     return part_of(flat, setup.part(setup.optimizer_state, shard), own)
 
 
-def _outer_slots(held: Outer) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Yield (name, flats) of the anchors and of the moments, parallel to the groups that learn."""
-    yield "anchors", held.anchors.flats
+def _outer_slots(held: Outer) -> Iterator[tuple[str, dict[int, Tensor]]]:
+    """Yield (name, {number of a group that learns: flat}) of anchors, moments and what comes."""
+    yield "anchors", dict(enumerate(held.anchors.flats))
     rule: Optimizer = held.local.outer
     count = len(held.anchors.flats)
     for number, name in enumerate(rule.rule.moments):
@@ -210,7 +222,10 @@ def _outer_slots(held: Outer) -> Iterator[tuple[str, Sequence[Tensor]]]:
         for fragment, one in enumerate(held.optimizers):
             own = held.local.numbers_in(fragment, count)
             found.update(zip(own, one.moments[number], strict=True))
-        yield name, [found[k] for k in range(count)]
+        yield name, found
+    for fragment in _coming(held):
+        own = held.local.numbers_in(fragment, count)
+        yield "coming", dict(zip(own, held.coming[fragment].flats, strict=True))
 
 
 def _outer_across(states: Sequence[TrainState]) -> Iterator[list[Tensor]]:
@@ -218,21 +233,48 @@ def _outer_across(states: Sequence[TrainState]) -> Iterator[list[Tensor]]:
     every = [one.window.outer for one in states]
     slots = [list(_outer_slots(outer)) for outer in every if outer is not None]
     for same in zip(*slots, strict=True):
-        yield from (list(flats) for flats in zip(*(flats for _, flats in same), strict=True))
+        yield from ([flats[k] for _, flats in same] for k in same[0][1])
 
 
-def _outer_room(outer: Outer, counts: Sequence[int], zeros: Callable[[Tensor], Tensor]) -> Outer:
+def _outer_room(
+    outer: Outer, counts: Sequence[int], coming: Sequence[int], zeros: Callable[[Tensor], Tensor]
+) -> Outer:
+    def room(flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return tuple(map(zeros, flats))
+
     made = []
     for fragment, held in enumerate(outer.optimizers):
         same = len(counts) == len(outer.optimizers)
         count = torch.full_like(held.count, counts[fragment] if same else max(counts, default=0))
-        made.append(
-            replace(
-                held, count=count, moments=tuple(tuple(map(zeros, some)) for some in held.moments)
-            )
-        )
-    anchors = replace(outer.anchors, flats=tuple(map(zeros, outer.anchors.flats)))
-    return replace(outer, anchors=anchors, optimizers=tuple(made), updates=0)
+        made.append(replace(held, count=count, moments=tuple(map(room, held.moments))))
+    anchors = replace(outer.anchors, flats=room(outer.anchors.flats))
+    comes = [replace(anchors, flats=())] * outer.local.fragments
+    for fragment in coming:
+        own = outer.local.numbers_in(fragment, len(anchors.flats))
+        flats = tuple(zeros_where(anchors.flats[k]) for k in own)  # beside the anchors
+        comes[fragment] = replace(anchors, flats=flats)
+    return replace(outer, anchors=anchors, optimizers=tuple(made), coming=tuple(comes), updates=0)
+
+
+def _comes(local: dict[str, Any]) -> list[int]:
+    """Return those of a checkpoint."""
+    return local.get("coming", {"fragments": []})["fragments"]
+
+
+def _coming(outer: Outer) -> list[int]:
+    """Return the fragments whose outer update is to come."""
+    return [fragment for fragment, one in enumerate(outer.coming) if one.held]
+
+
+def _fits(outer: Outer, local: dict[str, Any]) -> bool:
+    """Whether the fragments that are to arrive do so in this state, at the same updates."""
+    same = local["coming"]["timing"] == _timing(outer)
+    return same and max(_comes(local)) < outer.local.fragments
+
+
+def _timing(outer: Outer) -> str:
+    local = outer.local
+    return f"every={local.every}, fragments={local.fragments}, delay={local.delay}"
 
 
 def _named(outer: Outer) -> str:

@@ -26,7 +26,7 @@ from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._local import all_shards_of, facts_of_replicas
 from fzero.checkpoint._owned import Slots, free_slots, owned_pieces
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
-from fzero.checkpoint._residual import residual_shards
+from fzero.checkpoint._residual import residual_shards, start_pieces
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.checkpoint.disk import sync, sync_files
 from fzero.checkpoint.driven import (
@@ -234,7 +234,9 @@ def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
 def pieces_of_rank(state: TrainState, rank: int, *, frozen: bool = True) -> list[TensorPiece]:
     """Return what one rank of the mesh writes of a state, as views."""
     shards = [*all_shards_of(state, rank, frozen=frozen), *residual_shards(state, rank)]
-    return [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, saves=True)]
+    starts = start_pieces(state) if rank == 0 else []
+    own = owned_pieces(state, rank, saves=True)
+    return [*cut_shards(state.setup.layout, shards), *own, *starts]
 
 
 def _note_free_slots(held: Held, manifest: Manifest) -> None:

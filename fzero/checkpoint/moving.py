@@ -32,7 +32,7 @@ from fzero.checkpoint._local import (
 )
 from fzero.checkpoint._owned import Slots, owned_pieces, with_room_owned
 from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
-from fzero.checkpoint._residual import Sums, residual_shards, with_residual
+from fzero.checkpoint._residual import Sums, residual_shards, start_pieces, with_residual
 from fzero.checkpoint._room import numbered
 from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint._spans import Spans, spans_of
@@ -235,7 +235,9 @@ def _pieces(state: TrainState, rank: int, *, shared: bool = False) -> list[Tenso
         *residual_shards(state, rank),
         *_gradient_shards(state, rank, shared=shared),
     ]
-    return [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, saves=not shared)]
+    starts = start_pieces(state) if shared or rank == 0 else []
+    own = owned_pieces(state, rank, saves=not shared)
+    return [*cut_shards(state.setup.layout, shards), *own, *starts]
 
 
 def _gradient_shards(state: TrainState, rank: int, *, shared: bool) -> list[OwnShard]:
@@ -288,6 +290,7 @@ def _target(
     state = state.replace(gradients=gradients_like(state, way))
     shards = [*shards, *residual, *_gradient_shards(state, rank, shared=True)]
     wants = [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, saves=False)]
+    wants += [piece for piece in start_pieces(state) if piece.name in tensors]
     return Target(blank, state, rank, wants, sums)
 
 

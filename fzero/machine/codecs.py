@@ -10,7 +10,8 @@ on every rank, printable, and usable on any tensor by itself.
 
 Source: Wang et al., "ZeRO++", arXiv 2306.10209, sections 3.1 and 3.3 (blocks); Micikevicius et al.,
 "FP8 Formats for Deep Learning", arXiv 2209.05433; Gupta et al., "Deep Learning with Limited
-Numerical Precision", arXiv 1502.02551, section 3 (rounding by chance).
+Numerical Precision", arXiv 1502.02551, section 3 (rounding by chance). `powersgd` has a file of its
+own.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import torch
 from torch import Tensor
 
 from fzero.errors.check import is_count, require
+from fzero.machine.powersgd import powersgd as powersgd
 from fzero.state.codec import Codec as Codec
-from fzero.state.codec import Memory, rounding
+from fzero.state.codec import Memory, mixed, rounding
 from fzero.state.codec import cast as cast
 
-__all__ = ["Codec", "bf16", "cast", "fp8", "int4", "int8", "stochastic"]
+__all__ = ["Codec", "bf16", "cast", "fp8", "int4", "int8", "powersgd", "stochastic"]
 
 _SCALE_BYTES = 4
 _FP8, _FP8_TOP = torch.float8_e4m3fn, 448
@@ -79,9 +81,9 @@ class stochastic(Codec):
         x = x.to(torch.float32)
         bits = x.contiguous().view(torch.int32)
         place = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-        mixed = bits ^ (place * 0x2545F491)
-        row = mixed.sum(-1, keepdim=True, dtype=torch.int64).to(torch.int32)
-        noise = _mixed(mixed ^ _mixed(row)) & _LOW
+        hashed = bits ^ (place * 0x2545F491)
+        row = hashed.sum(-1, keepdim=True, dtype=torch.int64).to(torch.int32)
+        noise = mixed(hashed ^ mixed(row)) & _LOW
         up = ((bits + noise) & ~_LOW).view(torch.float32)
         return (torch.where(torch.isfinite(x), up, x).to(torch.bfloat16),)
 
@@ -256,11 +258,3 @@ def _largest_of_block(x: Tensor, block: int) -> Tensor:
     """Return max |x| of the block of each element."""
     largest = _in_blocks(x.abs(), block).amax(-1, keepdim=True)
     return largest.expand(*largest.shape[:-1], block).flatten(-2)[..., : x.shape[-1]]
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32 bits in which each bit of the result depends on all of x, nearly."""
-    for factor in (0x7FEB352D, 0x2C1B3C6D):
-        x = x ^ ((x >> 16) & _LOW)
-        x = x * factor  # of int32: modulo 2^32
-    return x ^ ((x >> 16) & _LOW)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fzero.context.modes import is_recorded
 from fzero.machine.bucket import Bucket
-from fzero.machine.encode import Encoder
+from fzero.machine.factors import encoder_of
 from fzero.machine.offload import add_to, offloaded, to_device
 from fzero.machine.route import route_of
 from fzero.ranks.mesh import Axis
@@ -30,7 +30,7 @@ class LocalGradients:
         self.setup, self.axis, self._device = setup, axis, device
         layout, contiguous = setup.layout, setup.reduction.contiguous_gradients
         self.buckets = {i: Bucket(layout, i, contiguous=contiguous) for i in layout.trainable}
-        self.encoder = Encoder(setup) if setup.encodes_gradients else None
+        self.encoder = encoder_of(setup)
         self.route = route_of(setup, axis, self.encoder)
         self.keeps = False
         self.means: dict[int, Tensor] = {}
@@ -127,7 +127,7 @@ class LocalGradients:
         self.discard_local()
         self.means = {}
         if self.encoder is not None:
-            self.encoder.changed()
+            self.encoder.discard()
 
 
 def _in_place(setup: Setup) -> bool:

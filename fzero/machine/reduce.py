@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fzero.collectives import InFlight, about
 from fzero.errors import AxisError
-from fzero.machine.encode import Encoder
+from fzero.machine.factors import GradientEncoder
 from fzero.machine.local_gradients import LocalGradients
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.setup import Setup
@@ -174,7 +174,7 @@ class Reducer:
 
     # The end of a backward.
 
-    def encoder(self, state: int) -> Encoder | None:
+    def encoder(self, state: int) -> GradientEncoder | None:
         """What encodes a state's gradients where they cross ranks."""
         return self.states[state].encoder
 

@@ -3,6 +3,7 @@
 plain, stages 1 to 3    reduce-scatter over the shards, then what a mesh of two dims has left
 plain, stage 0          all-reduce
 encoded                 see fzero/machine/encode.py; of "replicas", after the reduce-scatter
+as factors              two all-reduces: see fzero/machine/factors.py
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fzero.collectives import (
     start_reduce,
     start_scatter,
 )
-from fzero.machine.encode import Encoder, goes_back
+from fzero.machine.factors import FactorEncoder, GradientEncoder
+from fzero.machine.residual import goes_back
 from fzero.ranks.mesh import Axis
 from fzero.state import Placement, Setup
 
@@ -31,7 +33,7 @@ class Hop(NamedTuple):
     sent: Callable[[int, Tensor], Tensor] | None = None  # of a group; None: it as it is
 
 
-def route_of(setup: Setup, axis: Axis, encoder: Encoder | None) -> list[Hop]:
+def route_of(setup: Setup, axis: Axis, encoder: GradientEncoder | None) -> list[Hop]:
     """Return the collectives for a bucket of this state; the first sends `LocalGradients.sent`."""
     ordered = setup.reduction.ordered
 
@@ -44,6 +46,8 @@ def route_of(setup: Setup, axis: Axis, encoder: Encoder | None) -> list[Hop]:
     def exchange(over: Axis) -> Callable[[Sequence[Tensor]], InFlight]:
         return lambda xs: start_all_to_all(xs, over)
 
+    if isinstance(encoder, FactorEncoder):
+        return [Hop(reduce(axis)), Hop(reduce(axis), encoder.sent_back)]
     across = scatter if setup.gradients is Placement.OVER_ALL else reduce
     at_once = encoder is None or setup.reduction.over == "all"
     if encoder is not None and not encoder.codec.linear:

@@ -17,6 +17,7 @@ from fzero.optim._make import lion as lion
 from fzero.optim._make import sgd as sgd
 from fzero.optim._make_factored import adafactor as adafactor
 from fzero.optim._make_factored import shampoo as shampoo
+from fzero.optim._make_factored import soap as soap
 from fzero.optim._muon import muon as muon
 from fzero.optim._muon_rule import Muon as Muon
 from fzero.optim._optimizer import Optimizer as Optimizer

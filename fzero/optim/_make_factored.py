@@ -1,4 +1,4 @@
-"""Rules for whole matrices by name: `adafactor`, `shampoo`."""
+"""Rules for whole matrices by name: `adafactor`, `shampoo`, `soap`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from fzero.errors.check import is_count, is_number, require
 from fzero.optim._factored import Shampoo
 from fzero.optim._from_torch import from_torch
+from fzero.optim._soap import Soap
 from fzero.optim._torch import TorchOptimizer
 
 
@@ -91,6 +92,71 @@ def shampoo(
     require("shampoo: roots_every", roots_every, is_count, "updates, at least 1")
     options: dict[str, Any] = {"lr": _rate("shampoo", lr), "eps": eps, "roots_every": roots_every}
     return _of(partial(Shampoo, **options), master_weights)
+
+
+def soap(
+    lr: float = 3e-3,
+    *,
+    betas: tuple[float, float] = (0.95, 0.95),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    refresh_every: int = 10,
+    max_size: int = 10_000,
+    master_weights: bool = True,
+) -> TorchOptimizer:
+    """Adam in the basis of Shampoo: p' = (1 - lr weight_decay) (p - a Q_L u Q_R^T).
+
+    u = Q_L^T m Q_R / (sqrt(v) + eps), of m, the mean of gradients, and v, that of the squares of
+    Q_L^T g Q_R; a = lr sqrt(1 - b2^t) / (1 - b1^t). Q_L and Q_R are eigenvectors of the means of
+    g g^T and g^T g: of the first gradient, and every `refresh_every` updates a step nearer to those
+    of now, by a QR decomposition. The first update makes these and moves nothing, so t counts from
+    the second. A parameter of more dims is a matrix of its first dim by the others; vectors,
+    matrices of one row or column, and sides of more than `max_size` have no basis. The owner of a
+    parameter keeps all of it.
+
+    A factor of few gradients has a null space, of which any basis is one of eigenvectors: it gets
+    one made of fixed numbers, so that rounding chooses none.
+
+    Args:
+        lr: a number.
+        betas: how much of m, and of v and the factors, an update keeps.
+        eps: added to the root of v.
+        weight_decay: 0 for none; it is decoupled.
+        refresh_every: updates after which the bases are turned.
+        max_size: of a side that has a basis: it keeps two matrices of that size.
+        master_weights: as in `fzero.optim.adamw`.
+
+    Returns:
+        As `adafactor`.
+
+    Raises:
+        LayoutError: for an option of another kind.
+
+    Source: Vyas et al., "SOAP: Improving and Stabilizing Shampoo using Adam", arXiv 2409.11321,
+    algorithm 3.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.zeros(2, 2)}, soap(1.0, weight_decay=0.0), stage=0)
+        >>> for _ in range(2):
+        ...     state, _ = fzero.grad_and_reduce(lambda p: 4 * p["w"].trace(), state)()
+        ...     state = fzero.apply_gradients(state)
+        >>> fzero.full_params(state)["w"].diagonal().round(decimals=3)
+        tensor([-1., -1.])
+    """
+    require("soap: eps", eps, lambda x: is_number(x) and x >= 0, "a number >= 0")
+    require("soap: weight_decay", weight_decay, lambda x: is_number(x) and x >= 0, "a number >= 0")
+    require("soap: betas", betas, _are_betas, "two numbers, from 0 to below 1")
+    for name, value in (("refresh_every", refresh_every), ("max_size", max_size)):
+        require(f"soap: {name}", value, is_count, "at least 1")
+    options: dict[str, Any] = {"lr": _rate("soap", lr), "betas": tuple(betas), "eps": eps}
+    options |= {"weight_decay": weight_decay, "refresh_every": refresh_every, "max_size": max_size}
+    return _of(partial(Soap, **options), master_weights)
+
+
+def _are_betas(x: Any) -> bool:
+    pair = isinstance(x, tuple | list) and len(x) == 2
+    return pair and all(is_number(beta) and 0 <= beta < 1 for beta in x)
 
 
 def _of(factory: Any, master_weights: bool) -> TorchOptimizer:

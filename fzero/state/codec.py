@@ -155,3 +155,11 @@ def rounding(x: Tensor, dtype: torch.dtype, units: float) -> Tensor:
         return torch.zeros_like(x)
     found = units * (x.abs() * info.eps + info.smallest_normal * info.eps)
     return torch.where(x.abs() <= info.max, found, torch.inf)
+
+
+def mixed(x: Tensor) -> Tensor:
+    """A bijection of 32 bits in which each bit of the result depends on all of x, nearly."""
+    for factor in (0x7FEB352D, 0x2C1B3C6D):
+        x = x ^ ((x >> 16) & 0xFFFF)
+        x = x * factor  # of int32: modulo 2^32
+    return x ^ ((x >> 16) & 0xFFFF)

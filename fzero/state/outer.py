@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,6 +22,9 @@ class Local:
         outer: the rule of the outer update, from `fzero.optim`; None: SGD with rate 0.7 and
             Nesterov momentum 0.9.
         fragments: in how many parts the parameters meet, each at another update; at most `every`.
+        delay: updates of a replica from the exchange of a fragment to its outer update, fewer than
+            `every`.
+        mixing: the share of its own parameters that a replica keeps then, 0 to below 1.
 
     Raises `LayoutError` for another number.
     """
@@ -29,6 +32,8 @@ class Local:
     every: int
     outer: Any = None
     fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
 
     def __post_init__(self) -> None:
         """Check it."""
@@ -37,10 +42,31 @@ class Local:
         require(
             "local: fragments", self.fragments, lambda x: is_count(x) and x <= self.every, wanted
         )
+        wanted = f"0 to {self.every - 1}: a fragment arrives before it is exchanged again"
+        late = type(self.delay) is int and 0 <= self.delay < self.every
+        require("local: delay", self.delay, lambda _: late, wanted)
+        wanted = "at least 0 and below 1: with 1 replicas would never meet"
+        require("local: mixing", self.mixing, _is_share, wanted)
 
     def numbers_in(self, fragment: int, count: int) -> range:
         """Return which of the groups that learn, of which there are `count`, are in a fragment."""
         return range(fragment, count, self.fragments)
+
+
+def _is_share(x: Any) -> bool:
+    return isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x < 1
+
+
+class Departure(NamedTuple):
+    """The exchange of a fragment is due: how far the replicas have moved, summed."""
+
+    fragment: int
+
+
+class Arrival(NamedTuple):
+    """The outer update of a fragment is due: by the move that was exchanged."""
+
+    fragment: int
 
 
 @record
@@ -49,36 +75,46 @@ class Outer:
 
     anchors: the parameters after the last one, parallel to the groups that learn, in fp32 or wider,
     placed as the optimizer's state; equal on all replicas. `weight`: of each fragment 0 if this
-    replica is left out of its next mean, else 1. `mesh` has the ranks of all replicas.
+    replica is left out of its next mean, else 1. `coming`: of each fragment the mean move of the
+    replicas from its exchange to its outer update, as the anchors are; else nothing.
+    `mesh` has the ranks of all replicas.
     """
 
     anchors: Buffers
     optimizers: tuple[Any, ...]  # of each fragment: the record of the rule of the outer update
     weight: Tensor  # [fragments] fp32
+    coming: tuple[Buffers, ...] = ()
     updates: int = static(default=0)  # of the replica, of the `every` of a round
     local: Local = static()
     mesh: Axis = static(default=Axis(size=1))
 
 
-def saw_update(outer: Outer) -> tuple[Outer, int | None]:
-    """Count an update of the replica, also one that was skipped: which fragment is due, if any?
+def saw_update(outer: Outer) -> tuple[Outer, list[Departure | Arrival]]:
+    """Count an update of the replica, also one that was skipped: what is due, in this order?
 
     All replicas make as many calls, though each skips by its own gradients: so calls are counted.
-    The fragments are spread over the round evenly, and the last one ends it.
+    The fragments are spread over the round evenly, and the exchange of the last one ends it. Each
+    arrives `delay` updates after its exchange, those of earlier exchanges first. In the first round
+    nothing of it may be on its way yet.
 
     Example:
         >>> import torch
-        >>> local = Local(every=5, fragments=2)
+        >>> local = Local(every=4, fragments=2, delay=1)
         >>> held = Outer(anchors=Buffers(), optimizers=(), weight=torch.ones(2), local=local)
-        >>> due = []
-        >>> for _ in range(10):
-        ...     held, fragment = saw_update(held)
-        ...     due.append(fragment)
-        >>> due
-        [None, 0, None, None, 1, None, 0, None, None, 1]
+        >>> for _ in range(5):
+        ...     held, due = saw_update(held)
+        ...     print(due)
+        [Arrival(fragment=1)]
+        [Departure(fragment=0)]
+        [Arrival(fragment=0)]
+        [Departure(fragment=1)]
+        [Arrival(fragment=1)]
     """
-    every, fragments = outer.local.every, outer.local.fragments
-    updates = outer.updates + 1
-    ends = [(fragment + 1) * every // fragments for fragment in range(fragments)]
-    due = ends.index(updates) if updates in ends else None
-    return replace(outer, updates=updates % every), due
+    local, updates = outer.local, outer.updates + 1
+    ends = [(fragment + 1) * local.every // local.fragments for fragment in range(local.fragments)]
+    departs = [Departure(f) for f, end in enumerate(ends) if end == updates]
+    arrives = [
+        Arrival(f) for f, end in enumerate(ends) if (end + local.delay - updates) % local.every == 0
+    ]
+    due = [*arrives, *departs] if local.delay else [*departs, *arrives]
+    return replace(outer, updates=updates % local.every), due

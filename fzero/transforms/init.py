@@ -13,12 +13,12 @@ from torch import Tensor
 from fzero.collectives import broadcast, told_everywhere
 from fzero.context.modes import in_transform, require_autograd
 from fzero.errors import LayoutError
-from fzero.machine.encode import residual_of
 from fzero.machine.offload import offloaded
 from fzero.machine.owners import owners_of
 from fzero.machine.packing import pack
 from fzero.machine.partition import leaves_of, unit_of
 from fzero.machine.parts import cut
+from fzero.machine.residual import residual_of
 from fzero.optim import (
     NoOptimizer,
     Optimizer,

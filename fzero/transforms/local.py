@@ -19,10 +19,24 @@ from fzero.transforms.states import S, flatten_states, map_states
 
 @overload
 def local(
-    fn: Callable[P, R], /, *, every: int, outer: Optimizer = ..., fragments: int = 1
+    fn: Callable[P, R],
+    /,
+    *,
+    every: int,
+    outer: Optimizer = ...,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float = 0.0,
 ) -> Step[P, R]: ...
 @overload
-def local(*, every: int, outer: Optimizer = ..., fragments: int = 1) -> Transform: ...
+def local(
+    *,
+    every: int,
+    outer: Optimizer = ...,
+    fragments: int = 1,
+    delay: int = 0,
+    mixing: float = 0.0,
+) -> Transform: ...
 @called_as("local(step, every=64)")
 def local(
     fn: Callable[..., Any] | None = None,
@@ -31,6 +45,8 @@ def local(
     every: int,
     outer: Optimizer = DEFAULT_OUTER,
     fragments: int = 1,
+    delay: int = 0,
+    mixing: float = 0.0,
 ) -> Step[..., Any] | Transform:
     """Let replicas make `every` updates apart, then one outer update together (DiLoCo, local SGD).
 
@@ -53,6 +69,10 @@ def local(
     after update (f + 1) every / F of each round, so that less crosses at once. Each has a state of
     the outer rule of its own.
 
+    With a `delay` the outer update of what is exchanged after one update is made that many updates
+    later, and a replica keeps a share of what it has become since: p_r' = mixing p_r +
+    (1 - mixing) a'. In between g waits in the state (Streaming DiLoCo).
+
     `fzero.full_params(state)` are the anchors, `full_params(state, replica=True)` this replica's
     parameters, which are also what `evaluate` uses.
 
@@ -62,18 +82,21 @@ def local(
         outer: the rule of the outer update, of `fzero.optim`; default SGD with a rate of 0.7 and
             Nesterov momentum 0.9.
         fragments: in how many parts the parameters meet, 1 to `every`.
+        delay: updates from the exchange of a fragment to its outer update, 0 to `every` - 1.
+        mixing: the share of its own parameters that a replica keeps in it, 0 to below 1. With 0
+            what it has learned during the delay is lost.
 
     Returns:
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
-        LayoutError: for another `every`, rule or number of fragments; around `shard`, `simulate` or
-            another `local`; in `init`, for `optimizer_over="all"`.
+        LayoutError: for another `every`, rule, number of fragments, delay or mixing; around
+            `shard`, `simulate` or another `local`; in `init`, for `optimizer_over="all"`.
         PhaseError: in a call, for a state that was made without local updates, or with others.
         MismatchError: in an outer update, on every rank, if a replica makes another call.
 
     Source: Douillard et al., "DiLoCo", arXiv 2311.08105, algorithm 1; fragments: Douillard et al.,
-    "Streaming DiLoCo", arXiv 2501.18512, section 2.2.
+    "Streaming DiLoCo", arXiv 2501.18512, sections 2.2 and 2.3.
 
     Example:
         >>> import torch, fzero
@@ -92,9 +115,10 @@ def local(
         tensor([-1., -3.])
         tensor([-4., -4.])
     """
-    record = Local(every=every, outer=outer, fragments=fragments)
+    record = Local(every=every, outer=outer, fragments=fragments, delay=delay, mixing=mixing)
 
     rest = {"outer": (outer, DEFAULT_OUTER), "fragments": (fragments, 1)}
+    rest |= {"delay": (delay, 0), "mixing": (mixing, 0.0)}
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any

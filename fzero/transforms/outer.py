@@ -1,9 +1,10 @@
 """The outer update of replicas that train apart: their mean move away from the anchors is a step.
 
-    each update         count it; go on, if the outer update is not due
-    the outer update    moved = anchor - value, zeros of a replica that is left out
-                        sum over replicas / replicas that count -> the rule -> new anchors
-                        values := anchors, on every replica
+    each update         count it; go on, if nothing is due
+    a departure         moved = anchor - value, zeros of a replica that is left out
+                        sum over replicas / replicas that count
+    an arrival          that -> the rule -> new anchors: at once, or `delay` updates later
+                        values := mixing values + (1 - mixing) anchors, on every replica
 
 All of it is on the parts of a rank, as the optimizer has them: what crosses replicas is one sum of
 those. The state's own axis has the ranks of one replica, so all else knows of no other.
@@ -11,18 +12,15 @@ those. The state's own axis has the ranks of one replica, so all else knows of n
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import performer_of
-from fzero.context.here import has_no_values
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError
 from fzero.errors.check import require
 from fzero.machine.offload import offloaded, to_device, write_back
 from fzero.machine.packing import part_of
@@ -33,11 +31,10 @@ from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_repli
 from fzero.state import NAMESPACE, Buffers, Local, Outer, Setup, TrainState, outer
 from fzero.state.setup import MASTERS
 from fzero.transforms.donation import donates
+from fzero.transforms.outer_count import agreed
 from fzero.transforms.outer_sum import sum_over_replicas
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.receive import not_differentiable
-
-_FINITE, _COUNTS = 1, 2
 
 DEFAULT_OUTER = sgd(0.7, momentum=0.9, nesterov=True)
 """The rule of the outer update: that of DiLoCo."""
@@ -103,6 +100,7 @@ def anchored(state: TrainState, held: Outer, rank: int | None = None) -> TrainSt
         anchors=replace(held.anchors, flats=flats),
         optimizers=tuple(made),
         weight=torch.ones_like(held.weight),
+        coming=(replace(held.anchors, flats=()),) * held.local.fragments,
         updates=0,
     )
     return _with(state, fresh)
@@ -134,29 +132,21 @@ def after_local_update(state: TrainState, *, general: bool) -> TrainState:
         return state
     held, due = outer.saw_update(held)
     state = _with(state, held)
-    if due is None:
-        return state
     with torch.set_grad_enabled(general and torch.is_grad_enabled()):
-        return _brought_together(state, held, due, general)
+        for one in due:
+            does = _departed if isinstance(one, outer.Departure) else _arrived
+            state = does(state, one.fragment, general)
+    return state
 
 
-class _Means(NamedTuple):
-    """Who is in the mean of an outer update."""
-
-    own: bool  # this replica
-    count: int
-    finite: bool = True  # whether this replica's values are
-
-
-def _brought_together(state: TrainState, held: Outer, due: int, general: bool) -> TrainState:
-    """Make the outer update of one fragment."""
-    setup, offload = state.setup, state.setup.offload
+def _departed(state: TrainState, due: int, general: bool) -> TrainState:
+    """Return the state with the mean move of a fragment, which comes. A collective."""
+    held, setup = _held(state), state.setup
     stepped = [to_device(x, state.device) for x in _stepped(state)]
-    said = _agreed(state, held, due, stepped, general)
+    said = agreed(held, due, stepped, general=general)
     numbers = held.local.numbers_in(due, len(stepped))
-    anchors, rules = list(held.anchors.flats), list(held.optimizers)
+    anchors, coming = held.anchors.flats, list(held.coming)
     if said.count:
-        own = [anchors[k] for k in numbers]
         moved = [
             _moved(to_device(anchors[k], state.device), stepped[k], counts=said.own)
             for k in numbers
@@ -164,29 +154,60 @@ def _brought_together(state: TrainState, held: Outer, due: int, general: bool) -
         if general and setup.reduction.codec is not None:
             raise not_differentiable("gradients", setup.reduction.codec)
         sums = sum_over_replicas(setup, moved, held.mesh.replicas)
-        means = [x / said.count for x in sums]
-        options: dict[str, Any] = {"differentiable": general}
-        if not offload.neutral:
-            options["device"] = state.device
-        new, rules[due] = held.local.outer.advance(
-            own, means, rules[due], _pieces_of(setup, numbers), **options
-        )
-        home = None if general else offload.optimizer
-        for k, x in zip(numbers, new, strict=True):
-            anchors[k] = offloaded(home, x, offload)
+        coming[due] = replace(coming[due], flats=tuple(x / said.count for x in sums))
     weight = held.weight.clone()
     weight[due] = 1.0
+    state = _with(state, replace(held, weight=weight, coming=tuple(coming)))
+    values = {} if said.count else {k: anchors[k] for k in numbers}  # nobody has moved: back
+    if not said.all_finite:  # all replicas write, for virtual ranks make the same collectives
+        values = dict(enumerate(stepped if said.finite else anchors)) | values
+    if not said.finite:  # other fragments are not either, or would not be after the next update
+        state = _with_new_slots(state)
+    owned = donates(state) and not general
+    return _written(state, values, owned=owned) if values else state
+
+
+def _arrived(state: TrainState, due: int, general: bool) -> TrainState:
+    """Make the outer update of a fragment by the mean move that has come, if any has."""
+    held, setup, offload = _held(state), state.setup, state.setup.offload
+    if not held.coming[due].held:
+        return state
+    means = [to_device(x, state.device) for x in held.coming[due].flats]
+    numbers = held.local.numbers_in(due, len(held.anchors.flats))
+    anchors, rules, coming = list(held.anchors.flats), list(held.optimizers), list(held.coming)
+    options: dict[str, Any] = {"differentiable": general}
+    if not offload.neutral:
+        options["device"] = state.device
+    new, rules[due] = held.local.outer.advance(
+        [anchors[k] for k in numbers], means, rules[due], _pieces_of(setup, numbers), **options
+    )
+    home = None if general else offload.optimizer
+    for k, x in zip(numbers, new, strict=True):
+        anchors[k] = offloaded(home, x, offload)
+    coming[due] = replace(coming[due], flats=())
     after = replace(
         held,
         anchors=replace(held.anchors, flats=tuple(anchors)),
         optimizers=tuple(rules),
-        weight=weight,
+        coming=tuple(coming),
     )
-    back = numbers
-    if not said.finite:  # other fragments are not either, or would not be after the next update
-        state, back = _with_new_slots(state), range(len(anchors))
-    values = {k: anchors[k] for k in back}
+    values = {k: anchors[k] for k in numbers}
+    if share := held.local.mixing:
+        stepped = _stepped(state)
+        values = {k: _mixed(state, stepped[k], x, share) for k, x in values.items()}
     return _written(_with(state, after), values, owned=donates(state) and not general)
+
+
+def _mixed(state: TrainState, own: Tensor, anchor: Tensor, share: float) -> Tensor:
+    """Return share own + (1 - share) anchor, in the dtype of the anchor."""
+    x = to_device(anchor, state.device)
+    return share * to_device(own, state.device, x.dtype) + (1 - share) * x
+
+
+def _held(state: TrainState) -> Outer:
+    held = state.window.outer
+    assert held is not None
+    return held
 
 
 def _pieces_of(setup: Setup, numbers: range) -> list[Piece]:
@@ -198,49 +219,6 @@ def _pieces_of(setup: Setup, numbers: range) -> list[Piece]:
 
 def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
     return anchor - value.to(anchor.dtype) if counts else torch.zeros_like(anchor)
-
-
-# Who counts.
-
-
-def _agreed(
-    state: TrainState, held: Outer, due: int, stepped: Sequence[Tensor], general: bool
-) -> _Means:
-    """Ask all replicas whether they are in the mean: those of finite values that want to be.
-
-    The host reads one number. Under a transform, in a trace and without values all replicas are.
-    """
-    size, shards = held.mesh.replicas.size, held.mesh.size // held.mesh.replicas.size
-    if general:
-        return _Means(own=True, count=size)
-    flag = _FINITE | _COUNTS
-    if not any(map(has_no_values, stepped)):
-        good = [torch.isfinite(x).all() for x in stepped if x.numel()]
-        flag = _FINITE * (not good or bool(torch.stack(good).all()))
-        flag += _COUNTS * bool(held.weight[due])
-    performer = performer_of(held.mesh)
-    name = f"the outer update of fragment {due}"
-    rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
-    by_replica = [rows[i : i + shards] for i in range(0, len(rows), shards)]
-    finite = [all(row[0] & _FINITE for row in some) for some in by_replica]
-    counts = [
-        good and all(row[0] & _COUNTS for row in some)
-        for good, some in zip(finite, by_replica, strict=True)
-    ]
-    if not all(finite):
-        warnings.warn(_left_out([i for i, x in enumerate(finite) if not x], size), stacklevel=2)
-    own = held.mesh.rank // shards
-    return _Means(own=counts[own], count=sum(counts), finite=finite[own])
-
-
-def _left_out(bad: list[int], size: int) -> str:
-    rest = "the mean is that of the others" if len(bad) < size else "the anchors stay"
-    return explain(
-        f"replicas {bad} of {size} have parameters that are not finite: {rest}. They go on from "
-        "the anchors, with optimizer states of zeros.",
-        cause="a learning rate that is too large, or an overflow without a loss scale.",
-        fix="lower the rate, or clip (fzero.clip); fzero.check_finite raises at once.",
-    )
 
 
 def _with_new_slots(state: TrainState) -> TrainState:

@@ -13,9 +13,10 @@ from fzero.collectives import performer_of
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import PhaseError
 from fzero.machine import Reducer
-from fzero.machine.encode import Encoder, Lent, packed, residual_of
+from fzero.machine.factors import GradientEncoder
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
+from fzero.machine.residual import Lent, packed, residual_of
 from fzero.ranks.mesh import Runtime
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.state.codec import Codec
@@ -153,7 +154,7 @@ def _lent(state: TrainState, share: float = 1.0) -> Lent:
     return residual_of(state).flats, factor
 
 
-def with_lost(state: TrainState, encoder: Encoder | None) -> TrainState:
+def with_lost(state: TrainState, encoder: GradientEncoder | None) -> TrainState:
     """Return the state with what encoding has lost since it was lent the residual."""
     changed = {} if encoder is None else encoder.changed()
     if not changed:

@@ -11,6 +11,7 @@ import torch
 
 from fzero.errors import LayoutError
 from fzero.machine.encode import require_codec
+from fzero.machine.powersgd import powersgd
 from fzero.options import BUCKET_BYTES, OPTIONS, check_values
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Gathering, Local, OptimizerOver, Reduction
@@ -107,6 +108,13 @@ def compressed(stage: int, axis: Axis, options: SharedOptions) -> Reduction:
             fix="use stage=3, or leave it out.",
         )
     over = compress.over
+    if isinstance(compress.gradients, powersgd) and over != "all" and axis.shards.size > 1:
+        raise LayoutError(
+            f"compress: gradients={compress.gradients}, over={over!r}.",
+            cause="what crosses replicas is a shard, which cuts matrices at any element.",
+            fix='leave over= out: factors then cross all ranks; or give over="replicas" another '
+            "codec, as fzero.codecs.int8().",
+        )
     if options.local is not None:
         require_moves_encoded(options.local, options.compress)
         return replace(options.reduction, codec=compress.gradients, over=over)

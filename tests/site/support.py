@@ -30,6 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "compress": Compress(gradients=codecs.cast(torch.bfloat16))
     },
     "compress=Compress(gradients=int8())": {"compress": Compress(gradients=codecs.int8())},
+    "compress=Compress(gradients=powersgd())": {"compress": Compress(gradients=codecs.powersgd())},
+    "compress=Compress(parameters=powersgd())": {
+        "compress": Compress(parameters=codecs.powersgd())
+    },
+    'compress=Compress(gradients=powersgd(), over="replicas"), mesh=(2, 2)': {
+        "compress": Compress(gradients=codecs.powersgd(), over="replicas"),
+        "mesh": (2, 2),
+    },
     "compress=Compress(parameters=int8())": {"compress": Compress(parameters=codecs.int8())},
     'compress=Compress(gradients=int8(), over="replicas"), mesh=(2, 2)': {
         "compress": Compress(gradients=codecs.int8(), over="replicas"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 from typing import NamedTuple
 
 from torch import fx
@@ -13,7 +14,7 @@ from fzero.tools.prove._proof import Claim, Proof, line_of
 from fzero.tools.prove._read import Read, read
 from fzero.tools.prove._reading import Reading
 from fzero.tools.prove._state import Key, Place, input_value, keys_of, outputs_by_leaf, places_of
-from fzero.tools.prove._terms import Terms, Value, mapped, text_of
+from fzero.tools.prove._terms import Terms, Value, exact, mapped, text_of
 from fzero.tools.trace.ops import UPDATE, ran_by_autograd
 from fzero.tools.trace.program import RecordedStep
 
@@ -51,7 +52,7 @@ def prove_programs(
         key: None if value is None else mapped(value, alone.mean)
         for key, value in wanted.outputs.items()
     }
-    wrong = dict(_differences(means, found.outputs))
+    wrong = dict(_differences(means, found.outputs, world))
     line, known = "", {}
     if programs.differs is not None:
         line = line_of(programs.differs)
@@ -84,7 +85,7 @@ def _side(program: RecordedStep, reading: Reading) -> _Side:
 
 
 def _differences(
-    wanted: Mapping[Key, Value | None], found: Mapping[Key, Value | None]
+    wanted: Mapping[Key, Value | None], found: Mapping[Key, Value | None], world: int
 ) -> Iterator[tuple[Key, str]]:
     """Yield (key, why) for each tensor of the new state that is not shown."""
     for key in dict.fromkeys([*wanted, *found]):
@@ -93,8 +94,23 @@ def _differences(
         a, b = wanted.get(key), found.get(key)
         if a is None or b is None:
             yield key, "it is not on the same ranks as before the step, or not in both programs"
-        elif a.pieces != b.pieces or b.varies:
-            yield key, f"ranks have {_brief(b)}, and one rank alone has {_brief(a)}"
+        elif a.pieces != b.pieces or (b.varies and world > 1):
+            found_, wanted_ = _innermost(b, a)
+            yield key, f"it is made of {_brief(found_)} and not of {_brief(wanted_)}"
+
+
+def _innermost(a: Value, b: Value) -> tuple[Value, Value]:
+    """Return the innermost operands in which two values differ, while one function makes both."""
+    pairs = zip(a.pieces, b.pieces, strict=False)
+    one, other = next(((x.sum, y.sum) for x, y in pairs if x.sum != y.sum), ((), ()))
+    only = [x for x in one if x not in other], [x for x in other if x not in one]
+    if len(only[0]) == len(only[1]) == 1:
+        x, y = only[0][0], only[1][0]
+        if x.term.head == y.term.head and (x.start, x.by) == (y.start, y.by):
+            inner = zip(x.term.operands, y.term.operands, strict=False)
+            found = next(((p, q) for p, q in inner if p != q), None)
+            return (a, b) if found is None else _innermost(*found)
+    return a, b
 
 
 def _brief(value: Value) -> str:
@@ -106,10 +122,13 @@ def _where(
     reading: Reading, wanted: _Side, found: _Side, keys: Sequence[Key]
 ) -> tuple[str, str]:
     """Return the line at which what the ranks do begins to differ, and what is known of it."""
-    explained = Explained(reading, wanted.read.made.values(), wanted.outputs)
+    setups = [place.setup for place in found.inputs if place.setup is not None]
+    divisors = {exact(one.reduction.gradient_predivide_factor) for one in setups}
+    divisors |= {Fraction(reading.world), *(reading.world / one for one in divisors)}
+    explained = Explained(reading, wanted.read.made.values(), wanted.outputs, divisors)
     ends = [found.makers[key] for key in keys]
     node = first_unexplained(found.read, explained, found.inputs, ends)
     if node is None:
         return (line_of(ends[0]) if ends else ""), ""
     values = found.read.made[node]
-    return line_of(node), why_unknown(node, values) or f"it begins with {_brief(values[0])}"
+    return line_of(node), why_unknown(node, values)

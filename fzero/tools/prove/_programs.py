@@ -18,7 +18,7 @@ from fzero.tools.prove._ops import constant_of
 from fzero.tools.trace.program import RecordedStep, record_step
 from fzero.transforms.states import flatten_states, map_states
 
-ALL_RANKS = 8
+ALL_RANKS = 4
 """Up to this world every rank is recorded; of a larger one `ranks_of`."""
 
 

@@ -29,7 +29,7 @@ class Claim:
 
     def __str__(self) -> str:
         name = f"{self.tensor} {self.leaf}".strip()
-        return name if self.shown else f"{name}: {self.why}\n    {self.line}"
+        return name if self.shown else f"{name}: {self.why}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +95,7 @@ def _open(proof: Proof) -> list[str]:
         f"{len(proof.unshown)} are not shown:",
         *(f"  {claim}" for claim in proof.unshown[:_MOST]),
         *([f"  ... and {len(proof.unshown) - _MOST} more"] if len(proof.unshown) > _MOST else []),
+        *(f"It begins at {line}" for line in dict.fromkeys(claim.line for claim in proof.unshown)),
         f"Programs: {proof.ops[0]} ops of one rank alone, {proof.ops[1]} of {_recorded(proof)}.",
     ]
 

@@ -1,11 +1,12 @@
-"""The memory of a program: what tensors have, which of them are views of others, who writes where."""
+"""Storages, and views of elements in a row: what is where, while a program is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple
 
-from fzero.tools.prove._terms import Piece, Value, joined, numel_of, part_of
+from fzero.tools.prove._terms import Piece, Value, cut, joined
 
 
 class Region(NamedTuple):
@@ -15,76 +16,104 @@ class Region(NamedTuple):
     start: int
     shape: tuple[int, ...]
 
-    @property
-    def numel(self) -> int:
-        """Elements on one rank."""
-        return numel_of(self.shape)
 
-
-class Storage(NamedTuple):
-    """What a storage has now; `writes` counts how often it was written to.
-
-    of: the storage, and its `writes`, that this one was read from: a view that is kept as a copy.
-    """
-
+class _Storage(NamedTuple):
     value: Value
     writes: int = 0
-    of: tuple[int, int] | None = None
+    of: tuple[int, int] | None = None  # (storage, its writes): kept as a copy, but a view of it
 
 
 class Memory:
-    """The storages of one program, while it is read. `world`: the number of ranks."""
+    """The storages of a program on `world` ranks."""
 
     def __init__(self, world: int) -> None:
-        self.world = world
-        self._storages: list[Storage] = []
+        self._world, self._storages = world, list[_Storage]()
 
     def new(self, value: Value, of: Region | None = None) -> Region:
-        """Return a new storage with a value; `of`: whose view it is, in another order."""
+        """Return a new storage; `of`: what it is a view of, whose elements are not in a row."""
         source = None if of is None else (of.storage, self._storages[of.storage].writes)
-        flat = value._replace(shape=(value.numel,))
-        self._storages.append(Storage(flat, of=source))
+        self._storages.append(_Storage(value._replace(shape=(value.numel,)), of=source))
         return Region(len(self._storages) - 1, 0, value.shape)
 
     def all_of(self, region: Region) -> Region:
-        """Return all elements of the storage of a region."""
+        """Return the storage of a region as one."""
         return Region(region.storage, 0, self._storages[region.storage].value.shape)
 
     def read(self, region: Region) -> Value | None:
-        """Return what is there; None for a view whose viewed value was written to since."""
-        held = self._storages[region.storage]
+        """Return what is there; None for a view of what was written to since."""
+        held, numel = self._storages[region.storage], prod(region.shape)
         if held.of is not None and self._storages[held.of[0]].writes != held.of[1]:
             return None
-        pieces = part_of(held.value, region.start, region.numel, self.world)
-        return Value(region.shape, pieces, held.value.spread)
+        full, pieces = held.value, held.value.pieces
+        if numel != full.numel:
+            ranks = range(self._world if full.spread else 1)
+            parts = (cut(pieces, r * full.numel + region.start, numel) for r in ranks)
+            pieces = joined(piece for part in parts for piece in part)
+        return Value(region.shape, pieces, full.spread)
 
     def write(self, region: Region, value: Value) -> bool:
-        """Put a value there; return False where that cannot be followed."""
-        held = self._storages[region.storage]
-        if held.of is not None or value.numel != region.numel:
+        """Put a value of its shape there; return False where that cannot be followed."""
+        held, stop = self._storages[region.storage], region.start + value.numel
+        old, new = held.value, value.pieces
+        if held.of is not None or prod(region.shape) != value.numel:
             return False
-        old = held.value
-        if region.numel == old.numel:
-            new = value._replace(shape=old.shape)
-        elif value.spread or old.spread:
-            return False
-        else:
-            new = old._replace(pieces=_replaced(old, region, value.pieces))
-        self._storages[region.storage] = Storage(new, held.writes + 1)
+        if value.numel != old.numel:
+            if value.spread or old.spread:
+                return False
+            after = cut(old.pieces, stop, old.numel - stop)
+            new = joined([*cut(old.pieces, 0, region.start), *new, *after])
+        self._storages[region.storage] = _Storage(
+            Value(old.shape, new, value.spread), held.writes + 1
+        )
         return True
 
-    def spoil(self, region: Region, unknown: Callable[[int], Value]) -> None:
+    def spoil(self, region: Region, unknown: Callable[[int], Sequence[Piece]]) -> None:
         """Take nothing for known of a storage, nor of what it is a view of."""
         held = self._storages[region.storage]
-        ranks = self.world if held.value.spread else 1
-        value = held.value._replace(pieces=unknown(held.value.numel * ranks).pieces)
-        self._storages[region.storage] = Storage(value, held.writes + 1, held.of)
+        numel = held.value.numel * (self._world if held.value.spread else 1)
+        value = held.value.on(unknown(numel))
+        self._storages[region.storage] = held._replace(value=value, writes=held.writes + 1)
         if held.of is not None:
             self.spoil(Region(held.of[0], 0, ()), unknown)
 
 
-def _replaced(old: Value, region: Region, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
-    stop = region.start + region.numel
-    before = part_of(old, 0, region.start, 1) if region.start else ()
-    after = part_of(old, stop, old.numel - stop, 1) if stop < old.numel else ()
-    return joined((*before, *pieces, *after))
+def view_of(name: str, region: Region, args: Sequence[Any], shape: Sequence[int]) -> Any:
+    """Return the region or regions of a view; None where its elements are not in a row.
+
+    args: the further arguments of the op. shape: of its result.
+    """
+    if name in ("detach", "alias", "unsqueeze", "squeeze"):
+        return region._replace(shape=tuple(shape))
+    if name in ("view", "_unsafe_view"):
+        rest = prod(size for size in args[0] if size != -1)
+        made = tuple(prod(region.shape) // rest if size == -1 else size for size in args[0])
+        return region._replace(shape=made) if prod(made) == prod(region.shape) else None
+    rule = {"select": _select, "slice": _slice, "split": _split, "split_with_sizes": _split}
+    return rule[name](region, *args) if name in rule else None
+
+
+def _part(region: Region, dim: int, first: int, size: int, kept: tuple[int, ...]) -> Any:
+    outer, inner = prod(region.shape[:dim]), prod(region.shape[dim + 1 :])
+    fits = outer == 1 and dim >= 0 and 0 <= first <= first + size <= region.shape[dim]
+    shape = (*region.shape[:dim], *kept, *region.shape[dim + 1 :])
+    return Region(region.storage, region.start + first * inner, shape) if fits else None
+
+
+def _select(region: Region, dim: int, index: int) -> Any:
+    return _part(region, dim, index % region.shape[dim], 1, ())
+
+
+def _slice(region: Region, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
+    first, last, _ = slice(start, stop).indices(region.shape[dim])
+    size = max(last - first, 0)
+    return _part(region, dim, first, size, (size,)) if step == 1 else None
+
+
+def _split(region: Region, sizes: Any, dim: int = 0) -> Any:
+    total, found, at = region.shape[dim], [], 0
+    if isinstance(sizes, int):
+        sizes = [min(sizes, total - first) for first in range(0, total, sizes)]
+    for size in sizes:
+        found.append(_part(region, dim, at, size, (size,)))
+        at += size
+    return found if at == total and all(found) else None

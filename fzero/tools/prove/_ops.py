@@ -1,217 +1,294 @@
-"""What each op of a program makes of its operands: joins, reductions, collectives, the update, others."""
+"""What each op makes of its operands.
+
+Linear ops are computed. An elementwise op commutes with slicing and joining, f(x[a:b]) = f(x)[a:b],
+so that it becomes a function of whole leaves. Of other ops is known that they give the same of the
+same.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable
-from math import inf
+from collections.abc import Callable, Hashable, Sequence
+from fractions import Fraction
+from math import inf, isfinite
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from fzero.tools.prove._elementwise import _only, elementwise, of_function
-from fzero.tools.prove._reading import FINITE, Call
+from fzero.tools.prove._reading import FINITE, OVER_RANKS, Call
 from fzero.tools.prove._terms import (
+    UNIFORM,
+    Addend,
     Piece,
     Sum,
+    Terms,
     Value,
+    added,
     aligned,
+    constant,
     exact,
     joined,
-    mapped,
-    numel_of,
+    moved,
+    of_sum,
     of_term,
+    only,
     whole,
 )
+from fzero.tools.prove._terms import scaled as times
 
 Made = Value | list[Value] | None
 """What an op makes; None where a rule does not know this case."""
 
+WRITES = ("copy", "fill", "zero")
+_LINEAR = (*WRITES, "add", "sub", "rsub", "neg", "mul", "div")
+_KEEPS_ZERO = ("abs", "sqrt", "div")
+
 
 def evaluate(call: Call) -> Value | list[Value]:
     """Return what an op makes."""
-    rule = RULES.get(call.name)
-    made = None if rule is None else rule(call)
-    if made is None and (is_pointwise(call.node.target) or call.name in ("copy", "fill", "zero")):
-        made = elementwise(call, _broadcast(call))
-    return opaque(call) if made is None else made
+    rule, target = RULES.get(call.name), call.node.target
+    made = rule(call) if rule is not None else None
+    if made is None and (torch.Tag.pointwise in target.tags or call.name in WRITES):  # type: ignore
+        shapes = [value.shape for value in call.values]
+        shape = shapes[0] if call.name in WRITES else tuple(torch.broadcast_shapes(*shapes))
+        numel, args = torch.Size(shape).numel(), call.args
+        if all(value.numel == numel or value.uniform is not None for value in call.values):
+            if call.name in _LINEAR:
+                args = tuple(_as_value(call.reading.terms, x) for x in args)
+            call = call._replace(args=args)
+            head = call.name, call.constants
+            made = elementwise(
+                call, shape, call.values, lambda sums, n: _known(call, head, sums, n)
+            )
+    return _opaque(call) if made is None else made
 
 
-def is_pointwise(target: Any) -> bool:
-    """Whether an op works element by element."""
-    return torch.Tag.pointwise in target.tags
+def elementwise(
+    call: Call, shape: Sequence[int], operands: Sequence[Value], fn: Callable[[list[Sum], int], Sum]
+) -> Value:
+    """Return fn(sums of the operands, numel) where none of these changes."""
+    spread = any(value.spread for value in operands)
+    world = call.reading.world if spread else 1
+    total, rows = torch.Size(shape).numel() * world, []
+    for value in operands:
+        one = value.uniform
+        same = value.pieces if value.spread else value.pieces * world
+        rows.append(same if one is None else joined([Piece(total, one)]))
+    pieces = joined(Piece(n, fn(sums, n)) for n, sums in aligned(rows))
+    return Value(tuple(shape), pieces, spread)
 
 
-def _broadcast(call: Call) -> tuple[int, ...]:
-    if call.name in ("copy", "fill", "zero"):
-        return call.args[0].shape
-    return tuple(torch.broadcast_shapes(*(value.shape for value in call.values)))
+def _as_value(terms: Terms, x: Any) -> Any:
+    return of_sum(terms.number(exact(x))) if type(x) in (int, float) and isfinite(x) else x
 
 
-def opaque(call: Call) -> Value | list[Value]:
-    """Return a function of the operands, of which nothing else is known: equal for equal ones."""
-    settled = [mapped(v, lambda one: call.reading.settled(call.node, one)) for v in call.values]
-    val, terms = call.node.meta.get("val"), call.reading.terms
-    drawn = call.kwargs.get(DRAW)
-    head = call.name, call.constants
-    varies = True if drawn is not None else None
-    if isinstance(val, Tensor):
-        term = terms.term(head, settled, numel=val.numel(), varies=varies)
-        return of_term(term, tuple(val.shape))
-    return [
-        of_term(terms.term((*head, i), settled, numel=x.numel(), varies=varies), tuple(x.shape))
-        for i, x in enumerate(val if isinstance(val, list | tuple) else ())
+def function(terms: Terms, head: Hashable, sums: Sequence[Sum], numel: int) -> Sum:
+    """Return f(sums) of an elementwise f: of whole leaves, if all start at one element of them."""
+    starts = {(x.start, x.term.numel) for one in sums for x in one if x.start != UNIFORM}
+    if not starts:
+        return whole(terms.term(head, map(of_sum, sums)))
+    start, full = starts.pop() if len(starts) == 1 else (0, numel)
+    by = 0 if starts else start
+    shapes = [() if all(x.start == UNIFORM for x in one) else (full,) for one in sums]
+    parts = [of_sum(moved(one, -by), shape) for one, shape in zip(sums, shapes, strict=True)]
+    return (Addend(terms.term(head, parts, full), by, Fraction(1)),)
+
+
+def _known(call: Call, head: Any, sums: list[Sum], numel: int) -> Sum:
+    """Return the result for some elements: by what is known of the op, or as a function."""
+    found = _linear(call, sums) if call.name in _LINEAR else None
+    if found is None:
+        sums = [call.reading.settled(call.node, one) for one in sums]
+        found = _special(call, head[1][0], sums)
+    return function(call.reading.terms, head, sums, numel) if found is None else found
+
+
+def _linear(call: Call, sums: list[Sum]) -> Sum | None:
+    """Return a linear combination of the operands; None if the op is none."""
+    name, (a, b) = call.name, (sums[0], sums[-1])
+    if name in WRITES:
+        return () if name == "zero" else b
+    if name in ("mul", "div") and len(sums) == 2 and not call.kwargs.get("rounding_mode"):
+        numbers = [constant(a), constant(b)]
+        if name == "mul" and numbers[0] is not None:
+            return times(b, numbers[0])
+        by = numbers[1] if name == "mul" or not numbers[1] else 1 / numbers[1]
+        return None if by is None or (name == "div" and not numbers[1]) else times(a, by)
+    if call.node.meta["val"].dtype is torch.bool or name in ("mul", "div"):
+        return None
+    if name == "neg":
+        return times(a, Fraction(-1))
+    a, b = (sums[1], sums[0]) if name == "rsub" else (sums[0], sums[1])
+    alpha = constant(sums[2]) if len(sums) > 2 else exact(call.kwargs.get("alpha", 1))
+    return None if alpha is None else added(a, times(b, alpha if name == "add" else -alpha))
+
+
+def _special(call: Call, args: Any, sums: list[Sum]) -> Sum | None:
+    """Return what is known of an op that is not linear; None for nothing."""
+    name, one, terms = call.name, sums[0], call.reading.terms
+    bound = (*args, None, None, None)[1:3]
+    if name == "where" and sums[1:2] == sums[2:]:
+        return sums[1]
+    if (name == "mul" and () in sums) or (name in _KEEPS_ZERO and not one):
+        return ()
+    if name == "pow" and len(sums) == 1 and isinstance(bound[0], int | float) and bound[0] > 0:
+        root = only(one)
+        squared = bound[0] == 2 and root is not None and root.head == "root"
+        return root.operands[0].uniform if squared and root else None if one else ()
+    if name == "clamp" and len(sums) == 1:
+        low, high = bound
+        if not one:
+            return () if (low or 0) <= 0 <= (0 if high is None else high) else None
+        return _any_rank(call, one) if high == 1 and low in (None, 0) else None
+    if name == "eq" and len(sums) == 2 and one == sums[1]:
+        return terms.number(Fraction(1))  # over the reals nothing is NaN
+    if name == "bitwise_not" and call.node.meta["val"].dtype is torch.bool:
+        return added(terms.number(Fraction(1)), times(one, Fraction(-1)))
+    size = only(one)
+    if name == "ne" and bound[0] == inf and size is not None and size.name == "abs":
+        largest = only(size.operands[0].uniform or ())
+        tested = largest if largest is not None and largest.head == "largest" else size
+        return whole(call.reading.finite(tested.operands))
+    return None
+
+
+def _any_rank(call: Call, one: Sum) -> Sum | None:
+    """Return min(1, sum_r (1 - f_r)) = 1 - f, of `finite` terms f_r of parts of which f is of all."""
+    number = sum(x.by for x in one if x.term.head == "one")
+    rest = [x for x in one if x.term.head != "one"]
+    if len(rest) != 1:
+        return None
+    term, by = rest[0].term, rest[0].by
+    if term.head == OVER_RANKS and number == call.reading.world == -number * by:
+        term = term.operands[0].pieces[0].sum[0].term
+        mixed = any(x.term.varies for value in term.operands for x in value.addends)
+        if term.head != FINITE or mixed:
+            return None
+        term = call.reading.finite(value._replace(spread=False) for value in term.operands)
+    elif term.head != FINITE or term.varies or not number == -by >= 1:
+        return None
+    return added(call.reading.terms.number(Fraction(1)), times(whole(term), Fraction(-1)))
+
+
+def _opaque(call: Call) -> Value | list[Value]:
+    settled, val = [call.settled(value) for value in call.values], call.node.meta["val"]
+    made = val if isinstance(val, list | tuple) else [val]
+    varies = True if DRAW in call.kwargs else None
+    terms = [
+        call.reading.terms.term((call.name, i, call.constants), settled, x.numel(), varies)
+        for i, x in enumerate(made)
     ]
+    found = [of_term(term, x.shape) for term, x in zip(terms, made, strict=True)]
+    return found if made is val else found[0]
 
 
 DRAW = "draw"
-"""The argument by which a reading numbers the ops that draw random numbers."""
-
-
-def _same(call: Call) -> Made:
-    return call.args[0]
+"""The argument with the number of an op that draws random numbers."""
 
 
 def _cast(call: Call) -> Made:
-    """Over the reals a cast to a wider kind of number is the identity."""
-    source, made = call.node.args[0], call.node.meta["val"]
-    before = source.meta["val"] if isinstance(source, torch.fx.Node) else made
-    kinds = [_kind(x.dtype) for x in (before, made)]
+    """Over the reals a cast to numbers among which the old ones are is the identity."""
+    before = call.node.args[0].meta["val"].dtype  # type: ignore
+    kinds = [
+        0 if x is torch.bool else 3 if x.is_complex else 2 if x.is_floating_point else 1
+        for x in (before, call.node.kwargs.get("dtype") or before)
+    ]
     return call.args[0] if kinds[0] <= kinds[1] else None
 
 
-def _kind(dtype: torch.dtype) -> int:
-    if dtype is torch.bool:
-        return 0
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 1
-
-
 def _filled(call: Call) -> Made:
-    number = 1 if "ones" in call.name else 0 if "zeros" in call.name else None
-    if number is None:
-        at = {"full": 1, "full_like": 1, "new_full": 2, "scalar_tensor": 0}[call.name]
-        number = call.args[at]
-    if isinstance(number, Value) or number != number or abs(number) == inf:
-        return None
-    shape = tuple(call.node.meta["val"].shape)
-    return Value(shape, joined([Piece(numel_of(shape), call.reading.terms.number(exact(number)))]))
+    """A tensor of one number; or of memory that nobody has written to, unlike all else."""
+    at = 1 if call.name.startswith("new_") else 0
+    like = call.name.endswith("_like")
+    shape = call.args[0].shape if like else () if call.name == "scalar_tensor" else call.args[at]
+    terms = call.reading.terms
+    if "empty" in call.name:
+        head = "unwritten", call.reading.one_rank, call.node.name
+        return of_term(terms.term(head, (), torch.Size(shape).numel(), varies=True), shape)
+    rest = call.args[0 if call.name == "scalar_tensor" else at + 1 :]
+    number = 1 if "ones" in call.name else 0 if "zeros" in call.name else rest[0]
+    known = type(number) in (int, float, bool) and isfinite(number)
+    return of_sum(terms.number(exact(number)), shape) if known else None
 
 
-def _unwritten(call: Call) -> Made:
-    """Memory that nobody has written to: unlike everything else."""
-    val = call.node.meta["val"]
-    who = "unwritten", call.reading.one_rank, call.node.name
-    return of_term(call.reading.terms.term(who, numel=val.numel(), varies=True), tuple(val.shape))
-
-
-def _cat(call: Call) -> Made:
+def _joined(call: Call) -> Made:
+    """cat, stack: of elements in a row."""
     values, dim = call.args[0], (*call.args[1:], 0)[0]
-    rows = [value for value in values if value.numel]
-    if not rows or any(v.spread for v in rows) or any(numel_of(v.shape[:dim]) != 1 for v in rows) or dim < 0:
+    rows = [value for value in values if value.numel or call.name == "stack"]
+    outer = {torch.Size(value.shape[:dim]).numel() for value in rows}
+    if any(value.spread for value in rows) or outer != {1} or dim < 0:
         return None
     shape = list(rows[0].shape)
-    shape[dim] = sum(value.shape[dim] for value in rows)
+    if call.name == "stack":
+        shape.insert(dim, len(rows))
+    else:
+        shape[dim] = sum(value.shape[dim] for value in rows)
     return Value(tuple(shape), joined(piece for value in rows for piece in value.pieces))
 
 
-def _stack(call: Call) -> Made:
-    values, dim = call.args[0], (*call.args[1:], 0)[0]
-    if dim or any(value.spread for value in values):
-        return None
-    shape = (len(values), *values[0].shape)
-    return Value(shape, joined(piece for value in values for piece in value.pieces))
-
-
 def _sum(call: Call) -> Made:
-    if len(call.args) > 1:
-        return None
-    return Value((), _one(call.reading.total(call.args[0])))
-
-
-def _one(one: Sum) -> tuple[Piece, ...]:
-    return (Piece(1, one),)
+    return of_sum(call.reading.total(call.args[0])) if len(call.args) == 1 else None
 
 
 def _norm(call: Call) -> Made:
     """|x| = root(total(x x)), or the largest |x|: of all elements."""
-    value, order = call.args[0], (*call.args[1:], 2)[0]
+    order, terms = (*call.args[1:], 2)[0], call.reading.terms
     if len(call.args) > 2 or call.kwargs.get("dim") is not None or order not in (2, inf):
         return None
-    terms = call.reading.terms
-    value = mapped(value, lambda one: call.reading.settled(call.node, one))
-    flat = value._replace(shape=(value.numel,))
+    value = call.settled(call.args[0])
+    value = value._replace(shape=(value.numel,))
     if order == inf:
-        return Value((), _one(whole(terms.term("largest", [flat]))))
+        return of_term(terms.term("largest", [value]), ())
     head = "pow", ((None, 2), ())
-    squares = [Piece(n, of_function(terms, head, n, sums) if sums[0] else ()) for n, sums in aligned([flat.pieces])]
-    total = call.reading.total(flat._replace(pieces=joined(squares)))
-    return Value((), _one(whole(terms.term("root", [Value((), _one(total))])) if total else ()))
+    squares = value.on(
+        Piece(n, function(terms, head, sums, n) if sums[0] else ())
+        for n, sums in aligned([value.pieces])
+    )
+    return _root_of(call, call.reading.total(squares))
 
 
 def _root(call: Call) -> Made:
-    value = mapped(call.args[0], lambda one: call.reading.settled(call.node, one))
-    if value.numel != 1 or value.spread:
-        return None
-    one = value.pieces[0].sum
-    return Value(value.shape, _one(whole(call.reading.terms.term("root", [Value((), _one(one))])) if one else ()))
+    one = call.args[0].uniform
+    return (
+        None
+        if one is None or call.args[0].shape
+        else _root_of(call, call.settled(call.args[0]).uniform or ())
+    )
+
+
+def _root_of(call: Call, one: Sum) -> Value:
+    return of_sum(whole(call.reading.terms.term("root", [of_sum(one)])) if one else ())
 
 
 def _all(call: Call) -> Made:
-    """All numbers of several tests are finite if those of each are."""
-    terms = [_only(piece.sum) for piece in call.args[0].pieces]
-    if len(call.args) > 1 or any(term is None or term.head not in (FINITE, "one") for term in terms):
+    """All of several tests hold if all that they look at is finite."""
+    terms = [only(piece.sum) for piece in call.args[0].pieces]
+    if len(call.args) > 1 or any(x is None or x.head not in (FINITE, "one") for x in terms):
         return None
-    tested = [value for term in terms if term is not None and term.head == FINITE for value in term.operands]
-    return Value((), _one(whole(call.reading.finite(tested))))
+    return of_term(call.reading.finite(v for x in terms if x is not None for v in x.operands), ())
 
 
 def _update(call: Call) -> Made:
-    """A rule of `fzero.optim` works element by element: on each flat, with its gradient and slots."""
-    rule, options, params, grads, slots, count, *rate = call.args
-    number, several, made = len(params), len(slots) // max(len(params), 1), []
-    shared = [count, *(one for one in rate if isinstance(one, Value))]
-    for output in range(1 + several):
-        for i in range(number):
-            flat = [params[i], grads[i], *(slots[k * number + i] for k in range(several))]
-            spread = any(value.spread for value in flat)
-            numel = params[i].numel
-            rows = [call.stretched(value, numel, spread=spread) for value in [*flat, *shared]]
-            pieces = []
-            for n, sums in aligned(rows):
+    """A rule of `fzero.optim` works element by element: on each flat, its gradient and its slots."""
+    rule, options, params, grads, slots, *numbers = call.args
+    shared = [x for x in numbers if isinstance(x, Value)]
+    count, made = len(params), []
+    for output in range(1 + len(slots) // count if count else 0):
+        head = "update", rule, options, len(shared), output
+        for i in range(count):
+            flats = [params[i], grads[i], *slots[i::count], *shared]
+
+            def fn(sums: list[Sum], n: int, head: Any = head) -> Sum:
                 settled = [call.reading.settled(call.node, one) for one in sums]
-                head = "update", rule, options, len(rate) - len(shared) + 1, output
-                pieces.append(Piece(n, of_function(call.reading.terms, head, n, settled)))
-            made.append(Value(params[i].shape, joined(pieces), spread))
+                return function(call.reading.terms, head, settled, n)
+
+            made.append(elementwise(call, params[i].shape, flats, fn))
     return made
 
 
-def _constant(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor) or type(tensor) is not Tensor:
-        return None
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest(), str(tensor.dtype), tuple(tensor.shape)
-
-
-def constant_of(tensor: Any) -> Any:
-    """Return what identifies the values of a constant of a graph; None if it has none."""
-    return _constant(tensor)
-
-
+_FILLS = ("zeros", "ones", "full", "empty")
 RULES: dict[str, Callable[[Call], Made]] = {
-    "_to_copy": _cast,
-    "cat": _cat,
-    "stack": _stack,
-    "sum": _sum,
-    "linalg_vector_norm": _norm,
-    "sqrt": _root,
-    "all": _all,
-    "update": _update,
-    **dict.fromkeys(("clone", "contiguous", "lift_fresh_copy"), _same),
-    **dict.fromkeys(
-        ("zeros", "ones", "full", "new_zeros", "new_ones", "new_full", "zeros_like", "ones_like",
-         "full_like", "scalar_tensor"),
-        _filled,
-    ),
-    **dict.fromkeys(("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"), _unwritten),
-}  # fmt: skip
+    **{f"{a}{x}{b}": _filled for x in _FILLS for a, b in (("", ""), ("new_", ""), ("", "_like"))},
+    **dict.fromkeys(("clone", "lift_fresh_copy"), lambda call: call.args[0]),
+    **{"scalar_tensor": _filled, "_to_copy": _cast, "cat": _joined, "stack": _joined},
+    **{"sum": _sum, "linalg_vector_norm": _norm, "sqrt": _root, "all": _all, "update": _update},
+}

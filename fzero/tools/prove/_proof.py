@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 from torch import fx
 
@@ -13,8 +13,8 @@ from torch import fx
 class Claim:
     """That a tensor of the new state is that of the one-rank step: shown, or not.
 
-    tensor: where it is in the state, "state.params.flats". leaf: the parameter that it belongs to,
-    or "". why: what is not shown. line: of the graph, where this begins; "" if it is shown.
+    tensor: its path, "state.params.flats". leaf: the parameter it belongs to, or "". why: it is not
+    shown, or "". line: of the graph of a rank, where this begins.
     """
 
     tensor: str
@@ -27,17 +27,13 @@ class Claim:
         """Whether it is shown."""
         return not self.why
 
-    def __str__(self) -> str:
-        name = f"{self.tensor} {self.leaf}".strip()
-        return name if self.shown else f"{name}: {self.why}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
     """A proof about a step on `world` ranks, or what is missing for one.
 
-    claims: one for each leaf of each buffer of the new state, and for each number in it. ranks:
-    those whose programs were recorded. ops: of the two programs, of one rank alone and of a rank.
+    claims: one for each leaf in each buffer of the new state, and for each number in it. ranks:
+    those whose programs were recorded. ops: of the programs of one rank alone, and of a rank.
     """
 
     step: str
@@ -48,8 +44,8 @@ class Proof:
 
     @property
     def proved(self) -> bool:
-        """Whether all claims are shown, and there are any."""
-        return bool(self.claims) and all(claim.shown for claim in self.claims)
+        """Whether there are claims, and all are shown."""
+        return bool(self.claims) and not self.unshown
 
     @property
     def unshown(self) -> tuple[Claim, ...]:
@@ -60,78 +56,67 @@ class Proof:
         return self.proved
 
     def __str__(self) -> str:
-        return "\n".join(_theorem(self) if self.proved else _open(self))
+        return "\n".join(_theorem(self) if self.proved else _missing(self))
 
     __repr__ = __str__
 
 
 ASSUMED = (
-    "numbers are real: nothing is rounded, infinite or NaN unless a test of the program asks, casts "
-    "between floating types change nothing, and a constant is the simplest quotient that rounds to it",
-    "all_gather, all_reduce and reduce_scatter join, sum, and sum and cut what the ranks hand in",
-    "the rule of the optimizer updates each element from that element of its operands",
-    "an op gives the same of the same operands; the n-th random draw of a rank is the same in both programs",
-    "the batches of all ranks have one shape, and the state is between two updates",
+    "numbers are real: nothing is rounded or NaN, casts between floating types change nothing, and "
+    "a constant is the simplest quotient that rounds to it",
+    "all_gather, all_reduce and reduce_scatter join, sum, and sum and cut what ranks hand in",
+    "the rule of the optimizer makes each element of that element of its operands",
+    "an op gives the same for the same operands; the n-th random draw of a rank is the same in both",
+    "the batches of all ranks have these shapes, and the state is between two updates",
 )
 """What a proof takes for granted."""
-
-
-def _theorem(proof: Proof) -> list[str]:
-    lines = [
-        f"Theorem. {proof.step} on {_ranks(proof.world)}: from every state and all batches of these "
-        "shapes, the new state of all ranks together is that of one rank which updates with the mean "
-        f"over the {_ranks(proof.world)} of their gradients.",
-        f"Shown of {_counted(proof.claims)}.",
-        f"Programs: {proof.ops[0]} ops of one rank alone, {proof.ops[1]} of {_recorded(proof)}.",
-        "Assumed:",
-        *(f"  {number}. {text}" for number, text in enumerate(ASSUMED, 1)),
-    ]
-    return [*lines, "A theorem over the reals: what rounding does is for fzero.certify to say."]
-
-
-def _open(proof: Proof) -> list[str]:
-    return [
-        f"Not proved: {proof.step} on {_ranks(proof.world)}. Of {len(proof.claims)} claims "
-        f"{len(proof.unshown)} are not shown:",
-        *(f"  {claim}" for claim in proof.unshown[:_MOST]),
-        *([f"  ... and {len(proof.unshown) - _MOST} more"] if len(proof.unshown) > _MOST else []),
-        *(f"It begins at {line}" for line in dict.fromkeys(claim.line for claim in proof.unshown)),
-        f"Programs: {proof.ops[0]} ops of one rank alone, {proof.ops[1]} of {_recorded(proof)}.",
-    ]
-
-
 _MOST = 5
 
 
-def _ranks(world: int) -> str:
-    return "1 rank" if world == 1 else f"{world} ranks"
+def _theorem(proof: Proof) -> Iterator[str]:
+    yield f"Theorem, over the reals. {_named(proof)}, from every state and all batches of these shapes:"
+    yield "new state = update(state, mean over the ranks of the gradients), as one rank alone does it."
+    counts = Counter(claim.tensor if claim.leaf else "numbers" for claim in proof.claims)
+    yield f"Shown of: {', '.join(f'{name} ({count})' for name, count in counts.items())}."
+    yield _programs(proof)
+    yield "Assumed:"
+    yield from (f"  {number}. {text}." for number, text in enumerate(ASSUMED, 1))
+    yield "What rounding does is not in it: fzero.certify looks at the bits."
 
 
-def _recorded(proof: Proof) -> str:
-    if len(proof.ranks) == proof.world:
-        return "each of all ranks" if proof.world > 1 else "that rank"
-    seen = ", ".join(map(str, proof.ranks))
-    return f"ranks {seen}; the others are taken to run the same with their own number"
+def _missing(proof: Proof) -> Iterator[str]:
+    missing = proof.unshown
+    yield f"Not proved: {_named(proof)}. Not shown are {len(missing)} of {len(proof.claims)} claims:"
+    for claim in missing[:_MOST]:
+        yield f"  {claim.tensor} {claim.leaf}: {claim.why}"
+    if len(missing) > _MOST:
+        yield f"  and {len(missing) - _MOST} more"
+    yield from (f"It begins at {line}" for line in dict.fromkeys(x.line for x in missing))
+    yield _programs(proof)
 
 
-def _counted(claims: Sequence[Claim]) -> str:
-    found = []
-    for tensor, some in groupby(claims, key=lambda claim: claim.tensor if claim.leaf else ""):
-        number = len(list(some))
-        found.append(f"{tensor} ({number} leaves)" if tensor else f"{number} numbers")
-    return ", ".join(found)
+def _named(proof: Proof) -> str:
+    return f"{proof.step} on {proof.world} rank{'s' if proof.world > 1 else ''}"
+
+
+def _programs(proof: Proof) -> str:
+    rest = "" if len(proof.ranks) == proof.world else "; the others do the same with their numbers"
+    ranks = ", ".join(map(str, proof.ranks))
+    return f"Programs: {proof.ops[0]} ops of one rank alone; {proof.ops[1]} of ranks {ranks}{rest}."
 
 
 def line_of(node: fx.Node) -> str:
     """Return a node as a line of its graph: "line 7: add = aten.add.Tensor(x, 1)"."""
     number = list(node.graph.nodes).index(node) + 1
-    args = ", ".join([*map(_shown, node.args), *(f"{k}={_shown(x)}" for k, x in node.kwargs.items())])
-    target = getattr(node.target, "__name__", node.target) if callable(node.target) else node.target
-    name = str(node.target) if hasattr(node.target, "namespace") else target
-    return f"line {number}: {node.name} = {name}({args})"
+    named = [f"{key}={_shown(x)}" for key, x in node.kwargs.items()]
+    target = (
+        node.target
+        if hasattr(node.target, "overloadpacket")
+        else getattr(node.target, "__name__", node.op)
+    )
+    return f"line {number}: {node.name} = {target}({', '.join([*map(_shown, node.args), *named])})"
 
 
 def _shown(x: object) -> str:
-    text = ", ".join(map(_shown, x)) if isinstance(x, list | tuple) else str(x)
-    text = f"[{text}]" if isinstance(x, list | tuple) else text
+    text = f"[{', '.join(map(_shown, x))}]" if isinstance(x, list | tuple) else str(x)
     return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,8 +1,15 @@
-"""How a program is read, and what ranks make of each other's values: sums, means, totals."""
+"""What ranks make of each other's values: the axioms of collectives, means, totals, tests.
+
+Of x_r on rank r, and of x of which rank r has part r:
+    all_gather(part r of x)   x on every rank
+    all_reduce(x_r)           sum_r x_r
+    reduce_scatter(x_r)       part r of sum_r x_r
+    sum_r total(part r of x)  total(x)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -18,46 +25,41 @@ from fzero.tools.prove._terms import (
     Terms,
     Value,
     added,
-    cut,
-    joined,
-    of_term,
+    of_sum,
     scaled,
     whole,
 )
 
-OVER_RANKS = "sum over ranks"
-TOTAL = "total"
-OWN_TOTAL = "total of its part"
-FINITE = "finite"
+OVER_RANKS, TOTAL, OWN_TOTAL, FINITE = "sum over ranks", "total", "total of its part", "finite"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How a program is read.
 
-    one_rank: as the reference, in which what comes of the batch is read as its mean over `world`
-    ranks wherever the update uses it. local: the nodes before the update, which make losses and
-    gradients of the batch as it is. own_parts: the nodes that select the part of their rank.
+    one_rank: as the reference, where what comes of the batch is read as its mean over `world` ranks
+    wherever the update uses it. local: the nodes before that, which make losses and gradients.
+    axis: name and group of what collectives are over. own_parts: nodes that select a rank's part.
     """
 
     terms: Terms
     world: int
     one_rank: bool
+    axis: tuple[str, str] = ("", "")
     local: frozenset[fx.Node] = frozenset()
     own_parts: frozenset[fx.Node] = frozenset()
 
     def settled(self, node: fx.Node, one: Sum) -> Sum:
-        """Return what a function of the update is given: in the reference the mean over ranks."""
+        """Return what a function is given: in the update of the reference the mean over ranks."""
         return self.mean(one) if self.one_rank and node not in self.local else one
 
     def mean(self, one: Sum) -> Sum:
-        """Return the mean over ranks of what each of them has."""
-        if not any(x.term.varies for x in one):
-            return one
-        return scaled(self.over_ranks(one), Fraction(1, self.world))
+        """Return the mean over ranks of what each has."""
+        varies = any(x.term.varies for x in one)
+        return scaled(self.over_ranks(one), Fraction(1, self.world)) if varies else one
 
     def over_ranks(self, one: Sum) -> Sum:
-        """Return the sum over ranks of what each of them has: linear, and W x where all have x."""
+        """Return the sum over ranks of what each has: linear, and W x where all have x."""
         if self.world == 1:
             return one
         found: Sum = ()
@@ -67,68 +69,63 @@ class Reading:
             elif x.term.head == OWN_TOTAL:
                 made = scaled(self.total(x.term.operands[0]._replace(spread=False)), x.by)
             else:
-                operand = of_term(x.term, (x.term.numel,))
-                term = self.terms.term(
-                    OVER_RANKS, [operand], numel=x.term.numel, varies=False
-                )
+                inner = [of_sum(whole(x.term), (x.term.numel,))]
+                term = self.terms.term(OVER_RANKS, inner, x.term.numel, varies=False)
                 made = (x._replace(term=term),)
             found = added(found, made)
         return found
 
     def total(self, value: Value) -> Sum:
-        """Return the sum of all elements of a rank; of a spread value those of its part."""
+        """Return the sum of all elements that a rank has."""
         if value.spread:
-            flat = value._replace(shape=(value.numel,))
-            return whole(self.terms.term(OWN_TOTAL, [flat]))
+            return whole(self.terms.term(OWN_TOTAL, [value._replace(shape=(value.numel,))]))
         found: Sum = ()
         for piece in value.pieces:
-            for x in piece.sum:
-                found = added(found, self._total_of(x, piece.numel))
+            for term, start, by in piece.sum:
+                if start == UNIFORM:
+                    made = Addend(term, start, by * piece.numel)
+                else:
+                    part = of_sum((Addend(term, start, Fraction(1)),), (piece.numel,))
+                    made = Addend(self.terms.term(TOTAL, [part]), UNIFORM, by)
+                found = added(found, (made,))
         return found
 
-    def _total_of(self, x: Addend, numel: int) -> Sum:
-        if x.start == UNIFORM:
-            return (x._replace(by=x.by * numel),)
-        one = Value((numel,), (Piece(numel, (x._replace(by=Fraction(1)),)),))
-        return (Addend(self.terms.term(TOTAL, [one]), UNIFORM, x.by),)
+    def finite(self, values: Iterable[Value]) -> Term:
+        """Return 1 if all elements that a rank has of some values are finite, else 0."""
+        parts: set[Value] = set()
+        for value in values:
+            split = [value] if value.spread else [of_sum(p.sum, (p.numel,)) for p in value.pieces]
+            parts |= {part for part in split if any(part.addends)}
+        return self.terms.term(FINITE, sorted(parts, key=_order))
 
-    def finite(self, values: Sequence[Value]) -> Term:
-        """Return whether all elements of some values are finite: 1, or 0 if one of them is not.
-
-        Of a spread value those of the rank's part.
-        """
-        parts = [value for value in values if value.spread]
-        pieces = {
-            Value((piece.numel,), (piece,))
-            for value in values
-            if not value.spread
-            for piece in value.pieces
-            if piece.sum
-        }
-        return self.terms.term(FINITE, [*sorted(parts, key=_order), *sorted(pieces, key=_order)])
-
-    def finite_everywhere(self, one: Term) -> Term | None:
-        """Return whether it is so on all ranks, of a `finite` term of their parts."""
-        varying = [value for value in one.operands if value.varies]
-        if any(not value.spread or _differs(value) for value in varying):
-            return None
-        return self.finite([value._replace(spread=False) for value in one.operands])
-
-
-def _differs(value: Value) -> bool:
-    return any(x.term.varies for piece in value.pieces for x in piece.sum)
+    def collective(self, name: str, value: Value) -> Value | str:
+        """Return what a collective gives, or why that is not known."""
+        shape, mixed = value.shape, any(x.term.varies for x in value.addends)
+        if name == "all_gather":
+            if mixed or not shape:
+                return "it gathers what each rank has made of its own batch"
+            pieces = value.pieces if value.spread else value.pieces * self.world
+            return Value((shape[0] * self.world, *shape[1:]), pieces)
+        if value.spread:
+            return "it sums parts that are not of the same elements"
+        summed = value.on(Piece(p.numel, self.over_ranks(p.sum)) for p in value.pieces)
+        if name == "all_reduce":
+            return summed
+        if name != "reduce_scatter" or not shape or shape[0] % self.world:
+            return f"nothing is known of {name} here"
+        return summed._replace(shape=(shape[0] // self.world, *shape[1:]), spread=True)
 
 
 def _order(value: Value) -> Hashable:
-    return [(piece.numel, [(x.term.number, x.start, x.by) for x in piece.sum]) for piece in value.pieces]
+    return value.spread, [(p.numel, [(x.term.number, *x[1:]) for x in p.sum]) for p in value.pieces]
 
 
 class Call(NamedTuple):
-    """An op of a program, with values in the place of tensors."""
+    """An op of a program, with values in the place of tensors. name: without "_" of in place."""
 
     reading: Reading
     node: fx.Node
-    name: str  # without "_" if it writes in place
+    name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -138,23 +135,18 @@ class Call(NamedTuple):
         return list(_values((self.args, tuple(self.kwargs.values()))))
 
     @property
-    def constants(self) -> Hashable:
-        """The arguments with None in the place of each tensor."""
-        named = tuple(sorted((name, _frozen(x)) for name, x in self.kwargs.items() if x is not None))
-        return tuple(map(_frozen, self.args)), named
+    def constants(self) -> Any:
+        """(args, kwargs) with None in the place of each tensor."""
+        named = ((k, _frozen(x)) for k, x in self.kwargs.items() if x is not None)
+        return tuple(map(_frozen, self.args)), tuple(sorted(named))
 
-    def stretched(self, value: Value, numel: int, *, spread: bool) -> tuple[Piece, ...]:
-        """Return the pieces of a value as elements of an op, which has `numel` on each rank."""
-        total = numel * (self.reading.world if spread else 1)
-        one = value.uniform
-        if one is not None:
-            return joined([Piece(total, one)])
-        if spread and not value.spread:
-            return joined(value.pieces * self.reading.world)
-        return value.pieces
+    def settled(self, value: Value) -> Value:
+        """Return what a function is given in the place of a value."""
+        pieces = (Piece(p.numel, self.reading.settled(self.node, p.sum)) for p in value.pieces)
+        return value.on(pieces)
 
 
-def _values(x: Any) -> Any:
+def _values(x: Any) -> Iterator[Value]:
     if isinstance(x, Value):
         yield x
     elif isinstance(x, tuple | list):
@@ -163,11 +155,6 @@ def _values(x: Any) -> Any:
 
 
 def _frozen(x: Any) -> Hashable:
-    if isinstance(x, Value):
-        return None
-    if isinstance(x, tuple | list):
+    if isinstance(x, tuple | list) and not isinstance(x, Value):
         return tuple(map(_frozen, x))
-    return x if isinstance(x, int | float | bool | str | None) else str(x)
-
-
-__all__ = ["FINITE", "Call", "Reading", "cut"]
+    return None if isinstance(x, Value) else x if isinstance(x, int | float | str) else str(x)

@@ -1,24 +1,24 @@
-"""What a tensor of a program is, as an expression over the inputs of the step: exact, over the reals.
+"""What a tensor is, as an expression over the inputs of a step: exact, over the reals.
 
-A `Term` is a tensor that some function makes of others. What is known of the function is in `head`;
-two terms of the same head and operands are one object, so that equality is identity. Where values
-only add up and are scaled, that is done: a `Sum` is a linear combination of elements of terms, with
-rational coefficients. A `Value` is a tensor as pieces of such sums, in the order of its elements.
+A `Term` is a tensor that a function makes of others; terms of one head and the same operands are
+one object. A `Sum` is a linear combination of elements of terms, with rational coefficients. A
+`Value` is a tensor as pieces in a row, each of one sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 from typing import NamedTuple
 
 UNIFORM = -1
-"""The start of a term that has one element, which stands for every element."""
+"""The start of a term of one element, which stands for every element."""
 
 
 class Addend(NamedTuple):
-    """c t[start:]: the elements of a term from one on, times a number."""
+    """c t[start:]."""
 
     term: Term
     start: int
@@ -26,21 +26,20 @@ class Addend(NamedTuple):
 
 
 Sum = tuple[Addend, ...]
-"""Addends, each (term, start) once, none with 0, in the order of the terms. (): zero."""
+"""Each (term, start) once, in the order of the terms. (): zero."""
 
 
 class Piece(NamedTuple):
-    """So many elements in a row, which are those of a sum."""
+    """So many elements in a row, from the first ones of a sum on."""
 
     numel: int
     sum: Sum
 
 
 class Value(NamedTuple):
-    """A tensor of each rank, in the order of its elements.
+    """A tensor. spread: each rank has one of W equal parts of the pieces, in rank order; else all.
 
-    spread: rank r has the r-th of W equal parts of what the pieces say, of this shape each; else
-    the pieces are what each rank has, where a term may be another one on each rank (`varies`).
+    A term in it may be another one on each rank: see `Term.varies`.
     """
 
     shape: tuple[int, ...]
@@ -50,27 +49,27 @@ class Value(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements on one rank."""
-        return numel_of(self.shape)
+        return prod(self.shape)
 
     @property
-    def varies(self) -> bool:
-        """Whether ranks have other values."""
-        return self.spread or any(one.term.varies for piece in self.pieces for one in piece.sum)
+    def addends(self) -> Iterator[Addend]:
+        """The addends of all pieces."""
+        return (x for piece in self.pieces for x in piece.sum)
 
     @property
     def uniform(self) -> Sum | None:
         """The sum that every element is, or None."""
-        sums = {piece.sum for piece in self.pieces}
-        one = sums.pop() if len(sums) == 1 else None
+        one = self.pieces[0].sum if len(self.pieces) == 1 else None
         return one if one is not None and all(x.start == UNIFORM for x in one) else None
+
+    def on(self, pieces: Iterable[Piece]) -> Value:
+        """Return a value of the same shape with other pieces."""
+        return self._replace(pieces=joined(pieces))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
-    """A tensor that a function makes of its operands. `Terms` makes them, each once.
-
-    varies: whether it is of one rank: of its batch, its shard, its random numbers.
-    """
+    """A tensor made by a function, `head`. varies: it is of one rank's batch, shard or draws."""
 
     head: Hashable
     operands: tuple[Value, ...]
@@ -78,12 +77,14 @@ class Term:
     varies: bool
     number: int
 
-    def __repr__(self) -> str:
-        return text_of_term(self)
+    @property
+    def name(self) -> Hashable:
+        """What the head begins with."""
+        return self.head[0] if isinstance(self.head, tuple) else self.head
 
 
 class Terms:
-    """All terms of a proof, by what they are."""
+    """All terms of a proof."""
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Term] = {}
@@ -92,35 +93,27 @@ class Terms:
         self,
         head: Hashable,
         operands: Iterable[Value] = (),
-        *,
         numel: int = 1,
         varies: bool | None = None,
     ) -> Term:
         """Return the term of a head and operands; by default it varies if one of these does."""
         given = tuple(operands)
-        key = head, given, numel
-        found = self._made.get(key)
+        found = self._made.get((head, given, numel))
         if found is None:
-            differs = any(one.varies for one in given) if varies is None else varies
-            found = Term(head, given, numel, differs, len(self._made))
-            self._made[key] = found
+            differs = any(one.spread or any(x.term.varies for x in one.addends) for one in given)
+            varies = differs if varies is None else varies
+            found = self._made[head, given, numel] = Term(
+                head, given, numel, varies, len(self._made)
+            )
         return found
 
     def number(self, number: Fraction) -> Sum:
-        """Return the sum that every element of a constant tensor is."""
+        """Return every element of a constant tensor."""
         return scaled(whole(self.term("one")), number)
 
 
-def numel_of(shape: Sequence[int]) -> int:
-    """Return how many elements a shape has."""
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel
-
-
 def exact(number: float) -> Fraction:
-    """Return the number that a float stands for: the simplest quotient that rounds to it.
+    """Return the simplest quotient that rounds to a number.
 
     Example:
         >>> exact(0.1), exact(2 / 3), exact(3)
@@ -131,45 +124,58 @@ def exact(number: float) -> Fraction:
 
 
 def whole(term: Term) -> Sum:
-    """Return the elements of a term."""
+    """Return a term as a sum."""
     return (Addend(term, UNIFORM if term.numel == 1 else 0, Fraction(1)),)
 
 
-def of_term(term: Term, shape: tuple[int, ...]) -> Value:
+def of_term(term: Term, shape: Sequence[int]) -> Value:
     """Return a term as a value."""
-    return Value(shape, joined([Piece(term.numel, whole(term))]))
+    return of_sum(whole(term), shape)
+
+
+def of_sum(one: Sum, shape: Sequence[int] = ()) -> Value:
+    """Return a value of one piece."""
+    return Value(tuple(shape), joined([Piece(prod(shape), one)]))
+
+
+def constant(one: Sum) -> Fraction | None:
+    """Return the number that a sum is; None if it is none."""
+    if len(one) == 1 and one[0].term.head == "one":
+        return one[0].by
+    return None if one else Fraction(0)
+
+
+def only(one: Sum) -> Term | None:
+    """Return the term that a sum is; None if it is none."""
+    return one[0].term if len(one) == 1 and one[0].by == 1 else None
 
 
 def scaled(one: Sum, by: Fraction) -> Sum:
     """Return a sum times a number."""
-    if by == 1:
-        return one
-    return tuple(Addend(x.term, x.start, x.by * by) for x in one) if by else ()
+    return tuple(x._replace(by=x.by * by) for x in one) if by else ()
 
 
 def added(a: Sum, b: Sum) -> Sum:
     """Return a + b."""
     if not (a and b):
         return a or b
-    found: dict[tuple[Term, int], Fraction] = {(x.term, x.start): x.by for x in a}
+    found = {(x.term, x.start): x.by for x in a}
     for term, start, by in b:
-        found[term, start] = found.get((term, start), Fraction(0)) + by
-    rest = [Addend(term, start, by) for (term, start), by in found.items() if by]
+        found[term, start] = found.get((term, start), 0) + by
+    rest = (Addend(*key, by) for key, by in found.items() if by)
     return tuple(sorted(rest, key=lambda x: (x.term.number, x.start)))
 
 
 def moved(one: Sum, by: int) -> Sum:
-    """Return the sum `by` elements further on."""
-    if not by:
-        return one
+    """Return the sum from `by` elements further on."""
     return tuple(x if x.start == UNIFORM else x._replace(start=x.start + by) for x in one)
 
 
 def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """Return pieces without empty ones, and those as one that go on with each other."""
+    """Return pieces without empty ones, and as one where they go on with each other."""
     found: list[Piece] = []
     for piece in pieces:
-        if found and piece.numel and moved(found[-1].sum, found[-1].numel) == piece.sum:
+        if found and moved(found[-1].sum, found[-1].numel) == piece.sum:
             found[-1] = Piece(found[-1].numel + piece.numel, found[-1].sum)
         elif piece.numel:
             found.append(piece)
@@ -187,77 +193,30 @@ def cut(pieces: Iterable[Piece], start: int, numel: int) -> tuple[Piece, ...]:
     return tuple(found)
 
 
-def part_of(value: Value, start: int, numel: int, world: int) -> tuple[Piece, ...]:
-    """Return elements of a value, of each rank in its order where it is spread."""
-    if numel == value.numel:
-        return value.pieces
-    if not value.spread:
-        return cut(value.pieces, start, numel)
-    each = (cut(value.pieces, r * value.numel + start, numel) for r in range(world))
-    return joined(piece for some in each for piece in some)
-
-
-def aligned(every: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, list[Sum]]]:
-    """Return (numel, the sum of each) where several rows of pieces of one length change."""
-    places: set[int] = set()
-    for pieces in every:
-        at = 0
-        for piece in pieces:
-            at += piece.numel
-            places.add(at)
-    rest, at = [list(reversed(pieces)) for pieces in every], 0
-    for place in sorted(places):
-        numel, sums = place - at, []
-        for row in rest:
-            first = row.pop()
-            sums.append(first.sum)
-            if first.numel > numel:
-                row.append(Piece(first.numel - numel, moved(first.sum, numel)))
-        yield numel, sums
-        at = place
-
-
-def mapped(value: Value, fn: Callable[[Sum], Sum]) -> Value:
-    """Return the value with fn(sum) in the place of each sum."""
-    made = joined(Piece(piece.numel, fn(piece.sum)) for piece in value.pieces)
-    return value._replace(pieces=made)
-
-
-def text_of_term(term: Term, depth: int = 3) -> str:
-    """Return a short text: "sum over ranks(mm(args[0], weight))"."""
-    words = [word for word in _words(term.head) if word]
-    if not term.operands:
-        return " ".join(words) or "?"
-    inner = ", ".join(text_of(one, depth - 1) for one in term.operands) if depth else "..."
-    return f"{words[0]}({inner})"
+def aligned(rows: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, list[Sum]]]:
+    """Yield (numel, the sum of each row), as long as no row changes."""
+    rest = [list(reversed(row)) for row in rows]
+    while any(rest):
+        heads = [row.pop() for row in rest]
+        numel = min(head.numel for head in heads)
+        for row, head in zip(rest, heads, strict=True):
+            if head.numel > numel:
+                row.append(Piece(head.numel - numel, moved(head.sum, numel)))
+        yield numel, [head.sum for head in heads]
 
 
 def text_of(value: Value, depth: int = 3) -> str:
-    """Return a short text of a value: at most three of its pieces."""
-    shown = [text_of_sum(piece.sum, depth) for piece in value.pieces[:3]]
-    rest = f", {len(value.pieces) - 3} more" if len(value.pieces) > 3 else ""
-    text = f"[{', '.join(shown)}{rest}]" if len(value.pieces) > 1 else "".join(shown)
+    """Return a short text: "1/2 sum over ranks(mm(args[0], ...))"."""
+    shown = [" + ".join(_text(x, depth) for x in piece.sum[:3]) for piece in value.pieces[:3]]
+    text = ", ".join(one or "0" for one in shown)
+    text = text if len(value.pieces) < 2 else f"[{text}, ...]"
     return f"the rank's part of {text}" if value.spread else text
 
 
-def text_of_sum(one: Sum, depth: int = 3) -> str:
-    """Return a short text of a sum: "1/2 sum over ranks(...)"."""
-    if not one:
-        return "0"
-    return " + ".join(_addend(x, depth) for x in one[:3]) + (" + ..." if len(one) > 3 else "")
-
-
-def _addend(one: Addend, depth: int) -> str:
-    part = f"[{one.start}:]" if one.start > 0 else ""
-    name = text_of_term(one.term, depth)
-    if name == "one":
-        return str(one.by)
-    return f"{name}{part}" if one.by == 1 else f"{one.by} {name}{part}"
-
-
-def _words(head: Hashable) -> Iterator[str]:
-    if isinstance(head, str):
-        yield head
-    elif isinstance(head, tuple):
-        for one in head:
-            yield from (_words(one) if isinstance(one, str) else ())
+def _text(x: Addend, depth: int) -> str:
+    if x.term.head == "one":
+        return str(x.by)
+    head = x.term.head if isinstance(x.term.head, tuple) else (x.term.head,)
+    inner = ", ".join(text_of(one, depth - 1) for one in x.term.operands) if depth else "..."
+    name = f"{head[0]}({inner})" if x.term.operands else " ".join(map(str, head))
+    return f"{'' if x.by == 1 else f'{x.by} '}{name}{f'[{x.start}:]' if x.start > 0 else ''}"

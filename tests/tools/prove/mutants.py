@@ -51,7 +51,13 @@ def _is(*names: str) -> Callable[[fx.Node], bool]:
 
 def _name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None)
-    return "getitem" if node.target is operator.getitem else schema.name.split("::")[1] if schema else ""
+    return (
+        "getitem"
+        if node.target is operator.getitem
+        else schema.name.split("::")[1]
+        if schema
+        else ""
+    )
 
 
 def _shape(node: Any) -> tuple[int, ...] | None:
@@ -93,7 +99,9 @@ def other_collective(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[
         size = rest[2]
         (item,) = [user for user in node.users if user.args[1] == 0]
         with node.graph.inserting_before(item):
-            summed = node.graph.call_function(torch.ops.fzero.all_reduce.default, ([given[0]], *rest))  # type: ignore
+            summed = node.graph.call_function(
+                torch.ops.fzero.all_reduce.default, ([given[0]], *rest)
+            )  # type: ignore
             summed.meta["val"] = [given[0].meta["val"]]  # type: ignore
             first = node.graph.call_function(operator.getitem, (summed, 0))
             first.meta["val"] = given[0].meta["val"]  # type: ignore
@@ -140,7 +148,11 @@ def _readers(node: fx.Node) -> set[str]:
     while rest:
         some = list(rest.pop().users)
         found |= {user.name for user in some}
-        rest += [user for user in some if _name(user) in ("view", "getitem", "split_with_sizes", "detach")]
+        rest += [
+            user
+            for user in some
+            if _name(user) in ("view", "getitem", "split_with_sizes", "detach")
+        ]
     return found
 
 
@@ -153,7 +165,11 @@ def stale_operand(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str
     if not places:
         return set()
     place = random.choice(places)
-    others = [i for i, x in enumerate(before) if _shape(x) == _shape(first.args[place]) and x is not first.args[place]]
+    others = [
+        i
+        for i, x in enumerate(before)
+        if _shape(x) == _shape(first.args[place]) and x is not first.args[place]
+    ]
     if not others:
         return set()
     other = random.choice(others)
@@ -169,7 +185,12 @@ def swap_in_list(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]
         return set()
     place = random.choice(lists)
     given: Any = nodes[0].args[place]
-    pairs = [(i, j) for i in range(len(given)) for j in range(i) if _shape(given[i]) and _shape(given[i]) == _shape(given[j])]
+    pairs = [
+        (i, j)
+        for i in range(len(given))
+        for j in range(i)
+        if _shape(given[i]) and _shape(given[i]) == _shape(given[j])
+    ]
     if not pairs:
         return set()
     (i, j), twice = random.choice(pairs), random.random() < 0.3
@@ -196,7 +217,9 @@ def other_item(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
 def shifted_split(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
     """The first padding of a split is made smaller, and another one larger: leaves move."""
     sizes: Any = list(nodes[0].args[1])  # type: ignore
-    read = {user.args[1] for user in nodes[0].users if any("zero" not in x.name for x in user.users)}
+    read = {
+        user.args[1] for user in nodes[0].users if any("zero" not in x.name for x in user.users)
+    }
     free = [i for i in range(len(sizes)) if i not in read and sizes[i]]
     if len(free) < 2:
         return set()
@@ -207,7 +230,9 @@ def shifted_split(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str
         for user in node.users:  # what fills the padding has its new size
             user.meta["val"] = user.meta["val"].new_empty(sizes[user.args[1]])
             for filled in user.users:
-                filled.meta["val"] = user.meta["val"] if "zero" in filled.name else filled.meta["val"]
+                filled.meta["val"] = (
+                    user.meta["val"] if "zero" in filled.name else filled.meta["val"]
+                )
     return {node.name for node in nodes} | {user.name for node in nodes for user in node.users}
 
 
@@ -245,7 +270,12 @@ def old_output(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
     """The old value of a tensor of the state comes out, or that of another one."""
     given = [node for node in nodes[0].graph.nodes if node.op == "placeholder"]
     results: Any = nodes[0].args[0]
-    pairs = [(i, j) for i, x in enumerate(results) for j, y in enumerate(given) if x is not y and _shape(x) == _shape(y)]
+    pairs = [
+        (i, j)
+        for i, x in enumerate(results)
+        for j, y in enumerate(given)
+        if x is not y and _shape(x) == _shape(y)
+    ]
     i, j = random.choice(pairs)
     names: set[str] = set()
     for node in nodes:
@@ -257,18 +287,48 @@ def old_output(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
 
 
 def _gathered(node: fx.Node) -> bool:
-    return _is("getitem")(node) and _name(node.args[0]) in ("all_gather", "all_reduce", "reduce_scatter")  # type: ignore
+    return _is("getitem")(node) and _name(node.args[0]) in (
+        "all_gather",
+        "all_reduce",
+        "reduce_scatter",
+    )  # type: ignore
 
 
-_OPS = _is("mul", "div", "div_", "add", "sub", "t", "copy_", "where", "sqrt", "pow", "reciprocal", "clamp", "tanh", "ne", "abs", "rsub")
+_OPS = _is(
+    "mul",
+    "div",
+    "div_",
+    "add",
+    "sub",
+    "t",
+    "copy_",
+    "where",
+    "sqrt",
+    "pow",
+    "reciprocal",
+    "clamp",
+    "tanh",
+    "ne",
+    "abs",
+    "rsub",
+)
 
 MUTATIONS: dict[str, tuple[Callable[[fx.Node], bool], Mutation]] = {
     "dropped collective": (_gathered, drop_collective),
     "other part of the sum": (_is("reduce_scatter"), other_collective),
-    "other number": (_is("mul", "div", "div_", "add", "pow", "clamp", "rsub", "addmm"), other_number),
+    "other number": (
+        _is("mul", "div", "div_", "add", "pow", "clamp", "rsub", "addmm"),
+        other_number,
+    ),
     "dropped op": (_OPS, drop_op),
-    "stale operand": (lambda node: _OPS(node) or _is("mm", "addmm", "tanh_backward", "linalg_vector_norm")(node), stale_operand),
-    "swapped in a list": (_is("update", "cat", "stack", "all_gather", "reduce_scatter"), swap_in_list),
+    "stale operand": (
+        lambda node: _OPS(node) or _is("mm", "addmm", "tanh_backward", "linalg_vector_norm")(node),
+        stale_operand,
+    ),
+    "swapped in a list": (
+        _is("update", "cat", "stack", "all_gather", "reduce_scatter"),
+        swap_in_list,
+    ),
     "other slice": (_is("getitem"), other_item),
     "shifted split": (_is("split_with_sizes"), shifted_split),
     "padding that leaks": (_is("zero_", "new_zeros", "zeros"), leaking_padding),

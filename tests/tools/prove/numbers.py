@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from fzero.tools.prove._state import Place, leaves_of_group, places_of
+from fzero.tools.prove._programs import Place, places_of
 from fzero.tools.trace.program import RecordedStep
 
 Send = tuple[str, list[Tensor], int]
@@ -34,7 +34,9 @@ def _run(program: RecordedStep, inputs: Sequence[Tensor]) -> Generator[Any, Any,
     known: dict[fx.Node, Any] = {}
     given = iter(inputs)
     for node in program.graph.graph.nodes:
-        args, kwargs = tree_map(lambda x: known[x] if isinstance(x, fx.Node) else x, (node.args, node.kwargs))
+        args, kwargs = tree_map(
+            lambda x: known[x] if isinstance(x, fx.Node) else x, (node.args, node.kwargs)
+        )
         if node.op == "placeholder":
             known[node] = next(given)
         elif node.op == "output":
@@ -75,7 +77,9 @@ def _input(place: Place, node: fx.Node, rank: int, seed: int) -> Tensor:
     name = place.kind if place.kind.startswith("state") else f"{place.kind} of {rank}"
     if place.setup is None:
         return _drawn(name, tuple(val.shape), val.dtype, seed)
-    full = _drawn(f"{name} {place.group}", (place.setup.layout.full_numel(place.group),), val.dtype, seed)
+    full = _drawn(
+        f"{name} {place.group}", (place.setup.layout.full_numel(place.group),), val.dtype, seed
+    )
     return full[rank * val.numel() :][: val.numel()].clone() if place.spread else full
 
 
@@ -85,19 +89,23 @@ def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> 
         return torch.zeros(shape, dtype=dtype)
     if not dtype.is_floating_point:
         return torch.full(shape, 3, dtype=dtype)
-    return torch.rand(shape, generator=generator).mul(2).sub(0 if "optimizer" in name else 1).to(dtype)
+    return (
+        torch.rand(shape, generator=generator).mul(2).sub(0 if "optimizer" in name else 1).to(dtype)
+    )
 
 
 def _by_leaf(program: RecordedStep, sent: list[list[Tensor]]) -> dict[Any, list[Tensor]]:
     ends = list(list(program.graph.graph.nodes)[-1].args[0])  # type: ignore
     found: dict[Any, list[Tensor]] = {}
-    for place, values in zip(places_of(program, program.outputs, ends), zip(*sent, strict=True), strict=True):
+    for place, values in zip(
+        places_of(program, program.outputs, ends), zip(*sent, strict=True), strict=True
+    ):
         if place.setup is None:
             if place.kind.startswith("state"):
                 found[place.kind] = list(values)
             continue
         flats = [torch.cat(values)] if place.spread else list(values)
-        for path, start, numel in leaves_of_group(place):
+        for path, start, numel in place.leaves:
             found[place.kind, path] = [flat[start : start + numel] for flat in flats]
     return found
 
@@ -107,4 +115,7 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, str) or isinstance(b, str):
         return a == b
     pairs = [pair for key in a for pair in zip(a[key], b[key], strict=True)]
-    return all(torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-5, equal_nan=True) for x, y in pairs)
+    return all(
+        torch.allclose(x.double(), y.double(), rtol=1e-3, atol=1e-5, equal_nan=True)
+        for x, y in pairs
+    )

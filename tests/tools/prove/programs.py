@@ -48,7 +48,12 @@ CASES: dict[str, Case] = {
     "clipped by value": (fzero.clip(once, max_value=0.1, max_norm=1.0), params, ADAM, {}),
     "autocast": (fzero.autocast(once, dtype=torch.bfloat16), params, ADAM, {}),
     "bf16 with masters": (fzero.clip(low, max_norm=2.0), low_params, ADAM, {}),
-    "fp16 with a loss scale": (fzero.clip(fzero.scale_loss(half), max_norm=1.0), half_params, ADAM, {}),
+    "fp16 with a loss scale": (
+        fzero.clip(fzero.scale_loss(half), max_norm=1.0),
+        half_params,
+        ADAM,
+        {},
+    ),
     "a loss scale": (fzero.scale_loss(once), params, SGD, {}),
     "small buckets, donated": (twice, params, ADAM, {"bucket_bytes": 64, "donate": True}),
     "divided before the sum": (once, params, ADAM, {"gradient_predivide_factor": 3.0}),

@@ -81,7 +81,7 @@ def prove(
         )
     if in_transform() or is_recorded(()) or any(x.phase is not Phase.IDLE for x in states):
         raise PhaseError(
-            "prove: inside of a trace or a torch.func transform, or with a state that has gradients.",
+            "prove: inside of a trace or a transform, or with a state that has gradients.",
             cause="a call within a step.",
             fix="call it between two updates.",
         )

@@ -1,4 +1,4 @@
-"""Where a fault begins: at the first value of the ranks that the one-rank program does not explain."""
+"""Where a fault begins: at the first value that the one-rank program does not explain."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ class Explained:
             pattern, by = _pattern(one)
             if by in self._known.get(pattern, ()):
                 continue
-            for form in (one, self._reading.over_ranks(one)):
-                pattern, by = _pattern(form)
-                self._known.setdefault(pattern, set()).update(by / x for x in self._divisors)
+            varies = any(x.term.varies for x in one)
+            for pattern, by in map(_pattern, (one, self._reading.over_ranks(one))):
+                known = self._known.setdefault(pattern, set())
+                known.update(by / x for x in self._divisors if varies or x == 1)
             for operand in (operand for x in one for operand in x.term.operands):
                 self._learn(operand)
 

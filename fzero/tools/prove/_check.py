@@ -19,7 +19,7 @@ from fzero.tools.prove._programs import (
     places_of,
 )
 from fzero.tools.prove._proof import Claim, Proof, line_of
-from fzero.tools.prove._read import UNKNOWN, Read, read
+from fzero.tools.prove._read import Read, read
 from fzero.tools.prove._reading import Reading
 from fzero.tools.prove._terms import Piece, Terms, Value, exact, text_of
 from fzero.tools.trace.program import RecordedStep
@@ -53,14 +53,19 @@ def prove_programs(
         for key, value in wanted.outputs.items()
     }
     wrong, line = dict(_differences(means, found.outputs, varies=world == 1)), ""
+    stopped = found.read.stopped or wanted.read.stopped
     if differs is not None:
-        line = line_of(differs)
-        wrong = dict.fromkeys({**means, **found.outputs}, "ranks run other programs")
+        line, wrong = line_of(differs), dict.fromkeys(found.makers, "ranks run other programs")
+    elif stopped is not None:
+        node, why = stopped
+        ends = [node] if found.read.stopped else []
+        line = _where(alone, wanted, found, ends) or line_of(node)
+        wrong = dict.fromkeys(found.makers, f"nothing is known of {node.name}: {why}")
     elif wrong:
         line = _where(alone, wanted, found, [found.makers[k] for k in wrong if k in found.makers])
     claims = [
         Claim(tensor=key[0], leaf=key[1], why=wrong.get(key, ""), line=line if key in wrong else "")
-        for key in {**means, **found.outputs}
+        for key in {**found.makers, **means}
         if key[0].startswith("state")
     ]
     seen = tuple(one.rank for one in ranks)
@@ -78,21 +83,21 @@ def _side(program: RecordedStep, reading: Reading) -> _Side:
     made = read(program.graph, values, reading)
     makers = {key: node for place, node in zip(ends_at, ends, strict=True) for key in place.keys}
     ops = sum(node.op == "call_function" for node in nodes)
-    return _Side(ops, inputs, made, outputs_by_leaf(ends_at, made.outputs), makers)
+    return _Side(
+        ops, inputs, made, outputs_by_leaf(ends_at if made.outputs else (), made.outputs), makers
+    )
 
 
 def _differences(
     wanted: Mapping[Key, Value | None], found: Mapping[Key, Value | None], *, varies: bool
 ) -> Iterator[tuple[Key, str]]:
     """Yield (key, why) for each tensor of the new state that is not shown."""
-    for key in {**wanted, **found}:
+    for key in (key for key in {**wanted, **found} if key[0].startswith("state")):
         a, b = wanted.get(key), found.get(key)
         if a is None or b is None:
             yield key, "it is not on the same ranks as before, or not in both programs"
         elif a.pieces != b.pieces or (any(x.term.varies for x in b.addends) and not varies):
-            unknown = (x.term.head for x in b.addends if x.term.name == UNKNOWN)
-            why = next((f"of {head[2]} nothing is known: {head[3]}" for head in unknown), "")
-            yield key, why or "it is made of {} and not of {}".format(*map(_brief, _inner(b, a)))
+            yield key, "it is made of {} and not of {}".format(*map(_brief, _inner(b, a)))
 
 
 def _inner(a: Value, b: Value) -> tuple[Value, Value]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from fzero.tools.prove._terms import Piece, Value, cut, joined
+from fzero.tools.prove._terms import Value, cut, joined
 
 
 class Region(NamedTuple):
@@ -39,11 +39,11 @@ class Memory:
         """Return the storage of a region as one."""
         return Region(region.storage, 0, self._storages[region.storage].value.shape)
 
-    def read(self, region: Region) -> Value | None:
-        """Return what is there; None for a view of what was written to since."""
+    def read(self, region: Region) -> Value:
+        """Return what is there."""
         held, numel = self._storages[region.storage], prod(region.shape)
         if held.of is not None and self._storages[held.of[0]].writes != held.of[1]:
-            return None
+            raise NotImplementedError("it reads a view of what was written to since")
         full, pieces = held.value, held.value.pieces
         if numel != full.numel:
             ranks = range(self._world if full.spread else 1)
@@ -51,30 +51,18 @@ class Memory:
             pieces = joined(piece for part in parts for piece in part)
         return Value(region.shape, pieces, full.spread)
 
-    def write(self, region: Region, value: Value) -> bool:
-        """Put a value of its shape there; return False where that cannot be followed."""
-        held, stop = self._storages[region.storage], region.start + value.numel
-        old, new = held.value, value.pieces
-        if held.of is not None or prod(region.shape) != value.numel:
-            return False
-        if value.numel != old.numel:
-            if value.spread or old.spread:
-                return False
+    def write(self, region: Region, value: Value) -> None:
+        """Put a value there."""
+        held, numel = self._storages[region.storage], value.numel
+        old, new, stop = held.value, value.pieces, region.start + numel
+        part = numel != old.numel
+        if held.of or prod(region.shape) != numel or (part and (value.spread or old.spread)):
+            raise NotImplementedError("it writes to elements that are not in a row")
+        if part:
             after = cut(old.pieces, stop, old.numel - stop)
             new = joined([*cut(old.pieces, 0, region.start), *new, *after])
-        self._storages[region.storage] = _Storage(
-            Value(old.shape, new, value.spread), held.writes + 1
-        )
-        return True
-
-    def spoil(self, region: Region, unknown: Callable[[int], Sequence[Piece]]) -> None:
-        """Take nothing for known of a storage, nor of what it is a view of."""
-        held = self._storages[region.storage]
-        numel = held.value.numel * (self._world if held.value.spread else 1)
-        value = held.value.on(unknown(numel))
-        self._storages[region.storage] = held._replace(value=value, writes=held.writes + 1)
-        if held.of is not None:
-            self.spoil(Region(held.of[0], 0, ()), unknown)
+        made = Value(old.shape, new, value.spread)
+        self._storages[region.storage] = _Storage(made, held.writes + 1)
 
 
 def view_of(name: str, region: Region, args: Sequence[Any], shape: Sequence[int]) -> Any:
@@ -85,11 +73,20 @@ def view_of(name: str, region: Region, args: Sequence[Any], shape: Sequence[int]
     if name in ("detach", "alias", "unsqueeze", "squeeze"):
         return region._replace(shape=tuple(shape))
     if name in ("view", "_unsafe_view"):
-        rest = prod(size for size in args[0] if size != -1)
-        made = tuple(prod(region.shape) // rest if size == -1 else size for size in args[0])
-        return region._replace(shape=made) if prod(made) == prod(region.shape) else None
-    rule = {"select": _select, "slice": _slice, "split": _split, "split_with_sizes": _split}
-    return rule[name](region, *args) if name in rule else None
+        numel, rest = prod(region.shape), prod(size for size in args[0] if size != -1)
+        made = tuple(numel // rest if size == -1 else size for size in args[0])
+        return region._replace(shape=made) if prod(made) == numel else None
+    if name in ("split", "split_with_sizes"):
+        return _split(region, *args)
+    if name == "select":
+        dim, index = args
+        return _part(region, dim, index % region.shape[dim], 1, ())
+    if name == "slice":
+        dim, start, stop, step = (*args, 0, None, None, 1)[: max(len(args), 4)][:4]
+        first, last, _ = slice(start, stop).indices(region.shape[dim])
+        size = max(last - first, 0)
+        return _part(region, dim, first, size, (size,)) if step == 1 else None
+    return None
 
 
 def _part(region: Region, dim: int, first: int, size: int, kept: tuple[int, ...]) -> Any:
@@ -97,16 +94,6 @@ def _part(region: Region, dim: int, first: int, size: int, kept: tuple[int, ...]
     fits = outer == 1 and dim >= 0 and 0 <= first <= first + size <= region.shape[dim]
     shape = (*region.shape[:dim], *kept, *region.shape[dim + 1 :])
     return Region(region.storage, region.start + first * inner, shape) if fits else None
-
-
-def _select(region: Region, dim: int, index: int) -> Any:
-    return _part(region, dim, index % region.shape[dim], 1, ())
-
-
-def _slice(region: Region, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Any:
-    first, last, _ = slice(start, stop).indices(region.shape[dim])
-    size = max(last - first, 0)
-    return _part(region, dim, first, size, (size,)) if step == 1 else None
 
 
 def _split(region: Region, sizes: Any, dim: int = 0) -> Any:

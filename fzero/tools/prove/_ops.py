@@ -59,7 +59,7 @@ def evaluate(call: Call) -> Value | list[Value]:
             made = elementwise(
                 call, shape, call.values, lambda sums, n: _known(call, head, sums, n)
             )
-    return _opaque(call) if made is None else made
+    return opaque(call) if made is None else made
 
 
 def elementwise(
@@ -152,7 +152,7 @@ def _special(call: Call, args: Any, sums: list[Sum]) -> Sum | None:
 
 
 def _any_rank(call: Call, one: Sum) -> Sum | None:
-    """Return min(1, sum_r (1 - f_r)) = 1 - f, of `finite` terms f_r of parts of which f is of all."""
+    """Return min(1, sum_r (1 - f_r)) = 1 - f: f_r says whether part r is finite, f whether all is."""
     number = sum(x.by for x in one if x.term.head == "one")
     rest = [x for x in one if x.term.head != "one"]
     if len(rest) != 1:
@@ -169,16 +169,16 @@ def _any_rank(call: Call, one: Sum) -> Sum | None:
     return added(call.reading.terms.number(Fraction(1)), times(whole(term), Fraction(-1)))
 
 
-def _opaque(call: Call) -> Value | list[Value]:
-    settled, val = [call.settled(value) for value in call.values], call.node.meta["val"]
-    made = val if isinstance(val, list | tuple) else [val]
+def opaque(call: Call, like: Sequence[Any] | None = None) -> Any:
+    """Return functions of the operands, equal for equal ones: the results, or of some shapes."""
+    settled, val = [call.settled(value) for value in call.values], call.node.meta.get("val")
+    made = like if like is not None else val if isinstance(val, list | tuple) else [val]
     varies = True if DRAW in call.kwargs else None
-    terms = [
-        call.reading.terms.term((call.name, i, call.constants), settled, x.numel(), varies)
-        for i, x in enumerate(made)
-    ]
-    found = [of_term(term, x.shape) for term, x in zip(terms, made, strict=True)]
-    return found if made is val else found[0]
+    found = []
+    for i, x in enumerate(made):
+        numel, head = torch.Size(x.shape).numel(), (call.name, i, like is None, call.constants)
+        found.append(of_term(call.reading.terms.term(head, settled, numel, varies), x.shape))
+    return found if made is val or like is not None else found[0]
 
 
 DRAW = "draw"
@@ -268,7 +268,7 @@ def _all(call: Call) -> Made:
 
 
 def _update(call: Call) -> Made:
-    """A rule of `fzero.optim` works element by element: on each flat, its gradient and its slots."""
+    """A rule of `fzero.optim` works element by element, on each flat, its gradient and its slots."""
     rule, options, params, grads, slots, *numbers = call.args
     shared = [x for x in numbers if isinstance(x, Value)]
     count, made = len(params), []

@@ -1,4 +1,4 @@
-"""The programs of a step on one rank alone and on ranks among W, and the leaves in their tensors."""
+"""The programs of a step on one rank alone and on ranks among W; the leaves in their tensors."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def record(
         with abstract_rank(rank, world):
             new = step.init(params, optimizers, initializer=lambda _, leaf: torch.empty_like(leaf))
         if found:  # the schedule that the first rank has recorded is that of all
-            known = iter(found[0].states)
-            new = map_states("prove", lambda one: one.replace(schedule=next(known).schedule), new)
+            schedules = [one.schedule for one in found[0].states]
+            new = map_states("prove", lambda one: one.replace(schedule=schedules.pop(0)), new)  # noqa: B023
         axis = flatten_states("prove", new)[0][0].setup.axis
         found.append(record_step(step, (new, *args), axis, rank))
     return found

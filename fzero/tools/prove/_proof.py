@@ -74,8 +74,8 @@ _MOST = 5
 
 
 def _theorem(proof: Proof) -> Iterator[str]:
-    yield f"Theorem, over the reals. {_named(proof)}, from every state and all batches of these shapes:"
-    yield "new state = update(state, mean over the ranks of the gradients), as one rank alone does it."
+    yield f"Theorem, over the reals. {_named(proof)}, from every state and all such batches:"
+    yield "new state = update(state, mean over ranks of gradients), as of one rank alone."
     counts = Counter(claim.tensor if claim.leaf else "numbers" for claim in proof.claims)
     yield f"Shown of: {', '.join(f'{name} ({count})' for name, count in counts.items())}."
     yield _programs(proof)
@@ -86,7 +86,7 @@ def _theorem(proof: Proof) -> Iterator[str]:
 
 def _missing(proof: Proof) -> Iterator[str]:
     missing = proof.unshown
-    yield f"Not proved: {_named(proof)}. Not shown are {len(missing)} of {len(proof.claims)} claims:"
+    yield f"Not proved: {_named(proof)}. {len(missing)} of {len(proof.claims)} claims are open:"
     for claim in missing[:_MOST]:
         yield f"  {claim.tensor} {claim.leaf}: {claim.why}"
     if len(missing) > _MOST:

@@ -98,22 +98,18 @@ class Reading:
             parts |= {part for part in split if any(part.addends)}
         return self.terms.term(FINITE, sorted(parts, key=_order))
 
-    def collective(self, name: str, value: Value) -> Value | str:
-        """Return what a collective gives, or why that is not known."""
-        shape, mixed = value.shape, any(x.term.varies for x in value.addends)
-        if name == "all_gather":
-            if mixed or not shape:
-                return "it gathers what each rank has made of its own batch"
-            pieces = value.pieces if value.spread else value.pieces * self.world
-            return Value((shape[0] * self.world, *shape[1:]), pieces)
-        if value.spread:
-            return "it sums parts that are not of the same elements"
+    def collective(self, name: str, value: Value) -> Value:
+        """Return what a collective gives."""
+        shape, world = value.shape, self.world
+        if name == "all_gather" and shape and not any(x.term.varies for x in value.addends):
+            pieces = value.pieces if value.spread else value.pieces * world
+            return Value((shape[0] * world, *shape[1:]), pieces)
+        if name not in ("all_reduce", "reduce_scatter") or value.spread:
+            raise NotImplementedError("it joins or sums what is not of the same elements")
         summed = value.on(Piece(p.numel, self.over_ranks(p.sum)) for p in value.pieces)
         if name == "all_reduce":
             return summed
-        if name != "reduce_scatter" or not shape or shape[0] % self.world:
-            return f"nothing is known of {name} here"
-        return summed._replace(shape=(shape[0] // self.world, *shape[1:]), spread=True)
+        return summed._replace(shape=(shape[0] // world, *shape[1:]), spread=True)
 
 
 def _order(value: Value) -> Hashable:
@@ -157,4 +153,5 @@ def _values(x: Any) -> Iterator[Value]:
 def _frozen(x: Any) -> Hashable:
     if isinstance(x, tuple | list) and not isinstance(x, Value):
         return tuple(map(_frozen, x))
-    return None if isinstance(x, Value) else x if isinstance(x, int | float | str) else str(x)
+    same = x is None or isinstance(x, int | float | str)
+    return None if isinstance(x, Value) else x if same else str(x)

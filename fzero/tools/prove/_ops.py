@@ -40,6 +40,7 @@ Made = Value | list[Value] | None
 
 WRITES = ("copy", "fill", "zero")
 _LINEAR = (*WRITES, "add", "sub", "rsub", "neg", "mul", "div")
+_MOVES = ("t", "transpose", "permute", "view_as_real", "view_as_complex")
 _KEEPS_ZERO = ("abs", "sqrt", "div")
 
 
@@ -171,13 +172,16 @@ def _any_rank(call: Call, one: Sum) -> Sum | None:
 
 def opaque(call: Call, like: Sequence[Any] | None = None) -> Any:
     """Return functions of the operands, equal for equal ones: the results, or of some shapes."""
-    settled, val = [call.settled(value) for value in call.values], call.node.meta.get("val")
+    # The mean over ranks of what moves elements around is that of what it moves.
+    settled = call.values if call.name in _MOVES else list(map(call.settled, call.values))
+    val = call.node.meta.get("val")
     made = like if like is not None else val if isinstance(val, list | tuple) else [val]
     varies = True if DRAW in call.kwargs else None
     found = []
     for i, x in enumerate(made):
-        numel, head = torch.Size(x.shape).numel(), (call.name, i, like is None, call.constants)
-        found.append(of_term(call.reading.terms.term(head, settled, numel, varies), x.shape))
+        shape = getattr(x, "shape", ())  # None: a gradient that nobody asked for
+        numel, head = torch.Size(shape).numel(), (call.name, i, like is None, call.constants)
+        found.append(of_term(call.reading.terms.term(head, settled, numel, varies), shape))
     return found if made is val or like is not None else found[0]
 
 

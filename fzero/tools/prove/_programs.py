@@ -120,7 +120,8 @@ class Place(NamedTuple):
             return
         layout, group = self.setup.layout, self.setup.layout.groups[self.group]
         for i, start in zip(group.leaves, group.offsets, strict=True):
-            yield layout.leaves[i].path, start, layout.leaves[i].numel
+            if layout.leaves[i].numel:
+                yield layout.leaves[i].path, start, layout.leaves[i].numel
 
     @property
     def keys(self) -> list[Key]:

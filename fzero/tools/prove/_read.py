@@ -152,6 +152,8 @@ class _Reader:
     def _in_place(self, node: fx.Node) -> None:
         """Read an op that writes into arguments: each is then what is known, or a function."""
         target, call = node.target, self._call(node)
+        if DRAW in call.kwargs:  # bernoulli_: what was there before does not count
+            call = call._replace(args=(call.args[0].shape, *call.args[1:]))
         arguments: Any = target._schema.arguments  # type: ignore
         given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
         written = [

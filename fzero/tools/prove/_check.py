@@ -81,7 +81,11 @@ def _side(program: RecordedStep, reading: Reading) -> _Side:
     )
     values = [input_value(reading.terms, *pair) for pair in zip(inputs, given, strict=True)]
     made = read(program.graph, values, reading)
-    makers = {key: node for place, node in zip(ends_at, ends, strict=True) for key in place.keys}
+    makers = {
+        key: node
+        for place, node in zip(ends_at, ends, strict=True)
+        for key in (place.keys if node.meta["val"].numel() else ())
+    }
     ops = sum(node.op == "call_function" for node in nodes)
     return _Side(
         ops, inputs, made, outputs_by_leaf(ends_at if made.outputs else (), made.outputs), makers

@@ -48,7 +48,7 @@ def named_of(name: str, stage: int, world: int, count: int) -> int:
 
 
 def test_mutants_are_rejected() -> None:
-    assert sum(named_of(*subject, 5) for subject in SUBJECTS) >= 30
+    assert sum(named_of(*subject, 8) for subject in SUBJECTS[:3]) >= 18
 
 
 @pytest.mark.slow

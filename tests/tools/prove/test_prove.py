@@ -30,8 +30,7 @@ def test_sound_programs_are_proved(name: str, stage: int, world: int) -> None:
     proof = recorded(name, stage, world).proof()
     assert proof.proved, proof
     buffers = {claim.tensor for claim in proof.claims if claim.leaf}
-    assert "state.params.flats" in buffers
-    assert ("state.optimizer.moments[0]" in buffers) == ("sgd" not in str(CASES[name][2]) or True)
+    assert buffers >= {"state.params.flats", "state.optimizer.moments[0]"}
 
 
 @pytest.mark.slow
@@ -155,13 +154,6 @@ def test_a_norm_of_the_own_part_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def reads_its_rank(state: Any, x: Tensor) -> Any:
     return once(state, x * (1 + fzero.axis_index()))
-
-
-def own_statistics(state: Any, x: Tensor) -> Any:
-    """The learning of each rank by its own loss: not the update of a mean gradient."""
-    state, loss = fzero.grad_and_reduce(lambda p: p["scalar"] * x.sum(), state)()
-    scaled = fzero.add_gradients(state, fzero.full_gradients(state)) if False else state
-    return fzero.apply_gradients(scaled), loss
 
 
 def test_what_is_no_update_of_the_mean_gradient_is_not_proved() -> None:

@@ -85,7 +85,7 @@ def prove(
             cause="a call within a step.",
             fix="call it between two updates.",
         )
-    given = args if isinstance(args, tuple) else (args,)
+    given: Any = args if isinstance(args, tuple) else (args,)
     if inner is not step:
         given = optree.tree_map(
             lambda x: _first(x, one.setup.axis.size), given, namespace=NAMESPACE

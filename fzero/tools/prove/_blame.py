@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from fzero.tools.prove._programs import Key, Place
-from fzero.tools.prove._read import Read
-from fzero.tools.prove._reading import FINITE, OVER_RANKS, OWN_TOTAL, Reading
-from fzero.tools.prove._terms import UNIFORM, Sum, Term, Value
+from fzero.tools.prove._programs import BufferPlace, Key
+from fzero.tools.prove._read import ProgramRead
+from fzero.tools.prove._reading import FINITE, OVER_RANKS, OWN_TOTAL, Interpretation
+from fzero.tools.prove._terms import UNIFORM, Sum, Symbolic, Term
 
 
 class Explained:
@@ -25,9 +25,9 @@ class Explained:
 
     def __init__(
         self,
-        reading: Reading,
-        made: Iterable[Value],
-        leaves: Iterable[tuple[Key, Value | None]],
+        reading: Interpretation,
+        made: Iterable[Symbolic],
+        leaves: Iterable[tuple[Key, Symbolic | None]],
         divisors: Iterable[Fraction],
     ) -> None:
         self._reading, self._divisors = reading, {Fraction(1), *divisors}
@@ -38,7 +38,7 @@ class Explained:
         for (_, path), value in leaves:
             self._follow(value, path, 6)
 
-    def _learn(self, value: Value) -> None:
+    def _learn(self, value: Symbolic) -> None:
         for one in (piece.sum for piece in value.pieces):
             pattern, by = _pattern(one)
             if by in self._known.get(pattern, ()):
@@ -50,14 +50,14 @@ class Explained:
             for operand in (operand for x in one for operand in x.term.operands):
                 self._learn(operand)
 
-    def _follow(self, value: Value | None, path: str, depth: int) -> None:
+    def _follow(self, value: Symbolic | None, path: str, depth: int) -> None:
         for term in (x.term for x in value.addends) if value is not None and path else ():
             if term.numel == value.numel:  # type: ignore
                 self._leaves.setdefault(term, set()).add(path)
                 for operand in term.operands if depth else ():
                     self._follow(operand, path, depth - 1)
 
-    def explains(self, value: Value, places: Sequence[Place]) -> bool:
+    def explains(self, value: Symbolic, places: Sequence[BufferPlace]) -> bool:
         """Return whether a value may be in a sound program with these buffers."""
         total = sum(piece.numel for piece in value.pieces)
         fits = [
@@ -68,7 +68,7 @@ class Explained:
         padded = {self._pads(piece.sum) for piece in value.pieces if piece.sum}
         return self._knows(value) and (any(fits) if fits else len(padded) < 2)
 
-    def _knows(self, value: Value) -> bool:
+    def _knows(self, value: Symbolic) -> bool:
         sums = [piece.sum for piece in value.pieces if piece.sum and not self._pads(piece.sum)]
         mixed = value.spread and any(x.term.varies for one in sums for x in one)
         return not mixed and all(map(self._knows_sum, sums))
@@ -86,7 +86,7 @@ class Explained:
         own = term.head in (OWN_TOTAL, "largest", FINITE)
         return own and all(map(self._knows, term.operands))
 
-    def _fits(self, value: Value, place: Place) -> bool:
+    def _fits(self, value: Symbolic, place: BufferPlace) -> bool:
         at = 0
         for piece in value.pieces:
             inside = {path: s for path, s, numel in place.leaves if s <= at < s + numel}
@@ -120,7 +120,7 @@ def _pattern(one: Sum) -> tuple[Any, Fraction]:
 
 
 def first_unexplained(
-    read: Read, explained: Explained, places: Sequence[Place], ends: Iterable[fx.Node]
+    read: ProgramRead, explained: Explained, places: Sequence[BufferPlace], ends: Iterable[fx.Node]
 ) -> fx.Node | None:
     """Return the first node that makes what is not explained, of those that `ends` come from."""
     wanted: set[fx.Node] = set()

@@ -10,8 +10,8 @@ from torch import fx
 
 from fzero.tools.prove._blame import Explained, first_unexplained
 from fzero.tools.prove._programs import (
+    BufferPlace,
     Key,
-    Place,
     compared,
     input_value,
     local_nodes,
@@ -19,9 +19,9 @@ from fzero.tools.prove._programs import (
     places_of,
 )
 from fzero.tools.prove._proof import Claim, Proof, line_of
-from fzero.tools.prove._read import Read, read
-from fzero.tools.prove._reading import Reading
-from fzero.tools.prove._terms import Piece, Terms, Value, exact, text_of
+from fzero.tools.prove._read import ProgramRead, read
+from fzero.tools.prove._reading import Interpretation
+from fzero.tools.prove._terms import Stretch, Symbolic, Terms, exact, text_of
 from fzero.tools.trace.program import RecordedStep
 
 
@@ -29,9 +29,9 @@ class _Side(NamedTuple):
     """One of the two programs, read."""
 
     ops: int
-    inputs: Sequence[Place]
-    read: Read
-    outputs: Mapping[Key, Value | None]
+    inputs: Sequence[BufferPlace]
+    read: ProgramRead
+    outputs: Mapping[Key, Symbolic | None]
     makers: Mapping[Key, fx.Node]  # what makes the outputs
 
 
@@ -44,12 +44,12 @@ def prove_programs(
     """
     terms, axis = Terms(), ranks[0].states[0].setup.axis
     (own, differs), local = compared(ranks), local_nodes(one_rank.graph.graph)
-    alone = Reading(terms=terms, world=world, one_rank=True, local=local)
+    alone = Interpretation(terms=terms, world=world, one_rank=True, local=local)
     named = axis.name, axis.group_name
-    together = Reading(terms=terms, world=world, one_rank=False, axis=named, own_parts=own)
+    together = Interpretation(terms=terms, world=world, one_rank=False, axis=named, own_parts=own)
     wanted, found = _side(one_rank, alone), _side(ranks[0], together)
     means = {
-        key: value and value.on(Piece(p.numel, alone.mean(p.sum)) for p in value.pieces)
+        key: value and value.on(Stretch(p.numel, alone.mean(p.sum)) for p in value.pieces)
         for key, value in wanted.outputs.items()
     }
     wrong, line = dict(_differences(means, found.outputs, varies=world == 1)), ""
@@ -73,9 +73,9 @@ def prove_programs(
     return Proof(step=step, world=world, ranks=seen, ops=ops, claims=tuple(claims))
 
 
-def _side(program: RecordedStep, reading: Reading) -> _Side:
+def _side(program: RecordedStep, reading: Interpretation) -> _Side:
     nodes = list(program.graph.graph.nodes)
-    given, ends = [n for n in nodes if n.op == "placeholder"], list(nodes[-1].args[0])  # type: ignore
+    given, ends = [n for n in nodes if n.op == "placeholder"], list(nodes[-1].args[0])
     inputs, ends_at = (
         places_of(program, *x) for x in ((program.inputs, given), (program.outputs, ends))
     )
@@ -93,7 +93,7 @@ def _side(program: RecordedStep, reading: Reading) -> _Side:
 
 
 def _differences(
-    wanted: Mapping[Key, Value | None], found: Mapping[Key, Value | None], *, varies: bool
+    wanted: Mapping[Key, Symbolic | None], found: Mapping[Key, Symbolic | None], *, varies: bool
 ) -> Iterator[tuple[Key, str]]:
     """Yield (key, why) for each tensor of the new state that is not shown."""
     for key in (key for key in {**wanted, **found} if key[0].startswith("state")):
@@ -104,22 +104,24 @@ def _differences(
             yield key, "it is made of {} and not of {}".format(*map(_brief, _inner(b, a)))
 
 
-def _inner(a: Value, b: Value) -> tuple[Value, Value]:
+def _inner(a: Symbolic, b: Symbolic) -> tuple[Symbolic, Symbolic]:
     """Return the innermost operands in which two values differ, while one function makes both."""
     pairs = zip(a.pieces, b.pieces, strict=False)
-    x, y = next(((p.sum, q.sum) for p, q in pairs if p.sum != q.sum), ((), ()))
-    if len(x) == len(y) == 1 and x[0].term.head == y[0].term.head and x[0][1:] == y[0][1:]:
-        inner = zip(x[0].term.operands, y[0].term.operands, strict=False)
-        return next((_inner(p, q) for p, q in inner if p != q), (a, b))
+    sums = next(((p.sum, q.sum) for p, q in pairs if p.sum != q.sum), None)
+    if sums is not None and [len(one) for one in sums] == [1, 1]:
+        (x,), (y,) = sums
+        if x.term.head == y.term.head and x[1:] == y[1:]:
+            inner = zip(x.term.operands, y.term.operands, strict=False)
+            return next((_inner(p, q) for p, q in inner if p != q), (a, b))
     return a, b
 
 
-def _brief(value: Value) -> str:
+def _brief(value: Symbolic) -> str:
     text = text_of(value)
     return text if len(text) <= 160 else f"{text[:157]}..."
 
 
-def _where(reading: Reading, wanted: _Side, found: _Side, ends: Sequence[fx.Node]) -> str:
+def _where(reading: Interpretation, wanted: _Side, found: _Side, ends: Sequence[fx.Node]) -> str:
     """Return the line at which what the ranks do begins to differ."""
     setups = [place.setup for place in found.inputs if place.setup is not None]
     by = {exact(one.reduction.gradient_predivide_factor) for one in setups}

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from fzero.tools.prove._terms import Value, cut, joined
+from fzero.tools.prove._terms import Symbolic, cut, joined
 
 
-class Region(NamedTuple):
+class StorageSlice(NamedTuple):
     """Elements of a storage in a row, as a tensor of some shape."""
 
     storage: int
@@ -18,28 +18,28 @@ class Region(NamedTuple):
 
 
 class _Storage(NamedTuple):
-    value: Value
+    value: Symbolic
     writes: int = 0
     of: tuple[int, int] | None = None  # (storage, its writes): kept as a copy, but a view of it
 
 
-class Memory:
+class Storages:
     """The storages of a program on `world` ranks."""
 
     def __init__(self, world: int) -> None:
         self._world, self._storages = world, list[_Storage]()
 
-    def new(self, value: Value, of: Region | None = None) -> Region:
+    def new(self, value: Symbolic, of: StorageSlice | None = None) -> StorageSlice:
         """Return a new storage; `of`: what it is a view of, whose elements are not in a row."""
         source = None if of is None else (of.storage, self._storages[of.storage].writes)
         self._storages.append(_Storage(value._replace(shape=(value.numel,)), of=source))
-        return Region(len(self._storages) - 1, 0, value.shape)
+        return StorageSlice(len(self._storages) - 1, 0, value.shape)
 
-    def all_of(self, region: Region) -> Region:
+    def all_of(self, region: StorageSlice) -> StorageSlice:
         """Return the storage of a region as one."""
-        return Region(region.storage, 0, self._storages[region.storage].value.shape)
+        return StorageSlice(region.storage, 0, self._storages[region.storage].value.shape)
 
-    def read(self, region: Region) -> Value:
+    def read(self, region: StorageSlice) -> Symbolic:
         """Return what is there."""
         held, numel = self._storages[region.storage], prod(region.shape)
         if held.of is not None and self._storages[held.of[0]].writes != held.of[1]:
@@ -49,9 +49,9 @@ class Memory:
             ranks = range(self._world if full.spread else 1)
             parts = (cut(pieces, r * full.numel + region.start, numel) for r in ranks)
             pieces = joined(piece for part in parts for piece in part)
-        return Value(region.shape, pieces, full.spread)
+        return Symbolic(region.shape, pieces, full.spread)
 
-    def write(self, region: Region, value: Value) -> None:
+    def write(self, region: StorageSlice, value: Symbolic) -> None:
         """Put a value there."""
         held, numel = self._storages[region.storage], value.numel
         old, new, stop = held.value, value.pieces, region.start + numel
@@ -61,11 +61,11 @@ class Memory:
         if part:
             after = cut(old.pieces, stop, old.numel - stop)
             new = joined([*cut(old.pieces, 0, region.start), *new, *after])
-        made = Value(old.shape, new, value.spread)
+        made = Symbolic(old.shape, new, value.spread)
         self._storages[region.storage] = _Storage(made, held.writes + 1)
 
 
-def view_of(name: str, region: Region, args: Sequence[Any], shape: Sequence[int]) -> Any:
+def view_of(name: str, region: StorageSlice, args: Sequence[Any], shape: Sequence[int]) -> Any:
     """Return the region or regions of a view; None where its elements are not in a row.
 
     args: the further arguments of the op. shape: of its result.
@@ -82,21 +82,18 @@ def view_of(name: str, region: Region, args: Sequence[Any], shape: Sequence[int]
         dim, index = args
         return _part(region, dim, index % region.shape[dim], 1, ())
     if name == "slice":
-        dim, start, stop, step = (*args, 0, None, None, 1)[: max(len(args), 4)][:4]
-        first, last, _ = slice(start, stop).indices(region.shape[dim])
-        size = max(last - first, 0)
-        return _part(region, dim, first, size, (size,)) if step == 1 else None
+        return _sliced(region, *args)
     return None
 
 
-def _part(region: Region, dim: int, first: int, size: int, kept: tuple[int, ...]) -> Any:
+def _part(region: StorageSlice, dim: int, first: int, size: int, kept: tuple[int, ...]) -> Any:
     outer, inner = prod(region.shape[:dim]), prod(region.shape[dim + 1 :])
     fits = outer == 1 and dim >= 0 and 0 <= first <= first + size <= region.shape[dim]
     shape = (*region.shape[:dim], *kept, *region.shape[dim + 1 :])
-    return Region(region.storage, region.start + first * inner, shape) if fits else None
+    return StorageSlice(region.storage, region.start + first * inner, shape) if fits else None
 
 
-def _split(region: Region, sizes: Any, dim: int = 0) -> Any:
+def _split(region: StorageSlice, sizes: Any, dim: int = 0) -> Any:
     total, found, at = region.shape[dim], [], 0
     if isinstance(sizes, int):
         sizes = [min(sizes, total - first) for first in range(0, total, sizes)]
@@ -104,3 +101,11 @@ def _split(region: Region, sizes: Any, dim: int = 0) -> Any:
         found.append(_part(region, dim, at, size, (size,)))
         at += size
     return found if at == total and all(found) else None
+
+
+def _sliced(
+    region: StorageSlice, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
+) -> Any:
+    first, last, _ = slice(start, stop).indices(region.shape[dim])
+    size = max(last - first, 0)
+    return _part(region, dim, first, size, (size,)) if step == 1 else None

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from fzero.tools.prove._reading import FINITE, OVER_RANKS, Call
+from fzero.tools.prove._reading import FINITE, OVER_RANKS, OpCall
 from fzero.tools.prove._terms import (
     UNIFORM,
     Addend,
-    Piece,
+    Stretch,
     Sum,
+    Symbolic,
     Terms,
-    Value,
     added,
     aligned,
     constant,
@@ -35,7 +35,7 @@ from fzero.tools.prove._terms import (
 )
 from fzero.tools.prove._terms import scaled as times
 
-Made = Value | list[Value] | None
+Made = Symbolic | list[Symbolic] | None
 """What an op makes; None where a rule does not know this case."""
 
 WRITES = ("copy", "fill", "zero")
@@ -44,7 +44,7 @@ _MOVES = ("t", "transpose", "permute", "view_as_real", "view_as_complex")
 _KEEPS_ZERO = ("abs", "sqrt", "div")
 
 
-def evaluate(call: Call) -> Value | list[Value]:
+def evaluate(call: OpCall) -> Symbolic | list[Symbolic]:
     """Return what an op makes."""
     rule, target = RULES.get(call.name), call.node.target
     made = rule(call) if rule is not None else None
@@ -64,8 +64,11 @@ def evaluate(call: Call) -> Value | list[Value]:
 
 
 def elementwise(
-    call: Call, shape: Sequence[int], operands: Sequence[Value], fn: Callable[[list[Sum], int], Sum]
-) -> Value:
+    call: OpCall,
+    shape: Sequence[int],
+    operands: Sequence[Symbolic],
+    fn: Callable[[list[Sum], int], Sum],
+) -> Symbolic:
     """Return fn(sums of the operands, numel) where none of these changes."""
     spread = any(value.spread for value in operands)
     world = call.reading.world if spread else 1
@@ -73,9 +76,9 @@ def elementwise(
     for value in operands:
         one = value.uniform
         same = value.pieces if value.spread else value.pieces * world
-        rows.append(same if one is None else joined([Piece(total, one)]))
-    pieces = joined(Piece(n, fn(sums, n)) for n, sums in aligned(rows))
-    return Value(tuple(shape), pieces, spread)
+        rows.append(same if one is None else joined([Stretch(total, one)]))
+    pieces = joined(Stretch(n, fn(sums, n)) for n, sums in aligned(rows))
+    return Symbolic(tuple(shape), pieces, spread)
 
 
 def _as_value(terms: Terms, x: Any) -> Any:
@@ -94,7 +97,7 @@ def function(terms: Terms, head: Hashable, sums: Sequence[Sum], numel: int) -> S
     return (Addend(terms.term(head, parts, full), by, Fraction(1)),)
 
 
-def _known(call: Call, head: Any, sums: list[Sum], numel: int) -> Sum:
+def _known(call: OpCall, head: Any, sums: list[Sum], numel: int) -> Sum:
     """Return the result for some elements: by what is known of the op, or as a function."""
     found = _linear(call, sums) if call.name in _LINEAR else None
     if found is None:
@@ -103,7 +106,7 @@ def _known(call: Call, head: Any, sums: list[Sum], numel: int) -> Sum:
     return function(call.reading.terms, head, sums, numel) if found is None else found
 
 
-def _linear(call: Call, sums: list[Sum]) -> Sum | None:
+def _linear(call: OpCall, sums: list[Sum]) -> Sum | None:
     """Return a linear combination of the operands; None if the op is none."""
     name, (a, b) = call.name, (sums[0], sums[-1])
     if name in WRITES:
@@ -123,7 +126,7 @@ def _linear(call: Call, sums: list[Sum]) -> Sum | None:
     return None if alpha is None else added(a, times(b, alpha if name == "add" else -alpha))
 
 
-def _special(call: Call, args: Any, sums: list[Sum]) -> Sum | None:
+def _special(call: OpCall, args: Any, sums: list[Sum]) -> Sum | None:
     """Return what is known of an op that is not linear; None for nothing."""
     name, one, terms = call.name, sums[0], call.reading.terms
     bound = (*args, None, None, None)[1:3]
@@ -152,8 +155,8 @@ def _special(call: Call, args: Any, sums: list[Sum]) -> Sum | None:
     return None
 
 
-def _any_rank(call: Call, one: Sum) -> Sum | None:
-    """Return min(1, sum_r (1 - f_r)) = 1 - f: f_r says whether part r is finite, f whether all is."""
+def _any_rank(call: OpCall, one: Sum) -> Sum | None:
+    """Return min(1, sum_r (1 - f_r)) = 1 - f, where f_r says if part r is finite, f if all is."""
     number = sum(x.by for x in one if x.term.head == "one")
     rest = [x for x in one if x.term.head != "one"]
     if len(rest) != 1:
@@ -170,7 +173,7 @@ def _any_rank(call: Call, one: Sum) -> Sum | None:
     return added(call.reading.terms.number(Fraction(1)), times(whole(term), Fraction(-1)))
 
 
-def opaque(call: Call, like: Sequence[Any] | None = None) -> Any:
+def opaque(call: OpCall, like: Sequence[Any] | None = None) -> Any:
     """Return functions of the operands, equal for equal ones: the results, or of some shapes."""
     # The mean over ranks of what moves elements around is that of what it moves.
     settled = call.values if call.name in _MOVES else list(map(call.settled, call.values))
@@ -189,17 +192,18 @@ DRAW = "draw"
 """The argument with the number of an op that draws random numbers."""
 
 
-def _cast(call: Call) -> Made:
+def _cast(call: OpCall) -> Made:
     """Over the reals a cast to numbers among which the old ones are is the identity."""
-    before = call.node.args[0].meta["val"].dtype  # type: ignore
+    before: Any = call.node.args[0].meta["val"].dtype  # type: ignore
+    after: Any = call.node.kwargs.get("dtype") or before
     kinds = [
         0 if x is torch.bool else 3 if x.is_complex else 2 if x.is_floating_point else 1
-        for x in (before, call.node.kwargs.get("dtype") or before)
+        for x in (before, after)
     ]
     return call.args[0] if kinds[0] <= kinds[1] else None
 
 
-def _filled(call: Call) -> Made:
+def _filled(call: OpCall) -> Made:
     """A tensor of one number; or of memory that nobody has written to, unlike all else."""
     at = 1 if call.name.startswith("new_") else 0
     like = call.name.endswith("_like")
@@ -214,7 +218,7 @@ def _filled(call: Call) -> Made:
     return of_sum(terms.number(exact(number)), shape) if known else None
 
 
-def _joined(call: Call) -> Made:
+def _joined(call: OpCall) -> Made:
     """cat, stack: of elements in a row."""
     values, dim = call.args[0], (*call.args[1:], 0)[0]
     rows = [value for value in values if value.numel or call.name == "stack"]
@@ -226,16 +230,17 @@ def _joined(call: Call) -> Made:
         shape.insert(dim, len(rows))
     else:
         shape[dim] = sum(value.shape[dim] for value in rows)
-    return Value(tuple(shape), joined(piece for value in rows for piece in value.pieces))
+    return Symbolic(tuple(shape), joined(piece for value in rows for piece in value.pieces))
 
 
-def _sum(call: Call) -> Made:
+def _sum(call: OpCall) -> Made:
     return of_sum(call.reading.total(call.args[0])) if len(call.args) == 1 else None
 
 
-def _norm(call: Call) -> Made:
+def _norm(call: OpCall) -> Made:
     """|x| = root(total(x x)), or the largest |x|: of all elements."""
-    order, terms = (*call.args[1:], 2)[0], call.reading.terms
+    order: Any = call.args[1] if len(call.args) > 1 else 2
+    terms = call.reading.terms
     if len(call.args) > 2 or call.kwargs.get("dim") is not None or order not in (2, inf):
         return None
     value = call.settled(call.args[0])
@@ -244,13 +249,12 @@ def _norm(call: Call) -> Made:
         return of_term(terms.term("largest", [value]), ())
     head = "pow", ((None, 2), ())
     squares = value.on(
-        Piece(n, function(terms, head, sums, n) if sums[0] else ())
-        for n, sums in aligned([value.pieces])
+        Stretch(n, function(terms, head, [one], n) if one else ()) for n, one in value.pieces
     )
     return _root_of(call, call.reading.total(squares))
 
 
-def _root(call: Call) -> Made:
+def _root(call: OpCall) -> Made:
     one = call.args[0].uniform
     return (
         None
@@ -259,11 +263,11 @@ def _root(call: Call) -> Made:
     )
 
 
-def _root_of(call: Call, one: Sum) -> Value:
+def _root_of(call: OpCall, one: Sum) -> Symbolic:
     return of_sum(whole(call.reading.terms.term("root", [of_sum(one)])) if one else ())
 
 
-def _all(call: Call) -> Made:
+def _all(call: OpCall) -> Made:
     """All of several tests hold if all that they look at is finite."""
     terms = [only(piece.sum) for piece in call.args[0].pieces]
     if len(call.args) > 1 or any(x is None or x.head not in (FINITE, "one") for x in terms):
@@ -271,11 +275,11 @@ def _all(call: Call) -> Made:
     return of_term(call.reading.finite(v for x in terms if x is not None for v in x.operands), ())
 
 
-def _update(call: Call) -> Made:
-    """A rule of `fzero.optim` works element by element, on each flat, its gradient and its slots."""
+def _update(call: OpCall) -> Made:
+    """A rule of `fzero.optim` works element by element: on a flat, its gradient, its slots."""
     rule, options, params, grads, slots, *numbers = call.args
-    shared = [x for x in numbers if isinstance(x, Value)]
-    count, made = len(params), []
+    shared = [x for x in numbers if isinstance(x, Symbolic)]
+    count, made = len(params), list[Symbolic]()
     for output in range(1 + len(slots) // count if count else 0):
         head = "update", rule, options, len(shared), output
         for i in range(count):
@@ -290,7 +294,7 @@ def _update(call: Call) -> Made:
 
 
 _FILLS = ("zeros", "ones", "full", "empty")
-RULES: dict[str, Callable[[Call], Made]] = {
+RULES: dict[str, Callable[[OpCall], Made]] = {
     **{f"{a}{x}{b}": _filled for x in _FILLS for a, b in (("", ""), ("new_", ""), ("", "_like"))},
     **dict.fromkeys(("clone", "lift_fresh_copy"), lambda call: call.args[0]),
     **{"scalar_tensor": _filled, "_to_copy": _cast, "cat": _joined, "stack": _joined},

@@ -15,7 +15,7 @@ from fzero.context.here import abstract_rank
 from fzero.machine.partition import assemble
 from fzero.state import Setup, TrainState
 from fzero.tools.prove._read import digest
-from fzero.tools.prove._terms import Piece, Terms, Value, cut, joined, of_term, whole
+from fzero.tools.prove._terms import Stretch, Symbolic, Terms, cut, joined, of_term, whole
 from fzero.tools.trace.ops import UPDATE, ran_by_autograd
 from fzero.tools.trace.program import RecordedStep, record_step
 from fzero.transforms.states import flatten_states, map_states
@@ -102,7 +102,7 @@ def local_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
     return frozenset(found)
 
 
-class Place(NamedTuple):
+class BufferPlace(NamedTuple):
     """What a tensor of a state is: the flat of a group, whole or spread; or a tensor of its own.
 
     kind: its path, without the number of the group.
@@ -134,28 +134,30 @@ Key = tuple[str, str]
 _OF_STATE = re.compile(r"^(state.*?)\.(params|gradients|optimizer|window|step|scale)\b")
 
 
-def places_of(program: RecordedStep, paths: Sequence[str], nodes: Sequence[fx.Node]) -> list[Place]:
+def places_of(
+    program: RecordedStep, paths: Sequence[str], nodes: Sequence[fx.Node]
+) -> list[BufferPlace]:
     """Return the place of each tensor of a state, or of an argument."""
     heads = dict.fromkeys(m[1] for path in program.inputs if (m := _OF_STATE.match(path)))
     setups = dict(zip(heads, (one.setup for one in program.states), strict=True))
     return [_place(path, node, setups) for path, node in zip(paths, nodes, strict=True)]
 
 
-def _place(path: str, node: fx.Node, setups: Mapping[str, Setup]) -> Place:
+def _place(path: str, node: fx.Node, setups: Mapping[str, Setup]) -> BufferPlace:
     state, indexed = _OF_STATE.match(path), re.match(r"^(.*)\[(\d+)\]$", path)
     shape = getattr(node.meta.get("val"), "shape", ())
     if state is None or indexed is None or len(shape) != 1 or not shape[0]:
-        return Place(path)
+        return BufferPlace(path)
     setup, of_params = setups[state[1]], state[2] == "params"
     groups = range(len(setup.layout.groups)) if of_params else setup.layout.trainable
     placement = setup.params if of_params else setup.optimizer_state
     at = int(indexed[2])
     if at >= len(groups) or shape[0] != setup.numel(groups[at], placement):
-        return Place(path)
-    return Place(indexed[1], setup, groups[at], setup.part(placement, 0).count > 1)
+        return BufferPlace(path)
+    return BufferPlace(indexed[1], setup, groups[at], setup.part(placement, 0).count > 1)
 
 
-def input_value(terms: Terms, place: Place, node: fx.Node) -> Value:
+def input_value(terms: Terms, place: BufferPlace, node: fx.Node) -> Symbolic:
     """Return what an input is: leaves, and padding between them of which nothing is known."""
     shape = tuple(node.meta["val"].shape)
     if place.setup is None:
@@ -166,19 +168,21 @@ def input_value(terms: Terms, place: Place, node: fx.Node) -> Value:
     end = "", place.setup.layout.full_numel(place.group), 0
     for path, start, numel in [*sorted(place.leaves, key=lambda leaf: leaf[1]), end]:
         padding = terms.term(("padding", place.kind, place.group, at), (), start - at)
-        pieces.append(Piece(start - at, whole(padding)))
-        pieces.append(Piece(numel, whole(terms.term((place.kind, path), (), numel))))
+        pieces.append(Stretch(start - at, whole(padding)))
+        pieces.append(Stretch(numel, whole(terms.term((place.kind, path), (), numel))))
         at = start + numel
-    return Value(shape, joined(pieces), place.spread)
+    return Symbolic(shape, joined(pieces), place.spread)
 
 
-def outputs_by_leaf(places: Sequence[Place], values: Sequence[Value]) -> dict[Key, Value | None]:
+def outputs_by_leaf(
+    places: Sequence[BufferPlace], values: Sequence[Symbolic]
+) -> dict[Key, Symbolic | None]:
     """Return the elements of each leaf in the outputs; None where other ranks have them."""
-    found: dict[Key, Value | None] = {}
+    found: dict[Key, Symbolic | None] = {}
     for place, value in zip(places, values, strict=True):
         if place.setup is None and value.numel:
             found[place.kind, ""] = value
         for path, start, numel in place.leaves:
-            part = Value((numel,), cut(value.pieces, start, numel))
+            part = Symbolic((numel,), cut(value.pieces, start, numel))
             found[place.kind, path] = part if value.spread == place.spread else None
     return found

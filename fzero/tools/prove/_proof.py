@@ -66,7 +66,7 @@ ASSUMED = (
     "a constant is the simplest quotient that rounds to it",
     "all_gather, all_reduce and reduce_scatter join, sum, and sum and cut what ranks hand in",
     "the rule of the optimizer makes each element of that element of its operands",
-    "an op gives the same for the same operands; the n-th random draw of a rank is the same in both",
+    "an op gives the same for the same operands, and the n-th random draw is the same in both",
     "the batches of all ranks have these shapes, and the state is between two updates",
 )
 """What a proof takes for granted."""

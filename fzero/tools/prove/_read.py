@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from fzero.tools.prove._memory import Memory, Region, view_of
+from fzero.tools.prove._memory import Storages, StorageSlice, view_of
 from fzero.tools.prove._ops import DRAW, WRITES, evaluate, opaque
-from fzero.tools.prove._reading import Call, Reading
-from fzero.tools.prove._terms import Value, of_term
+from fzero.tools.prove._reading import Interpretation, OpCall
+from fzero.tools.prove._terms import Symbolic, of_term
 
 
-class Read(NamedTuple):
+class ProgramRead(NamedTuple):
     """What a program makes.
 
     made: the values of each node; of one that writes in place, of all of that memory. writers: the
@@ -25,16 +25,16 @@ class Read(NamedTuple):
     which nothing is known; then there are no outputs.
     """
 
-    made: Mapping[fx.Node, Sequence[Value]]
-    outputs: Sequence[Value]
+    made: Mapping[fx.Node, Sequence[Symbolic]]
+    outputs: Sequence[Symbolic]
     writers: Mapping[fx.Node, Sequence[fx.Node]]
     stopped: tuple[fx.Node, str] | None
 
 
-def read(graph: fx.GraphModule, inputs: Sequence[Value], reading: Reading) -> Read:
+def read(graph: fx.GraphModule, inputs: Sequence[Symbolic], reading: Interpretation) -> ProgramRead:
     """Return what the values of a graph are, given what its inputs are."""
-    reader, given = _Reader(graph, reading), iter(inputs)
-    made: dict[fx.Node, list[Value]] = {}
+    reader, given = _ProgramReader(graph, reading), iter(inputs)
+    made: dict[fx.Node, list[Symbolic]] = {}
     outputs, stopped = [], None
     for node in graph.graph.nodes:
         try:
@@ -57,29 +57,31 @@ def read(graph: fx.GraphModule, inputs: Sequence[Value], reading: Reading) -> Re
             # Arguments that do not fit a rule: the rule says nothing of such an op.
             stopped = node, f"{error}" if isinstance(error, NotImplementedError) else repr(error)
             break
-    return Read(made, outputs, {node: reader.writers_of(node) for node in made}, stopped)
+    return ProgramRead(made, outputs, {node: reader.writers_of(node) for node in made}, stopped)
 
 
-class _Reader:
+class _ProgramReader:
     """The values of one graph, while it is read."""
 
-    def __init__(self, graph: fx.GraphModule, reading: Reading) -> None:
+    def __init__(self, graph: fx.GraphModule, reading: Interpretation) -> None:
         self._graph, self._reading = graph, reading
-        self._memory = Memory(1 if reading.one_rank else reading.world)
+        self._memory = Storages(1 if reading.one_rank else reading.world)
         self._regions: dict[Any, Any] = {}  # node -> region, or a list of them
         self._writers: dict[int, list[fx.Node]] = {}
         self._draws = 0
 
-    def put(self, node: fx.Node, made: Value | list[Value], of: Region | None = None) -> None:
+    def put(
+        self, node: fx.Node, made: Symbolic | list[Symbolic], of: StorageSlice | None = None
+    ) -> None:
         """Note what a node makes: one value, or several."""
         new = [self._memory.new(x, of) for x in (made if isinstance(made, list) else [made])]
         self._regions[node] = new if isinstance(made, list) else new[0]
 
-    def _held(self, node: fx.Node) -> list[Region]:
+    def _held(self, node: fx.Node) -> list[StorageSlice]:
         held = self._regions[node]
         return held if isinstance(held, list) else [held]
 
-    def made_by(self, node: fx.Node) -> list[Value]:
+    def made_by(self, node: fx.Node) -> list[Symbolic]:
         """Return what a node has made, or the memory that it has written to."""
         wrote = node in self.writers_of(node)
         return [
@@ -114,7 +116,7 @@ class _Reader:
             source = self._regions.get(node.args[0]) if target.is_view else None
             self.put(node, evaluate(self._call(node)), source)
 
-    def _constant(self, node: fx.Node) -> Value:
+    def _constant(self, node: fx.Node) -> Symbolic:
         known = digest(self._graph, node)
         if known is None:
             raise NotImplementedError("it is a constant without values")
@@ -130,24 +132,24 @@ class _Reader:
     def _viewed(self, node: fx.Node) -> bool:
         """Read a view of elements in a row; return whether it was one."""
         held = self._regions.get(node.args[0]) if node.args else None
-        if not isinstance(held, Region):
+        if not isinstance(held, StorageSlice):
             return False
         if node in self._reading.own_parts:
             whole = self._memory.read(held)
             if whole.spread or node.args[1] != 0 or whole.shape[0] != self._reading.world:
                 raise NotImplementedError("ranks take parts that are not of a whole")
-            self.put(node, Value(whole.shape[1:], whole.pieces, spread=True), held)
+            self.put(node, Symbolic(whole.shape[1:], whole.pieces, spread=True), held)
             return True
         shape = getattr(node.meta["val"], "shape", ())
         self._regions[node] = view_of(_name(node), held, node.args[1:], shape)
         return self._regions[node] is not None
 
-    def _call(self, node: fx.Node) -> Call:
+    def _call(self, node: fx.Node) -> OpCall:
         args = tuple(map(self.value, node.args))
         kwargs = {key: self.value(x) for key, x in node.kwargs.items()}
         if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore
             kwargs[DRAW] = self._draws = self._draws + 1
-        return Call(self._reading, node, _name(node), args, kwargs)
+        return OpCall(self._reading, node, _name(node), args, kwargs)
 
     def _in_place(self, node: fx.Node) -> None:
         """Read an op that writes into arguments: each is then what is known, or a function."""

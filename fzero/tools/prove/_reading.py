@@ -19,11 +19,11 @@ from torch import fx
 from fzero.tools.prove._terms import (
     UNIFORM,
     Addend,
-    Piece,
+    Stretch,
     Sum,
+    Symbolic,
     Term,
     Terms,
-    Value,
     added,
     of_sum,
     scaled,
@@ -34,7 +34,7 @@ OVER_RANKS, TOTAL, OWN_TOTAL, FINITE = "sum over ranks", "total", "total of its 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class Interpretation:
     """How a program is read.
 
     one_rank: as the reference, where what comes of the batch is read as its mean over `world` ranks
@@ -75,7 +75,7 @@ class Reading:
             found = added(found, made)
         return found
 
-    def total(self, value: Value) -> Sum:
+    def total(self, value: Symbolic) -> Sum:
         """Return the sum of all elements that a rank has."""
         if value.spread:
             return whole(self.terms.term(OWN_TOTAL, [value._replace(shape=(value.numel,))]))
@@ -90,43 +90,43 @@ class Reading:
                 found = added(found, (made,))
         return found
 
-    def finite(self, values: Iterable[Value]) -> Term:
+    def finite(self, values: Iterable[Symbolic]) -> Term:
         """Return 1 if all elements that a rank has of some values are finite, else 0."""
-        parts: set[Value] = set()
+        parts: set[Symbolic] = set()
         for value in values:
             split = [value] if value.spread else [of_sum(p.sum, (p.numel,)) for p in value.pieces]
             parts |= {part for part in split if any(part.addends)}
         return self.terms.term(FINITE, sorted(parts, key=_order))
 
-    def collective(self, name: str, value: Value) -> Value:
+    def collective(self, name: str, value: Symbolic) -> Symbolic:
         """Return what a collective gives."""
         shape, world = value.shape, self.world
         if name == "all_gather" and shape and not any(x.term.varies for x in value.addends):
             pieces = value.pieces if value.spread else value.pieces * world
-            return Value((shape[0] * world, *shape[1:]), pieces)
+            return Symbolic((shape[0] * world, *shape[1:]), pieces)
         if name not in ("all_reduce", "reduce_scatter") or value.spread:
             raise NotImplementedError("it joins or sums what is not of the same elements")
-        summed = value.on(Piece(p.numel, self.over_ranks(p.sum)) for p in value.pieces)
+        summed = value.on(Stretch(p.numel, self.over_ranks(p.sum)) for p in value.pieces)
         if name == "all_reduce":
             return summed
         return summed._replace(shape=(shape[0] // world, *shape[1:]), spread=True)
 
 
-def _order(value: Value) -> Hashable:
+def _order(value: Symbolic) -> Any:
     return value.spread, [(p.numel, [(x.term.number, *x[1:]) for x in p.sum]) for p in value.pieces]
 
 
-class Call(NamedTuple):
+class OpCall(NamedTuple):
     """An op of a program, with values in the place of tensors. name: without "_" of in place."""
 
-    reading: Reading
+    reading: Interpretation
     node: fx.Node
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     @property
-    def values(self) -> list[Value]:
+    def values(self) -> list[Symbolic]:
         """The tensors among the arguments, in order."""
         return list(_values((self.args, tuple(self.kwargs.values()))))
 
@@ -136,14 +136,14 @@ class Call(NamedTuple):
         named = ((k, _frozen(x)) for k, x in self.kwargs.items() if x is not None)
         return tuple(map(_frozen, self.args)), tuple(sorted(named))
 
-    def settled(self, value: Value) -> Value:
+    def settled(self, value: Symbolic) -> Symbolic:
         """Return what a function is given in the place of a value."""
-        pieces = (Piece(p.numel, self.reading.settled(self.node, p.sum)) for p in value.pieces)
+        pieces = (Stretch(p.numel, self.reading.settled(self.node, p.sum)) for p in value.pieces)
         return value.on(pieces)
 
 
-def _values(x: Any) -> Iterator[Value]:
-    if isinstance(x, Value):
+def _values(x: Any) -> Iterator[Symbolic]:
+    if isinstance(x, Symbolic):
         yield x
     elif isinstance(x, tuple | list):
         for one in x:
@@ -151,7 +151,7 @@ def _values(x: Any) -> Iterator[Value]:
 
 
 def _frozen(x: Any) -> Hashable:
-    if isinstance(x, tuple | list) and not isinstance(x, Value):
+    if isinstance(x, tuple | list) and not isinstance(x, Symbolic):
         return tuple(map(_frozen, x))
     same = x is None or isinstance(x, int | float | str)
-    return None if isinstance(x, Value) else x if same else str(x)
+    return None if isinstance(x, Symbolic) else x if same else str(x)

@@ -2,7 +2,7 @@
 
 A `Term` is a tensor that a function makes of others; terms of one head and the same operands are
 one object. A `Sum` is a linear combination of elements of terms, with rational coefficients. A
-`Value` is a tensor as pieces in a row, each of one sum.
+`Symbolic` is a tensor as pieces in a row, each of one sum.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Sum = tuple[Addend, ...]
 """Each (term, start) once, in the order of the terms. (): zero."""
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """So many elements in a row, from the first ones of a sum on."""
 
     numel: int
     sum: Sum
 
 
-class Value(NamedTuple):
+class Symbolic(NamedTuple):
     """A tensor. spread: each rank has one of W equal parts of the pieces, in rank order; else all.
 
     A term in it may be another one on each rank: see `Term.varies`.
     """
 
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Stretch, ...]
     spread: bool = False
 
     @property
@@ -62,7 +62,7 @@ class Value(NamedTuple):
         one = self.pieces[0].sum if len(self.pieces) == 1 else None
         return one if one is not None and all(x.start == UNIFORM for x in one) else None
 
-    def on(self, pieces: Iterable[Piece]) -> Value:
+    def on(self, pieces: Iterable[Stretch]) -> Symbolic:
         """Return a value of the same shape with other pieces."""
         return self._replace(pieces=joined(pieces))
 
@@ -72,7 +72,7 @@ class Term:
     """A tensor made by a function, `head`. varies: it is of one rank's batch, shard or draws."""
 
     head: Hashable
-    operands: tuple[Value, ...]
+    operands: tuple[Symbolic, ...]
     numel: int
     varies: bool
     number: int
@@ -92,7 +92,7 @@ class Terms:
     def term(
         self,
         head: Hashable,
-        operands: Iterable[Value] = (),
+        operands: Iterable[Symbolic] = (),
         numel: int = 1,
         varies: bool | None = None,
     ) -> Term:
@@ -128,14 +128,14 @@ def whole(term: Term) -> Sum:
     return (Addend(term, UNIFORM if term.numel == 1 else 0, Fraction(1)),)
 
 
-def of_term(term: Term, shape: Sequence[int]) -> Value:
+def of_term(term: Term, shape: Sequence[int]) -> Symbolic:
     """Return a term as a value."""
     return of_sum(whole(term), shape)
 
 
-def of_sum(one: Sum, shape: Sequence[int] = ()) -> Value:
+def of_sum(one: Sum, shape: Sequence[int] = ()) -> Symbolic:
     """Return a value of one piece."""
-    return Value(tuple(shape), joined([Piece(prod(shape), one)]))
+    return Symbolic(tuple(shape), joined([Stretch(prod(shape), one)]))
 
 
 def constant(one: Sum) -> Fraction | None:
@@ -171,29 +171,29 @@ def moved(one: Sum, by: int) -> Sum:
     return tuple(x if x.start == UNIFORM else x._replace(start=x.start + by) for x in one)
 
 
-def joined(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def joined(pieces: Iterable[Stretch]) -> tuple[Stretch, ...]:
     """Return pieces without empty ones, and as one where they go on with each other."""
-    found: list[Piece] = []
+    found: list[Stretch] = []
     for piece in pieces:
         if found and moved(found[-1].sum, found[-1].numel) == piece.sum:
-            found[-1] = Piece(found[-1].numel + piece.numel, found[-1].sum)
+            found[-1] = Stretch(found[-1].numel + piece.numel, found[-1].sum)
         elif piece.numel:
             found.append(piece)
     return tuple(found)
 
 
-def cut(pieces: Iterable[Piece], start: int, numel: int) -> tuple[Piece, ...]:
+def cut(pieces: Iterable[Stretch], start: int, numel: int) -> tuple[Stretch, ...]:
     """Return `numel` elements from `start` on."""
     found, at = [], 0
     for piece in pieces:
         first, last = max(at, start), min(at + piece.numel, start + numel)
         if first < last:
-            found.append(Piece(last - first, moved(piece.sum, first - at)))
+            found.append(Stretch(last - first, moved(piece.sum, first - at)))
         at += piece.numel
     return tuple(found)
 
 
-def aligned(rows: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, list[Sum]]]:
+def aligned(rows: Sequence[Sequence[Stretch]]) -> Iterator[tuple[int, list[Sum]]]:
     """Yield (numel, the sum of each row), as long as no row changes."""
     rest = [list(reversed(row)) for row in rows]
     while any(rest):
@@ -201,11 +201,11 @@ def aligned(rows: Sequence[Sequence[Piece]]) -> Iterator[tuple[int, list[Sum]]]:
         numel = min(head.numel for head in heads)
         for row, head in zip(rest, heads, strict=True):
             if head.numel > numel:
-                row.append(Piece(head.numel - numel, moved(head.sum, numel)))
+                row.append(Stretch(head.numel - numel, moved(head.sum, numel)))
         yield numel, [head.sum for head in heads]
 
 
-def text_of(value: Value, depth: int = 3) -> str:
+def text_of(value: Symbolic, depth: int = 3) -> str:
     """Return a short text: "1/2 sum over ranks(mm(args[0], ...))"."""
     shown = [" + ".join(_text(x, depth) for x in piece.sum[:3]) for piece in value.pieces[:3]]
     text = ", ".join(one or "0" for one in shown)

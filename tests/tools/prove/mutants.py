@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from fzero.tools.trace.program import RecordedStep
 
 aten = torch.ops.aten
-Nodes = list[fx.Node]  # one node of each rank that is mutated
+Nodes = list[Any]  # one node of each rank that is mutated
 Mutation = Callable[[Nodes, Sequence[int], Random], set[str]]
 """Changes the nodes; returns the names of those that are now others, or of those that read them."""
 
@@ -49,7 +49,7 @@ def _is(*names: str) -> Callable[[fx.Node], bool]:
     return lambda node: node.op == "call_function" and _name(node) in names
 
 
-def _name(node: fx.Node) -> str:
+def _name(node: Any) -> str:
     schema = getattr(node.target, "_schema", None)
     return (
         "getitem"
@@ -60,15 +60,21 @@ def _name(node: fx.Node) -> str:
     )
 
 
-def _shape(node: Any) -> tuple[int, ...] | None:
+def _shape(node: Any) -> Any:
     val = node.meta.get("val") if isinstance(node, fx.Node) else None
     return (*val.shape, val.dtype) if isinstance(val, Tensor) else None
 
 
-def _replaced(node: fx.Node, by: fx.Node) -> set[str]:
+def _replaced(node: Any, by: Any) -> set[str]:
     readers = {user.name for user in node.users}
     node.replace_all_uses_with(by, delete_user_cb=lambda user: user is not by)
     return readers
+
+
+def _new(node: Any, target: Any, args: Any, val: Any) -> Any:
+    made = node.graph.call_function(target, args)
+    made.meta["val"] = val
+    return made
 
 
 def drop_collective(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
@@ -76,17 +82,14 @@ def drop_collective(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[s
     names: set[str] = set()
     for node, rank in zip(nodes, ranks, strict=True):
         collective, i = node.args
-        given, size, name = collective.args[0][i], collective.args[3], _name(collective)  # type: ignore
+        by, size, name = collective.args[0][i], collective.args[3], _name(collective)
         with node.graph.inserting_before(node):
-            by = given
             if name == "all_gather":
-                by = node.graph.call_function(aten.cat.default, ([given] * size,))
+                by = _new(node, aten.cat.default, ([by] * size,), node.meta["val"])
             if name == "reduce_scatter":
-                rows = node.graph.call_function(aten.view.default, (given, [size, -1]))
-                rows.meta["val"] = given.meta["val"].view(size, -1)
-                by = node.graph.call_function(aten.select.int, (rows, 0, rank))
-            if by is not given:
-                by.meta["val"] = node.meta["val"]
+                val = by.meta["val"].view(size, -1)
+                rows = _new(node, aten.view.default, (by, [size, -1]), val)
+                by = _new(node, aten.select.int, (rows, 0, rank), node.meta["val"])
         names |= _replaced(node, by) | {by.name}
     return names
 
@@ -95,21 +98,15 @@ def other_collective(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[
     """Another rank's part of the sum, or that of rank 0 on all ranks."""
     names: set[str] = set()
     for node, rank in zip(nodes, ranks, strict=True):
-        given, *rest = node.args
-        size = rest[2]
+        (given, *_), *rest = node.args
+        size, val = rest[2], given.meta["val"]
         (item,) = [user for user in node.users if user.args[1] == 0]
         with node.graph.inserting_before(item):
-            summed = node.graph.call_function(
-                torch.ops.fzero.all_reduce.default, ([given[0]], *rest)
-            )  # type: ignore
-            summed.meta["val"] = [given[0].meta["val"]]  # type: ignore
-            first = node.graph.call_function(operator.getitem, (summed, 0))
-            first.meta["val"] = given[0].meta["val"]  # type: ignore
-            rows = node.graph.call_function(aten.view.default, (first, [size, -1]))
-            rows.meta["val"] = first.meta["val"].view(size, -1)
-            index = (rank + 1) % size if len(nodes) > 1 else 0  # type: ignore
-            part = node.graph.call_function(aten.select.int, (rows, 0, index))
-            part.meta["val"] = item.meta["val"]
+            summed = _new(node, torch.ops.fzero.all_reduce.default, ([given], *rest), [val])
+            first = _new(node, operator.getitem, (summed, 0), val)
+            rows = _new(node, aten.view.default, (first, [size, -1]), val.view(size, -1))
+            index = (rank + 1) % size if len(nodes) > 1 else 0
+            part = _new(node, aten.select.int, (rows, 0, index), item.meta["val"])
         names |= _replaced(item, part) | {part.name}
     return names
 
@@ -134,16 +131,16 @@ def drop_op(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
         if not isinstance(by, fx.Node) or _shape(by) != _shape(node):
             return set()
         names |= _replaced(node, by)
-        if node.target._schema.is_mutable:  # type: ignore
+        if node.target._schema.is_mutable:
             names |= _readers(by)
             node.graph.erase_node(node)
     return names
 
 
-def _readers(node: fx.Node) -> set[str]:
+def _readers(node: Any) -> set[str]:
     """The names of what reads the memory of a node."""
     while _name(node) in ("view", "getitem", "split_with_sizes", "detach"):
-        node = node.args[0]  # type: ignore
+        node = node.args[0]
     found, rest = set[str](), [node]
     while rest:
         some = list(rest.pop().users)
@@ -161,10 +158,7 @@ def stale_operand(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str
     first = nodes[0]
     every = list(first.graph.nodes)
     before = every[: every.index(first)]
-    places = [i for i, x in enumerate(first.args) if _shape(x)]
-    if not places:
-        return set()
-    place = random.choice(places)
+    place = random.choice([i for i, x in enumerate(first.args) if _shape(x)] or [0])
     others = [
         i
         for i, x in enumerate(before)
@@ -181,10 +175,8 @@ def stale_operand(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str
 def swap_in_list(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
     """Two operands of a join or of the update are swapped, or one of them is there twice."""
     lists = [i for i, x in enumerate(nodes[0].args) if isinstance(x, list | tuple) and len(x) > 1]
-    if not lists:
-        return set()
-    place = random.choice(lists)
-    given: Any = nodes[0].args[place]
+    place = random.choice(lists or [0])
+    given: Any = nodes[0].args[place] if lists else []
     pairs = [
         (i, j)
         for i in range(len(given))
@@ -195,7 +187,7 @@ def swap_in_list(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]
         return set()
     (i, j), twice = random.choice(pairs), random.random() < 0.3
     for node in nodes:
-        some: list[Any] = list(node.args[place])  # type: ignore
+        some: list[Any] = list(node.args[place])
         some[i], some[j] = some[j], some[j] if twice else some[i]
         node.update_arg(place, some)
     return {node.name for node in nodes}
@@ -203,7 +195,7 @@ def swap_in_list(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]
 
 def other_item(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
     """Another one of several results or slices of the same shape."""
-    values: Any = nodes[0].args[0].meta["val"]  # type: ignore
+    values: Any = nodes[0].args[0].meta["val"]
     mine = nodes[0].args[1]
     others = [i for i, x in enumerate(values) if i != mine and x.shape == values[mine].shape]
     if not others:
@@ -216,7 +208,7 @@ def other_item(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
 
 def shifted_split(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
     """The first padding of a split is made smaller, and another one larger: leaves move."""
-    sizes: Any = list(nodes[0].args[1])  # type: ignore
+    sizes: Any = list(nodes[0].args[1])
     read = {
         user.args[1] for user in nodes[0].users if any("zero" not in x.name for x in user.users)
     }
@@ -251,7 +243,7 @@ def leaking_padding(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[s
 
 def other_part(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
     """Another rank's part of a whole value."""
-    size = nodes[0].args[0].meta["val"].shape[0]  # type: ignore
+    size = nodes[0].args[0].meta["val"].shape[0]
     if size < 2:
         return set()
     for node, rank in zip(nodes, ranks, strict=True):
@@ -279,19 +271,19 @@ def old_output(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
     i, j = random.choice(pairs)
     names: set[str] = set()
     for node in nodes:
-        some: list[Any] = list(node.args[0])  # type: ignore
+        some: list[Any] = list(node.args[0])
         some[i] = [x for x in node.graph.nodes if x.op == "placeholder"][j]
         node.args = (some,)
         names |= {node.name, some[i].name}
     return names
 
 
-def _gathered(node: fx.Node) -> bool:
+def _gathered(node: Any) -> bool:
     return _is("getitem")(node) and _name(node.args[0]) in (
         "all_gather",
         "all_reduce",
         "reduce_scatter",
-    )  # type: ignore
+    )
 
 
 _OPS = _is(

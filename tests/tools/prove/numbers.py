@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from fzero.tools.prove._programs import Place, places_of
+from fzero.tools.prove._programs import BufferPlace, places_of
 from fzero.tools.trace.program import RecordedStep
 
 Send = tuple[str, list[Tensor], int]
@@ -72,7 +72,7 @@ def _inputs(program: RecordedStep, seed: int) -> list[Tensor]:
     return [_input(*pair, program.rank, seed) for pair in zip(places, nodes, strict=True)]
 
 
-def _input(place: Place, node: fx.Node, rank: int, seed: int) -> Tensor:
+def _input(place: BufferPlace, node: fx.Node, rank: int, seed: int) -> Tensor:
     val = node.meta["val"]
     name = place.kind if place.kind.startswith("state") else f"{place.kind} of {rank}"
     if place.setup is None:
@@ -95,7 +95,7 @@ def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> 
 
 
 def _by_leaf(program: RecordedStep, sent: list[list[Tensor]]) -> dict[Any, list[Tensor]]:
-    ends = list(list(program.graph.graph.nodes)[-1].args[0])  # type: ignore
+    ends = list(list(program.graph.graph.nodes)[-1].args[0])
     found: dict[Any, list[Tensor]] = {}
     for place, values in zip(
         places_of(program, program.outputs, ends), zip(*sent, strict=True), strict=True

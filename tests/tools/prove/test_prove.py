@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from benchmarks.step.models import make_task
 from fzero.state.setup import Setup
-from fzero.tools.prove._terms import Piece, Terms, Value, aligned, cut, exact, joined, whole
+from fzero.tools.prove._terms import Stretch, Symbolic, Terms, aligned, cut, exact, joined, whole
 from tests.descends import descends
 from tests.tools.prove.programs import ADAM, CASES, SGD, once, params, recorded, twice
 
@@ -65,7 +66,7 @@ def test_a_simulated_step_is_proved_for_its_own_ranks() -> None:
     world=st.integers(1, 9),
 )
 def test_models_of_any_shapes(sizes: list[int], frozen: int, stage: int, world: int) -> None:
-    model = nn.Sequential(*(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False)))
+    model = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
     model[0].weight.requires_grad_(frozen != 0)
     apply, given_params = fzero.functionalize(model)
     step = fzero.shard(descends(lambda p, x: apply(p, x).pow(2).mean()), stage=stage)
@@ -188,10 +189,10 @@ def test_pieces_are_cut_joined_and_aligned_exactly() -> None:
     terms = Terms()
     a, b = (whole(terms.term(name, (), 5)) for name in "ab")
     assert terms.term("a", (), 5) is a[0].term and exact(1 / 3).denominator == 3
-    row = joined([Piece(5, a), Piece(5, b)])
+    row = joined([Stretch(5, a), Stretch(5, b)])
     again = joined([*cut(row, 0, 3), *cut(row, 3, 4), *cut(row, 7, 3)])
-    assert again == row == Value((10,), row).pieces
-    sizes = [n for n, _ in aligned([row, cut(row, 0, 10), joined([Piece(10, ())])])]
+    assert again == row == Symbolic((10,), row).pieces
+    sizes = [n for n, _ in aligned([row, cut(row, 0, 10), joined([Stretch(10, ())])])]
     assert sizes == [5, 5]
 
 

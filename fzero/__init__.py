@@ -43,6 +43,7 @@ from fzero.tools.certify import certify
 from fzero.tools.compile import compile
 from fzero.tools.diff import Difference, Run, diff
 from fzero.tools.plan import plan
+from fzero.tools.prove import Claim, Proof, prove
 from fzero.tools.record import (
     Parting,
     Recorder,
@@ -88,6 +89,7 @@ __all__ = [
     "Axis",
     "AxisError",
     "CallError",
+    "Claim",
     "CollectiveLog",
     "Compress",
     "Difference",
@@ -103,6 +105,7 @@ __all__ = [
     "Parting",
     "PeerFailedError",
     "PhaseError",
+    "Proof",
     "Recorder",
     "Recording",
     "Replayed",
@@ -146,6 +149,7 @@ __all__ = [
     "plan",
     "plot",
     "pmean",
+    "prove",
     "psum",
     "psum_scatter",
     "record",
@@ -172,7 +176,7 @@ def __dir__() -> list[str]:
 for _room, _modules in {
     "machine": ("codecs", "partition"),
     "ranks": ("axis", "mesh", "virtual"),
-    "tools": ("certify", "compile", "diff", "doctor", "plan", "plot", "trace"),
+    "tools": ("certify", "compile", "diff", "doctor", "plan", "plot", "prove", "trace"),
 }.items():
     for _module in _modules:
         sys.modules[f"fzero.{_module}"] = importlib.import_module(f"fzero.{_room}.{_module}")

@@ -1,0 +1,14 @@
+"""Prove that a step on any number of ranks is the step of one rank with the mean gradient.
+
+prove(step, state, args, world=W) --> Proof
+    .proved, .claims, .unshown     each leaf of the new state: shown, or the line where it fails
+    print(proof)                   the theorem, with what it assumes
+
+step --record--> the program of one rank alone, and of ranks among W   (_programs)
+     --read----> what each value is, over the inputs                   (_read, _ops, _collectives)
+     --check---> the same for each leaf?                               (_check); else where (_blame)
+"""
+
+from fzero.tools.prove._api import prove as prove
+from fzero.tools.prove._proof import Claim as Claim
+from fzero.tools.prove._proof import Proof as Proof

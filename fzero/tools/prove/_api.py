@@ -1,0 +1,106 @@
+"""`prove`: a step, a state and its arguments -> a proof about the step on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+from torch import Tensor
+
+from fzero.context.modes import in_transform, is_recorded
+from fzero.errors import AxisError, LayoutError, PhaseError
+from fzero.errors.check import is_count, require
+from fzero.state import NAMESPACE
+from fzero.state.progress import Phase
+from fzero.tools.prove._check import prove_programs
+from fzero.tools.prove._programs import ranks_of, record
+from fzero.tools.prove._proof import Proof
+from fzero.transforms.pipeline import Step, describe_function
+from fzero.transforms.states import flatten_states
+
+
+def prove(
+    step: Callable[..., Any], state: Any, args: Any = (), *, world: int | None = None
+) -> Proof:
+    """Prove, for all values: new state on W ranks = update(state, (1 / W) sum_r gradient(b_r)).
+
+    `update` and `gradient` are what the step does on one rank alone, b_r is the batch of rank r.
+
+    Programs are recorded as `fzero.trace` does it: of one rank alone, and of ranks among W. Each
+    value is read as an expression over parameters, slots and batches: whole, each rank's part of a
+    whole, made of a rank's own batch, or a sum over ranks. Where both programs make the same
+    expression of every leaf of the new state the theorem holds over the reals, and prints with
+    what it assumes. A leaf that is not shown is named, with the line of the graph at which the
+    ranks begin to do what one rank does not explain; it may be right all the same.
+
+    Args:
+        step: (state, *args) -> (state, aux) with a `fzero.shard`; or `fzero.simulate` of one.
+        state: as the step is given it, between two updates. No value of it is read.
+        args: the further arguments, a tuple; what is no tuple is the only one. Of a simulated step
+            stacked ones, of which rank 0's are read.
+        world: W, any number of ranks; default that of the state.
+
+    Returns:
+        A `Proof`; true if all is shown. Not a collective.
+
+    Raises:
+        LayoutError: for a step without `fzero.shard`, a `world` that is no count, batches that are
+            not stacked.
+        AxisError: for a mesh of two dims, and for local updates.
+        PhaseError: for a state with gradients; in a trace or transform; and as `fzero.trace` does,
+            for a step that reads values, and an optimizer that cannot be traced.
+
+    Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
+        ...     return fzero.apply_gradients(state), loss
+        >>> step = fzero.shard(step_fn, stage=2)
+        >>> state = step.init({"w": torch.ones(5)}, fzero.optim.sgd(1.0))
+        >>> fzero.prove(step, state, torch.ones(5), world=1024).proved
+        True
+    """
+    inner: Any = step.inner if isinstance(step, Step) and step.name == "simulate" else step
+    if not isinstance(inner, Step) or inner.find_init() is None:
+        raise LayoutError(
+            f"prove: there is no fzero.shard in {describe_function(step)}.",
+            cause="the function that shard is put around, or a step that was called already.",
+            fix="fzero.prove(fzero.shard(step_fn, stage=2), state, batch).",
+        )
+    one, *_ = states = flatten_states("prove", state)[0]
+    world = one.setup.axis.size if world is None else world
+    require("prove: world", world, is_count, "at least 1")
+    if any(x.setup.replicas > 1 or x.window.outer is not None for x in states):
+        raise AxisError(
+            f"prove: a state on {one.mesh}, with replicas or local updates.",
+            cause="a mesh of two dims, or fzero.local.",
+            fix="prove the step on one dim of ranks; try the other with fzero.certify.",
+        )
+    if in_transform() or is_recorded(()) or any(x.phase is not Phase.IDLE for x in states):
+        raise PhaseError(
+            "prove: inside of a trace or a transform, or with a state that has gradients.",
+            cause="a call within a step.",
+            fix="call it between two updates.",
+        )
+    given: Any = args if isinstance(args, tuple) else (args,)
+    if inner is not step:
+        given = optree.tree_map(
+            lambda x: _first(x, one.setup.axis.size), given, namespace=NAMESPACE
+        )
+    (alone,) = record(inner, state, given, 1, (0,))
+    ranks = record(inner, state, given, world, ranks_of(world))
+    return prove_programs(describe_function(inner), alone, ranks, world)
+
+
+def _first(x: Any, size: int) -> Any:
+    """Return rank 0's part of a stacked argument."""
+    if isinstance(x, Tensor) and (not x.ndim or x.shape[0] != size):
+        raise LayoutError(
+            f"prove: an argument of shape {tuple(x.shape)}; dim 0 must be the {size} ranks.",
+            cause="one batch in the place of one for each rank.",
+            fix="give what the simulated step is given.",
+        )
+    return x[0] if isinstance(x, Tensor) else x

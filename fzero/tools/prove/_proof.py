@@ -1,0 +1,122 @@
+"""What is proved of a step, as a record that prints as a theorem."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """That a tensor of the new state is that of the one-rank step: shown, or not.
+
+    tensor: its path, "state.params.flats". leaf: the parameter it belongs to, or "". why: it is not
+    shown, or "". line: of the graph of a rank, where this begins.
+    """
+
+    tensor: str
+    leaf: str
+    why: str = ""
+    line: str = ""
+
+    @property
+    def shown(self) -> bool:
+        """Whether it is shown."""
+        return not self.why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """A proof about a step on `world` ranks, or what is missing for one.
+
+    claims: one for each leaf in each buffer of the new state, and for each number in it. ranks:
+    those whose programs were recorded. ops: of the programs of one rank alone, and of a rank.
+    """
+
+    step: str
+    world: int
+    ranks: tuple[int, ...]
+    ops: tuple[int, int]
+    claims: tuple[Claim, ...]
+
+    @property
+    def proved(self) -> bool:
+        """Whether there are claims, and all are shown."""
+        return bool(self.claims) and not self.unshown
+
+    @property
+    def unshown(self) -> tuple[Claim, ...]:
+        """The claims that are not shown."""
+        return tuple(claim for claim in self.claims if not claim.shown)
+
+    def __bool__(self) -> bool:
+        return self.proved
+
+    def __str__(self) -> str:
+        return "\n".join(_theorem(self) if self.proved else _missing(self))
+
+    __repr__ = __str__
+
+
+ASSUMED = (
+    "numbers are real: nothing is rounded or NaN, casts between floating types change nothing, and "
+    "a constant is the simplest quotient that rounds to it",
+    "all_gather, all_reduce and reduce_scatter join, sum, and sum and cut what ranks hand in",
+    "the rule of the optimizer makes each element of that element of its operands",
+    "an op gives the same for the same operands, and the n-th random draw is the same in both",
+    "the batches of all ranks have these shapes, and the state is between two updates",
+)
+"""What a proof takes for granted."""
+_MOST = 5
+
+
+def _theorem(proof: Proof) -> Iterator[str]:
+    yield f"Theorem, over the reals. {_named(proof)}, from every state and all such batches:"
+    yield "new state = update(state, mean over ranks of gradients), as of one rank alone."
+    counts = Counter(claim.tensor if claim.leaf else "numbers" for claim in proof.claims)
+    yield f"Shown of: {', '.join(f'{name} ({count})' for name, count in counts.items())}."
+    yield _programs(proof)
+    yield "Assumed:"
+    yield from (f"  {number}. {text}." for number, text in enumerate(ASSUMED, 1))
+    yield "What rounding does is not in it: fzero.certify looks at the bits."
+
+
+def _missing(proof: Proof) -> Iterator[str]:
+    missing = proof.unshown
+    yield f"Not proved: {_named(proof)}. {len(missing)} of {len(proof.claims)} claims are open:"
+    for claim in missing[:_MOST]:
+        yield f"  {claim.tensor} {claim.leaf}: {claim.why}"
+    if len(missing) > _MOST:
+        yield f"  and {len(missing) - _MOST} more"
+    yield from (f"It begins at {line}" for line in dict.fromkeys(x.line for x in missing))
+    yield _programs(proof)
+
+
+def _named(proof: Proof) -> str:
+    return f"{proof.step} on {proof.world} rank{'s' if proof.world > 1 else ''}"
+
+
+def _programs(proof: Proof) -> str:
+    rest = "" if len(proof.ranks) == proof.world else "; the others do the same with their numbers"
+    ranks = ", ".join(map(str, proof.ranks))
+    return f"Programs: {proof.ops[0]} ops of one rank alone; {proof.ops[1]} of ranks {ranks}{rest}."
+
+
+def line_of(node: fx.Node) -> str:
+    """Return a node as a line of its graph: "line 7: add = aten.add.Tensor(x, 1)"."""
+    number = list(node.graph.nodes).index(node) + 1
+    named = [f"{key}={_shown(x)}" for key, x in node.kwargs.items()]
+    target = (
+        node.target
+        if hasattr(node.target, "overloadpacket")
+        else getattr(node.target, "__name__", node.op)
+    )
+    return f"line {number}: {node.name} = {target}({', '.join([*map(_shown, node.args), *named])})"
+
+
+def _shown(x: object) -> str:
+    text = f"[{', '.join(map(_shown, x))}]" if isinstance(x, list | tuple) else str(x)
+    return text if len(text) <= 120 else f"{text[:117]}..."

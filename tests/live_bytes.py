@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-PATIENCE_S = 0.2  # a thread of gloo may be a moment late to let go of a buffer
+PATIENCE_S = 5.0  # a thread of gloo is a moment late to let go of a buffer, more on a busy machine
 
 
 class LiveBytes(TorchDispatchMode):
@@ -51,11 +51,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _look(self) -> None:
-        live, deadline = self.alive(), time.monotonic() + PATIENCE_S
-        while live > max(self._bound, self._peak) and time.monotonic() < deadline:
-            time.sleep(0.001)
-            live = self.alive()
-        self._peak = max(self._peak, live)
+        self._peak = max(self._peak, self.settled(max(self._bound, self._peak)))
 
     @contextmanager
     def at_most(self, bound: float, what: str) -> Iterator[None]:
@@ -77,6 +73,14 @@ class LiveBytes(TorchDispatchMode):
     def peak(self) -> int:
         """The most bytes that were alive after an operation since `begin`."""
         return self._peak
+
+    def settled(self, bound: float) -> int:
+        """Bytes that are alive, once they are `bound` at most, or gloo has had time to let go."""
+        live, deadline = self.alive(), time.monotonic() + PATIENCE_S
+        while live > bound and time.monotonic() < deadline:
+            time.sleep(0.001)
+            live = self.alive()
+        return live
 
     def alive(self) -> int:
         """Bytes that are alive now."""

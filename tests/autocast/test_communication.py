@@ -107,6 +107,7 @@ def test_parameters_of_no_known_module_cross_ranks_in_fp32() -> None:
 
 
 LAYERS, WIDTH = 6, 64
+UNIT = 2 * WIDTH * WIDTH
 
 
 def held_by_graph(rank: int, world_size: int) -> int:
@@ -118,16 +119,15 @@ def held_by_graph(rank: int, world_size: int) -> int:
         engine.step()
     with LiveBytes() as live:
         loss = engine(torch.ones(1, WIDTH)).float().sum()
-        held = live.alive()
+        held = live.settled(2 * UNIT - 1)
     loss.backward()
     return held
 
 
 @pytest.mark.xdist_group("gloo")
 def test_no_copy_of_a_gathered_parameter_waits_for_the_backward() -> None:
-    unit = 2 * WIDTH * WIDTH
     for held in run_ranks(held_by_graph, 2):
-        assert held < 2 * unit  # activations, and the unit that the backward begins with
+        assert held < 2 * UNIT  # activations, and the unit that the backward begins with
 
 
 def test_values_between_steps_are_exact_and_may_be_written() -> None:

@@ -137,7 +137,7 @@ def steps_of(
         for _ in range(2):  # the first one records the schedule
             train(driver, x, 2, live)
         gc.collect()
-        held = live.alive()
+        held = live.settled(resident(stage) + SLACK)
         assert resident(stage) <= held <= resident(stage) + SLACK, held
 
 
@@ -176,7 +176,8 @@ def close_of(rank: int, size: int, stage: int) -> None:
         with live.at_most(3 * P + 5 * BUCKET + SLACK, f"stage {stage}, close"):
             driver.engine.close()
         gc.collect()
-        assert 3 * P <= live.alive() <= 3 * P + SLACK, live.alive()
+        held = live.settled(3 * P + SLACK)
+        assert 3 * P <= held <= 3 * P + SLACK, held
 
 
 QUICK = ((ByEngine, 2, None), (ByEngine, 3, 0.1), (BySteps, 1, 0.1), (BySteps, 3, None))

@@ -90,7 +90,7 @@ def resident(rank: int, world_size: int) -> Any:
     live, most = LiveBytes(), 2 * UNIT + 2 * X.nbytes  # and two activations
     with live, live.at_most(most, "evaluate"), fzero.count_collectives() as log:
         y = e(X)
-        held = live.alive()
+        held = live.settled(X.nbytes)
     del y
     return held, dict(sent(log, rank))
 

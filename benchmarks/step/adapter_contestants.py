@@ -18,18 +18,27 @@ from step.models import Batch, Task
 
 
 def build(setup: Setup, *, stage: int, coalesce: bool = False, **options: Any) -> Step:
-    """An engine with its defaults but for `options`; `coalesce` reduces once per step."""
+    """An engine with its defaults but for `options`; `coalesce` reduces once per step.
+
+    As the peers do, in the last backward; or after it, where parameters stay gathered until then.
+    """
     module = setup.task.module()
     optimizer = adamw(module.parameters())
     engine = Engine(module, optimizer, stage=stage, mesh=setup.mesh, **options)
+    waiting = setup.task.backwards - (options.get("reshard_after_forward") != "window")
+
+    def backward(batches: list[Batch]) -> Tensor:
+        total = torch.zeros(())
+        for x, y in batches:
+            loss = engine(x, y) / setup.task.backwards
+            loss.backward()
+            total += loss.detach()
+        return total
 
     def step(batches: list[Batch]) -> Tensor:
-        total = torch.zeros(())
-        with engine.coalesce() if coalesce else nullcontext():
-            for x, y in batches:
-                loss = engine(x, y) / setup.task.backwards
-                loss.backward()
-                total += loss.detach()
+        with engine.no_sync() if coalesce else nullcontext():
+            total = backward(batches[:waiting])
+        total += backward(batches[waiting:])
         engine.step()
         return total
 

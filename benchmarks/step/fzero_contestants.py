@@ -54,7 +54,7 @@ def build(
     on_disk: dict[str, Any] = dict.fromkeys(away, "disk")
     low = fzero.autocast(step_fn, dtype=dtype, lower_precision_safe_modules=safe)
     low = fzero.offload(low, **on_disk, folder=tempfile.gettempdir())
-    inner = fzero.coalesce(low) if coalesce else low
+    inner = fzero.coalesce(low, backwards=setup.task.backwards) if coalesce else low
     train_step = fzero.shard(
         inner, stage=stage, donate=True, reshard_after_forward=reshard_after_forward
     )

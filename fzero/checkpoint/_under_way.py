@@ -22,6 +22,7 @@ class UnderWay:
     scale: LossScale | None  # what gradients were multiplied by; None: none are held
     has_gradients: bool
     is_open: bool  # a coalescing window
+    length: int
     is_settled: bool
 
 
@@ -43,6 +44,7 @@ def under_way(state: TrainState) -> UnderWay:
         scale=state.scale if held else None,
         has_gradients=held,
         is_open=window.is_open,
+        length=window.length,
         is_settled=window.is_settled,
     )
 
@@ -92,6 +94,7 @@ def with_way(state: TrainState, way: UnderWay) -> TrainState:
     window = replace(
         state.window,
         is_open=way.is_open,
+        length=way.length,
         is_settled=way.is_settled,
         weight=None if weight is None else torch.tensor(weight, dtype=torch.float64),
     )

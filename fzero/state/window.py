@@ -32,22 +32,34 @@ class Window:
     weight: Tensor | None = None  # [] fp64: of this rank's gradients since the update, their sum
     gathered: tuple[Tensor, ...] = ()
     outer: Outer | None = None  # None: replicas have equal parameters after each update
-    is_open: bool = static(default=False)
+    is_open: bool = static(default=False)  # the gradient of the next backward waits in it
+    length: int = static(default=0)  # how many backwards it takes; 0: nobody has said
     is_settled: bool = static(default=False)  # all ranks have made an update since it was opened
 
 
 CLOSED = Window(pending=Buffers(placement=Placement.PARTIAL))
 
 
-def open_window(window: Window) -> Window:
-    """Open `window`. Raises `PhaseError` if it is open already."""
-    if window.is_open:
+def open_window(window: Window, length: int = 0) -> Window:
+    """Open `window`, for `length` backwards if that is known.
+
+    Raises `PhaseError` if it is open already.
+    """
+    if window.is_open or window.length:
         raise PhaseError(
             "coalesce: a window is already open in this state.",
             cause="a coalesced step was called inside another coalesced step.",
             fix="keep only the outer fzero.coalesce: one window reduces everything once.",
         )
-    return replace(window, is_open=True)
+    return replace(window, is_open=True, length=length)
+
+
+def saw_backward(window: Window, count: int) -> Window:
+    """Return the window after `count` backwards since the update: shut before its last one.
+
+    That one reduces what waits together with its own gradient, bucket by bucket, while it runs.
+    """
+    return replace(window, is_open=bool((count + 1) % window.length)) if window.length else window
 
 
 def pop(window: Window) -> tuple[Window, Buffers]:
@@ -60,7 +72,7 @@ def pop(window: Window) -> tuple[Window, Buffers]:
 
 def close(window: Window) -> Window:
     """Close a window whose gradients were taken."""
-    return replace(window, gathered=(), is_open=False, is_settled=False)
+    return replace(window, gathered=(), is_open=False, length=0, is_settled=False)
 
 
 # What encoding has lost.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, overload
 
 import optree
 
-from fzero.errors.check import called_as
+from fzero.errors.check import called_as, is_count, require
 from fzero.state import TrainState, window
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.donation import check_alive
@@ -16,11 +17,13 @@ from fzero.transforms.states import S, flatten_states, map_states
 
 
 @overload
-def coalesce(fn: Callable[P, R], /) -> Step[P, R]: ...
+def coalesce(fn: Callable[P, R], /, *, backwards: int | None = None) -> Step[P, R]: ...
 @overload
-def coalesce() -> Transform: ...
+def coalesce(*, backwards: int | None = None) -> Transform: ...
 @called_as("coalesce(step)")
-def coalesce(fn: Callable[..., Any] | None = None, /) -> Step[..., Any] | Transform:
+def coalesce(
+    fn: Callable[..., Any] | None = None, /, *, backwards: int | None = None
+) -> Step[..., Any] | Transform:
     """Run `fn(state, *args) -> (state, aux)` in a window: N gradients, one reduction.
 
     sum_i reduce(g_i) = reduce(sum_i g_i): the values are the same up to the rounding of one
@@ -32,15 +35,20 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Step[..., Any] | Transf
 
     Args:
         fn: the step. Its state may be a pytree of states, which have a window each.
+        backwards: N, if it is known and the same on all ranks: every N-th gradient call of a state
+            since its update reduces the sum, bucket by bucket, beside its own backward pass, as
+            DDP does after `no_sync`. None: they are reduced after the last one.
 
     Returns:
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
-        LayoutError: for coalesce around coalesce; in a call, when `fn` does not return a pair.
+        LayoutError: for coalesce around coalesce, and a `backwards` that cannot be; in a call, when
+            `fn` does not return a pair.
         PhaseError: in a call, for a state whose window is open already (one coalesced step called
             inside another).
-        MismatchError: in a call, on every rank, when the ranks have other gradients to reduce.
+        MismatchError: in a call, on every rank, when the ranks have other gradients to reduce, or
+            with `backwards` make other numbers of calls.
 
     Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup",
     arXiv 2101.06983, needs it: N backward passes for one batch.
@@ -57,11 +65,14 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Step[..., Any] | Transf
         >>> fzero.gradients(state), state.progress.reductions
         (tensor([3., 3.]), 1)
     """
+    if backwards is not None:
+        wanted = "an int of 1 or more: the gradient calls before each update, the same on all ranks"
+        require("backwards", backwards, is_count, wanted)
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        state = map_states("coalesce", _open, state)
+        state = map_states("coalesce", partial(_open, length=backwards or 0), state)
         state, aux = returned_pair("coalesce", inner, inner(state, *args, **kwargs))
         return _close(state), aux
 
@@ -71,13 +82,14 @@ def coalesce(fn: Callable[..., Any] | None = None, /) -> Step[..., Any] | Transf
         around,
         never_around=("coalesce", "simulate"),
         right="fzero.simulate(fzero.shard(fzero.coalesce(step), stage=...)), with one coalesce",
-        options={},
+        options={} if backwards is None else {"backwards": backwards},
     )
 
 
-def _open(state: TrainState) -> TrainState:
+def _open(state: TrainState, length: int) -> TrainState:
     check_alive(state)
-    return state.replace(window=window.open_window(state.window))
+    opened = window.open_window(state.window, length)
+    return state.replace(window=window.saw_backward(opened, state.progress.backwards))
 
 
 def _close(tree: S) -> S:

@@ -30,8 +30,7 @@ def receive(state: TrainState, flats: Sequence[Tensor], *, used: int = progress.
     `used`: the leaves that this rank has one of, bit by bit.
     """
     waits = state.window.is_open
-    counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
-    state = state.replace(progress=counted)
+    state = _counted(state, waits, used)
     flats = part_of_update(state, flats)
     return put(state, flats) if waits else add_means(state, flats)
 
@@ -52,11 +51,17 @@ def receive_local(
     total: Buffers = take_over(old)
     totals = dict(zip(state.setup.layout.trainable, total.flats, strict=True))
     reducer.states[number].pop_local_into(totals, state.setup.gradient_share)
-    counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
-    state = state.replace(progress=counted)
+    state = _counted(state, waits, used)
     if waits:
         return state.replace(window=dataclasses.replace(state.window, pending=total))
     return state.replace(gradients=total)
+
+
+def _counted(state: TrainState, waits: bool, used: int) -> TrainState:
+    """Return the state with one backward more, whose gradient waits or is reduced."""
+    counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
+    after = window.saw_backward(state.window, counted.backwards)
+    return state.replace(progress=counted, window=after)
 
 
 def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -76,6 +76,7 @@ def test_alone_it_learns_and_counts_on_virtual_ranks() -> None:
     assert len(seen["error"]) == 1 and seen["error"][0] < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 def test_under_torchrun_it_does_the_same() -> None:
     args = ["--stage", "2", "--steps", "2", "--batch", "64", "--chunks", "4", "--check"]

@@ -14,6 +14,7 @@ from nbclient import NotebookClient
 from tests.site.notebooks import NOTEBOOKS, TORCH, kernel, read, run, shown
 
 TABLES = {"01_one_step.ipynb": 3, "02_hooks.ipynb": 3}  # that are shown as HTML, at least
+LONG = {"09_local_updates.ipynb"}  # run again by `make nightly`
 WRITE = "run: python -m tests.site.notebooks"
 
 
@@ -48,7 +49,11 @@ def client() -> Iterator[NotebookClient]:
 
 
 @pytest.mark.xdist_group("notebooks")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.name in LONG)) for path in NOTEBOOKS],
+    ids=lambda path: path.name,
+)
 def test_it_runs_and_shows_what_is_stored(path: Path, client: NotebookClient) -> None:
     stored, notebook = read(path), read(path)
     run(client, notebook)

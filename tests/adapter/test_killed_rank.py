@@ -97,7 +97,6 @@ TIMEOUT_S = 15
 slow = pytest.mark.slow
 CHOSEN = [
     (2, 0, "backward"),
-    (3, 3, "forward"),
     (3, 2, "between"),
     (2, 3, "exit"),
     (2, 2, "replica"),  # that trains apart: the others hear of it where they meet

@@ -71,7 +71,12 @@ def test_delays(where: str) -> None:
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize(
     ("stage", "dtype"),
-    [(0, torch.float32), (1, torch.bfloat16), (2, torch.float32), (3, torch.bfloat16)],
+    [
+        (0, torch.float32),
+        pytest.param(1, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(2, torch.float32, marks=pytest.mark.slow),
+        (3, torch.bfloat16),
+    ],
     ids=str,
 )
 def test_a_steady_step_never_waits_for_the_device(

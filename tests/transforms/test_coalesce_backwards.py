@@ -11,6 +11,7 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import LayoutError, MismatchError, PhaseError
+from fzero.state.rounds import CODES
 from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.strategies import same, tensors
@@ -157,6 +158,45 @@ def test_a_loss_that_is_not_finite_and_weights_go_through() -> None:
             found.append(fzero.full_params(state))
         same(found[0], found[1])
         same(found[0], found[2])
+
+    each_rank(body, 2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_more_units_than_one_message_has_room_for(stage: int) -> None:
+    """In the first step nobody knows what the last backward does, and all is asked for at once."""
+
+    def layers() -> nn.Module:
+        net = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2 * CODES + 3)))
+        for p in net.parameters():
+            p.data = torch.eye(2)
+        return net
+
+    def body(rank: int) -> None:
+        x = torch.tensor([[1.0 + rank, 2.0]])
+        module, (apply, params) = layers(), fzero.functionalize(layers())
+        engine = Engine(module, torch.optim.SGD(module.parameters(), 2.0**-8), stage=stage)
+
+        def step_fn(state: Any) -> Any:
+            for _ in range(2):
+                state, _ = fzero.grad_and_reduce(lambda p: apply(p, x).sum(), state)()
+            return fzero.apply_gradients(state), None
+
+        step = fzero.shard(fzero.coalesce(step_fn, backwards=2), stage=stage, units=apply.units)
+        state = step.init(params, fzero.optim.sgd(2.0**-8))
+        plain = fzero.shard(step_fn, stage=0)
+        wanted = plain.init(params, fzero.optim.sgd(2.0**-8))
+        for _ in range(2):
+            with engine.no_sync():
+                engine(x).sum().backward()
+            engine(x).sum().backward()
+            engine.step()
+            (state, _), (wanted, _) = step(state), plain(wanted)
+        same(dict(fzero.full_params(state)), engine.full_state_dict())
+        for a, b in zip(
+            tensors(fzero.full_params(state)), tensors(fzero.full_params(wanted)), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
     each_rank(body, 2)
 

@@ -111,7 +111,7 @@ def asked(p: Protocol, t: tasks.AskNext, said: Round) -> Next:
     mine = frozenset(Asked(t.ask.model, t.ask.what, unit) for unit in t.ask.units)
     p, effects = serve(p, said, mine)
     if t.at + CODES < len(t.ask.units):
-        p = p.then(replaced(t, at=t.at + CODES))
+        p = p.then(tasks.AskNext(t.ask, t.at + CODES))
     return p, effects
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -240,6 +241,13 @@ def cases(draw: st.DrawFn, *, served: bool | None = None, fails: bool = False) -
 @given(case=cases())
 def test_every_rank_gets_what_it_wants_and_every_gradient_is_summed_once(case: Case) -> None:
     require(case)
+
+
+@given(case=cases(served=True))
+def test_so_it_is_where_a_message_has_room_for_one_collective(case: Case) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fzero.state.protocol._rounds.CODES", 1)
+        require(case)
 
 
 @given(case=cases(served=True, fails=True))

@@ -14,7 +14,7 @@ from nbclient import NotebookClient
 from tests.site.notebooks import NOTEBOOKS, TORCH, kernel, read, run, shown
 
 TABLES = {"01_one_step.ipynb": 3, "02_hooks.ipynb": 3}  # that are shown as HTML, at least
-LONG = {"09_local_updates.ipynb"}  # run again by `make nightly`
+LONG = {"09_local_updates.ipynb", "10_a_run_that_went_wrong.ipynb"}  # run again by `make nightly`
 WRITE = "run: python -m tests.site.notebooks"
 
 

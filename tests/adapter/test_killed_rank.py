@@ -98,7 +98,6 @@ slow = pytest.mark.slow
 CHOSEN = [
     (2, 0, "backward"),
     (3, 2, "between"),
-    (2, 3, "exit"),
     (2, 2, "replica"),  # that trains apart: the others hear of it where they meet
 ]
 REST = [
@@ -108,6 +107,7 @@ REST = [
     )
     if (world_size, stage, where) not in CHOSEN
 ]
+REST.append(pytest.param(2, 3, "exit", marks=slow))
 HANGS = [pytest.param(2, stage, "stop", marks=slow) for stage in (0, 3)]
 
 FATES = {

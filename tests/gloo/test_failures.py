@@ -207,7 +207,7 @@ except fzero.LostRankError as error:
 """
 
 
-ENDS = [(2, "dies"), (3, "sleeps")]
+ENDS = [(2, "dies"), pytest.param(3, "sleeps", marks=pytest.mark.slow)]
 ENDS += [pytest.param(stage, "dies", marks=pytest.mark.slow) for stage in (0, 3)]
 
 

@@ -41,7 +41,7 @@ def check_all(jobs: list[Job], ranks: int) -> None:
         check(got, expected(setting, case))
 
 
-@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3)), 4])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
 def test_the_named_programs(ranks: int) -> None:
     places = [(0, True), (1, True), (2, True), (3, True), (3, False), (3, "window")]
     jobs = [

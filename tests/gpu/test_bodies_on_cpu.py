@@ -51,6 +51,7 @@ def test_bf16_with_masters(stage: int) -> None:
     on_cpu(bodies.bf16_with_masters, stage)
 
 
+@pytest.mark.slow
 def test_fp16_with_overflows() -> None:
     on_cpu(bodies.fp16_with_overflows, 3)
 

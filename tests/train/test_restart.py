@@ -43,13 +43,14 @@ def _whole(rank: int, size: int, out: Path) -> None:
     train(small(out, stage=3))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # two starts of two ranks: 15 s, and many times that on a busy machine
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize(
     ("mirror", "killed_at", "goes_on"),
     [
         pytest.param([], 4, "resumed runs/gpt-002/step-000003", id="disk"),
-        pytest.param(["--mirror", "2"], 5, "restored step 4 from memory", marks=pytest.mark.slow),
+        pytest.param(["--mirror", "2"], 5, "restored step 4 from memory", id="memory"),
     ],
 )
 def test_a_killed_rank_is_restarted_and_the_losses_are_the_same(

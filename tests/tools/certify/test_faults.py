@@ -60,6 +60,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert {cell.at["drivers"] for cell in report.cells} == {"step", "engine"}
 
 
+@pytest.mark.slow
 def test_nothing_is_found_on_other_meshes_and_wires() -> None:
     meshes: dict[str, Any] = {"meshes": ("flat", "replicas", "replicas-all")}
     exact = matrix(3, worlds=4, wires=("own", "predivided"), reductions=("mean", "sum"), **meshes)

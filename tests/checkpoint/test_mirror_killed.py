@@ -39,7 +39,7 @@ def require_undisturbed(
 def go(folder: Path, plan: Plan, back_s: float = BACK_S) -> int:
     plain = replace(plan, folder=f"{folder}/plain", kills=0, wiped=[])
     killed = replace(plan, folder=f"{folder}/killed")
-    return require_undisturbed(plan, *results_of([plain, killed], timeout_s=280), back_s)
+    return require_undisturbed(plan, *results_of([plain, killed], timeout_s=280), back_s=back_s)
 
 
 def test_a_killed_rank_costs_at_most_the_updates_since_the_last_copy(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
         {"counters": facts_of_state(one).counters, "counts": _counts(one.window.outer)}
         for one in held.states
     ]
-    some = _coming(outer)
+    coming = _coming(outer)
     told = own if held.is_stack else [one for some in held.processes.tell(own) for one in some]
     return {
         "local": {
@@ -74,7 +74,7 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
             "updates": outer.updates,
             "outer_updates": [int(one.count) for one in outer.optimizers],
             "outer": _named(outer),
-            **({"coming": {"fragments": some, "timing": _timing(outer)}} if some else {}),
+            **({"coming": {"fragments": coming, "timing": _timing(outer)}} if coming else {}),
         }
     }
 

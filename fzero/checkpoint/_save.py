@@ -231,11 +231,14 @@ def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
     return [piece for one, rank in pairs for piece in pieces_of_rank(one, rank, frozen=frozen)]
 
 
-def pieces_of_rank(state: TrainState, rank: int, *, frozen: bool = True) -> list[TensorPiece]:
-    """Return what one rank of the mesh writes of a state, as views."""
-    shards = [*all_shards_of(state, rank, frozen=frozen), *residual_shards(state, rank)]
-    starts = start_pieces(state) if rank == 0 else []
-    own = owned_pieces(state, rank, saves=True)
+def pieces_of_rank(
+    state: TrainState, rank: int, *, frozen: bool = True, shared: bool = False
+) -> list[TensorPiece]:
+    """Return what one rank of the mesh writes of a state, as views; if `shared`, all it holds."""
+    parts = all_shards_of(state, rank, frozen=frozen, shared=shared)
+    shards = [*parts, *residual_shards(state, rank)]
+    starts = start_pieces(state) if shared or rank == 0 else []
+    own = owned_pieces(state, rank, saves=not shared)
     return [*cut_shards(state.setup.layout, shards), *own, *starts]
 
 

@@ -24,16 +24,12 @@ from fzero.checkpoint._between import global_ranks as global_ranks
 from fzero.checkpoint._between import on_all as on_all
 from fzero.checkpoint._carry import carry, copied
 from fzero.checkpoint._held import Held, held_by, stack_of
-from fzero.checkpoint._local import (
-    all_shards_of,
-    check_replicas_saved,
-    room_for,
-    with_anchors,
-)
+from fzero.checkpoint._local import check_replicas_saved, room_for, with_anchors
 from fzero.checkpoint._owned import Slots, owned_pieces, with_room_owned
 from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
-from fzero.checkpoint._residual import Sums, residual_shards, start_pieces, with_residual
+from fzero.checkpoint._residual import Sums, start_pieces, with_residual
 from fzero.checkpoint._room import numbered
+from fzero.checkpoint._save import pieces_of_rank
 from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint._spans import Spans, spans_of
 from fzero.checkpoint._structure import (
@@ -230,14 +226,8 @@ def _on_ranks(size: int, do: Callable[[int], Any]) -> list[Any]:
 
 def _pieces(state: TrainState, rank: int, *, shared: bool = False) -> list[TensorPiece]:
     """Return a rank's own part of all that a state has; or all that it holds, if `shared`."""
-    shards = [
-        *all_shards_of(state, rank, shared=shared),
-        *residual_shards(state, rank),
-        *_gradient_shards(state, rank, shared=shared),
-    ]
-    starts = start_pieces(state) if shared or rank == 0 else []
-    own = owned_pieces(state, rank, saves=not shared)
-    return [*cut_shards(state.setup.layout, shards), *own, *starts]
+    gradients = cut_shards(state.setup.layout, _gradient_shards(state, rank, shared=shared))
+    return [*pieces_of_rank(state, rank, shared=shared), *gradients]
 
 
 def _gradient_shards(state: TrainState, rank: int, *, shared: bool) -> list[OwnShard]:

@@ -194,16 +194,19 @@ def test_the_loss_scale_goes_on() -> None:
     assert on_ranks(around, found).scale.scale.tolist() == [16.0] * 3
 
 
-def test_inside_of_a_step_the_stage_changes_between_two_gradients() -> None:
+@pytest.mark.parametrize("backwards", [None, 2, 3])
+def test_inside_of_a_step_the_stage_changes_between_two_gradients(backwards: int | None) -> None:
     def step(state: Any, *, to: int | None) -> Any:
         state, _ = fzero.grad_and_reduce(loss, state)(torch.tensor(2.0 + fzero.axis_index()))
         if to is not None:
+            before = state.window
             state = fzero.reshard(state, stage=to)
+            assert state.window.length == before.length and state.window.is_open == before.is_open
         state, _ = fzero.grad_and_reduce(loss, state)(torch.tensor(4.0))
         return fzero.apply_gradients(state), None
 
     def coalesced(state: Any, to: int | None) -> Any:
-        return fzero.coalesce(functools.partial(step, to=to))(state)[0]
+        return fzero.coalesce(functools.partial(step, to=to), backwards=backwards)(state)[0]
 
     start = make({"a": torch.ones(7), "b": torch.ones(3, 2)}, stage=1, ranks=2)
     wanted = on_ranks(coalesced, start, None)

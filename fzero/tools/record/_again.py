@@ -45,10 +45,8 @@ def wrong_ranks(
 
     Returns None if every rank gets what it holds, and where the calls cannot be made again.
     """
-    held, own = (
-        held_by("record", thing, apart=True),
-        rng_setter(rng_text(generators()), "this process"),
-    )
+    held = held_by("record", thing, apart=True)
+    own = rng_setter(rng_text(generators()), "this process")
     put_back = None if held.engine is None else _putting_back(held.engine)
     try:
         with kept.as_checkpoint() as path:

@@ -5,7 +5,7 @@ prove(step, state, args, world=W) --> Proof
     print(proof)                   the theorem, with what it assumes
 
 step --record--> the program of one rank alone, and of ranks among W   (_programs)
-     --read----> what each value is, over the inputs                   (_read, _ops, _collectives)
+     --read----> what each value is, over the inputs                   (_read, _reading, _ops)
      --check---> the same for each leaf?                               (_check); else where (_blame)
 """
 

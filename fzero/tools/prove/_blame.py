@@ -51,8 +51,10 @@ class Explained:
                 self._learn(operand)
 
     def _follow(self, value: Symbolic | None, path: str, depth: int) -> None:
-        for term in (x.term for x in value.addends) if value is not None and path else ():
-            if term.numel == value.numel:  # type: ignore
+        if value is None or not path:
+            return
+        for term in (x.term for x in value.addends):
+            if term.numel == value.numel:
                 self._leaves.setdefault(term, set()).add(path)
                 for operand in term.operands if depth else ():
                     self._follow(operand, path, depth - 1)

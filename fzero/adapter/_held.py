@@ -105,8 +105,7 @@ class HeldGradient(Memoryless):
             return held._seen(func, args[1:], kwargs)
         for x in written_by(func, args, kwargs):
             if isinstance(x, cls):
-                x.by.require_no_window(f"{func} of p.grad of {x.path}")
-                raise x.refusal(str(func), _WRITE)
+                x.begin_write(func)
         return _run_on_values(func, args, kwargs)
 
     def stand_for(self, task: int) -> None:
@@ -171,7 +170,8 @@ class HeldGradient(Memoryless):
             cause="code that works on the elements of p.grad: a GradScaler, an optimizer that was "
             "made after the engine or steps in a gradient hook, or an all-reduce by hand. The "
             "engine holds gradients reduced, and from stage 1 on sharded over the ranks.",
-            fix=f"use {way}; engine.step() runs the optimizer that the engine was made with.",
+            fix=f"use {way}; engine.step() runs the optimizer that the engine was made with, and "
+            "a Trainer or an Accelerator is made with fzero.integrations, without an Engine.",
         )
 
     @property
@@ -183,6 +183,11 @@ class HeldGradient(Memoryless):
     def data(self, value: Any) -> None:
         if value is not self:  # as after p.grad.data *= 0.5
             raise self.refusal("set_data")
+
+    def begin_write(self, func: Any) -> None:
+        """Raise `PhaseError`: what is written does not reach the gradient."""
+        self.by.require_no_window(f"{func} of p.grad of {self.path}")
+        raise self.refusal(str(func), _WRITE)
 
     def without_memory(self, what: str) -> PhaseError:
         """Return the error for what asked for its memory."""

@@ -7,12 +7,15 @@ C++ that takes the address          torch's own error, in the place of a read at
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fzero.errors import FzeroError
+from fzero.machine.written import filled, flat
 
 ADDRESS, STORAGE, EXPORT = "the address", "the storage", "an export by DLPack"
 
@@ -24,6 +27,10 @@ class Memoryless(Tensor):
 
     def values(self) -> Tensor:
         """Return the values, which may be those of another tensor."""
+        raise NotImplementedError
+
+    def begin_write(self, func: Any) -> None:
+        """Raise if what `func` is about to write to it would be lost."""
         raise NotImplementedError
 
     def without_memory(self, what: str) -> FzeroError:
@@ -70,4 +77,35 @@ def memoryless(cls: type[Tensor], like: Tensor, device: torch.device) -> Any:
         device=device,
     )
     torch._C._set_throw_on_mutable_data_ptr(made)  # else C++ reads at address 0
+    _look_into_lists()
     return made
+
+
+@functools.cache
+def _look_into_lists() -> None:
+    """Have the collectives of torch that take lists of lists look for memoryless tensors in them.
+
+    Gloo would meet one in a thread of its own, where no error has a name.
+    """
+    for name in _OF_LISTS if dist.is_available() else ():
+        setattr(dist.ProcessGroup, name, _looking(name, getattr(dist.ProcessGroup, name)))
+
+
+_OF_LISTS = ("allgather", "gather", "scatter", "reduce_scatter")
+
+
+def _looking(name: str, collective: Any) -> Any:
+    @functools.wraps(collective)
+    def looks(group: Any, *given: Any, **options: Any) -> Any:
+        if not any(isinstance(x, Memoryless) for x in flat(given)):
+            return collective(group, *given, **options)
+        for x in flat(given[:1]):  # outputs come first
+            if isinstance(x, Memoryless):
+                x.begin_write(f"c10d.{name}_")
+        return collective(group, *(filled(list(given), _with_values)), **options)
+
+    return looks
+
+
+def _with_values(x: Any) -> Any:
+    return x.values() if isinstance(x, Memoryless) else x

@@ -129,6 +129,10 @@ class LazyParam(Memoryless):
 
     values = full
 
+    def begin_write(self, func: Any) -> None:
+        """Raise if what `func` is about to write to it would be lost."""
+        self.reader.begin_write(self, func)
+
     def without_memory(self, what: str) -> LayoutError:
         """Return the error for what asked for its memory: this rank has only a shard of it."""
         if what == STORAGE:
@@ -180,7 +184,7 @@ class LazyParam(Memoryless):
         kwargs = kwargs or {}
         written = [x for x in written_by(func, args, kwargs) if isinstance(x, cls)]
         for placeholder in written:
-            placeholder.reader.begin_write(placeholder, func)
+            placeholder.begin_write(func)
         # Forward mode insists that a view and its base share storage, so there it must gather.
         if _is_view(func) and isinstance(args[0], cls) and not in_forward_mode():
             first, rest = args[0], args[1:]
@@ -292,7 +296,7 @@ def _watched(func: Any, call: Callable[[], Any], found: Sequence[tuple[LazyParam
         found[i][1].copy_(x)
     for i, x in after.items():
         placeholder = found[i][0]
-        placeholder.reader.begin_write(placeholder, func)
+        placeholder.begin_write(func)
         placeholder.full().copy_(x)
         placeholder.reader.end_write(placeholder)
     _SEEN.add(func)

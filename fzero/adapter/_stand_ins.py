@@ -109,6 +109,11 @@ class StandIns:
             p.grad is None or held.number in zeroed for p, held in self._of.values()
         )
 
+    @property
+    def removed(self) -> bool:
+        """Whether every `p.grad` is None where stand-ins were."""
+        return self._standing and all(p.grad is None for p, _ in self._of.values())
+
     def require_taken(self) -> None:
         """Raise `LayoutError` for a `p.grad` that no backward has brought: it would be lost."""
         for p, held in () if self._standing else self._of.values():

@@ -12,8 +12,10 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
-# Notebooks and code cells run in kernels of their own, which find fzero by this.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+# Notebooks and code cells run in kernels of their own, in a copy of their folder: by this they find
+# fzero, and the demo job's package in examples/.
+_PATHS = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fzero  # noqa: E402

@@ -142,6 +142,8 @@ def build(folder: Path, *options: str, timeout_s: float) -> None:
 
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build(tmp_path, "-D", "nb_execution_mode=off", timeout_s=280)
+    state = (tmp_path / "reference" / "state.html").read_text()
+    assert "All ranks: those of" in state  # a docstring of a property, whole
     # the outputs that are stored with a notebook
     assert (tmp_path / "notebooks" / "01_one_step.html").read_text().count("<img") >= 2
 

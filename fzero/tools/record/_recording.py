@@ -12,9 +12,8 @@ from torch import Tensor
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import LayoutError
 from fzero.ranks.axis import Axis
-from fzero.state import Setup
 from fzero.tools.record._files import read_folder, write_folder
-from fzero.tools.record._records import RecordedPart, Snapshot
+from fzero.tools.record._records import Origin, RecordedPart, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,13 +28,13 @@ class Recording(RecordedPart):
         updates: that the state had made after the last call.
         last: [R, n] digests of the state after the last call.
         step_fn: what was recorded; None of a recording that was loaded.
-        setup: of its state; None of a recording that was loaded.
+        origin: of its state, setup and local updates; None of a recording that was loaded.
         processes: of the run; None of a recording that was loaded.
     """
 
     ranks: tuple[int, ...]
     step_fn: Callable[..., Any] | None = None
-    setup: Setup | None = None
+    origin: Origin | None = None
     processes: Ranks | None = None
 
     @property

@@ -74,8 +74,11 @@ class Recording(RecordedPart):
     def save(self, folder: str | Path) -> None:
         """Write it to a folder, for `fzero.load_recording`. A collective of the ranks of the run.
 
+        A recording that is there already counts until this one is whole; then it is removed.
+
         Raises `LayoutError` for inputs that are no tensors, numbers, texts, or tuples, lists and
-        dicts of them, `CheckpointError` if the disk does not take it.
+        dicts of them, and for a recording that was loaded from there; `CheckpointError` if the disk
+        does not take it.
         """
         ranks = self.processes or Ranks(axis=Axis(size=1))
         write_folder(self, Path(folder), self.ranks, ranks)
@@ -112,7 +115,8 @@ def load_recording(folder: str | Path) -> Recording:
         `engine`.
 
     Raises:
-        CheckpointError: for a folder that is missing or damaged, or lacks the part of a rank.
+        CheckpointError: for a folder without a recording, and for one that is not as it was saved:
+            a file or a field that is missing, changed or another's.
 
     Example:
         >>> import tempfile, torch, fzero

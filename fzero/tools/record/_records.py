@@ -32,10 +32,15 @@ class Snapshot:
     held: Draft | Path  # copies in host memory, or the folder of a checkpoint
     places: Tensor | None  # [R, n]: its second digests
 
+    @staticmethod
+    def name_of(call: int) -> str:
+        """Return the name of the folder of a state that was kept before a call."""
+        return f"state-{call:08d}"
+
     @property
     def name(self) -> str:
         """Of its folder in a recording that is saved."""
-        return f"state-{self.call:08d}"
+        return self.name_of(self.call)
 
     @property
     def nbytes(self) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from fzero.checkpoint.elements import Draft, write_draft
 from fzero.checkpoint.everywhere import from_first
+from fzero.checkpoint.in_memory import REPLAY, new_folder, remove_folder
 from fzero.state import NAMESPACE, Local, Setup, TrainState
 from fzero.tools.record._digest import DigestedLeaf, digested_leaves
 
@@ -51,21 +50,20 @@ class Snapshot:
     def as_checkpoint(self) -> Iterator[Path]:
         """The folder of a checkpoint of it, inside of the block. A collective of those who keep it.
 
-        Copies are written to the memory of the host, /dev/shm.
+        Copies are written to the memory of the host, /dev/shm. A program that is killed meanwhile
+        leaves them to the next one of its user, which sweeps them.
         """
         if isinstance(self.held, Path):
             yield self.held
             return
-        memory = Path("/dev/shm")
-        where = str(memory) if memory.is_dir() else None
         ranks = self.held.ranks
-        folder = from_first(ranks, lambda: tempfile.mkdtemp(dir=where), what="make a folder")
+        folder = from_first(ranks, lambda: new_folder(REPLAY), what="make a folder")
         try:
-            write_draft(self.held, Path(folder) / self.name)
-            yield Path(folder) / self.name
+            write_draft(self.held, folder / self.name)
+            yield folder / self.name
         finally:
             if ranks.axis.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fzero.checkpoint._behind import AsyncSave, group_beside, start_thread, wait_for_earlier
 from fzero.checkpoint._folders import (
+    CHECKPOINT,
     PathLike,
     digest_of_file,
     kept,
@@ -263,8 +264,8 @@ def write_draft(draft: Draft, path: Path) -> None:
         with ExitStack() as until_written:
 
             def make() -> str:
-                until_written.enter_context(kept(path, makes=True))
-                return make_folder(path)
+                until_written.enter_context(kept(path, makes=CHECKPOINT))
+                return make_folder(path, CHECKPOINT)
 
             data = from_first(ranks, make, what=f"make {path}")
 
@@ -283,7 +284,7 @@ def write_draft(draft: Draft, path: Path) -> None:
             _commit(ranks, path, whole)
     finally:
         if ranks.axis.rank == 0 and os.path.isdir(path):  # False for a name that cannot be
-            sweep(path)
+            sweep(path, CHECKPOINT)
 
 
 def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:

@@ -52,10 +52,8 @@ from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.window import CLOSED
 from fzero.transforms import simulate
-from fzero.transforms.init import blank_state
-from fzero.transforms.outer import mesh_for
+from fzero.transforms.init import blank_at
 from fzero.transforms.scaled import with_policy
-from fzero.transforms.setup import setup_at
 
 T = TypeVar("T")
 
@@ -245,16 +243,16 @@ def _gradient_shards(state: TrainState, rank: int, *, shared: bool) -> list[OwnS
 def _blank(structure: Structure, stage: int | None, mesh: MeshLike) -> TrainState:
     """Return a state of zeros at a stage, on a mesh that this rank is in."""
     old, local, device = structure.setup, structure.local, structure.device
-    stage, axis = old.stage if stage is None else stage, mesh_for(mesh, local)
+    stage = old.stage if stage is None else stage
     try:
-        setup = setup_at(old, stage=stage, axis=axis, device=device, local=local)
+        state = blank_at(old, stage=stage, mesh=mesh, device=device, local=local)
     except LayoutError as error:
         error.add_note(
             "(A state keeps its options where it is resharded. To go on with others, use "
             "fzero.checkpoint.save, and load into a state that was made with those.)"
         )
         raise
-    state = with_policy(blank_state(setup, device, local=local), structure.policy)
+    state = with_policy(state, structure.policy)
     for slot in slots_of(state):  # some rules begin with other values; padding is zero
         slot.flat.zero_()
     return state.replace(window=replace(CLOSED, outer=state.window.outer))

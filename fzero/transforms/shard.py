@@ -144,6 +144,23 @@ def sharded_as(
     return shard(step.inner, **options)
 
 
+def asked_of(step: Any) -> dict[str, Any]:
+    """Return the options that a step makes states with, but for stage, ranks and optimizer.
+
+    Example:
+        >>> import fzero
+        >>> asked_of(fzero.shard(lambda s: (s, 0), stage=2, ordered=True))
+        {'ordered': True}
+    """
+    made: Any = step.find_init() if isinstance(step, Step) else None
+    while isinstance(step, Step) and step.name == "simulate":
+        step = step.inner
+        made = step.find_init() if isinstance(step, Step) else None
+    if made is None:
+        return {}
+    return {name: x for name, x in made.keywords.items() if name not in ("stage", "mesh")}
+
+
 def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a pipeline prints: the stage, and those that differ from their defaults."""
     hidden = {"mesh", "units", "trainable"}

@@ -10,9 +10,9 @@ check_spmd(step, state, args)  do all ranks make the same collectives?
 """
 
 from fzero.tools.trace._api import trace as trace
-from fzero.tools.trace._calls import Call as Call
+from fzero.tools.trace._calls import CalledOp as CalledOp
 from fzero.tools.trace._calls import Constant as Constant
-from fzero.tools.trace._calls import Read as Read
+from fzero.tools.trace._calls import Operand as Operand
 from fzero.tools.trace._diff import TraceDiff as TraceDiff
 from fzero.tools.trace._record import Alive as Alive
 from fzero.tools.trace._record import Kernel as Kernel

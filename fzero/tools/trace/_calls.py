@@ -19,7 +19,7 @@ from fzero.tools.trace.ops import COLLECTIVES, RATE, SAME, UPDATE, read_by
 from fzero.tools.trace.program import RecordedStep
 
 
-class Read(NamedTuple):
+class Operand(NamedTuple):
     """A value that an op reads: some elements of an origin.
 
     origin: ("value", its name), ("parameter", path), ("shard", path of the flat), ("input", path)
@@ -46,14 +46,14 @@ class Constant(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CalledOp:
     """An op with its overload, "aten.add.Tensor", and its arguments, lists laid out flat."""
 
     op: str
-    arguments: tuple[Read | Constant, ...] = ()
+    arguments: tuple[Operand | Constant, ...] = ()
 
 
-def calls_of(program: RecordedStep, ops: Sequence[Op]) -> tuple[Call, ...]:
+def calls_of(program: RecordedStep, ops: Sequence[Op]) -> tuple[CalledOp, ...]:
     """Return the call of each op, and behind them a call "return PATH" for each output.
 
     ops: as `ops_of` makes them of the program.
@@ -61,12 +61,12 @@ def calls_of(program: RecordedStep, ops: Sequence[Op]) -> tuple[Call, ...]:
     nodes = list(program.graph.graph.nodes)
     reads = _Reads(program)
     calls = [
-        Call(op=str(node.target), arguments=tuple(_arguments(node, op.phase, reads)))
+        CalledOp(op=str(node.target), arguments=tuple(_arguments(node, op.phase, reads)))
         for node, op in zip(filter(is_op, nodes), ops, strict=True)
     ]
     returned: Any = nodes[-1].args[0]
     for path, x in zip(program.outputs, returned, strict=True):
-        calls.append(Call(op=f"return {path}", arguments=(reads.of(x, "update"),)))
+        calls.append(CalledOp(op=f"return {path}", arguments=(reads.of(x, "update"),)))
     return tuple(calls)
 
 
@@ -80,7 +80,7 @@ class _Reads:
         self._paths = dict(zip(inputs_of(nodes), program.inputs, strict=True))
         self._digests: dict[str, str] = {}
 
-    def of(self, node: fx.Node, phase: Phase) -> Read:
+    def of(self, node: fx.Node, phase: Phase) -> Operand:
         """Return what an op of a phase reads that has this node among its arguments."""
         x, root = node.meta["val"], _root(node)
         first = root.meta["val"]
@@ -88,7 +88,7 @@ class _Reads:
         if x.untyped_storage()._cdata == first.untyped_storage()._cdata:
             start = _begin(x) - _begin(first)
             origin, start = self._inside(x, root, phase) or (origin, start)
-        return Read(
+        return Operand(
             name=self._names[node],
             origin=origin,
             dtype=short(x.dtype),
@@ -150,7 +150,7 @@ _QUIET = {"dtype", "layout", "device", "pin_memory", "memory_format", "names"}
 """Arguments that one sees in the results, or that change no number."""
 
 
-def _arguments(node: fx.Node, phase: Phase, reads: _Reads) -> Iterator[Read | Constant]:
+def _arguments(node: fx.Node, phase: Phase, reads: _Reads) -> Iterator[Operand | Constant]:
     """Yield the arguments of an op: positional ones, then keywords with their names."""
     target: Any = node.target
     schema = target._schema.arguments

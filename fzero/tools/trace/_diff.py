@@ -8,14 +8,11 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
-from fzero.tools.trace._calls import Call, Constant, Read
+from fzero.tools.trace._calls import CalledOp, Constant, Operand
 from fzero.tools.trace._record import Op
 from fzero.tools.trace._text import MOST, few, fitted, some_paths
-
-if TYPE_CHECKING:
-    from fzero.tools.trace._trace import Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +55,15 @@ class _Line:
     op: Op | None
 
 
-def compare_traces(a: Trace, b: Trace) -> TraceDiff:
+class ComparedProgram(NamedTuple):
+    """One of two programs; a call for each op, then for each output."""
+
+    title: str
+    ops: Sequence[Op]
+    calls: Sequence[CalledOp]
+
+
+def compare_ops(a: ComparedProgram, b: ComparedProgram) -> TraceDiff:
     """Compare ops with their constants, what each reads, through which views, and what comes out.
 
     Lines are first brought together by what they are alone. Two that are together are the same op
@@ -128,13 +133,13 @@ def _difference(a: list[_Line], b: list[_Line], titles: tuple[str, str]) -> Trac
     return TraceDiff(tuple(found), (first[0], first[1]))
 
 
-def _lines(trace: Trace) -> list[_Line]:
-    calls = trace.calls or tuple(Call(op=op.name) for op in trace.ops)
+def _lines(program: ComparedProgram) -> list[_Line]:
+    calls = program.calls or tuple(CalledOp(op=op.name) for op in program.ops)
     made: dict[str, tuple[int, int]] = {}  # the line of each value, and which result it is
     names: dict[str, str] = {}
     lines: list[_Line] = []
-    outputs = [None] * (len(calls) - len(trace.ops))
-    for op, call in zip((*trace.ops, *outputs), calls, strict=True):
+    outputs = [None] * (len(calls) - len(program.ops))
+    for op, call in zip((*program.ops, *outputs), calls, strict=True):
         if op is not None:
             if op.kind == "view":
                 continue
@@ -145,9 +150,9 @@ def _lines(trace: Trace) -> list[_Line]:
 
 
 def _line(
-    op: Op | None, call: Call, made: dict[str, tuple[int, int]], names: dict[str, str]
+    op: Op | None, call: CalledOp, made: dict[str, tuple[int, int]], names: dict[str, str]
 ) -> _Line:
-    reads = [x for x in call.arguments if isinstance(x, Read)]
+    reads = [x for x in call.arguments if isinstance(x, Operand)]
     of = [made.get(x.origin[1]) if x.origin[0] == "value" else None for x in reads]
     gives = " ".join(map(str, op.gives)) if op else ""
     detail = op.detail if op and op.is_collective else ""
@@ -166,13 +171,13 @@ def _line(
     )
 
 
-def _text(op: Op | None, call: Call, names: dict[str, str], gives: str, *, full: bool) -> str:
+def _text(op: Op | None, call: CalledOp, names: dict[str, str], gives: str, *, full: bool) -> str:
     if op is not None and op.is_collective:
         axis, colon, paths = op.detail.partition(": ")
         about = op.detail if full else f"{axis}{colon}{some_paths(paths.split(', '))}"
         return f"* {op.name} -> {gives}   <{about}>"
     words = [_word(x, names, full=full) for x in call.arguments]
-    values = [w for w, x in zip(words, call.arguments, strict=True) if isinstance(x, Read)]
+    values = [w for w, x in zip(words, call.arguments, strict=True) if isinstance(x, Operand)]
     if not full and len(values) > MOST:
         words = [few(values), *(x.text for x in call.arguments if isinstance(x, Constant))]
     name = call.op if op is None or full else op.name
@@ -180,7 +185,7 @@ def _text(op: Op | None, call: Call, names: dict[str, str], gives: str, *, full:
     return f"  {' '.join(filter(None, (name, *words)))}{result}"
 
 
-def _word(x: Read | Constant, names: dict[str, str], *, full: bool) -> str:
+def _word(x: Operand | Constant, names: dict[str, str], *, full: bool) -> str:
     """Return what an op reads, as people can tell: by the op that made it, or by its path."""
     if isinstance(x, Constant):
         return x.key if full else x.text
@@ -191,13 +196,13 @@ def _word(x: Read | Constant, names: dict[str, str], *, full: bool) -> str:
     return f"{word}{'' if _is_plain(x) else _view(x)}"
 
 
-def _is_plain(x: Read) -> bool:
+def _is_plain(x: Operand) -> bool:
     """Whether it has its elements in the order in which they are in memory, from the first."""
     dense = [prod(x.shape[i + 1 :]) if n != 1 else 0 for i, n in enumerate(x.shape)]
     return x.start == 0 and not x.flips and (0 in x.shape or list(x.strides) == dense)
 
 
-def _view(x: Read) -> str:
+def _view(x: Operand) -> str:
     """Return which elements of its origin a value has: as the arguments of torch.as_strided."""
     shape, strides = (",".join(map(str, some)) for some in (x.shape, x.strides))
     start = f", byte {x.start}" if x.start else ""

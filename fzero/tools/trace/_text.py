@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
-from fzero.tools.trace._calls import Call, Constant, Read
+from fzero.tools.trace._calls import CalledOp, Constant, Operand
 from fzero.tools.trace._record import Kernel, Op, Value
 
 _PHASES = ("forward", "backward", "update")
@@ -23,7 +23,7 @@ def text(
     inputs: Sequence[Value],
     ops: Sequence[Op],
     outputs: Sequence[Value],
-    calls: Sequence[Call],
+    calls: Sequence[CalledOp],
 ) -> str:
     """Return a line for each kernel and collective, with its module behind "#".
 
@@ -74,12 +74,12 @@ def fitted(line: str) -> str:
     return "\n".join(parts)
 
 
-def _constants(ops: Sequence[Op], calls: Sequence[Call]) -> tuple[dict[str, str], list[str]]:
+def _constants(ops: Sequence[Op], calls: Sequence[CalledOp]) -> tuple[dict[str, str], list[str]]:
     """Return one name for each constant tensor, {its names: that one}, and a line for each."""
     bases = _bases(ops)
     first: dict[str, str] = {}
     names: dict[str, str] = {}
-    for x in (x for call in calls for x in call.arguments if isinstance(x, Read)):
+    for x in (x for call in calls for x in call.arguments if isinstance(x, Operand)):
         kind, digest = x.origin
         if kind == "constant":
             name = bases.get(x.name, x.name)
@@ -198,7 +198,7 @@ def _kernel(
     )
 
 
-def _line(op: Op, call: Call | None, names: Mapping[str, str]) -> str:
+def _line(op: Op, call: CalledOp | None, names: Mapping[str, str]) -> str:
     gives = few([f"{value.name}:{value}" for value in op.gives])
     if op.is_collective:
         reads = few(list(dict.fromkeys(names.get(name, name) for name in op.reads)))
@@ -210,12 +210,12 @@ def _line(op: Op, call: Call | None, names: Mapping[str, str]) -> str:
     return f"{line:<{_COLUMN}}  # {op.detail}" if op.detail else line
 
 
-def _words(op: Op, call: Call | None, names: Mapping[str, str]) -> list[str]:
+def _words(op: Op, call: CalledOp | None, names: Mapping[str, str]) -> list[str]:
     """Return the values and numbers of an op in order, of many values a few; keywords last."""
     arguments = call.arguments if call else ()
     texts = [x.text for x in arguments if isinstance(x, Constant) and x.text]
     named = [text for text in texts if "=" in text]
-    values = [x.name for x in arguments if isinstance(x, Read)] or op.reads
+    values = [x.name for x in arguments if isinstance(x, Operand)] or op.reads
     if len(values) > MOST or call is None:
         return [few([names.get(name, name) for name in values]), *texts]
     words = (x.text if isinstance(x, Constant) else names.get(x.name, x.name) for x in arguments)

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fzero.collectives import CollectiveLog
-from fzero.tools.trace._calls import Call
-from fzero.tools.trace._diff import TraceDiff, compare_traces
+from fzero.tools.trace._calls import CalledOp
+from fzero.tools.trace._diff import ComparedProgram, TraceDiff, compare_ops
 from fzero.tools.trace._record import Kernel, Op, Value
 from fzero.tools.trace._text import kernels, text
 
@@ -30,7 +30,7 @@ class Trace:
     outputs: tuple[Value, ...]  # with the name of the value that comes out, and its path
     log: CollectiveLog = field(repr=False)
     graph: fx.GraphModule = field(repr=False, compare=False)
-    calls: tuple[Call, ...] = ()  # of each op with its arguments; then of each output
+    calls: tuple[CalledOp, ...] = ()  # of each op with its arguments; then of each output
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
@@ -87,7 +87,8 @@ class Trace:
             >>> two.diff(two).equal, two.diff(three).equal
             (True, False)
         """
-        return compare_traces(self, other)
+        a, b = (ComparedProgram(one.title, one.ops, one.calls) for one in (self, other))
+        return compare_ops(a, b)
 
     def __str__(self) -> str:
         return text(self.title, self.inputs, self.ops, self.outputs, self.calls)

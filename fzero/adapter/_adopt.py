@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError
 from fzero.state import TrainState
@@ -16,6 +17,7 @@ from fzero.state.scale import carried
 def adopt(driver: Driver, state: TrainState) -> None:
     """Write the values of another state into the buffers of this one."""
     driver.require_not_closed()
+    require_no_forward(driver, "engine.state = ...")
     own = driver.state
     if _form(state) != _form(own):
         raise LayoutError(

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter._gathered import gathered
+from fzero.adapter._guard import TRAINERS
 from fzero.adapter._torch_hooks import ModuleHook
+from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.adapter.parts import require_no_anchors
 from fzero.errors import LayoutError
@@ -108,6 +110,7 @@ def load_state_dict(
             fix="leave assign out: the values are copied into the engine's own memory.",
         )
     require_no_anchors(driver, "load_state_dict()")
+    require_no_forward(driver, "load_state_dict()")
     _require_fit(driver.module, state_dict, strict=strict)
     with gathered(driver.module, modify=True, mesh=driver.axis):
         return driver.module.load_state_dict(state_dict, strict=strict)
@@ -118,8 +121,14 @@ def looked_up(engine: Any, name: str) -> Any:
 
     Conversions return the engine if there is nothing to convert, else they raise `LayoutError`.
     """
-    if name.startswith("_") or "module" not in vars(engine):
+    if "module" not in vars(engine):
         raise AttributeError(name)
+    if name.startswith("_"):
+        raise AttributeError(
+            f"{type(engine).__name__} has no attribute {name!r}: it is no nn.Module, and has one, "
+            f"engine.module. {TRAINERS}",
+            name=name,
+        )
     module = engine.module
     if name in _OF_MODULE:
         return getattr(module, name)

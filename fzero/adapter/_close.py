@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fzero.adapter import parts
 from fzero.adapter._module import free_to_swap
+from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.collectives import gather_many
 from fzero.machine.offload import to_device
@@ -26,6 +27,7 @@ def close(driver: Driver) -> None:
     """
     if driver.closed:
         return
+    require_no_forward(driver, "close()")
     driver.wait()
     driver.call("close()")
     _give_back(driver)

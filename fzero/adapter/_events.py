@@ -59,9 +59,12 @@ class Events:
     ) -> None:
         self._on, self._region = on, region
         self._running: list[_Forward] = []
+        self._calls = 0  # of the module that are under way, its hooks of forwards among them
         self._stands_in = _stands_in(module)
         self._learning = [p for p, _ in learning]
+        self._last = module.register_forward_hook(ModuleHook(self._after_hooks), always_call=True)
         self._handles = [
+            self._last,
             module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
             module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
             *[
@@ -78,17 +81,26 @@ class Events:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the module runs, or a hook on its end."""
+        return self._calls > 0
+
     def abandon(self) -> None:
         """An exception ended a forward or a backward."""
         self._leave_forwards()
         self.backwards.reset()
 
     def _leave_forwards(self) -> None:
+        self._calls = 0
         while self._running:
             self._running.pop().entered.close()
 
     def _before_forward(self, module: Any, args: Any) -> None:
         entered, outermost = ExitStack(), not self._running
+        self._calls += 1
+        if next(reversed(module._forward_hooks)) != self._last.id:  # the user's hooks come before
+            module._forward_hooks.move_to_end(self._last.id)
         entered.enter_context(self._region.entered(outermost=outermost))
         is_own = outermost and not (in_transform() or self._stands_in() or in_backward())
         self._running.append(_Forward(entered, is_own, sys.exc_info()[1]))
@@ -107,6 +119,9 @@ class Events:
         error = sys.exc_info()[1]  # torch calls this hook while it handles what the forward raised
         raised = error if output is None and error is not forward.handled else None
         for_training(self._on.forward_ends, trains=trains, raised=raised)
+
+    def _after_hooks(self, *_: Any) -> None:
+        self._calls = max(self._calls - 1, 0)
 
     def _watch(self, outputs: Iterable[Tensor]) -> bool:
         """Watch the outputs of a root forward: True if a backward can come from them."""

@@ -29,9 +29,9 @@ def gathered(
 
     Args:
         params: a module (all of its parameters), a parameter, or several.
-        modify: they may be written, in the yielded tensors or through the module; when the block
-            ends, the values of rank `from_rank` become those of all ranks, also if the block
-            raises.
+        modify: they may be written, in the yielded tensors or through the module; the block runs
+            under torch.no_grad(). When it ends, the values of rank `from_rank` become those of all
+            ranks, also if it raises.
         from_rank: whose values count.
         mesh: whose ranks, for parameters that are whole (stages 0 to 2); default the world.
 
@@ -73,7 +73,8 @@ def _written(wanted: Sequence[Tensor], axis: Axis, source: int) -> Iterator[list
         performer.call(f"gathered(modify=True, from_rank={source}) of {len(whole)} parameters")
     held = _hold(wanted, source)
     try:
-        yield _full(wanted)
+        with torch.no_grad():  # else torch refuses a write to a parameter that learns
+            yield _full(wanted)
     finally:
         for owner, units in held:
             owner.let_go(units, source)

@@ -3,56 +3,22 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero.adapter._addresses import addresses_of, norms_of, pieces_of, require_unweighted
+from fzero.adapter._earlier import Earlier, is_used_up
 from fzero.adapter._held import HeldGradient
-from fzero.collectives import gather_many
-from fzero.errors import PhaseError
+from fzero.adapter._life import HoldsState
+from fzero.adapter._torch_hooks import in_backward
 from fzero.machine.offload import change
-from fzero.machine.packing import LeafRange, leaf_ranges
-from fzero.state import Setup, TrainState, progress
-from fzero.state.layout import as_bits, as_complex, stored_dtype
-from fzero.transforms.scaled import times_scale, without_scale
-from fzero.transforms.weights import averaged, unaveraged
-
-
-class HoldsState(Protocol):
-    """Whoever has the state that the gradients are in."""
-
-    @property
-    def state(self) -> TrainState:
-        """The state now."""
-        ...
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is used no more."""
-        ...
-
-    def require_not_closed(self) -> None:
-        """Raise `PhaseError` if it is used no more."""
-        ...
-
-    def with_gradients(self, name: str) -> TrainState:
-        """Return the state with all gradients reduced, for a call of this name. A collective."""
-        ...
-
-    def put_each(self, change: Callable[[TrainState], TrainState]) -> None:
-        """Change the state, and that from before a window."""
-        ...
-
-
-class GradientAddress(NamedTuple):
-    """Where the gradient of one parameter object is in a state."""
-
-    leads: bool  # of several objects on one memory, which are one leaf, the first has its gradient
-    number: int  # of its group among those that learn
-    index: int  # of its group
-    here: LeafRange  # what this rank's part has of it
+from fzero.state import TrainState, progress
+from fzero.state.layout import as_bits
+from fzero.transforms.scaled import times_scale
+from fzero.transforms.weights import unaveraged
 
 
 class Gradients:
@@ -64,8 +30,9 @@ class Gradients:
 
     def __init__(self, holder: HoldsState, learning: Sequence[int]) -> None:
         self._holder = holder
-        self.device, self.shows = holder.state.device, holder.state.setup.stage == 0
-        self._addresses = _addresses(holder.state.setup, learning)
+        self.device, self.stage = holder.state.device, holder.state.setup.stage
+        self.shows = self.stage == 0
+        self._addresses = addresses_of(holder.state.setup, learning)
         self.zeroed: set[int] = set()
         self._written: list[tuple[str, str, Sequence[Any]]] = []
         self._norms: dict[float, dict[int, Tensor]] = {}
@@ -108,14 +75,22 @@ class Gradients:
 
     # What stand-ins ask for.
 
+    def notice(self) -> None:
+        """Drop the gradients that the user has dropped."""
+        if self._holder.user_dropped and not in_backward():
+            self._holder.drop_if_user_did()
+
+    def require_no_window(self, name: str) -> None:
+        """Raise `PhaseError` inside a window, where gradients are not reduced."""
+        self._holder.require_no_window(name)
+
     def norm(self, held: HeldGradient, order: float) -> Tensor:
         """Return the norm of a gradient: that of all of them is computed at the first request."""
         address = self._addresses[held.number]
         if order not in self._norms:
             with torch.inference_mode(False), torch.no_grad():
                 self._norms[order] = norms_of(self._reduced(f"p.grad.norm({order:g})"), order)
-        norm = self._norms[order][address.here.leaf].clone()
-        return norm if address.leads else torch.zeros_like(norm)
+        return address.norm(self._norms[order])
 
     def write(self, held: HeldGradient, name: str, numbers: Sequence[Any]) -> None:
         """Change this rank's part of a gradient by numbers, which must be those of all ranks."""
@@ -148,7 +123,7 @@ class Gradients:
             return
 
         def zeroed(state: TrainState) -> TrainState:
-            for piece in _pieces(state, address):
+            for piece in pieces_of(state, address):
                 piece.zero_()
             used = progress.saw_zero(state.progress, as_bits([address.here.leaf]))
             return state.replace(progress=used)
@@ -158,21 +133,10 @@ class Gradients:
 
     def values(self, held: HeldGradient) -> Tensor:
         """Return a gradient as an update would use it, in the dtype of the parameter."""
-        address = self._addresses[held.number]
-        setup = self._holder.state.setup
-        if setup.reduction.weighted and setup.axis.size > 1:
-            raise PhaseError(
-                "p.grad was read; the gradients are sums of w g, and their total weight is known "
-                "when all ranks are asked.",
-                cause="engine.backward(loss, weight=), and code that looks at p.grad.",
-                fix="engine.full_gradient(path), on every rank, divides by the total.",
-            )
+        require_unweighted(self._holder.state)
         with torch.inference_mode(False), torch.no_grad():
             state = self._holder.state if self.at_hand else self._reduced("reading p.grad")
-            piece = address.here.of(state.gradients.flats[address.number])
-            leaf = state.setup.layout.leaves[address.here.leaf]
-            whole = leaf.of(averaged(state, without_scale(state, piece)))
-            return (whole if address.leads else torch.zeros_like(whole)).to(held.dtype)
+            return self._addresses[held.number].values(state).to(held.dtype)
 
     @property
     def at_hand(self) -> bool:
@@ -183,58 +147,22 @@ class Gradients:
         waits = state.window.is_open or state.window.pending.held
         return state.gradients.held and not waits
 
+    def left(self) -> Earlier | None:
+        """Return what has these gradients when they are dropped; None if nothing has.
+
+        It holds the buffers that the state lets go, for as long as somebody holds a stand-in.
+        """
+        state = self._holder.state
+        waits = state.window.is_open or state.window.pending.held
+        if waits or not state.gradients.held or is_used_up(state):
+            return None
+        return Earlier(self._holder, state, self._addresses)
+
     def _reduced(self, name: str) -> TrainState:
         self._holder.require_not_closed()
         state = self._holder.with_gradients(name)
         self._are_reduced = True
         return state
-
-
-def _addresses(setup: Setup, learning: Sequence[int]) -> list[GradientAddress]:
-    layout, part = setup.layout, setup.part(setup.gradients, setup.axis.rank)
-    first = {leaf: i for i, leaf in reversed([*enumerate(learning)])}
-    where: dict[int, tuple[int, int, LeafRange]] = {}
-    for number, index in enumerate(layout.trainable):
-        here = {one.leaf: one for one in leaf_ranges(layout, index, part)}
-        for position, leaf in enumerate(layout.groups[index].leaves):
-            nothing = LeafRange(position, leaf, 0, 0, 0)
-            where[leaf] = number, index, here.get(leaf, nothing)
-    return [GradientAddress(first[leaf] == i, *where[leaf]) for i, leaf in enumerate(learning)]
-
-
-def _pieces(state: TrainState, address: GradientAddress) -> Iterator[Tensor]:
-    """What this rank holds of a gradient: reduced, and not yet."""
-    if state.gradients.held:
-        yield address.here.of(state.gradients.flats[address.number])
-    pending, layout = state.window.pending, state.setup.layout
-    if pending.held:
-        begin = layout.groups[address.index].offsets[address.here.position]
-        yield pending.flats[address.number][begin : begin + layout.leaves[address.here.leaf].numel]
-
-
-def norms_of(state: TrainState, order: float) -> dict[int, Tensor]:
-    """Return the norm of the gradient of every leaf that learns, on every rank. One collective."""
-    setup, layout = state.setup, state.setup.layout
-    found: dict[int, Tensor] = {}
-    for number, index in enumerate(layout.trainable):
-        flat = without_scale(state, state.gradients.flats[number])
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        for one in leaf_ranges(layout, index, setup.part(setup.gradients, setup.axis.rank)):
-            own = one.of(wide)
-            own = as_complex(own) if layout.leaves[one.leaf].dtype.is_complex else own
-            found[one.leaf] = torch.linalg.vector_norm(own, order)
-    nothing = torch.tensor(0.0 if order >= 0 else float("inf"), device=state.device)
-    learning = [leaf for index in layout.trainable for leaf in layout.groups[index].leaves]
-    row = torch.stack([found.get(leaf, nothing).double() for leaf in learning])
-    rows = gather_many([row], setup.over(setup.gradients))[0].view(-1, len(learning))
-    total = row
-    if len(rows) > 1:
-        total = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
-    if order != 0:
-        total = averaged(state, total)
-    stored = [stored_dtype(layout.leaves[i].dtype) for i in learning]
-    dtypes = [torch.promote_types(dtype, torch.float32) for dtype in stored]
-    return {leaf: norm.to(dtype) for leaf, norm, dtype in zip(learning, total, dtypes, strict=True)}
 
 
 def as_held(state: TrainState, index: int, bound: Any) -> Any:

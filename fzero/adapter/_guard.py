@@ -16,6 +16,12 @@ from fzero.state import Setup, TrainState
 from fzero.transforms.update import update
 
 
+TRAINERS = (
+    "Under a trainer no Engine is made: fzero.integrations has sharded(Trainer(...), stage=2) of "
+    "transformers, FzeroAccelerator of accelerate, and FzeroStrategy of Fabric, which make it."
+)
+
+
 class Guard:
     """While an engine has an optimizer, its step, state_dict and load_state_dict raise.
 
@@ -76,10 +82,12 @@ class Guard:
         if not self._steps:
             raise PhaseError(
                 "optimizer.step() of an optimizer that an engine runs.",
-                cause="the training loop of before the engine; or torch's get_state_dict(), "
+                cause="the training loop of before the engine; a Trainer, Accelerator or Fabric that "
+                "was given the engine's optimizer; or torch's get_state_dict(), "
                 "which makes a step, and has set the learning rates to 0 for it.",
-                fix="call engine.step(); a scheduler's step() stays as it is. Save with "
-                "fzero.checkpoint.save(path, engine.state).",
+                fix="call engine.step(), after the forward and backward of a closure, if there is "
+                "one; a scheduler's step() stays as it is. Save with "
+                f"fzero.checkpoint.save(path, engine.state). {TRAINERS}",
             )
 
 
@@ -97,9 +105,10 @@ def _refuse_state_dict(optimizer: Optimizer) -> None:
     raise PhaseError(
         "optimizer.state_dict() of an optimizer that an engine runs.",
         cause="saving it in the usual way: its state is sharded over the ranks, in "
-        "engine.state, and one rank's part is no checkpoint.",
+        "engine.state, and one rank's part is no checkpoint. Or Accelerator.prepare(), or a "
+        "Trainer(optimizers=...), that was given the engine's optimizer.",
         fix="save with fzero.checkpoint.save(path, engine.state), or take whole values: "
-        "engine.full_optimizer_states().",
+        f"engine.full_optimizer_states(). {TRAINERS}",
     )
 
 

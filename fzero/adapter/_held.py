@@ -12,15 +12,18 @@ step in which nobody touches `p.grad` does nothing of this.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero.adapter._life import Life, Serves
 from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import PhaseError
+from fzero.machine.memoryless import ADDRESS, EXPORT, STORAGE, Memoryless, memoryless
+from fzero.machine.written import filled, flat, run_watched, tells_nothing, written_by
 
 _ATEN = torch.ops.aten
 _NORMS = (_ATEN.linalg_vector_norm.default, _ATEN._foreach_norm.Scalar)
@@ -39,9 +42,16 @@ _BY_NUMBER = {
 """What may be written, by one number for all elements: then every rank can do it to its part."""
 
 _WAYS = {
-    "its memory": "module.share_memory() before the Engine, engine.full_gradient(path) to have one",
+    ADDRESS: "engine.full_gradient(path) to have a tensor with memory; count parameters by "
+    "themselves, not by addresses",
+    STORAGE: "module.share_memory() before the Engine, engine.full_gradient(path) to have one",
+    EXPORT: "p.grad.clone() at stage 0, at each stage engine.full_gradient(path), to export a copy",
+    "c10d": "p.grad as it is, without a collective: it is the mean over ranks already, and a "
+    "division by their number that follows goes, too; another value is written by "
+    "engine.set_full_gradient(path, g)",
     "_amp_": "loss_scale= of Engine and engine.scale(loss), in the place of a GradScaler",
-    "set_data": "module.to(...), .half() and the like before the Engine is made",
+    "set_data": "engine.set_full_gradient(path, g) to write values; module.to(...), .half() and "
+    "the like before the Engine is made",
 }
 _READ = (
     "engine.full_gradient(path), a collective; p.grad.norm() and clip_grad_norm_ work as they are"
@@ -49,37 +59,7 @@ _READ = (
 _WRITE = "engine.full_gradient(path), engine.set_full_gradient(path, g)"
 
 
-class Serves(Protocol):
-    """Whoever has the gradients that stand-ins stand for.
-
-    device: where they are. shows: whether every rank has all of them. at_hand: whether it shows
-    them now without a collective.
-    """
-
-    device: torch.device
-    shows: bool
-
-    @property
-    def at_hand(self) -> bool: ...
-
-    def norm(self, held: HeldGradient, order: float) -> Tensor:
-        """Return the norm of a whole gradient. A collective."""
-        ...
-
-    def write(self, held: HeldGradient, name: str, numbers: Sequence[Any]) -> None:
-        """Change a gradient in place, by one of `_BY_NUMBER`."""
-        ...
-
-    def zero(self, held: HeldGradient) -> None:
-        """Set a gradient to zero."""
-        ...
-
-    def values(self, held: HeldGradient) -> Tensor:
-        """Return the elements of a gradient, a copy. Only where this `shows` them."""
-        ...
-
-
-class HeldGradient(Tensor):
+class HeldGradient(Memoryless):
     """Stands in `p.grad`: it has the parameter's shape, and no values of its own.
 
     `views`: what was applied to it since: of a view, or of a copy in another dtype.
@@ -87,25 +67,19 @@ class HeldGradient(Tensor):
 
     path: str
     number: int  # of its parameter, among those that learn
-    owner: weakref.ref[Serves]  # weak: the garbage collector does not look into p.grad
-    arrived: Tensor | None
-    task: int  # the graph task that brought the last gradient: what writes in it is a user's hook
-    views: tuple[Callable[[Tensor], Tensor], ...]
-    whole: bool  # it has each element of the gradient once
-    copied: bool  # what is written to it does not reach the gradient
+    life: Life
+    arrived: Tensor | None = None
+    task: int = -1  # the graph task that brought the last one: what writes in it is a user's hook
+    views: tuple[Callable[[Tensor], Tensor], ...] = ()
+    whole: bool = True  # it has each element of the gradient once
+    copied: bool = False  # what is written to it does not reach the gradient
 
     @staticmethod
-    def __new__(cls, like: Tensor, number: int, path: str, by: Serves) -> HeldGradient:
+    def __new__(cls, like: Tensor, number: int, path: str, life: Life) -> HeldGradient:
         """Make the stand-in for a gradient in the shape of `like`."""
-        made = Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=by.device
-        )
-        made.number, made.path, made.owner = number, path, weakref.ref(by)
-        made.arrived, made.task, made.views = None, -1, ()
-        made.whole, made.copied = True, False
+        made = memoryless(cls, like, life.device)
+        made.number, made.path, made.life = number, path, life
         return made
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,7 +87,7 @@ class HeldGradient(Tensor):
         if func is _ATEN.detach.default:
             return args[0]
         kwargs = kwargs or {}
-        held = next(x for x in _flat((args, list(kwargs.values()))) if isinstance(x, cls))
+        held = next(x for x in flat((args, list(kwargs.values()))) if isinstance(x, cls))
         task = current_graph_task()
         if task != -1:
             return held._in_backward(func, args, task)
@@ -129,10 +103,10 @@ class HeldGradient(Tensor):
         copies = func is _ATEN._to_copy.default and not held.by.shows and not moves
         if (func.is_view or copies) and isinstance(args[0], cls):
             return held._seen(func, args[1:], kwargs)
-        if any(isinstance(x, cls) for x in _written_by(func, args, kwargs)):
-            raise held.refusal(str(func), _WRITE)
-        filled = {name: _filled(x) for name, x in kwargs.items()}
-        return func(*map(_filled, args), **filled)
+        for x in written_by(func, args, kwargs):
+            if isinstance(x, cls):
+                x.begin_write(func)
+        return _run_on_values(func, args, kwargs)
 
     def stand_for(self, task: int) -> None:
         """Stand for a gradient that graph task `task` has brought."""
@@ -140,15 +114,8 @@ class HeldGradient(Tensor):
 
     @property
     def by(self) -> Serves:
-        """Who has the gradient. Raises `PhaseError` if the engine is gone."""
-        by = self.owner()
-        if by is None:
-            raise PhaseError(
-                "p.grad is the stand-in of an engine that is gone.",
-                cause="the engine was made in a function, and nothing holds it any more.",
-                fix="keep the engine for as long as its module is used, or close() it.",
-            )
-        return by
+        """Who has the gradient. Raises `PhaseError` if nobody has it any more."""
+        return self.life.by(self.path)
 
     def _in_backward(self, func: Any, args: Any, task: int) -> Any:
         """What autograd adds is taken. A hook of the user's finds nothing that it may use yet."""
@@ -167,7 +134,7 @@ class HeldGradient(Tensor):
         shown = func(meta, *args, **kept)
 
         def view(like: Tensor, at: int | None) -> HeldGradient:
-            made = HeldGradient(like, self.number, self.path, self.by)
+            made = HeldGradient(like, self.number, self.path, self.life)
 
             def seen(x: Tensor) -> Tensor:
                 found = func(x, *args, **kwargs)
@@ -186,9 +153,11 @@ class HeldGradient(Tensor):
         """Return its elements, a copy. Raises `PhaseError` at stages 1 to 3."""
         if current_graph_task() != -1:
             raise self.refusal("its elements, in a backward", _READ)
-        if not self.by.shows:
-            raise self.refusal("its elements, of which a rank holds a part", _READ)
-        x = self.by.values(self)
+        by = self.by
+        by.require_no_window(f"reading p.grad of {self.path}")
+        if not by.shows:
+            raise self.refusal(f"its elements, at stage {by.stage}", _READ)
+        x = by.values(self)
         for view in self.views:
             x = view(x)
         return x.to(self.dtype)
@@ -201,7 +170,8 @@ class HeldGradient(Tensor):
             cause="code that works on the elements of p.grad: a GradScaler, an optimizer that was "
             "made after the engine or steps in a gradient hook, or an all-reduce by hand. The "
             "engine holds gradients reduced, and from stage 1 on sharded over the ranks.",
-            fix=f"use {way}; engine.step() runs the optimizer that the engine was made with.",
+            fix=f"use {way}; engine.step() runs the optimizer that the engine was made with, and "
+            "a Trainer or an Accelerator is made with fzero.integrations, without an Engine.",
         )
 
     @property
@@ -214,22 +184,14 @@ class HeldGradient(Tensor):
         if value is not self:  # as after p.grad.data *= 0.5
             raise self.refusal("set_data")
 
-    def tolist(self) -> Any:
-        """As of any tensor, at stage 0."""
-        return self.values().tolist()
+    def begin_write(self, func: Any) -> None:
+        """Raise `PhaseError`: what is written does not reach the gradient."""
+        self.by.require_no_window(f"{func} of p.grad of {self.path}")
+        raise self.refusal(str(func), _WRITE)
 
-    def numpy(self, **_: Any) -> Any:
-        """As of any tensor, at stage 0."""
-        return self.values().cpu().numpy()
-
-    def untyped_storage(self) -> Any:
-        """Raise `PhaseError`: it has no memory, and what is given none ends the process."""
-        raise self.refusal("its memory")
-
-    storage = data_ptr = untyped_storage
-
-    def __dlpack__(self, **how: Any) -> Any:
-        return self.values().__dlpack__(**how)
+    def without_memory(self, what: str) -> PhaseError:
+        """Return the error for what asked for its memory."""
+        return self.refusal(what)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self.values()
@@ -239,8 +201,7 @@ class HeldGradient(Tensor):
 
     def __repr__(self, **_: Any) -> str:
         shown = f"shape={tuple(self.shape)}"
-        by = self.owner()
-        if by is not None and by.at_hand and current_graph_task() == -1:
+        if self.life.at_hand and current_graph_task() == -1:
             shown = repr(self.values())
         return f"HeldGradient({self.path}, {shown})"
 
@@ -269,7 +230,7 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _zeroed(held: Any) -> Any:
-    for one in _flat([held]):
+    for one in flat([held]):
         one.by.zero(one)
     return None if isinstance(held, list | tuple) else held  # an op on a list returns nothing
 
@@ -293,11 +254,11 @@ def _written(name: str, args: Any, kwargs: Any) -> Any:
 
 def _are_whole(held: Any) -> bool:
     """Whether they are gradients as they stand in p.grad, or seen whole in another shape."""
-    return all(isinstance(x, HeldGradient) and x.whole for x in _flat([held]))
+    return all(isinstance(x, HeldGradient) and x.whole for x in flat([held]))
 
 
 def _may_be_written(held: Any) -> bool:
-    return _are_whole(held) and not any(x.copied for x in _flat([held]))
+    return _are_whole(held) and not any(x.copied for x in flat([held]))
 
 
 def _are_numbers(given: Any) -> bool:
@@ -307,24 +268,24 @@ def _are_numbers(given: Any) -> bool:
         one = isinstance(x, Tensor) and x.numel() == 1 and not isinstance(x, HeldGradient)
         return one or x is None or isinstance(x, int | float)
 
-    return all(is_number(x) for x in _flat(list(given)))
+    return all(is_number(x) for x in flat(list(given)))
 
 
-def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What `func` writes to."""
-    found: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found += _flat([value])
-    return found
+def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an operator on the values of gradients. Raises `PhaseError` if it has written to them."""
+    found: list[tuple[HeldGradient, Tensor]] = []
 
+    def fill(x: Any) -> Any:
+        if not isinstance(x, HeldGradient):
+            return x
+        found.append((x, x.values()))
+        return found[-1][1]
 
-def _filled(x: Any) -> Any:
-    if isinstance(x, list | tuple):
-        return [_filled(one) for one in x]
-    return x.values() if isinstance(x, HeldGradient) else x
-
-
-def _flat(args: Any) -> list[Any]:
-    return [x for arg in args for x in (_flat(arg) if isinstance(arg, list | tuple) else [arg])]
+    given, options = filled([args, list(kwargs.values())], fill)
+    call = partial(func, *given, **dict(zip(kwargs, options, strict=True)))
+    if not tells_nothing(func):
+        return call()
+    result, before = run_watched(call, [values for _, values in found])
+    for i in before:
+        raise found[i][0].refusal(str(func), _WRITE)
+    return result

@@ -112,7 +112,7 @@ class ModuleParameters:
         """Raise for a parameter that was replaced or moved: it would not be trained."""
         before = self._before
         there = [held.get(name) for held, name, _ in before.slots]
-        pointers = list(map(Tensor.data_ptr, before.objects))
+        pointers = _addresses(before.objects)
         same = list(map(is_, there, before.objects))
         if all(same) and pointers == before.pointers:
             return
@@ -164,7 +164,13 @@ class _Remembered(NamedTuple):
         ]
         objects: list[Any] = [held[name] for held, name, _ in slots]
         frozen = [i for i, p in enumerate(objects) if not p.requires_grad]
-        return _Remembered(slots, objects, frozen, list(map(Tensor.data_ptr, objects)))
+        return _Remembered(slots, objects, frozen, _addresses(objects))
+
+
+def _addresses(objects: Sequence[Any]) -> list[int]:
+    """Where parameters are; nowhere if they are placeholders, which all of them are then."""
+    lazy = bool(objects) and isinstance(objects[0], LazyParam)
+    return [] if lazy else list(map(Tensor.data_ptr, objects))
 
 
 def first_state(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter._module import ModuleParameters, free_to_swap, on_own_group
-from fzero.adapter.boundary import require_outside
+from fzero.adapter.boundary import require_no_forward, require_outside
 from fzero.adapter.driver import Driver
 from fzero.checkpoint.driven import buffers_of, options_of, set_options
 from fzero.checkpoint.everywhere import Ranks
@@ -42,6 +42,7 @@ def reshard(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
 
 def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
     require_outside(driver, "reshard()")
+    require_no_forward(driver, "reshard()")
     driver.require_no_window("reshard()")
     driver.drop_what_user_dropped()
     where = between(driver.state.mesh, mesh)

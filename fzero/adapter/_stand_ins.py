@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fzero.adapter._gradient import Gradients
 from fzero.adapter._held import HeldGradient
+from fzero.adapter._life import Life
 from fzero.errors import LayoutError
 
 
@@ -18,20 +19,25 @@ class StandIns:
     the engine takes that. So it is still there after a backward that raised, and zero_grad() then
     drops the gradients that the engine held before.
 
+    They are of one life of the gradients: where those are dropped, others take their places.
+
     learning: the parameter objects that learn, each with the path of its leaf.
     """
 
     def __init__(self, gradients: Gradients, learning: Sequence[tuple[Tensor, str]]) -> None:
-        self.gradients = gradients
+        self.gradients, self._learning = gradients, learning
+        self._begin_life()
+
+    def _begin_life(self) -> None:
+        self._life, self._begun, self._standing = Life(self.gradients), False, False
         self._of = {
-            id(p): (p, HeldGradient(p, number, path, gradients))
-            for number, (p, path) in enumerate(learning)
+            id(p): (p, HeldGradient(p, number, path, self._life))
+            for number, (p, path) in enumerate(self._learning)
         }
-        self._standing = False
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""
-        self._standing = True
+        self._begun = self._standing = True
         self.gradients.arrived()
         for p, held in self._of.values():
             p.grad = held
@@ -41,18 +47,23 @@ class StandIns:
 
         task: the graph task that brought it.
         """
+        self._begun = True
         p.grad = held = self._of[id(p)][1]
         held.stand_for(task)
 
     def drop(self) -> None:
-        """Take the stand-ins away, whatever is there."""
+        """Take the stand-ins away, whatever is there. The state has the gradients still."""
         self.forget()
         for p, _ in self._of.values():
             p.grad = None
 
     def forget(self) -> None:
-        """The user has taken the stand-ins away."""
+        """The user has taken the stand-ins away, or set all of them to zero: those stay."""
+        stay = len(self.gradients.zeroed) == len(self._of)
         self._standing = False
+        if self._begun and not stay:
+            self._life.end(self.gradients.left())
+            self._begin_life()
         self.gradients.forget()
 
     # What the user did to `p.grad`.

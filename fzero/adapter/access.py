@@ -133,6 +133,19 @@ def full_state_dict(driver: Driver) -> dict[str, Any]:
     return {name: made[_memory_of(value)] for name, value in held.items()}
 
 
+def state_dict(driver: Driver) -> dict[str, Any]:
+    """module.state_dict(): below stage 3 live, as the module's; at stage 3 a copy. A collective.
+
+    Below stage 3 what is written into a value, the same on every rank, is written to the parameter,
+    and masters follow. At stage 3 the values are whole, those of `full_state_dict()`, and writes
+    into them are lost: `load_state_dict()` or `set_full_parameter(path, value)` write.
+    """
+    if driver.state.stage == 3:
+        return full_state_dict(driver)
+    driver.call("state_dict()")
+    return driver.module.state_dict()
+
+
 def full_parameter(driver: Driver, path: str) -> Tensor:
     """`full_parameters()[path]`, gathering only its group."""
     index, position = parts.find(driver, path)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from fzero.adapter._gradient import as_held
 from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
-from fzero.errors import PhaseError
+from fzero.errors import CallError, PhaseError
 from fzero.errors.check import is_number, require
 from fzero.machine.offload import change
 from fzero.optim import NoOptimizer, require_ordered
@@ -34,6 +35,7 @@ from fzero.transforms.weights import averaged
 def call_step(driver: Driver, every: int) -> bool:
     """Count a call of `step()`; update at every `every`-th one. Return whether it was due."""
     require_outside(driver, "step()")
+    require_no_forward(driver, "step()")
     driver.require_no_window("step()")
     if isinstance(driver.state.setup.optimizer, NoOptimizer):
         raise without_optimizer()
@@ -44,6 +46,17 @@ def call_step(driver: Driver, every: int) -> bool:
     else:
         driver.put(driver.state.replace(progress=counted))
     return due
+
+
+def require_no_closure(closure: Any) -> None:
+    """Raise `CallError` for an argument of `step()`."""
+    if closure is not None:
+        raise CallError(
+            f"engine.step() was given a {type(closure).__name__}.",
+            cause="optimizer.step(closure), as torch.optim has it, or a scaler's step(optimizer).",
+            fix="call `loss = closure()`, whose backward brings the gradients, then engine.step() "
+            "without an argument. LBFGS, which calls its closure several times, is not for ranks.",
+        )
 
 
 def _step(driver: Driver) -> None:
@@ -196,4 +209,14 @@ def require_outside(driver: Driver, name: str) -> None:
             f"{name} inside a backward.",
             cause="a hook on a tensor or parameter called it.",
             fix="call it after loss.backward() has returned.",
+        )
+
+
+def require_no_forward(driver: Driver, name: str) -> None:
+    """Raise `PhaseError` inside a forward of the module: its graph would be of other parameters."""
+    if driver.events.in_forward:
+        raise PhaseError(
+            f"{name} inside a forward of the engine's module.",
+            cause="a hook on the forward of the module, or of a part of it, called it.",
+            fix="note there that it is due, and call it between steps: after engine.step().",
         )

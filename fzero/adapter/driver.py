@@ -227,6 +227,11 @@ class Driver:
             self.stand_ins.drop()
             self.clear()
 
+    @property
+    def user_dropped(self) -> bool:
+        """Whether somebody has set every `p.grad` to None, or to zero."""
+        return self.stand_ins.gone
+
     # What all ranks make together.
 
     def call(self, name: str) -> None:

@@ -244,13 +244,13 @@ class Engine(_as_module.NamesOfModule):
             mesh: as for `Engine`; None: as it is.
 
         Raises:
-            PhaseError: inside a window or a backward.
+            PhaseError: inside a window, a forward or a backward.
             LayoutError, AxisError: as `fzero.reshard`. Nothing was changed.
         """
         self._driver = reshard(self._driver, stage, mesh)
 
     @torch._disable_dynamo
-    def step(self) -> bool:
+    def step(self, closure: None = None) -> bool:
         """Update the parameters from the gradients, and clear those. A collective.
 
         What no rank has used since the last update stays as it is, with its optimizer state.
@@ -260,15 +260,16 @@ class Engine(_as_module.NamesOfModule):
             call. One that an overflow skipped was due as well.
 
         Raises:
-            PhaseError: inside a window or a backward, and for an engine without optimizer;
-                everything is then as before.
+            PhaseError: inside a window, a forward or a backward, and for an engine without
+                optimizer; everything is then as before.
+            CallError: for a closure: run its forward and backward before the call.
             LayoutError: when a parameter was replaced, moved or unfrozen, or `p.grad` written.
             MismatchError: on every rank, when the options of the optimizer differ by rank, or some
                 ranks have thrown their gradients away. Nothing was changed.
             NonFiniteError: with `check_finite`, on every rank; `zero_grad()` drops what raises it.
         """
-        every = self.options.updating.micro_batches
-        return boundary.call_step(self._driver, every)
+        boundary.require_no_closure(closure)
+        return boundary.call_step(self._driver, self.options.updating.micro_batches)
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -299,7 +300,8 @@ class Engine(_as_module.NamesOfModule):
     set_full_optimizer_state = of_driver(access.set_full_optimizer_state)
     local_optimizer_state = of_driver(access.local_optimizer_state)
     set_local_optimizer_state = of_driver(access.set_local_optimizer_state)
-    full_state_dict = state_dict = of_driver(access.full_state_dict)
+    full_state_dict = of_driver(access.full_state_dict)
+    state_dict = of_driver(access.state_dict)
     load_state_dict = of_driver(_as_module.load_state_dict)
 
     @property

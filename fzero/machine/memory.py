@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fzero.errors import LayoutError
+from fzero.machine.memoryless import Memoryless
 from fzero.machine.placeholder import LazyParam
 
 _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has: tables, and hooks
@@ -169,6 +170,8 @@ def _region(held: HeldTensor) -> _Region | None:
 def _has_memory(x: Tensor) -> bool:
     """Whether a tensor has an address; a fake tensor has its storage on meta."""
     if is_lazy(x) or x.is_nested or x.layout is not torch.strided or is_functorch_wrapped_tensor(x):
+        return False
+    if isinstance(x, Memoryless):  # the stand-in of a gradient that a module has kept
         return False
     return not x.is_meta and Tensor.untyped_storage(x).device.type != "meta"
 

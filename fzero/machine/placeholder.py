@@ -18,6 +18,8 @@ from fzero.context.here import in_forward_mode, unseen
 from fzero.errors import LayoutError
 from fzero.machine._autocast import Cast, autocast_of_call, run_as_called
 from fzero.machine.compiled import CompiledRead, Traced
+from fzero.machine.memoryless import STORAGE, Memoryless, memoryless
+from fzero.machine.written import filled, run_watched, tells_nothing, written_by
 from fzero.state.layout import Leaf
 
 _View = Callable[[Tensor], Tensor]
@@ -52,7 +54,7 @@ class Gathers(Protocol):
         ...
 
 
-class LazyParam(torch.Tensor):
+class LazyParam(Memoryless):
     """A parameter of the full shape without storage: a leaf of a unit, then some views.
 
     Any kernel that is given one gets the gathered values; views of it stay lazy.
@@ -73,19 +75,10 @@ class LazyParam(torch.Tensor):
         views: tuple[_View, ...] = (),
     ) -> LazyParam:
         """Make the placeholder; `meta` has its shape and strides."""
-        made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            meta.shape,
-            strides=meta.stride(),
-            storage_offset=meta.storage_offset(),
-            dtype=meta.dtype,
-            device=reader.device_of(where[0]),
-        )
+        made = memoryless(cls, meta, reader.device_of(where[0]))
         made.reader, made.where, made.meta, made.views = reader, where, meta, views
         made.read = None
         return made
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     def full(self) -> Tensor:
         """Return the values, gathered."""
@@ -134,25 +127,26 @@ class LazyParam(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self._not_here("pickled")
 
-    def data_ptr(self) -> int:
-        """Raise `LayoutError`: there is no memory, and a kernel would read at address 0."""
-        raise LayoutError(
-            f"the address of {self!r} was asked for; this rank has only a shard of it.",
-            cause="a kernel that takes an address (Triton, a C++ extension, ctypes) was given "
-            "a parameter of stage 3.",
+    values = full
+
+    def begin_write(self, func: Any) -> None:
+        """Raise if what `func` is about to write to it would be lost."""
+        self.reader.begin_write(self, func)
+
+    def without_memory(self, what: str) -> LayoutError:
+        """Return the error for what asked for its memory: this rank has only a shard of it."""
+        if what == STORAGE:
+            return self._not_here("saved or shared")
+        return LayoutError(
+            f"{what} of {self!r} was asked for; this rank has only a shard of it.",
+            cause="a kernel that takes an address (Triton, a C++ extension, ctypes), another "
+            "library, or a count of parameters by their addresses was given a parameter of stage "
+            "3.",
             fix="give it `p.clone()`, which has gathered values, and gradients go through it; "
-            "`p.detach().clone()` if it needs none.",
+            "`p.detach().clone()` if it needs none. To count, take the parameters themselves: "
+            "module.parameters() has a tied one once. Write in "
+            "`with fzero.adapter.gathered(module, modify=True):`.",
         )
-
-    def untyped_storage(self) -> Any:
-        """Raise `LayoutError`: there is no memory to write to a file, or to share."""
-        if torch.compiler.is_compiling():  # which describes it, and writes nothing
-            return torch.Tensor.untyped_storage(self)
-        raise self._not_here("saved or shared")
-
-    def storage(self) -> Any:
-        """Raise `LayoutError`, before torch warns that this is the old name."""
-        raise self._not_here("saved or shared")
 
     def _not_here(self, verb: str) -> LayoutError:
         return LayoutError(
@@ -188,9 +182,9 @@ class LazyParam(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Keep views lazy; gather for everything else."""
         kwargs = kwargs or {}
-        written = _written(func, args, kwargs) if func._schema.is_mutable else ()
+        written = [x for x in written_by(func, args, kwargs) if isinstance(x, cls)]
         for placeholder in written:
-            placeholder.reader.begin_write(placeholder, func)
+            placeholder.begin_write(func)
         # Forward mode insists that a view and its base share storage, so there it must gather.
         if _is_view(func) and isinstance(args[0], cls) and not in_forward_mode():
             first, rest = args[0], args[1:]
@@ -205,12 +199,21 @@ class LazyParam(torch.Tensor):
             cast = Cast(args[0].reader, kwargs["dtype"])
             with unseen():
                 return args[0]._seen(args[0].meta.to(cast.dtype), cast)
-        filled = [*map(_filled, args)], {name: _filled(x) for name, x in kwargs.items()}
-        result = run_as_called(func, *filled, lower) if lower else func(*filled[0], **filled[1])
+        found: list[tuple[LazyParam, Tensor]] = []
+        given, options = filled([args, list(kwargs.values())], functools.partial(_fill, found))
+        options = dict(zip(kwargs, options, strict=True))
+
+        def call() -> Any:
+            return run_as_called(func, given, options, lower) if lower else func(*given, **options)
+
+        result = _watched(func, call, found) if tells_nothing(func) else call()
         for placeholder in written:
             placeholder.reader.end_write(placeholder)
         return result
 
+
+_SEEN: set[Any] = set()
+"""Operators that say nothing of what they write, and have written nothing when they were run."""
 
 _PHYSICAL = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
@@ -271,13 +274,33 @@ def _by_autocast(x: Any, options: Any, lower: Mapping[str, torch.dtype]) -> bool
     return options == {"dtype": lower.get(x.device.type)} and not isinstance(x.reader, Traced)
 
 
-def _filled(argument: Any) -> Any:
-    """An argument of a kernel with values for placeholders: a tensor, or a list of some."""
-    if isinstance(argument, LazyParam):
-        return argument.full()
-    if isinstance(argument, list | tuple):
-        return [x.full() if isinstance(x, LazyParam) else x for x in argument]
-    return argument
+def _fill(found: list[tuple[LazyParam, Tensor]], x: Any) -> Any:
+    """The values of a placeholder, which are noted; anything else as it is."""
+    if not isinstance(x, LazyParam):
+        return x
+    values = x.full()
+    found.append((x, values))
+    return values
+
+
+def _watched(func: Any, call: Callable[[], Any], found: Sequence[tuple[LazyParam, Tensor]]) -> Any:
+    """Call an operator that says nothing of what it writes; refuse what it wrote, as any write.
+
+    On a GPU the host would wait for each: there its first call is looked at.
+    """
+    if func in _SEEN and not all(x.is_cpu for _, x in found):
+        return call()
+    result, before = run_watched(call, [values for _, values in found])
+    after = {i: found[i][1].clone() for i in before}
+    for i, x in before.items():
+        found[i][1].copy_(x)
+    for i, x in after.items():
+        placeholder = found[i][0]
+        placeholder.begin_write(func)
+        placeholder.full().copy_(x)
+        placeholder.reader.end_write(placeholder)
+    _SEEN.add(func)
+    return result
 
 
 class _Replay:
@@ -291,17 +314,6 @@ class _Replay:
     def __call__(self, x: Tensor) -> Tensor:
         seen = self.func(x, *self.args, **self.kwargs)
         return seen if self.at is None else seen[self.at]
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[LazyParam]:
-    """The placeholders among the arguments that `func` writes to."""
-    found = []
-    for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = value if isinstance(value, list | tuple) else [value]
-            found += [x for x in given if isinstance(x, LazyParam)]
-    return found
 
 
 def _is_view(func: Any) -> bool:

@@ -93,10 +93,12 @@ class Reader:
         self.refused += 1
         raise LayoutError(
             f"{placeholder!r} is written in place ({func}); this rank holds a shard of it.",
-            cause="an in-place method (add_, copy_, ...), an initializer, or an optimizer of "
-            "one's own on a parameter of stage 3.",
+            cause="an in-place method (add_, copy_, ...), an initializer, a collective "
+            "(dist.broadcast, dist.all_reduce), or an optimizer of one's own on a parameter of "
+            "stage 3.",
             fix="in a loss, clone it first: losses are pure. To change a parameter of a "
-            "module, use `with fzero.adapter.gathered(module, modify=True)`; "
+            "module, use `with fzero.adapter.gathered(module, modify=True)`, whose end gives all "
+            "ranks the values of one; else leave the collective out, ranks have equal parameters. "
             "engine.step() runs the optimizer that the engine was made with.",
         )
 

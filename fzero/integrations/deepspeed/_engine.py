@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.adapter.boundary import call_step
+from fzero.adapter.boundary import call_step, require_no_closure
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.integrations.deepspeed import _checkpoint as checkpoint
 from fzero.integrations.deepspeed import _moving as moving
@@ -129,8 +129,9 @@ class DeepSpeedEngine(Configured):
         self._is_boundary = is_boundary
 
     @torch._disable_dynamo
-    def step(self) -> bool:
+    def step(self, closure: None = None) -> bool:
         """Call `Engine.step` at a boundary; count a micro-batch elsewhere."""
+        require_no_closure(closure)
         count = self.gradient_accumulation_steps()
         every = {None: count, True: 1, False: sys.maxsize}[self._is_boundary]
         self._was_due, backwards = False, self.state.progress.backwards

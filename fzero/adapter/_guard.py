@@ -62,9 +62,7 @@ class Guard:
 
         def ends(new: TrainState) -> None:
             self._show(self._shown)
-            self.was_empty = state.setup.reduction.weighted and bool(
-                (new.step == state.step).all()
-            )
+            self.was_empty = state.setup.reduction.weighted and bool((new.step == state.step).all())
             end(new)
 
         self._steps = True

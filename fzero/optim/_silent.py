@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer, optimizer
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _OF_ALL: tuple[dict[int, Any], ...] = (
-    optimizer._global_optimizer_pre_hooks,
-    optimizer._global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
 )
 
 

@@ -83,7 +83,8 @@ def _seen(bound: Bound, update: Update[T], found_inf: Tensor | None) -> T:
     with told(instance, found_inf=found_inf):
         if "step" in vars(instance):
             return _wrapped(bound, update)
-        return Optimizer.profile_hook_step(lambda *_, **__: update())(instance)
+        hooked: Any = Optimizer.profile_hook_step(lambda *_, **__: update())
+        return hooked(instance)
 
 
 def _wrapped(bound: Bound, update: Update[T]) -> T:

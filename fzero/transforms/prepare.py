@@ -21,7 +21,7 @@ from fzero.transforms.scaled import without_scale
 from fzero.transforms.weights import divisor_of, share
 
 
-class Ready(NamedTuple):
+class Prepared(NamedTuple):
     """Gradients to step from."""
 
     gradients: Buffers
@@ -32,6 +32,7 @@ class Ready(NamedTuple):
 
 
 def fulls_of(state: TrainState) -> list[Tensor]:
+    """Return what a rank holds of the parameters that learn."""
     return [state.params.flats[i] for i in state.setup.layout.trainable]
 
 
@@ -41,7 +42,7 @@ def is_general(state: TrainState, gradients: Sequence[Tensor]) -> bool:
     return in_transform() or is_recorded(fulls) or wants_graph([*fulls, *gradients])
 
 
-def prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides: bool) -> Ready:
+def prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides: bool) -> Prepared:
     """g factor, factor = share / scale min(1, max_norm / |g share / scale|); the norm if it clips.
 
     After weighted calls 1 / total takes the place of the share.
@@ -78,7 +79,7 @@ def prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides:
     if isinstance(rest, Tensor) or rest != 1.0:
         gradients, factor = scaled(state, gradients, rest), factor * rest
     in_place = in_place and gradients is not held
-    return Ready(gradients, factor, in_place, norm, grad_scale)
+    return Prepared(gradients, factor, in_place, norm, grad_scale)
 
 
 def _bounded(state: TrainState, gradients: Buffers, bound: float) -> Buffers:

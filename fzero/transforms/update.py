@@ -101,7 +101,7 @@ def update(
 
     It is one `step()` of an optimizer of torch.optim. After its pre hooks the update goes on from
     the state that `begin` returns, where hooks may write to gradients; `end` is given the state
-    after it, before its post hooks. Where nothing is stepped (an overflow, no weight) there is none.
+    after it, before its post hooks. Where nothing is stepped (an overflow, no weight), none run.
 
     Both drivers come here: no rank is asked, what waited is reduced. Raises `PhaseError` if there
     are no gradients. If the optimizer raises, the state is as it was.
@@ -255,5 +255,3 @@ def _advance(
     for i, flat in zip(layout.trainable, new, strict=True):
         flats[i] = flat
     return Buffers(flats=tuple(flats), placement=held.placement), optimizer
-
-

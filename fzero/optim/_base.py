@@ -34,6 +34,11 @@ class Base:
         """Whether a part of the leaf at `path` may not be updated alone."""
         return not self.elementwise
 
+    @property
+    def of_torch(self) -> Sequence[Any]:
+        """The optimizers of torch.optim that it steps, as they are bound."""
+        return ()
+
     def group_of(self, path: str) -> int:
         """Return the leaf's param group; -1: not stepped. A flat has leaves of one group only."""
         return 0

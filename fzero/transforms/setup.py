@@ -270,12 +270,15 @@ def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
 
 
 def _encoded(layout: Layout, compress: Compress | None) -> Layout:
-    """The layout whose floating groups stage 3 gathers encoded; on one rank as it is."""
+    """The layout whose floating groups that learn stage 3 gathers encoded; on one rank as it is.
+
+    What does not learn keeps its bits: an encoding would lose those of packed values for good.
+    """
     if compress is None or compress.parameters is None or layout.ranks == 1:
         return layout
     codec = compress.parameters
     groups = [
-        replace(group, codec=codec) if group.dtype.is_floating_point else group
+        replace(group, codec=codec) if group.trainable and group.dtype.is_floating_point else group
         for group in layout.groups
     ]
     return replace(layout, groups=tuple(groups))

@@ -16,7 +16,7 @@ from fzero.collectives import performer_of
 from fzero.context.ambient import computed_in
 from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.errors.check import called_as
+from fzero.errors.check import called_as, refuse_model
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
@@ -27,6 +27,7 @@ from fzero.transforms._differentiate import (
     Result,
     copy_views,
     detached,
+    explains_writes,
     loss_and_aux,
     versions_of,
 )
@@ -103,6 +104,7 @@ def grad_and_reduce(
             cause="its arguments in another order, or a loss that was called already.",
             fix="pass the function: grad_and_reduce(loss, state)(batch).",
         )
+    refuse_model("grad_and_reduce", fn)
     states, treespec = flatten_states("grad_and_reduce", state)
     for one in states:
         check_alive(one)
@@ -168,9 +170,9 @@ def _by_autograd(
             one.begin_forward()
         with torch.enable_grad():
             made = [_leaves(passes[number], position) for number, position in places]
-            loss, aux = loss_and_aux(
-                call.loss_of([params for params, _ in made]), has_aux=call.has_aux
-            )
+            params = [params for params, _ in made]
+            with explains_writes(params):
+                loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
         for one in passes:
             one.finite.loss(loss, call.weight)
             one.end_forward()

@@ -33,7 +33,7 @@ from fzero.transforms._differentiate import (
 )
 from fzero.transforms._grad_by_func import grad_by_func
 from fzero.transforms._passes import leaves_in_pass, passes_of
-from fzero.transforms._reading import after_reading, as_read, learning
+from fzero.transforms._reading import after_reading, as_read, learning, learns_nothing
 from fzero.transforms.announcement import functional
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
@@ -85,8 +85,8 @@ def grad_and_reduce(
     arguments require grad, the result can be differentiated again. Other leaves that require grad
     (a module that the loss closes over) get their `.grad` as by loss.backward().
 
-    Raises `LayoutError` for a loss that is not one floating number, `DonatedError` for a state
-    that was used up, `AxisError` for states of stage 3 on other ranks, `MismatchError` on every
+    Raises `LayoutError` for a loss that is not one floating number, and for one by which nothing
+    learns (`no_optimizer()`, all leaves frozen), `DonatedError` for a state that was used up, `AxisError` for states of stage 3 on other ranks, `MismatchError` on every
     rank if the ranks make calls, or reduce gradients, that do not go together.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
@@ -189,6 +189,8 @@ def _by_autograd(
                 warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4 + DISABLED_FRAMES)
         elif learning:
             warnings.warn(_DETACHED, UserWarning, stacklevel=4 + DISABLED_FRAMES)
+        else:  # a leaf outside of the states that requires grad would have made the loss require it
+            raise learns_nothing("grad_and_reduce")
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]

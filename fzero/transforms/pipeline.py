@@ -95,7 +95,7 @@ class Step(Generic[P, R]):
         return self.inner.find_init() if isinstance(self.inner, Step) else None
 
     def _own_init(self) -> Callable[..., Any] | None:
-        """Return the method `init` of an object of the user's that stands in the place of a step."""
+        """Return the method `init` of an object of the user's in the place of a step."""
         if isinstance(self.inner, Step):
             return self.inner._own_init()
         return init_of_object(self.inner)

@@ -106,8 +106,8 @@ def simulate(
                 raise LayoutError(
                     "simulate(...).init: the function inside has no init.",
                     cause="`fzero.shard` is missing.",
-                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...); an object "
-                    "may have a method init(params, optimizer) of its own.",
+                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...), or an object "
+                    "with a method init(params, optimizer).",
                 )
             with _one_at_a_time():
                 _check([], (), world_size)

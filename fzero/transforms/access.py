@@ -64,8 +64,9 @@ def gradients(state: Any) -> Any:
     """Return copies of the mean gradients, whole on every rank: g = (1/W) sum_r g_r.
 
     They come in the structure of the parameters. A write to them (`clip_grad_norm_`, `mul_`)
-    changes no state: `fzero.clip` clips, and of changed gradients `fzero.add_gradients(...,
-    reduced=True)` makes those of a state. With `reduce_op="sum"` it is sum_r g_r; after weighted calls sum(w g) / sum(w) of those so far.
+    changes no state: `fzero.clip` clips, and `fzero.add_gradients(..., reduced=True)` takes changed
+    ones. With `reduce_op="sum"` it is sum_r g_r; after weighted calls sum(w g) / sum(w) of those so
+    far.
 
     What is pending in an open window is reduced for the answer (the state itself keeps it
     pending). Not clipped, and without the loss scale. `full_gradients` is another name of it.

@@ -86,8 +86,9 @@ def grad_and_reduce(
     (a module that the loss closes over) get their `.grad` as by loss.backward().
 
     Raises `LayoutError` for a loss that is not one floating number, and for one by which nothing
-    learns (`no_optimizer()`, all leaves frozen), `DonatedError` for a state that was used up, `AxisError` for states of stage 3 on other ranks, `MismatchError` on every
-    rank if the ranks make calls, or reduce gradients, that do not go together.
+    learns (`no_optimizer()`, all leaves frozen), `DonatedError` for a state that was used up,
+    `AxisError` for states of stage 3 on other ranks, `MismatchError` on every rank if the ranks
+    make calls, or reduce gradients, that do not go together.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 

@@ -106,8 +106,8 @@ def simulate(
                 raise LayoutError(
                     "simulate(...).init: the function inside has no init.",
                     cause="`fzero.shard` is missing.",
-                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...), or an object "
-                    "with a method init(params, optimizer).",
+                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...); or give "
+                    "the object a method init(params, optimizer).",
                 )
             with _one_at_a_time():
                 _check([], (), world_size)

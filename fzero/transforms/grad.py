@@ -21,6 +21,7 @@ from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
+from fzero.transforms._closed_over import backward_of
 from fzero.transforms._differentiate import (
     WROTE,
     GradientCall,
@@ -83,7 +84,8 @@ def grad_and_reduce(
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
-    (a module that the loss closes over) get their `.grad` as by loss.backward().
+    (another module, which the loss closes over) get their `.grad` as by loss.backward(); those that
+    the state was made of raise `PhaseError`, for their part of the gradient would be lost.
 
     Raises `LayoutError` for a loss that is not one floating number, and for one by which nothing
     learns (`no_optimizer()`, all leaves frozen), `DonatedError` for a state that was used up,
@@ -185,7 +187,8 @@ def _by_autograd(
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
         if loss.requires_grad:
-            torch.autograd.backward(loss, None if scale is None else scale.to(loss))
+            with backward_of(loss):
+                torch.autograd.backward(loss, None if scale is None else scale.to(loss))
             if learning and not any(one.reducer.received for one in passes):
                 warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4 + DISABLED_FRAMES)
         elif learning:

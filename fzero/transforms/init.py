@@ -40,6 +40,7 @@ from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
+from fzero.transforms._closed_over import watch
 from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
@@ -172,6 +173,9 @@ def _filled(
 ) -> TrainState:
     layout, tensors = setup.layout, leaves_of(setup.layout, params)
     _require_some(layout)
+    for leaf, tensor in zip(layout.leaves, tensors, strict=True):
+        if leaf.trainable and not in_transform():
+            watch(leaf.path, tensor)
 
     def make(index: int) -> list[Tensor]:
         ids = layout.groups[index].leaves

@@ -59,7 +59,8 @@ def shard(  # noqa: D417 {options}
 
     A batch that requires grad makes the parameters part of its graph, so that the caller can
     differentiate through the step. A step that is given such parameters again warns: they keep the
-    activations of every earlier step.
+    activations of every earlier step. One that never updates warns once: its gradients add up from
+    call to call.
 
     Args:
         fn: the step.
@@ -92,6 +93,7 @@ def shard(  # noqa: D417 {options}
     for name, value in {**options, "donate": donate}.items():
         OPTIONS[name].require(value)
     check_shared(grouped(SharedOptions, options))
+    told: list[bool] = []  # that calls add up without an update, or that one was made
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
@@ -104,6 +106,9 @@ def shard(  # noqa: D417 {options}
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
+        if not told and _adds_up(states, flatten_states("shard", state)[0]):
+            told.append(True)
+            _warn_of_leftovers(states)
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
     def init_of(inner: Any) -> Callable[..., Any]:
@@ -209,6 +214,36 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
             "state from one number of ranks to another.",
         )
     _warn_of_graph(state)
+
+
+def _adds_up(before: Sequence[TrainState], after: Sequence[TrainState]) -> bool:
+    """Whether a call has added to gradients of calls before it, and has updated no state.
+
+    What waits in a window that is open, or for the last micro-batch, is meant to add up.
+    """
+    if len(before) != len(after) or in_transform():
+        return False
+    pairs = [*zip(before, after, strict=True)]
+    waits = any(x.window.is_open or x.setup.policy.defer_update for x in before)
+    updated = any(y.progress.backwards < x.progress.backwards for x, y in pairs)
+    added = any(0 < x.progress.backwards < y.progress.backwards for x, y in pairs)
+    return added and not waits and not updated
+
+
+def _warn_of_leftovers(states: Sequence[TrainState]) -> None:
+    """Warn of gradients that add up from call to call, unless updates are made elsewhere."""
+    if is_recorded([one.step for one in states]) or any(int(one.step) for one in states):
+        return
+    warnings.warn(_LEFTOVERS, UserWarning, stacklevel=5 + DISABLED_FRAMES)
+
+
+_LEFTOVERS = explain(
+    "this step was given the gradients of an earlier call, added its own, and made no update.",
+    cause="a step without fzero.apply_gradients: gradients add up from call to call for ever.",
+    fix="end it with `return fzero.apply_gradients(state), loss`. If calls are to add up, call "
+    "fzero.apply_gradients after the last of them (or fzero.accumulate, which is one call): this "
+    "is said once, and not after an update.",
+)
 
 
 def _warn_of_graph(state: TrainState) -> None:

@@ -20,7 +20,7 @@ from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
 from fzero.state.stacked import stack_ranks
 from fzero.transforms.donation import empty
-from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.pipeline import P, R, Step, Transform, init_of_object, transform
 from fzero.transforms.states import is_state
 
 
@@ -101,15 +101,17 @@ def simulate(
 
     def init_of(inner: Any) -> Callable[..., Any]:
         def init(params: Any, optimizer: Any, **options: Any) -> Any:
-            if not isinstance(inner, Step):
+            init_inside = init_of_object(inner)
+            if init_inside is None:
                 raise LayoutError(
                     "simulate(...).init: the function inside has no init.",
                     cause="`fzero.shard` is missing.",
-                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...).",
+                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...); or give "
+                    "the object a method init(params, optimizer).",
                 )
             with _one_at_a_time():
                 _check([], (), world_size)
-                made = run_ranks(lambda _: inner.init(params, optimizer, **options), world_size)
+                made = run_ranks(lambda _: init_inside(params, optimizer, **options), world_size)
                 return _stack(made)
 
         return init

@@ -92,7 +92,8 @@ class Portions:
         loans = self._loans(units, portion, begun)
         lent = _lent(bound, loans, self._before, fresh=self._turn.first)
         with lent, _told(bound.instance, portion.scaled):
-            bound.instance.step()
+            if loans or _is_watched(bound.instance):  # many rules take no empty list
+                bound.instance.step()
             for group in {unit.group for unit in units}:
                 for name in bound.shared[group].begin:
                     _write(self.counters[name][group], bound.instance.param_groups[group][name])
@@ -159,6 +160,12 @@ def skips(bound: Bound, work: Sequence[Tensor]) -> bool:
     if makes_state_later(bound) or not type(instance).__module__.startswith("torch.optim."):
         return False
     return all(bool(g.get("fused")) or fuses(instance, g, work) for g in instance.param_groups)
+
+
+def _is_watched(instance: Any) -> bool:
+    """Whether something is done at each `step()`: by hooks, or by a scheduler that wraps it."""
+    hooks = instance._optimizer_step_pre_hooks, instance._optimizer_step_post_hooks
+    return "step" in vars(instance) or any(hooks)
 
 
 @contextmanager

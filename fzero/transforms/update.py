@@ -34,7 +34,7 @@ from fzero.transforms.scaled import (
     without_scale,
 )
 from fzero.transforms.states import S, flatten_states
-from fzero.transforms.weights import NOTHING, divisor_of, share, total_weight
+from fzero.transforms.weights import NOTHING, divisor_of, is_nothing, share, total_weight
 
 
 @torch._disable_dynamo
@@ -111,14 +111,14 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
     state = with_value(state)
     total = total_weight(state)
     reduced = buffers.require_reduced(state.gradients)
-    tell("reduced", state, (reduced, total))
     general = _is_general(state, reduced.flats)
+    empty = is_nothing(state, total, general=general)
+    tell("reduced", state, (reduced, total))
     found = None if state.scale is None else found_inf(state, reduced, state.scale)
     skips = found is not None and not general and _skips(state)
     ready = _prepared(state, reduced, total, divides=skips)
     ready = tell("prepared", state, ready, default=ready)
     advance = partial(_advance, state, ready.gradients.flats, unused=unused)
-    empty = total is not None and not general and not float(total)
     try:
         if empty:
             warnings.warn(NOTHING, UserWarning, stacklevel=2)

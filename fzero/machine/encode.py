@@ -178,8 +178,9 @@ class Encoder(Memories):
         """Encode values and what the memory holds; keep what that loses, where it is finite."""
         slot = self._slot.get((index, back)) if remembers else None
         total = values.to(wide(values.dtype))
-        if slot is not None:
-            total = total + self.remembered(slot).to(total.dtype) * self._factor
+        total = total if back else self.shared(total, slot)
+        if back and slot is not None:
+            total = total + self.remembered(slot).to(total.dtype) * self._scale
         rows = total.view(1, -1) if back else self._in_rows(total)
         buffer, form = encoded(self.codec, rows)
         self._forms[index, back] = form

@@ -92,7 +92,8 @@ class Portions:
         loans = self._loans(units, portion, begun)
         lent = _lent(bound, loans, self._before, fresh=self._turn.first)
         with lent, told(bound.instance, **portion.scaled._asdict()):
-            rule_step(bound.instance)
+            if loans:  # many rules take no empty list
+                rule_step(bound.instance)
             for group in {unit.group for unit in units}:
                 for name in bound.shared[group].begin:
                     _write(self.counters[name][group], bound.instance.param_groups[group][name])
@@ -226,8 +227,21 @@ def _taken(
             if (made := state[name]) is not home:
                 unit.of(home).copy_(made)
         for name in kept.odd:
-            held[name][unit.index] = as_tensor(state[name])
+            held[name][unit.index] = in_order(as_tensor(state[name]))
     return {name: tuple(flats) for name, flats in held.items()}
+
+
+def in_order(x: Tensor) -> Tensor:
+    """Return a tensor in the order of its dims: itself, if it is alone in its memory like that.
+
+    Products of the same numbers in another order have other bits, and what is read from a file, or
+    sent, has this order. So a run that goes on from a checkpoint has the bits of one that was not
+    cut off.
+    """
+    plain = torch.empty(x.shape, device="meta").stride()
+    if x.stride() == plain and not x.storage_offset():
+        return x
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(x.shape)
 
 
 def _slots_of(unit: Unit, slots: Slots) -> dict[str, Any]:

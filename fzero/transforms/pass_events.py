@@ -169,7 +169,7 @@ class Pass:
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.gradient_share
             if pending.held and not state.window.is_open:
-                # `receive` multiplies all of it by the share
+                # all of it is multiplied by the share: by the encoder, or by `receive`
                 flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.add_waiting(number, dict(waited))
@@ -236,7 +236,7 @@ class Pass:
             state, used = with_found(state, bad[number]), self._used(number)
             if means:
                 flats = filled(state, means, state.setup.gradients)
-                state = receive(state, flats, used=used)
+                state = receive(state, flats, used=used, reduced=True)
             else:  # on one rank, or in a window
                 state = receive_local(state, self.reducer, number, used=used)
             new.append(counted(state, self.weight))
@@ -260,7 +260,7 @@ class Pass:
             return self.states[number]
         state = with_lost(self.states[number], self.reducer.encoder(number))
         flats = filled(state, means, state.setup.gradients)
-        return add_means(state, part_of_update(state, flats))
+        return add_means(state, part_of_update(state, flats, reduced=True))
 
     def finish_forward(self) -> list[TrainState]:
         """End a forward that no backward follows: free what it gathered."""

@@ -25,7 +25,7 @@ from fzero.transforms.pieces import pieces_of
 from fzero.transforms.prepare import fulls_of, is_general, prepared, scaled
 from fzero.transforms.scaled import after_update, found_inf, unless_overflow, with_value
 from fzero.transforms.states import S, flatten_states
-from fzero.transforms.weights import NOTHING, total_weight
+from fzero.transforms.weights import NOTHING, is_nothing, total_weight
 
 
 @torch._disable_dynamo
@@ -127,11 +127,11 @@ def update(
 def _decided(state: TrainState) -> _Decided:
     total = total_weight(state)
     reduced = buffers.require_reduced(state.gradients)
-    tell("reduced", state, (reduced, total))
     general = is_general(state, reduced.flats)
+    empty = is_nothing(state, total, general=general)
+    tell("reduced", state, (reduced, total))
     found = None if state.scale is None else found_inf(state, reduced, state.scale)
     skips = found is not None and not general and _skips(state)
-    empty = total is not None and not general and not float(total)
     kept = empty or (found is not None and not skips and not general and bool(found))
     return _Decided(total, general, found, skips, empty, kept)
 

@@ -192,7 +192,9 @@ class Pass:
             look = partial(self.finite.gradient, state, leaf)
             self.reducer.pop_grad(state, leaf, p, weighing(self.weight, look))
             return
-        self.finite.gradient(state, leaf, p.grad)
+        told = self.finite.gradient(state, leaf, p.grad)
+        if told is not p.grad:
+            p.grad = told
         self.reducer.pop_grad(state, leaf, p)
 
     def put_aside(self) -> None:

@@ -68,7 +68,7 @@ class Storages:
 def view_of(name: str, region: StorageSlice, args: Sequence[Any], shape: Sequence[int]) -> Any:
     """Return the region or regions of a view; None where its elements are not in a row.
 
-    args: the further arguments of the op. shape: of its result.
+    name: of an op of the table of views. args: all its further arguments. shape: of its result.
     """
     if name in ("detach", "alias", "unsqueeze", "squeeze"):
         return region._replace(shape=tuple(shape))
@@ -76,7 +76,7 @@ def view_of(name: str, region: StorageSlice, args: Sequence[Any], shape: Sequenc
         numel, rest = prod(region.shape), prod(size for size in args[0] if size != -1)
         made = tuple(numel // rest if size == -1 else size for size in args[0])
         return region._replace(shape=made) if prod(made) == numel else None
-    if name in ("split", "split_with_sizes"):
+    if name in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"):
         return _split(region, *args)
     if name == "select":
         dim, index = args

@@ -15,7 +15,6 @@ from fzero.optim import TorchOptimizer
 from fzero.state import Setup, TrainState
 from fzero.transforms.update import update
 
-
 TRAINERS = (
     "Under a trainer no Engine is made: fzero.integrations has sharded(Trainer(...), stage=2) of "
     "transformers, FzeroAccelerator of accelerate, and FzeroStrategy of Fabric, which make it."
@@ -96,8 +95,8 @@ class Guard:
         if not self._steps:
             raise PhaseError(
                 "optimizer.step() of an optimizer that an engine runs.",
-                cause="the training loop of before the engine; a Trainer, Accelerator or Fabric that "
-                "was given the engine's optimizer; or torch's get_state_dict(), "
+                cause="the training loop of before the engine; a Trainer, Accelerator or Fabric "
+                "that was given the engine's optimizer; or torch's get_state_dict(), "
                 "which makes a step, and has set the learning rates to 0 for it.",
                 fix="call engine.step(), after the forward and backward of a closure, if there is "
                 "one; a scheduler's step() stays as it is. Save with "

@@ -86,7 +86,7 @@ TRAINING = (
         "managed_gradient_accumulation",
         True,
         "bool",
-        "false: every step() updates; by gradient_accumulation_steps, if given, else by its backwards",
+        "false: every step() updates, divided by the key above, or else by its backwards",
     ),
     option("gradient_clipping", 1.0, "norm"),
     taken("communication_data_type", None, "dtype", "compress: gradients=codecs.cast(dtype)"),

@@ -161,7 +161,7 @@ def _told(ranks: Ranks, known: Structure | None, said: Sequence[Said]) -> Struct
         return as_sent(known) if first and known is not None else b""
 
     sent = ranks.tell(on_all(ranks.axis, send))[members[0]]
-    return as_received(sent) if known is None else known
+    return on_all(ranks.axis, lambda: as_received(sent) if known is None else known)
 
 
 def moved_stack(held: Held, stage: int | None, mesh: MeshLike, size: int) -> TrainState:

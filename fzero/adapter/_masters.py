@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,11 +30,20 @@ class Masters:
             for index in setup.layout.trainable
             if groups[index].dtype in SIXTEEN_BIT and not setup.gathers_by_unit
         ]
+        self._paths = {
+            index: {params.paths[leaf][0] for leaf in groups[index].leaves}
+            for index, _ in self._watched
+        }
         self.published()
 
     def published(self) -> None:
         """Parameters and masters agree now."""
         self._versions = [_versions(params) for _, params in self._watched]
+        self._noted = set[str]()
+
+    def note(self, paths: Iterable[str]) -> None:
+        """Another rank has written these parameters, which this one has the values of."""
+        self._noted |= {*paths}
 
     def take(self, state: TrainState, groups: Sequence[int]) -> None:
         """Let the masters of these groups take their parameters' values."""
@@ -46,7 +55,11 @@ class Masters:
     def follow(self, state: TrainState) -> None:
         """Let the masters of parameters that were written to take their values."""
         pairs = zip(self._watched, self._versions, strict=True)
-        written = [index for (index, params), before in pairs if _versions(params) != before]
+        written = [
+            index
+            for (index, params), before in pairs
+            if _versions(params) != before or self._noted & self._paths[index]
+        ]
         if written:
             self.take(state, written)
 

@@ -85,13 +85,15 @@ class Writes:
     def compare(self, performer: Performer) -> None:
         """Raise on every rank if ranks differ in a parameter that any of them has written.
 
-        A collective, which every rank makes if one of them has written.
+        A collective, which every rank makes if one of them has written. Masters then follow on all
+        ranks: a rank that got the values by dist.broadcast(p.data) has counted no write.
         """
         written = {path for some in performer.tell(self.since()) for path in some}
         pairs = zip(self._paths, self._watched, strict=True)
         mine = [(f"parameter {path}", digest(p)) for path, p in pairs if path in written]
         if (error := unequal(performer.tell(mine))) is not None:
             raise error
+        self.masters.note(written)
         self.settle()
 
     def _counted(self) -> list[int]:

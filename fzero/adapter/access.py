@@ -143,7 +143,10 @@ def state_dict(driver: Driver) -> dict[str, Any]:
     if driver.state.stage == 3:
         return full_state_dict(driver)
     driver.call("state_dict()")
-    return driver.module.state_dict()
+    held, made = driver.module.state_dict(), dict[Any, Any]()
+    for name, value in held.items():  # what is tied is one object
+        held[name] = made.setdefault(_memory_of(value), value)
+    return held
 
 
 def full_parameter(driver: Driver, path: str) -> Tensor:

@@ -258,8 +258,9 @@ class TorchOptimizer(KeepsOwned):
 
     def give_numbers(self, state: TorchState) -> None:
         """Write the counters of param groups into the instance, for use without fzero."""
-        for number, group in enumerate(self.instance.param_groups):
-            group.update(numbers_of_group(self._bound(), state.counters, number))
+        bound = self._bound()  # which has no numbers of groups that were added since
+        for number, group in enumerate(self.instance.param_groups[: len(bound.shared)]):
+            group.update(numbers_of_group(bound, state.counters, number))
 
     def skips(self, params: Sequence[Tensor], state: TorchState) -> bool:
         """Whether `step()` takes `found_inf` and `grad_scale`, by attributes of the optimizer."""

@@ -60,10 +60,11 @@ def test_an_engine_has_the_methods_of_a_module(at: Place) -> None:
     assert engine.train() is engine and module.training
     assert list(engine.parameters()) == list(module.parameters())
     assert dict(engine.named_parameters()) == dict(module.named_parameters())
-    whole = engine.state_dict()
+    whole, live = engine.full_state_dict(), engine.state_dict()
     back(engine, at.draw(0))
     engine.step()
     same(whole, alone.state_dict(), 0.0)  # a copy: the update did not reach it
+    same(live, whole if at.stage == 3 else engine.full_state_dict(), 0.0)  # below stage 3 it did
     alone.load_state_dict(engine.state_dict())
     x = Draw(0, 9)(2, 3)
     assert torch.equal(alone(x), engine(x))

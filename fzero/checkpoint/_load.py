@@ -41,6 +41,7 @@ from fzero.checkpoint.manifest import (
 from fzero.collectives import assert_same_everywhere
 from fzero.ranks.axis import Axis
 from fzero.state import TrainState
+from fzero.transforms._written import returned
 
 Thing = TypeVar("Thing")
 
@@ -157,7 +158,10 @@ def load_with_extra(
         with torch.no_grad():
             plan, index = everywhere(ranks, prepare, what=f"read {where}")
             storage().read_pieces(plan.pieces, folder, index, axis)
-            return finished(held, saved, plan), saved.extra
+            made: Any = finished(held, saved, plan)
+    if isinstance(made, TrainState):
+        returned(made)
+    return made, saved.extra
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:

@@ -28,7 +28,8 @@ class _Cut(NamedTuple):
 
 def check_axes(in_axes: InAxes) -> None:
     """Raise `LayoutError` for axes that are no ints and not None."""
-    for leaf in optree.tree_leaves(in_axes, none_is_leaf=True, namespace=NAMESPACE):
+    tree: Any = in_axes
+    for leaf in optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE):
         if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, int)):
             raise LayoutError(
                 f"accumulate: in_axes={in_axes!r} has {leaf!r}, which is no int and not None.",
@@ -131,10 +132,12 @@ def _cuts(where: str, value: Any, axis: Any) -> Iterator[_Cut]:
         path = accessor.codify(where)
         if is_state(leaf) and dim is not None:
             raise _is_a_state(path)
-        cut = isinstance(leaf, Tensor) and leaf.ndim and dim is not None
-        if cut and not -leaf.ndim <= dim < leaf.ndim:
+        if dim is None or not isinstance(leaf, Tensor) or not leaf.ndim:
+            yield _Cut(path, leaf, None)
+            continue
+        if not -leaf.ndim <= dim < leaf.ndim:
             raise _misfit(axis, f"{path} has {leaf.ndim} dims, shape {tuple(leaf.shape)}")
-        yield _Cut(path, leaf, dim % leaf.ndim if cut else None)
+        yield _Cut(path, leaf, dim % leaf.ndim)
 
 
 def _require_one_size(cuts: Sequence[_Cut], count: int) -> None:

@@ -14,6 +14,7 @@ from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.layout import Leaf
 from fzero.transforms._reading import require_learner
+from fzero.transforms._written import returned
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.observe import tell_added
@@ -74,7 +75,9 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
         local = mean_of(setup, local)
     elif not waits:
         local = [cut(setup, flat, Placement.REPLICATED, setup.gradients) for flat in local]
-    return receive(state, local)
+    new = receive(state, local)
+    returned(new, gradients=True)
+    return new
 
 
 def _flats(state: TrainState, grads: Any) -> list[Any]:

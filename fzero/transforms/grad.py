@@ -35,6 +35,7 @@ from fzero.transforms._differentiate import (
 from fzero.transforms._grad_by_func import grad_by_func
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning, learns_nothing
+from fzero.transforms._written import returned
 from fzero.transforms.announcement import functional
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
@@ -134,6 +135,7 @@ def grad_and_reduce(
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)
         ]
+        returned(*new, gradients=True)
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 

@@ -43,6 +43,7 @@ from fzero.state.window import CLOSED
 from fzero.transforms._closed_over import watch
 from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
+from fzero.transforms._written import returned
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.setup import COMPARED, plan_setup, setup_at
@@ -165,7 +166,9 @@ def init(  # noqa: D417 {options}
         )
         return _filled(setup, params, initializer, local)
 
-    return optree.tree_unflatten(treespec, [one(*model) for model in models])
+    made = [one(*model) for model in models]
+    returned(*made)
+    return optree.tree_unflatten(treespec, made)
 
 
 def _filled(

@@ -93,7 +93,7 @@ def shard(  # noqa: D417 {options}
     for name, value in {**options, "donate": donate}.items():
         OPTIONS[name].require(value)
     check_shared(grouped(SharedOptions, options))
-    told: list[bool] = []  # that calls add up without an update, or that one was made
+    leftovers = _Leftovers()
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
@@ -106,9 +106,7 @@ def shard(  # noqa: D417 {options}
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
-        if not told and _adds_up(states, flatten_states("shard", state)[0]):
-            told.append(True)
-            _warn_of_leftovers(states)
+        leftovers.saw(states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
     def init_of(inner: Any) -> Callable[..., Any]:
@@ -216,29 +214,38 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
     _warn_of_graph(state)
 
 
-def _adds_up(before: Sequence[TrainState], after: Sequence[TrainState]) -> bool:
-    """Whether a call has added to gradients of calls before it, and has updated no state.
+class _Leftovers:
+    """Warns once of a step that adds to the gradients of its own earlier calls, without an update.
 
-    What waits in a window that is open, or for the last micro-batch, is meant to add up.
+    What waits in a window that is open, or for the last micro-batch, is meant to add up; so are the
+    gradients of several steps, and those of a state that was updated before.
     """
-    if len(before) != len(after) or in_transform():
-        return False
-    pairs = [*zip(before, after, strict=True)]
-    waits = any(x.window.is_open or x.setup.policy.defer_update for x in before)
-    updated = any(y.progress.backwards < x.progress.backwards for x, y in pairs)
-    added = any(0 < x.progress.backwards < y.progress.backwards for x, y in pairs)
-    return added and not waits and not updated
 
+    def __init__(self) -> None:
+        self._told = False
+        self._left: set[int] = set()  # virtual ranks whose calls have left gradients
 
-def _warn_of_leftovers(states: Sequence[TrainState]) -> None:
-    """Warn of gradients that add up from call to call, unless updates are made elsewhere."""
-    if is_recorded([one.step for one in states]) or any(int(one.step) for one in states):
-        return
-    warnings.warn(_LEFTOVERS, UserWarning, stacklevel=5 + DISABLED_FRAMES)
+    def saw(self, before: Sequence[TrainState], after: Sequence[TrainState]) -> None:
+        """A call was given states, and returned others."""
+        if self._told or in_transform() or len(before) != len(after):
+            return
+        pairs = [
+            (x.progress.backwards, y.progress.backwards) for x, y in zip(before, after, strict=True)
+        ]
+        waits = any(x.window.is_open or x.setup.policy.defer_update for x in before)
+        if waits or any(new < old for old, new in pairs):
+            return
+        rank = before[0].setup.axis.rank
+        if rank in self._left and any(0 < old < new for old, new in pairs):
+            self._told = True
+            if not is_recorded([x.step for x in before]) and not any(int(x.step) for x in before):
+                warnings.warn(_LEFTOVERS, UserWarning, stacklevel=6 + DISABLED_FRAMES)
+        if any(old < new for old, new in pairs):
+            self._left.add(rank)
 
 
 _LEFTOVERS = explain(
-    "this step was given the gradients of an earlier call, added its own, and made no update.",
+    "this step was given the gradients of its earlier call, added its own, and made no update.",
     cause="a step without fzero.apply_gradients: gradients add up from call to call for ever.",
     fix="end it with `return fzero.apply_gradients(state), loss`. If calls are to add up, call "
     "fzero.apply_gradients after the last of them (or fzero.accumulate, which is one call): this "

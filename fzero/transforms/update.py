@@ -17,6 +17,7 @@ from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim import as_one_step
 from fzero.state import Buffers, TrainState, buffers, progress
+from fzero.transforms._written import require_unwritten, returned
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.observe import tell
@@ -59,6 +60,7 @@ def apply_gradients(state: S) -> S:
     states, treespec = flatten_states("apply_gradients", state)
     for one in states:
         check_alive(one)
+        require_unwritten(one, optimizer=True)
     states = [with_value(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
     said = agree("apply_gradients", due, updates=True)
@@ -66,7 +68,9 @@ def apply_gradients(state: S) -> S:
     if bad := nonfinite(states, treespec, said):
         raise bad
     rest = iter(said)
-    new: Any = optree.tree_unflatten(treespec, [_apply(one, rest) for one in states])
+    made = [_apply(one, rest) for one in states]
+    returned(*made)
+    new: Any = optree.tree_unflatten(treespec, made)
     return new
 
 

@@ -66,6 +66,11 @@ def test_nothing_is_said_where_updates_are_made(stage: int) -> None:
         state, _ = other(one(one(state, x)[0], x)[0])
     assert torch.equal(fzero.full_params(state)["w"], 1 - 0.5 * 7 * x)
 
+    state = begun(one)
+    for _ in range(3):  # several steps, each of which adds once
+        state, _ = fzero.shard(adds, stage=stage)(state, x)
+    assert torch.equal(fzero.gradients(state)["w"], 3 * x)
+
     step = fzero.shard(fzero.coalesce(descends(loss_fn)), stage=stage)
     state, _ = step(fzero.grad_and_reduce(loss_fn, begun(step))(x)[0], x)  # the step's update
     assert torch.equal(fzero.full_params(state)["w"], 1 - 0.5 * 2 * x)

@@ -25,7 +25,7 @@ from fzero.checkpoint._folders import (
 )
 from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._local import all_shards_of, facts_of_replicas
-from fzero.checkpoint._owned import Slots, free_slots, owned_pieces
+from fzero.checkpoint._owned import Slots, free_slots, owned_pieces, prefix_of, saved_pieces
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import residual_shards, start_pieces
 from fzero.checkpoint._rng import rng_file, rng_text
@@ -239,7 +239,8 @@ def pieces_of_rank(
     parts = all_shards_of(state, rank, frozen=frozen, shared=shared)
     shards = [*parts, *residual_shards(state, rank)]
     starts = start_pieces(state) if shared or rank == 0 else []
-    own = owned_pieces(state, rank, saves=not shared)
+    prefix = prefix_of(state, rank)
+    own = owned_pieces(state, rank, prefix) if shared else saved_pieces(state, rank)
     return [*cut_shards(state.setup.layout, shards), *own, *starts]
 
 

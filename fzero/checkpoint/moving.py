@@ -25,7 +25,7 @@ from fzero.checkpoint._between import on_all as on_all
 from fzero.checkpoint._carry import carry, copied
 from fzero.checkpoint._held import Held, held_by, stack_of
 from fzero.checkpoint._local import check_replicas_saved, room_for, with_anchors
-from fzero.checkpoint._owned import Slots, owned_pieces, with_room_owned
+from fzero.checkpoint._owned import Slots, owned_pieces, read_by, with_room_owned
 from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
 from fzero.checkpoint._residual import Sums, start_pieces, with_residual
 from fzero.checkpoint._room import numbered
@@ -273,11 +273,12 @@ def _target(
     saved = replace(structure.manifest, tensors=tensors)
     check_replicas_saved(blank, saved, _HERE, "reshard")
     state, shards = room_for(blank, saved, rank, numbered, Tensor.zero_, shared=True)
-    state = with_room_owned(state, rank, saved.slots, tensors)
+    prefix = read_by(blank, rank, saved.origin)
+    state = with_room_owned(state, rank, saved.slots, tensors, prefix)
     state, residual, sums = with_residual(state, saved, rank)
     state = state.replace(gradients=gradients_like(state, way))
     shards = [*shards, *residual, *_gradient_shards(state, rank, shared=True)]
-    wants = [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, saves=False)]
+    wants = [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, prefix)]
     wants += [piece for piece in start_pieces(state) if piece.name in tensors]
     return Target(blank, state, rank, wants, sums)
 

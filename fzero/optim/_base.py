@@ -126,6 +126,10 @@ class Base:
         """Return `fresh`, a new state, with the parts of `state` that a reset keeps: here none."""
         return fresh
 
+    def restarted(self, state: Any, fresh: Any) -> Any:
+        """Return the state with what owners keep, and all that goes with it, as in a new state."""
+        return state
+
     def begun(self, state: Any, paths: Sequence[str], path: str) -> Any:
         """Return the state in which the leaf at `path` counts as stepped."""
         return state

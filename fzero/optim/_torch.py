@@ -238,6 +238,10 @@ class TorchOptimizer(KeepsOwned):
         """Return a state before its first step that has the masters, and counts of param groups."""
         return replace(anew_of(self._bound(), state, fresh), masters=state.masters)
 
+    def restarted(self, state: TorchState, fresh: TorchState) -> TorchState:
+        """Return the new state, if owners keep something; masters stay."""
+        return self.anew(state, fresh) if state.owned else state
+
     def begun(self, state: TorchState, paths: Sequence[str], path: str) -> TorchState:
         """Return the state in which the leaf at `path` took a step, and so the whole state did."""
         count = int(state.count)

@@ -63,7 +63,7 @@ def plan_setup(
         require_apart([HeldTensor(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
         chosen = _bound(optimizer, named, parts=parts)
-        _require_elementwise_apart(chosen, options)
+        _require_leafwise_apart(chosen, options)
         owners = owners or {path: owners_of(p) for path, p in named.items()}
         lowered = None if autocast is None else _lowered(autocast, named, owners)
         make = partial(_layout_of, owners, params, trainable=trainable, lowered=lowered)
@@ -199,12 +199,16 @@ def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> Shard
     return chosen
 
 
-def _require_elementwise_apart(chosen: ShardOptimizer, options: SharedOptions) -> None:
-    if options.local is not None and not chosen.elementwise:
+def _require_leafwise_apart(chosen: ShardOptimizer, options: SharedOptions) -> None:
+    """Raise `LayoutError` for a rule that needs more than a parameter, beside local updates."""
+    if options.local is not None and not (chosen.elementwise or chosen.leafwise):
         raise LayoutError(
-            f"local updates with {chosen!r}, which needs whole parameters.",
-            cause="what owners keep of a parameter is not kept by replica yet.",
-            fix="use a rule that works element by element (AdamW), or leave local updates out.",
+            f"local updates with {chosen!r}, which needs all parameters at once.",
+            cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
+            "foreign (init, update) pair that is not elementwise: what it keeps belongs to no "
+            "parameter, and is not kept by replica.",
+            fix="use a rule that needs an element (AdamW) or a matrix (fzero.optim.muon, soap, "
+            "from_torch(..., needs='matrix')), or leave local updates out.",
         )
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.errors.check import is_count, require
+from fzero.errors.check import is_count, is_positive, require
 from fzero.state import NAMESPACE
 from fzero.state.progress import Phase
-from fzero.tools.prove._budget import DEFAULT_S, OutOfBudget
+from fzero.tools.prove._budget import DEFAULT_S, Budget, OutOfBudget
 from fzero.tools.prove._check import prove_programs
 from fzero.tools.prove._proof import Claim, Proof, line_of
 from fzero.tools.prove._reach import changed, snapshot
@@ -51,8 +51,8 @@ def prove(
         args: the further arguments, a tuple; what is no tuple is the only one. Of a simulated step
             stacked ones, of which rank 0's are read.
         world: W, any number of ranks; default that of the state.
-        budget_s: CPU seconds for each program that is recorded, and for each that is read; where
-            they are spent, the step is not proved, and the op is named.
+        budget_s: CPU seconds for each rank whose program is recorded. Where they are spent the step
+            is not proved, and the op is named at which they were; autograd is let finish first.
 
     Returns:
         A `Proof`; true if all is shown. Not a collective.
@@ -103,8 +103,10 @@ def prove(
         given = optree.tree_map(
             lambda x: _first(x, one.setup.axis.size), given, namespace=NAMESPACE
         )
-    recording = Recording(inner, state, given, budget_s)
-    return _Attempt(describe_function(inner), recording, world, budget_s).proof()
+    require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
+    budget = Budget(budget_s, len(ranks_of(world)))
+    recording = Recording(inner, state, given, budget)
+    return _Attempt(describe_function(inner), recording, world, budget).proof()
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class _Attempt:
     step: str
     recording: Recording
     world: int
-    budget_s: float
+    budget: Budget
 
     def proof(self) -> Proof:
         try:
@@ -132,7 +134,7 @@ class _Attempt:
             first, others = record(self.world, 0), ranks_of(self.world)[1:]
         rest = (record(self.world, rank) for rank in others)
         proof = prove_programs(
-            self.step, alone, chain([first], rest), self.world, budget_s=self.budget_s
+            self.step, alone, chain([first], rest), self.world, budget=self.budget
         )
         for one in (alone, first):
             again = record(one.states[0].setup.axis.size, 0)

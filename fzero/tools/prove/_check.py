@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import fx
 
 from fzero.tools.prove._blame import Explained, first_unexplained
-from fzero.tools.prove._budget import DEFAULT_S, Budget
+from fzero.tools.prove._budget import Budget
 from fzero.tools.prove._gradient import GRADIENT
 from fzero.tools.prove._programs import (
     BufferPlace,
@@ -42,7 +42,7 @@ def prove_programs(
     ranks: Iterable[RecordedStep],
     world: int,
     *,
-    budget_s: float = DEFAULT_S,
+    budget: Budget | None = None,
 ) -> Proof:
     """Return a proof that the programs of ranks among `world` update as that of one rank alone.
 
@@ -58,8 +58,9 @@ def prove_programs(
     alone = Interpretation(terms=terms, world=world, one_rank=True)
     named, own = (axis.name, axis.group_name), comparison.own_parts()
     together = Interpretation(terms=terms, world=world, one_rank=False, axis=named, own_parts=own)
-    wanted = _side(one_rank, alone, Budget(budget_s))
-    found = _side(first, together, Budget(budget_s))
+    budget = Budget() if budget is None else budget
+    wanted = _side(one_rank, alone, budget.of_one())
+    found = _side(first, together, budget.of_one())
     wrong, line = dict(_differences(wanted.outputs, found.outputs, varies=world == 1)), ""
     differs, stopped = comparison.differs, found.read.stopped or wanted.read.stopped
     if differs is not None:

@@ -24,22 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero.machine.placeholder import LazyParam
 from fzero.tools.prove._budget import Budget
 
-_OF_LIBRARIES = (
-    *("TORCH", "PYTORCH", "AOT_", "CUDA", "NCCL", "OMP_", "MKL", "TRITON", "FZERO_", "XDG_"),
-    *("PYTHON", "FX_", "INDUCTOR", "LC_", "LANG", "TMP", "TEMP", "HOME", "USER", "PATH"),
-)
-"""Variables that libraries look up for themselves as they load and trace."""
-
 
 class Watch:
     """Watches this thread while it is entered.
 
     noted: what was seen, once each. warm: whether what libraries look up once is known to them.
+    inside: whether the step runs now, and not what records it.
     """
 
     def __init__(self) -> None:
         self.noted: dict[str, None] = {}
-        self.warm = False
+        self.warm = self.inside = False
 
     def note(self, what: str) -> None:
         """Keep what was seen."""
@@ -57,8 +52,12 @@ class Watch:
         """Return the step, watched op by op, within a budget."""
 
         def watched(*args: Any) -> Any:
-            with _EachOp(self, budget):
-                return step(*args)
+            self.inside = True
+            try:
+                with _EachOp(self, budget):
+                    return step(*args)
+            finally:
+                self.inside = False
 
         return watched
 
@@ -69,8 +68,10 @@ def _watching(watch: Watch, thread: int) -> Iterator[None]:
     seed = torch.default_generator.initial_seed()
 
     def looked_up(environ: Any, key: Any) -> Any:
-        mine = watch.warm and threading.get_ident() == thread and isinstance(key, str)
-        if mine and not key.startswith(_OF_LIBRARIES):
+        mine = (
+            watch.warm and watch.inside and threading.get_ident() == thread and isinstance(key, str)
+        )
+        if mine:
             watch.note(f"it reads os.environ[{key!r}]")
         return look_up(environ, key)
 
@@ -96,7 +97,9 @@ class _EachOp(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, LazyParam) for kind in types):
             return NotImplemented  # a placeholder handles it first; the ops it calls come back
-        self._budget.check(f", at {func}")
+        # Where autograd runs, an error on the way of its own ops (detach) would end the process.
+        if torch._C._current_autograd_node() is None and func is not torch.ops.aten.detach.default:
+            self._budget.check(f", at {func}")
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException):

@@ -13,6 +13,7 @@ import functools
 import random
 import sys
 import types
+import warnings
 from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -20,7 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MOST = 20_000
+_MOST, _SMALL = 20_000, 4096
+_PASSED_BY = ("fzero.", "torch._", "torch.fx", "torch.utils._", "threading", "logging", "weakref")
+_LOOKED_INTO = ("fzero.optim", "fzero.transforms.pipeline")
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _LIBRARIES = frozenset(
     ("fzero", "torch", "numpy", "optree", "builtins", *sys.stdlib_module_names)
@@ -42,7 +45,9 @@ def snapshot(*roots: Any) -> dict[str, Hashable]:
             continue
         seen.add(id(x))
         rest.extend((f"{path}{name}", inner) for name, inner in _inside(x))
-    found["random"] = hash(random.getstate())
+    found["root random"] = hash(random.getstate())
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found["root numpy.random"] = repr(numpy.random.get_state())
     return found
 
 
@@ -55,18 +60,43 @@ def changed(before: dict[str, Hashable], after: dict[str, Hashable]) -> str:
 
 
 def _token(x: Any) -> Hashable:
+    """Return what changes if an object is written to, beside what is inside of it."""
     if isinstance(x, Tensor):
-        return id(x), 0 if x.is_inference() else x._version
+        return id(x), 0 if x.is_inference() else x._version, _numbers(x)
     if isinstance(x, list | tuple | set | frozenset | dict | deque):
         return type(x).__name__, len(x)
-    if hasattr(type(x), "__next__"):
-        try:
-            return repr(x) if "object at" not in repr(x) else id(x)
-        except Exception:
-            return id(x)
     if isinstance(x, random.Random):
         return hash(x.getstate())
-    return id(x) if not isinstance(x, types.MethodType) else id(x.__func__)
+    if isinstance(x, types.MethodType):
+        return id(x.__func__)
+    if isinstance(x, bytearray | memoryview) or hasattr(x, "tobytes"):
+        return bytes(x) if len(bytes(x)) < _SMALL else id(x)
+    if hasattr(x, "bit_generator"):
+        return repr(x.bit_generator.state)
+    if isinstance(x, types.GeneratorType):
+        return id(x), x.gi_frame and x.gi_frame.f_lasti
+    if type(x).__module__ in ("builtins", "itertools") and hasattr(x, "__next__"):
+        return id(x), _place_of(x)
+    return id(x)
+
+
+def _numbers(x: Tensor) -> Hashable:
+    """Return the elements of a small tensor: `x.data.add_(1)` has no version."""
+    if type(x) not in (Tensor, nn.Parameter) or x.device.type != "cpu" or x.layout != torch.strided:
+        return None
+    if x.numel() > _SMALL:
+        return None
+    return bytes(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+
+
+def _place_of(iterator: Any) -> Hashable:
+    """Return where an iterator of Python is."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # itertools' are to lose it in Python 3.14
+        try:
+            return repr(iterator.__reduce__()[1:])
+        except TypeError:
+            return None
 
 
 def _inside(x: Any) -> Iterator[tuple[str, Any]]:
@@ -81,6 +111,8 @@ def _inside(x: Any) -> Iterator[tuple[str, Any]]:
         yield from (
             (f"[{key!r}]" if isinstance(key, _PLAIN) else "[...]", one) for key, one in x.items()
         )
+    elif isinstance(x, types.GeneratorType):
+        yield from ((f".{name}", one) for name, one in _locals_of(x).items())
     elif isinstance(x, list | tuple | deque):
         yield from ((f"[{i}]", one) for i, one in enumerate(x))
     elif isinstance(x, set | frozenset):
@@ -90,6 +122,10 @@ def _inside(x: Any) -> Iterator[tuple[str, Any]]:
             yield from ((f".{name}", one) for name, one in _own(vars(x)))
     else:
         yield from _of_object(x)
+
+
+def _locals_of(x: types.GeneratorType) -> dict[str, Any]:
+    return x.gi_frame.f_locals if x.gi_frame is not None else {}
 
 
 def _of_function(fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
@@ -120,10 +156,10 @@ def _globals(code: types.CodeType, held: dict[str, Any]) -> Iterator[tuple[str, 
 
 
 def _of_object(x: Any) -> Iterator[tuple[str, Any]]:
-    library = _is_library(type(x).__module__) and not isinstance(x, nn.Module)
-    wrapper = hasattr(x, "inner") or hasattr(x, "rule") or hasattr(x, "options")
-    if library and not wrapper:
+    module = type(x).__module__
+    if module.startswith(_PASSED_BY) and not module.startswith(_LOOKED_INTO):
         return
+    library = _is_library(module)
     yield from ((f".{name}", one) for name, one in getattr(x, "__dict__", {}).items())
     for kind in type(x).__mro__:
         slots = kind.__dict__.get("__slots__", ())

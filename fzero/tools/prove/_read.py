@@ -83,10 +83,16 @@ class _ProgramReader:
         self._draws = 0
 
     def put(
-        self, node: fx.Node, made: Symbolic | list[Symbolic], of: StorageSlice | None = None
+        self,
+        node: fx.Node,
+        made: Symbolic | list[Symbolic],
+        of: StorageSlice | None = None,
+        *,
+        chunk: bool = False,
     ) -> None:
         """Note what a node makes: one value, or several."""
-        new = [self._memory.new(x, of) for x in (made if isinstance(made, list) else [made])]
+        some = made if isinstance(made, list) else [made]
+        new = [self._memory.new(x, of, chunk=chunk) for x in some]
         self._regions[node] = new if isinstance(made, list) else new[0]
 
     def _held(self, node: fx.Node) -> list[StorageSlice]:
@@ -172,16 +178,18 @@ class _ProgramReader:
         name = call.target._schema.name.split("::")[1]
         found = view_of(name, held, list(call.args.values())[1:], call.results[0][0])
         if found is None:
-            self.put(node, opaque(call), held)
+            # torch lets the parts of an unsafe split be written to, and nobody read the whole
+            chunks = name.startswith("unsafe") and self._memory.may_be_chunked(held)
+            self.put(node, opaque(call), held, chunk=chunks)
         else:
             self._regions[node] = found
 
     def _call(self, node: fx.Node, target: Any = None) -> OpCall:
         call = call_of(self._reading, node, self.value, target=target)
-        if node.target in table.DRAWS:
-            self._draws += 1
-            call = call._replace(draw=self._draws)
-        return call
+        if node.target not in table.DRAWS:
+            return call
+        self._draws += 1
+        return call._replace(draw=self._draws)
 
     def _write(self, node: fx.Node, into: fx.Node, value: Symbolic) -> None:
         region = self._regions[into]

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from fzero.context.here import abstract_rank
 from fzero.machine.partition import assemble
 from fzero.state import TrainState
-from fzero.tools.prove._budget import DEFAULT_S, Budget
+from fzero.tools.prove._budget import Budget
 from fzero.tools.prove._gradient import marked
 from fzero.tools.prove._outside import Watch
 from fzero.tools.trace.program import RecordedStep, record_step
@@ -42,8 +42,8 @@ class Recording:
     watch: has noted what the step uses beside its arguments.
     """
 
-    def __init__(self, step: Any, state: Any, args: Any, budget_s: float = DEFAULT_S) -> None:
-        self._step, self._args, self._budget_s = step, args, budget_s
+    def __init__(self, step: Any, state: Any, args: Any, budget: Budget) -> None:
+        self._step, self._args, self._budget = step, args, budget
         self._given, self._treespec = flatten_states("prove", state)
         setups = [one.setup.optimizer for one in self._given]
         self._optimizers: Any = optree.tree_unflatten(self._treespec, setups)
@@ -70,17 +70,26 @@ class Recording:
         states = flatten_states("prove", new)[0]
         step = marked(self._step, len(states)) if world == 1 else self._step
         with self.watch:
-            watched = self.watch.around(step, Budget(self._budget_s))
+            watched = self.watch.around(step, self._budget.of_one())
             made = record_step(watched, (new, *self._args), states[0].setup.axis, rank)
+        if any(new.setup != old.setup for new, old in zip(_after(made), made.states, strict=True)):
+            self.watch.note("the new state has other options than the old one")
         self._schedules.setdefault(world, [one.schedule for one in made.states])
         return made
+
+
+def _after(program: RecordedStep) -> list[TrainState]:
+    """Return the states that come out, without numbers."""
+    leaves: Any = [0] * program.result.num_leaves
+    returned: Any = optree.tree_unflatten(program.result, leaves)
+    return flatten_states("prove", returned[0])[0]
 
 
 def record(
     step: Any, state: Any, args: Any, world: int, ranks: Sequence[int]
 ) -> list[RecordedStep]:
     """Record ranks of a world."""
-    recording = Recording(step, state, args)
+    recording = Recording(step, state, args, Budget(ranks=len(ranks)))
     return [recording.of(world, rank) for rank in ranks]
 
 

@@ -96,11 +96,12 @@ def negation(call: OpCall, sums: list[Sum]) -> Sum | None:
 
 
 def unequal(call: OpCall, sums: list[Sum]) -> Sum | None:
-    """|x| != inf: a test for overflow, of x or of the largest of some."""
+    """|x| != inf: a test for overflow, of one element, or of the largest of some."""
     size = only(sums[0])
     if call.args["other"] != inf or call.dtypes[0] not in REALS or not _is_abs(size):
         return None
-    assert size is not None
+    if size is None or size.numel != 1:
+        return None  # a test of each element says nothing of all
     largest = only(size.operands[0].uniform or ())
     tested = largest if largest is not None and largest.head == "largest" else size
     return whole(call.reading.finite(tested.operands))

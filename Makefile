@@ -26,10 +26,10 @@ BIN := $(VENV)/bin
 
 # What each kind of target installs; see the stamp rule below.
 EXTRAS_train := train
-EXTRAS_test := dev,notebook,train,examples
+EXTRAS_test := dev,docs,notebook,train,examples
 EXTRAS_bench := bench,plots
 EXTRAS_docs := docs,plots
-EXTRAS_nightly := $(EXTRAS_test),docs
+EXTRAS_nightly := $(EXTRAS_test)
 
 # One thread a process: the tests run several at once.
 ONE_THREAD := OMP_NUM_THREADS=1

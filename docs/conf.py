@@ -12,8 +12,10 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))
-# Notebooks and code cells run in kernels of their own, which find fzero by this.
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+# Notebooks and code cells run in kernels of their own, in a copy of their folder: by this they find
+# fzero, and the demo job's package in examples/.
+_PATHS = [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _PATHS))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import fzero  # noqa: E402
@@ -60,6 +62,7 @@ def copy_notebooks(app: Any) -> None:
 # What reStructuredText would read as markup, and the docstrings mean as it stands.
 _MARKUP = re.compile(r"[*|\\]|_(?=\W|$)")
 _SPAN = re.compile(r"(`[^`\n]+`)")
+_COLON = "\N{MODIFIER LETTER COLON}"  # stands for a colon, while napoleon reads
 _SECTION = re.compile(r"^(Args|Returns|Raises|Yields|Attributes|Example):\s*$")
 
 
@@ -85,7 +88,16 @@ def as_restructured_text(
             literal = True
         doctest = bare.startswith(">>>") or (doctest and bool(bare))
         done.append(line if literal or doctest else _escaped(line))
+    if what in ("attribute", "data", "property") and done:
+        done[0] = done[0].replace(":", _COLON)  # else napoleon takes what is before it for a type
     lines[:] = done
+
+
+def with_its_colons(
+    app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Put the colons back that `as_restructured_text` has hidden from napoleon."""
+    lines[:] = [line.replace(_COLON, ":") for line in lines]
 
 
 def _escaped(line: str) -> str:
@@ -99,6 +111,7 @@ def _escaped(line: str) -> str:
 
 
 def setup(app: Any) -> None:
-    """Connect the two: the docstrings before napoleon reads their sections."""
+    """Connect them: the docstrings before and after napoleon (500) reads their sections."""
     app.connect("builder-inited", copy_notebooks)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)
+    app.connect("autodoc-process-docstring", with_its_colons, priority=900)

@@ -190,7 +190,7 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
         if name == "export":
             from fzero.errors import explain
 
-            raise ImportError(
+            raise AttributeError(  # nothing else: hasattr() asks, too
                 explain(
                     "fzero.export is gone, and so is fzero.compile(step, exported=path).",
                     cause="a file of graphs is a program: who can write to it runs code in every "
@@ -198,6 +198,7 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
                     fix="fzero.compile(step) at the start of each run: its first call traces and "
                     "compiles, once for each rank.",
                 ),
-                name=__name__,
+                name=name,
+                obj=sys.modules[__name__],
             )
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

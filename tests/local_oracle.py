@@ -90,4 +90,5 @@ class Replicas:
         for module in self.modules:
             params = list(module.parameters())
             for k in self.fragments[number]:
-                params[k].copy_(self.mixing * params[k] + (1 - self.mixing) * self.anchors[k])
+                kept = self.mixing * params[k] if self.mixing else 0.0  # not 0 times a NaN
+                params[k].copy_(kept + (1 - self.mixing) * self.anchors[k])

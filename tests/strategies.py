@@ -82,17 +82,22 @@ def trees(
     max_leaves: int = 7,
     frozen: bool = True,
     empty: bool = False,
+    learning: bool = False,
 ) -> Any:
     """A nested pytree of dicts, lists, tuples, NamedTuples, records and None; some leaves tied.
 
-    It has a tensor, unless it may be `empty`.
+    It has a tensor, unless it may be `empty`; one that learns, if it is to be `learning`.
     """
     leaf = leaves(dtypes, frozen)
     tree = draw(st.recursive(leaf | st.none(), _containers, max_leaves=max_leaves))
     tree = draw(st.sampled_from([tree, {"top": tree}, [tree, draw(leaf)]]))
     if not (empty or tensors(tree)):
         tree = (tree, draw(leaf))
-    return _tied(tree, draw(st.lists(st.integers(0, 99), max_size=3)))
+    tree = _tied(tree, draw(st.lists(st.integers(0, 99), max_size=3)))
+    if learning and not any(map(learns, tensors(tree))):
+        floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+        tree = (tree, draw(leaves(floating, frozen=False)))
+    return tree
 
 
 def _containers(child: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+# Bounded: 600 looks at the launcher, 0.1 s apart. Then its caller (make, a shell) has its
+# word, and a line of its own below a prompt.
+_WHEN_IT_HAS_ENDED = """
+launcher=$1; shift
+n=0
+while [ $n -lt 600 ] && kill -0 "$launcher" 2>/dev/null; do sleep 0.1; n=$((n + 1)); done
+sleep 0.3
+printf '%s\\n' "" "$@"
+"""
 
 
 @contextmanager
@@ -42,3 +53,13 @@ def exit_code(received: int, *, launched: bool) -> int:
         (130, 0)
     """
     return 0 if launched or not received else 128 + received
+
+
+def say_last(*lines: str, launcher: int) -> None:
+    """Print lines when the process `launcher` has ended: below all that it prints of its own end.
+
+    torchrun shows a signal as 30 lines of traceback, after the ranks have ended. So a small process
+    prints, which outlives both.
+    """
+    command = ["sh", "-c", _WHEN_IT_HAS_ENDED, "sh", str(launcher), *lines]
+    subprocess.Popen(command, start_new_session=True)

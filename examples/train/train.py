@@ -24,7 +24,7 @@ from train.again import resume_command
 from train.claim import begun_before, claimed
 from train.finish import finish
 from train.progress import Progress
-from train.ranks import any_rank, by_first
+from train.ranks import any_rank, by_first, everyones
 from train.saving import (
     LATEST,
     find_checkpoint,
@@ -37,7 +37,7 @@ from train.saving import (
 )
 from train.settings import changed_course, resolve, saved_form
 from train.step import Job, Params, make_batches, make_job, make_optimizer
-from train.stop import stop_signals
+from train.stop import say_last, stop_signals
 
 
 def train(given: dict[str, Any]) -> int:
@@ -104,7 +104,7 @@ def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[s
             note = functools.partial(_remark, job)
             lines = finish(job, state, losses, curve=curve, received=received, note=note)
     if lines is None:
-        _say(*_how_to_continue(job, len(losses), folder, out))
+        _say_how_to_continue(job, len(losses), folder, out)
         return received[0] if received else 0
     _say(*lines)
     return 0
@@ -130,15 +130,16 @@ def _go_on(
     return state, losses
 
 
-def _how_to_continue(job: Job, done: int, folder: Path | None, out: Path) -> list[str]:
-    """Return what to tell after a signal: how far the run is, and the command that continues it."""
+def _say_how_to_continue(job: Job, done: int, folder: Path | None, out: Path) -> None:
+    """Tell after a signal how far the run is, and last the command that continues it."""
     steps = job.settings.course.steps
     left = "it continues with" if done < steps else "validation and sample are made by"
     command = f"    {_resume(job, folder, out)}"
     lines = [f"stopped after step {done} of {steps}, which is saved; {left}:", command]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        lines.append("(torchrun may show the signal as an error of its own, below)")
-    return lines
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        _say(*lines)
+    elif fzero.axis_index() == 0:
+        say_last(*lines, launcher=os.getppid())  # torchrun has words of its own about the signal
 
 
 def _resume(job: Job, folder: Path | None, out: Path) -> str:
@@ -212,6 +213,7 @@ def _differences(job: Job, facts: dict[str, Any]) -> list[str]:
 def _headline(job: Job, state: fzero.TrainState, numel: int) -> list[str]:
     settings, corpus, held = job.settings, job.corpus, fzero.state_bytes(state)
     model = settings.kind.model
+    processes = ", ".join(map(str, everyones(os.getpid())))
     return [
         f"GPT of {numel / 1e6:.2f} M parameters, {model.layers} layers x {model.width}, "
         f"{settings.kind.dtype}, on {fzero.axis_size()} rank(s), {job.device.type}",
@@ -219,6 +221,7 @@ def _headline(job: Job, state: fzero.TrainState, numel: int) -> list[str]:
         f"{corpus.valid.numel() / 1e6:.2f} MB of other files held out",
         f"step: {job.step}; {settings.course.global_batch} windows of {job.context} bytes",
         f"bytes per rank: parameters {held['parameters']:,}, optimizer {held['optimizer']:,}",
+        f"process of each rank: {processes}",
     ]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter import parts
+from fzero.adapter._kept_masters import keep
 from fzero.adapter._module import free_to_swap
 from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
@@ -22,8 +23,8 @@ from fzero.transforms.donation import empty
 def close(driver: Driver) -> None:
     """Take off every hook, and give module and optimizer back as ordinary ones. A collective.
 
-    Gradients that were not used are lost. Parameters are gathered unit by unit. Closing twice
-    is allowed.
+    Gradients that were not used are lost. Parameters are gathered unit by unit. This rank's part of
+    fp32 masters stays with them, for the next engine of the module. Closing twice is allowed.
     """
     if driver.closed:
         return
@@ -50,9 +51,11 @@ def _give_back(driver: Driver) -> None:
     if isinstance(rule, TorchOptimizer):
         for path, own in rule.held.items():  # of parameters that were frozen meanwhile
             rule.instance.state[driver.params.at(path)] = own
+    driver.writes.masters.follow(state)
     with free_to_swap(driver.module):
         for index in range(len(state.setup.layout.groups)):
             _give_parameters(driver, index)
+            keep(driver.params, state, index)
             if stepped is not None:
                 _give_states(driver, stepped, index)
             held = [state.params.flats[index], *parts.slots_of_group(state, index).values()]

@@ -46,23 +46,37 @@ class Guard:
                 optimizer.register_load_state_dict_pre_hook(_refuse_load),
             ]
 
-    def update(self, state: TrainState, unused: Sequence[int]) -> TrainState:
-        """Return the state after one update, as `transforms.update.update` says.
+    def update(
+        self,
+        state: TrainState,
+        unused: Sequence[int],
+        begin: Callable[[], TrainState],
+        end: Callable[[TrainState], None],
+    ) -> None:
+        """Make one update of a state, as `transforms.update.update` says, between its hooks.
 
-        Raises `PhaseError` if the optimizer has another `state` than it was given.
+        These see the optimizer as it is between updates. Raises `PhaseError` if the optimizer has
+        another `state` than it was given.
         """
         if self.optimizer is not None and self.optimizer.state is not self._shown:
             raise _other_state()
-        self._show(self._own)
+
+        def begins() -> TrainState:
+            now = begin()
+            self._show(self._own)
+            return now
+
+        def ends(new: TrainState) -> None:
+            self._show(self._shown)
+            self.was_empty = state.setup.reduction.weighted and bool((new.step == state.step).all())
+            end(new)
+
         self._steps = True
         try:
-            new, self.norm = update(state, unused)
-            weighted = state.setup.reduction.weighted
-            self.was_empty = weighted and bool((new.step == state.step).all())
+            _, self.norm = update(state, unused, begin=begins, end=ends)
         finally:
             self._steps = False
             self._show(self._shown)
-        return new
 
     def require_same_groups(self) -> None:
         """Raise `PhaseError` if the param groups have other parameters than the engine was made of.

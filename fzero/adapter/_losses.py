@@ -33,10 +33,11 @@ _BEFORE = explain(
     fix="scale the loss, and run its backward, between two updates.",
 )
 _TWO_WEIGHTS = explain(
-    "a backward of losses with two weights: all gradients of one backward have one.",
+    "a backward of losses with two weights: all gradients of one backward have one, which counts "
+    "once, though two be alike.",
     cause="engine.scale(a, weight=m) + engine.scale(b, weight=n), or another weight given to "
     "engine.backward().",
-    fix="run a backward for each weight.",
+    fix="run a backward for each weight; or one for their sum, engine.scale(a + b, weight=n).",
 )
 _BY_ANOTHER = explain(
     "a loss that one engine scaled reached the parameters of another one.",
@@ -203,7 +204,8 @@ class Losses:
         weights = [own, self._weight if before is None else before]
         if self._weight is not None:
             weights.append(self._weight)
-        if any(one is not own and not _is_same(one, own) for one in weights):
+        several = earlier is not None and earlier is not mark and mark.weight is not None
+        if several or any(one is not own and not _is_same(one, own) for one in weights):
             raise PhaseError(_TWO_WEIGHTS)
         self._task, self._mark = task, mark
         if mark.scale is not None:

@@ -21,7 +21,8 @@ class StandIns:
 
     They are of one life of the gradients: where those are dropped, others take their places.
 
-    learning: the parameter objects that learn, each with the path of its leaf.
+    learning: the parameter objects that learn, each with the path of its leaf. standing: whether
+    stand-ins are in their places.
     """
 
     def __init__(self, gradients: Gradients, learning: Sequence[tuple[Tensor, str]]) -> None:
@@ -29,7 +30,7 @@ class StandIns:
         self._begin_life()
 
     def _begin_life(self) -> None:
-        self._life, self._begun, self._standing = Life(self.gradients), False, False
+        self._life, self._begun, self.standing = Life(self.gradients), False, False
         self._of = {
             id(p): (p, HeldGradient(p, number, path, self._life))
             for number, (p, path) in enumerate(self._learning)
@@ -37,7 +38,7 @@ class StandIns:
 
     def stand(self) -> None:
         """Put the stand-ins in their places: the engine holds gradients now."""
-        self._begun = self._standing = True
+        self._begun = self.standing = True
         self.gradients.arrived()
         for p, held in self._of.values():
             p.grad = held
@@ -60,7 +61,7 @@ class StandIns:
     def forget(self) -> None:
         """The user has taken the stand-ins away, or set all of them to zero: those stay."""
         stay = len(self.gradients.zeroed) == len(self._of)
-        self._standing = False
+        self.standing = False
         if self._begun and not stay:
             self._life.end(self.gradients.left())
             self._begin_life()
@@ -75,7 +76,7 @@ class StandIns:
         Raises `LayoutError`, until that is mended, if some were replaced (a gradient written by
         hand would be lost) or set to None.
         """
-        if not self._standing:
+        if not self.standing:
             return False
         others = [(p, p.grad, held) for p, held in self._of.values() if p.grad is not held]
         for p, gradient, held in others:
@@ -105,18 +106,29 @@ class StandIns:
     def gone(self) -> bool:
         """Whether every `p.grad` is None, or zero, where stand-ins were."""
         zeroed = self.gradients.zeroed
-        return self._standing and all(
+        return self.standing and all(
             p.grad is None or held.number in zeroed for p, held in self._of.values()
         )
 
     @property
     def removed(self) -> bool:
         """Whether every `p.grad` is None where stand-ins were."""
-        return self._standing and all(p.grad is None for p, _ in self._of.values())
+        return self.standing and all(p.grad is None for p, _ in self._of.values())
+
+    def require_none_replaced(self) -> None:
+        """Raise `LayoutError` if a step pre hook has put something else into a `p.grad`."""
+        for p, held in self._of.values() if self.standing else ():
+            if p.grad is not held:
+                raise LayoutError(
+                    f"p.grad of {held.path} was replaced in a step pre hook.",
+                    cause="p.grad = None, optimizer.zero_grad() or p.grad = g in the hook.",
+                    fix="write to the gradient in place (p.grad.mul_(x), clipping by torch's own "
+                    "functions), or by engine.set_full_gradient(path, value).",
+                )
 
     def require_taken(self) -> None:
         """Raise `LayoutError` for a `p.grad` that no backward has brought: it would be lost."""
-        for p, held in () if self._standing else self._of.values():
+        for p, held in () if self.standing else self._of.values():
             if p.grad is not None and p.grad is not held:
                 raise LayoutError(
                     f"p.grad of {held.path} is a tensor that the engine has not got by a backward.",

@@ -27,8 +27,8 @@ from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import nonfinite, raises_together, reduce_agreed
 from fzero.transforms.norm import clip_factor, norm_of_state
+from fzero.transforms.prepare import scaled
 from fzero.transforms.scaled import with_value
-from fzero.transforms.update import scaled
 from fzero.transforms.weights import averaged
 
 
@@ -73,13 +73,24 @@ def _step(driver: Driver) -> None:
         driver.writes.compare(driver.running.performer)
     if error := nonfinite([driver.state], None, [said]):
         raise error
-    driver.writes.masters.follow(driver.state)
     state = reduce_agreed(driver.state, said, used=0)
     driver.put(state)  # if the optimizer raises, this is what the engine has
-    new = driver.guard.update(state, said.unused)
-    driver.stand_ins.drop()
-    driver.put(new)
-    driver.published()
+    if not driver.stand_ins.standing:  # other ranks had a backward
+        driver.show_gradients()
+
+    def begin() -> TrainState:
+        """After the step pre hooks, which may write to gradients and to parameters."""
+        driver.stand_ins.require_none_replaced()
+        driver.writes.masters.follow(driver.state)
+        return driver.state
+
+    def end(new: TrainState) -> None:
+        """Before the step post hooks, which read the new parameters."""
+        driver.stand_ins.drop()
+        driver.put(new)
+        driver.published()
+
+    driver.guard.update(state, said.unused, begin, end)
 
 
 def clip_grad_norm_(driver: Driver, max_norm: float) -> Tensor:

@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from fzero.adapter import _as_module, _scaling, access, boundary
 from fzero.adapter._adopt import adopt
 from fzero.adapter._close import close
-from fzero.adapter._module import ModuleParameters, first_state
+from fzero.adapter._kept_masters import begun_state
+from fzero.adapter._module import ModuleParameters
 from fzero.adapter._of_driver import of_driver
 from fzero.adapter._report import MemoryReport, described, report
 from fzero.adapter._reshard import reshard
@@ -115,7 +116,7 @@ class Engine(_as_module.NamesOfModule):
         setup = planned(module, optimizer, stage, axis, self.options)
         self.module = module
         params = ModuleParameters(module, setup.layout)
-        first = first_state(params, setup, local, scale_of(loss_scale, setup))
+        first = begun_state(params, setup, local, scale_of(loss_scale, setup))
         self._driver = Driver(params, first)
 
     @property
@@ -260,9 +261,8 @@ class Engine(_as_module.NamesOfModule):
             call. One that an overflow skipped was due as well.
 
         Raises:
-            PhaseError: inside a window, a forward or a backward, and for an engine without
-                optimizer; everything is then as before.
-            CallError: for a closure: run its forward and backward before the call.
+            PhaseError, CallError: inside a window, a forward or a backward, without optimizer, for
+                a closure (run its forward and backward before); everything is then as before.
             LayoutError: when a parameter was replaced, moved or unfrozen, or `p.grad` written.
             MismatchError: on every rank, when the options of the optimizer differ by rank, or some
                 ranks have thrown their gradients away. Nothing was changed.

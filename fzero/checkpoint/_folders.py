@@ -10,14 +10,15 @@ system, nothing is removed.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from fzero.checkpoint._form import DATA
 from fzero.checkpoint.disk import is_there, regular
 from fzero.checkpoint.everywhere import CheckpointError, Ranks, damaged, everywhere
 from fzero.checkpoint.manifest import MANIFEST, read_manifest
@@ -26,6 +27,22 @@ from fzero.errors import LayoutError
 PathLike = str | os.PathLike[str]
 LOCK = ".lock"
 _BLOCK_BYTES = 2**20
+
+
+class Kind(NamedTuple):
+    """What is at a path: several kinds may be, and none removes the data of another."""
+
+    manifest: str  # the name of its manifest
+    data: str  # how the names of its data folders begin
+    named: Callable[[Path], str]  # path -> the data folder that the manifest there names
+
+    @property
+    def names(self) -> re.Pattern[str]:
+        """Of its data folders."""
+        return re.compile(f"{self.data}-[0-9a-f]{{16}}")
+
+
+CHECKPOINT = Kind(MANIFEST, "data", lambda path: read_manifest(path).data)
 
 
 def as_path(name: str, path: PathLike) -> Path:
@@ -52,25 +69,25 @@ def path_everywhere(ranks: Ranks, name: str, path: PathLike) -> Path:
 
 
 @contextmanager
-def kept(path: Path, *, makes: bool = False) -> Iterator[None]:
+def kept(path: Path, *, makes: Kind | None = None) -> Iterator[None]:
     """Keep the data folders at a path from removal, by a shared lock, for the time of the block.
 
-    makes: whether the path is made, and the lock in it, if they are not there.
+    makes: what will be written; the path is made, and the lock in it, if they are not there.
 
-    Raises `CheckpointError` if the lock, or with `makes` the manifest, is no regular file.
+    Raises `CheckpointError` if the lock, or the manifest of what is made, is no regular file.
     """
-    if makes:
+    if makes is not None:
         path.mkdir(parents=True, exist_ok=True)
-        is_there(path / MANIFEST)  # before anything is written that would end in its place
+        is_there(path / makes.manifest)  # before anything is written that would end in its place
         with open(path / LOCK, "ab", opener=regular):
             pass
     with _locked(path, alone=False):
         yield
 
 
-def make_folder(path: Path) -> str:
+def make_folder(path: Path, kind: Kind) -> str:
     """Make a data folder of a new name in a path that is kept; return the name."""
-    data = f"data-{secrets.token_hex(8)}"
+    data = f"{kind.data}-{secrets.token_hex(8)}"
     (path / data).mkdir()
     return data
 
@@ -106,17 +123,18 @@ def require_whole(folder: Path, files: dict[str, list[int]], rank: int, ranks: i
             raise damaged(file, "is not what was written: its checksum is wrong")
 
 
-def sweep(path: Path) -> None:
+def sweep(path: Path, kind: Kind) -> None:
     """Remove the data folders that the manifest at `path` does not name, if nobody is there."""
     with _locked(path, alone=True) as alone:
         if not alone:
             return
         try:
-            named = read_manifest(path).data if (path / MANIFEST).exists() else ""
+            named = kind.named(path) if (path / kind.manifest).exists() else ""
         except CheckpointError:
             return  # nobody knows which of them is good
         for folder in path.iterdir():
-            if DATA.fullmatch(folder.name) and not folder.is_symlink() and folder.name != named:
+            is_one = kind.names.fullmatch(folder.name)
+            if is_one and not folder.is_symlink() and folder.name != named:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -15,7 +15,13 @@ from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._local import check_replicas_saved, completed, room_for
-from fzero.checkpoint._owned import owned_pieces, share_with_replicas, with_room_owned
+from fzero.checkpoint._owned import (
+    is_copy,
+    owned_pieces,
+    read_by,
+    share_with_replicas,
+    with_room_owned,
+)
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import Sums, start_pieces, with_residual
 from fzero.checkpoint._rng import rng_file, rng_setter
@@ -41,6 +47,7 @@ from fzero.checkpoint.manifest import (
 from fzero.collectives import assert_same_everywhere
 from fzero.ranks.axis import Axis
 from fzero.state import TrainState
+from fzero.transforms._written import returned
 
 Thing = TypeVar("Thing")
 
@@ -157,7 +164,10 @@ def load_with_extra(
         with torch.no_grad():
             plan, index = everywhere(ranks, prepare, what=f"read {where}")
             storage().read_pieces(plan.pieces, folder, index, axis)
-            return finished(held, saved, plan), saved.extra
+            made: Any = finished(held, saved, plan)
+    if isinstance(made, TrainState):
+        returned(made)
+    return made, saved.extra
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:
@@ -226,11 +236,13 @@ def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> Loa
     make = partial(room, frozen=frozen)
     for one, number in zip(held.states, held.ranks, strict=True):
         new, shards = room_for(one, saved, number, make, zeros_where, frozen=frozen)
-        new = with_room_owned(new, number, saved.slots, saved.tensors)
+        prefix = read_by(one, number, saved.origin)
+        new = with_room_owned(new, number, saved.slots, saved.tensors, prefix)
         new, residual, more = with_residual(new, saved, number)
+        shared = held.is_stack and is_copy(one, number)  # see `finished`
         pieces += [
             *cut_shards(new.setup.layout, [*shards, *residual]),
-            *owned_pieces(new, number, saves=held.is_stack),
+            *([] if shared else owned_pieces(new, number, prefix)),
             *start_pieces(new, saved),
         ]
         made.append(new)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fzero.checkpoint._form import MANIFEST_FORM, DictForm, problems
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint.disk import regular
+from fzero.checkpoint._private import new_file, own_file
 from fzero.checkpoint.everywhere import damaged
 from fzero.checkpoint.manifest import Manifest
 
@@ -88,8 +88,15 @@ class CopyFile(NamedTuple):
         return self._replace(file=file)
 
 
+def slot_bytes(nbytes: int) -> int:
+    """Return the bytes of a file for a copy of so many, which has room for a longer header."""
+    return -(-nbytes // _ROUND) * _ROUND + _ROUND
+
+
 def take_slot(file: Path, old: CopyFile | None, nbytes: int) -> CopyFile:
     """Return a mapped file of at least `nbytes`; `old`, which has another name then, if possible.
+
+    file: a name that nobody can have guessed, of a file that is not there.
 
     Raises `OSError` where memory is short: a write into a mapping without memory ends the process.
     """
@@ -97,14 +104,17 @@ def take_slot(file: Path, old: CopyFile | None, nbytes: int) -> CopyFile:
         old = old.named(file)
         if nbytes <= old.memory.numel():
             return old
-    size = -(-nbytes // _ROUND) * _ROUND + _ROUND
-    opened = regular(os.fspath(file), os.O_RDWR | os.O_CREAT)
+    size = slot_bytes(nbytes)
+    opened = new_file(file) if old is None else own_file(file, os.O_RDWR)
     try:
         if hasattr(os, "posix_fallocate"):
             os.posix_fallocate(opened, 0, size)
         else:  # macOS, which has no file system in memory either
             os.ftruncate(opened, size)
         return CopyFile(file, _tensor_of(mmap.mmap(opened, size)))
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise
     finally:
         os.close(opened)
 
@@ -164,8 +174,8 @@ def seal(slot: CopyFile, text: bytes, nbytes: int) -> None:
 
 
 def mapped(file: Path) -> Tensor:
-    """Return the bytes of a file, mapped: what is written there changes no file."""
-    opened = regular(os.fspath(file), os.O_RDONLY)
+    """Return the bytes of a file of this user's, mapped: what is written there changes no file."""
+    opened = own_file(file, os.O_RDONLY)
     try:
         size = os.fstat(opened).st_size
         if not size:

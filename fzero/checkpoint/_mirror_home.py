@@ -9,11 +9,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from fzero.checkpoint._behind import group_beside
 from fzero.checkpoint._held import Held
+from fzero.checkpoint._mirror_file import slot_bytes
 from fzero.checkpoint._mirror_find import HostCopy
-from fzero.checkpoint._mirror_hosts import SHARED_MEMORY, Hosts, default_folder, host_name
+from fzero.checkpoint._mirror_hosts import Hosts, default_folder, host_name, keeper
+from fzero.checkpoint._private import make_private, new_file
 from fzero.checkpoint.everywhere import (
     CheckpointError,
     Ranks,
@@ -21,6 +24,7 @@ from fzero.checkpoint.everywhere import (
     from_first,
     results_of_ranks,
 )
+from fzero.checkpoint.in_memory import hold, remove_if_empty, sweep_gone
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import AxisError, LayoutError, PhaseError
 
@@ -38,6 +42,13 @@ class MirrorOptions:
     copies: int
 
 
+class Room(NamedTuple):
+    """What this host had for copies when the mirror was made."""
+
+    needed: int
+    free: int  # with what copies in the folder took then
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Home:
     """Where the processes of a training keep copies."""
@@ -48,6 +59,7 @@ class Home:
     folder: Path  # on this host
     attempt: str
     pid: int  # a forked process runs what is left to do at the end, too
+    room: Room
 
     @property
     def rank(self) -> int:
@@ -87,65 +99,99 @@ def open_home(options: MirrorOptions, ranks: Ranks, part_bytes: Callable[[], int
                 fix="give all ranks of a host the same folder.",
             )
         if hosts.leads:
-            _make_private(base, folder)
-        return part_bytes(), _free_bytes(folder) if hosts.leads else 0
+            _make_folders(base, folder, options)
+        return part_bytes(), sum(_bytes_in(folder)) if hosts.leads else 0
+
+    def enter() -> Room:
+        if options.folder is None and not hosts.leads:
+            hold(base, "Mirror")
+        return _require_room(hosts, folder, sizes)
 
     sizes = results_of_ranks(ranks, make, what=f"make {folder}")
-    everywhere(ranks, lambda: _require_room(hosts, folder, sizes), what=f"make {folder}")
+    room = everywhere(ranks, enter, what=f"make {folder}")
     attempt = from_first(ranks, lambda: secrets.token_hex(8), what="make a Mirror")
     beside = Ranks(axis=group_beside(ranks.axis, use="mirrors"), beside=True)
     pid = os.getpid()
-    return Home(ranks=ranks, beside=beside, hosts=hosts, folder=folder, attempt=attempt, pid=pid)
-
-
-def _make_private(base: Path, folder: Path) -> None:
-    """Make the folder for this user alone; in /dev/shm every user may make any name."""
-    base.parent.mkdir(parents=True, exist_ok=True)
-    base.mkdir(mode=0o700, exist_ok=True)
-    if base.parent == SHARED_MEMORY and (base.is_symlink() or base.stat().st_uid != os.getuid()):
-        raise LayoutError(
-            f"Mirror: {base} is not a folder of this user.",
-            cause="another user's program has made it.",
-            fix="Mirror(folder=...), with a folder of your own.",
-        )
-    folder.mkdir(mode=0o700, exist_ok=True)
-
-
-def _free_bytes(folder: Path) -> int:
-    """Bytes that copies can take: what is free, and what copies in the folder take now."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize + sum(file.stat().st_size for file in folder.iterdir())
-
-
-def _require_room(hosts: Hosts, folder: Path, sizes: list[tuple[int, int]]) -> None:
-    """Raise for the first host that is too small. sizes: of each rank, (its part, what is free)."""
-    for host in hosts.names:
-        needed = SLOTS * sum(sizes[rank][0] for rank in hosts.parts_on(host))
-        free = sizes[hosts.ranks_on(host)[0]][1]
-        if needed > free:
-            raise no_room(needed, free, f"{folder.parent / host} on the host {host}")
-
-
-def no_room(needed: int, free: int, where: str) -> CheckpointError:
-    """Return the error of too little shared memory."""
-    return CheckpointError(
-        f"Mirror: its copies need {needed:,} bytes in {where}, and {free:,} bytes are free.",
-        cause="a small /dev/shm (64 MB in a container of Docker, half of the memory elsewhere), or "
-        "copies that another job has left there.",
-        fix="docker run --shm-size=..., or mount -o remount,size=... /dev/shm; a folder= in more "
-        "memory; copies=0; or remove /dev/shm/fzero-mirror-* of jobs that are over.",
+    return Home(
+        ranks=ranks, beside=beside, hosts=hosts, folder=folder, attempt=attempt, pid=pid, room=room
     )
 
 
+def _make_folders(base: Path, folder: Path, options: MirrorOptions) -> None:
+    """Make the folders for this user alone, and sweep what programs that are gone have left."""
+    sweep_gone()
+    if options.folder is None:
+        hold(base, "Mirror", keeper())
+    else:  # it outlives the processes
+        make_private(base, "Mirror")
+    make_private(folder, "Mirror")
+
+
+def _bytes_in(folder: Path) -> tuple[int, int]:
+    """Return the bytes that are free, and those that copies in the folder take now."""
+    found, taken = os.statvfs(folder), 0
+    for file in folder.iterdir():
+        with suppress(FileNotFoundError):  # another rank has renamed it
+            taken += file.lstat().st_size
+    return found.f_bavail * found.f_frsize, taken
+
+
+def _require_room(hosts: Hosts, folder: Path, sizes: list[tuple[int, int]]) -> Room:
+    """Return what this host has. sizes: of each rank, (its part, what copies can take).
+
+    Raises `CheckpointError` for the first host that is too small.
+    """
+    rooms: dict[str, Room] = {}
+    for host in hosts.names:
+        needed = SLOTS * sum(slot_bytes(sizes[rank][0]) for rank in hosts.parts_on(host))
+        rooms[host] = room = Room(needed, sizes[hosts.ranks_on(host)[0]][1])
+        if room.needed > room.free:
+            raise CheckpointError(
+                f"Mirror: its copies need {room.needed:,} bytes in {folder.parent / host} on the "
+                f"host {host}, and {room.free:,} bytes are free.",
+                cause="a small /dev/shm (64 MB in a container of Docker, half of the memory "
+                "elsewhere), or what other programs keep there.",
+                fix=_MORE_ROOM,
+            )
+    return rooms[hosts.own]
+
+
+_MORE_ROOM = (
+    "docker run --shm-size=..., or mount -o remount,size=... /dev/shm; a folder= in more memory; "
+    "copies=0; or remove what is of no use there (ls -l /dev/shm)."
+)
+
+
 @contextmanager
-def explains_no_room(needed: int, folder: Path) -> Iterator[None]:
-    """Raise the error of too little shared memory with both numbers."""
+def explains_no_room(home: Home, more: int) -> Iterator[None]:
+    """Raise the error of memory that is short now, for a copy that takes so many bytes more."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             raise
-        raise no_room(needed, _free_bytes(folder), os.fspath(folder)) from error
+        raise _short_now(home, more, error) from error
+
+
+def _short_now(home: Home, more: int, error: OSError) -> CheckpointError:
+    """Say what is free now, and what has become of what was free when the mirror was made."""
+    free, own = _bytes_in(home.folder)
+    others = home.room.free - own - free
+    seen = (
+        f"Mirror: a copy needs {more:,} bytes more in {home.folder}, and {free:,} bytes are free "
+        f"now ({error.strerror}). Its copies take {own:,} bytes there. When the mirror was made, "
+        f"{home.room.free:,} bytes were free for the {home.room.needed:,} that it needs in all"
+    )
+    if others > 0:
+        seen += f": since then others have taken {others:,} bytes"
+        cause = "another program on this host that has put files into this memory meanwhile."
+    elif free >= more:
+        cause = "memory that was full just then and is free again, or a limit below what is free: "
+        cause += "a quota of the user, or of the container."
+    else:
+        cause = "a state that has grown since (an optimizer that makes its own in the first step, "
+        cause += "a larger extra=)."
+    return CheckpointError(f"{seen}.", cause=cause, fix=_MORE_ROOM)
 
 
 def copies_in(folder: Path) -> list[Path]:
@@ -177,7 +223,9 @@ def leave(home: Home) -> None:
         for rank in home.hosts.ranks_on(home.hosts.own)
     ]
     with suppress(OSError):  # somebody has removed the folder
-        marks[home.hosts.ranks_on(home.hosts.own).index(home.rank)].touch()
+        mark = marks[home.hosts.ranks_on(home.hosts.own).index(home.rank)]
+        with suppress(FileExistsError):
+            os.close(new_file(mark))
         if all(mark.exists() for mark in marks):
             remove_all(home.folder)
 
@@ -186,9 +234,9 @@ def remove_all(folder: Path) -> None:
     """Remove every copy on this host; then the folders, if nothing else is in them."""
     for file in _own_files(folder):
         file.unlink(missing_ok=True)
-    for each in (folder, folder.parent):
-        with suppress(OSError):
-            each.rmdir()
+    with suppress(OSError):
+        folder.rmdir()
+    remove_if_empty(folder.parent)
 
 
 def _own_files(folder: Path) -> list[Path]:

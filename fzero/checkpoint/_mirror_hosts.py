@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+from fzero.checkpoint.in_memory import MIRROR, SHARED_MEMORY, KnownProcess, process_of
 from fzero.errors import LayoutError
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +83,23 @@ def host_name() -> str:
     )
 
 
-def default_folder() -> Path:
-    """Return the folder of the mirror of a program that gives none.
+def _launch() -> tuple[str, int]:
+    """Return the name of this launch, and the process that would start its ranks again.
 
-    Ranks that torchrun starts again have the same agent as their parent, and so the same folder;
-    another launch has another one. Without torchrun no other process finds it.
+    Ranks that torchrun starts again have the same agent as their parent. Without torchrun nobody
+    starts them again: it is this process itself.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return ("process", os.getpid()) if run is None else (run, os.getppid())
+
+
+def keeper() -> KnownProcess | None:
+    """Return the process whose end is the end of this launch; None where that is not known."""
+    return process_of(_launch()[1])
+
+
+def default_folder() -> Path:
+    """Return the folder of the mirror of a program that gives none: another one for each launch.
 
     Raises `LayoutError` where there is no shared memory.
     """
@@ -97,10 +109,10 @@ def default_folder() -> Path:
             cause="a system without a file system in memory, as macOS.",
             fix="Mirror(folder=..., every=...), with a folder that outlives the processes.",
         )
-    run = os.environ.get("TORCHELASTIC_RUN_ID")
-    who = f"process-{os.getpid()}" if run is None else f"{run}-{os.getppid()}"
-    safe = re.sub(r"[^A-Za-z0-9._-]", "_", who)
-    return SHARED_MEMORY / f"fzero-mirror-{os.getuid()}-{safe}"
+    run, pid = _launch()
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:64]
+    digest = hashlib.sha256(f"{run} {process_of(pid) or pid}".encode()).hexdigest()
+    return SHARED_MEMORY / f"{MIRROR}-{os.geteuid()}-{safe}-{digest[:16]}"
 
 
 def restarts() -> tuple[int, int]:

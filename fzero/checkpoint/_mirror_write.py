@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, MutableMapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from fzero.checkpoint._mirror_file import (
     fill,
     header_text,
     seal,
+    slot_bytes,
     table_of,
     take_slot,
 )
@@ -141,9 +143,10 @@ def _take(home: Home, slots: Slots, last: Label, nbytes: int) -> CopyFile:
     old = spare[0] if len(own) >= SLOTS else None
     if old is not None:
         own.remove(old)
-    file = home.folder / f"{WRITING}{last.rank:05d}-{home.attempt}"
-    with explains_no_room(nbytes, home.folder):
-        return take_slot(file, old, nbytes)
+    name = f"{WRITING}{last.rank:05d}-{home.attempt}-{secrets.token_hex(8)}"
+    more = slot_bytes(nbytes) - (0 if old is None else old.memory.numel())
+    with explains_no_room(home, more):
+        return take_slot(home.folder / name, old, nbytes)
 
 
 def _commit(home: Home, slots: Slots, slot: CopyFile, label: Label) -> None:

@@ -1,7 +1,8 @@
 """What optimizers keep of parameters with owners: saved, and read, by these, whole.
 
 A slot with the elements of its parameter is saved as that of cut flats is. One of another shape is
-a tensor of its own, [n] of its elements; its shape stands in the manifest beside its dtype.
+a tensor of its own, [n] of its elements; its shape stands in the manifest beside its dtype. Of
+replicas that train apart each has its own, replica 0 under the names of a state without them.
 """
 
 from __future__ import annotations
@@ -74,24 +75,51 @@ def owned_slots(state: TrainState) -> Slots:
     return found
 
 
+def prefix_of(state: TrainState, rank: int) -> str:
+    """Return before which names a rank of the mesh saves what it owns: those of its replica."""
+    replica = 0 if state.window.outer is None else rank // state.setup.layout.ranks
+    return f"replica/{replica}/" if replica else ""
+
+
+def read_by(like: TrainState, rank: int, origin: Mapping[str, Any]) -> str:
+    """Return before which names a rank reads: those of its replica, if as many were saved.
+
+    like: the state that is filled, as it began. origin: of the manifest.
+    """
+    outer, local = like.window.outer, origin.get("local")
+    if outer is None or local is None:
+        return ""
+    same = len(local["replicas"]) == outer.mesh.replicas.size
+    return prefix_of(like, rank) if same else ""
+
+
 def free_slots(state: TrainState, rank: int) -> Slots:
     """Return what this rank alone knows: the forms of the slots that steps have made."""
     found: Slots = {}
     for one in owned_of(state):
         if one.free and one.values.numel() and owns(state, rank, one.number):
-            found.setdefault(one.slot, {})[one.name] = one.form
+            found.setdefault(prefix_of(state, rank) + one.slot, {})[one.name] = one.form
     return found
 
 
-def owned_pieces(state: TrainState, rank: int, *, saves: bool) -> list[TensorPiece]:
-    """Return what a rank reads of a state; or what it `saves`, each tensor by one rank alone."""
-    owners, found = owners_of(state.setup), list[TensorPiece]()
-    if owners is None or (saves and rank >= owners.axis.size):
-        return found
+def is_copy(state: TrainState, rank: int) -> bool:
+    """Whether a rank of the mesh owns what a rank of the first replica owns, with equal values."""
+    owners = owners_of(state.setup)
+    return owners is not None and state.window.outer is None and rank >= owners.axis.size
+
+
+def saved_pieces(state: TrainState, rank: int) -> list[TensorPiece]:
+    """Return what a rank saves of a state, each tensor by one rank alone."""
+    return [] if is_copy(state, rank) else owned_pieces(state, rank, prefix_of(state, rank))
+
+
+def owned_pieces(state: TrainState, rank: int, prefix: str) -> list[TensorPiece]:
+    """Return what a rank has of what owners keep, under names behind a prefix."""
+    found = list[TensorPiece]()
     for one in owned_of(state):
         flat = one.values.reshape(-1)[: None if owns(state, rank, one.number) else 0]
         for start, stop in blocks(0, flat.numel(), BLOCK_NUMEL):
-            name = f"optimizer/{one.slot}/{one.name}"
+            name = f"{prefix}optimizer/{one.slot}/{one.name}"
             piece = flat[start:stop]
             found.append(TensorPiece(name=name, start=start, numel=flat.numel(), values=piece))
     return found
@@ -101,7 +129,7 @@ def share_with_replicas(states: Sequence[TrainState]) -> None:
     """Give the owners of other replicas what those of the first have read; all ranks are here."""
     for one, state in enumerate(states):
         owners = owners_of(state.setup)
-        if owners is None or one < owners.axis.size:
+        if owners is None or not is_copy(state, one):
             continue
         for mine, first in zip(owned_of(state), owned_of(states[owners.rank_of(one)]), strict=True):
             if owns(state, one, mine.number):
@@ -109,11 +137,11 @@ def share_with_replicas(states: Sequence[TrainState]) -> None:
 
 
 def with_room_owned(
-    state: TrainState, rank: int, slots: Slots, tensors: Mapping[str, Any]
+    state: TrainState, rank: int, slots: Slots, tensors: Mapping[str, Any], prefix: str
 ) -> TrainState:
     """Return the state with zeros for all that this rank owns, to be filled; else nothing.
 
-    slots, tensors: of a manifest.
+    slots, tensors: of a manifest. prefix: of the names that are read; see `read_by`.
 
     Raises `LayoutError` for a slot that is not in the checkpoint.
     """
@@ -124,7 +152,7 @@ def with_room_owned(
     for one in owned_of(state):
         assert owners is not None
         leaf, mine = owners.leaves[one.number].leaf, owns(state, rank, one.number)
-        form = slots.get(one.slot, {}).get(one.name)
+        form = slots.get(prefix * one.free + one.slot, {}).get(one.name)
         if form is None and one.free and int(state.optimizer.count) and leaf.path not in fresh:
             raise LayoutError(
                 f"load: there is no {one.slot} of {one.name} in the checkpoint.",
@@ -135,7 +163,7 @@ def with_room_owned(
         if one.free:
             shape, dtype = (0,), one.values.dtype
             if form is not None:
-                shape, dtype = _form_of(form, tensors, f"optimizer/{one.slot}/{one.name}")
+                shape, dtype = _form_of(form, tensors, f"{prefix}optimizer/{one.slot}/{one.name}")
         device = one.values.device
         made[one.slot][one.number] = torch.zeros(
             shape if mine else (0,), dtype=dtype, device=device

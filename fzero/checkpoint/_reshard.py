@@ -14,6 +14,7 @@ from fzero.ranks.mesh import Axis, MeshLike, Runtime
 from fzero.state import TrainState
 from fzero.state.alive import require_not_donated
 from fzero.transforms import simulate
+from fzero.transforms._written import returned
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.state_options import check_stage
 
@@ -70,8 +71,12 @@ def reshard(
             fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
         )
     if state is None or tuple(state.step.shape) != (state.mesh.size,):
-        return for_training(_of_process, state, stage, mesh)
-    return for_training(_of_stack, state, stage, mesh)
+        new = for_training(_of_process, state, stage, mesh)
+    else:
+        new = for_training(_of_stack, state, stage, mesh)
+    if new is not None:
+        returned(new)
+    return new
 
 
 def _of_stack(state: TrainState, stage: int | None, mesh: MeshLike) -> TrainState:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fzero.checkpoint._behind import AsyncSave, group_beside, start_thread, wait_for_earlier
 from fzero.checkpoint._folders import (
+    CHECKPOINT,
     PathLike,
     digest_of_file,
     kept,
@@ -24,7 +25,7 @@ from fzero.checkpoint._folders import (
 )
 from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._local import all_shards_of, facts_of_replicas
-from fzero.checkpoint._owned import Slots, free_slots, owned_pieces
+from fzero.checkpoint._owned import Slots, free_slots, owned_pieces, prefix_of, saved_pieces
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import residual_shards, start_pieces
 from fzero.checkpoint._rng import rng_file, rng_text
@@ -238,7 +239,8 @@ def pieces_of_rank(
     parts = all_shards_of(state, rank, frozen=frozen, shared=shared)
     shards = [*parts, *residual_shards(state, rank)]
     starts = start_pieces(state) if shared or rank == 0 else []
-    own = owned_pieces(state, rank, saves=not shared)
+    prefix = prefix_of(state, rank)
+    own = owned_pieces(state, rank, prefix) if shared else saved_pieces(state, rank)
     return [*cut_shards(state.setup.layout, shards), *own, *starts]
 
 
@@ -263,8 +265,8 @@ def write_draft(draft: Draft, path: Path) -> None:
         with ExitStack() as until_written:
 
             def make() -> str:
-                until_written.enter_context(kept(path, makes=True))
-                return make_folder(path)
+                until_written.enter_context(kept(path, makes=CHECKPOINT))
+                return make_folder(path, CHECKPOINT)
 
             data = from_first(ranks, make, what=f"make {path}")
 
@@ -283,7 +285,7 @@ def write_draft(draft: Draft, path: Path) -> None:
             _commit(ranks, path, whole)
     finally:
         if ranks.axis.rank == 0 and os.path.isdir(path):  # False for a name that cannot be
-            sweep(path)
+            sweep(path, CHECKPOINT)
 
 
 def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import io
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -88,32 +90,74 @@ def as_sent(structure: Structure) -> bytes:
     stream = io.BytesIO()
     try:
         _Pickler(stream).dump(structure)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LayoutError(
-            f"reshard: the state cannot be described to a rank that has none: {error}.",
-            cause="a lambda, a local function or an optimizer of this process's own parameters "
-            "among the options or in the optimizer.",
-            fix="use functions with a name in a module (`def`, not inside another function) and "
-            "functools.partial of them, a rule of fzero.optim or from_torch(class); or "
-            "fzero.checkpoint.save, and load it into a state that each rank has made.",
+    except LayoutError:
+        raise
+    except Exception as error:  # an object of the user's may raise anything
+        raise _not_described(
+            f"{type(error).__name__}: {error}",
+            cause="an object among the options or in the optimizer that cannot be pickled.",
+            fix="use objects of classes that can be, with functions that have a name in a module",
         ) from error
     return stream.getvalue()
 
 
+def _not_described(seen: str, cause: str, fix: str) -> LayoutError:
+    return LayoutError(
+        f"reshard: the state cannot be described to a rank that has none: {seen}.",
+        cause=cause,
+        fix=f"{fix}; or go by fzero.checkpoint.save, and load it into a state that each rank has "
+        "made. Nothing was changed.",
+    )
+
+
 def as_received(sent: bytes) -> Structure:
-    """Return what another rank of this program has sent, for the device of this process."""
-    found: Structure = pickle.loads(sent)
+    """Return what another rank of this program has sent, for the device of this process.
+
+    Raises `LayoutError` for functions or classes that this process has not.
+    """
+    try:
+        found: Structure = pickle.loads(sent)
+    except Exception as error:
+        raise LayoutError(
+            f"reshard: what the state is cannot be read on this rank: "
+            f"{type(error).__name__}: {error}.",
+            cause="a function or a class among the options that this process does not have: "
+            "another script or version, or one that only some ranks define.",
+            fix="run the same script on every rank, and define it before the call on all of them.",
+        ) from error
     if found.device.type != "cuda":
         return found
     return replace(found, device=torch.device("cuda", torch.cuda.current_device()))
 
 
+def _has_name(function: FunctionType) -> bool:
+    """Whether its module has it under its name, as pickle looks it up."""
+    module = sys.modules.get(function.__module__)
+    return getattr(module, function.__qualname__, None) is function or (
+        "<" not in function.__qualname__ and "." in function.__qualname__  # of a class
+    )
+
+
 class _Pickler(pickle.Pickler):
-    """Refuses what has the parameters of a process."""
+    """Refuses what has the parameters of a process, and functions that have no name for others."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, TorchOptimizer) and obj.instance is obj.source:
-            raise TypeError(f"{obj!r} is one object with its parameters")
+            raise _not_described(
+                f"{obj!r} is one object with its parameters",
+                cause="an optimizer of torch that was made of this process's parameters.",
+                fix="use a rule of fzero.optim, or fzero.optim.from_torch(class)",
+            )
+        if isinstance(obj, FunctionType) and not _has_name(obj):
+            code = obj.__code__
+            raise _not_described(
+                f"it has the function {obj.__qualname__} ({code.co_filename}:"
+                f"{code.co_firstlineno})",
+                cause="a lambda, or a function that was defined inside of another one, as a "
+                "learning rate, a mask, a label or another option.",
+                fix="use a function with a name in its module (`def`, not inside of another "
+                "function), or functools.partial of one",
+            )
         if isinstance(obj, Tensor) and obj.device.type != "cpu":
             return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented

@@ -18,7 +18,7 @@ class UnderWay:
     """How far one rank is on its way to the next update; its gradients are all reduced."""
 
     progress: Progress
-    weight: float | None  # of this rank's gradients, their sum
+    weight: tuple[float, ...] | None  # as `window.weight` of this rank
     scale: LossScale | None  # what gradients were multiplied by; None: none are held
     has_gradients: bool
     is_open: bool  # a coalescing window
@@ -40,7 +40,7 @@ def under_way(state: TrainState) -> UnderWay:
         )
     return UnderWay(
         progress=state.progress,
-        weight=None if window.weight is None else float(window.weight),
+        weight=None if window.weight is None else tuple(window.weight.tolist()),
         scale=state.scale if held else None,
         has_gradients=held,
         is_open=window.is_open,
@@ -58,7 +58,8 @@ def next_way(said: Sequence[tuple[UnderWay | None, bool]], rank: int) -> UnderWa
     own = said[rank][0]
     if own is None:
         fresh = replace(known[0].progress, nonfinite=None)
-        own = replace(known[0], progress=fresh, weight=None if known[0].weight is None else 0.0)
+        own = replace(known[0], progress=fresh)
+        own = replace(own, weight=None if own.weight is None else (0.0,) * len(own.weight))
     gone: list[UnderWay] = []
     if rank == next(r for r, (_, is_in) in enumerate(said) if is_in):  # one rank has theirs
         gone = [way for way, is_in in said if way is not None and not is_in]
@@ -69,7 +70,10 @@ def next_way(said: Sequence[tuple[UnderWay | None, bool]], rank: int) -> UnderWa
     progress = replace(own.progress, used=used, nonfinite=bad[0] if bad else None)
     weight = own.weight
     for way in gone:
-        weight = way.weight if weight is None else weight + (way.weight or 0.0)
+        if weight is None or way.weight is None:
+            weight = weight or way.weight
+        else:
+            weight = tuple(a + b for a, b in zip(weight, way.weight, strict=True))
     return replace(own, progress=progress, weight=weight)
 
 

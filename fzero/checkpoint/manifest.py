@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,8 +14,8 @@ from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, counters_of, unst
 from fzero.checkpoint._form import MANIFEST_FORM, problems
 from fzero.checkpoint._owned import owned_slots
 from fzero.checkpoint._pieces import TensorPiece, leaf_names
+from fzero.checkpoint._sealed import put_sealed, read_sealed
 from fzero.checkpoint._slots import slots_of
-from fzero.checkpoint.disk import put_text, read_text
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.state import TrainState
@@ -160,21 +159,14 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
     It is written into its own data folder first, where no other writer writes.
     """
     body = {"format": FORMAT, **asdict(manifest)}
-    text = json.dumps({"crc32": _crc32(body), "checkpoint": body}, indent=1)
-    put_text(path / MANIFEST, text, through=path / manifest.data / MANIFEST)
+    put_sealed(path / MANIFEST, "checkpoint", body, through=path / manifest.data / MANIFEST)
 
 
 def read_manifest(path: Path) -> Manifest:
     """Return the manifest at `path`. Raises `CheckpointError` if there is no good one."""
     file = path / MANIFEST
     try:
-        outer = json.loads(read_text(file))
-        body, crc = outer["checkpoint"], outer["crc32"]
-        if _crc32(body) != crc:
-            raise ValueError("its checksum is wrong")
-        theirs = body.pop("format", None)
-    except CheckpointError:
-        raise
+        body = read_sealed(file, "checkpoint")
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(
             f"there is no checkpoint at {path}: no {MANIFEST} in it.",
@@ -184,9 +176,7 @@ def read_manifest(path: Path) -> Manifest:
             "its ds_to_universal, and use fzero.checkpoint.load_universal. Safetensors: "
             "import_safetensors. Others: docs/checkpoints.md.",
         ) from None
-    except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise damaged(file, f"is no manifest: {type(error).__name__}: {error}") from None
-    if theirs != FORMAT:
+    if body.pop("format", None) != FORMAT:
         raise CheckpointError(
             f"the checkpoint at {path} has another format than {FORMAT}.",
             cause="it was written by another version of fzero.",
@@ -215,11 +205,6 @@ def misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
         end = begin + numel
     if end != piece.numel:
         yield f"{end} elements are there, {piece.numel} are wanted"
-
-
-def _crc32(body: Any) -> int:
-    """Return the checksum of the manifest's body, of its values and not of its spaces."""
-    return zlib.crc32(json.dumps(body).encode())
 
 
 def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:

@@ -32,6 +32,7 @@ from fzero.checkpoint._mirror_write import Flight, Slots, part_of, start_copy, w
 from fzero.checkpoint._save import draft_of, pieces_of_rank
 from fzero.checkpoint.driven import Driven
 from fzero.checkpoint.everywhere import everywhere
+from fzero.checkpoint.in_memory import let_go
 from fzero.errors.check import is_count, require
 from fzero.state import TrainState
 
@@ -80,7 +81,8 @@ class Mirror:
             so on one host there are none.
 
     Raises:
-        LayoutError: for options that cannot be, and without a folder where there is no /dev/shm.
+        LayoutError: for options that cannot be, and without a folder where there is no /dev/shm; in
+            a call, for a folder of another user, or one that others can write to.
 
     Example:
         >>> import tempfile, torch, fzero
@@ -181,6 +183,7 @@ class Mirror:
         everywhere(home.ranks, land, what="wait for the copies")
         if home.hosts.leads:
             remove_all(home.folder)
+        let_go(home.folder.parent)
 
     def _open(self, held: Held, begin: Callable[[Home], T]) -> T:
         """Make the folders, as a new attempt; return what it begins with. A collective."""

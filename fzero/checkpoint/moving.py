@@ -25,7 +25,7 @@ from fzero.checkpoint._between import on_all as on_all
 from fzero.checkpoint._carry import carry, copied
 from fzero.checkpoint._held import Held, held_by, stack_of
 from fzero.checkpoint._local import check_replicas_saved, room_for, with_anchors
-from fzero.checkpoint._owned import Slots, owned_pieces, with_room_owned
+from fzero.checkpoint._owned import Slots, owned_pieces, read_by, with_room_owned
 from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
 from fzero.checkpoint._residual import Sums, start_pieces, with_residual
 from fzero.checkpoint._room import numbered
@@ -52,10 +52,8 @@ from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.window import CLOSED
 from fzero.transforms import simulate
-from fzero.transforms.init import blank_state
-from fzero.transforms.outer import mesh_for
+from fzero.transforms.init import blank_at
 from fzero.transforms.scaled import with_policy
-from fzero.transforms.setup import setup_at
 
 T = TypeVar("T")
 
@@ -163,7 +161,7 @@ def _told(ranks: Ranks, known: Structure | None, said: Sequence[Said]) -> Struct
         return as_sent(known) if first and known is not None else b""
 
     sent = ranks.tell(on_all(ranks.axis, send))[members[0]]
-    return as_received(sent) if known is None else known
+    return on_all(ranks.axis, lambda: as_received(sent) if known is None else known)
 
 
 def moved_stack(held: Held, stage: int | None, mesh: MeshLike, size: int) -> TrainState:
@@ -245,16 +243,16 @@ def _gradient_shards(state: TrainState, rank: int, *, shared: bool) -> list[OwnS
 def _blank(structure: Structure, stage: int | None, mesh: MeshLike) -> TrainState:
     """Return a state of zeros at a stage, on a mesh that this rank is in."""
     old, local, device = structure.setup, structure.local, structure.device
-    stage, axis = old.stage if stage is None else stage, mesh_for(mesh, local)
+    stage = old.stage if stage is None else stage
     try:
-        setup = setup_at(old, stage=stage, axis=axis, device=device, local=local)
+        state = blank_at(old, stage=stage, mesh=mesh, device=device, local=local)
     except LayoutError as error:
         error.add_note(
             "(A state keeps its options where it is resharded. To go on with others, use "
             "fzero.checkpoint.save, and load into a state that was made with those.)"
         )
         raise
-    state = with_policy(blank_state(setup, device, local=local), structure.policy)
+    state = with_policy(state, structure.policy)
     for slot in slots_of(state):  # some rules begin with other values; padding is zero
         slot.flat.zero_()
     return state.replace(window=replace(CLOSED, outer=state.window.outer))
@@ -275,11 +273,12 @@ def _target(
     saved = replace(structure.manifest, tensors=tensors)
     check_replicas_saved(blank, saved, _HERE, "reshard")
     state, shards = room_for(blank, saved, rank, numbered, Tensor.zero_, shared=True)
-    state = with_room_owned(state, rank, saved.slots, tensors)
+    prefix = read_by(blank, rank, saved.origin)
+    state = with_room_owned(state, rank, saved.slots, tensors, prefix)
     state, residual, sums = with_residual(state, saved, rank)
     state = state.replace(gradients=gradients_like(state, way))
     shards = [*shards, *residual, *_gradient_shards(state, rank, shared=True)]
-    wants = [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, saves=False)]
+    wants = [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, prefix)]
     wants += [piece for piece in start_pieces(state) if piece.name in tensors]
     return Target(blank, state, rank, wants, sums)
 

@@ -105,6 +105,21 @@ def refuse_module(name: str, fn: Any) -> None:
         )
 
 
+def refuse_model(name: str, fn: Any) -> None:
+    """Raise `CallError` for a model in the place of a function of (params, *args).
+
+    A module without parameters may be such a function.
+    """
+    if isinstance(fn, nn.Module) and next(fn.parameters(), None) is not None:
+        raise CallError(
+            f"{name} got a {type(fn).__name__}, an nn.Module with parameters of its own.",
+            cause="the model in the place of a function: of its parameters the state has a copy.",
+            fix=f"apply, params = fzero.functionalize(model); make the state of `params`, and call "
+            f"{name}({'apply' if name == 'evaluate' else 'loss'}, state)(x), with a function that "
+            "calls apply(params, x).",
+        )
+
+
 def _wrong_call(
     name: str, signature: inspect.Signature, usage: str, given: Iterable[str], error: TypeError
 ) -> CallError:

@@ -15,6 +15,8 @@ al., "DoubleSqueeze", arXiv 1905.05957, algorithm 1.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,32 +39,86 @@ def require_codec(name: str, codec: Codec) -> None:
             cause="parameters are gathered from shards, which cut matrices, and are of full rank.",
             fix="give it as gradients=, and parameters= a codec of elements: fzero.codecs.int8().",
         )
+    if wrong := _wrong_with(codec):
+        raise LayoutError(
+            f"{name}={codec}: {wrong}.",
+            cause="a codec that encodes along other than the last dim, says a wrong size, is not "
+            "as linear as it says, or lacks one of its functions.",
+            fix="see fzero.codecs.Codec: each row [n] of x [.., n] is encoded by itself, and its "
+            "size is a function of n; a codec whose encoded forms do not add up has linear=False.",
+        )
+
+
+def _wrong_with(codec: Codec) -> str:
+    """Return what a codec does on a few numbers that it does not say; "" if nothing."""
     x = torch.linspace(-3.0, 2.0, 2 * _TRIED).view(2, _TRIED) ** 3
-    parts = codec.encode(x)
-    wrong = ""
+    try:
+        return _wrong_in(codec, x) or (_wrong_sum(codec, x) if codec.linear else "")
+    except _Raised as found:
+        return str(found)
+
+
+class _Raised(Exception):
+    """A function of a codec has raised."""
+
+
+def _called(codec: Codec, name: str, *args: Any) -> Any:
+    try:
+        return getattr(codec, name)(*args)
+    except NotImplementedError as error:
+        raise _Raised(f"it has no function {name}") from error
+    except Exception as error:
+        text = " ".join(str(error).split())
+        raise _Raised(f"{name} raised {type(error).__name__}: {text}") from error
+
+
+def _wrong_in(codec: Codec, x: Tensor) -> str:
+    parts = _called(codec, "encode", x)
     if not isinstance(parts, tuple) or not all(
         isinstance(part, Tensor) and part.shape[:-1] == x.shape[:-1] for part in parts
     ):
-        wrong = "encode gave no tuple of tensors [2, m] for a tensor [2, n]"
-    elif codec.linear and (len(parts) != 1 or not parts[0].is_floating_point()):
-        wrong = "it is linear, and encode gave other than one tensor of floats"
-    else:
-        sent = encoded(codec, x)[0]
-        size, said = sent[0].numel() * sent.itemsize, codec.wire_bytes(_TRIED)
-        if abs(size - said) > said / 100:
-            wrong = f"{_TRIED} elements are {size} bytes, and wire_bytes says {said}"
-        received = codec.decode(parts, _TRIED, x.dtype)
-        if received.shape != x.shape or received.dtype is not x.dtype:
-            wrong = f"decode gave {[*received.shape]} of {received.dtype} for [2, n] of {x.dtype}"
-        elif not bool(((received - x).abs() <= codec.bound(x)).all()):
-            wrong = "decode(encode(x)) is farther from x than bound(x) says"
-    if wrong:
-        raise LayoutError(
-            f"{name}={codec}: {wrong}.",
-            cause="a codec that encodes along other than the last dim, or says a wrong size.",
-            fix="see fzero.codecs.Codec: each row [n] of x [.., n] is encoded by itself, and its "
-            "size is a function of n.",
-        )
+        return "encode gave no tuple of tensors [2, m] for a tensor [2, n]"
+    if codec.linear and (len(parts) != 1 or not parts[0].is_floating_point()):
+        return "it is linear, and encode gave other than one tensor of floats"
+    sent = encoded(codec, x)[0]
+    size, said = sent[0].numel() * sent.itemsize, _called(codec, "wire_bytes", _TRIED)
+    if not isinstance(said, int | float) or abs(size - said) > said / 100:
+        return f"{_TRIED} elements are {size} bytes, and wire_bytes says {said}"
+    received = _called(codec, "decode", parts, _TRIED, x.dtype)
+    if not isinstance(received, Tensor):
+        return f"decode gave a {type(received).__name__} for [2, n] of {x.dtype}"
+    if received.shape != x.shape or received.dtype is not x.dtype:
+        return f"decode gave {[*received.shape]} of {received.dtype} for [2, n] of {x.dtype}"
+    bound = _called(codec, "bound", x)
+    if not isinstance(bound, Tensor) or not _fits(bound, x):
+        shown = [*bound.shape] if isinstance(bound, Tensor) else f"a {type(bound).__name__}"
+        return f"bound gave {shown} for [2, n]"
+    if not bool(((received - x).abs() <= bound).all()):
+        return "decode(encode(x)) is farther from x than bound(x) says"
+    return ""
+
+
+def _fits(bound: Tensor, x: Tensor) -> bool:
+    try:
+        return bound.expand_as(x).shape == x.shape
+    except RuntimeError:
+        return False
+
+
+def _wrong_sum(codec: Codec, x: Tensor) -> str:
+    """Try whether encoded forms add up: to within the bounds of both, and what adding rounds."""
+    y = 0.37 * x.flip(-1) + 0.1
+    (one,), (two,) = codec.encode(x), codec.encode(y)
+    received = _called(codec, "decode", (one + two,), _TRIED, x.dtype)
+    rounds = torch.finfo(one.dtype).eps * (x.abs() + y.abs()).amax(-1, keepdim=True)
+    allowed = sum((codec.bound(some) for some in (x, y, x + y)), rounds)
+    apart = (received - (x + y)).abs()
+    if bool((apart <= allowed).all()):
+        return ""
+    return (
+        f"it is linear, and decode(encode(x) + encode(y)) is {float(apart.max()):.3g} away from "
+        "x + y, more than the bounds of x, y and x + y together"
+    )
 
 
 def coarseness(codec: Codec) -> float:
@@ -122,8 +178,9 @@ class Encoder(Memories):
         """Encode values and what the memory holds; keep what that loses, where it is finite."""
         slot = self._slot.get((index, back)) if remembers else None
         total = values.to(wide(values.dtype))
-        if slot is not None:
-            total = total + self.remembered(slot).to(total.dtype) * self._factor
+        total = total if back else self.shared(total, slot)
+        if back and slot is not None:
+            total = total + self.remembered(slot).to(total.dtype) * self._scale
         rows = total.view(1, -1) if back else self._in_rows(total)
         buffer, form = encoded(self.codec, rows)
         self._forms[index, back] = form

@@ -63,8 +63,7 @@ class FactorEncoder(Memories):
         Not `mine`: zeros, and the memory stays as it is.
         """
         whole = gradient.to(wide(self._setup.accumulate_dtype(index)))
-        if mine:
-            whole = whole + self.remembered(self._slot[index, False]) * self._factor
+        whole = self.shared(whole, self._slot[index, False] if mine else None)
         self._there[index].append(_There(whole, mine))
         starts, matrices = self._starts(index), self._matrices.get(index, [])
         pairs = zip(matrices, starts, strict=True)

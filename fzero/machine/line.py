@@ -20,16 +20,22 @@ from fzero.state.protocol import (
 class ModelLine:
     """One model of a performer's protocol."""
 
-    __slots__ = ("number", "performer")
+    __slots__ = ("is_over", "number", "performer")
 
     def __init__(self, performer: Performer, number: int) -> None:
         self.performer, self.number = performer, number
+        self.is_over = False
+
+    def leave(self) -> None:
+        """No pass of the model will follow; a later one may have its number."""
+        self.is_over = True
+        self.performer.leave(self.number)
 
     @property
     def record(self) -> Model:
         """The protocol's record of this model. Raises `PhaseError` after the model has left."""
         found = self.performer.protocol.models.get(self.number)
-        if found is None:
+        if found is None or self.is_over:
             raise PhaseError(
                 f"rank {self.performer.axis.rank}: a parameter of stage 3 is read, and what would "
                 "gather it is over.",

@@ -180,13 +180,8 @@ def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpe
     for path, leaf in zip(paths, leaves, strict=True):
         problem = _problem_with(leaf)
         if problem:
-            raise LayoutError(
-                f"parameter {path} is {problem}.",
-                cause="fully_shard or parallelize_module was called on the module."
-                if is_dtensor(leaf)
-                else "something that is not a dense tensor is among the parameters.",
-                fix=_fix_for(leaf),
-            )
+            what = f"parameter {path} is" if accessors[0] else "the parameters are"
+            raise LayoutError(f"{what} {problem}.", cause=_cause_of(leaf), fix=_fix_for(leaf))
     return paths, leaves, treespec
 
 
@@ -200,9 +195,21 @@ def is_dtensor(x: object) -> bool:
     return isinstance(x, Tensor) and hasattr(x, "device_mesh")
 
 
+def _cause_of(leaf: object) -> str:
+    if isinstance(leaf, Module):
+        return "a module in the place of its parameters."
+    if isinstance(leaf, Iterator):
+        return "module.parameters(), or another iterator, which has no names and is used up."
+    if is_dtensor(leaf):
+        return "fully_shard or parallelize_module was called on the module."
+    return "something that is not a dense tensor is among the parameters."
+
+
 def _fix_for(leaf: object) -> str:
     if isinstance(leaf, Module):
         return "apply, params = fzero.functionalize(module) has its parameters."
+    if isinstance(leaf, Iterator):
+        return "params = dict(module.named_parameters()), or fzero.functionalize(module)."
     if is_dtensor(leaf):
         return "leave that call out: fzero shards whole parameters; x.full_tensor() makes one."
     return (

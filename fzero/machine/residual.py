@@ -22,8 +22,18 @@ from fzero.state import Buffers, Part, Placement, Setup, TrainState
 
 _BLOCKS = int8(memory=False)  # of a memory in 8 bits
 
-Lent = tuple[Sequence[Tensor], Tensor | float]
-"""What a state has of `window.residual`, and how many times that gradients are."""
+
+class Lent(NamedTuple):
+    """What a state has of `window.residual`, and in which units its gradients come.
+
+    One rule for all ways: what is encoded, crosses ranks and is remembered are gradients as an
+    update adds them up, so each is multiplied by its share before it is encoded. The loss scale, of
+    which the next one may be another, is in what crosses, and not in what is remembered.
+    """
+
+    flats: Sequence[Tensor]
+    scale: Tensor | float = 1.0  # the loss scale, which the gradients have
+    share: float = 1.0  # of an update, which they do not have yet: 1 / micro-batches of accumulate
 
 
 class MemorySlot(NamedTuple):
@@ -144,7 +154,7 @@ class Memories:
         self._slot = {(m.group, m.back): n for n, m in enumerate(self._memories)}
         self._lent: Callable[[], Lent] | None = None
         self._held: list[Tensor] = []  # as lent, and changed since then
-        self._factor: Tensor | float = 1.0
+        self._scale: Tensor | float = 1.0
         self._changed: dict[int, Tensor] = {}
 
     def remembers_by(self, lent: Callable[[], Lent]) -> None:
@@ -164,12 +174,21 @@ class Memories:
         """Return a flat of the residual, as it is kept."""
         if not self._held:
             assert self._lent is not None
-            lent, self._factor = self._lent()
-            self._held = list(lent)
+            lent = self._lent()
+            self._held, self._scale = list(lent.flats), lent.scale
         return self._held[number]
 
+    def shared(self, values: Tensor, slot: int | None) -> Tensor:
+        """Return gradients in the units of an update, with what a memory holds, if there is one."""
+        assert self._lent is not None
+        share = self._lent().share
+        if slot is None:
+            return values if share == 1.0 else values * share
+        before = self.remembered(slot).to(values.dtype) * self._scale
+        return values + before if share == 1.0 else before.add_(values, alpha=share)
+
     def remembered(self, slot: int) -> Tensor:
-        """Return what a memory holds, in fp32 or wider: `factor` times that is for a gradient."""
+        """Return what a memory holds, in fp32 or wider, without the loss scale."""
         return unpacked(self._memories[slot], self.borrowed(slot))
 
     def keep(self, number: int, flat: Tensor) -> None:
@@ -179,7 +198,7 @@ class Memories:
     def remember(self, slot: int, left: Tensor) -> None:
         """Keep what was lost of a gradient, [numel]: where it is finite, and no leaf's padding."""
         memory, setup = self._memories[slot], self._setup
-        left = left.div_(self._factor)
+        left = left.div_(self._scale)
         left = torch.where(left.isfinite(), left, self.remembered(slot))
         _, part = held_part(setup, setup.axis.rank, back=memory.back)
         left = without_padding(setup.layout, memory.group, part, left)

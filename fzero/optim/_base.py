@@ -34,6 +34,11 @@ class Base:
         """Whether a part of the leaf at `path` may not be updated alone."""
         return not self.elementwise
 
+    @property
+    def of_torch(self) -> Sequence[Any]:
+        """The optimizers of torch.optim that it steps, as they are bound."""
+        return ()
+
     def group_of(self, path: str) -> int:
         """Return the leaf's param group; -1: not stepped. A flat has leaves of one group only."""
         return 0
@@ -120,6 +125,10 @@ class Base:
     def anew(self, state: Any, fresh: Any) -> Any:
         """Return `fresh`, a new state, with the parts of `state` that a reset keeps: here none."""
         return fresh
+
+    def restarted(self, state: Any, fresh: Any) -> Any:
+        """Return the state with what owners keep, and all that goes with it, as in a new state."""
+        return state
 
     def begun(self, state: Any, paths: Sequence[str], path: str) -> Any:
         """Return the state in which the leaf at `path` counts as stepped."""

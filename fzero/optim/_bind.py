@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import torch
@@ -12,12 +13,27 @@ from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.partition import identity
-from fzero.optim._elementwise import LARGE, Rule, is_elementwise, is_leafwise, small_shape
+from fzero.optim._elementwise import (
+    LARGE,
+    Rule,
+    is_elementwise,
+    is_leafwise,
+    not_alone,
+    sees_no_other,
+    small_shape,
+)
 from fzero.optim._named import NamedParameters, given_to
 from fzero.optim._precision import Precision
 from fzero.optim._small import Begin
 from fzero.optim._trial import GroupCounts, KeptState, early_of_group, rule_of, try_state
-from fzero.optim._usable import has_steps, name_of, not_an_optimizer, require_pure_class
+from fzero.optim._usable import (
+    cannot_be_cut,
+    has_steps,
+    name_of,
+    not_alike,
+    not_an_optimizer,
+    require_pure_class,
+)
 from fzero.state.layout import Leaf, learns, stored_dtype
 from fzero.state.setup import NO_OPTIONS, ParamGroups
 
@@ -93,6 +109,8 @@ def bind(
     elementwise = (
         _tried(is_elementwise, *tried) if needs is None else [needs == "element"] * len(numbers)
     )
+    if needs is not None:
+        _require_alone(needs, *tried)
     leafwise = needs is not None or all(elementwise) or all(_tried(is_leafwise, *tried))
     keys: dict[Key, None] = {}  # in the order of the parameters
     for path, p in learning.items():
@@ -132,11 +150,11 @@ def _learned(
         like = torch.empty(0, dtype=dtype, device=devices[g])
         mine, shared[g], after = try_it(instance, g, earlies[g], like, shape)
         if mine.odd and elementwise[g]:
-            raise _cannot_be_cut(instance, mine.odd[0])
+            raise cannot_be_cut(instance, mine.odd[0])
         for name, value in after.items():
             other, before = counted.setdefault((g, name), (value, shape))
             if other != value:
-                raise _not_alike(instance, g, name, {before: other, shape: value})
+                raise not_alike(instance, g, name, {before: other, shape: value})
         kept[g, dtype, shape] = mine
     return kept, shared
 
@@ -263,6 +281,24 @@ def _tried(
     return found
 
 
+def _require_alone(
+    needs: str,
+    instance: Optimizer,
+    earlies: Sequence[Begin],
+    devices: Sequence[torch.device],
+    shapes: Sequence[Collection[Shape]],
+) -> None:
+    """Raise `LayoutError` for a rule that sees other parameters than its own, tried on one shape.
+
+    Not tried: those of torch.optim and of fzero, which see none.
+    """
+    if f"{type(instance).__module__}.".startswith(("torch.optim.", "fzero.optim.")):
+        return
+    smallest = [sorted(some, key=prod)[:1] for some in shapes]
+    if not all(_tried(sees_no_other, instance, earlies, devices, smallest)):
+        raise not_alone(type(instance).__name__, needs)
+
+
 def _named(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
     """`rule`, whose errors name the optimizer."""
 
@@ -283,26 +319,3 @@ def _named(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
             ) from error
 
     return tried
-
-
-def _not_alike(
-    instance: Optimizer, group: int, name: str, values: Mapping[Shape, float]
-) -> LayoutError:
-    seen = ", and ".join(f"{value} for one of shape {shape}" for shape, value in values.items())
-    return LayoutError(
-        f"{type(instance).__name__} keeps another {name} for other parameters of param group "
-        f"{group}: {seen}.",
-        cause="a rule that treats matrices in one way and the rest in another, in one param "
-        "group, and notes which (timm's Muon).",
-        fix="make param groups of their own, params=[{'params': matrices}, {'params': others}]: "
-        "such a number is kept once for each group.",
-    )
-
-
-def _cannot_be_cut(instance: Optimizer, name: str) -> LayoutError:
-    return LayoutError(
-        f"{type(instance).__name__} keeps {name} for a parameter, which is neither shaped as the "
-        "parameter nor a count of updates.",
-        cause="state that does not go with the elements: it cannot be cut into shards.",
-        fix="use an optimizer that keeps tensors shaped as the parameters, and numbers.",
-    )

@@ -92,7 +92,20 @@ def require_leafwise(optimizer: Base) -> None:
         fix="use stage 0 or one rank; clip with fzero.clip or max_norm, and not inside of the "
         "optimizer; write a rule for matrices as a torch.optim optimizer, and give it to "
         "fzero.optim.from_torch. If the trial is wrong, from_torch(..., needs='element') says that "
-        "parts may be updated alone, and needs='matrix' that each parameter may.",
+        "parts may be updated alone, and needs='matrix', of a random rule, that each parameter "
+        "may.",
+    )
+
+
+def not_alone(rule: str, needs: str) -> LayoutError:
+    """Return the error for a rule that is said to need its own parameter alone, and sees others."""
+    return LayoutError(
+        f"from_torch({rule}, needs={needs!r}): tried on two small parameters, it makes other "
+        "updates of both together than of each alone.",
+        cause="a rule that looks at all parameters at once: a norm of all gradients or a clip in "
+        "it, a list that it joins, a number that it finds from all (Prodigy).",
+        fix="leave needs= out, and use stage 0 or one rank; clip with fzero.clip or max_norm, and "
+        "not inside of the optimizer.",
     )
 
 
@@ -126,6 +139,22 @@ def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
 def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
     """Whether two small leaves are updated together as each of them is alone."""
     return _agrees(rule, device, shape, [[(0, None)], [(1, None)]])
+
+
+def sees_no_other(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether a leaf may be updated alone, as far as a trial tells: random rules are believed."""
+    return is_leafwise(rule, device, shape) or _is_random(rule, device, shape)
+
+
+def _is_random(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether a rule makes other updates with other random numbers."""
+    x, g = (numbers_of(shape, seed).to(device, torch.float32) for seed in (0, 1))
+    changes = []
+    for drawn in (0, 1):
+        with same_random_numbers(device):
+            torch.rand(1000 * drawn, device=device)
+            changes.append(rule([x.clone()], [[g.clone()]])[0][0])
+    return not torch.equal(*changes)
 
 
 def is_elementwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound
 from fzero.optim._owned import Owned
+from fzero.optim._step import in_order
 from fzero.optim._torch_state import TorchState
 from fzero.state.layout import Leaf
 
@@ -35,7 +36,9 @@ class KeepsOwned(Base):
 
     def with_owned(self, state: TorchState, owned: Mapping[str, Sequence[Tensor]]) -> TorchState:
         """Return the state with something else kept of parameters with owners."""
-        return replace(state, owned={name: tuple(some) for name, some in owned.items()})
+        return replace(
+            state, owned={name: tuple(map(in_order, some)) for name, some in owned.items()}
+        )
 
     def kept_of(self, leaf: Leaf) -> Collection[str]:
         """Return the slots of a leaf with an owner that have an element for each of its own."""

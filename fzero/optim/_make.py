@@ -45,7 +45,7 @@ def sgd(
     with_momentum = momentum or any(changes.get("momentum") for _, changes in groups)
     rule = MOMENTUM if with_momentum else SGD
     precision = precision_of("sgd", master_weights, state_dtype, stochastic_rounding)
-    return _optimizer(rule, options, decay_mask, groups, precision)
+    return _optimizer("sgd", rule, options, (decay_mask, groups), precision)
 
 
 def adam(
@@ -68,7 +68,7 @@ def adam(
     options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     options["decoupled"] = False
     precision = precision_of("adam", master_weights, state_dtype, stochastic_rounding)
-    return _optimizer(ADAM, options, decay_mask, groups, precision)
+    return _optimizer("adam", ADAM, options, (decay_mask, groups), precision)
 
 
 def adamw(
@@ -116,7 +116,7 @@ def adamw(
     options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     options["decoupled"] = True
     precision = precision_of("adamw", master_weights, state_dtype, stochastic_rounding)
-    return _optimizer(ADAM, options, decay_mask, groups, precision)
+    return _optimizer("adamw", ADAM, options, (decay_mask, groups), precision)
 
 
 def lion(
@@ -137,20 +137,24 @@ def lion(
     """
     options = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
     precision = precision_of("lion", master_weights, state_dtype, stochastic_rounding)
-    return _optimizer(LION, options, decay_mask, groups, precision)
+    return _optimizer("lion", LION, options, (decay_mask, groups), precision)
 
 
 def _optimizer(
+    name: str,
     rule: Rule,
     options: dict[str, Any],
-    decay_mask: LeafTest | None,
-    groups: Groups,
+    chosen: tuple[LeafTest | None, Groups],
     precision: Precision,
 ) -> Optimizer:
+    """Return the optimizer that the function `name` makes of its options, checked.
+
+    chosen: (decay_mask, groups).
+    """
     return Optimizer(
         rule=rule,
         options=tuple(options.items()),
-        overrides=overrides_of(rule.name, options, decay_mask, groups),
+        overrides=overrides_of(name, options, *chosen),
         precision=precision,
     )
 
@@ -158,7 +162,10 @@ def _optimizer(
 def overrides_of(
     name: str, options: dict[str, Any], decay_mask: LeafTest | None, groups: Groups
 ) -> tuple[tuple[LeafTest, tuple[tuple[str, Any], ...]], ...]:
-    """Return (test of leaves, their options) of the rule `name`, checked; the first that fits."""
+    """Return (test of leaves, their options), checked; the first that fits.
+
+    name: of the function that the user has called, for errors.
+    """
     check_tests(name, decay_mask, groups)
     check_options(name, options)
     overrides: list[tuple[LeafTest, tuple[tuple[str, Any], ...]]] = []

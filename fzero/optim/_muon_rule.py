@@ -21,7 +21,7 @@ from fzero.optim._newton_schulz import COEFFICIENTS, orthogonalized
 from fzero.optim._optimizer import Optimizer, OptimizerState, at, copied
 from fzero.optim._optimizer_state import after_update
 from fzero.optim._piece import Piece, whole_leaves
-from fzero.optim._rules import Rule
+from fzero.optim._rules import Rule, never
 from fzero.optim._shown import shown
 from fzero.optim._stream import Flats, written_back
 from fzero.state import NAMESPACE
@@ -45,7 +45,7 @@ MUON = Rule(
     moments=("momentum_buffer",),
     formula=_unused,  # there is none for elements
     kernel=_unused,
-    skips=lambda _: False,
+    skips=never,
 )
 
 

@@ -17,10 +17,11 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     if isinstance(lr, Tensor):
         raise _lr_is_a_tensor(name)
     if not callable(lr) and not _at_least_zero(lr):
-        raise bad_option(name, f"lr={lr!r}", "use a number >= 0 or a schedule step -> number")
+        fix = "use a number >= 0 or a schedule step -> number"
+        raise bad_option(name, f"lr={lr!r}", fix, lr)
     for key in ("weight_decay", "eps"):
         if key in options and not _at_least_zero(options[key]):
-            raise bad_option(name, f"{key}={options[key]!r}", "use a number >= 0")
+            raise bad_option(name, f"{key}={options[key]!r}", "use a number >= 0", options[key])
     if "betas" in options:
         betas = options["betas"]
         if not (isinstance(betas, tuple | list) and len(betas) == 2 and all(map(_rate, betas))):
@@ -28,7 +29,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     if "momentum" in options:
         momentum = options["momentum"]
         if not _rate(momentum):
-            raise bad_option(name, f"momentum={momentum!r}", "use a number in [0, 1)")
+            raise bad_option(name, f"momentum={momentum!r}", "use a number in [0, 1)", momentum)
         if options["nesterov"] and not momentum:
             raise bad_option(name, "nesterov=True with momentum=0", "set momentum, e.g. 0.9")
 
@@ -54,11 +55,13 @@ def check_tests(name: str, decay_mask: Any, groups: Any) -> None:
         raise bad_option(name, f"groups={groups!r}", "use [(leaf -> bool, {option: value}), ...]")
 
 
-def bad_option(name: str, seen: str, fix: str) -> LayoutError:
-    """Return the error for an option that cannot be."""
-    return LayoutError(
-        f"optim.{name}: {seen} is not possible.", cause="a mistyped option.", fix=f"{fix}."
-    )
+def bad_option(name: str, seen: str, fix: str, value: object = None) -> LayoutError:
+    """Return the error for an option that cannot be; `value` is what was given, if that is one."""
+    cause = "a mistyped option."
+    if isinstance(value, str):
+        cause = "a text in the place of a number: YAML reads 1e-3 (without a dot) as a text."
+        fix = f"{fix}; float({value!r}) makes one of a text"
+    return LayoutError(f"optim.{name}: {seen} is not possible.", cause=cause, fix=f"{fix}.")
 
 
 def _is_group(group: Any) -> bool:

@@ -146,6 +146,13 @@ class PartedState(Base):
         pairs = zip(self._each(state, ()), fresh.parts, strict=True)
         return replace(fresh, parts=tuple(rule.anew(old, new) for (rule, old, _), new in pairs))
 
+    def restarted(self, state: PartitionState, fresh: PartitionState) -> PartitionState:
+        """Return the state with new parts of the rules of which owners keep something."""
+        pairs = zip(self._each(state, ()), fresh.parts, strict=True)
+        return replace(
+            state, parts=tuple(rule.restarted(old, new) for (rule, old, _), new in pairs)
+        )
+
     def begun(self, state: PartitionState, paths: Sequence[str], path: str) -> PartitionState:
         """Return the state in which the leaf at `path` counts as stepped."""
         parts = [

@@ -89,6 +89,11 @@ class Partition(PartedState):
         """Those of all rules."""
         return frozenset().union(*(rule.odd_slots for _, rule in self.rules))
 
+    @property
+    def of_torch(self) -> Sequence[Any]:
+        """Those of all rules."""
+        return [bound for _, rule in self.rules for bound in rule.of_torch]
+
     def bind(self, params: Mapping[str, Tensor]) -> Partition:
         """Return the partition whose rules are bound to those of {path: tensor} that learn."""
         names, number_at = [name for name, _ in self.rules], dict[str, int]()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.optim._rules import has_kernel, sgd_fuses
+from fzero.optim._silent import rule_step
 
 Begin = Callable[[Tensor], dict[str, Any]]
 """parameter -> the state that it has before the first step."""
@@ -54,7 +55,7 @@ def run_small(
             p.grad = g.clone()
             if without is not None:
                 small.state.get(p, {}).pop(without, None)
-        small.step()
+        rule_step(small)
     counted = [name for name, x in vars(small).items() if _is_count(x)]
     return Ran(
         params=[p.detach() for p in params],

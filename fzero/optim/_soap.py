@@ -123,7 +123,7 @@ def _first_basis(factor: Tensor) -> Tensor:
         for _ in range(2):  # once more, for the first time leaves rounding of what is taken away
             rest = torch.linalg.qr(rest - found @ (found.mT @ rest)).Q
         found = torch.cat([found, rest], 1)
-    return found.to(factor.dtype)
+    return found.to(factor.dtype).contiguous()  # as it is kept: of LAPACK it is by columns
 
 
 def _refresh(state: State, name: str, squares: Tensor) -> None:

@@ -15,7 +15,7 @@ from fzero.errors import LayoutError
 from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
 from fzero.optim._elementwise import not_streamed, numbers_of
-from fzero.optim._rules import Scaled
+from fzero.optim._silent import rule_step, told
 from fzero.optim._small import fuses
 from fzero.optim._stream import Portion
 from fzero.optim._trial import KeptState, as_kept, as_tensor, begin_state
@@ -64,7 +64,7 @@ Counters = Mapping[str, tuple[Tensor, ...]]
 
 
 class Portions:
-    """One `step()` of the optimizer for each portion; `counters` are those after all of them."""
+    """Steps each portion by the rule, unseen; `counters` are those after all of them."""
 
     def __init__(
         self, bound: Bound, units: Sequence[Unit], counters: Counters, turn: Turn, *, flats: int
@@ -91,8 +91,9 @@ class Portions:
         begun = self._begun([u for u in units if u.index < 0 and u.kept.odd and not self._first(u)])
         loans = self._loans(units, portion, begun)
         lent = _lent(bound, loans, self._before, fresh=self._turn.first)
-        with lent, _told(bound.instance, portion.scaled):
-            bound.instance.step()
+        with lent, told(bound.instance, **portion.scaled._asdict()):
+            if loans:  # many rules take no empty list
+                rule_step(bound.instance)
             for group in {unit.group for unit in units}:
                 for name in bound.shared[group].begin:
                     _write(self.counters[name][group], bound.instance.param_groups[group][name])
@@ -113,7 +114,7 @@ class Portions:
         if not loans:
             return {}
         with _lent(self._bound, loans, self._before, fresh=True):
-            self._bound.instance.step()
+            rule_step(self._bound.instance)
             states = self._bound.instance.state
             return {unit.place: dict(states[parameter]) for unit, _, parameter, _ in loans}
 
@@ -159,19 +160,6 @@ def skips(bound: Bound, work: Sequence[Tensor]) -> bool:
     if makes_state_later(bound) or not type(instance).__module__.startswith("torch.optim."):
         return False
     return all(bool(g.get("fused")) or fuses(instance, g, work) for g in instance.param_groups)
-
-
-@contextmanager
-def _told(instance: Any, scaled: Scaled) -> Iterator[None]:
-    """Set `found_inf` and `grad_scale` on the optimizer inside, as `torch.amp.GradScaler` does."""
-    if scaled.found_inf is None:
-        yield
-        return
-    instance.found_inf, instance.grad_scale = scaled.found_inf, scaled.grad_scale
-    try:
-        yield
-    finally:
-        del instance.grad_scale, instance.found_inf
 
 
 @contextmanager
@@ -239,8 +227,21 @@ def _taken(
             if (made := state[name]) is not home:
                 unit.of(home).copy_(made)
         for name in kept.odd:
-            held[name][unit.index] = as_tensor(state[name])
+            held[name][unit.index] = in_order(as_tensor(state[name]))
     return {name: tuple(flats) for name, flats in held.items()}
+
+
+def in_order(x: Tensor) -> Tensor:
+    """Return a tensor in the order of its dims: itself, if it is alone in its memory like that.
+
+    Products of the same numbers in another order have other bits, and what is read from a file, or
+    sent, has this order. So a run that goes on from a checkpoint has the bits of one that was not
+    cut off.
+    """
+    plain = torch.empty(x.shape, device="meta").stride()
+    if x.stride() == plain and not x.storage_offset():
+        return x
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(x.shape)
 
 
 def _slots_of(unit: Unit, slots: Slots) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from fzero.optim._torch_state import TorchState, new_state
 from fzero.optim._torch_update import updated
 from fzero.optim._trial import as_kept
 from fzero.optim._usable import name_of
+from fzero.optim._visible import bound_here
 from fzero.optim.masters import Place, stay, work_tensors
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
@@ -41,8 +42,8 @@ class TorchOptimizer(KeepsOwned):
     """A torch.optim class, factory or instance, used on the flat shards of a state.
 
     Between updates an instance is as its user left it: its param groups have the user's
-    parameters and its `state` is empty. For the time of an update its groups have the shards, so
-    that options (which a scheduler may have changed) and step hooks are the instance's own.
+    parameters and its `state` is empty; so its step hooks see it. While an update computes, its
+    groups have the shards, so that options (which a scheduler may have changed) are its own.
     """
 
     source: Any
@@ -66,6 +67,11 @@ class TorchOptimizer(KeepsOwned):
     def leafwise(self) -> bool:
         """Whether it may step a leaf without the others; found out by a trial."""
         return self._bound().leafwise
+
+    @property
+    def of_torch(self) -> Sequence[Bound]:
+        """What is stepped, as one step, by each update."""
+        return (self._bound(),)
 
     def needs_whole(self, path: str) -> bool:
         """Whether the rule for the leaf at `path` is not elementwise."""
@@ -93,6 +99,7 @@ class TorchOptimizer(KeepsOwned):
         """
         named = dict(params)
         bound = bind(self.source, named, precision=self.precision, needs=self.needs)
+        bound_here(bound.instance)
         return replace(
             self, bound=bound, paths=tuple(bound.group_at.items()), held=kept_by(bound, named)
         )
@@ -154,12 +161,12 @@ class TorchOptimizer(KeepsOwned):
         unused: frozenset[str] = frozenset(),
         owners: Owners | None = None,
     ) -> tuple[list[Tensor], TorchState]:
-        """Return (params', state') after one `step()` of the optimizer.
+        """Return (params', state') after one step of the rule; see `as_one_step` for its hooks.
 
         With `owned`, params and state are overwritten, and what is returned is the same memory;
         else they, and the gradients, stay as they are. `found_inf`, `grad_scale`: see `skips`.
         `device`: where to compute, by default where the parameters are. What lives elsewhere, or
-        in other dtypes than it is stepped in, takes one `step()` of the optimizer for each flat.
+        in other dtypes than it is stepped in, takes one step of the rule for each flat.
         `unused`: paths of leaves that stay as they are, with all that is kept for them. `owners`:
         who steps which parameter whole.
 
@@ -230,6 +237,10 @@ class TorchOptimizer(KeepsOwned):
     def anew(self, state: TorchState, fresh: TorchState) -> TorchState:
         """Return a state before its first step that has the masters, and counts of param groups."""
         return replace(anew_of(self._bound(), state, fresh), masters=state.masters)
+
+    def restarted(self, state: TorchState, fresh: TorchState) -> TorchState:
+        """Return the new state, if owners keep something; masters stay."""
+        return self.anew(state, fresh) if state.owned else state
 
     def begun(self, state: TorchState, paths: Sequence[str], path: str) -> TorchState:
         """Return the state in which the leaf at `path` took a step, and so the whole state did."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,3 +67,28 @@ def name_of(factory: Any) -> str:
         return type(factory).__name__
     function = getattr(factory, "func", factory)
     return getattr(function, "__qualname__", type(function).__name__)
+
+
+def cannot_be_cut(instance: Optimizer, name: str) -> LayoutError:
+    """Return the error for state that does not go with the elements."""
+    return LayoutError(
+        f"{type(instance).__name__} keeps {name} for a parameter, which is neither shaped as the "
+        "parameter nor a count of updates.",
+        cause="state that does not go with the elements: it cannot be cut into shards.",
+        fix="use an optimizer that keeps tensors shaped as the parameters, and numbers.",
+    )
+
+
+def not_alike(
+    instance: Optimizer, group: int, name: str, values: Mapping[tuple[int, ...], float]
+) -> LayoutError:
+    """Return the error for a counter that is another one for other parameters of a group."""
+    seen = ", and ".join(f"{value} for one of shape {shape}" for shape, value in values.items())
+    return LayoutError(
+        f"{type(instance).__name__} keeps another {name} for other parameters of param group "
+        f"{group}: {seen}.",
+        cause="a rule that treats matrices in one way and the rest in another, in one param "
+        "group, and notes which (timm's Muon).",
+        fix="make param groups of their own, params=[{'params': matrices}, {'params': others}]: "
+        "such a number is kept once for each group.",
+    )

@@ -139,6 +139,8 @@ class LayoutOptions:
     bucket_bytes: int | None = None
     compress: Compress | None = None
     units: tuple[str, ...] = ()  # of each leaf: the unit that it is in at stage 3
+    # Of each leaf: the names of the classes of each module that owns it, where that is known.
+    owners: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

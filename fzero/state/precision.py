@@ -128,11 +128,16 @@ def remember_owners(module: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Note on each of `tensors`, which stand for parameters of `module`, who owns it."""
     owners = owners_in(module)
     for path, tensor in tensors.items():
-        vars(tensor)[_OWNERS] = owners[path]
+        note_owners(tensor, owners[path])
+
+
+def note_owners(tensor: Tensor, owners: Owners) -> None:
+    """Note on a tensor who owns the parameter that it stands for."""
+    vars(tensor)[_OWNERS] = owners
 
 
 def owners_of(tensor: Tensor) -> Owners:
-    """Return what `remember_owners` has noted; nothing of any other tensor."""
+    """Return what `note_owners` has noted; nothing of any other tensor."""
     return vars(tensor).get(_OWNERS, ())
 
 

@@ -134,6 +134,11 @@ class StatefulUpdate(Protocol):
         ...
 
     @property
+    def of_torch(self) -> Sequence[Any]:
+        """The optimizers of torch.optim that an update steps, whose hooks run around it."""
+        ...
+
+    @property
     def by_owners(self) -> bool:
         """Whether parameters that may not be cut are updated by the ranks that own them."""
         ...

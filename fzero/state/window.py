@@ -22,14 +22,16 @@ class Window:
     of the window when stage 3 was asked to keep them (else it is empty). `residual` is PARTIAL,
     too: what encoding has lost of this rank's gradients, and then of its part of their sums where
     those are encoded, without the loss scale;
-    `residual_before`: as it was at the last update, while gradients since then are held. `outer`:
+    `residual_before`: as it was at the last update, while gradients since then are held. `weight`:
+    the sum of the weights of this rank's gradients since the update, and how many of them are none.
+    `outer`:
     of local updates, what the next outer update starts from.
     """
 
     pending: Buffers
     residual: Buffers = Buffers(placement=Placement.PARTIAL)
     residual_before: Buffers = Buffers(placement=Placement.PARTIAL)
-    weight: Tensor | None = None  # [] fp64: of this rank's gradients since the update, their sum
+    weight: Tensor | None = None  # [2] fp64: see `fzero/transforms/weights.py`
     gathered: tuple[Tensor, ...] = ()
     outer: Outer | None = None  # None: replicas have equal parameters after each update
     is_open: bool = static(default=False)  # the gradient of the next backward waits in it

@@ -6,7 +6,8 @@ which turns inputs into the pytree that the loss is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, explain
+from fzero.errors import LayoutError, PhaseError, explain
 from fzero.machine.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms.weights import Weight
@@ -46,6 +47,44 @@ WROTE = explain(
 )
 
 
+REFUSED = explain(
+    "the loss writes in place to a leaf that requires grad, such as a parameter: torch refuses it.",
+    cause="an in-place method (mul_, zero_, copy_, +=, p[i] = ...) on the params of a loss.",
+    fix="compute a new value, p * 2 in the place of p.mul_(2), or clone the leaf first. Nothing "
+    "was changed.",
+)
+
+
+@contextmanager
+def explains_writes(params: Any) -> Iterator[None]:
+    """Raise `PhaseError` where torch refuses in this block to write to leaves of `params`.
+
+    The refusal is told from other errors by asking torch for the same one. The error is raised
+    in any case: only its words depend on this.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or str(error) not in _refusals(params):
+            raise
+        raise PhaseError(REFUSED) from error
+
+
+def _refusals(params: Any) -> set[str]:
+    """What torch says to writes to leaves that require grad, and to views of them."""
+    found: set[str] = set()
+    leaves = optree.tree_leaves(params, namespace=NAMESPACE)
+    wanted = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad and x.numel()]
+    for leaf in wanted:
+        for view in (leaf, leaf.reshape(-1), *((leaf[0], leaf[:1]) if leaf.ndim else ())):
+            try:
+                with torch.enable_grad():
+                    view.mul_(1)
+            except (RuntimeError, LayoutError) as error:
+                found.add(str(error))
+    return found
+
+
 class GradientCall(NamedTuple):
     """One gradient call: the loss of its parameters, and how it is counted."""
 
@@ -73,7 +112,8 @@ def by_func(
     def scalar(inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         parts = _cut(inputs, counts)
         params = [source.build(part) for source, part in zip(sources, parts, strict=True)]
-        loss, aux = loss_and_aux(loss_of(params), has_aux=has_aux)
+        with explains_writes(params):
+            loss, aux = loss_and_aux(loss_of(params), has_aux=has_aux)
         leaves, kept["treespec"] = optree.tree_flatten(aux, namespace=NAMESPACE)
         kept["others"] = [None if isinstance(x, Tensor) else x for x in leaves]
         tensors = tuple(x for x in leaves if isinstance(x, Tensor))
@@ -97,30 +137,51 @@ def loss_and_aux(returned: Any, *, has_aux: bool) -> tuple[Tensor, Any]:
             raise _bad_loss(
                 f"has_aux=True, and the loss returned a {type(returned).__name__}",
                 "return (loss, aux)",
+                "a loss without aux, or more than one object beside the loss.",
             )
         loss, aux = returned
     else:
         loss, aux = returned, None
-    if isinstance(loss, tuple) and not has_aux:
-        raise _bad_loss(
-            f"the loss is a tuple of {len(loss)}",
-            "pass has_aux=True for (loss, aux); of several losses return the sum, or call "
-            "grad_and_reduce for each: gradients add up",
-        )
     if not isinstance(loss, Tensor):
-        raise _bad_loss(f"the loss is a {type(loss).__name__}", "return a scalar tensor")
+        raise _no_tensor(loss)
     if loss.ndim:
-        raise _bad_loss(f"the loss has shape {tuple(loss.shape)}", "return loss.mean() or .sum()")
+        raise _bad_loss(
+            f"the loss has shape {tuple(loss.shape)}",
+            "return loss.mean() or .sum()",
+            "per-sample losses, or the outputs of the model in the place of a loss.",
+        )
     if not loss.is_floating_point():
-        raise _bad_loss(f"the loss has dtype {loss.dtype}", "return a floating tensor")
+        raise _bad_loss(
+            f"the loss has dtype {loss.dtype}",
+            "return a floating tensor",
+            "a count or a metric (accuracy, argmax) in the place of a loss, or a complex one.",
+        )
     return loss, aux
 
 
-def _bad_loss(seen: str, fix: str) -> LayoutError:
+def _no_tensor(loss: Any) -> LayoutError:
+    """Return the error for a loss that is no tensor, with the cause that its type suggests."""
+    seen = f"the loss is a {type(loss).__name__}"
+    if isinstance(loss, tuple | list | dict):
+        seen = f"{seen} of {len(loss)}"
+        fix = (
+            "pass has_aux=True for (loss, aux); of several losses return the sum, or call "
+            "grad_and_reduce for each: gradients add up"
+        )
+        return _bad_loss(seen, fix, "several losses, or outputs returned beside the loss.")
+    if loss is None:
+        return _bad_loss(seen, "end it with `return loss`", "a loss function without a return.")
+    if isinstance(loss, bool | int | float | complex) or type(loss).__module__ == "numpy":
+        cause = "loss.item(), float(loss) or .numpy() in the loss: a number has no gradient."
+        fix = "return a scalar tensor; take .item() of the value that grad_and_reduce gives back"
+        return _bad_loss(seen, fix, cause)
+    fix = "return its scalar tensor, such as model_output.loss"
+    return _bad_loss(seen, fix, "the output of a model, or another object around the loss.")
+
+
+def _bad_loss(seen: str, fix: str, cause: str) -> LayoutError:
     return LayoutError(
-        f"grad_and_reduce: {seen}; it must be one number.",
-        cause="per-sample losses, several losses, or outputs returned beside the loss.",
-        fix=f"{fix}.",
+        f"grad_and_reduce: {seen}; it must be one number in a tensor.", cause=cause, fix=f"{fix}."
     )
 
 

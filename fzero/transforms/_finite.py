@@ -61,12 +61,14 @@ class FiniteCheck:
         if any(self._wanted) and isinstance(x, Tensor) and x.is_floating_point() and x.numel():
             self.losses.append(_bounds(x))
 
-    def gradient(self, state: int, leaf: int, gradient: Tensor) -> None:
-        """The backward has made the gradient of one leaf of a state."""
+    def gradient(self, state: int, leaf: int, gradient: Tensor) -> Tensor:
+        """The backward has made the gradient of one leaf of a state; return what is reduced."""
         if state in self._observed:
-            tell("gradient", self._observed[state], (leaf, gradient))
+            told = leaf, gradient
+            gradient = tell("gradient", self._observed[state], told, default=gradient)
         if self._whole[state] and gradient.numel():
             self._gradients.append((state, leaf, _bounds(gradient)))
+        return gradient
 
     def drop(self) -> None:
         """The backward raised."""

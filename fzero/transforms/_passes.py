@@ -41,6 +41,7 @@ def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
         if state.setup.gathers_by_unit:
             tensors: Sequence[Tensor] = placeholders(one.reader, groups[i])
         else:
-            tensors = unpack(layout, i, state.params.flats[i].detach())
+            # Else torch's refusal of a write would speak of the split that made the view.
+            tensors = [x.detach() for x in unpack(layout, i, state.params.flats[i])]
         by_leaf.update(zip(group.leaves, tensors, strict=True))
     return by_leaf

@@ -58,6 +58,24 @@ def _misfit(seen: str) -> LayoutError:
     )
 
 
+def require_learner(states: Sequence[TrainState], name: str) -> None:
+    """Raise `LayoutError` if no leaf of any of the states learns: there is no gradient then."""
+    if not any(state.setup.layout.trainable for state in states):
+        raise learns_nothing(name)
+
+
+def learns_nothing(name: str) -> LayoutError:
+    """Return the error of a call about gradients of states all of whose leaves are frozen."""
+    return LayoutError(
+        f"{name}: no leaf of the state learns, so it has no gradients.",
+        cause="a state that was made with fzero.optim.no_optimizer() is only read; or every leaf "
+        "is frozen (trainable=, requires_grad=False, wrt=).",
+        fix="to read it use fzero.evaluate(fn, state)(x), or one loss of a pytree of states, of "
+        "which others learn. For gradients of a model that is never updated (SAM, "
+        "meta-gradients) make it with fzero.optim.sgd(0.0), which keeps no moments.",
+    )
+
+
 def as_read(state: TrainState) -> TrainState:
     """Return a state whose parameters are those of this one, and all frozen, for one pass."""
     setup = replace(state.setup, layout=_frozen(state.setup.layout))

@@ -50,7 +50,7 @@ def taken_over(state: TrainState, mesh: Axis) -> TrainState:
                 write_back(flats[number], part)
     kept = {name: tuple(flats) for name, flats in slots.items()}
     owned = _owned(state, rule, mesh)
-    optimizer = replace(state.optimizer, slots=kept, owned=owned)
+    optimizer = rule.with_owned(replace(state.optimizer, slots=kept), owned)
     optimizer = _counted(rule, optimizer, paths)
     rule.let_go(paths)
     return state.replace(optimizer=optimizer)

@@ -14,6 +14,7 @@ from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.machine.parts import gather_parts
 from fzero.state import Layout, Placement, TrainState, buffers
+from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.outer import anchors_of
@@ -23,10 +24,11 @@ from fzero.transforms.weights import divided, total_weight
 
 
 def full_params(state: Any, *, replica: bool = False) -> Any:
-    """p = concat_r(p_r): the parameters as the pytree given to `init`, whole, on every rank.
+    """Return copies of the parameters, whole on every rank: p = concat_r(p_r).
 
-    The tensors are copies: they stay as they are when the state goes on; frozen floating leaves
-    are parameters that require no grad, so that another `init` sees them as frozen too.
+    They come as the pytree given to `init`. A write to them changes no state, and they stay as they
+    are when the state goes on. Frozen floating leaves are parameters that require no grad, so that
+    another `init` sees them as frozen too.
 
     Args:
         state: a `TrainState`, or a pytree of them.
@@ -59,9 +61,12 @@ def full_params(state: Any, *, replica: bool = False) -> Any:
 
 
 def gradients(state: Any) -> Any:
-    """g = (1/W) sum_r g_r, whole, on every rank, in the structure of the parameters.
+    """Return copies of the mean gradients, whole on every rank: g = (1/W) sum_r g_r.
 
-    With `reduce_op="sum"` it is sum_r g_r; after weighted calls sum(w g) / sum(w) of those so far.
+    They come in the structure of the parameters. A write to them (`clip_grad_norm_`, `mul_`)
+    changes no state: `fzero.clip` clips, and `fzero.add_gradients(..., reduced=True)` takes changed
+    ones. With `reduce_op="sum"` it is sum_r g_r; after weighted calls sum(w g) / sum(w) of those so
+    far.
 
     What is pending in an open window is reduced for the answer (the state itself keeps it
     pending). Not clipped, and without the loss scale. `full_gradients` is another name of it.
@@ -71,12 +76,12 @@ def gradients(state: Any) -> Any:
 
     Returns:
         The pytree of full tensors, in the shapes of the parameters, in `accumulate_dtype`: by
-        default in fp32 for 16-bit ones, else in their dtype. Unused leaves are zero, frozen ones
-        None. For a pytree of states one such pytree for each. A collective: every rank must call
-        it.
+        default in fp32 for 16-bit ones, else in their dtype. Unused leaves are zero; in the place
+        of a frozen one, which has no gradient, stands None. For a pytree of states one such pytree
+        for each. A collective: every rank must call it.
 
     Raises:
-        LayoutError: for what is no state.
+        LayoutError: for what is no state, and where no leaf of any state learns.
         PhaseError: if a state holds no gradients.
         DonatedError: for a state that was used up.
         MismatchError: on every rank, when the ranks make other calls.
@@ -93,6 +98,7 @@ def gradients(state: Any) -> Any:
     states, treespec = flatten_states("gradients", state)
     for one in states:
         check_alive(one)
+    require_learner(states, "gradients")
     said = agree("gradients", states)
     require_held(said, "gradients")
     found = [_gradients(one, all_say) for one, all_say in zip(states, said, strict=True)]

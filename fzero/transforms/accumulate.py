@@ -14,21 +14,22 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.options import OPTIONS, takes
 from fzero.state import NAMESPACE, Policy, TrainState, progress
+from fzero.transforms._micro_batches import InAxes, check_axes, parts_of
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
-from fzero.transforms.states import S, flatten_states, is_state, map_states
+from fzero.transforms.states import S, flatten_states, map_states
 
 
 @overload
-def accumulate(fn: Callable[P, R], /, *, micro_batches: int) -> Step[P, R]: ...
+def accumulate(fn: Callable[P, R], /, *, micro_batches: int, in_axes: InAxes = 0) -> Step[P, R]: ...
 @overload
-def accumulate(*, micro_batches: int) -> Transform: ...
+def accumulate(*, micro_batches: int, in_axes: InAxes = 0) -> Transform: ...
 @overload  # the older spelling
-def accumulate(fn: Callable[P, R], /, *, steps: int) -> Step[P, R]: ...
+def accumulate(fn: Callable[P, R], /, *, steps: int, in_axes: InAxes = 0) -> Step[P, R]: ...
 @overload
-def accumulate(*, steps: int) -> Transform: ...
+def accumulate(*, steps: int, in_axes: InAxes = 0) -> Transform: ...
 @takes("accumulate", "accumulate(step, micro_batches=4)", older={"steps": "micro_batches"})
 def accumulate(
-    fn: Callable[..., Any] | None = None, /, *, micro_batches: int
+    fn: Callable[..., Any] | None = None, /, *, micro_batches: int, in_axes: InAxes = 0
 ) -> Step[..., Any] | Transform:
     """Run `fn(state, *batch) -> (state, aux)` on each of `micro_batches` equal parts of the batch.
 
@@ -37,9 +38,10 @@ def accumulate(
     call with the whole batch; activations are those of one part. With
     `micro_batches=1` it is the identity.
 
-    Tensors in the arguments are split along dim 0 (scalars and everything else go to each part).
-    In aux, floating scalars are averaged, other scalars summed, tensors concatenated along dim 0;
-    what is neither must be the same for every part.
+    Tensors in the arguments are split along dim 0, or as `in_axes` says, and must have as many
+    examples as each other; scalars and everything else go to each part. In aux, floating scalars
+    are averaged, other scalars summed, tensors concatenated along dim 0; what is neither must be
+    the same for every part.
 
     Without `coalesce` each part is reduced as it comes; `coalesce(accumulate(fn))` reduces once.
 
@@ -49,13 +51,19 @@ def accumulate(
         fn: the step. Its state may be a pytree of states.
         micro_batches: k, the number of parts, at least 1 (older code says `steps`). A batch
             [n, *t] is given in parts [n / k, *t].
+        in_axes: the dim of the examples, as in `torch.func.vmap`: an int, or None for what every
+            part gets whole (a table that all examples share). For all arguments after the state
+            alike; or a tuple, one for each positional argument (keywords have 0); or a dict by the
+            names of arguments, {"table": None}, the others having 0. One of an argument that is a
+            tree may be a tree, too, with its first levels: ({"x": 1, "table": None},).
 
     Returns:
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
-        LayoutError: for `micro_batches` that is no count; in a call, naming the argument, when a
-            batch does not divide by it, or when a state is among the arguments after the first.
+        LayoutError: for `micro_batches` that is no count, and axes that are none; in a call, naming
+            the argument, when a batch does not divide by it or has another number of examples than
+            another one, when axes do not fit, or when a state is among the arguments that are cut.
         PhaseError: in a call, when `fn` updates twice, or goes on to another gradient after its
             update, also where that update ends an `accumulate` inside `fn`: those would be lost in
             one sum.
@@ -72,13 +80,20 @@ def accumulate(
         >>> state, loss = fzero.accumulate(step_fn, micro_batches=2)(state, xs)
         >>> loss, fzero.full_params(state)
         (tensor(2.5000), tensor(-1.5000))
+        >>> def weighted(state, x, table):  # the table is whole in each part
+        ...     state, loss = fzero.grad_and_reduce(lambda p: (p * x * table.sum()).mean(), state)()
+        ...     return fzero.apply_gradients(state), loss
+        >>> step = fzero.accumulate(weighted, micro_batches=2, in_axes={"table": None})
+        >>> step(state, xs, torch.ones(3))[1]
+        tensor(-11.2500)
     """
     OPTIONS["micro_batches"].require(micro_batches, "accumulate: ")
+    check_axes(in_axes)
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        parts = _split((args, kwargs), micro_batches)
+        parts = parts_of(inner, args, kwargs, micro_batches, in_axes)
         states = flatten_states("accumulate", state)[0]
         before = [(one.setup.policy, one.progress.deferred) for one in states]
         auxes = []
@@ -98,7 +113,7 @@ def accumulate(
         around,
         never_around=("simulate",),
         right="fzero.simulate(fzero.accumulate(step, micro_batches=...), world_size=...)",
-        options={"micro_batches": micro_batches},
+        options={"micro_batches": micro_batches, **({} if in_axes == 0 else {"in_axes": in_axes})},
     )
 
 
@@ -120,45 +135,6 @@ def _begin_part(state: TrainState, before: Before, *, parts: int, last: bool) ->
 
 def _with_policy(state: TrainState, policy: Policy) -> TrainState:
     return state.replace(setup=replace(state.setup, policy=policy))
-
-
-def _split(arguments: Any, steps: int) -> list[Any]:
-    if steps > 1:
-        _require_no_state(arguments)
-    accessors, leaves, treespec = optree.tree_flatten_with_accessor(arguments, namespace=NAMESPACE)
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] % steps:
-            raise LayoutError(
-                f"accumulate: argument {accessor.codify('arguments')} of shape "
-                f"{tuple(leaf.shape)} does not divide into {steps} parts along dim 0.",
-                cause="a last, shorter batch, or a tensor that is no batch.",
-                fix=f"use batches of a multiple of {steps}, or close over the tensor.",
-            )
-    columns = [
-        leaf.chunk(steps)
-        if isinstance(leaf, Tensor) and leaf.ndim and len(leaf)
-        else [leaf] * steps
-        for leaf in leaves
-    ]
-    return [
-        optree.tree_unflatten(treespec, [column[i] for column in columns]) for i in range(steps)
-    ]
-
-
-def _require_no_state(arguments: Any) -> None:
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(
-        arguments, is_leaf=is_state, namespace=NAMESPACE
-    )
-    for accessor, leaf in zip(accessors, leaves, strict=True):
-        if is_state(leaf):
-            raise LayoutError(
-                f"accumulate: argument {accessor.codify('arguments')} is a TrainState, which "
-                "is no batch to be split.",
-                cause="the state is the first argument of a step, and stood further back, or "
-                "a second state was passed beside it.",
-                fix="write step(state, *batch), with a dict or tuple of states as the first "
-                "argument if there are several; close over a state that is only read.",
-            )
 
 
 def _join(auxes: list[Any]) -> Any:

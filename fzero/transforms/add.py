@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import optree
-import torch
+from torch import Tensor
 
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.machine.packing import pack
 from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.state.layout import Leaf
+from fzero.transforms._reading import require_learner
+from fzero.transforms._written import returned
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.observe import tell_added
@@ -30,16 +33,18 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
 
     Args:
         state: a train state.
-        grads: a pytree like the parameters, of full tensors of the same shapes; None for a leaf
-            that does not learn, or that has none. Other dtypes are converted to that of the sum.
+        grads: a pytree like the parameters, of full tensors of the same shapes. In the place of a
+            frozen leaf stands anything, such as None; a leaf that learns has a gradient, zeros if
+            nothing has used it. Other dtypes are converted to that of the sum.
         reduced: they are the same on every rank, and the mean already.
 
     Returns:
         The new state. A collective, unless a window is open.
 
     Raises:
-        LayoutError: for another structure or shape, and for a reduced gradient in a window, where
-            it would be reduced again.
+        LayoutError: for another structure or shape, for None as the gradient of a leaf that
+            learns, for a state of which none does, and for a reduced gradient in a window, where it
+            would be reduced again.
         DonatedError: for a state that was used up.
 
     Example:
@@ -50,6 +55,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
         {'w': tensor([-1., -2.])}
     """
     check_alive(state)
+    require_learner([state], "add_gradients")
     setup, waits = state.setup, state.window.is_open
     if reduced and waits:
         raise LayoutError(
@@ -69,7 +75,9 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
         local = mean_of(setup, local)
     elif not waits:
         local = [cut(setup, flat, Placement.REPLICATED, setup.gradients) for flat in local]
-    return receive(state, local)
+    new = receive(state, local)
+    returned(new, gradients=True)
+    return new
 
 
 def _flats(state: TrainState, grads: Any) -> list[Any]:
@@ -83,19 +91,32 @@ def _flats(state: TrainState, grads: Any) -> list[Any]:
         parts = []
         for leaf in group.leaves:
             one, like = given[leaf], layout.leaves[leaf]
+            _require_gradient(one, like)
             own = dtype.to_complex() if like.dtype.is_complex else dtype
-            zeros = torch.zeros(like.shape, dtype=own, device=device)
-            if one is not None and tuple(one.shape) != like.shape:
-                raise LayoutError(
-                    f"add_gradients: the gradient of {like.path} has shape "
-                    f"{tuple(one.shape)}, the parameter {like.shape}.",
-                    cause="per-sample gradients that were not summed, or another model's.",
-                    fix="give one gradient for each parameter, e.g. g.mean(0).",
-                )
-            parts.append(zeros if one is None else one.to(device=device, dtype=own))
+            parts.append(one.to(device=device, dtype=own))
         flat = pack(layout, index, parts)
         found.append(flat if in_transform() else flat.detach().clone())
     return found
+
+
+def _require_gradient(one: Any, like: Leaf) -> None:
+    """Raise `LayoutError` for what is no gradient of a leaf that learns."""
+    if not isinstance(one, Tensor):
+        seen = "None" if one is None else f"a {type(one).__name__}"
+        raise LayoutError(
+            f"add_gradients: the gradient of {like.path} is {seen}, and the leaf learns.",
+            cause="gradients of a state in which it is frozen, p.grad of a parameter that nothing "
+            "has used, or torch.autograd.grad(..., allow_unused=True).",
+            fix="give torch.zeros_like(p) if it has none (materialize_grads=True makes them), or "
+            "freeze the leaf: trainable=, requires_grad_(False).",
+        )
+    if tuple(one.shape) != like.shape:
+        raise LayoutError(
+            f"add_gradients: the gradient of {like.path} has shape "
+            f"{tuple(one.shape)}, the parameter {like.shape}.",
+            cause="per-sample gradients that were not summed, or another model's.",
+            fix="give one gradient for each parameter, e.g. g.mean(0).",
+        )
 
 
 def _by_leaf(layout: Any, grads: Any) -> list[Any]:
@@ -107,7 +128,7 @@ def _by_leaf(layout: Any, grads: Any) -> list[Any]:
             f"add_gradients: the gradients have the structure {treespec}, the parameters "
             f"{expected}.",
             cause="gradients of another model, or only of a part of it.",
-            fix="give a pytree like the parameters, with None where there is no gradient.",
+            fix="give a pytree like the parameters, with zeros where nothing has used a leaf.",
         )
     found: list[Any] = [None] * len(layout.leaves)
     for slot, gradient in zip(slots, leaves, strict=True):

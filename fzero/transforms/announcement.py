@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fzero.collectives import FUNCTIONAL, Performer
+from fzero.errors import PhaseError
 from fzero.ranks.mesh import Runtime
 from fzero.state import TrainState, schedule
 from fzero.state.protocol import Announcement, Begin
@@ -78,6 +79,17 @@ def begin_of(
         stays=state.setup.gathering.reshard_after_forward == "window" and in_window[owner],
         rounds=not form.exact,
         dropped=dropped,
+    )
+
+
+def kept_beyond(path: str) -> PhaseError:
+    """Return the error of a parameter that was kept beyond its pass, and gets a gradient."""
+    return PhaseError(
+        f"a backward brings a gradient to {path} of a call of grad_and_reduce that is over.",
+        cause="a parameter that a loss was given, and that was kept (in a list, an attribute) and "
+        "read in another loss, or outside of one.",
+        fix="use the params that each loss is given; of those of another call keep p.detach(), at "
+        "stage 3 p.detach().clone().",
     )
 
 

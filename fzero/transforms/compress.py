@@ -45,8 +45,9 @@ def compress(
     adds what a rank has lost of a gradient, and of a sum, to its next one: the memory is a part of
     the state, without the loss scale, and stays as it was where an update is skipped.
 
-    Parameters are encoded where stage 3 gathers them for a forward or a backward, and decoded to
-    the same values on every rank; what an update, a checkpoint or `full_params` sees is exact.
+    Parameters that learn, and are floating, are encoded where stage 3 gathers them for a forward or
+    a backward, and decoded to the same values on every rank; what an update, a checkpoint or
+    `full_params` sees is exact. What is frozen crosses as it is: it may hold packed bits.
 
     The step's own `init` makes a state for it; so does `fzero.init(..., compress=)`.
 
@@ -108,7 +109,8 @@ def _require_made_for(state: TrainState, record: Compress) -> None:
     setup = state.setup
     shards = setup.layout.ranks > 1
     wanted = record.gradients, record.parameters if shards else None, record.over
-    parameters = next((x.codec for x in setup.layout.groups if x.codec), None)
+    asked = setup.layout.options.compress if shards else None
+    parameters = None if asked is None else asked.parameters
     has = setup.reduction.codec, parameters, setup.reduction.over if shards else record.over
     if has != wanted:
         shown = [

@@ -14,6 +14,7 @@ from fzero.machine.offload import add_to
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.offload import Home
+from fzero.transforms._written import given_back, require_unwritten
 
 
 def donates(state: TrainState) -> bool:
@@ -47,6 +48,7 @@ def undo_take_over(old: Any, taken: Any) -> None:
         for x, y in zip(before, after, strict=True):
             if x is not y:
                 x.set_(y)
+    given_back(before)
 
 
 def add_donated(old: Buffers, new: Buffers, home: Home) -> Buffers:
@@ -63,10 +65,12 @@ def add_donated(old: Buffers, new: Buffers, home: Home) -> Buffers:
 def check_alive(state: TrainState) -> None:
     """Raise `DonatedError` if `state`, or its gradients, was used up by a donating step.
 
-    And `AxisError` if its ranks are not here: a stacked state outside of `simulate`, say.
+    And `AxisError` if its ranks are not here: a stacked state outside of `simulate`, say;
+    `PhaseError` if one of its buffers was written in place.
     """
     state.setup.axis.rank  # noqa: B018 - raises
     require_not_donated(state)
+    require_unwritten(state)
 
 
 def own_gradients(state: TrainState) -> TrainState:

@@ -13,15 +13,15 @@ from torch import Tensor
 from fzero.collectives import EVALUATION, Performer
 from fzero.context.ambient import computed_in
 from fzero.context.modes import for_training, needs_func
-from fzero.errors import LayoutError
-from fzero.errors.check import called_as
+from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors.check import called_as, refuse_model
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule
-from fzero.transforms._differentiate import copy_views, detached
+from fzero.transforms._differentiate import copy_views, detached, versions_of
 from fzero.transforms._grad_by_func import with_full
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import as_read
@@ -76,6 +76,7 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
             cause="its arguments in another order, or a function that was called already.",
             fix="pass the function: fzero.evaluate(fn, state)(batch).",
         )
+    refuse_model("evaluate", fn)
     states, treespec = flatten_states("evaluate", state)
     for one in states:
         check_alive(one)
@@ -96,6 +97,13 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
             return _by_unit(call, states, known)
 
     return evaluated
+
+
+_WROTE = explain(
+    "the function that was evaluated wrote to a parameter in place: the state itself has changed.",
+    cause="an in-place method (add_, copy_, ...) on the params that evaluate gives it.",
+    fix="compute a new value, or clone the leaf first; and make the state anew.",
+)
 
 
 def _gathered(state: TrainState) -> Any:
@@ -119,6 +127,8 @@ def _by_unit(
     lazy = [i for i, one in enumerate(states) if one.setup.gathers_by_unit]
     passes, places = for_training(_passes_of, states, lazy, known)
     made: dict[int, Any] = {i: _held(one) for i, one in enumerate(states) if i not in lazy}
+    flats = [x for i in made for x in states[i].params.flats]
+    versions = versions_of(flats)
     try:
         for one in passes:
             for_training(one.begin_forward)
@@ -126,6 +136,8 @@ def _by_unit(
             layout = states[i].setup.layout
             made[i] = assemble(layout, leaves_in_pass(passes[number], position))
         result = call([made[i] for i in range(len(states))])
+        if versions_of(flats) != versions:
+            raise PhaseError(_WROTE)
         result: Any = optree.tree_map(detached, result, namespace=NAMESPACE)
         result = copy_views(result, states)
         for one in passes:

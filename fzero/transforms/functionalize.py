@@ -15,6 +15,7 @@ from fzero.machine.memory import require_own_memory
 from fzero.machine.partition import is_dtensor, unit_of
 from fzero.state.buffers import Buffers
 from fzero.state.precision import remember_owners
+from fzero.transforms._closed_over import watch
 from fzero.transforms.module_copy import Template, call_copy, update_error
 
 Tensors = dict[str, Tensor]
@@ -153,6 +154,8 @@ def functionalize(
         to tensor, tied ones once, under their first name. `params` shares memory with the module
         and is detached from it; a frozen parameter (`requires_grad=False`) comes as an
         `nn.Parameter` that requires no gradient, all others as plain tensors. `buffers` are clones.
+        A functional loss whose backward reaches the module's own parameters, past `params`,
+        raises `PhaseError`: that part of its gradient would be lost.
 
     Raises:
         LayoutError: not a module, or one that is lazy, wrapped, compiled, cannot be copied, writes
@@ -197,6 +200,8 @@ def functionalize(
         for path, value in module.named_parameters()
     }
     remember_owners(module, params)
+    for path, value in module.named_parameters():
+        watch(path, value)
     if buffers:
         clones = {path: value.detach().clone() for path, value in given.items()}
         return StatefulApply(**options), params, clones

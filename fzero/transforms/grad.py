@@ -16,23 +16,26 @@ from fzero.collectives import performer_of
 from fzero.context.ambient import computed_in
 from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.errors.check import called_as
+from fzero.errors.check import called_as, refuse_model
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
+from fzero.transforms._closed_over import backward_of
 from fzero.transforms._differentiate import (
     WROTE,
     GradientCall,
     Result,
     copy_views,
     detached,
+    explains_writes,
     loss_and_aux,
     versions_of,
 )
 from fzero.transforms._grad_by_func import grad_by_func
 from fzero.transforms._passes import leaves_in_pass, passes_of
-from fzero.transforms._reading import after_reading, as_read, learning
+from fzero.transforms._reading import after_reading, as_read, learning, learns_nothing
+from fzero.transforms._written import returned
 from fzero.transforms.announcement import functional
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
@@ -82,11 +85,13 @@ def grad_and_reduce(
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
-    (a module that the loss closes over) get their `.grad` as by loss.backward().
+    (another module, which the loss closes over) get their `.grad` as by loss.backward(); those that
+    the state was made of raise `PhaseError`, for their part of the gradient would be lost.
 
-    Raises `LayoutError` for a loss that is not one floating number, `DonatedError` for a state
-    that was used up, `AxisError` for states of stage 3 on other ranks, `MismatchError` on every
-    rank if the ranks make calls, or reduce gradients, that do not go together.
+    Raises `LayoutError` for a loss that is not one floating number, and for one by which nothing
+    learns (`no_optimizer()`, all leaves frozen), `DonatedError` for a state that was used up,
+    `AxisError` for states of stage 3 on other ranks, `MismatchError` on every rank if the ranks
+    make calls, or reduce gradients, that do not go together.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 
@@ -103,6 +108,7 @@ def grad_and_reduce(
             cause="its arguments in another order, or a loss that was called already.",
             fix="pass the function: grad_and_reduce(loss, state)(batch).",
         )
+    refuse_model("grad_and_reduce", fn)
     states, treespec = flatten_states("grad_and_reduce", state)
     for one in states:
         check_alive(one)
@@ -129,6 +135,7 @@ def grad_and_reduce(
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)
         ]
+        returned(*new, gradients=True)
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 
@@ -168,9 +175,9 @@ def _by_autograd(
             one.begin_forward()
         with torch.enable_grad():
             made = [_leaves(passes[number], position) for number, position in places]
-            loss, aux = loss_and_aux(
-                call.loss_of([params for params, _ in made]), has_aux=call.has_aux
-            )
+            params = [params for params, _ in made]
+            with explains_writes(params):
+                loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
         for one in passes:
             one.finite.loss(loss, call.weight)
             one.end_forward()
@@ -182,11 +189,14 @@ def _by_autograd(
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
         if loss.requires_grad:
-            torch.autograd.backward(loss, None if scale is None else scale.to(loss))
+            with backward_of(loss):
+                torch.autograd.backward(loss, None if scale is None else scale.to(loss))
             if learning and not any(one.reducer.received for one in passes):
                 warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4 + DISABLED_FRAMES)
         elif learning:
             warnings.warn(_DETACHED, UserWarning, stacklevel=4 + DISABLED_FRAMES)
+        else:  # a leaf outside of the states that requires grad would have made the loss require it
+            raise learns_nothing("grad_and_reduce")
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]

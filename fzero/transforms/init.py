@@ -25,6 +25,7 @@ from fzero.optim import (
     TorchOptimizer,
 )
 from fzero.options import Initializer, InitOptions, Stages, takes
+from fzero.ranks.mesh import MeshLike
 from fzero.state import (
     Buffers,
     Layout,
@@ -39,11 +40,13 @@ from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
+from fzero.transforms._closed_over import watch
 from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
+from fzero.transforms._written import returned
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
-from fzero.transforms.setup import COMPARED, plan_setup
+from fzero.transforms.setup import COMPARED, plan_setup, setup_at
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
 
 OneOptimizer = (
@@ -163,7 +166,9 @@ def init(  # noqa: D417 {options}
         )
         return _filled(setup, params, initializer, local)
 
-    return optree.tree_unflatten(treespec, [one(*model) for model in models])
+    made = [one(*model) for model in models]
+    returned(*made)
+    return optree.tree_unflatten(treespec, made)
 
 
 def _filled(
@@ -171,6 +176,9 @@ def _filled(
 ) -> TrainState:
     layout, tensors = setup.layout, leaves_of(setup.layout, params)
     _require_some(layout)
+    for leaf, tensor in zip(layout.leaves, tensors, strict=True):
+        if leaf.trainable and not in_transform():
+            watch(leaf.path, tensor)
 
     def make(index: int) -> list[Tensor]:
         ids = layout.groups[index].leaves
@@ -278,6 +286,18 @@ def blank_state(setup: Setup, device: torch.device, *, local: Local | None = Non
         home = setup.offload.params
         held.append(flat if home is None else offloaded(home, flat, setup.offload))
     return begun(_state_of(setup, held), local, mesh)
+
+
+def blank_at(
+    old: Setup, *, stage: int, mesh: MeshLike, device: torch.device, local: Local | None
+) -> TrainState:
+    """Return zeros in the place of a state of setup `old`, at a stage, on a mesh of this rank.
+
+    Raises `LayoutError` for an option that does not go with the stage or with the ranks.
+    """
+    axis = mesh_for(mesh, local)
+    setup = setup_at(old, stage=stage, axis=axis, device=device, local=local)
+    return blank_state(setup, device, local=local)
 
 
 def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:

@@ -11,6 +11,7 @@ from fzero.collectives import reduce_many
 from fzero.machine.offload import to_device
 from fzero.state import Buffers, Placement, TrainState
 from fzero.state.view import require_state
+from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.scaled import without_scale
@@ -23,7 +24,8 @@ def global_norm(state: TrainState) -> Tensor:
     Shards are summed over ranks, replicas counted once, padding is zero; tied leaves are one
     leaf, frozen ones have no gradient. A scalar, fp32 or wider. A collective.
 
-    Raises `PhaseError` if the state holds no gradients, and `LayoutError` for what is no state.
+    Raises `PhaseError` if the state holds no gradients, and `LayoutError` for what is no state, or
+    one of which no leaf learns.
 
     Example:
         >>> import torch, fzero
@@ -34,6 +36,7 @@ def global_norm(state: TrainState) -> Tensor:
     """
     require_state("global_norm", state)
     check_alive(state)
+    require_learner([state], "global_norm")
     said = agree("global_norm", [state])
     require_held(said, "global_norm")
     reduced = reduce_agreed(without_donation(state), said[0])

@@ -1,4 +1,4 @@
-"""`observe`: callbacks that see the losses, gradients and updates of a step, and change nothing.
+"""`observe`: callbacks that see the losses, gradients and updates of a step.
 
     what        value                      when, on each rank
     gathered    (group, full flat)         stage 3: the full values of a group are there
@@ -11,9 +11,10 @@
     updated     None, or who skips it      the state is the one after the update
 
 Nothing is told under a torch.func transform, where tensors have no values. An observer copies what
-it keeps, for a step that donates writes into these tensors later. What it returns of `prepared`
-and `updated` takes the place of what it was told: so `fzero.diff` lets one run go on from what the
-other one has. Of the others it returns nothing.
+it keeps, for a step that donates writes into these tensors later. What it returns of `gradient`,
+`prepared` and `updated` takes the place of what it was told: so `fzero.diff` lets one run go on
+from what the other one has, and `fzero.prove` marks what is reduced. Of the others it returns
+nothing.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -28,8 +27,8 @@ from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim import Optimizer, Piece, sgd
 from fzero.optim.masters import masters_of, work_tensors
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
-from fzero.state import NAMESPACE, Buffers, Local, Outer, Setup, TrainState, outer
-from fzero.state.setup import MASTERS
+from fzero.state import Buffers, Local, Outer, Setup, TrainState, outer
+from fzero.transforms._anew import with_new_slots, with_tensors
 from fzero.transforms.donation import donates
 from fzero.transforms.outer_count import agreed
 from fzero.transforms.outer_sum import sum_over_replicas
@@ -54,6 +53,13 @@ def require_local(local: Any, optimizer_over: str) -> None:
     if local.outer is not None:
         wanted = "a rule of fzero.optim, as fzero.optim.sgd(0.7, momentum=0.9, nesterov=True)"
         require("local: outer", local.outer, lambda x: isinstance(x, Optimizer), wanted)
+        if not local.outer.elementwise:
+            raise LayoutError(
+                f"local: outer={local.outer!r}, which needs whole parameters.",
+                cause="the outer update is made on the parts of the anchors that a rank has.",
+                fix="use a rule that needs an element, as sgd, adamw or lion of fzero.optim; the "
+                "inner optimizer, that of init, may need a matrix (muon, soap).",
+            )
     if optimizer_over != "shard":
         raise LayoutError(
             f"optimizer_over={optimizer_over!r} with local updates.",
@@ -162,7 +168,7 @@ def _departed(state: TrainState, due: int, general: bool) -> TrainState:
     if not said.all_finite:  # all replicas write, for virtual ranks make the same collectives
         values = dict(enumerate(stepped if said.finite else anchors)) | values
     if not said.finite:  # other fragments are not either, or would not be after the next update
-        state = _with_new_slots(state)
+        state = with_new_slots(state, _stepped(state))
     owned = donates(state) and not general
     return _written(state, values, owned=owned) if values else state
 
@@ -221,24 +227,11 @@ def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
     return anchor - value.to(anchor.dtype) if counts else torch.zeros_like(anchor)
 
 
-def _with_new_slots(state: TrainState) -> TrainState:
-    """Return the state with zeros for what its optimizer keeps, but for masters."""
-    slots = state.setup.optimizer.slots(state.optimizer)
-    kept = [x for name, flats in slots.items() if name != MASTERS for x in flats]
-    return _with_tensors(state, {id(x): torch.zeros_like(x) for x in kept})
-
-
 # What is read and written.
 
 
 def _with(state: TrainState, held: Outer) -> TrainState:
     return state.replace(window=replace(state.window, outer=held))
-
-
-def _with_tensors(state: TrainState, new: dict[int, Tensor]) -> TrainState:
-    """Return the state with other tensors in its optimizer, by the ids of the old ones."""
-    made: Any = optree.tree_map(lambda x: new.get(id(x), x), state.optimizer, namespace=NAMESPACE)
-    return state.replace(optimizer=made)
 
 
 def _stepped(state: TrainState, rank: int | None = None) -> list[Tensor]:
@@ -271,7 +264,7 @@ def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> Tr
         if gathers:
             gather_parts_in_place(setup, [full for full in fulls if full.numel()], part, whole)
         return state
-    state = _with_tensors(
+    state = with_tensors(
         state, {id(m): to_device(x, m.device, m.dtype).clone() for m, x in masters}
     )
     parts = [

@@ -34,7 +34,7 @@ from fzero.state.protocol import (
     WindowEnded,
 )
 from fzero.transforms._finite import FiniteCheck, with_found
-from fzero.transforms.announcement import PassForm, begin_of
+from fzero.transforms.announcement import PassForm, begin_of, kept_beyond
 from fzero.transforms.observe import tell
 from fzero.transforms.receive import (
     add_means,
@@ -52,8 +52,7 @@ from fzero.transforms.weights import Weight, counted, require_no_weights, weighi
 class Pass:
     """Some states on the same ranks, the machine that moves their values, and one pass of them.
 
-    on_written: is told which units were written in a `gathered` block. drop_raised: drops a
-    backward that raised without a word to the other ranks.
+    on_written: is told which units a `gathered` block wrote. drop_raised: as in `Machine`.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Pass:
 
     def close(self) -> None:
         """No pass will follow."""
-        self.performer.leave(self.form.number)
+        self.machine.line.leave()
 
     def put(self, number: int, state: TrainState) -> None:
         """Go on with another record of a state: the one place where states are assigned."""
@@ -140,7 +139,7 @@ class Pass:
         self.performer.send(self._begin(pass_state.FORWARD))
 
     def end_forward(self) -> None:
-        """End the forward: free its gathered units, unless they are kept for the backward."""
+        """End the forward: free its gathered units, unless the backward keeps them."""
         self.performer.send(EndForward(self.form.number))
 
     def begin_backward(
@@ -148,9 +147,8 @@ class Pass:
     ) -> None:
         """Announce that gradients will be reduced, times `weight` if the states have weights.
 
-        `silent`: below stage 3, leave that to `first_gradient`. A backward that brings none, such
-        as torch.autograd.grad by an input, then concerns no other rank. `dropped`: this rank has
-        just thrown away what it held, which the others must have done, too.
+        `silent`: below stage 3, leave that to `first_gradient`: a backward that brings none then
+        concerns no other rank. `dropped`: this rank has just thrown away what it held.
         """
         self.put_aside()
         self.weight = weight
@@ -171,7 +169,7 @@ class Pass:
         for number, state in enumerate(self.states):
             pending, share = state.window.pending, state.setup.gradient_share
             if pending.held and not state.window.is_open:
-                # `receive` multiplies all of it by the share
+                # all of it is multiplied by the share: by the encoder, or by `receive`
                 flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
                 waited = zip(state.setup.layout.trainable, flats, strict=True)
                 self.reducer.add_waiting(number, dict(waited))
@@ -180,6 +178,8 @@ class Pass:
         """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
 
         def on_gradient(p: Tensor) -> None:
+            if self.machine.line.is_over:
+                raise kept_beyond(self.states[state].setup.layout.leaves[leaf].path)
             if p.grad is not None:
                 self.take(state, leaf, p)
 
@@ -192,7 +192,9 @@ class Pass:
             look = partial(self.finite.gradient, state, leaf)
             self.reducer.pop_grad(state, leaf, p, weighing(self.weight, look))
             return
-        self.finite.gradient(state, leaf, p.grad)
+        told = self.finite.gradient(state, leaf, p.grad)
+        if told is not p.grad:
+            p.grad = told
         self.reducer.pop_grad(state, leaf, p)
 
     def put_aside(self) -> None:
@@ -236,7 +238,7 @@ class Pass:
             state, used = with_found(state, bad[number]), self._used(number)
             if means:
                 flats = filled(state, means, state.setup.gradients)
-                state = receive(state, flats, used=used)
+                state = receive(state, flats, used=used, reduced=True)
             else:  # on one rank, or in a window
                 state = receive_local(state, self.reducer, number, used=used)
             new.append(counted(state, self.weight))
@@ -260,7 +262,7 @@ class Pass:
             return self.states[number]
         state = with_lost(self.states[number], self.reducer.encoder(number))
         flats = filled(state, means, state.setup.gradients)
-        return add_means(state, part_of_update(state, flats))
+        return add_means(state, part_of_update(state, flats, reduced=True))
 
     def finish_forward(self) -> list[TrainState]:
         """End a forward that no backward follows: free what it gathered."""

@@ -74,7 +74,7 @@ class Step(Generic[P, R]):
             LayoutError: as `fzero.init` does.
             AxisError: as `fzero.init` does.
         """
-        init = self.find_init()
+        init = self.find_init() or self._own_init()
         if init is None:
             raise PhaseError(
                 f"{self!r} has no init: nothing in it says how to shard.",
@@ -93,6 +93,12 @@ class Step(Generic[P, R]):
         if self._init is not None:
             return self._init
         return self.inner.find_init() if isinstance(self.inner, Step) else None
+
+    def _own_init(self) -> Callable[..., Any] | None:
+        """Return the method `init` of an object of the user's in the place of a step."""
+        if isinstance(self.inner, Step):
+            return self.inner._own_init()
+        return init_of_object(self.inner)
 
     def names(self) -> list[str]:
         """Return the transforms from the outside in."""
@@ -125,6 +131,12 @@ def init_options_of(fn: Any) -> dict[str, Any]:
     if not isinstance(fn, Step):
         return {}
     return {**init_options_of(fn.inner), **fn.init_options}
+
+
+def init_of_object(fn: Any) -> Callable[..., Any] | None:
+    """Return the method `init` of an object that is called as a step; None if it has none."""
+    own = getattr(fn, "init", None)
+    return own if callable(own) else None
 
 
 def names_inside(fn: Any) -> list[str]:

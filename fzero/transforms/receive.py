@@ -23,15 +23,22 @@ from fzero.state.codec import Codec
 from fzero.transforms.donation import add_donated, donates, take_over
 
 
-def receive(state: TrainState, flats: Sequence[Tensor], *, used: int = progress.ALL) -> TrainState:
+def receive(
+    state: TrainState,
+    flats: Sequence[Tensor],
+    *,
+    used: int = progress.ALL,
+    reduced: bool = False,
+) -> TrainState:
     """Count one backward, and add the gradient of each group that learns.
 
     `flats` are means over ranks, [l] (at stage 0 [W l]); in a window this rank's own, [W l].
-    `used`: the leaves that this rank has one of, bit by bit.
+    `used`: the leaves that this rank has one of, bit by bit. `reduced`: by a
+    `Reducer`.
     """
     waits = state.window.is_open
     state = _counted(state, waits, used)
-    flats = part_of_update(state, flats)
+    flats = part_of_update(state, flats, reduced=reduced)
     return put(state, flats) if waits else add_means(state, flats)
 
 
@@ -64,9 +71,14 @@ def _counted(state: TrainState, waits: bool, used: int) -> TrainState:
     return state.replace(progress=counted, window=after)
 
 
-def part_of_update(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return gradients of one micro-batch times its share of an averaged update."""
-    scale = state.setup.gradient_share
+def part_of_update(
+    state: TrainState, flats: Sequence[Tensor], *, reduced: bool = False
+) -> Sequence[Tensor]:
+    """Return gradients of one micro-batch times its share of an averaged update.
+
+    `reduced`: an encoder, if there is one, has multiplied them by it: see `machine/residual.Lent`.
+    """
+    scale = 1.0 if reduced and state.setup.encodes_gradients else state.setup.gradient_share
     return flats if scale == 1.0 else [flat * scale for flat in flats]
 
 
@@ -151,12 +163,12 @@ def lend_residuals(reducer: Reducer, states: Sequence[TrainState]) -> None:
 
 
 def _lent(state: TrainState, share: float = 1.0) -> Lent:
-    """Return a state's residual, and how many times that gradients are which are to be encoded.
+    """Return a state's residual, and what gradients have, and have not yet, that are to be encoded.
 
     `share`: what those are still multiplied by to be gradients of the state.
     """
-    factor = 1 / share if state.scale is None else state.scale.scale / share
-    return residual_of(state).flats, factor
+    scale = 1.0 if state.scale is None else state.scale.scale
+    return Lent(residual_of(state).flats, scale, share)
 
 
 def with_lost(state: TrainState, encoder: GradientEncoder | None) -> TrainState:

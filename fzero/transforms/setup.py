@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.context.here import is_abstract
 from fzero.errors import LayoutError
 from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
-from fzero.machine.partition import named_leaves, plan_layout, regrouped, unit_of
+from fzero.machine.partition import assemble, named_leaves, plan_layout, regrouped, unit_of
 from fzero.optim import (
     ShardOptimizer,
     as_optimizer,
@@ -30,7 +31,7 @@ from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import Compress
 from fzero.state.layout import LayoutOptions
 from fzero.state.offload import Offload, as_offload
-from fzero.state.precision import Autocast, Owners, as_autocast, owners_of
+from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, owners_of
 from fzero.transforms.state_options import SharedOptions, bucket_at, compressed
 
 COMPARED = "the layout of the parameters"
@@ -62,9 +63,10 @@ def plan_setup(
         require_apart([HeldTensor(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
         chosen = _bound(optimizer, named, parts=parts)
-        _require_elementwise_apart(chosen, options)
+        _require_leafwise_apart(chosen, options)
+        owners = owners or {path: owners_of(p) for path, p in named.items()}
         lowered = None if autocast is None else _lowered(autocast, named, owners)
-        make = partial(plan_layout, params, trainable=trainable, lowered=lowered)
+        make = partial(_layout_of, owners, params, trainable=trainable, lowered=lowered)
         sizes = {path: x.numel() for path, x in named.items()}
         setup = _planned(
             make, sizes, units, chosen, stage=stage, axis=axis, device=_device(named), given=options
@@ -134,7 +136,8 @@ def _planned(
         unit=_apart(units, small) if small else units,
         kind=chosen.group_of,
     )
-    asked = LayoutOptions(
+    asked = replace(
+        layout.options,
         bucket_bytes=given.bucket_bytes,
         compress=given.compress,
         units=tuple(units(leaf.path) for leaf in layout.leaves),
@@ -196,12 +199,16 @@ def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> Shard
     return chosen
 
 
-def _require_elementwise_apart(chosen: ShardOptimizer, options: SharedOptions) -> None:
-    if options.local is not None and not chosen.elementwise:
+def _require_leafwise_apart(chosen: ShardOptimizer, options: SharedOptions) -> None:
+    """Raise `LayoutError` for a rule that needs more than a parameter, beside local updates."""
+    if options.local is not None and not (chosen.elementwise or chosen.leafwise):
         raise LayoutError(
-            f"local updates with {chosen!r}, which needs whole parameters.",
-            cause="what owners keep of a parameter is not kept by replica yet.",
-            fix="use a rule that works element by element (AdamW), or leave local updates out.",
+            f"local updates with {chosen!r}, which needs all parameters at once.",
+            cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
+            "foreign (init, update) pair that is not elementwise: what it keeps belongs to no "
+            "parameter, and is not kept by replica.",
+            fix="use a rule that needs an element (AdamW) or a matrix (fzero.optim.muon, soap, "
+            "from_torch(..., needs='matrix')), or leave local updates out.",
         )
 
 
@@ -225,12 +232,30 @@ def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
     ]
 
 
+def blank_params(layout: Layout) -> Any:
+    """Return parameters of a layout, whose values do not matter.
+
+    All else that a plan asks of them is as it was: what learns, which are tied, who owns them.
+    """
+    owners = layout.options.owners or [()] * len(layout.leaves)
+    by_leaf = {}
+    for number, leaf in enumerate(layout.leaves):
+        by_leaf[number] = Parameter(torch.zeros(leaf.shape, dtype=leaf.dtype), leaf.trainable)
+        note_owners(by_leaf[number], owners[number])
+    return assemble(layout, by_leaf)
+
+
+def _layout_of(owners: Mapping[str, Owners], params: Any, **options: Any) -> Layout:
+    """Return the layout of parameters, which knows who owns them."""
+    layout = plan_layout(params, **options)
+    asked = LayoutOptions(owners=tuple(tuple(owners[leaf.path]) for leaf in layout.leaves))
+    return replace(layout, options=asked)
+
+
 def _lowered(
-    autocast: Autocast, named: Mapping[str, Tensor], owners: Mapping[str, Owners] | None
+    autocast: Autocast, named: Mapping[str, Tensor], owners: Mapping[str, Owners]
 ) -> Callable[[str], torch.dtype | None]:
     """path -> the lower dtype in which it crosses ranks, if it does."""
-    if owners is None:
-        owners = {path: owners_of(p) for path, p in named.items()}
     return lambda path: autocast.communication_dtype(path, named[path], owners[path])
 
 
@@ -249,12 +274,15 @@ def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
 
 
 def _encoded(layout: Layout, compress: Compress | None) -> Layout:
-    """The layout whose floating groups stage 3 gathers encoded; on one rank as it is."""
+    """The layout whose floating groups that learn stage 3 gathers encoded; on one rank as it is.
+
+    What does not learn keeps its bits: an encoding would lose those of packed values for good.
+    """
     if compress is None or compress.parameters is None or layout.ranks == 1:
         return layout
     codec = compress.parameters
     groups = [
-        replace(group, codec=codec) if group.dtype.is_floating_point else group
+        replace(group, codec=codec) if group.trainable and group.dtype.is_floating_point else group
         for group in layout.groups
     ]
     return replace(layout, groups=tuple(groups))

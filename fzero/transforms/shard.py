@@ -59,7 +59,8 @@ def shard(  # noqa: D417 {options}
 
     A batch that requires grad makes the parameters part of its graph, so that the caller can
     differentiate through the step. A step that is given such parameters again warns: they keep the
-    activations of every earlier step.
+    activations of every earlier step. One that never updates warns once: its gradients add up from
+    call to call.
 
     Args:
         fn: the step.
@@ -92,6 +93,7 @@ def shard(  # noqa: D417 {options}
     for name, value in {**options, "donate": donate}.items():
         OPTIONS[name].require(value)
     check_shared(grouped(SharedOptions, options))
+    leftovers = _Leftovers()
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
@@ -104,6 +106,7 @@ def shard(  # noqa: D417 {options}
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
+        leftovers.saw(states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
     def init_of(inner: Any) -> Callable[..., Any]:
@@ -142,6 +145,23 @@ def sharded_as(
     options: Any = {name: x for name, x in made.keywords.items() if name not in asked}
     options |= {"mesh": mesh} | ({} if stage is None else {"stage": stage})
     return shard(step.inner, **options)
+
+
+def asked_of(step: Any) -> dict[str, Any]:
+    """Return the options that a step makes states with, but for stage, ranks and optimizer.
+
+    Example:
+        >>> import fzero
+        >>> asked_of(fzero.shard(lambda s: (s, 0), stage=2, ordered=True))
+        {'ordered': True}
+    """
+    made: Any = step.find_init() if isinstance(step, Step) else None
+    while isinstance(step, Step) and step.name == "simulate":
+        step = step.inner
+        made = step.find_init() if isinstance(step, Step) else None
+    if made is None:
+        return {}
+    return {name: x for name, x in made.keywords.items() if name not in ("stage", "mesh")}
 
 
 def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -192,6 +212,45 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
             "state from one number of ranks to another.",
         )
     _warn_of_graph(state)
+
+
+class _Leftovers:
+    """Warns once of a step that adds to the gradients of its own earlier calls, without an update.
+
+    What waits in a window that is open, or for the last micro-batch, is meant to add up; so are the
+    gradients of several steps, and those of a state that was updated before.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+        self._left: set[int] = set()  # virtual ranks whose calls have left gradients
+
+    def saw(self, before: Sequence[TrainState], after: Sequence[TrainState]) -> None:
+        """A call was given states, and returned others."""
+        if self._told or in_transform() or len(before) != len(after):
+            return
+        pairs = [
+            (x.progress.backwards, y.progress.backwards) for x, y in zip(before, after, strict=True)
+        ]
+        waits = any(x.window.is_open or x.setup.policy.defer_update for x in before)
+        if waits or any(new < old for old, new in pairs):
+            return
+        rank = before[0].setup.axis.rank
+        if rank in self._left and any(0 < old < new for old, new in pairs):
+            self._told = True
+            if not is_recorded([x.step for x in before]) and not any(int(x.step) for x in before):
+                warnings.warn(_LEFTOVERS, UserWarning, stacklevel=6 + DISABLED_FRAMES)
+        if any(old < new for old, new in pairs):
+            self._left.add(rank)
+
+
+_LEFTOVERS = explain(
+    "this step was given the gradients of its earlier call, added its own, and made no update.",
+    cause="a step without fzero.apply_gradients: gradients add up from call to call for ever.",
+    fix="end it with `return fzero.apply_gradients(state), loss`. If calls are to add up, call "
+    "fzero.apply_gradients after the last of them (or fzero.accumulate, which is one call): this "
+    "is said once, and not after an update.",
+)
 
 
 def _warn_of_graph(state: TrainState) -> None:

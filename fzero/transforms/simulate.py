@@ -19,8 +19,9 @@ from fzero.errors.check import called_as, is_count, require
 from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
 from fzero.state.stacked import stack_ranks
+from fzero.transforms._written import require_unwritten, returned
 from fzero.transforms.donation import empty
-from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.pipeline import P, R, Step, Transform, init_of_object, transform
 from fzero.transforms.states import is_state
 
 
@@ -80,6 +81,8 @@ def simulate(
         arguments: Any = (args, kwargs)
         leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
         _check(leaves, arguments, world_size)
+        for one in filter(is_state, _parts(arguments)):
+            require_unwritten(one, optimizer=True)
         per_rank = [
             [_of_rank(leaf, rank) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             for rank in range(world_size)
@@ -91,7 +94,9 @@ def simulate(
             return inner(*here, **keywords)
 
         try:
-            return _stack(run_ranks(body, world_size))
+            made = _stack(run_ranks(body, world_size))
+            returned(*filter(is_state, _parts(made)))
+            return made
         finally:  # also when a rank raised after its update
             _use_up(leaves, per_rank)
 
@@ -101,16 +106,20 @@ def simulate(
 
     def init_of(inner: Any) -> Callable[..., Any]:
         def init(params: Any, optimizer: Any, **options: Any) -> Any:
-            if not isinstance(inner, Step):
+            init_inside = init_of_object(inner)
+            if init_inside is None:
                 raise LayoutError(
                     "simulate(...).init: the function inside has no init.",
                     cause="`fzero.shard` is missing.",
-                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...).",
+                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...); or give "
+                    "the object a method init(params, optimizer).",
                 )
             with _one_at_a_time():
                 _check([], (), world_size)
-                made = run_ranks(lambda _: inner.init(params, optimizer, **options), world_size)
-                return _stack(made)
+                made = run_ranks(lambda _: init_inside(params, optimizer, **options), world_size)
+                stacked = _stack(made)
+                returned(*filter(is_state, _parts(stacked)))
+                return stacked
 
         return init
 
@@ -190,10 +199,18 @@ def _stack(results: list[Any]) -> Any:
     return optree.tree_unflatten(treespec, stacked)
 
 
+def _parts(tree: Any) -> list[Any]:
+    """The leaves of a tree, of which a state is one."""
+    return optree.tree_leaves(tree, is_leaf=is_state, namespace=NAMESPACE)
+
+
 def _of_states(result: Any) -> list[bool]:
     """Whether each leaf of a result belongs to a state."""
-    parts = optree.tree_leaves(result, is_leaf=is_state, namespace=NAMESPACE)
-    return [is_state(part) for part in parts for _ in optree.tree_leaves(part, namespace=NAMESPACE)]
+    return [
+        is_state(part)
+        for part in _parts(result)
+        for _ in optree.tree_leaves(part, namespace=NAMESPACE)
+    ]
 
 
 def _stack_of_states(column: list[Any]) -> Any:

@@ -12,29 +12,21 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import about
-from fzero.context.modes import in_transform, is_recorded, wants_graph
-from fzero.machine.offload import at_home, change, offloaded, to_device
+from fzero.machine.offload import at_home
 from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
-from fzero.optim import require_ordered
+from fzero.optim import as_one_step
 from fzero.state import Buffers, TrainState, buffers, progress
-from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.scale import multiplier
+from fzero.transforms._written import require_unwritten, returned
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
-from fzero.transforms.norm import clip_factor, norm_of
 from fzero.transforms.observe import tell
 from fzero.transforms.outer import after_local_update
 from fzero.transforms.pieces import pieces_of
-from fzero.transforms.scaled import (
-    after_update,
-    found_inf,
-    unless_overflow,
-    with_value,
-    without_scale,
-)
+from fzero.transforms.prepare import fulls_of, is_general, prepared, scaled
+from fzero.transforms.scaled import after_update, found_inf, unless_overflow, with_value
 from fzero.transforms.states import S, flatten_states
-from fzero.transforms.weights import NOTHING, divisor_of, share, total_weight
+from fzero.transforms.weights import NOTHING, is_nothing, total_weight
 
 
 @torch._disable_dynamo
@@ -68,6 +60,7 @@ def apply_gradients(state: S) -> S:
     states, treespec = flatten_states("apply_gradients", state)
     for one in states:
         check_alive(one)
+        require_unwritten(one, optimizer=True)
     states = [with_value(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
     said = agree("apply_gradients", due, updates=True)
@@ -75,7 +68,9 @@ def apply_gradients(state: S) -> S:
     if bad := nonfinite(states, treespec, said):
         raise bad
     rest = iter(said)
-    new: Any = optree.tree_unflatten(treespec, [_apply(one, rest) for one in states])
+    made = [_apply(one, rest) for one in states]
+    returned(*made)
+    new: Any = optree.tree_unflatten(treespec, made)
     return new
 
 
@@ -85,21 +80,32 @@ def _apply(state: TrainState, said: Iterator[Agreed]) -> TrainState:
     return update(reduce_agreed(state, next(said)))[0]
 
 
-class _Ready(NamedTuple):
-    """Gradients to step from."""
+class _Decided(NamedTuple):
+    """What is known of an update before it is made."""
 
-    gradients: Buffers
-    factor: Any  # what those of the state were multiplied by, if it was `in_place`
-    in_place: bool
-    norm: Tensor | None  # before clipping, if they are clipped
-    grad_scale: Tensor | None = None  # what the optimizer has still to divide by
+    total: Tensor | None  # of weights
+    general: bool  # whether it is to be differentiated, mapped or traced
+    found: Tensor | None  # whether there was an overflow, with a loss scale
+    skips: bool  # whether the optimizer leaves an overflowing update out by itself
+    empty: bool  # the total weight is 0
+    kept: bool  # nothing is stepped
 
 
-def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, Tensor | None]:
+def update(
+    state: TrainState,
+    unused: Sequence[int] = (),
+    *,
+    begin: Callable[[], TrainState] | None = None,
+    end: Callable[[TrainState], None] | None = None,
+) -> tuple[TrainState, Tensor | None]:
     """Return the state after one update from its reduced gradients, and their norm if clipped.
 
     unused: leaves of the layout that are left as they are, with all that the optimizer keeps for
     them: the same on every rank. `step` and the optimizer's number of updates go on.
+
+    It is one `step()` of an optimizer of torch.optim. After its pre hooks the update goes on from
+    the state that `begin` returns, where hooks may write to gradients; `end` is given the state
+    after it, before its post hooks. Where nothing is stepped (an overflow, no weight), none run.
 
     Both drivers come here: no rank is asked, what waited is reduced. Raises `PhaseError` if there
     are no gradients. If the optimizer raises, the state is as it was.
@@ -107,31 +113,52 @@ def update(state: TrainState, unused: Sequence[int] = ()) -> tuple[TrainState, T
     The host reads no overflow if the optimizer `skips`, or if the update is differentiated or
     traced; else it reads one number.
     """
-    after = progress.saw_update(state.progress)
     state = with_value(state)
+    decided = _decided(state)
+
+    def all_of_it() -> tuple[TrainState, Tensor | None]:
+        new, norm = _updated(state if begin is None else begin(), decided, unused)
+        if end is not None:
+            end(new)
+        return new, norm
+
+    if decided.kept:
+        return all_of_it()
+    shown = decided.found if decided.skips else None
+    return as_one_step(state.setup.optimizer.of_torch, all_of_it, found_inf=shown)
+
+
+def _decided(state: TrainState) -> _Decided:
     total = total_weight(state)
     reduced = buffers.require_reduced(state.gradients)
+    general = is_general(state, reduced.flats)
+    empty = is_nothing(state, total, general=general)
     tell("reduced", state, (reduced, total))
-    general = _is_general(state, reduced.flats)
     found = None if state.scale is None else found_inf(state, reduced, state.scale)
     skips = found is not None and not general and _skips(state)
-    ready = _prepared(state, reduced, total, divides=skips)
+    kept = empty or (found is not None and not skips and not general and bool(found))
+    return _Decided(total, general, found, skips, empty, kept)
+
+
+def _updated(
+    state: TrainState, decided: _Decided, unused: Sequence[int]
+) -> tuple[TrainState, Tensor | None]:
+    after = progress.saw_update(state.progress)
+    total, general, found, skips, empty, kept = decided
+    reduced = buffers.require_reduced(state.gradients)
+    ready = prepared(state, reduced, total, divides=skips)
     ready = tell("prepared", state, ready, default=ready)
     advance = partial(_advance, state, ready.gradients.flats, unused=unused)
-    empty = total is not None and not general and not float(total)
     try:
-        if empty:
-            warnings.warn(NOTHING, UserWarning, stacklevel=2)
+        if kept:
+            if empty:
+                warnings.warn(NOTHING, UserWarning, stacklevel=3)
             params, optimizer = _kept(state)
-        elif found is None or skips:
+        elif general and found is not None:
+            params, optimizer = _where_finite(state, ready.gradients.flats, found)
+        else:
             told = (found, ready.grad_scale) if skips else None
             params, optimizer = advance(general=general, told=told)
-        elif general:
-            params, optimizer = _where_finite(state, ready.gradients.flats, found)
-        elif bool(found):
-            params, optimizer = _kept(state)
-        else:
-            params, optimizer = advance(general=False)
     except BaseException:
         if ready.in_place and donates(state):
             undo_take_over(state.gradients, scaled(state, ready.gradients, 1 / ready.factor))
@@ -162,19 +189,9 @@ def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainStat
     return new.replace(params=params, optimizer=optimizer, step=step, scale=scale)
 
 
-def _fulls(state: TrainState) -> list[Tensor]:
-    return [state.params.flats[i] for i in state.setup.layout.trainable]
-
-
-def _is_general(state: TrainState, gradients: Sequence[Tensor]) -> bool:
-    """Whether the update is to be differentiated, mapped or traced."""
-    fulls = _fulls(state)
-    return in_transform() or is_recorded(fulls) or wants_graph([*fulls, *gradients])
-
-
 def _skips(state: TrainState) -> bool:
     """Whether the optimizer skips an overflowing update by itself, without a host read."""
-    return state.setup.optimizer.skips(_fulls(state), state.optimizer)
+    return state.setup.optimizer.skips(fulls_of(state), state.optimizer)
 
 
 def _kept(state: TrainState) -> tuple[Buffers, Any]:
@@ -242,80 +259,3 @@ def _advance(
     for i, flat in zip(layout.trainable, new, strict=True):
         flats[i] = flat
     return Buffers(flats=tuple(flats), placement=held.placement), optimizer
-
-
-def _prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides: bool) -> _Ready:
-    """g factor, factor = share / scale min(1, max_norm / |g share / scale|); the norm if it clips.
-
-    After weighted calls 1 / total takes the place of the share.
-
-    In place where the gradients are used up anyway, and no element is bounded. If the optimizer
-    `divides` and nothing is clipped, the scale is left to it.
-    """
-    max_norm, max_value = state.setup.policy.max_norm, state.setup.policy.max_value
-    norm = None
-    gradients, in_place, grad_scale = held, True, None
-    factor: Any = 1.0
-    by = multiplier(state.scale)
-    if by is not None and divides and max_norm is None and max_value is None:
-        grad_scale = by.scale
-    elif by is not None:
-        factor = by.scale.double().reciprocal()
-        in_place = max_value is None and all(x.dtype not in SIXTEEN_BIT for x in held.flats)
-        if in_place:
-            gradients = scaled(state, held, factor)
-        else:  # 16 bits may not hold them without the scale
-            flats = tuple(without_scale(state, flat) for flat in held.flats)
-            gradients = Buffers(flats=flats, placement=held.placement)
-    if total is not None:
-        division = torch.Tensor.div, torch.Tensor.div_
-        gradients = _combined(state, gradients, division, partial(divisor_of, total))
-        factor = factor / total
-    rest: Any = 1.0 if total is not None else share(state)
-    if max_value is not None:
-        require_ordered("clip: max_value", state.setup.layout.leaves)
-        gradients, in_place = _bounded(state, gradients, max_value / rest), False
-    if max_norm is not None:
-        norm = norm_of(state, gradients.flats, gradients.placement) * rest
-        rest = rest * clip_factor(norm, max_norm)
-    if isinstance(rest, Tensor) or rest != 1.0:
-        gradients, factor = scaled(state, gradients, rest), factor * rest
-    in_place = in_place and gradients is not held
-    return _Ready(gradients, factor, in_place, norm, grad_scale)
-
-
-def _bounded(state: TrainState, gradients: Buffers, bound: float) -> Buffers:
-    """max(-bound, min(g, bound)), in new memory."""
-    flats = tuple(to_device(flat, state.device).clamp(-bound, bound) for flat in gradients.flats)
-    return Buffers(flats=flats, placement=gradients.placement)
-
-
-def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buffers:
-    """g factor, in place if the state donates."""
-
-    def of(flat: Tensor) -> Any:
-        return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
-
-    return _combined(state, gradients, (torch.Tensor.mul, torch.Tensor.mul_), of)
-
-
-def _combined(
-    state: TrainState,
-    gradients: Buffers,
-    operations: tuple[Callable[..., Tensor], Callable[..., Tensor]],
-    operand: Callable[[Tensor], Any],
-) -> Buffers:
-    """op(g, operand(g)), by the second of two operations, in place, if the state donates."""
-    device, offload = state.device, state.setup.offload
-    apart, in_place = operations
-    if donates(state):
-        owned: Buffers = take_over(gradients)
-        for flat in owned.flats:
-            change(flat, device, partial(in_place, other=operand(flat)))
-        return owned
-    general = _is_general(state, gradients.flats)
-    home = None if general else offload.gradients
-    flats = (apart(to_device(flat, device), operand(flat)) for flat in gradients.flats)
-    return Buffers(
-        flats=tuple(offloaded(home, flat, offload) for flat in flats), placement=gradients.placement
-    )

@@ -3,6 +3,9 @@
     call       w g in the accumulation dtype -> added up, or reduced as a sum; w -> `window.weight`
     update     total = sum over ranks of `window.weight` -> gradients / total -> the optimizer
 
+Beside the sum of weights a rank counts how many of them are none: negative, infinite, NaN. Values
+of tensors are read in the update alone, which reads the total anyway; it is NaN if there are any.
+
 A state has weights from its first weighted call to its update (`Reduction.weighted`), and all calls
 between are weighted. So no rank must know a count of tokens before it has computed its gradient.
 """
@@ -18,12 +21,18 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import reduce_many
+from fzero.context.here import has_no_values
+from fzero.context.modes import holds, in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state import TrainState
 
 Weight = float | Tensor
 """The weight of one call on one rank: a number of 0 or more, or a scalar tensor."""
 
+_ADVANTAGE = (
+    "A weight counts examples or tokens, and is 0 or more. What may be negative multiplies the "
+    "loss: `loss = advantage * negative_log_likelihood` with weight=1, or the number of tokens"
+)
 _FIX = "give weight= to every call of an update, on every rank, or to none."
 
 
@@ -41,7 +50,7 @@ def require_weight(name: str, weight: Any) -> None:
             f"{name}: weight={seen}.",
             cause="weights of single examples or tokens, a mask, or a count that is negative.",
             fix="give the sum of the weights of this call: a finite number of 0 or more, or a "
-            "tensor without dims, e.g. weight=mask.sum().",
+            f"tensor without dims, e.g. weight=mask.sum(). {_ADVANTAGE}.",
         )
 
 
@@ -142,19 +151,52 @@ def counted(state: TrainState, weight: Weight | None) -> TrainState:
     if weight is None:
         return state
     own = torch.as_tensor(weight, dtype=torch.float64, device=state.device)
+    own = torch.stack([own, (~(own.detach() >= 0) | own.detach().isinf()).to(own.dtype)])
     before = state.window.weight
     total = own if before is None else before + own
     return state.replace(window=replace(state.window, weight=total))
 
 
 def total_weight(state: TrainState) -> Tensor | None:
-    """The sum of the weights of all calls on all ranks: [] fp64; None without. A collective."""
+    """The sum of the weights of all calls on all ranks: [] fp64; None without. A collective.
+
+    NaN if one of them is negative, infinite or NaN.
+    """
     if not state.setup.reduction.weighted:
         return None
     own = state.window.weight
     if own is None:  # this rank made no call
-        own = torch.zeros((), dtype=torch.float64, device=state.device)
-    return reduce_many([own], state.setup.axis, ordered=state.setup.reduction.ordered)[0]
+        own = torch.zeros(2, dtype=torch.float64, device=state.device)
+    both = reduce_many([own], state.setup.axis, ordered=state.setup.reduction.ordered)[0]
+    return torch.where(both[1] > 0, torch.nan, both[0])
+
+
+def is_nothing(state: TrainState, total: Tensor | None, *, general: bool) -> bool:
+    """Whether an update is to be skipped, for all its weights are 0. The host reads one number.
+
+    general: whether it is differentiated, mapped or traced; such a one is never skipped so.
+
+    Raises `LayoutError`, on every rank, if a weight is none. In a trace nothing can be read: there
+    all that is divided by the total becomes NaN.
+    """
+    if total is None or has_no_values(total) or is_recorded([total]):
+        return False
+    value = None if general else float(total)
+    if not holds(total == total) if value is None else math.isnan(value):
+        raise _no_weight(state)
+    return value == 0
+
+
+def _no_weight(state: TrainState) -> LayoutError:
+    own = state.window.weight
+    mine = 0 if own is None or in_transform() else int(own[1])
+    return LayoutError(
+        "a weight since the last update is negative, infinite or NaN: "
+        f"{mine} of those of this rank are. Nothing was updated.",
+        cause="advantages or returns as weights, or a mean over no tokens.",
+        fix=f"{_ADVANTAGE}. Throw these gradients away: engine.zero_grad(), or go on with the "
+        "state from before them.",
+    )
 
 
 def divided(x: Tensor, total: Tensor | None) -> Tensor:

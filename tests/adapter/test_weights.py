@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import LayoutError, MismatchError, PhaseError
+from tests.covering import covered
 from tests.strategies import integers, seeds, stages, worlds
 
 LR = 0.5
@@ -130,6 +131,53 @@ def test_what_does_not_go_with_weights_raises_and_the_engine_goes_on() -> None:
     averaging = engine(2, average_micro_batches=True)
     with pytest.raises(LayoutError, match="average_micro_batches"):
         by_backward(averaging, loss_of(averaging, x, y), 2)
+
+
+@covered(
+    stage=[0, 1, 2, 3],
+    way=[by_backward, by_scale],
+    how=["plain", "window", "loss scale"],
+    weights=[[1.0, -1.0], [2.0, float("nan")], [float("inf"), 1.0], [-3.0, 1.0]],
+)
+def test_tensors_that_are_no_weights_raise_in_the_step_and_the_engine_goes_on(
+    stage: int, way: Any, how: str, weights: list[float]
+) -> None:
+    def body() -> Any:
+        options: dict[str, Any] = {"loss_scale": 1024.0} if how == "loss scale" else {}
+        trained, plain = engine(stage, **options), engine(stage, **options)
+        x, y = integers((2, 3), 1).float(), torch.zeros(2)
+        with trained.coalesce() if how == "window" else contextlib.nullcontext():
+            way(trained, loss_of(trained, x, y), torch.tensor(weights[fzero.axis_index()]))
+        with pytest.raises(LayoutError, match=r"negative, infinite or NaN[\s\S]*the\s+loss"):
+            trained.step()
+        trained.zero_grad()
+        for one in (trained, plain):
+            way(one, loss_of(one, x, y), torch.tensor(3))
+            one.step()
+        found = [one.full_parameters()["weight"] for one in (trained, plain)]
+        return torch.equal(*found), trained.step_was_skipped
+
+    same, skipped = fzero.simulate(body, world_size=2)()
+    assert all(same) and not any(skipped)
+
+
+@pytest.mark.parametrize("scale", [None, 1024.0])
+def test_two_losses_of_one_weight_in_one_backward_are_refused(scale: Any) -> None:
+    trained = engine(2, loss_scale=scale)
+    x, y = torch.ones(2, 3), torch.zeros(2)
+    weight = torch.tensor(2)
+    for one, other in ((2, 2), (weight, weight)):
+        a, b = (trained.scale(loss_of(trained, x, y), weight=w) for w in (one, other))
+        with pytest.raises(PhaseError, match=r"two weights[\s\S]*scale\(a \+ b, weight=n\)"):
+            (a + b).backward()
+        trained.zero_grad()
+        both = [trained.scale(loss_of(trained, x, y), weight=w) for w in (one, other)]
+        with pytest.raises(PhaseError, match="two weights"):
+            trained.backward(both)
+        trained.zero_grad()
+    trained.scale(loss_of(trained, x, y) + loss_of(trained, x, y), weight=2).backward()
+    trained.scale(loss_of(trained, x, y), weight=2).backward()  # one for each backward
+    trained.step()
 
 
 def test_ranks_of_which_one_gives_no_weight_all_raise() -> None:

@@ -132,7 +132,7 @@ class Naive:
 
 def trees() -> st.SearchStrategy[Tree]:
     """Leaves of any size, stride and role, in layers of any kind, some tied."""
-    return strategies.trees(KINDS)
+    return strategies.trees(KINDS, learning=True)
 
 
 def uses_of(tree: Tree) -> st.SearchStrategy[Uses]:

@@ -117,7 +117,10 @@ def test_a_loss_by_no_parameter_of_the_state_is_told() -> None:
     module = torch.nn.Linear(2, 1)
     _, params = fzero.functionalize(module)
     state = fzero.init(params, fzero.optim.sgd(0.1), stage=0)
+    other = torch.nn.Linear(2, 1)
     with pytest.warns(UserWarning, match="by no parameter of the state"):
+        fzero.grad_and_reduce(lambda p, x: other(x).sum(), state)(torch.ones(2))
+    with pytest.raises(fzero.PhaseError, match="of what the state was made of"):
         fzero.grad_and_reduce(lambda p, x: module(x).sum(), state)(torch.ones(2))
 
 

@@ -59,7 +59,7 @@ OF_4: Place = {"ranks": 4, "stage": 1, "replicas": 2, "over": "all"}
 OF_6: Place = {"ranks": 6, "stage": 3, "replicas": 3, "over": "shard"}
 
 
-@given(trees(), places, places, st.sampled_from(sorted(OPTIMIZERS)))
+@given(trees(learning=True), places, places, st.sampled_from(sorted(OPTIMIZERS)))
 @example(mixed(), OF_4, OF_6, "adam")
 @example(mixed(), OF_6, OF_4, "adam")
 def test_any_pytree_moves_between_any_two_places(

@@ -85,7 +85,7 @@ def test_too_little_shared_memory_is_one_error_with_both_numbers(
     small = SimpleNamespace(f_bavail=10, f_frsize=100)
     monkeypatch.setattr(os, "statvfs", lambda _: small)
     state = make({"w": torch.ones(1000)}, stage=0)
-    expected = r"need 24,128 bytes in .*, and 1,000 bytes are free"
+    expected = r"need 262,144 bytes in .*, and 1,000 bytes are free"  # 2 x 12,064, in files
     with pytest.raises(CheckpointError, match=expected):
         mirror_of(tmp_path).restore(state)
     with pytest.raises(CheckpointError, match=expected):
@@ -93,12 +93,38 @@ def test_too_little_shared_memory_is_one_error_with_both_numbers(
     assert files(tmp_path) == []
 
 
-def test_memory_that_is_gone_later_is_the_same_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("others", [True, False])
+def test_memory_that_is_short_later_is_said_as_it_is_then(
+    others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def none_left(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+    """What was asked for, and what was free, at that moment; and who has taken the rest."""
+    free, blocks = [400_000], 131_072  # of a file
 
-    monkeypatch.setattr(os, "posix_fallocate", none_left)
-    with pytest.raises(CheckpointError, match=r"need [0-9,]+ bytes in .* bytes are free"):
-        mirror_of(tmp_path).update(make({"w": torch.ones(1000)}, stage=0))
+    def taken(fd: int, start: int, size: int) -> None:
+        if size - os.fstat(fd).st_size > free[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        free[0] -= size - os.fstat(fd).st_size
+        os.ftruncate(fd, size)
+
+    monkeypatch.setattr(os, "posix_fallocate", taken)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free[0], f_frsize=1))
+    mirror, state = mirror_of(tmp_path), make({"w": torch.ones(1000)}, stage=0)
+    mirror.update(state)
+    assert free[0] == 400_000 - blocks
+    if others:
+        free[0] -= 200_000
+    now, extra = free[0], {"x": "y" * (0 if others else 400_000)}
+    with pytest.raises(CheckpointError) as caught:
+        mirror.update(state, extra=extra)
+    text = str(caught.value)
+    need = blocks if others else 524_288
+    assert f"a copy needs {need:,} bytes more in" in text and f"and {now:,} bytes are free" in text
+    assert f"Its copies take {blocks:,} bytes there." in text
+    assert "400,000 bytes were free for the 262,144 that it needs in all" in text
+    assert ("since then others have taken 200,000 bytes" in text) == others
+    assert ("another program on this host" if others else "a state that has grown") in text
+    free[0] = 10**6
+    mirror.update(state)  # and it goes on
+    assert mirror._flight is not None
+    mirror._flight.land()
+    assert not list(tmp_path.rglob("writing-*"))

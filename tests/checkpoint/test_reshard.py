@@ -75,7 +75,7 @@ def equal(found: Any, wanted: Any) -> None:
         assert a.dtype is b.dtype and torch.equal(a, b)
 
 
-@given(trees(), places, places, st.sampled_from(sorted(OPTIMIZERS)))
+@given(trees(learning=True), places, places, st.sampled_from(sorted(OPTIMIZERS)))
 @example(
     mixed(),
     {"ranks": 4, "stage": 3, "replicas": 2, "over": "all"},

@@ -81,6 +81,9 @@ def _refused(rank: int, size: int) -> list[str]:
         found.append(str(raised.value).splitlines()[0])
     again = fzero.reshard(part, stage=3, mesh=world)
     same(fzero.full_params(again), fzero.full_params(state))
+    matrices = {"w": torch.arange(12.0).view(3, 4)}
+    told = fzero.init(matrices, fzero.optim.muon(0.1), stage=2, mesh=first) if rank < 2 else None
+    same(fzero.full_params(fzero.reshard(told, stage=3, mesh=world)), matrices)
     return found
 
 

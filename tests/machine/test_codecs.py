@@ -148,9 +148,79 @@ class TwoSums(Signs):
     linear = True
 
 
+class Companded(Codec):
+    """Each row comes back as it was, but the sum of two rows is not that of their roots."""
+
+    linear = True
+
+    def encode(self, x: Tensor) -> tuple[Tensor]:
+        return (x.sign() * x.abs().sqrt(),)
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        return (parts[0] * parts[0].abs()).to(dtype)
+
+    def wire_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def bound(self, x: Tensor) -> Tensor:
+        return x.abs() * 1e-5
+
+
+class Shifted(Companded):
+    """One is added where it is encoded, and taken away once."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor]:
+        return (x + 1,)
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        return (parts[0] - 1).to(dtype)
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, 1e-4)
+
+
+class WithItsScale(Companded):
+    """The largest number, and all others as parts of it: products do not add up."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor]:
+        top = x.abs().amax(-1, keepdim=True)
+        return (torch.cat([top, x / top], -1),)
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        return (parts[0][..., :1] * parts[0][..., 1:]).to(dtype)
+
+
+class Fails(Companded):
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        return parts[0].view(numel + 1, 7)
+
+
+class Decodes(Signs):
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Any:
+        return parts
+
+
+class BoundOfNothing(Signs):
+    def bound(self, x: Tensor) -> Any:
+        return 0.1
+
+
+class OnlyEncodes(Codec):
+    def encode(self, x: Tensor) -> tuple[Tensor]:
+        return (x,)
+
+
 @pytest.mark.parametrize(
     ("codec", "seen"),
     [
+        (Companded(), r"linear, and decode\(encode\(x\) \+ encode\(y\)\) is"),
+        (Shifted(), "linear, and decode"),
+        (WithItsScale(), "linear, and decode"),
+        (Codec(), "it has no function encode"),
+        (OnlyEncodes(), "it has no function wire_bytes"),
+        (Fails(), "decode raised RuntimeError"),
+        (Decodes(), "decode gave a tuple"),
+        (BoundOfNothing(), "bound gave a float"),
         (Misses(), "1000 elements are 129 bytes, and wire_bytes says 1000"),
         (Flattens(), "no tuple of tensors"),
         (Boasts(), "farther from x than bound"),

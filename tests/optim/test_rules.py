@@ -51,7 +51,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 @pytest.mark.parametrize("name", sorted(CASES))
 @settings(max_examples=max(3, settings().max_examples // 3))
-@given(tree=trees(LEARNING, max_leaves=4), ranks=worlds, stage=stages, seed=seeds)
+@given(tree=trees(LEARNING, max_leaves=4, learning=True), ranks=worlds, stage=stages, seed=seeds)
 def test_training_is_torchs(name: str, tree: Any, ranks: int, stage: int, seed: int) -> None:
     """With gradients that depend on the parameters, where the dtypes are wide enough for that."""
     xs = integers((STEPS, ranks), seed, bound=1)

@@ -98,15 +98,22 @@ def test_param_groups_have_their_own_options_and_a_leaf_of_none_stays(scheduled:
     assert f"param group 0 of 2 leaves: lr={0.3 * 0.5**STEPS if scheduled else 0.3}," in rate
 
 
-def test_hooks_of_the_instance_run_and_see_the_shards() -> None:
+class Seen(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        sizes.append([p.numel() for p in self.param_groups[0]["params"]])
+        return super().step(closure)
+
+
+sizes: list[list[int]] = []
+
+
+def test_the_rule_steps_shards() -> None:
     params = parameters()
-    instance = torch.optim.SGD(params.values(), lr=0.1)
-    seen: list[list[int]] = []
-    instance.register_step_pre_hook(
-        lambda o, *_: seen.append([p.numel() for p in o.param_groups[0]["params"]])
-    )
-    run(params, from_torch(instance), torch.ones(1, 2), stage=1)
-    assert seen == [[20], [20]]  # 33 elements, and padding behind each leaf
+    ours = from_torch(Seen(params.values(), lr=0.1))
+    state = run(params, ours, torch.ones(0, 2), stage=1)[1]
+    sizes.clear()
+    run(params, ours, torch.ones(1, 2), stage=1, state=state)
+    assert sizes == [[20], [20]]  # 33 elements, and padding behind each leaf
 
 
 class Failing(torch.optim.Adam):

@@ -54,12 +54,16 @@ def test_gradients_are_the_mean_over_ranks(
 
     def step_fn(state: Any, x: Tensor) -> Any:
         state, loss = fzero.grad_and_reduce(linear_loss, state)(x)
-        assert state.phase is (Phase.READY if state.setup.layout.trainable else Phase.IDLE)
+        assert state.phase is Phase.READY
         return state, (loss, fzero.gradients(state))
 
     run = fzero.simulate(
         fzero.shard(step_fn, stage=stage, reshard_after_forward=reshard), world_size=ranks
     )
+    if not fzero.init(tree, OPT, stage=0).setup.layout.trainable:
+        with pytest.raises(LayoutError, match="no leaf of the state learns"):
+            run(run.init(tree, OPT), xs)
+        return
     _, (losses, grads) = run(run.init(tree, OPT), xs)
     everywhere(grads, as_held(mean_gradient(linear_loss, tree, list(xs))), ranks)
     same(losses, torch.stack([linear_loss(tree, x).detach() for x in xs]))

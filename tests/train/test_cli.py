@@ -71,6 +71,22 @@ def test_ctrl_c_ends_with_130_and_a_checkpoint_that_continues(tmp_path: Path) ->
     assert len(saved_losses(tmp_path)) == steps + 1
 
 
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_is_said_last_comes_after_all_that_the_launcher_says(ended: bool) -> None:
+    launcher = "2**22 + 1" if ended else "os.getpid()"  # no process has so large a number
+    code = (
+        "import os, sys, time; sys.path.insert(0, 'examples')\n"
+        "from train.stop import say_last\n"
+        f"say_last('the command', '    x --y z', launcher={launcher})\n"
+        "time.sleep(0.6); print('a traceback', flush=True)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    last = ["", "the command", "    x --y z"]  # a line of its own, below the shell's prompt
+    launchers = ["a traceback"]
+    assert done.stdout.splitlines() == (last + launchers if ended else launchers + last)
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -166,3 +166,97 @@ def test_aux_that_cannot_be_joined_is_refused(aux: Any, message: str) -> None:
     state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
     with pytest.raises(LayoutError, match=message):
         fzero.accumulate(step_fn, steps=2)(state, torch.ones(4))
+
+
+TABLE = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+
+
+def looked_up(p: Any, x: Any, table: Any, *, scale: Any = 1.0) -> Any:
+    return (p["w"] * x["v"] * table.sum() * scale).mean() + (x["i"].double() ** 2).mean()
+
+
+def lookup_step(state: Any, x: Any, table: Any, *, scale: Any = 1.0) -> Any:
+    state, loss = fzero.grad_and_reduce(looked_up, state)(x, table, scale=scale)
+    return fzero.apply_gradients(state), loss
+
+
+X = {"v": torch.arange(8.0).view(2, 4), "i": torch.arange(4)}  # 4 examples, in dims 1 and 0
+AXES: dict[str, Any] = {
+    "a tuple": (({"v": 1, "i": 0}, None), {}),
+    "from the end": (({"v": -1, "i": -1}, None), {}),
+    "a list": ([{"v": 1, "i": 0}, None], {}),
+    "by name": ({"x": {"v": 1, "i": 0}, "table": None}, {}),
+    "keywords": ({"x": {"v": 1, "i": 0}, "table": None}, {"table": TABLE}),
+    "keywords whole": (
+        {"x": {"v": 1, "i": 0}, "table": None, "scale": None},
+        {"table": TABLE, "scale": torch.ones(5).sum(0, keepdim=True)},
+    ),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("form", AXES)
+def test_in_axes_says_what_is_cut_and_where(form: str, stage: int) -> None:
+    in_axes, keywords = AXES[form]
+    args = (X,) if "table" in keywords else (X, TABLE)
+    state = fzero.init({"w": torch.tensor(2.0)}, sgd(), stage=stage)
+    whole, loss = lookup_step(state, *args, **keywords)
+    for wrap in (lambda step: step, fzero.coalesce):
+        step = wrap(fzero.accumulate(lookup_step, micro_batches=2, in_axes=in_axes))
+        parts, mean = step(state, *args, **keywords)
+        torch.testing.assert_close(mean, loss)
+        torch.testing.assert_close(fzero.full_params(parts), fzero.full_params(whole))
+
+
+def test_none_and_an_int_hold_for_all_arguments() -> None:
+    state = fzero.init({"w": torch.tensor(2.0)}, sgd(), stage=0)
+    found: list[Any] = []
+
+    def step(state: Any, x: Any, y: Any = None, *, k: Any = None) -> Any:
+        found.append((x, y, k))
+        return state, None
+
+    x = torch.arange(12.0).view(3, 4)
+    fzero.accumulate(step, micro_batches=2, in_axes=None)(state, x, {"y": x}, k=state)
+    assert all(a is x and b["y"] is x and c is state for a, b, c in found)
+    found.clear()
+    fzero.accumulate(step, micro_batches=2, in_axes=1)(
+        state, x, [x, None, "word"], k=torch.ones(())
+    )
+    assert torch.equal(torch.cat([a for a, _, _ in found], 1), x)
+    assert [b[1:] for _, b, _ in found] == [[None, "word"]] * 2 and found[0][1][0].shape == (3, 2)
+    found.clear()
+    fzero.accumulate(step, micro_batches=2, in_axes=(0, None))(state, torch.ones(2), state)
+    assert [b for _, b, _ in found] == [state, state]
+
+
+def test_in_axes_that_do_not_fit_are_refused_by_name() -> None:
+    state = fzero.init({"w": torch.ones(2)}, sgd(), stage=0)
+
+    def step(state: Any, x: Any, table: Any = None) -> Any:
+        return state, None
+
+    def call(in_axes: Any, *args: Any, **kwargs: Any) -> None:
+        fzero.accumulate(step, micro_batches=2, in_axes=in_axes)(state, *args, **kwargs)
+
+    x = torch.ones(4, 6)
+    with pytest.raises(
+        LayoutError, match=r"\[0\]\[0\] has 4 examples.*\[0\]\[1\].*, 6 along dim 0"
+    ):
+        call(0, x, torch.ones(6, 2))
+    with pytest.raises(LayoutError, match=r"\[1\]\['table'\]\['t'\], of shape \(2,\), 2 along dim"):
+        call(0, x, table={"t": torch.ones(2)})
+    with pytest.raises(LayoutError, match=r"\[1\]\['table'\] of shape \(3,\) does not divide"):
+        call(0, x, table=torch.ones(3))
+    with pytest.raises(LayoutError, match="there are 2 positional arguments after the state"):
+        call((0,), x, x)
+    with pytest.raises(LayoutError, match="there is no argument 'tabel'"):
+        call({"tabel": None}, x, x)
+    with pytest.raises(LayoutError, match=r"does not fit the call: of arguments\[0\]\[0\]"):
+        call(({"a": 0, "b": 0},), {"a": x})
+    with pytest.raises(LayoutError, match=r"arguments\[0\]\[0\] has 2 dims"):
+        call((2,), x)
+    for bad in ("0", True, (0, 1.0), {"x": "batch"}):
+        with pytest.raises(LayoutError, match="is no int and not None"):
+            fzero.accumulate(step, micro_batches=2, in_axes=bad)  # type: ignore[arg-type]
+    call({"table": None}, x)  # an argument that is not given has no parts

@@ -20,7 +20,13 @@ from tests.strategies import integers, seeds, stages, trees, unique, worlds
 from tests.transforms.steps import mean_loss, run
 
 
-@given(tree=trees((torch.float64,)), ranks=worlds, stage=stages, windows=st.booleans(), seed=seeds)
+@given(
+    tree=trees((torch.float64,), learning=True),
+    ranks=worlds,
+    stage=stages,
+    windows=st.booleans(),
+    seed=seeds,
+)
 def test_the_norm_is_that_of_the_unsharded_gradient(
     tree: Any, ranks: int, stage: int, windows: bool, seed: int
 ) -> None:

@@ -32,7 +32,7 @@ orders = st.lists(st.sampled_from([*WRAPS]), unique=True)
 
 @settings(max_examples=settings().max_examples * 3)
 @given(
-    tree=trees((torch.float64,)),
+    tree=trees((torch.float64,), learning=True),
     ranks=worlds,
     inner=orders,
     power=st.none() | st.integers(-20, 40),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor
 
 import fzero
 from fzero.adapter import Engine
+from fzero.machine.codecs import Codec
 from fzero.state import TrainState
+from tests.covering import covered
 from tests.transforms.wired import (
     DRIVERS,
     GRADIENTS,
@@ -225,3 +228,68 @@ def test_a_unit_of_empty_parameters_has_nothing_to_lose(stage: int) -> None:
         assert tuple(found["none"]["w"].shape) == (0, 3)
 
     each_rank(body, 2)
+
+
+@dataclass(frozen=True)
+class Steps(Codec):
+    """Multiples of 1/64: what it loses of a gradient depends on the units in which that comes."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor]:
+        return ((64 * x).round().to(torch.int16),)
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        return parts[0].to(dtype) / 64
+
+    def wire_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def bound(self, x: Tensor) -> Tensor:
+        return torch.full_like(x, 1 / 128 + 1e-6)
+
+
+PARTS = 3
+WAYS: dict[str, tuple[Any, bool]] = {  # how, and whether parts cross one by one
+    "parts": (lambda fn: fzero.accumulate(fn, micro_batches=PARTS), True),
+    "parts in a window": (lambda fn: fzero.coalesce(fzero.accumulate(fn, micro_batches=3)), False),
+    "windows of parts": (lambda fn: fzero.accumulate(fzero.coalesce(fn), micro_batches=3), True),
+    "parts in parts": (
+        lambda fn: fzero.accumulate(fzero.accumulate(fn, micro_batches=PARTS), micro_batches=1),
+        True,
+    ),
+}
+
+
+@covered(way=[*WAYS], stage=[0, 1, 3], scale=[None, 8.0])
+def test_what_crosses_and_what_is_remembered_are_in_the_units_of_the_update(
+    way: str, stage: int, scale: float | None
+) -> None:
+    """Against the same written out: e + g / k is rounded, and what that loses is the next e."""
+    torch.manual_seed(0)
+    gradients = torch.randn(3, 2, PARTS, 5, dtype=torch.float64)  # update, rank, part
+    wrap, one_by_one = WAYS[way]
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p, x: (p * x).sum(), state)(x)
+        return fzero.apply_gradients(state), None
+
+    fn = wrap(fzero.compress(step_fn, gradients=Steps(memory=True)))
+    fn = fn if scale is None else fzero.scale_loss(fn, scale=scale)
+    run = fzero.simulate(fzero.shard(fn, stage=stage), world_size=2)
+    state = run.init(torch.zeros(5, dtype=torch.float64), fzero.optim.sgd(1.0))
+    by = scale or 1.0
+    left, back, wanted = torch.zeros(2, 5).double(), torch.zeros(5).double(), torch.zeros(5)
+    for given in gradients:
+        state, _ = run(state, given)
+        parts = given / PARTS if one_by_one else given.mean(1, keepdim=True)
+        for k in range(parts.shape[1]):
+            whole = parts[:, k] + left
+            sent = (64 * by * whole).round() / 64 / by
+            left, total = whole - sent, sent.sum(0)
+            if stage == 0:  # which is encoded once more, on its way back
+                whole, total = total + back, (64 * by * (total + back)).round() / 64 / by
+                back = whole - total
+            wanted = wanted - total / 2
+    found = fzero.simulate(fzero.full_params, world_size=2)(state)
+    torch.testing.assert_close(found, wanted.expand(2, 5), rtol=0, atol=1e-12)
+    kept = state.window.residual.flats[0][:, :5]
+    torch.testing.assert_close(kept, left, rtol=0, atol=1e-12)

@@ -85,7 +85,7 @@ def trained(step: Any, tree: Any, optimizer: Any, batches: list[Tensor]) -> Any:
 
 @settings(max_examples=40)
 @given(
-    tree=trees(LEARNING),
+    tree=trees(LEARNING, learning=True),
     ranks=worlds,
     stage=stages,
     around=arounds,

@@ -11,7 +11,7 @@ from torch import nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.errors import CallError, FzeroError, LayoutError
+from fzero.errors import CallError, FzeroError, LayoutError, PhaseError
 from tests.descends import descends
 
 APPLY, PARAMS = fzero.functionalize(nn.Linear(2, 1))
@@ -154,6 +154,56 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         "shard got a Linear, an nn.Module",
         r"fzero.functionalize\(model\)",
     ),
+    **{
+        f"{name}(model, state)": (
+            lambda wrap=wrap: wrap(nn.Linear(2, 1), STATE)(X),
+            CallError,
+            f"{name} got a Linear",
+            rf"functionalize\(model\)(.|\n)*{name}\(",
+        )
+        for name, wrap in {"evaluate": ANY.evaluate, "grad_and_reduce": ANY.grad_and_reduce}.items()
+    },
+    **{
+        f"init({name})": (
+            lambda params=params: fzero.init(params, RULE, stage=0),
+            LayoutError,
+            f"the parameters are a {kind}, not a tensor",
+            fix,
+        )
+        for name, params, kind, fix in (
+            ("model", nn.Sequential(nn.Linear(2, 1)), "Sequential", "functionalize"),
+            ("parameters()", nn.Linear(2, 1).parameters(), "generator", "named_parameters"),
+            ("number", 3.0, "float", "torch.as_tensor"),
+        )
+    },
+    **{
+        f"a loss that is {name}": (
+            lambda loss=loss: ANY.grad_and_reduce(lambda p, x: loss(loss_fn(p, x)), STATE)(X),
+            LayoutError,
+            f"{seen}(.|\n)*Usual cause: {cause}",
+            fix,
+        )
+        for name, loss, seen, cause, fix in (
+            ("item()", lambda x: x.item(), "is a float", "loss.item", "a scalar tensor"),
+            ("numpy", lambda x: x.detach().numpy(), "is a ndarray", "loss.item", "scalar tensor"),
+            ("None", lambda x: None, "is a NoneType", "a loss function without a return", "return"),
+            ("a list", lambda x: [x, x], "is a list of 2", "several losses", "has_aux=True"),
+            ("an object", lambda x: object(), "is a object", "the output of a model", "scalar"),
+            ("of samples", lambda x: x.expand(3), r"has shape \(3,\)", "per-sample", "mean"),
+            ("a count", lambda x: x.long(), "has dtype torch.int64", "a count", "floating"),
+        )
+    },
+    **{
+        f"optim.{name}('1e-3')": (
+            lambda rule=rule: rule("1e-3"),
+            LayoutError,
+            f"optim.{name}: lr='1e-3'(.|\n)*a text",
+            r"float\('1e-3'\)",
+        )
+        for name, rule in {
+            name: getattr(ANY.optim, name) for name in ("adam", "adamw", "lion", "sgd", "muon")
+        }.items()
+    },
 }  # fmt: skip
 
 
@@ -173,3 +223,65 @@ def test_an_error_of_the_users_own_function_is_its_own() -> None:
 def test_a_state_is_not_iterable_as_before() -> None:
     with pytest.raises(TypeError, match="not iterable"):
         list(ANY_STATE)
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "a method": lambda w: w.mul_(2.0),
+    "a view": lambda w: w[0].zero_(),
+    "an operator": lambda w: w.__iadd__(1.0),
+    "an index": lambda w: w.__setitem__(slice(0, 1), 0.0) or w,
+}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_loss_that_writes_to_a_parameter_is_told_so_at_every_stage(name: str, stage: int) -> None:
+    def body(state: Any, x: Any) -> Any:
+        return fzero.grad_and_reduce(lambda p, x: WRITES[name](p["weight"]).sum(), state)(x)
+
+    step = fzero.simulate(fzero.shard(body, stage=stage), world_size=2)
+    with pytest.raises(FzeroError, match="in place"):
+        step(step.init(PARAMS, RULE), torch.stack([X, X]))
+    with pytest.raises(FzeroError, match="in place"):  # of an argument that learns
+        step(step.init(PARAMS, RULE), torch.stack([X, X]).requires_grad_())
+
+
+def test_another_error_of_torch_in_a_loss_stays_what_it_is() -> None:
+    state = fzero.init(PARAMS, RULE, stage=0)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        fzero.grad_and_reduce(lambda p: (p["weight"] @ torch.ones(3, 3)).sum(), state)()
+    versions = [flat._version for flat in state.params.flats]
+    with pytest.raises(PhaseError, match="such as a parameter"):
+        fzero.grad_and_reduce(lambda p: p["weight"].zero_().sum(), state)()
+    assert versions == [flat._version for flat in state.params.flats]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_evaluation_that_writes_to_a_parameter_raises(stage: int) -> None:
+    def body(state: Any) -> Any:
+        return state, fzero.evaluate(lambda p: p["weight"].zero_().sum(), state)()
+
+    step = fzero.simulate(fzero.shard(body, stage=stage), world_size=2)
+    with pytest.raises(FzeroError, match="in place"):
+        step(step.init(PARAMS, RULE))
+
+
+class OfItsOwn:
+    """A step with an init of its own."""
+
+    def init(self, params: Any, optimizer: Any) -> Any:
+        return fzero.init(params, optimizer, stage=2)
+
+    def __call__(self, state: Any, x: Any) -> Any:
+        return step_fn(state, x)
+
+
+def test_an_object_with_an_init_of_its_own_is_simulated() -> None:
+    both = torch.stack([X, X])
+    for wrap in (lambda step: step, fzero.coalesce, fzero.clip(max_norm=1e9)):
+        step = fzero.simulate(wrap(OfItsOwn()), world_size=2)
+        state, _ = step(step.init(PARAMS, RULE), both)
+        plain = fzero.simulate(fzero.shard(step_fn, stage=2), world_size=2)
+        wanted, _ = plain(plain.init(PARAMS, RULE), both)
+        for mine, theirs in zip(state.params.flats, wanted.params.flats, strict=True):
+            assert torch.equal(mine, theirs)

@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
 from fzero.errors import LayoutError, MismatchError, PhaseError
+from tests.covering import covered
 from tests.strategies import integers, seeds, stages, worlds
 
 NAN = float("nan")
@@ -165,6 +167,75 @@ def test_what_is_no_weight_is_refused(weight: Any) -> None:
     state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=0)
     with pytest.raises(LayoutError, match=r"grad_and_reduce: weight=[\s\S]*a finite number"):
         fzero.grad_and_reduce(squares, state, weight=weight)
+
+
+BAD = {
+    "opposite": [[1.0], [-1.0]],  # their sum is 0
+    "negative": [[3.0, -1.0], [4.0, 1.0]],
+    "nan": [[1.0], [NAN]],
+    "inf": [[0.0], [float("inf")]],
+    "-inf": [[float("-inf"), 1.0], [2.0, 2.0]],
+    "cancelled": [[2.0, -2.0], [1.0, 1.0]],
+}
+
+
+@covered(
+    name=[*BAD],
+    stage=[0, 1, 2, 3],
+    wrap=["as it is", "in a window", "with a loss scale"],
+    donate=[False, True],
+)
+def test_tensors_that_are_no_weights_raise_in_the_update_on_every_rank(
+    name: str, stage: int, wrap: str, donate: bool
+) -> None:
+    def step(state: Any, x: Tensor, bad: Any) -> Any:
+        for weight in BAD[name][fzero.axis_index()]:
+            given = torch.tensor(weight if bad else abs(weight) if weight == weight else 1.0)
+            given = given.clamp(max=2.0) if not bad else given
+            state, _ = fzero.grad_and_reduce(squares, state, weight=given)(x, x[:, 0])
+        return fzero.apply_gradients(state), None
+
+    def body(x: Tensor) -> Any:
+        run = fzero.shard(WRAPS[wrap](step), stage=stage, donate=donate)
+        state = run.init(PARAMS, fzero.optim.adamw(0.5))
+        with pytest.raises(LayoutError, match=r"negative, infinite or NaN.*[\s\S]*multiplies the"):
+            run(state, x, True)
+        fresh = run.init(PARAMS, fzero.optim.adamw(0.5))
+        pairs = [fzero.full_params(run(one, x, False)[0]) for one in (state, fresh)]
+        return [torch.equal(pairs[0][key], pairs[1][key]) for key in PARAMS]
+
+    found = fzero.simulate(body, world_size=2)(integers((2, 2, 3), 1).float())
+    assert all(bool(one.all()) for one in found)
+
+
+def test_they_raise_under_transforms_and_are_seen_in_a_trace() -> None:
+    x = torch.tensor([[1.0, 0.0, 2.0], [0.0, 1.0, 1.0]])
+
+    def after(weights: Tensor) -> Tensor:
+        state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=0)
+        for w, row in zip(weights, x, strict=True):
+            state, _ = fzero.grad_and_reduce(squares, state, weight=w)(row[None], row[:1])
+        return fzero.full_params(fzero.apply_gradients(state))["w"].sum()
+
+    good, bad = torch.tensor([1.0, 2.0]), torch.tensor([3.0, -1.0])
+    for fn, some in (
+        (after, bad),
+        (torch.func.grad(after), bad),
+        (torch.func.vmap(after), torch.stack([good, bad])),
+        (lambda w: torch.autograd.grad(after(w), w), bad.clone().requires_grad_()),
+    ):
+        with pytest.raises(LayoutError, match="negative, infinite or NaN"):
+            fn(some)
+    graph = make_fx(after)(good)
+    torch.testing.assert_close(graph(good), after(good))
+    assert graph(bad).isnan()
+
+
+def test_a_mean_of_weights_that_are_none_is_nan_until_the_update_says_so() -> None:
+    state = fzero.init(PARAMS, fzero.optim.sgd(0.1), stage=0)
+    x = torch.ones(1, 3)
+    state, _ = fzero.grad_and_reduce(squares, state, weight=torch.tensor(-2.0))(x, x[:, 0])
+    assert fzero.gradients(state)["w"].isnan().all() and fzero.global_norm(state).isnan()
 
 
 def test_calls_with_and_without_a_weight_do_not_mix() -> None:

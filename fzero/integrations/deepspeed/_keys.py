@@ -82,7 +82,12 @@ TRAINING = (
     taken(
         "gradient_accumulation_steps", None, "count", "step() updates at every n-th call; default 1"
     ),
-    taken("managed_gradient_accumulation", True, "bool", "false: every step() updates, see below"),
+    taken(
+        "managed_gradient_accumulation",
+        True,
+        "bool",
+        "false: every step() updates, divided by the key above, or else by its backwards",
+    ),
     option("gradient_clipping", 1.0, "norm"),
     taken("communication_data_type", None, "dtype", "compress: gradients=codecs.cast(dtype)"),
     taken("optimizer.type", None, "text", "a torch.optim optimizer, unless one is given"),

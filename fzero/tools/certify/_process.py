@@ -32,9 +32,13 @@ class Stepped:
         self.optimizer = optimizer(list(self.masters.values()))
 
     def step(self, gradient: Tensors) -> None:
-        """Update the masters that have a gradient."""
+        """Update the masters that have a gradient; one without elements has nothing to update.
+
+        (torch's Adafactor divides by the number of elements.)
+        """
         for path, master in self.masters.items():
-            master.grad = gradient[path].to(master.dtype) if path in gradient else None
+            has = path in gradient and master.numel()
+            master.grad = gradient[path].to(master.dtype) if has else None
         self.optimizer.step()
 
     def copied(self) -> dict[str, Tensor]:

@@ -32,3 +32,5 @@ from fzero.tools.compare._rounding import signs_like as signs_like
 from fzero.tools.compare._trees import cast as cast
 from fzero.tools.compare._trees import copied as copied
 from fzero.tools.compare._trees import copy_of_tree as copy_of_tree
+from fzero.tools.compare._widen import WIDE as WIDE
+from fzero.tools.compare._widen import Widened as Widened

@@ -12,7 +12,7 @@ from fzero.tools.compare import TERMS, Copy, Found, Spread, disturbed_bound, fir
 from fzero.tools.diff._difference import GATHER, GRADIENT, LOSS, MODULE
 from fzero.tools.diff._modules import Divergence, first_difference
 from fzero.tools.diff._pair import SidePair
-from fzero.tools.diff._side import Apart, Side, summed
+from fzero.tools.diff._side import Apart, Beside, Side, summed
 
 
 def gathers(pair: SidePair) -> Iterator[Apart]:
@@ -58,14 +58,24 @@ def losses(pair: SidePair) -> Iterator[Apart]:
 
 def summed_gradients(pair: SidePair) -> Iterator[Apart]:
     """Compare the sums of the ranks' local gradients, leaf by leaf."""
+    found = list(_gradients_apart(pair))
+    if found:
+        differ = tuple(one.path for one in found)
+        agree = tuple(path for path in pair.in_backward() if path not in differ)
+        blamed = _blamed(pair, GRADIENT, found[0].path, found[0].found)
+        is_forward = blamed.kind == MODULE
+        yield blamed if is_forward else blamed._replace(beside=Beside(agree, differ))
+
+
+def _gradients_apart(pair: SidePair) -> Iterator[Apart]:
     mine, other, twin = (side.gradient_terms for side in pair.sides)
-    for path, shape in pair.learning().items():
+    for path, shape in pair.in_backward().items():
         numel = torch.Size(shape).numel()
         a, b, c = (summed(some.get(path, []), (numel,)) for some in (mine, other, twin))
         bound = disturbed_bound(a, c) + pair.of_sum(path, (numel,))
         found = first_apart(whole_leaf(a.view(shape)), whole_leaf(b.view(shape)), bound)
         if found is not None:
-            yield _blamed(pair, GRADIENT, path, found)
+            yield Apart(GRADIENT, path, found)
 
 
 def _blamed(pair: SidePair, operation: str, path: str, found: Found) -> Apart:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,10 +15,20 @@ from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.tools.compare import DISTURBANCE, SMALLEST_UNIT, first_apart, whole_leaf
 from fzero.tools.diff._compare import Called, compare
-from fzero.tools.diff._difference import GRADIENT, LOSS, MODULE, START, Difference, Moment
+from fzero.tools.diff._difference import (
+    GRADIENT,
+    LOSS,
+    MODULE,
+    START,
+    Difference,
+    Moment,
+    difference_of,
+)
+from fzero.tools.diff._log import Log
+from fzero.tools.diff._loops import compare_loops, is_loop, sizes_of
 from fzero.tools.diff._pair import Spacing
 from fzero.tools.diff._record import Leads
-from fzero.tools.diff._run import Run, RunUnderWay, require_runs, start_dtypes
+from fzero.tools.diff._run import Run, RunUnderWay, made_in, require_runs, start_dtypes
 from fzero.tools.diff._side import Apart
 from fzero.tools.diff._values import Values, disturbed
 from fzero.transforms.states import is_state
@@ -26,7 +36,12 @@ from fzero.transforms.states import is_state
 _WIDE = torch.float64
 
 
-def diff(run_a: Run, run_b: Run) -> Difference | None:
+def diff(
+    run_a: Run | Callable[[Log], None],
+    run_b: Run | Callable[[Log], None],
+    *,
+    world_size: int | tuple[int, int] = 1,
+) -> Difference | None:
     """Return the first number in which two runs differ by more than another order of sums explains.
 
     Both make one call after another on virtual ranks in this process. Stage, world, precision and
@@ -52,15 +67,23 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
     is not bit for bit the same on all ranks of one run that have it.
 
     If both runs have parameters of the same dtypes, they are compared in float64 first, where
-    rounding is small, and then as they are. (Casts to another dtype in the loss stay as they are.)
+    rounding is small, and then as they are. There casts to other floats, `x.float()` or
+    `x.bfloat16()`, do nothing, unless an option asks for a narrow dtype (autocast, a codec).
     What a difference may be by rounding is computed, see `fzero/tools/compare/_rounding.py`: from
     the terms of sums over ranks and micro-batches, and elsewhere by what a small change of all
     parameters and inputs makes of the same number, or of the gradients and slots of an update. It
     goes by the coarsest dtype that the options ask for: autocast, codecs.
 
+    Training loops are compared as well, of plain PyTorch and of an engine: run(log), which calls
+    log.start(model), and in each step log.loss(loss), log.gradients(model) and
+    log.parameters(model); of an engine it gives the engine. Each goes on from its own values, and
+    run_a is made a second time from others, so that what rounding explains grows with the steps.
+
     Args:
         run_a: the run that is trusted.
-        run_b: the other one.
+        run_b: the other one. Both are a `fzero.Run`, or both a function run(log).
+        world_size: of functions: on how many virtual ranks run_b runs (run_a on one); or a pair,
+            of run_a and of run_b.
 
     Returns:
         The first `Difference`; None if there is none. Print it: it says what differs, by how much,
@@ -91,7 +114,9 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
         >>> found.operation, found.ranks, found.at
         ('loss', (0, 1, 2, 3), Moment(step=1, update=1, backward=1))
     """
-    require_runs(run_a, run_b)
+    if is_loop(run_a) and is_loop(run_b):
+        return compare_loops(run_a, run_b, sizes_of(world_size))
+    run_a, run_b = require_runs(run_a, run_b, world_size)
     dtypes = [start_dtypes(run) for run in (run_a, run_b)]
     found = None
     if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
@@ -101,7 +126,7 @@ def diff(run_a: Run, run_b: Run) -> Difference | None:
 
 
 def _compared(run_a: Run, run_b: Run, wide: torch.dtype | None) -> Difference | None:
-    with _made_in(wide or torch.get_default_dtype()):
+    with made_in(wide or torch.get_default_dtype()):
         a, b = RunUnderWay(run_a, wide), RunUnderWay(run_b, wide)
         paths = _paths(a, b)
         found = _starts(a.values(), b.values())
@@ -110,27 +135,10 @@ def _compared(run_a: Run, run_b: Run, wide: torch.dtype | None) -> Difference | 
     if found is None:
         return None
     state, at, apart = found
-    path = ".".join([x for x in (paths[state], apart.path) if x])
-    return Difference(
-        at=at,
-        operation=apart.operation,
-        path=path,
-        **apart.found._asdict(),
-        compared_in=wide
-        or min(start_dtypes(run_a) | start_dtypes(run_b), key=lambda x: x.itemsize),
+    dtypes = start_dtypes(run_a) | start_dtypes(run_b)
+    return difference_of(
+        at, apart, wide or min(dtypes, key=lambda x: x.itemsize), prefix=paths[state]
     )
-
-
-@contextmanager
-def _made_in(default: torch.dtype) -> Iterator[None]:
-    """Context with this default dtype, in which the caller's random state is not changed."""
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
-        torch.set_default_dtype(default)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
 
 
 def _paths(a: RunUnderWay, b: RunUnderWay) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -114,7 +115,7 @@ class Difference:
 
     def __str__(self) -> str:
         compared, cause = OPERATIONS[self.kind]
-        kinds = [kind for kind in list(OPERATIONS)[: self._place] if kind != MODULE]
+        kinds = [kind for kind in self._kinds[: self._place] if kind != MODULE]
         before = [OPERATIONS[kind][0] for kind in kinds]
         agree = [f"all of steps 1 to {self.at.step - 1}"] if self.at.step > 1 else []
         agree += [f"in step {self.at.step}: {'; '.join(before)}"] if before else []
@@ -123,6 +124,7 @@ class Difference:
             f"{abs(self.a - self.b):.2e} apart; rounding explains at most {self.bound:.1e} "
             f"(compared in {str(self.compared_in).removeprefix('torch.')}).",
             f"Compared here: {compared}.",
+            *self._others,
             f"Equal until then: {', and '.join(agree) or 'nothing was compared before'}.",
             f"Usual cause: {cause}",
         ]
@@ -132,8 +134,17 @@ class Difference:
         return "\n".join(lines)
 
     @property
+    def _others(self) -> list[str]:
+        return []
+
+    @property
     def _place(self) -> int:
-        return 0 if self.kind == START else list(OPERATIONS).index(self.kind)
+        return 0 if self.kind == START else self._kinds.index(self.kind)
+
+    @property
+    def _kinds(self) -> list[str]:
+        """What is compared, in order."""
+        return list(OPERATIONS)
 
     @property
     def _what(self) -> str:
@@ -153,3 +164,59 @@ class Difference:
             *([f"{sort} {self.path}{list(self.index) if self.index else ''}"] * bool(self.path)),
         ]
         return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientDifference(Difference):
+    """The first gradient that differs, in the order in which the backward makes them.
+
+    All before it in that order agree, so the fault is in what the backward does between.
+    """
+
+    agree: tuple[str, ...]  # the parameters whose gradients are equal, in that order
+    differ: tuple[str, ...]  # the others, `path` first
+
+    @property
+    def _others(self) -> list[str]:
+        if not self.differ:
+            return []
+        more = self.differ[1:]
+        agree = f"The gradients by {_some(self.agree)} agree" if self.agree else "No other agrees"
+        also = f"; those by {_some(more)} differ, too" if more else ""
+        return [f"It is the first that the backward makes differently. {agree}{also}."]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopDifference(GradientDifference):
+    """The first difference of what two training loops tell; without `agree` if of no gradient."""
+
+    @property
+    def _kinds(self) -> list[str]:
+        return [START, LOSS, GRADIENT, UPDATE]
+
+
+def _some(paths: Sequence[str], most: int = 6) -> str:
+    rest = f", ... ({len(paths)} of them)" if len(paths) > most else ""
+    return ", ".join(paths[:most]) + rest
+
+
+def difference_of(
+    at: Moment, apart: Any, compared_in: torch.dtype, *, prefix: str = "", of_loop: bool = False
+) -> Difference:
+    """Return the difference of an `Apart`, with the path of its state before those in it."""
+
+    def named(path: str) -> str:
+        return ".".join([x for x in (prefix, path) if x])
+
+    said: dict[str, Any] = {
+        "at": at,
+        "operation": apart.operation,
+        "path": named(apart.path),
+        **apart.found._asdict(),
+        "compared_in": compared_in,
+    }
+    if apart.beside is None and not of_loop:
+        return Difference(**said)
+    agree, differ = (tuple(map(named, some)) for some in apart.beside or ((), ()))
+    kind = LoopDifference if of_loop else GradientDifference
+    return kind(**said, agree=agree, differ=differ)

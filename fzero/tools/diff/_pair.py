@@ -45,6 +45,13 @@ class SidePair:
                     found[path] = leaf.stored_shape
         return found
 
+    def in_backward(self) -> dict[str, tuple[int, ...]]:
+        """The same leaves in the order in which the backwards of a made their gradients."""
+        names, learning = leaf_names(self.a.setup.layout), self.learning()
+        backwards = (one for seen in self.a.seen for one in seen.backwards)
+        made = dict.fromkeys(names[leaf] for one in backwards for leaf in one.gradients)
+        return {path: learning[path] for path in [*made, *learning] if path in learning}
+
     def of_terms(self, terms: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         """Return (n + 4) u sum(|terms|), the bound for another order of a sum."""
         sizes = summed([term.abs() for term in terms], shape)

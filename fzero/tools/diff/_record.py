@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from fzero.machine.encode import coarseness
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.state.layout import as_real
 from fzero.state.setup import MASTERS
-from fzero.tools.compare import Coarsest, copied, eps_of
+from fzero.tools.compare import Coarsest, Widened, copied, eps_of
 from fzero.tools.diff._lead import Corner, Lead, corners
 from fzero.tools.diff._modules import Trail, Trails, rank_here
 
@@ -54,22 +55,34 @@ class CallRecord:
 
     `unit` is the relative spacing of numbers in the coarsest dtype that the states ask for, and
     `optimizer_unit` that of what the optimizer works with. leads: for each state the updates of
-    another run, from which this one goes on.
+    another run, from which this one goes on. widens: casts to other floats do nothing, and what is
+    computed of constants alone, the same in each run, may be narrow.
     """
 
     def __init__(
-        self, count: int, trails: Trails, leads: Leads = (), optimizer_unit: float = 0.0
+        self,
+        count: int,
+        trails: Trails,
+        leads: Leads = (),
+        optimizer_unit: float = 0.0,
+        *,
+        widens: bool = False,
     ) -> None:
         self._seen: list[dict[int, list[RankUpdate]]] = [
             defaultdict(lambda: [RankUpdate()]) for _ in range(count)
         ]
         self._trails, self._leads = trails, leads
-        self._coarsest = CoarsestOfPasses()
+        self._coarsest = CoarsestOfPasses(of_parameters=widens)
+        self._widens = widens
         self.unit, self.optimizer_unit = 0.0, optimizer_unit
 
     def watching(self) -> CoarsestOfPasses:
         """Return the mode that records the dtypes of losses and gradients."""
         return self._coarsest
+
+    def widening(self) -> AbstractContextManager[Any]:
+        """Return the context in which passes, and no updates, are computed in float64."""
+        return Widened(self._coarsest.looks) if self._widens else nullcontext()
 
     def observers(self) -> list[Any]:
         """Return an observer for each state: see fzero/transforms/observe.py."""
@@ -173,8 +186,8 @@ class CallRecord:
 class CoarsestOfPasses(Coarsest):
     """Records the coarsest dtype of functions of torch outside of updates."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *, of_parameters: bool = False) -> None:
+        super().__init__(of_parameters=of_parameters)
         self.updating: set[int] = set()  # ranks
 
     def looks(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compare import cast, copied, copy_of_tree, disturbed_tree
 from fzero.tools.diff._compare import Called
 from fzero.tools.diff._modules import Trails
-from fzero.tools.diff._record import CallRecord, Leads
+from fzero.tools.diff._record import CallRecord, Leads, spacing_of
 from fzero.tools.diff._values import Values, values_of, with_whole
 from fzero.transforms import simulate
 from fzero.transforms.observe import observe
@@ -60,8 +61,14 @@ def _values_in(state: Any) -> list[Values]:
     return [values_of(rows) for rows in rows_of(state)]
 
 
-def require_runs(a: Run, b: Run) -> None:
-    """Raise `LayoutError` for an argument that `diff` cannot compare."""
+def require_runs(a: Any, b: Any, world_size: Any) -> tuple[Run, Run]:
+    """Return two runs; raise `LayoutError` for an argument that `diff` cannot compare."""
+    if world_size != 1:
+        raise LayoutError(
+            f"diff: world_size={world_size!r} beside fzero.Run.",
+            cause="the number of ranks of a run, given to diff.",
+            fix="give it to each Run: fzero.Run(..., world_size=4).",
+        )
     for name, run in (("run_a", a), ("run_b", b)):
         if not isinstance(run, Run) or not isinstance(run.step, Step) or not run.step.find_init():
             got = run.step if isinstance(run, Run) else run
@@ -69,7 +76,7 @@ def require_runs(a: Run, b: Run) -> None:
                 f"diff: {name} has {got!r:.80} in the place of a sharded step.",
                 cause="a step without fzero.shard, or a step in the place of a run.",
                 fix="give fzero.Run(step=fzero.shard(step_fn, stage=...), params=..., "
-                "optimizer=..., batches=..., world_size=...).",
+                "optimizer=..., batches=..., world_size=...); or twice a training loop, run(log).",
             )
         if "simulate" in run.step.names():
             raise LayoutError(
@@ -83,12 +90,25 @@ def require_runs(a: Run, b: Run) -> None:
             cause="batches of another number of calls; or none.",
             fix="give one batch for each call of the step, as many to both.",
         )
+    return a, b
 
 
 def start_dtypes(run: Run) -> set[torch.dtype]:
     """Return the floating dtypes of the initial parameters of a run."""
     leaves = optree.tree_leaves(run.params, namespace=NAMESPACE)
     return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
+
+
+@contextmanager
+def made_in(default: torch.dtype) -> Iterator[None]:
+    """Context with this default dtype, in which the caller's random state is not changed."""
+    before = torch.get_default_dtype()
+    with torch.random.fork_rng(devices=[]):
+        torch.set_default_dtype(default)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
 
 
 class RunUnderWay:
@@ -118,6 +138,11 @@ class RunUnderWay:
         treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
         return optree.tree_unflatten(treespec, made)
 
+    def _is_wide(self, state: Any) -> bool:
+        """Whether no option asks for a narrower dtype: of gradients, codecs, the optimizer."""
+        least = torch.finfo(torch.float64).eps
+        return all(spacing_of(one) <= least for one in flatten_states("diff", state)[0])
+
     def go_on(self, number: int, state: Any, **options: Any) -> Called:
         """Do one call from the current state (see `call`), and keep the new state."""
         self.state, called = self.call(number, state, **options)
@@ -140,10 +165,11 @@ class RunUnderWay:
         given = copied(state)
         trails = Trails()
         count = len(flatten_states("diff", given)[0])
-        recording = CallRecord(count, trails, leads, optimizer_unit)
+        widens = self.wide is not None and self._is_wide(given)
+        recording = CallRecord(count, trails, leads, optimizer_unit, widens=widens)
 
         def watched(state: Any, batch: Any) -> Any:
-            with recording.watching():
+            with recording.watching(), recording.widening():
                 new, _ = observed(state, batch)
             return new, None
 

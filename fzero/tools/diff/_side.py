@@ -18,6 +18,13 @@ from fzero.tools.diff._record import RankUpdate
 from fzero.tools.diff._values import params_of, slots_of_ranks, spread
 
 
+class Beside(NamedTuple):
+    """All gradients of an update, in the order in which a backward makes them."""
+
+    agree: tuple[str, ...]
+    differ: tuple[str, ...]
+
+
 class Apart(NamedTuple):
     """A difference in one update of one state."""
 
@@ -25,6 +32,7 @@ class Apart(NamedTuple):
     path: str
     found: Found
     backward: int | None = None
+    beside: Beside | None = None
 
     @property
     def kind(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import optree
@@ -10,18 +12,27 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.errors.check import is_count, require
+from fzero.errors.check import is_count, is_positive, require
 from fzero.state import NAMESPACE
 from fzero.state.progress import Phase
+from fzero.tools.prove._budget import DEFAULT_S, Budget, OutOfBudget
 from fzero.tools.prove._check import prove_programs
-from fzero.tools.prove._programs import ranks_of, record
-from fzero.tools.prove._proof import Proof
+from fzero.tools.prove._proof import Claim, Proof, line_of
+from fzero.tools.prove._reach import changed, snapshot
+from fzero.tools.prove._record import Recording, ranks_of
+from fzero.tools.prove._same import same_program
+from fzero.tools.trace.program import RecordedStep
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.states import flatten_states
 
 
 def prove(
-    step: Callable[..., Any], state: Any, args: Any = (), *, world: int | None = None
+    step: Callable[..., Any],
+    state: Any,
+    args: Any = (),
+    *,
+    world: int | None = None,
+    budget_s: float = DEFAULT_S,
 ) -> Proof:
     """Prove, for all values: new state on W ranks = update(state, (1 / W) sum_r gradient(b_r)).
 
@@ -40,6 +51,8 @@ def prove(
         args: the further arguments, a tuple; what is no tuple is the only one. Of a simulated step
             stacked ones, of which rank 0's are read.
         world: W, any number of ranks; default that of the state.
+        budget_s: CPU seconds for each rank whose program is recorded. Where they are spent the step
+            is not proved, and the op is named at which they were; autograd is let finish first.
 
     Returns:
         A `Proof`; true if all is shown. Not a collective.
@@ -90,9 +103,58 @@ def prove(
         given = optree.tree_map(
             lambda x: _first(x, one.setup.axis.size), given, namespace=NAMESPACE
         )
-    (alone,) = record(inner, state, given, 1, (0,))
-    ranks = record(inner, state, given, world, ranks_of(world))
-    return prove_programs(describe_function(inner), alone, ranks, world)
+    require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
+    budget = Budget(budget_s, len(ranks_of(world)))
+    recording = Recording(inner, state, given, budget)
+    return _Attempt(describe_function(inner), recording, world, budget).proof()
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One proof: the programs are recorded, compared and read, and what is outside is looked at."""
+
+    step: str
+    recording: Recording
+    world: int
+    budget: Budget
+
+    def proof(self) -> Proof:
+        try:
+            return self._tried()
+        except OutOfBudget as error:
+            return self._refused(f"{error}")
+
+    def _tried(self) -> Proof:
+        record, reached = self.recording.of, self.recording.reached()
+        alone = record(1, 0)
+        before = snapshot(*reached)
+        if self.world == 1:
+            first, others = record(1, 0), ()
+        else:
+            first, others = record(self.world, 0), ranks_of(self.world)[1:]
+        rest = (record(self.world, rank) for rank in others)
+        proof = prove_programs(
+            self.step, alone, chain([first], rest), self.world, budget=self.budget
+        )
+        for one in (alone, first):
+            again = record(one.states[0].setup.axis.size, 0)
+            if (node := same_program(one, again)) is not None:
+                return self._refused("a second call has another program", one, line_of(node))
+        if where := changed(before, snapshot(*reached)):
+            return self._refused(f"a call writes {where}, which the next call may read")
+        noted = self.recording.watch.noted
+        if noted and proof:
+            return self._refused("; ".join(noted))
+        return proof
+
+    def _refused(self, why: str, program: RecordedStep | None = None, line: str = "") -> Proof:
+        return Proof(
+            step=self.step,
+            world=self.world,
+            ranks=(),
+            ops=(0, 0),
+            claims=(Claim(tensor="state", leaf="", why=why, line=line),),
+        )
 
 
 def _first(x: Any, size: int) -> Any:

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 from torch import fx
 
 from fzero.tools.prove._blame import Explained, first_unexplained
+from fzero.tools.prove._budget import Budget
+from fzero.tools.prove._gradient import GRADIENT
 from fzero.tools.prove._programs import (
     BufferPlace,
     Key,
-    compared,
     input_value,
-    local_nodes,
     outputs_by_leaf,
     places_of,
 )
 from fzero.tools.prove._proof import Claim, Proof, line_of
 from fzero.tools.prove._read import ProgramRead, read
 from fzero.tools.prove._reading import Interpretation
-from fzero.tools.prove._terms import Stretch, Symbolic, Terms, exact, text_of
+from fzero.tools.prove._same import Comparison
+from fzero.tools.prove._terms import Symbolic, Terms, exact, text_of
 from fzero.tools.trace.program import RecordedStep
 
 
@@ -36,57 +37,65 @@ class _Side(NamedTuple):
 
 
 def prove_programs(
-    step: str, one_rank: RecordedStep, ranks: Sequence[RecordedStep], world: int
+    step: str,
+    one_rank: RecordedStep,
+    ranks: Iterable[RecordedStep],
+    world: int,
+    *,
+    budget: Budget | None = None,
 ) -> Proof:
     """Return a proof that the programs of ranks among `world` update as that of one rank alone.
 
-    step: its name in the text.
+    step: its name in the text. ranks: compared one by one, and only the first of them is kept.
     """
-    terms, axis = Terms(), ranks[0].states[0].setup.axis
-    (own, differs), local = compared(ranks), local_nodes(one_rank.graph.graph)
-    alone = Interpretation(terms=terms, world=world, one_rank=True, local=local)
-    named = axis.name, axis.group_name
+    rest = iter(ranks)
+    first = next(rest)
+    comparison, seen = Comparison(first), [first.rank]
+    for one in rest:
+        comparison.add(one)
+        seen.append(one.rank)
+    terms, axis = Terms(), first.states[0].setup.axis
+    alone = Interpretation(terms=terms, world=world, one_rank=True)
+    named, own = (axis.name, axis.group_name), comparison.own_parts()
     together = Interpretation(terms=terms, world=world, one_rank=False, axis=named, own_parts=own)
-    wanted, found = _side(one_rank, alone), _side(ranks[0], together)
-    means = {
-        key: value and value.on(Stretch(p.numel, alone.mean(p.sum)) for p in value.pieces)
-        for key, value in wanted.outputs.items()
-    }
-    wrong, line = dict(_differences(means, found.outputs, varies=world == 1)), ""
-    stopped = found.read.stopped or wanted.read.stopped
+    budget = Budget() if budget is None else budget
+    wanted = _side(one_rank, alone, budget.of_one())
+    found = _side(first, together, budget.of_one())
+    wrong, line = dict(_differences(wanted.outputs, found.outputs, varies=world == 1)), ""
+    differs, stopped = comparison.differs, found.read.stopped or wanted.read.stopped
     if differs is not None:
         line, wrong = line_of(differs), dict.fromkeys(found.makers, "ranks run other programs")
     elif stopped is not None:
         node, why = stopped
         ends = [node] if found.read.stopped else []
-        line = _where(alone, wanted, found, ends) or line_of(node)
+        line = _where(alone, wanted, found, ends) if "budget" not in why else ""
         wrong = dict.fromkeys(found.makers, f"nothing is known of {node.name}: {why}")
+        line = line or line_of(node)
     elif wrong:
         line = _where(alone, wanted, found, [found.makers[k] for k in wrong if k in found.makers])
     claims = [
         Claim(tensor=key[0], leaf=key[1], why=wrong.get(key, ""), line=line if key in wrong else "")
-        for key in {**found.makers, **means}
+        for key in {**found.makers, **wanted.makers}
         if key[0].startswith("state")
     ]
-    seen = tuple(one.rank for one in ranks)
     ops = wanted.ops, found.ops
-    return Proof(step=step, world=world, ranks=seen, ops=ops, claims=tuple(claims))
+    return Proof(step=step, world=world, ranks=tuple(seen), ops=ops, claims=tuple(claims))
 
 
-def _side(program: RecordedStep, reading: Interpretation) -> _Side:
+def _side(program: RecordedStep, reading: Interpretation, budget: Budget) -> _Side:
     nodes = list(program.graph.graph.nodes)
     given, ends = [n for n in nodes if n.op == "placeholder"], list(nodes[-1].args[0])
     inputs, ends_at = (
         places_of(program, *x) for x in ((program.inputs, given), (program.outputs, ends))
     )
     values = [input_value(reading.terms, *pair) for pair in zip(inputs, given, strict=True)]
-    made = read(program.graph, values, reading)
+    made = read(program.graph, values, reading, budget)
     makers = {
         key: node
         for place, node in zip(ends_at, ends, strict=True)
         for key in (place.keys if node.meta["val"].numel() else ())
     }
-    ops = sum(node.op == "call_function" for node in nodes)
+    ops = sum(node.op == "call_function" and node.target is not GRADIENT for node in nodes)
     return _Side(
         ops, inputs, made, outputs_by_leaf(ends_at if made.outputs else (), made.outputs), makers
     )
@@ -100,20 +109,25 @@ def _differences(
         a, b = wanted.get(key), found.get(key)
         if a is None or b is None:
             yield key, "it is not on the same ranks as before, or not in both programs"
+        elif any(x.term.varies for x in a.addends) and not varies:
+            yield key, f"on one rank it depends on more of the batch than a gradient: {_brief(a)}"
         elif a.pieces != b.pieces or (any(x.term.varies for x in b.addends) and not varies):
             yield key, "it is made of {} and not of {}".format(*map(_brief, _inner(b, a)))
 
 
 def _inner(a: Symbolic, b: Symbolic) -> tuple[Symbolic, Symbolic]:
     """Return the innermost operands in which two values differ, while one function makes both."""
-    pairs = zip(a.pieces, b.pieces, strict=False)
-    sums = next(((p.sum, q.sum) for p, q in pairs if p.sum != q.sum), None)
-    if sums is not None and [len(one) for one in sums] == [1, 1]:
+    while True:
+        pairs = zip(a.pieces, b.pieces, strict=False)
+        sums = next(((p.sum, q.sum) for p, q in pairs if p.sum != q.sum), None)
+        if sums is None or [len(one) for one in sums] != [1, 1]:
+            return a, b
         (x,), (y,) = sums
-        if x.term.head == y.term.head and x[1:] == y[1:]:
-            inner = zip(x.term.operands, y.term.operands, strict=False)
-            return next((_inner(p, q) for p, q in inner if p != q), (a, b))
-    return a, b
+        inner = zip(x.term.operands, y.term.operands, strict=False)
+        other = next(((p, q) for p, q in inner if p != q), None)
+        if x.term.head != y.term.head or x[1:] != y[1:] or other is None:
+            return a, b
+        a, b = other
 
 
 def _brief(value: Symbolic) -> str:

@@ -17,10 +17,24 @@ class StorageSlice(NamedTuple):
     shape: tuple[int, ...]
 
 
+class _Source(NamedTuple):
+    """What a storage is kept as a copy of, but is a view of.
+
+    writes: how often that had been written to. chunk: one of several that do not overlap, and are
+    the only ones of it.
+    """
+
+    storage: int
+    writes: int
+    chunk: bool
+
+
 class _Storage(NamedTuple):
     value: Symbolic
     writes: int = 0
-    of: tuple[int, int] | None = None  # (storage, its writes): kept as a copy, but a view of it
+    of: _Source | None = None
+    chunked: bool = False
+    lost: bool = False  # a chunk of it was written to
 
 
 class Storages:
@@ -29,11 +43,22 @@ class Storages:
     def __init__(self, world: int) -> None:
         self._world, self._storages = world, list[_Storage]()
 
-    def new(self, value: Symbolic, of: StorageSlice | None = None) -> StorageSlice:
+    def new(
+        self, value: Symbolic, of: StorageSlice | None = None, *, chunk: bool = False
+    ) -> StorageSlice:
         """Return a new storage; `of`: what it is a view of, whose elements are not in a row."""
-        source = None if of is None else (of.storage, self._storages[of.storage].writes)
+        source = None
+        if of is not None:
+            held = self._storages[of.storage]
+            source = _Source(of.storage, held.writes, chunk)
+            self._storages[of.storage] = held._replace(chunked=held.chunked or chunk)
         self._storages.append(_Storage(value._replace(shape=(value.numel,)), of=source))
         return StorageSlice(len(self._storages) - 1, 0, value.shape)
+
+    def may_be_chunked(self, region: StorageSlice) -> bool:
+        """Return whether chunks of a region may be written to apart from each other."""
+        held = self._storages[region.storage]
+        return prod(region.shape) == held.value.numel and held.of is None and not held.chunked
 
     def all_of(self, region: StorageSlice) -> StorageSlice:
         """Return the storage of a region as one."""
@@ -42,7 +67,12 @@ class Storages:
     def read(self, region: StorageSlice) -> Symbolic:
         """Return what is there."""
         held, numel = self._storages[region.storage], prod(region.shape)
-        if held.of is not None and self._storages[held.of[0]].writes != held.of[1]:
+        at = held
+        stale = held.lost
+        while at.of is not None:  # a view of a view is one of the first
+            of, at = at.of, self._storages[at.of.storage]
+            stale = stale or at.writes != of.writes or (at.lost and not of.chunk)
+        if stale:
             raise NotImplementedError("it reads a view of what was written to since")
         full, pieces = held.value, held.value.pieces
         if numel != full.numel:
@@ -56,19 +86,23 @@ class Storages:
         held, numel = self._storages[region.storage], value.numel
         old, new, stop = held.value, value.pieces, region.start + numel
         part = numel != old.numel
-        if held.of or prod(region.shape) != numel or (part and (value.spread or old.spread)):
+        view = held.of is not None and not held.of.chunk
+        if view or prod(region.shape) != numel or (part and (value.spread or old.spread)):
             raise NotImplementedError("it writes to elements that are not in a row")
         if part:
             after = cut(old.pieces, stop, old.numel - stop)
             new = joined([*cut(old.pieces, 0, region.start), *new, *after])
         made = Symbolic(old.shape, new, value.spread)
-        self._storages[region.storage] = _Storage(made, held.writes + 1)
+        self._storages[region.storage] = held._replace(value=made, writes=held.writes + 1)
+        if held.of is not None:
+            base = self._storages[held.of.storage]
+            self._storages[held.of.storage] = base._replace(lost=True)
 
 
 def view_of(name: str, region: StorageSlice, args: Sequence[Any], shape: Sequence[int]) -> Any:
     """Return the region or regions of a view; None where its elements are not in a row.
 
-    args: the further arguments of the op. shape: of its result.
+    name: of an op of the table of views. args: all its further arguments. shape: of its result.
     """
     if name in ("detach", "alias", "unsqueeze", "squeeze"):
         return region._replace(shape=tuple(shape))
@@ -76,7 +110,7 @@ def view_of(name: str, region: StorageSlice, args: Sequence[Any], shape: Sequenc
         numel, rest = prod(region.shape), prod(size for size in args[0] if size != -1)
         made = tuple(numel // rest if size == -1 else size for size in args[0])
         return region._replace(shape=made) if prod(made) == numel else None
-    if name in ("split", "split_with_sizes"):
+    if name in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"):
         return _split(region, *args)
     if name == "select":
         dim, index = args

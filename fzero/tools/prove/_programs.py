@@ -1,105 +1,17 @@
-"""The programs of a step on one rank alone and on ranks among W; the leaves in their tensors."""
+"""The inputs and outputs of a recorded program: which leaves are where in its tensors."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import optree
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch import fx
 
-from fzero.context.here import abstract_rank
-from fzero.machine.partition import assemble
-from fzero.state import Setup, TrainState
-from fzero.tools.prove._read import digest
+from fzero.state import Setup
 from fzero.tools.prove._terms import Stretch, Symbolic, Terms, cut, joined, of_term, whole
-from fzero.tools.trace.ops import UPDATE, ran_by_autograd
-from fzero.tools.trace.program import RecordedStep, record_step
-from fzero.transforms.states import flatten_states, map_states
-
-
-def ranks_of(world: int) -> tuple[int, ...]:
-    """Return the ranks whose programs are recorded.
-
-    Example:
-        >>> ranks_of(3), ranks_of(1024)
-        ((0, 1, 2), (0, 1, 512, 1023))
-    """
-    return tuple(range(world)) if world <= 4 else (0, 1, world // 2, world - 1)
-
-
-def record(
-    step: Any, state: Any, args: Any, world: int, ranks: Sequence[int]
-) -> list[RecordedStep]:
-    """Record ranks of a world, from new states with parameters of the shapes of `state`."""
-    found: list[RecordedStep] = []
-    states, treespec = flatten_states("prove", state)
-    optimizers: Any = optree.tree_unflatten(treespec, [one.setup.optimizer for one in states])
-    for rank in ranks:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        params: Any = optree.tree_unflatten(treespec, [_params(mode, one) for one in states])
-        with abstract_rank(rank, world):
-            new = step.init(params, optimizers, initializer=lambda _, leaf: torch.empty_like(leaf))
-        if found:  # the schedule that the first rank has recorded is that of all
-            schedules = [one.schedule for one in found[0].states]
-            new = map_states("prove", lambda one: one.replace(schedule=schedules.pop(0)), new)  # noqa: B023
-        axis = flatten_states("prove", new)[0][0].setup.axis
-        found.append(record_step(step, (new, *args), axis, rank))
-    return found
-
-
-def _params(mode: FakeTensorMode, state: TrainState) -> Any:
-    made: dict[int, Tensor] = {}
-    for i, leaf in enumerate(state.setup.layout.leaves):
-        meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        fake = FakeTensor(mode, meta, torch.device("cpu"))
-        made[i] = fake if leaf.trainable else torch.nn.Parameter(fake, requires_grad=False)
-    return assemble(state.setup.layout, made)
-
-
-def compared(programs: Sequence[RecordedStep]) -> tuple[frozenset[fx.Node], fx.Node | None]:
-    """Return the nodes that select the part of their rank, and the first that differs otherwise.
-
-    Of the first program; None if there is no such node.
-    """
-    own, every = set[fx.Node](), [list(one.graph.graph.nodes) for one in programs]
-    for nodes in zip(*every, strict=False):
-        facts = [_facts(*pair) for pair in zip(nodes, programs, strict=True)]
-        if any(one != facts[0] for one in facts):
-            selects = all(node.target is torch.ops.aten.select.int for node in nodes)
-            same = len({(one[0], one[1], str(one[2][:2])) for one in facts}) == 1
-            if (
-                not selects
-                or not same
-                or any(node.args[2] != one.rank for node, one in zip(nodes, programs, strict=True))
-            ):
-                return frozenset(own), nodes[0]
-            own.add(nodes[0])
-    same_length = len({len(nodes) for nodes in every}) == 1
-    return frozenset(own), None if same_length else every[0][-1]
-
-
-def _facts(node: fx.Node, program: RecordedStep) -> Any:
-    val = node.meta.get("val")
-    shape = tuple(val.shape) if isinstance(val, Tensor) else ()
-    held = digest(program.graph, node) if node.op == "get_attr" else None
-    return node.op, str(node.target), tuple(map(str, node.args)), str(node.kwargs), shape, held
-
-
-def local_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the nodes that make losses and gradients: run by autograd, or read by what it runs.
-
-    Not those of which only another update is made.
-    """
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        feeds = any(user in found for user in node.users)
-        if node.target is not UPDATE and (ran_by_autograd(node) or feeds):
-            found.add(node)
-    return frozenset(found)
+from fzero.tools.trace.program import RecordedStep
 
 
 class BufferPlace(NamedTuple):

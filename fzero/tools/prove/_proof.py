@@ -62,14 +62,23 @@ class Proof:
 
 
 ASSUMED = (
-    "numbers are real: nothing is rounded or NaN, casts between floating types change nothing, and "
-    "a constant is the simplest quotient that rounds to it",
-    "all_gather, all_reduce and reduce_scatter join, sum, and sum and cut what ranks hand in",
-    "the rule of the optimizer makes each element of that element of its operands",
-    "an op gives the same for the same operands, and the n-th random draw is the same in both",
+    "numbers are real: nothing is rounded, NaN or infinite, nothing divides by 0, int64 does not "
+    "overflow, and a constant is the simplest quotient that rounds to it; a cast to a dtype that "
+    "does not hold the values is some function of each element, the same in both programs",
+    "an op of ATen gives the same for the same operands, and all_gather, all_reduce and "
+    "reduce_scatter join, sum, and sum and cut what ranks hand in",
+    "a rule of fzero.optim makes each element of that element of its operands",
+    "the gradient of a rank is what autograd makes of the loss that grad_and_reduce is given, with "
+    "the hooks and autograd.Functions in it",
+    "each rank draws random numbers of its own, and the n-th draw is the same in both programs",
     "the batches of all ranks have these shapes, and the state is between two updates",
+    "the step is this program in every call: it reads no clock, file or counter that calls change",
+    "the step is this program on every rank, in every process and under every launcher: what it "
+    "has from elsewhere (variables of the environment, modules, closures) is the same there",
+    "the step is this program when it is not recorded: it does not ask whether it is",
 )
-"""What a proof takes for granted."""
+"""What a proof takes for granted, a line each."""
+_OTHERS = "the ranks that were not read are assumed to do the same, with their own numbers"
 _MOST = 5
 
 
@@ -80,7 +89,8 @@ def _theorem(proof: Proof) -> Iterator[str]:
     yield f"Shown of: {', '.join(f'{name} ({count})' for name, count in counts.items())}."
     yield _programs(proof)
     yield "Assumed:"
-    yield from (f"  {number}. {text}." for number, text in enumerate(ASSUMED, 1))
+    rest = () if len(proof.ranks) == proof.world else (_OTHERS,)
+    yield from (f"  {number}. {text}." for number, text in enumerate((*ASSUMED, *rest), 1))
     yield "What rounding does is not in it: fzero.certify looks at the bits."
 
 
@@ -91,8 +101,10 @@ def _missing(proof: Proof) -> Iterator[str]:
         yield f"  {claim.tensor} {claim.leaf}: {claim.why}"
     if len(missing) > _MOST:
         yield f"  and {len(missing) - _MOST} more"
-    yield from (f"It begins at {line}" for line in dict.fromkeys(x.line for x in missing))
-    yield _programs(proof)
+    lines = dict.fromkeys(x.line for x in missing if x.line)
+    yield from (f"It begins at {line}" for line in lines)
+    if proof.ranks:
+        yield _programs(proof)
 
 
 def _named(proof: Proof) -> str:
@@ -100,9 +112,11 @@ def _named(proof: Proof) -> str:
 
 
 def _programs(proof: Proof) -> str:
-    rest = "" if len(proof.ranks) == proof.world else "; the others do the same with their numbers"
-    ranks = ", ".join(map(str, proof.ranks))
-    return f"Programs: {proof.ops[0]} ops of one rank alone; {proof.ops[1]} of ranks {ranks}{rest}."
+    count = len(proof.ranks)
+    every = f"each of the {count} ranks, all read" if count > 1 else "the rank"
+    some = f"ranks {', '.join(map(str, proof.ranks))}, which were read; others were not"
+    of = every if count == proof.world else some
+    return f"Programs: {proof.ops[0]} ops of one rank alone; {proof.ops[1]} of {of}."
 
 
 def line_of(node: fx.Node) -> str:

@@ -11,9 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from fzero.tools.prove import _table as table
+from fzero.tools.prove._budget import Budget, OutOfBudget
+from fzero.tools.prove._call import OpCall, call_of
+from fzero.tools.prove._dtypes import ADDS
 from fzero.tools.prove._memory import Storages, StorageSlice, view_of
-from fzero.tools.prove._ops import DRAW, WRITES, evaluate, opaque
-from fzero.tools.prove._reading import Interpretation, OpCall
+from fzero.tools.prove._ops import opaque, written
+from fzero.tools.prove._reading import Interpretation
 from fzero.tools.prove._terms import Symbolic, of_term
 
 
@@ -31,11 +35,24 @@ class ProgramRead(NamedTuple):
     stopped: tuple[fx.Node, str] | None
 
 
-def read(graph: fx.GraphModule, inputs: Sequence[Symbolic], reading: Interpretation) -> ProgramRead:
+_NOTHING_KNOWN = (
+    *(LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError),
+    *(AssertionError, OutOfBudget),
+)
+"""Arguments that do not fit a meaning: it says nothing of such a call."""
+
+
+def read(
+    graph: fx.GraphModule,
+    inputs: Sequence[Symbolic],
+    reading: Interpretation,
+    budget: Budget | None = None,
+) -> ProgramRead:
     """Return what the values of a graph are, given what its inputs are."""
     reader, given = _ProgramReader(graph, reading), iter(inputs)
     made: dict[fx.Node, list[Symbolic]] = {}
     outputs, stopped = [], None
+    reading.terms.budget = budget
     for node in graph.graph.nodes:
         try:
             if node.op == "output":
@@ -46,17 +63,11 @@ def read(graph: fx.GraphModule, inputs: Sequence[Symbolic], reading: Interpretat
             else:
                 reader.run(node)
             made[node] = reader.made_by(node)
-        except (
-            LookupError,
-            TypeError,
-            ValueError,
-            AttributeError,
-            ArithmeticError,
-            RuntimeError,
-        ) as error:
-            # Arguments that do not fit a rule: the rule says nothing of such an op.
-            stopped = node, f"{error}" if isinstance(error, NotImplementedError) else repr(error)
+        except _NOTHING_KNOWN as error:
+            said = isinstance(error, NotImplementedError | OutOfBudget)
+            stopped = node, f"{error}" if said else repr(error)
             break
+    reading.terms.budget = None
     return ProgramRead(made, outputs, {node: reader.writers_of(node) for node in made}, stopped)
 
 
@@ -68,13 +79,20 @@ class _ProgramReader:
         self._memory = Storages(1 if reading.one_rank else reading.world)
         self._regions: dict[Any, Any] = {}  # node -> region, or a list of them
         self._writers: dict[int, list[fx.Node]] = {}
+        self._constants = set[int]()  # storages that a call must not write to
         self._draws = 0
 
     def put(
-        self, node: fx.Node, made: Symbolic | list[Symbolic], of: StorageSlice | None = None
+        self,
+        node: fx.Node,
+        made: Symbolic | list[Symbolic],
+        of: StorageSlice | None = None,
+        *,
+        chunk: bool = False,
     ) -> None:
         """Note what a node makes: one value, or several."""
-        new = [self._memory.new(x, of) for x in (made if isinstance(made, list) else [made])]
+        some = made if isinstance(made, list) else [made]
+        new = [self._memory.new(x, of, chunk=chunk) for x in some]
         self._regions[node] = new if isinstance(made, list) else new[0]
 
     def _held(self, node: fx.Node) -> list[StorageSlice]:
@@ -104,17 +122,27 @@ class _ProgramReader:
         target: Any = node.target
         if node.op == "get_attr":
             self.put(node, self._constant(node))
+            self._constants.add(self._regions[node].storage)
         elif target is operator.getitem:
             self._regions[node] = self._regions[node.args[0]][node.args[1]]
-        elif not isinstance(target, torch._ops.OpOverload):
-            raise NotImplementedError("it is no op of ATen")
-        elif target.namespace == "fzero":
+        elif target in table.COLLECTIVES:
             self._collective(node)
-        elif target._schema.is_mutable:
+        elif target in table.VIEWS:
+            self._view(node)
+        elif target in table.MOVES:
+            self.put(node, opaque(self._call(node)), self._regions[node.args[0]])
+        elif target in table.UNWRITTEN:
+            self.put(node, self._unwritten(node))
+        elif target in table.BATCH_NORM:
+            self._batch_norm(node)
+        elif target in table.WRITES:
             self._in_place(node)
-        elif not self._viewed(node):
-            source = self._regions.get(node.args[0]) if target.is_view else None
-            self.put(node, evaluate(self._call(node)), source)
+        elif target in table.WRITES_UNKNOWN:
+            self._writes_unknown(node)
+        elif target in table.MEANINGS:
+            self.put(node, table.MEANINGS[target](self._call(node)))
+        else:
+            raise NotImplementedError(f"{target} is no op that a proof knows")
 
     def _constant(self, node: fx.Node) -> Symbolic:
         known = digest(self._graph, node)
@@ -123,64 +151,91 @@ class _ProgramReader:
         head = "constant", *known
         return of_term(self._reading.terms.term(head, (), prod(known[-1])), known[-1])
 
+    def _unwritten(self, node: fx.Node) -> Symbolic:
+        shape = tuple(node.meta["val"].shape)
+        head = "unwritten", self._reading.one_rank, node.name
+        return of_term(self._reading.terms.term(head, (), prod(shape), varies=True), shape)
+
     def _collective(self, node: fx.Node) -> None:
         given, axis, group, size, _ = node.args
         if (axis, group) != self._reading.axis or size != self._reading.world:
             raise NotImplementedError("it is over other ranks than those of the state")
-        self.put(node, [self._reading.collective(_name(node), x) for x in self.value(given)])
+        name = table.COLLECTIVES[node.target]
+        if name != "all_gather" and any(x.meta["val"].dtype not in ADDS for x in given):
+            raise NotImplementedError("it sums numbers of a dtype that wraps around")
+        self.put(node, [self._reading.collective(name, x) for x in self.value(given)])
 
-    def _viewed(self, node: fx.Node) -> bool:
-        """Read a view of elements in a row; return whether it was one."""
-        held = self._regions.get(node.args[0]) if node.args else None
-        if not isinstance(held, StorageSlice):
-            return False
+    def _view(self, node: fx.Node) -> None:
+        """Read a view: of elements in a row the same memory, else a function of it."""
+        call = self._call(node)
+        held = self._regions[node.args[0]]
         if node in self._reading.own_parts:
             whole = self._memory.read(held)
             if whole.spread or node.args[1] != 0 or whole.shape[0] != self._reading.world:
                 raise NotImplementedError("ranks take parts that are not of a whole")
             self.put(node, Symbolic(whole.shape[1:], whole.pieces, spread=True), held)
-            return True
-        shape = getattr(node.meta["val"], "shape", ())
-        self._regions[node] = view_of(_name(node), held, node.args[1:], shape)
-        return self._regions[node] is not None
+            return
+        name = call.target._schema.name.split("::")[1]
+        found = view_of(name, held, list(call.args.values())[1:], call.results[0][0])
+        if found is None:
+            # torch lets the parts of an unsafe split be written to, and nobody read the whole
+            chunks = name.startswith("unsafe") and self._memory.may_be_chunked(held)
+            self.put(node, opaque(call), held, chunk=chunks)
+        else:
+            self._regions[node] = found
 
-    def _call(self, node: fx.Node) -> OpCall:
-        args = tuple(map(self.value, node.args))
-        kwargs = {key: self.value(x) for key, x in node.kwargs.items()}
-        if torch.Tag.nondeterministic_seeded in node.target.tags:  # type: ignore
-            kwargs[DRAW] = self._draws = self._draws + 1
-        return OpCall(self._reading, node, _name(node), args, kwargs)
+    def _call(self, node: fx.Node, target: Any = None) -> OpCall:
+        call = call_of(self._reading, node, self.value, target=target)
+        if node.target not in table.DRAWS:
+            return call
+        self._draws += 1
+        return call._replace(draw=self._draws)
+
+    def _write(self, node: fx.Node, into: fx.Node, value: Symbolic) -> None:
+        region = self._regions[into]
+        if region.storage in self._constants:
+            raise NotImplementedError(f"it writes into {into.name}, a constant of the step")
+        self._memory.write(region, value)
+        self._writers.setdefault(region.storage, []).append(node)
 
     def _in_place(self, node: fx.Node) -> None:
-        """Read an op that writes into arguments: each is then what is known, or a function."""
+        """Read an op that writes what is known into its first argument."""
+        apart, meaning = table.WRITES[node.target]  # type: ignore[index]
+        into: Any = node.args[0]
+        val = into.meta["val"]
+        call = self._call(node, apart)._replace(results=((tuple(val.shape), val.dtype),))
+        made = meaning(call)
+        assert isinstance(made, Symbolic)
+        self._write(node, into, made)
+        self._regions[node] = self._regions[into]
+
+    def _writes_unknown(self, node: fx.Node) -> None:
+        """Read an op that writes into arguments: each is then an unknown function."""
         target, call = node.target, self._call(node)
-        if DRAW in call.kwargs:  # bernoulli_: what was there before does not count
-            call = call._replace(args=(call.args[0].shape, *call.args[1:]))
-        arguments: Any = target._schema.arguments  # type: ignore
+        arguments: Any = target._schema.arguments  # type: ignore[union-attr]
         given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
-        written = [
+        into = [
             given[a.name]
             for a in arguments
             if a.alias_info and a.alias_info.is_write and given.get(a.name) is not None
         ]
-        base = call.name.removesuffix("_")
-        pointwise = base in WRITES or torch.Tag.pointwise in target.tags  # type: ignore
-        alone = base != call.name and len(written) == 1 and written[0] is node.args[0]
-        if alone and pointwise:
-            values: Any = [evaluate(call._replace(name=base))]
+        self._write_unknown(node, call, into)
+        if len(into) == 1 and into[0] is node.args[0]:
+            self._regions[node] = self._regions[into[0]]
         else:
-            values = opaque(call, [self.value(one) for one in written])
-        for one, value in zip(written, values, strict=True):
-            self._memory.write(self._regions[one], value)
-            self._writers.setdefault(self._regions[one].storage, []).append(node)
-        if alone:
-            self._regions[node] = self._regions[written[0]]
-        else:
-            self.put(node, opaque(call) if node.meta.get("val") is not None else [])
+            self.put(node, opaque(call))
 
+    def _batch_norm(self, node: fx.Node) -> None:
+        call = self._call(node)
+        given = dict(zip(call.args, node.args, strict=False)) | dict(node.kwargs)
+        names = ("running_mean", "running_var") if call.args["training"] else ()
+        self.put(node, opaque(call))
+        self._write_unknown(node, call, [x for n in names if (x := given.get(n)) is not None])
 
-def _name(node: fx.Node) -> str:
-    return node.target._schema.name.split("::")[1]  # type: ignore
+    def _write_unknown(self, node: fx.Node, call: OpCall, into: Sequence[Any]) -> None:
+        values = [written(call, self.value(one), i) for i, one in enumerate(into)]
+        for one, value in zip(into, values, strict=True):
+            self._write(node, one, value)
 
 
 def digest(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...] | None:

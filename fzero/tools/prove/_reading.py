@@ -4,15 +4,15 @@ Of x_r on rank r, and of x of which rank r has part r:
     all_gather(part r of x)   x on every rank
     all_reduce(x_r)           sum_r x_r
     reduce_scatter(x_r)       part r of sum_r x_r
-    sum_r total(part r of x)  total(x)
+    sum_r total(part r of x)  total(x)      if x is the same on all ranks
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
@@ -37,21 +37,16 @@ OVER_RANKS, TOTAL, OWN_TOTAL, FINITE = "sum over ranks", "total", "total of its 
 class Interpretation:
     """How a program is read.
 
-    one_rank: as the reference, where what comes of the batch is read as its mean over `world` ranks
-    wherever the update uses it. local: the nodes before that, which make losses and gradients.
-    axis: name and group of what collectives are over. own_parts: nodes that select a rank's part.
+    one_rank: as the reference, in which what is handed to the reduction is read as its mean over
+    `world` ranks. axis: name and group of what collectives are over. own_parts: nodes that select a
+    rank's part.
     """
 
     terms: Terms
     world: int
     one_rank: bool
     axis: tuple[str, str] = ("", "")
-    local: frozenset[fx.Node] = frozenset()
     own_parts: frozenset[fx.Node] = frozenset()
-
-    def settled(self, node: fx.Node, one: Sum) -> Sum:
-        """Return what a function is given: in the update of the reference the mean over ranks."""
-        return self.mean(one) if self.one_rank and node not in self.local else one
 
     def mean(self, one: Sum) -> Sum:
         """Return the mean over ranks of what each has."""
@@ -66,7 +61,7 @@ class Interpretation:
         for x in one:
             if not x.term.varies:
                 made: Sum = (x._replace(by=x.by * self.world),)
-            elif x.term.head == OWN_TOTAL:
+            elif x.term.head == OWN_TOTAL and _is_one_whole(x.term.operands[0]):
                 made = scaled(self.total(x.term.operands[0]._replace(spread=False)), x.by)
             else:
                 inner = [of_sum(whole(x.term), (x.term.numel,))]
@@ -112,46 +107,10 @@ class Interpretation:
         return summed._replace(shape=(shape[0] // world, *shape[1:]), spread=True)
 
 
+def _is_one_whole(value: Symbolic) -> bool:
+    """Whether ranks have parts of one whole, and not each a part of its own."""
+    return value.spread and not any(x.term.varies for x in value.addends)
+
+
 def _order(value: Symbolic) -> Any:
     return value.spread, [(p.numel, [(x.term.number, *x[1:]) for x in p.sum]) for p in value.pieces]
-
-
-class OpCall(NamedTuple):
-    """An op of a program, with values in the place of tensors. name: without "_" of in place."""
-
-    reading: Interpretation
-    node: fx.Node
-    name: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def values(self) -> list[Symbolic]:
-        """The tensors among the arguments, in order."""
-        return list(_values((self.args, tuple(self.kwargs.values()))))
-
-    @property
-    def constants(self) -> Any:
-        """(args, kwargs) with None in the place of each tensor."""
-        named = ((k, _frozen(x)) for k, x in self.kwargs.items() if x is not None)
-        return tuple(map(_frozen, self.args)), tuple(sorted(named))
-
-    def settled(self, value: Symbolic) -> Symbolic:
-        """Return what a function is given in the place of a value."""
-        pieces = (Stretch(p.numel, self.reading.settled(self.node, p.sum)) for p in value.pieces)
-        return value.on(pieces)
-
-
-def _values(x: Any) -> Iterator[Symbolic]:
-    if isinstance(x, Symbolic):
-        yield x
-    elif isinstance(x, tuple | list):
-        for one in x:
-            yield from _values(one)
-
-
-def _frozen(x: Any) -> Hashable:
-    if isinstance(x, tuple | list) and not isinstance(x, Symbolic):
-        return tuple(map(_frozen, x))
-    same = x is None or isinstance(x, int | float | str)
-    return None if isinstance(x, Symbolic) else x if same else str(x)

@@ -13,6 +13,8 @@ from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
+from fzero.tools.prove._budget import Budget
+
 UNIFORM = -1
 """The start of a term of one element, which stands for every element."""
 
@@ -88,6 +90,7 @@ class Terms:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Term] = {}
+        self.budget: Budget | None = None  # of what makes terms now
 
     def term(
         self,
@@ -97,6 +100,8 @@ class Terms:
         varies: bool | None = None,
     ) -> Term:
         """Return the term of a head and operands; by default it varies if one of these does."""
+        if self.budget is not None:
+            self.budget.check()
         given = tuple(operands)
         found = self._made.get((head, given, numel))
         if found is None:
@@ -217,6 +222,7 @@ def _text(x: Addend, depth: int) -> str:
     if x.term.head == "one":
         return str(x.by)
     head = x.term.head if isinstance(x.term.head, tuple) else (x.term.head,)
+    head = tuple(one for one in head if isinstance(one, str | int | float))
     inner = ", ".join(text_of(one, depth - 1) for one in x.term.operands) if depth else "..."
     name = f"{head[0]}({inner})" if x.term.operands else " ".join(map(str, head))
     return f"{'' if x.by == 1 else f'{x.by} '}{name}{f'[{x.start}:]' if x.start > 0 else ''}"

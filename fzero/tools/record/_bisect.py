@@ -175,7 +175,7 @@ def _of_both(
         return found
     call = a.calls[place]
     found = replace(found, inputs=ranks_of_other_inputs(call, other))
-    if a.setup is None or not isinstance(a.step_fn, Step) or not isinstance(b.step_fn, Step):
+    if a.origin is None or not isinstance(a.step_fn, Step) or not isinstance(b.step_fn, Step):
         return found
     run = replaying(a)
     run.begin_at(place)

@@ -1,23 +1,24 @@
 """A recording in a folder: texts in JSON, tensors as safetensors, states as checkpoints.
 
-recording.json              the form of the state, the states that are kept, the updates
-state-<call>/               a checkpoint
-rank-<rank>.json            each call of a rank: its inputs, with names for their tensors
-rank-<rank>.safetensors     those tensors, and the digests
+recording.json                what it is, and the size and checksum of each file
+calls-<random>/               another one for each save: recording.json says which one counts
+    state-<call>/             a checkpoint, which has checksums of its own
+    rank-<rank>.json          each call of a rank: its inputs, with names for their tensors
+    rank-<rank>.safetensors   those tensors, and the digests
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from fzero.checkpoint.disk import read_text, sync, sync_files
 from fzero.checkpoint.elements import (
     Draft,
     Form,
@@ -28,104 +29,224 @@ from fzero.checkpoint.elements import (
     write_draft,
     write_values,
 )
-from fzero.checkpoint.everywhere import CheckpointError, Ranks, damaged, everywhere
+from fzero.checkpoint.everywhere import (
+    CheckpointError,
+    Ranks,
+    damaged,
+    everywhere,
+    from_first,
+    results_of_ranks,
+)
+from fzero.checkpoint.folders import (
+    LOCK,
+    Kind,
+    digest_of_file,
+    kept,
+    make_folder,
+    problems,
+    put_sealed,
+    read_sealed,
+    require_whole,
+    sweep,
+)
+from fzero.checkpoint.manifest import MANIFEST, read_manifest
 from fzero.errors import LayoutError
 from fzero.state import Placement
 from fzero.tools.record._digest import DigestedLeaf
+from fzero.tools.record._form import (
+    HEAD_FORM,
+    PART_FORM,
+    misfits_of_head,
+    misfits_of_part,
+    misfits_of_ranks,
+    misfits_of_state,
+    rank_names,
+    rows_of,
+)
+from fzero.tools.record._inputs import decoded, encoded
 from fzero.tools.record._records import RecordedCall, RecordedForm, RecordedPart, Snapshot
 
-HEAD = "recording.json"
-_VERSION = 1
+HEAD, _KEY, _FORMAT = "recording.json", "recording", 2
 
 
 def write_folder(
     recording: RecordedPart, folder: Path, own_ranks: Sequence[int], ranks: Ranks
 ) -> None:
-    """Write this process's part of a recording. A collective."""
+    """Write this process's part of a recording; the one that is there counts until all is written.
 
-    def head() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        if ranks.axis.rank == 0:
-            for kept in recording.kept:
-                target = folder / kept.name
-                if isinstance(kept.held, Path) and target.resolve() != kept.held.resolve():
-                    shutil.copytree(kept.held, target, dirs_exist_ok=True)
-            (folder / HEAD).write_text(json.dumps(_head_of(recording)))
+    A collective. Raises `LayoutError` for a recording that was loaded from there.
+    """
+    what, first = f"write {folder}", ranks.axis.rank == 0
 
-    def own() -> None:
-        for place, rank in enumerate(own_ranks):
-            _write_rank(recording, folder, place, rank)
+    def encode() -> list[tuple[dict[str, Any], dict[str, Tensor]]]:
+        _require_elsewhere(recording, folder)
+        return [_part_of(recording, place) for place in range(len(own_ranks))]
 
-    everywhere(ranks, head, what=f"write {folder}")
-    for kept in recording.kept:
-        if isinstance(kept.held, Draft):
-            write_draft(kept.held, folder / kept.name)
-    everywhere(ranks, own, what=f"write {folder}")
+    parts = everywhere(ranks, encode, what=what)
+    try:
+        with ExitStack() as until_written:
+
+            def make() -> str:
+                until_written.enter_context(kept(folder, makes=_RECORDING))
+                return make_folder(folder, _RECORDING)
+
+            name = from_first(ranks, make, what=what)
+            data = folder / name
+            _write_states(recording, data, ranks)
+
+            def own() -> dict[str, list[int]]:
+                files = {}
+                for rank, part in zip(own_ranks, parts, strict=True):
+                    files |= _write_rank(data, rank, *part)
+                if first:
+                    heads = [f"{one.name}/{MANIFEST}" for one in recording.kept]
+                    files |= {head: digest_of_file(data / head) for head in heads}
+                return files
+
+            told = results_of_ranks(ranks, own, what=what)
+            files = {file: digest for some in told for file, digest in some.items()}
+
+            def commit() -> None:
+                sync(data)
+                body = {"format": _FORMAT, **_head_of(recording), "data": name, "files": files}
+                put_sealed(folder / HEAD, _KEY, body, through=data / HEAD)
+                sync(folder)
+
+            from_first(ranks, commit, what=what)
+    finally:
+        if first and folder.is_dir():
+            sweep(folder, _RECORDING)
+
+
+def _write_states(recording: RecordedPart, data: Path, ranks: Ranks) -> None:
+    """Write the states that are kept. A collective."""
+
+    def copy() -> None:
+        for one in recording.kept if ranks.axis.rank == 0 else ():
+            if isinstance(one.held, Path):
+                shutil.copytree(one.held, data / one.name, ignore=shutil.ignore_patterns(LOCK))
+                sync_files([x for x in (data / one.name).rglob("*") if x.is_file()])
+
+    everywhere(ranks, copy, what=f"copy states to {data}")
+    for one in recording.kept:
+        if isinstance(one.held, Draft):
+            write_draft(one.held, data / one.name)
 
 
 def read_folder(folder: Path) -> RecordedPart:
     """Return what all ranks have written. Raises `CheckpointError` as `load_recording`."""
-    if not (folder / HEAD).is_file():
-        raise CheckpointError(
-            f"there is no recording at {folder}.",
-            cause="a mistyped path, or a save that was cut off.",
-            fix="pass the folder of recording.save(folder).",
-        )
-    try:
-        head = json.loads((folder / HEAD).read_text())
-        form = _form_in(head)
-        parts = [_read_rank(folder, rank) for rank in range(form.world_size)]
-        return RecordedPart(
-            form=form,
-            kept=tuple(
-                Snapshot(
-                    call=one["call"],
-                    updates=one["updates"],
-                    held=folder / Path(one["path"]).name,
-                    places=_stacked([more.get(f"state/{one['call']}") for _, more in parts]),
-                )
-                for one in head["kept"]
-            ),
-            calls=tuple(_joined([part[n] for part, _ in parts]) for n in range(len(parts[0][0]))),
-            updates=head["updates"],
-            last=_stacked([more.get("last") for _, more in parts]),
-        )
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise damaged(folder, f"is no recording: {type(error).__name__}: {error}") from None
+    with kept(folder):
+        head = _read_head(folder)
+        data, form = folder / head["data"], _form_in(head["form"])
+        require_whole(data, head["files"], 0, 1)
+        for one in head["kept"]:
+            _require_state(data, form, one)
+        parts = [_read_rank(data, rank, head) for rank in range(form.world_size)]
+        for wrong in misfits_of_ranks([texts for texts, _ in parts]):
+            raise damaged(folder / HEAD, f"does not fit its parts: {wrong}")
+    rows = [tensors for _, tensors in parts]
+    return RecordedPart(
+        form=form,
+        kept=tuple(
+            Snapshot(
+                call=one["call"],
+                updates=one["updates"],
+                held=data / Snapshot.name_of(one["call"]),
+                places=_rows(rows, f"state/{one['call']}"),
+            )
+            for one in head["kept"]
+        ),
+        calls=tuple(_call(parts, place) for place in range(len(parts[0][0]["calls"]))),
+        updates=head["updates"],
+        last=_rows(rows, "last"),
+    )
+
+
+# The head.
 
 
 def _head_of(recording: RecordedPart) -> dict[str, Any]:
     form = recording.form
-    leaves = [[leaf.name, leaf.placement.value] for leaf in form.leaves]
     return {
-        "version": _VERSION,
         "form": {
             "stage": form.stage,
             "world_size": form.world_size,
             "shards": form.shards,
             "driver": form.driver,
             "apart": form.apart,
-            "leaves": leaves,
+            "leaves": [[leaf.name, leaf.placement.value] for leaf in form.leaves],
         },
         "updates": recording.updates,
-        "kept": [
-            {"call": kept.call, "updates": kept.updates, "path": kept.name}
-            for kept in recording.kept
-        ],
+        "digests": all(call.words is not None for call in recording.calls),
+        "last": recording.last is not None,
+        "kept": [{"call": one.call, "updates": one.updates} for one in recording.kept],
     }
 
 
-def _form_in(head: dict[str, Any]) -> RecordedForm:
-    if head["version"] != _VERSION:
-        raise ValueError(f"version {head['version']}")
-    leaves = tuple(DigestedLeaf(name, Placement(value)) for name, value in head["form"]["leaves"])
-    return RecordedForm(**{**head["form"], "leaves": leaves})
+def _read_head(folder: Path) -> dict[str, Any]:
+    """Return recording.json. Raises `CheckpointError` unless it is as `write_folder` writes it."""
+    file = folder / HEAD
+    try:
+        head = read_sealed(file, _KEY)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointError(
+            f"there is no recording at {folder}: no {HEAD} in it.",
+            cause="a mistyped path, or a first save that was cut off.",
+            fix="pass the folder of recording.save(folder).",
+        ) from None
+    if head.pop("format", None) != _FORMAT:
+        raise CheckpointError(
+            f"the recording at {folder} has another format than {_FORMAT}.",
+            cause="it was written by another version of fzero.",
+            fix="load it with the version that wrote it, or record the run again.",
+        )
+    _require_form(file, head, HEAD_FORM)
+    for wrong in misfits_of_head(head):
+        raise damaged(file, f"is not what was written: {wrong}")
+    return head
+
+
+def _require_form(file: Path, found: Any, form: Any) -> None:
+    try:
+        for wrong in problems(found, form, "it"):
+            raise damaged(file, f"is not what was written: {wrong}")
+    except RecursionError:
+        raise damaged(file, "is not what was written: it is too deep") from None
+
+
+def _form_in(form: Mapping[str, Any]) -> RecordedForm:
+    leaves = tuple(DigestedLeaf(name, Placement(value)) for name, value in form["leaves"])
+    return RecordedForm(**{**form, "leaves": leaves})
+
+
+def _require_state(data: Path, form: RecordedForm, one: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` for a state that is not what was written, or is another one."""
+    path = data / Snapshot.name_of(one["call"])
+    saved = read_manifest(path)
+    for wrong in misfits_of_state(form, one["updates"], saved):
+        raise damaged(path, f"does not fit the recording: {wrong}")
+    require_whole(path / saved.data, saved.files, 0, 1)
+
+
+def _require_elsewhere(recording: RecordedPart, folder: Path) -> None:
+    """Raise `LayoutError` if states are read from where a save would remove them."""
+    where = [one.held.parent.parent for one in recording.kept if isinstance(one.held, Path)]
+    if any(one.resolve() == folder.resolve() for one in where):
+        raise LayoutError(
+            f"recording.save: this recording was loaded from {folder}.",
+            cause="a save in the place of itself, which would remove the states that it reads.",
+            fix="save it to another folder.",
+        )
+
+
+_RECORDING = Kind(HEAD, "calls", lambda folder: _read_head(folder)["data"])
 
 
 # The part of one rank.
 
 
-def _write_rank(recording: RecordedPart, folder: Path, place: int, rank: int) -> None:
+def _part_of(recording: RecordedPart, place: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the texts and the tensors of a rank."""
     tensors: dict[str, Tensor] = {}
     texts, calls = dict[str, int](), []
     for call in recording.calls:
@@ -139,104 +260,62 @@ def _write_rank(recording: RecordedPart, folder: Path, place: int, rank: int) ->
                 "number": call.number,
                 "updates": call.updates,
                 "generators": texts.setdefault(text, len(texts)),
-                "inputs": _encoded(call.inputs[place], f"{name}/inputs", tensors),
+                "inputs": encoded(call.inputs[place], f"{name}/inputs", tensors),
             }
         )
     if recording.last is not None:
         tensors["last"] = recording.last[place]
-    for kept in recording.kept:
-        if kept.places is not None:
-            tensors[f"state/{kept.call}"] = kept.places[place]
-    (folder / f"rank-{rank:05d}.json").write_text(
-        json.dumps({"calls": calls, "generators": list(texts)})
-    )
+    for one in recording.kept:
+        if one.places is not None:
+            tensors[f"state/{one.call}"] = one.places[place]
+    return {"calls": calls, "generators": list(texts)}, tensors
+
+
+def _write_rank(
+    data: Path, rank: int, texts: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, list[int]]:
+    """Write the part of a rank; return the digests of its files, by name."""
+    files = [data / name for name in rank_names(rank)]
+    files[0].write_text(json.dumps(texts))
     flat = {name: x.contiguous() for name, x in tensors.items()}
-    places = begin_file(
-        folder / f"rank-{rank:05d}.safetensors",
-        {name: Form(tuple(x.shape), x.dtype) for name, x in flat.items()},
-    )
+    forms = {name: Form(tuple(x.shape), x.dtype) for name, x in flat.items()}
+    places = begin_file(files[1], forms)
     for name, x in flat.items():
         write_values(places[name], x)
+    sync_files(files)
+    return {file.name: digest_of_file(file) for file in files}
 
 
-def _read_rank(folder: Path, rank: int) -> tuple[list[RecordedCall], dict[str, Tensor]]:
-    """Return a rank's calls; and its digests of the last state, and of states that were kept."""
-    texts = folder / f"rank-{rank:05d}.json"
-    if not texts.is_file():
-        raise CheckpointError(
-            f"{folder} has no part of rank {rank}.",
-            cause="recording.save(folder) on some ranks only, or folders of several hosts.",
-            fix="save on every rank, to one file system, or copy the files together.",
-        )
-    held = json.loads(texts.read_text())
-    places = read_file(folder / f"rank-{rank:05d}.safetensors")
-
-    def tensor(name: str) -> Tensor | None:
-        return read_values(places[name]) if name in places else None
-
-    calls = []
-    for one in held["calls"]:
-        words = tensor(f"{one['number']}/words")
-        calls.append(
-            RecordedCall(
-                number=one["number"],
-                updates=one["updates"],
-                inputs=(_decoded(one["inputs"], lambda name: read_values(places[name])),),
-                devices=(),
-                generators=(held["generators"][one["generators"]],),
-                words=None if words is None else words[None],
-            )
-        )
-    more = [name for name in places if name == "last" or name.startswith("state/")]
-    return calls, {name: read_values(places[name]) for name in more}
+def _read_rank(
+    data: Path, rank: int, head: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the texts and the tensors of a rank, which fit the head."""
+    texts, tensors = (data / name for name in rank_names(rank))
+    try:
+        held = json.loads(read_text(texts))
+    except (ValueError, RecursionError) as error:
+        raise damaged(texts, f"is not what was written: {error}") from None
+    _require_form(texts, held, PART_FORM)
+    places = read_file(tensors)
+    for wrong in misfits_of_part(head, held, places):
+        raise damaged(texts, f"does not fit the recording: {wrong}")
+    return held, {name: read_values(place) for name, place in places.items()}
 
 
-def _joined(calls: list[RecordedCall]) -> RecordedCall:
-    """One call of all ranks, from the call of each."""
-    if len({(call.number, call.updates) for call in calls}) > 1:
-        raise ValueError("the ranks have recorded other calls")
-    return replace(
-        calls[0],
-        inputs=tuple(call.inputs[0] for call in calls),
-        generators=tuple(call.generators[0] for call in calls),
-        words=_stacked([None if call.words is None else call.words[0] for call in calls]),
+def _call(parts: Sequence[tuple[dict[str, Any], dict[str, Tensor]]], place: int) -> RecordedCall:
+    """Return a call of all ranks."""
+    calls = [texts["calls"][place] for texts, _ in parts]
+    number = calls[0]["number"]
+    pairs = [(call, *part) for call, part in zip(calls, parts, strict=True)]
+    return RecordedCall(
+        number=number,
+        updates=calls[0]["updates"],
+        inputs=tuple(decoded(call["inputs"], tensors.__getitem__) for call, _, tensors in pairs),
+        devices=(),
+        generators=tuple(texts["generators"][call["generators"]] for call, texts, _ in pairs),
+        words=_rows([tensors for _, tensors in parts], f"{number}/words"),
     )
 
 
-def _stacked(rows: list[Tensor | None]) -> Tensor | None:
-    held = [row for row in rows if row is not None]
-    return torch.stack(held) if len(held) == len(rows) else None
-
-
-# Inputs as JSON, with names for tensors.
-
-
-def _encoded(x: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    if isinstance(x, Tensor):
-        tensors[name] = x
-        return {"tensor": name}
-    if x is None or isinstance(x, bool | int | float | str):
-        return {"value": x}
-    if type(x) in (tuple, list):
-        items = [_encoded(one, f"{name}.{i}", tensors) for i, one in enumerate(x)]
-        return {"tuple" if type(x) is tuple else "list": items}
-    if type(x) is dict and all(isinstance(key, str) for key in x):
-        return {"dict": {key: _encoded(one, f"{name}.{key}", tensors) for key, one in x.items()}}
-    raise LayoutError(
-        f"recording.save: an input is a {type(x).__name__} ({name}).",
-        cause="an object of a class of your own among the inputs of a step.",
-        fix="give the step tensors, numbers, texts, and tuples, lists and dicts of them; a "
-        "recording that is not saved holds any object.",
-    )
-
-
-def _decoded(x: dict[str, Any], tensor: Callable[[str], Tensor]) -> Any:
-    ((kind, value),) = x.items()
-    if kind == "tensor":
-        return tensor(value)
-    if kind == "dict":
-        return {key: _decoded(one, tensor) for key, one in value.items()}
-    if kind in ("tuple", "list"):
-        items = [_decoded(one, tensor) for one in value]
-        return tuple(items) if kind == "tuple" else items
-    return value
+def _rows(ranks: Sequence[Mapping[str, Tensor]], name: str) -> Tensor | None:
+    return rows_of([tensors.get(name) for tensors in ranks])

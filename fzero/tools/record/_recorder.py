@@ -24,12 +24,19 @@ from fzero.checkpoint.elements import (
 )
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import DonatedError, LayoutError
-from fzero.state import NAMESPACE, Phase, Setup, TrainState
+from fzero.state import NAMESPACE, Phase, TrainState
 from fzero.tools.record._again import Wrong, state_in, wrong_ranks
 from fzero.tools.record._alike import error_of, unequal_ranks
 from fzero.tools.record._digest import Digest, Places, digests_of, places, places_of, words
 from fzero.tools.record._recording import Recording
-from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
+from fzero.tools.record._records import (
+    Inputs,
+    Origin,
+    RecordedCall,
+    RecordedForm,
+    Snapshot,
+    form_of,
+)
 
 WhereParted = Literal["raise", "warn"]
 
@@ -55,7 +62,7 @@ class Recorder:
     def __init__(self, fn: Callable[..., Any], asked: RecorderOptions) -> None:
         self._fn, self._asked = fn, asked
         self._form: RecordedForm | None = None
-        self._setup: Setup | None = None
+        self._origin: Origin | None = None
         self._ranks: Ranks | None = None  # the processes of the run
         self._where: dict[int, Places] = {}  # of each rank of this process
         self._number = 0  # of the next call
@@ -101,7 +108,7 @@ class Recorder:
             updates=updates,
             last=last,
             step_fn=self._fn,
-            setup=self._setup,
+            origin=self._origin,
             processes=self._ranks,
         )
 
@@ -115,7 +122,7 @@ class Recorder:
     # Before a call.
 
     def _begin(self, held: Held, thing: Any, inputs: Inputs) -> None:
-        if self._setup is None or self._setup.layout is not held.setup.layout:
+        if self._origin is None or self._origin.setup.layout is not held.setup.layout:
             self._look_at(held)
         number, self._number = self._number, self._number + 1
         call = RecordedCall(
@@ -156,7 +163,9 @@ class Recorder:
                 cause="one recorder for two models, stages or optimizers.",
                 fix="give each its own: fzero.record(step, ...).",
             )
-        self._setup, self._ranks = held.setup, held.processes
+        outer = held.states[0].window.outer
+        self._origin = Origin(setup=held.setup, local=None if outer is None else outer.local)
+        self._ranks = held.processes
 
     def _digests(self, held: Held, digest: Digest = words) -> Tensor | None:
         if not self._asked.digests:

@@ -12,9 +12,8 @@ from torch import Tensor
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import LayoutError
 from fzero.ranks.axis import Axis
-from fzero.state import Setup
 from fzero.tools.record._files import read_folder, write_folder
-from fzero.tools.record._records import RecordedPart, Snapshot
+from fzero.tools.record._records import Origin, RecordedPart, Snapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -29,13 +28,13 @@ class Recording(RecordedPart):
         updates: that the state had made after the last call.
         last: [R, n] digests of the state after the last call.
         step_fn: what was recorded; None of a recording that was loaded.
-        setup: of its state; None of a recording that was loaded.
+        origin: of its state, setup and local updates; None of a recording that was loaded.
         processes: of the run; None of a recording that was loaded.
     """
 
     ranks: tuple[int, ...]
     step_fn: Callable[..., Any] | None = None
-    setup: Setup | None = None
+    origin: Origin | None = None
     processes: Ranks | None = None
 
     @property
@@ -75,8 +74,11 @@ class Recording(RecordedPart):
     def save(self, folder: str | Path) -> None:
         """Write it to a folder, for `fzero.load_recording`. A collective of the ranks of the run.
 
+        A recording that is there already counts until this one is whole; then it is removed.
+
         Raises `LayoutError` for inputs that are no tensors, numbers, texts, or tuples, lists and
-        dicts of them, `CheckpointError` if the disk does not take it.
+        dicts of them, and for a recording that was loaded from there; `CheckpointError` if the disk
+        does not take it.
         """
         ranks = self.processes or Ranks(axis=Axis(size=1))
         write_folder(self, Path(folder), self.ranks, ranks)
@@ -113,7 +115,8 @@ def load_recording(folder: str | Path) -> Recording:
         `engine`.
 
     Raises:
-        CheckpointError: for a folder that is missing or damaged, or lacks the part of a rank.
+        CheckpointError: for a folder without a recording, and for one that is not as it was saved:
+            a file or a field that is missing, changed or another's.
 
     Example:
         >>> import tempfile, torch, fzero

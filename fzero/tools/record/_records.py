@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +14,8 @@ from torch import Tensor
 
 from fzero.checkpoint.elements import Draft, write_draft
 from fzero.checkpoint.everywhere import from_first
-from fzero.state import NAMESPACE, TrainState
+from fzero.checkpoint.in_memory import REPLAY, new_folder, remove_folder
+from fzero.state import NAMESPACE, Local, Setup, TrainState
 from fzero.tools.record._digest import DigestedLeaf, digested_leaves
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,10 +31,15 @@ class Snapshot:
     held: Draft | Path  # copies in host memory, or the folder of a checkpoint
     places: Tensor | None  # [R, n]: its second digests
 
+    @staticmethod
+    def name_of(call: int) -> str:
+        """Return the name of the folder of a state that was kept before a call."""
+        return f"state-{call:08d}"
+
     @property
     def name(self) -> str:
         """Of its folder in a recording that is saved."""
-        return f"state-{self.call:08d}"
+        return self.name_of(self.call)
 
     @property
     def nbytes(self) -> int:
@@ -46,21 +50,20 @@ class Snapshot:
     def as_checkpoint(self) -> Iterator[Path]:
         """The folder of a checkpoint of it, inside of the block. A collective of those who keep it.
 
-        Copies are written to the memory of the host, /dev/shm.
+        Copies are written to the memory of the host, /dev/shm. A program that is killed meanwhile
+        leaves them to the next one of its user, which sweeps them.
         """
         if isinstance(self.held, Path):
             yield self.held
             return
-        memory = Path("/dev/shm")
-        where = str(memory) if memory.is_dir() else None
         ranks = self.held.ranks
-        folder = from_first(ranks, lambda: tempfile.mkdtemp(dir=where), what="make a folder")
+        folder = from_first(ranks, lambda: new_folder(REPLAY), what="make a folder")
         try:
-            write_draft(self.held, Path(folder) / self.name)
-            yield Path(folder) / self.name
+            write_draft(self.held, folder / self.name)
+            yield folder / self.name
         finally:
             if ranks.axis.rank == 0:
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_folder(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +100,14 @@ class RecordedForm:
     def names(self) -> list[str]:
         """What has a digest, in order."""
         return [leaf.name for leaf in self.leaves]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Origin:
+    """What a recorded state is, beyond its form: what another one is planned by."""
+
+    setup: Setup
+    local: Local | None  # updates
 
 
 def form_of(state: TrainState, driver: str) -> RecordedForm:

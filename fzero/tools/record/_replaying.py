@@ -19,15 +19,16 @@ from fzero.checkpoint.elements import (
     state_of_rank,
 )
 from fzero.errors import LayoutError
-from fzero.machine.partition import assemble
 from fzero.ranks.mesh import axis_index
 from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.tools.record._digest import Digest, digests_of, places_of, words
 from fzero.tools.record._recording import Recording, require_all_ranks
 from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
 from fzero.transforms import simulate
+from fzero.transforms.init import blank_at
 from fzero.transforms.pipeline import Step
-from fzero.transforms.shard import sharded_as
+from fzero.transforms.setup import blank_params
+from fzero.transforms.shard import asked_of, sharded_as
 
 
 class Replaying:
@@ -118,18 +119,30 @@ class _OfStep(Replaying):
         step = simulate(self.step_fn, world_size=self.world_size)
         if self._init is not None:
             return self._init(step)
-        setup = self.recording.setup
-        if setup is None:
+        origin, asked = self.recording.origin, asked_of(self.step_fn)
+        if origin is None:
             raise LayoutError(
                 "replay: a recording that was loaded has no optimizer.",
                 cause="files hold tensors and texts alone.",
                 fix="give init=lambda step: step.init(params, optimizer), as for the run.",
             )
-        by_leaf = {
-            i: torch.nn.Parameter(torch.zeros(leaf.shape, dtype=leaf.dtype), leaf.trainable)
-            for i, leaf in enumerate(setup.layout.leaves)
-        }
-        return step.init(assemble(setup.layout, by_leaf), setup.optimizer)
+        setup = origin.setup
+        if asked != asked_of(self.recording.step_fn):  # a step of other options, that make its own
+            return step.init(blank_params(setup.layout), setup.optimizer)
+
+        def body() -> TrainState:
+            made = self.step_fn.find_init().keywords
+            return self.step_fn.prepared(
+                blank_at(
+                    setup,
+                    stage=made["stage"],
+                    mesh=made["mesh"],
+                    device=torch.get_default_device(),
+                    local=origin.local,
+                )
+            )
+
+        return simulate(body, world_size=self.world_size)()
 
     def on_rank(self, state: TrainState, inputs: Inputs) -> tuple[TrainState, Any]:
         args, kwargs = inputs

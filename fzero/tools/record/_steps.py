@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.elements import stack_of
-from fzero.machine.partition import assemble
 from fzero.state import NAMESPACE, Setup
 from fzero.tools.diff import Difference, Run, diff
 from fzero.tools.record._records import Inputs, RecordedCall
 from fzero.tools.record._replaying import inputs_on
 from fzero.transforms.pipeline import Step
+from fzero.transforms.setup import blank_params
 from fzero.transforms.shard import sharded_as
 
 
@@ -40,13 +40,9 @@ def _run(step: Any, before: Any, call: RecordedCall) -> Run:
     shards = setup.layout.ranks
     mesh = (ranks // shards, shards) if shards < ranks else None
     inputs = stack_of(inputs_on(ranks, call.inputs, call.number))
-    by_leaf = {
-        number: torch.nn.Parameter(torch.zeros(leaf.shape, dtype=leaf.dtype), leaf.trainable)
-        for number, leaf in enumerate(setup.layout.leaves)
-    }
     return Run(
         step=_with_inputs(sharded_as(step, mesh=mesh)),
-        params=assemble(setup.layout, by_leaf),
+        params=blank_params(setup.layout),
         optimizer=setup.optimizer,
         batches=[inputs],
         world_size=ranks,

@@ -13,6 +13,7 @@ from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE
+from fzero.tools.trace._calls import calls_of
 from fzero.tools.trace._trace import Trace
 from fzero.tools.trace.ops import ops_of
 from fzero.tools.trace.program import RecordedStep, record_step
@@ -75,6 +76,7 @@ def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[...,
             outputs=outputs,
             log=program.log,
             graph=program.graph,
+            calls=calls_of(program, ops),
         )
 
     return traced

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.collectives import CollectiveEvent
-from fzero.state import Layout
+from fzero.state import Layout, Part, Setup
 from fzero.tools.trace.alive import inputs_of
 from fzero.tools.trace.program import RecordedStep
 
@@ -25,6 +25,7 @@ class Flat(NamedTuple):
     index: int
     start: int  # of it in its storage, in elements
     is_whole: bool
+    part: Part  # which one of it this rank updates
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -40,6 +41,28 @@ class Flat(NamedTuple):
                 return self.layout.leaves[leaf].path
         return ""
 
+    def leaf_of(self, x: Tensor) -> tuple[str, int] | None:
+        """Return the parameter that a view is in, and where it starts there, in bytes."""
+        group = self.layout.groups[self.index]
+        begin = self._begin(x)
+        reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+        end = begin + reach * x.itemsize if x.numel() else begin
+        for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+            first, size = offset * group.dtype.itemsize, group.dtype.itemsize
+            if first <= begin and end <= first + self.layout.leaves[leaf].numel * size:
+                return self.layout.leaves[leaf].path, begin - first
+        return None
+
+    def is_own_shard(self, x: Tensor) -> bool:
+        """Whether a view is the part of the flat that this rank updates."""
+        numel = self.layout.full_numel(self.index) // self.part.count
+        begin = self.part.index * numel * self.layout.groups[self.index].dtype.itemsize
+        return x.ndim == 1 and x.numel() == numel and self._begin(x) == begin
+
+    def _begin(self, x: Tensor) -> int:
+        size = self.layout.groups[self.index].dtype.itemsize
+        return int(x.storage_offset()) * x.itemsize - self.start * size
+
 
 def flats_of(
     program: RecordedStep, events: Mapping[fx.Node, Sequence[CollectiveEvent]]
@@ -48,40 +71,46 @@ def flats_of(
 
     events: of each collective, one for each buffer.
     """
-    layouts = [state.setup.layout for state in program.states]
+    setups = [state.setup for state in program.states]
     found: dict[int, Flat] = {}
-    rest = iter(layout for layout in layouts if layout.groups)
-    layout = None
+    rest = iter(setup for setup in setups if setup.layout.groups)
+    setup = None
+
+    def note(x: Tensor, setup: Setup, index: int, *, is_whole: bool) -> None:
+        if x.numel():
+            part = setup.part(setup.optimizer_state, program.rank)
+            flat = Flat(setup.layout, index, int(x.storage_offset()), is_whole, part)
+            found.setdefault(x.untyped_storage()._cdata, flat)
+
     for node, path in zip(inputs_of(list(program.graph.graph.nodes)), program.inputs, strict=True):
         if match := _FLAT.match(path):
             index = int(match[1])
-            layout = next(rest) if index == 0 else layout
-            assert layout is not None
-            whole = node.meta["val"].numel() == layout.full_numel(index)
-            _note(found, node.meta["val"], layout, index, is_whole=whole)
+            setup = next(rest) if index == 0 else setup
+            assert setup is not None
+            whole = node.meta["val"].numel() == setup.layout.full_numel(index)
+            note(node.meta["val"], setup, index, is_whole=whole)
     for node, about in events.items():
         if node.target is torch.ops.fzero.all_gather.default:
             for x, event in zip(node.meta["val"], about, strict=True):
-                for one, index in _groups(layouts, event.paths):
-                    if x.numel() == one.full_numel(index):
-                        _note(found, x, one, index, is_whole=True)
+                for one, index in _groups(setups, event.paths):
+                    if x.numel() == one.layout.full_numel(index):
+                        note(x, one, index, is_whole=True)
     return found
 
 
-def _groups(layouts: Sequence[Layout], paths: Sequence[str]) -> list[tuple[Layout, int]]:
+def is_params(path: str) -> bool:
+    """Whether the path of an input is that of a flat buffer of parameters."""
+    return _FLAT.match(path) is not None
+
+
+def _groups(setups: Sequence[Setup], paths: Sequence[str]) -> list[tuple[Setup, int]]:
     wanted = [tuple(paths)]
     return [
-        (layout, index)
-        for layout in layouts
-        for index in range(len(layout.groups))
-        if layout.paths([index]) == wanted
+        (setup, index)
+        for setup in setups
+        for index in range(len(setup.layout.groups))
+        if setup.layout.paths([index]) == wanted
     ]
-
-
-def _note(found: dict[int, Flat], x: Tensor, layout: Layout, index: int, *, is_whole: bool) -> None:
-    if x.numel():
-        flat = Flat(layout, index, int(x.storage_offset()), is_whole)
-        found.setdefault(x.untyped_storage()._cdata, flat)
 
 
 def index_of_view(node: fx.Node) -> str:

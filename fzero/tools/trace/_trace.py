@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from fzero.collectives import CollectiveLog
-from fzero.tools.trace._diff import TraceDiff, compare_ops
+from fzero.tools.trace._calls import CalledOp
+from fzero.tools.trace._diff import ComparedProgram, TraceDiff, compare_ops
 from fzero.tools.trace._record import Kernel, Op, Value
 from fzero.tools.trace._text import kernels, text
 
@@ -29,10 +30,11 @@ class Trace:
     outputs: tuple[Value, ...]  # with the name of the value that comes out, and its path
     log: CollectiveLog = field(repr=False)
     graph: fx.GraphModule = field(repr=False, compare=False)
+    calls: tuple[CalledOp, ...] = ()  # of each op with its arguments; then of each output
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """The kernels in the order of the program: the lines of the text, and fills."""
+        """What runs at once, in the order of the program: pointwise ops in a row are one."""
         return kernels(self.inputs, self.ops, self.outputs)
 
     @property
@@ -68,7 +70,12 @@ class Trace:
         return max(self.live_bytes, default=0)
 
     def diff(self, other: Trace) -> TraceDiff:
-        """Return the ops, with shapes, in which `other` differs. Names of values do not count.
+        """Return the ops in which `other` differs: with constants, views and what they read.
+
+        Numbers, tensors that are no arguments of the step (by their values), learning rates that
+        are functions (by their code), the options of the optimizer, and which elements of which
+        value an op reads, are parts of a program; so is what it returns. Names of values and of
+        modules do not count, nor does by which views elements were reached.
 
         Example:
             >>> import torch, fzero
@@ -80,10 +87,11 @@ class Trace:
             >>> two.diff(two).equal, two.diff(three).equal
             (True, False)
         """
-        return compare_ops((self.title, self.ops), (other.title, other.ops))
+        a, b = (ComparedProgram(one.title, one.ops, one.calls) for one in (self, other))
+        return compare_ops(a, b)
 
     def __str__(self) -> str:
-        return text(self.title, self.inputs, self.ops, self.outputs)
+        return text(self.title, self.inputs, self.ops, self.outputs, self.calls)
 
     __repr__ = __str__
 

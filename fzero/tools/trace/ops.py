@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import string
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,16 +29,18 @@ UPDATE = torch.ops.fzero_optim.update.default
 RATE = torch.ops.fzero_optim.schedule.default
 """The op that asks a schedule for its number."""
 
+SAME = tuple(
+    getattr(torch.ops.aten, name).default for name in ("detach", "lift_fresh_copy", "_unsafe_view")
+)
+"""Ops that give the values of their argument."""
+
 
 def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[Value, ...]]:
     """Return the inputs, the ops and the outputs of a program."""
     nodes = list(program.graph.graph.nodes)
-    names = dict(zip(nodes, _names(nodes), strict=True))
+    names = names_of(program)
     phases = _phases(nodes, program.inputs)
-    events = deque(event for event in program.log.of(program.rank) if event.op != "agree")
-    about = {
-        node: [events.popleft() for _ in node.args[0]] for node in nodes if is_collective(node)
-    }
+    about = _about(program)
     flats = flats_of(program, about)
     of_parameters = {node for node, some in about.items() if any(one.paths for one in some)}
     ops = [
@@ -59,6 +61,18 @@ def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tu
     return inputs, tuple(replace(op, alive=one) for op, one in seen), outputs
 
 
+def read_by(program: RecordedStep) -> tuple[dict[fx.Node, str], dict[int, Flat]]:
+    """Return the names of the values of a program, and its flats, as `ops_of` has them."""
+    return names_of(program), flats_of(program, _about(program))
+
+
+def _about(program: RecordedStep) -> dict[fx.Node, list[CollectiveEvent]]:
+    """Return the events of each collective, one for each buffer."""
+    events = deque(event for event in program.log.of(program.rank) if event.op != "agree")
+    nodes = filter(is_collective, program.graph.graph.nodes)
+    return {node: [events.popleft() for _ in node.args[0]] for node in nodes}
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether a node is an op that communicates."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
@@ -74,15 +88,21 @@ def ran_by_autograd(node: fx.Node) -> bool:
     return bool(node.meta.get("custom", {}).get(BACKWARD))
 
 
-def _names(nodes: Sequence[fx.Node]) -> Iterator[str]:
-    """Name each value: a, b, ..., z, aa, ..."""
+def names_of(program: RecordedStep) -> dict[fx.Node, str]:
+    """Name each value: a, b, ..., z, aa, ...; not as a parameter, which has its path for a name."""
+    taken = {leaf.path for state in program.states for leaf in state.setup.layout.leaves}
     letters = itertools.chain.from_iterable(
         map("".join, itertools.product(string.ascii_lowercase, repeat=n))
         for n in itertools.count(1)
     )
-    for node in nodes:
-        several = any(map(is_item, node.users)) and not is_item(node)
-        yield "" if several or node.op == "output" else next(letters)
+    free = (name for name in letters if name not in taken)
+    nodes = list(program.graph.graph.nodes)
+    return {node: "" if _has_no_name(node) else next(free) for node in nodes}
+
+
+def _has_no_name(node: fx.Node) -> bool:
+    several = any(map(is_item, node.users)) and not is_item(node)
+    return several or node.op == "output"
 
 
 def _values(node: fx.Node, names: dict[fx.Node, str], flats: Mapping[int, Flat]) -> list[Value]:
@@ -115,7 +135,7 @@ def _op(
     kind = "compute"
     if about:
         kind = "collective"
-    elif target.is_view or target in _SAME:
+    elif target.is_view or target in SAME:
         kind = "view"
     elif torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE:
         kind = "pointwise"
@@ -137,11 +157,6 @@ _ELEMENTWISE = tuple(
     for name in ("_to_copy", "clone", "copy", "empty_like", "full_like", "ones_like", "zeros_like")
 )
 """Ops that a compiler puts into one kernel with pointwise ones, and that torch does not tag."""
-
-_SAME = tuple(
-    getattr(torch.ops.aten, name).default for name in ("detach", "lift_fresh_copy", "_unsafe_view")
-)
-"""Ops that give the values of their argument."""
 
 
 def _detail(about: Sequence[CollectiveEvent]) -> str:

@@ -223,3 +223,30 @@ def test_a_rule_of_whole_parameters_is_known_as_one_whoever_gives_it() -> None:
         ragged="off",
     )
     assert report, report
+
+
+class WithNothing(torch.nn.Module):
+    """Parameters without elements among others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 4)
+        self.nothing = torch.nn.Parameter(torch.zeros(0, 4))
+        self.fixed = torch.nn.Parameter(torch.zeros(0), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.nothing.sum() + self.fixed.sum()
+
+
+def test_a_parameter_without_elements_is_no_obstacle() -> None:
+    """torch's Adafactor divides by the number of elements."""
+
+    def batch(number: int) -> torch.Tensor:
+        return torch.arange(6.0).view(2, 3) - number
+
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    few: dict[str, Any] = {"worlds": 2, "precisions": "fp64", "stages": 2, "rules": "matrix"}
+    report = fzero.certify(WithNothing(), loss, batch, **few)
+    assert report, report.failures

@@ -120,3 +120,30 @@ class Landed:
 
     def wait(self) -> list[Tensor]:
         return self.values
+
+
+def run_of_loss(
+    loss_fn: Any,
+    stage: int,
+    world_size: int,
+    *,
+    params: Any = None,
+    width: int = 3,
+    dtype: torch.dtype = torch.float32,
+) -> fzero.Run:
+    """One update by the gradient of loss_fn(params, x), x of 8 rows in all; w is [3, 5]."""
+    source = torch.Generator().manual_seed(2)
+    params = {"w": torch.randn(3, 5, generator=source).to(dtype)} if params is None else params
+
+    def body(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(loss_fn, state)(x)
+        return fzero.apply_gradients(state), None
+
+    x = torch.randn(8, width, generator=torch.Generator().manual_seed(3)).to(dtype)
+    return fzero.Run(
+        step=fzero.shard(body, stage=stage),
+        params=params,
+        optimizer=fzero.optim.adamw(0.01),
+        batches=[x.view(world_size, -1, width)],
+        world_size=world_size,
+    )

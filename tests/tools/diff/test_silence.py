@@ -120,23 +120,29 @@ def test_one_batch_as_micro_batches() -> None:
 
 
 def test_masks_that_are_drawn_alike_and_dtypes_that_a_loss_fixes() -> None:
-    """A loss in fp32 cannot be computed in float64; it is compared as it is."""
+    """A loss in which fp32 is asked for is computed in float64; one that insists, as it is."""
+
+    def asked(p: Any, batch: Any) -> Tensor:
+        table = torch.ones(3, 3, dtype=torch.float32)
+        return loss(p, batch) + (p["second"]["bias"].float() @ table).square().mean()
 
     def fixed(p: Any, batch: Any) -> Tensor:
-        table = torch.ones(3, 3, dtype=torch.float32)
-        return loss(p, batch) + (p["second"]["bias"] @ table).square().mean()
+        if p["second"]["bias"].dtype is not torch.float32:
+            raise TypeError("this loss is for fp32")
+        return asked(p, batch)
 
     def dropped(p: Any, batch: Any) -> Tensor:
         return loss(p, (torch.dropout(batch[0], 0.3, train=True), batch[1]))
 
-    for body in (step_with(fixed), step_with(dropped)):
+    for body in (step_with(asked), step_with(fixed), step_with(dropped)):
         torch.manual_seed(3)
         before = torch.get_rng_state()
         assert fzero.diff(run(body, 0, 2, calls=2), run(body, 3, 2, calls=2)) is None
         assert torch.equal(torch.get_rng_state(), before)
-    doubled = step_with(lambda p, x: 2 * fixed(p, x))
-    found = fzero.diff(run(step_with(fixed)), run(doubled, 2, 2))
-    assert found is not None and found.compared_in is torch.float32
+    for body, dtype in ((asked, torch.float64), (fixed, torch.float32)):
+        doubled = step_with(lambda p, x: 2 * body(p, x))  # noqa: B023
+        found = fzero.diff(run(step_with(body)), run(doubled, 2, 2))
+        assert found is not None and found.compared_in is dtype
 
 
 @pytest.mark.parametrize("seed", [8, 12])  # in which the two orders give two signs

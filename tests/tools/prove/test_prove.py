@@ -20,7 +20,7 @@ from benchmarks.step.models import make_task
 from fzero.state.setup import Setup
 from fzero.tools.prove._terms import Stretch, Symbolic, Terms, aligned, cut, exact, joined, whole
 from tests.descends import descends
-from tests.tools.prove.programs import ADAM, CASES, SGD, once, params, recorded, twice
+from tests.tools.prove.programs import ADAM, CASES, SGD, once, params, recorded
 
 EVERY = [(name, stage, world) for name in CASES for stage in range(4) for world in (1, 2, 3, 8)]
 SOME = [(name, i % 4, 2 + i % 3) for i, name in enumerate(CASES)]
@@ -40,14 +40,14 @@ def test_every_case_at_every_stage(name: str, stage: int, world: int) -> None:
     test_sound_programs_are_proved(name, stage, world)
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 64), (3, 1024)])
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (1, 6), (3, 1024)])
 def test_the_text_is_a_theorem_that_says_what_it_looked_at(stage: int, world: int) -> None:
-    step = fzero.shard(fzero.clip(twice, max_norm=1.0), stage=stage)
+    step = fzero.shard(fzero.clip(once, max_norm=1.0), stage=stage)
     proof = fzero.prove(step, step.init(params, ADAM), torch.zeros(3, 5), world=world)
     text = str(proof)
     assert text.startswith(f"Theorem, over the reals. shard(stage={stage}) . clip(max_norm=1.0)")
-    assert ("the others do the same" in text) == (world > 4)
-    assert "fzero.certify" in text and len(proof.ranks) == min(world, 4)
+    assert ("ranks that were not read are assumed" in text) == (world > 64)
+    assert "fzero.certify" in text and len(proof.ranks) == (world if world <= 64 else 16)
     counters = {claim.tensor for claim in proof.claims if not claim.leaf}
     assert counters == {"state.step", "state.optimizer.count"}
 

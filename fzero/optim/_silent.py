@@ -1,0 +1,69 @@
+"""The step of a rule without the hooks of its optimizer, which are those of an update."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_ALL: tuple[dict[int, Any], ...] = (
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+
+
+def rule_step(instance: Optimizer) -> None:
+    """Step what an optimizer has now by the rule of its class: no hook, no wrapper."""
+    with silent(instance):
+        type(instance).step(instance)
+
+
+@contextmanager
+def silent(instance: Optimizer) -> Iterator[None]:
+    """Run no step hook in this block: not of this optimizer, nor those of all optimizers.
+
+    A step() that calls super().step() would run them again.
+    """
+    own = {name: vars(instance)[name] for name in HOOKS if vars(instance).get(name)}
+    vars(instance).update({name: OrderedDict() for name in own})
+    try:
+        with none_of_all():
+            yield
+    finally:
+        vars(instance).update(own)
+
+
+@contextmanager
+def told(instance: Any, **values: Tensor | None) -> Iterator[None]:
+    """Set attributes of an optimizer inside, as `torch.amp.GradScaler` does; None: not that one."""
+    given = {name: value for name, value in values.items() if value is not None}
+    before = {name: vars(instance)[name] for name in given if name in vars(instance)}
+    vars(instance).update(given)
+    try:
+        yield
+    finally:
+        for name in given:
+            vars(instance).pop(name, None)
+        vars(instance).update(before)
+
+
+@contextmanager
+def none_of_all() -> Iterator[None]:
+    """Empty the tables of the hooks of all optimizers; they have what they had afterwards."""
+    before = [dict(table) for table in _OF_ALL]
+    if not any(before):
+        yield
+        return
+    for table in _OF_ALL:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, had in zip(_OF_ALL, before, strict=True):
+            table.update(had)

@@ -1,0 +1,107 @@
+"""What a step uses beside its arguments, while it is recorded: noted where that is cheap.
+
+Noted are reads of the environment and of torch.distributed's rank and world size, seeds, values of
+tensors that a step asked for and did without, and what a call leaves changed in the variables,
+attributes and containers that the step reaches.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.machine.placeholder import LazyParam
+from fzero.tools.prove._budget import Budget
+
+
+class Watch:
+    """Watches this thread while it is entered.
+
+    noted: what was seen, once each. warm: whether what libraries look up once is known to them.
+    inside: whether the step runs now, and not what records it.
+    """
+
+    def __init__(self) -> None:
+        self.noted: dict[str, None] = {}
+        self.warm = self.inside = False
+
+    def note(self, what: str) -> None:
+        """Keep what was seen."""
+        self.noted.setdefault(what)
+
+    def __enter__(self) -> Watch:
+        self._watching = _watching(self, threading.get_ident())
+        self._watching.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watching.__exit__(*error)
+
+    def around(self, step: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
+        """Return the step, watched op by op, within a budget."""
+
+        def watched(*args: Any) -> Any:
+            self.inside = True
+            try:
+                with _EachOp(self, budget):
+                    return step(*args)
+            finally:
+                self.inside = False
+
+        return watched
+
+
+@contextmanager
+def _watching(watch: Watch, thread: int) -> Iterator[None]:
+    look_up, ask = os._Environ.__getitem__, c10d._rank_not_in_group
+    seed = torch.default_generator.initial_seed()
+
+    def looked_up(environ: Any, key: Any) -> Any:
+        mine = (
+            watch.warm and watch.inside and threading.get_ident() == thread and isinstance(key, str)
+        )
+        if mine:
+            watch.note(f"it reads os.environ[{key!r}]")
+        return look_up(environ, key)
+
+    def asked(group: Any) -> bool:
+        if threading.get_ident() == thread:
+            watch.note("it asks torch.distributed for its rank or for the number of ranks")
+        return ask(group)
+
+    os._Environ.__getitem__, c10d._rank_not_in_group = looked_up, asked
+    try:
+        yield
+    finally:
+        os._Environ.__getitem__, c10d._rank_not_in_group = look_up, ask
+        if torch.default_generator.initial_seed() != seed:
+            watch.note("it seeds the random numbers of torch")
+
+
+class _EachOp(TorchDispatchMode):
+    def __init__(self, watch: Watch, budget: Budget) -> None:
+        super().__init__()
+        self._watch, self._budget = watch, budget
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, LazyParam) for kind in types):
+            return NotImplemented  # a placeholder handles it first; the ops it calls come back
+        # Where autograd runs, an error on the way of its own ops (detach) would end the process.
+        if torch._C._current_autograd_node() is None and func is not torch.ops.aten.detach.default:
+            self._budget.check(f", at {func}")
+        try:
+            return func(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            self._watch.note(f"it asks for a value ({func}) and goes on without")
+            raise

@@ -1,0 +1,189 @@
+"""What each op of a graph is called with: values, by where they come from, and constants."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from fzero.tools.trace._constants import number_key, schedule_key, schedule_name, tensor_key
+from fzero.tools.trace._parameters import is_params
+from fzero.tools.trace._record import Op, Phase, short
+from fzero.tools.trace.alive import inputs_of, is_item, is_op
+from fzero.tools.trace.ops import COLLECTIVES, RATE, SAME, UPDATE, read_by
+from fzero.tools.trace.program import RecordedStep
+
+
+class Operand(NamedTuple):
+    """A value that an op reads: some elements of an origin.
+
+    origin: ("value", its name), ("parameter", path), ("shard", path of the flat), ("input", path)
+    or ("constant", digest). Chains of views that give the same elements are the same.
+    """
+
+    name: str
+    origin: tuple[str, str]
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # 0 where a dim has one element
+    start: int  # in bytes, from the first element of the origin
+    flips: str = ""  # "conj", "neg": what is done to the elements as they are read
+
+
+class Constant(NamedTuple):
+    """An argument that is no value of the program, as a text by which it is told apart.
+
+    text: as it is printed; "" for what one sees in the results, or what says nothing.
+    """
+
+    key: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalledOp:
+    """An op with its overload, "aten.add.Tensor", and its arguments, lists laid out flat."""
+
+    op: str
+    arguments: tuple[Operand | Constant, ...] = ()
+
+
+def calls_of(program: RecordedStep, ops: Sequence[Op]) -> tuple[CalledOp, ...]:
+    """Return the call of each op, and behind them a call "return PATH" for each output.
+
+    ops: as `ops_of` makes them of the program.
+    """
+    nodes = list(program.graph.graph.nodes)
+    reads = _Reads(program)
+    calls = [
+        CalledOp(op=str(node.target), arguments=tuple(_arguments(node, op.phase, reads)))
+        for node, op in zip(filter(is_op, nodes), ops, strict=True)
+    ]
+    returned: Any = nodes[-1].args[0]
+    for path, x in zip(program.outputs, returned, strict=True):
+        calls.append(CalledOp(op=f"return {path}", arguments=(reads.of(x, "update"),)))
+    return tuple(calls)
+
+
+class _Reads:
+    """Finds where the values of a graph come from."""
+
+    def __init__(self, program: RecordedStep) -> None:
+        nodes = list(program.graph.graph.nodes)
+        self._graph = program.graph
+        self._names, self._flats = read_by(program)
+        self._paths = dict(zip(inputs_of(nodes), program.inputs, strict=True))
+        self._digests: dict[str, str] = {}
+
+    def of(self, node: fx.Node, phase: Phase) -> Operand:
+        """Return what an op of a phase reads that has this node among its arguments."""
+        x, root = node.meta["val"], _root(node)
+        first = root.meta["val"]
+        origin, start = self._origin(root), 0
+        if x.untyped_storage()._cdata == first.untyped_storage()._cdata:
+            start = _begin(x) - _begin(first)
+            origin, start = self._inside(x, root, phase) or (origin, start)
+        return Operand(
+            name=self._names[node],
+            origin=origin,
+            dtype=short(x.dtype),
+            shape=tuple(x.shape),
+            strides=tuple(0 if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)),
+            start=start,
+            flips=" ".join(["conj"] * x.is_conj() + ["neg"] * x.is_neg()),
+        )
+
+    def _origin(self, root: fx.Node) -> tuple[str, str]:
+        if root.op == "placeholder":
+            return "input", self._paths[root]
+        if root.op != "get_attr":
+            return "value", self._names[root]
+        name = str(root.target)
+        if name not in self._digests:
+            self._digests[name] = tensor_key(_attribute(self._graph, name))
+        return "constant", self._digests[name]
+
+    def _inside(self, x: Tensor, root: fx.Node, phase: Phase) -> tuple[tuple[str, str], int] | None:
+        """Return (origin, start) of a part of the parameters that the step was given."""
+        flat = self._flats.get(x.untyped_storage()._cdata)
+        source = root
+        args: Any = root.args
+        if is_item(root) and args[0].target is torch.ops.fzero.all_gather.default:
+            source = _root(args[0].args[0][args[1]])
+        if flat is None or not flat.is_whole or not is_params(self._paths.get(source, "")):
+            return None
+        if phase == "update" and flat.is_own_shard(x):  # the same on each rank
+            return ("shard", self._paths[source]), 0
+        found = flat.leaf_of(x)
+        return found and (("parameter", found[0]), found[1])
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """Return the node whose elements a view has; of another node, itself."""
+    while True:
+        one: Any = node
+        of: Any = one.args[0] if is_item(node) else one
+        target = of.target
+        is_view = is_op(of) and (target in SAME or getattr(target, "is_view", False))
+        if not is_view:
+            return node
+        node = of.args[0]
+
+
+def _begin(x: Tensor) -> int:
+    return int(x.storage_offset()) * x.itemsize
+
+
+def _attribute(graph: fx.GraphModule, name: str) -> Any:
+    found: Any = graph
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+_QUIET = {"dtype", "layout", "device", "pin_memory", "memory_format", "names"}
+"""Arguments that one sees in the results, or that change no number."""
+
+
+def _arguments(node: fx.Node, phase: Phase, reads: _Reads) -> Iterator[Operand | Constant]:
+    """Yield the arguments of an op: positional ones, then keywords with their names."""
+    target: Any = node.target
+    schema = target._schema.arguments
+    given = [(one, x) for one, x in zip(schema, node.args, strict=False)]
+    given += [(one, node.kwargs[one.name]) for one in schema if one.name in node.kwargs]
+    for one, x in given:
+        if target is UPDATE and one.name in ("rule", "options"):
+            yield Constant(str(x), _options(str(x)) if one.name == "options" else "")
+        elif target is RATE and one.name == "number":
+            number = int(str(x))
+            yield Constant(schedule_key(number), f"schedule={schedule_name(number)}")
+        else:
+            shows = target.namespace != COLLECTIVES and one.name not in _QUIET
+            named = not isinstance(one.type, torch.NumberType | torch.TensorType)
+            if isinstance(x, fx.Node):
+                yield reads.of(x, phase)
+            elif isinstance(x, list | tuple) and any(isinstance(y, fx.Node) for y in x):
+                yield Constant(f"{one.name}: {len(x)} values", "")
+                for y in x:  # a value or, in an index, None for all of a dim
+                    yield reads.of(y, phase) if isinstance(y, fx.Node) else Constant("None", ":")
+            else:
+                yield _constant(x, one.name, shows=shows, named=named)
+
+
+def _constant(x: Any, name: str, *, shows: bool, named: bool) -> Constant:
+    if isinstance(x, bool | int | float | complex):
+        number = "max" if x == sys.maxsize else str(x)
+        text = f"{name}={number}" if named else number
+        return Constant(f"{name}={number_key(x)}", text if shows and x is not False else "")
+    text = f"{name}={str(x).replace(' ', '')}" if shows and x is not None else ""
+    return Constant(f"{name}={x}", text)
+
+
+def _options(text: str) -> str:
+    """Return the options of an update as it is printed."""
+    return " ".join(f"{name}={x}" for name, x in json.loads(text).items() if x is not False)

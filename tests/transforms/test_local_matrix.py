@@ -1,0 +1,250 @@
+"""Rules for whole matrices in replicas that train apart, inner and outer: against plain models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero.adapter import Engine
+from fzero.checkpoint import load, save
+from fzero.errors import LayoutError
+from fzero.optim import from_torch, partition
+from fzero.optim._factored import Shampoo
+from fzero.optim._soap import Soap
+from tests.covering import covered
+from tests.local_oracle import Replicas
+from tests.optim.torch_cases import NOT_ELEMENTWISE
+
+ROWS, EVERY, STEPS = 4, 2, 5
+MESHES = {"2x2": (2, 2), "4x1": (4, 1), "1x4": (1, 4), "2": None}
+SOAP: dict[str, Any] = {"betas": (0.95, 0.95), "eps": 1e-8, "weight_decay": 0.01}
+SOAP |= {"refresh_every": 2, "max_size": 100}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 1)).double()
+
+
+def data(ranks: int, steps: int = STEPS) -> Tensor:
+    """[steps, ranks, ROWS, 4]: inputs and targets; another scale on each rank."""
+    torch.manual_seed(2)
+    x = torch.randn(steps, ranks, ROWS, 4, dtype=torch.float64)
+    return x * torch.arange(1, ranks + 1)[:, None, None]
+
+
+def error(module: Any, batch: Tensor) -> Tensor:
+    return ((module(batch[..., :3])[..., 0] - batch[..., 3]) ** 2).mean()
+
+
+class Several:
+    """Some plain optimizers as one."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = parts
+
+    def zero_grad(self) -> None:
+        for one in self.parts:
+            one.zero_grad()
+
+    def step(self) -> None:
+        for one in self.parts:
+            one.step()
+
+    @property
+    def state(self) -> Any:
+        return {p: s for one in self.parts for p, s in one.state.items()}
+
+
+def by_dims(matrices: Any, others: Any) -> Callable[[list[Any]], Any]:
+    def made(params: list[Any]) -> Any:
+        some = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
+        return Several(matrices(some[0]), others(some[1]))
+
+    return made
+
+
+def parted(matrices: Any, others: Any) -> Any:
+    rules = {"matrices": matrices, "rest": others}
+    return partition(rules, lambda leaf: "matrices" if len(leaf.shape) == 2 else "rest")
+
+
+muon = partial(torch.optim.Muon, lr=0.02)
+adafactor = partial(torch.optim.Adafactor, lr=0.02)
+RULES: dict[str, tuple[Any, Any]] = {  # name: (ours, the plain optimizer of parameters)
+    "muon": (
+        lambda: parted(from_torch(muon), fzero.optim.adamw(0.01)),
+        by_dims(muon, partial(torch.optim.AdamW, lr=0.01)),
+    ),
+    "adafactor": (lambda: from_torch(adafactor, needs="matrix"), adafactor),
+    "shampoo": (
+        lambda: fzero.optim.shampoo(0.05, eps=1e-3),
+        partial(Shampoo, lr=0.05, eps=1e-3, roots_every=1),
+    ),
+    "soap": (lambda: fzero.optim.soap(0.02, **SOAP), partial(Soap, lr=0.02, **SOAP)),
+}
+NAMES = [name for name, _ in model().named_parameters()]
+
+
+def ranks_of(mesh: str) -> tuple[int, int]:
+    return MESHES[mesh] or (int(mesh), 1)
+
+
+def step_of(mesh: str, stage: int, *, donate: bool = False, **options: Any) -> Any:
+    apply, _ = fzero.functionalize(model())
+
+    def step_fn(state: Any, batch: Tensor) -> Any:
+        def loss(p: Any, x: Tensor) -> Tensor:
+            return error(lambda x: apply(p, x), x)
+
+        state, _ = fzero.grad_and_reduce(loss, state)(batch)
+        return fzero.apply_gradients(state), None
+
+    replicas, shards = ranks_of(mesh)
+    step = fzero.local(step_fn, every=EVERY, **options)
+    step = fzero.shard(step, stage=stage, mesh=MESHES[mesh], donate=donate)
+    return fzero.simulate(step, world_size=replicas * shards)
+
+
+def trained(step: Any, state: Any, batches: Tensor) -> Any:
+    for batch in batches:
+        state, _ = step(state, batch)
+    return state
+
+
+def plainly(mesh: str, batches: Tensor, inner: Any, **options: Any) -> Replicas:
+    replicas, shards = ranks_of(mesh)
+    plain = Replicas(model(), replicas, every=EVERY, inner=inner, **options)
+    for batch in batches:
+        parts = batch.reshape(replicas, shards * ROWS, 4)
+        plain.update([lambda module, x=x: error(module, x) for x in parts])
+    return plain
+
+
+def both(state: Any) -> Any:
+    found = fzero.full_params(state), fzero.full_params(state, replica=True)
+    return [[one[name] for name in NAMES] for one in found]
+
+
+def require_equal(state: Any, plain: Replicas, mesh: str) -> None:
+    replicas, shards = ranks_of(mesh)
+    anchors, own = fzero.simulate(both, world_size=replicas * shards)(state)
+    close = partial(torch.testing.assert_close, rtol=1e-7, atol=1e-9)
+    for rank in range(replicas * shards):
+        for one, wanted in zip(anchors, plain.anchors, strict=True):
+            close(one[rank], wanted.detach())
+        for one, wanted in zip(own, plain.modules[rank // shards].parameters(), strict=True):
+            close(one[rank], wanted.detach())
+
+
+@covered(name=[*RULES], mesh=[*MESHES], stage=[0, 1, 2, 3])
+def test_a_matrix_rule_trains_replicas_as_plain_models(
+    name: str, mesh: str, stage: int, tmp_path: Path
+) -> None:
+    """Also saved between two meetings, and resumed, on as many replicas: bit for bit."""
+    ours, inner = RULES[name]
+    fragments, donate = 1 + stage % 2, stage > 1
+    replicas, shards = ranks_of(mesh)
+    batches = data(replicas * shards)
+    step = step_of(mesh, stage, donate=donate, fragments=fragments)
+    first = {name: p.detach() for name, p in model().named_parameters()}
+    start = step.init(first, ours())
+    plain = plainly(mesh, batches, inner, fragments=parts_of(start))
+    whole = trained(step, start, batches)
+    require_equal(whole, plain, mesh)
+
+    save(tmp_path, trained(step, step.init(first, ours()), batches[:3]))
+    after = trained(step, load(tmp_path, step.init(first, ours())), batches[3:])
+    for one, other in zip(both_of(whole, mesh), both_of(after, mesh), strict=True):
+        assert torch.equal(one, other)
+
+
+def parts_of(state: Any) -> list[list[int]]:
+    """Which parameters are in each fragment."""
+    layout, local = state.setup.layout, state.window.outer.local
+    own = [local.numbers_in(f, len(layout.trainable)) for f in range(local.fragments)]
+    groups = [[layout.groups[layout.trainable[k]] for k in some] for some in own]
+    paths = [[layout.leaves[i].path for one in some for i in one.leaves] for some in groups]
+    return [sorted(NAMES.index(path) for path in some) for some in paths]
+
+
+def both_of(state: Any, mesh: str) -> list[Tensor]:
+    replicas, shards = ranks_of(mesh)
+    return [x for some in fzero.simulate(both, world_size=replicas * shards)(state) for x in some]
+
+
+def test_a_replica_that_is_not_finite_begins_anew_with_what_owners_keep() -> None:
+    """As a plain optimizer without state; the other replica goes on."""
+    batches = data(4)
+    batches[1, 2] = torch.nan  # on one rank of replica 1
+    ours, inner = RULES["soap"]
+    step = step_of("2x2", 2)
+    first = {name: p.detach() for name, p in model().named_parameters()}
+    with pytest.warns(UserWarning, match=r"replicas \[1\] of 2"):
+        state = trained(step, step.init(first, ours()), batches)
+    plain = Replicas(model(), 2, every=EVERY, inner=inner)
+    for k, batch in enumerate(batches):
+        losses = [lambda m, x=x: error(m, x) for x in batch.reshape(2, 2 * ROWS, 4)]
+        plain.update(losses, out=[1] if k == 1 else [])
+        if k == 1:
+            plain.inner[1].state.clear()
+    require_equal(state, plain, "2x2")
+
+
+def test_other_replicas_and_none_begin_with_the_optimizer_of_the_first(tmp_path: Path) -> None:
+    ours, _ = RULES["adafactor"]
+    step = step_of("2x2", 3)
+    first = {name: p.detach() for name, p in model().named_parameters()}
+    saved = trained(step, step.init(first, ours()), data(4, steps=2))
+    save(tmp_path, saved)
+    other, alone = step_of("4x1", 1), fzero.init(first, ours(), stage=0)
+    with pytest.warns(UserWarning, match="the optimizer state of replica 0"):
+        found = [load(tmp_path, other.init(first, ours())), load(tmp_path, alone)]
+    for state in found:
+        assert torch.equal(state.optimizer.counters["step"][0].flatten()[:1], torch.tensor([2.0]))
+        for kept, own in zip(saved.optimizer.owned["row_var"], state.optimizer.owned["row_var"],
+                             strict=True):  # fmt: skip
+            mine = [x for x in kept[:2] if x.any()]  # of the owner in replica 0
+            for x in own.view(-1, *kept.shape[1:]) if mine else ():
+                assert torch.equal(x, mine[0])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_engine_trains_replicas_with_a_matrix_rule(stage: int) -> None:
+    batches = data(4)
+
+    def body(batches: Tensor) -> Any:
+        module = model()
+        rule = fzero.optim.soap(0.02, **SOAP)
+        local = fzero.Local(every=EVERY)
+        engine = Engine(module, rule, stage=stage, mesh=(2, 2), local=local)
+        for batch in batches:
+            engine.backward(error(engine, batch))
+            engine.step()
+        shown = engine.full_optimizer_states()
+        assert all(some["exp_avg"].shape == p.shape for some, p in zip(
+            shown.values(), model().parameters(), strict=True))  # fmt: skip
+        return list(fzero.full_params(engine.state).values())
+
+    found = fzero.simulate(body, world_size=4)(batches.transpose(0, 1))
+    plain = plainly("2x2", batches, RULES["soap"][1])
+    for one, wanted in zip(found, plain.anchors, strict=True):
+        torch.testing.assert_close(one, wanted.detach().expand_as(one), rtol=1e-7, atol=1e-9)
+
+
+def test_what_a_rule_needs_is_asked_and_not_what_it_is() -> None:
+    first = {name: p.detach() for name, p in model().named_parameters()}
+    clipped: Any = from_torch(NOT_ELEMENTWISE["clipped"][0])
+    with pytest.raises(LayoutError, match="needs all parameters at once"):
+        step_of("2", 0).init(first, clipped)
+    split = parted(fzero.optim.muon(0.1), fzero.optim.sgd(0.1))
+    for outer in (fzero.optim.muon(0.1), fzero.optim.soap(0.1), split):
+        with pytest.raises(LayoutError, match="local: outer"):
+            step_of("2x2", 2, outer=outer).init(first, fzero.optim.sgd(0.1))

@@ -37,6 +37,7 @@ class Guard:
         self._steps = False
         self._shown, self._own = OptimizerStateOfEngine(clear), getattr(optimizer, "state", None)
         self._handles: list[Any] = []
+        self._members = _members(optimizer)
         if optimizer is not None:
             optimizer.state = self._shown  # type: ignore[assignment]
             self._handles = [
@@ -77,6 +78,22 @@ class Guard:
             self._steps = False
             self._show(self._shown)
 
+    def require_same_groups(self) -> None:
+        """Raise `PhaseError` if the param groups have other parameters than the engine was made of.
+
+        What was added would not be stepped, and what was taken out would.
+        """
+        if _members(self.optimizer) != self._members:
+            raise PhaseError(
+                "the param groups of the engine's optimizer have other parameters now than when "
+                "the engine was made.",
+                cause="a new head by add_param_group(), or a parameter that was appended to a "
+                "group or taken out of one.",
+                fix="engine.close(), then the head, add_param_group(), and a new Engine of both, "
+                "which goes on from what the optimizer keeps. To freeze a part, requires_grad_("
+                "False) is enough.",
+            )
+
     def forget_norm(self) -> None:
         """The gradients of the last update are of no interest any more."""
         self.norm = None
@@ -102,6 +119,11 @@ class Guard:
                 "one; a scheduler's step() stays as it is. Save with "
                 f"fzero.checkpoint.save(path, engine.state). {TRAINERS}",
             )
+
+
+def _members(optimizer: Optimizer | None) -> list[list[int]]:
+    """Which parameters are in each param group."""
+    return [] if optimizer is None else [[*map(id, g["params"])] for g in optimizer.param_groups]
 
 
 def _other_state() -> PhaseError:

@@ -54,7 +54,8 @@ _WAYS = {
     "the like before the Engine is made",
 }
 _READ = (
-    "engine.full_gradient(path), a collective; p.grad.norm() and clip_grad_norm_ work as they are"
+    "engine.full_gradient(path), a collective, while the engine has it; p.grad.norm() and "
+    "clip_grad_norm_ work as they are"
 )
 _WRITE = "engine.full_gradient(path), engine.set_full_gradient(path, g)"
 

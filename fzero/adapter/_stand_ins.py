@@ -110,6 +110,11 @@ class StandIns:
             p.grad is None or held.number in zeroed for p, held in self._of.values()
         )
 
+    @property
+    def removed(self) -> bool:
+        """Whether every `p.grad` is None where stand-ins were."""
+        return self.standing and all(p.grad is None for p, _ in self._of.values())
+
     def require_none_replaced(self) -> None:
         """Raise `LayoutError` if a step pre hook has put something else into a `p.grad`."""
         for p, held in self._of.values() if self.standing else ():

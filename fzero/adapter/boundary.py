@@ -63,6 +63,7 @@ def _step(driver: Driver) -> None:
     """Update the parameters from the gradients, and clear those."""
     with raises_together(driver.axis):
         driver.params.require_same()
+        driver.guard.require_same_groups()
         if (error := driver.writes.error()) is not None:
             raise error
         driver.stand_ins.require_taken()

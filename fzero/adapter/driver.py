@@ -229,8 +229,8 @@ class Driver:
 
     @property
     def user_dropped(self) -> bool:
-        """Whether somebody has set every `p.grad` to None, or to zero."""
-        return self.stand_ins.gone
+        """Whether somebody has set every `p.grad` to None."""
+        return self.stand_ins.removed
 
     # What all ranks make together.
 

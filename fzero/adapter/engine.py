@@ -261,9 +261,8 @@ class Engine(_as_module.NamesOfModule):
             call. One that an overflow skipped was due as well.
 
         Raises:
-            PhaseError: inside a window, a forward or a backward, and for an engine without
-                optimizer; everything is then as before.
-            CallError: for a closure: run its forward and backward before the call.
+            PhaseError, CallError: inside a window, a forward or a backward, without optimizer, for
+                a closure (run its forward and backward before); everything is then as before.
             LayoutError: when a parameter was replaced, moved or unfrozen, or `p.grad` written.
             MismatchError: on every rank, when the options of the optimizer differ by rank, or some
                 ranks have thrown their gradients away. Nothing was changed.

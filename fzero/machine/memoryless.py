@@ -57,6 +57,8 @@ class Memoryless(Tensor):
 
     def numpy(self, *, force: bool = False) -> Any:
         """Return the values in an array that is not writeable."""
+        if self.requires_grad and not force:  # raises as torch does: a gradient would be lost
+            torch.zeros(0, requires_grad=True).numpy()
         array = self.values().detach().cpu().clone().numpy(force=force)
         array.flags.writeable = False
         return array

@@ -316,9 +316,7 @@ class TorchOptimizer(KeepsOwned):
                 f"{self!r} has {held}; when the train state was made it had {before} and no state.",
                 cause="add_param_group(), load_state_dict() or step() of the optimizer itself. "
                 "Its state is in the train state, sharded.",
-                fix="give all groups before the state is made. For a new head of an engine's "
-                "module: engine.close(), then the head, add_param_group(), and a new Engine of "
-                "both, which goes on from the optimizer's state. Save and load with "
+                fix="give all groups before the state is made; save and load with "
                 "fzero.checkpoint.",
             )
         return bound

@@ -199,6 +199,8 @@ def test_memory_that_is_not_there_is_neither_given_away_nor_written(stage: int) 
     before = stand_in.detach().clone()
     assert np.asarray(stand_in.detach()).tolist() == before.tolist() == stand_in.tolist()
     assert stand_in.detach().numpy().sum() == before.numpy().sum()
+    with pytest.raises(RuntimeError, match="requires grad"):  # as in torch
+        p.numpy()
     for do, error in EXITS:
         with pytest.raises(error):
             do(stand_in)

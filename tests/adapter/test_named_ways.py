@@ -73,8 +73,17 @@ def test_a_new_head_is_added_between_two_engines(stage: int) -> None:
         nn.init.zeros_(one.bias)
     mine.add_param_group({"params": list(head.parameters())})
     e(x).sum().backward()
-    with pytest.raises(PhaseError, match=r"(?s)Fix: .*new head .*engine\.close\(\).*new Engine"):
+    with pytest.raises(PhaseError, match=r"(?s)new head.*Fix: engine\.close\(\).*new Engine"):
         e.step()
+    for change in (lambda some: some.append(head.weight), lambda some: some.pop()):
+        mine.param_groups.pop() if len(mine.param_groups) > 1 else None
+        some = mine.param_groups[0]["params"]
+        kept = [*some]
+        change(some)
+        with pytest.raises(PhaseError, match=r"(?s)appended.*Fix: engine\.close\(\)"):
+            e.step()
+        some[:] = kept
+    mine.add_param_group({"params": list(head.parameters())})
     e.close()
     e = Engine(nn.Sequential(module, head), mine, stage=stage)
     theirs.zero_grad()

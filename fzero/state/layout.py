@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from optree import PyTreeSpec
@@ -139,6 +139,7 @@ class LayoutOptions:
     bucket_bytes: int | None = None
     compress: Compress | None = None
     units: tuple[str, ...] = ()  # of each leaf: the unit that it is in at stage 3
+    outer: Any = None  # of local updates: the rule of the outer update, bound to these leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

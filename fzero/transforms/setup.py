@@ -18,6 +18,7 @@ from fzero.errors import LayoutError
 from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
 from fzero.machine.partition import assemble, named_leaves, plan_layout, regrouped, unit_of
+from fzero.machine.subclasses import require_classes
 from fzero.optim import (
     ShardOptimizer,
     as_optimizer,
@@ -61,6 +62,8 @@ def plan_setup(
     with told_everywhere(axis, what=COMPARED):
         autocast = as_autocast(options.autocast)
         named = dict(zip(*named_leaves(params)[:2], strict=True))
+        apart = lies_apart(stage, axis, options.offload)
+        require_classes(named, keeps=owners is not None and not apart)
         require_apart([HeldTensor(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
         chosen = _bound(optimizer, named, parts=parts)
@@ -76,6 +79,12 @@ def plan_setup(
         said += [] if outer is None else outer.describe(setup.layout.leaves)
     assert_same_everywhere(said, axis, what=COMPARED)
     return setup
+
+
+def lies_apart(stage: int, axis: Axis, offload: Offload | None) -> bool:
+    """Whether parameters have no memory between steps, and placeholders stand for them."""
+    alone = axis.shards.runtime is Runtime.LOCAL and getattr(offload, "params", None) is None
+    return stage == 3 and not alone
 
 
 def setup_at(

@@ -166,7 +166,8 @@ def load_with_extra(
             plan, index = everywhere(ranks, prepare, what=f"read {where}")
             storage().read_pieces(plan.pieces, folder, index, axis)
             made: Any = finished(held, saved, plan)
-    if isinstance(made, TrainState):
+    is_state: bool = isinstance(made, TrainState)
+    if is_state:
         returned(made)
     return made, saved.extra
 

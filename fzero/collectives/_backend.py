@@ -52,8 +52,11 @@ def wait_for(works: Sequence[Any], op: str, axis: Axis) -> None:
             work.wait()
 
 
+ENDED = "another rank ended or raised, or did not come within the timeout."
+
+
 @contextmanager
-def explained(op: str, axis: Axis) -> Iterator[None]:
+def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Iterator[None]:
     """Turn errors of the backend in this block into a `LostRankError` with the rank at fault."""
     try:
         yield
@@ -64,7 +67,7 @@ def explained(op: str, axis: Axis) -> Iterator[None]:
         first = f"rank {next(iter(found))}'s output" if found else "the ranks' outputs"
         raise LostRankError(
             f"{fault}{op} on rank {axis.rank} of {axis} failed: {error}",
-            cause="another rank ended or raised, or did not come within the timeout.",
+            cause=cause,
             fix=f"see the first error in {first}; FZERO_TIMEOUT_S sets how long a group that fzero "
             "starts waits.",
             ranks=[*found],

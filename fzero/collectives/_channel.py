@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from fzero.collectives import _lowering as lowering
+from fzero.collectives._backend import explained
 from fzero.errors import MismatchError
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.rounds import CODES, Message, Round, row_of
@@ -38,7 +39,8 @@ class Channel:
         own = replace(self.data, name=axis.name, dims=axis.dims)
         for part in (own.replicas, own.shards) if own.dims is not None else ():
             if part.runtime is Runtime.PROCESSES:
-                part.group()
+                with explained("making the groups of the mesh", axis):
+                    part.group()
         return own
 
     def post(self, message: Message, codes: Sequence[int]) -> None:

@@ -45,10 +45,16 @@ def performer_of(axis: Axis) -> Performer | None:
     if found is None or not _is_alive(found):
         _alive.start_signs()
         whole = replace(axis, dims=None)
-        with explained("the first call of fzero (init, an Engine, a collective)", axis):
+        with explained("the first call of fzero", axis, cause=_ALONE):
             channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
         found = _OPEN[place] = Performer(channel)
     return found
+
+
+_ALONE = (
+    "init, an Engine or a collective under `if rank == 0:`, which every rank must call; or a rank "
+    "that raised or ended before, or did not come within the timeout."
+)
 
 
 def _ranks_of(axis: Axis) -> tuple[int, ...]:

@@ -53,7 +53,9 @@ def no_optimizer() -> NoOptimizer:
     """Return the optimizer of a model that is only read: a teacher, a reward model.
 
     `fzero.init` with it freezes every leaf: there are no gradients and no optimizer states, no
-    gradient crosses ranks, and `apply_gradients` leaves the model as it is.
+    gradient crosses ranks, and `apply_gradients` leaves the model as it is. Under one loss with
+    states that learn it is read; a loss by which nothing else learns raises. A model that has
+    gradients, and is never updated, is made with `fzero.optim.sgd(0.0)`.
 
     Returns:
         What `init` takes in the place of an optimizer.

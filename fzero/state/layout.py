@@ -36,6 +36,11 @@ class Leaf:
         object.__setattr__(self, "stored_shape", stored)
         object.__setattr__(self, "numel", prod(stored))
 
+    @property
+    def title(self) -> str:
+        """What errors call it: its path, unless it is the whole tree."""
+        return "the parameter" if self.path == "." else self.path
+
     def of(self, part: Tensor) -> Tensor:
         """Return its elements in a flat in its own shape; in the precision of the flat: a view.
 

@@ -104,7 +104,7 @@ def _require_gradient(one: Any, like: Leaf) -> None:
     if not isinstance(one, Tensor):
         seen = "None" if one is None else f"a {type(one).__name__}"
         raise LayoutError(
-            f"add_gradients: the gradient of {like.path} is {seen}, and the leaf learns.",
+            f"add_gradients: the gradient of {like.title} is {seen}, and the leaf learns.",
             cause="gradients of a state in which it is frozen, p.grad of a parameter that nothing "
             "has used, or torch.autograd.grad(..., allow_unused=True).",
             fix="give torch.zeros_like(p) if it has none (materialize_grads=True makes them), or "
@@ -112,7 +112,7 @@ def _require_gradient(one: Any, like: Leaf) -> None:
         )
     if tuple(one.shape) != like.shape:
         raise LayoutError(
-            f"add_gradients: the gradient of {like.path} has shape "
+            f"add_gradients: the gradient of {like.title} has shape "
             f"{tuple(one.shape)}, the parameter {like.shape}.",
             cause="per-sample gradients that were not summed, or another model's.",
             fix="give one gradient for each parameter, e.g. g.mean(0).",

@@ -178,7 +178,7 @@ def _filled(
     _require_some(layout)
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):
         if leaf.trainable and not in_transform():
-            watch(leaf.path, tensor)
+            watch(leaf.title, tensor)
 
     def make(index: int) -> list[Tensor]:
         ids = layout.groups[index].leaves
@@ -192,7 +192,7 @@ def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
     if initializer is None:
         if given.is_meta:
             raise LayoutError(
-                f"{leaf.path} is on the meta device: it has a shape and no values.",
+                f"{leaf.title} is on the meta device: it has a shape and no values.",
                 cause="a model that was built under torch.device('meta').",
                 fix="give initializer=(path, leaf) -> values, which makes one leaf at a time.",
             )
@@ -201,7 +201,7 @@ def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
     if not isinstance(made, Tensor) or tuple(made.shape) != leaf.shape or made.dtype != leaf.dtype:
         seen = f"{tuple(made.shape)} {made.dtype}" if isinstance(made, Tensor) else f"{made!r:.80}"
         raise LayoutError(
-            f"the initializer made {seen} for {leaf.path}, which is {leaf.shape} {leaf.dtype}.",
+            f"the initializer made {seen} for {leaf.title}, which is {leaf.shape} {leaf.dtype}.",
             cause="an initializer that writes in place and returns nothing, or another dtype.",
             fix="return a tensor of the leaf's shape and dtype.",
         )

@@ -179,7 +179,7 @@ class Pass:
 
         def on_gradient(p: Tensor) -> None:
             if self.machine.line.is_over:
-                raise kept_beyond(self.states[state].setup.layout.leaves[leaf].path)
+                raise kept_beyond(self.states[state].setup.layout.leaves[leaf].title)
             if p.grad is not None:
                 self.take(state, leaf, p)
 

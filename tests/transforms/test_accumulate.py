@@ -258,5 +258,5 @@ def test_in_axes_that_do_not_fit_are_refused_by_name() -> None:
         call((2,), x)
     for bad in ("0", True, (0, 1.0), {"x": "batch"}):
         with pytest.raises(LayoutError, match="is no int and not None"):
-            fzero.accumulate(step, micro_batches=2, in_axes=bad)  # type: ignore[arg-type]
+            fzero.accumulate(step, micro_batches=2, in_axes=bad)
     call({"table": None}, x)  # an argument that is not given has no parts

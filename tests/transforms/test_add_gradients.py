@@ -69,6 +69,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     whole = made_by_hand(PARAMS, torch.ones(()))
     with pytest.raises(LayoutError, match=r"gradient of w has shape \(8, 5\)[\s\S]*Fix: "):
         fzero.add_gradients(state, whole | {"w": torch.ones(8, 5)})
+    one = fzero.init(torch.ones(2), fzero.optim.sgd(1.0), stage=1)
+    with pytest.raises(LayoutError, match="the gradient of the parameter has shape"):
+        fzero.add_gradients(one, torch.ones(3))
     with pytest.raises(LayoutError, match=r"have the structure[\s\S]*Fix: "):
         fzero.add_gradients(state, {"w": torch.ones(5)})
 

@@ -89,7 +89,7 @@ def test_it_may_be_read_and_trained_elsewhere(stage: int) -> None:
 
         state = fzero.init(params, RULE, stage=stage)
         fzero.grad_and_reduce(with_other, state)(torch.ones(1, 2))
-        assert torch.equal(other.bias.grad, torch.ones(2))
+        assert torch.equal(other.bias.grad, torch.ones(2))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -114,10 +114,9 @@ def test_copies_are_the_users_to_write_to(stage: int) -> None:
     """An average of parameters, a copy by hand, a state that was loaded, and new tensors."""
     state = fzero.init(PARAMS, RULE, stage=stage)
     state, _ = STEP(state, torch.ones(4))
-    for twin in (
-        optree.tree_map(torch.clone, state, namespace="fzero"),
-        copy.deepcopy(state),
-    ):
+    tree: Any = state
+    twins: list[Any] = [optree.tree_map(torch.clone, tree, namespace="fzero"), copy.deepcopy(state)]
+    for twin in twins:
         twin.params.flats[0].mul_(0.5)
         fzero.evaluate(loss_fn, twin)(torch.ones(4))
         STEP(twin, torch.ones(4))
@@ -130,9 +129,9 @@ def test_copies_are_the_users_to_write_to(stage: int) -> None:
 
 
 def test_inference_tensors_have_no_count_and_the_treespec_does_not_change() -> None:
-    state = fzero.init(PARAMS, RULE, stage=0)
+    state: Any = fzero.init(PARAMS, RULE, stage=0)
     with torch.inference_mode():
-        twin = optree.tree_map(lambda x: x * 1, state, namespace="fzero")
+        twin: Any = optree.tree_map(lambda x: x * 1, state, namespace="fzero")
         twin.params.flats[0].zero_()
         fzero.evaluate(loss_fn, twin)(torch.ones(4))
     new, _ = STEP(state, torch.ones(4))

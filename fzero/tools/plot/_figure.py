@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEGEND_POINTS = 8.5
+WIDE_POINTS = 4.0
+"""From which width on a bar has a white edge."""
 MOST_LETTERS = 400  # that a text in a picture is looked at
 
 
@@ -65,6 +67,24 @@ def legend_columns(handles: Sequence[Any], room: float) -> int:
 def points_wide(ax: Axes) -> float:
     """Return the width of the axes in points."""
     return ax.get_window_extent().width * 72 / ax.figure.dpi
+
+
+def edge_of(fill: str, points: float) -> dict[str, Any]:
+    """Return the edge of a bar: white between wide bars; a narrow one has its own colour.
+
+    A white edge takes a part of the bar, and all of one that is narrower than the edge.
+
+    Args:
+        fill: the colour of the bar.
+        points: its width.
+
+    Example:
+        >>> edge_of("#112233", 20.0), edge_of("#112233", 0.1)
+        ({'edgecolor': 'white', 'linewidth': 0.3}, {'edgecolor': '#112233', 'linewidth': 0.6})
+    """
+    if points >= WIDE_POINTS:
+        return {"edgecolor": "white", "linewidth": 0.3}
+    return {"edgecolor": fill, "linewidth": 0.6}
 
 
 @functools.cache

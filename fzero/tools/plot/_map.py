@@ -257,7 +257,11 @@ def _draw_segment(
         ax.barh(y, length, **place, edgecolor=EDGE, **HATCH)
         return
     fill = colour(entries_of(partition.leaves).of_leaf[segment.leaf])
-    ax.barh(y, length, **place, color=fill, edgecolor="white", alpha=0.45 if pale else 1.0)
+    points = length / ax.get_xlim()[1] * _figure.points_wide(ax)
+    place |= _figure.edge_of(fill, points)
+    # Narrow bars lie above the edges of their neighbours.
+    order = 1.5 if points < _figure.WIDE_POINTS else 1.0
+    ax.barh(y, length, **place, color=fill, alpha=0.45 if pale else 1.0, zorder=order)
     if _bar_inches(partition) < NAMED_INCHES:
         return
     names = _figure.ends_of(partition.leaves[segment.leaf], 2)

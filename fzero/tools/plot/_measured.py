@@ -108,7 +108,8 @@ def profiled(events: list[Any], title: str) -> StepTimeline:
     shown.sort(key=lambda event: event.start_s)
     total = mark.time_range.elapsed_us() * 1e-6
     last = max((event.end_s for event in shown), default=0.0)
-    return StepTimeline(title=title, events=tuple(shown), total_s=max(total, last))
+    total = max(total, last)
+    return StepTimeline(title=title, events=tuple(shown), total_s=total, source="measured")
 
 
 def _phases(events: Iterable[Any], main: int) -> dict[int, str]:

@@ -90,5 +90,8 @@ def step_timeline(
             )
         )
     return StepTimeline(
-        title=f"planned: {trace.title}", events=tuple(events), total_s=max(free.values())
+        title=f"planned: {trace.title}",
+        events=tuple(events),
+        total_s=max(free.values()),
+        source="planned",
     )

@@ -20,6 +20,7 @@ from fzero.tools.plot._lanes import (
     StepEvent,
     axis_and_parameters,
     named,
+    spans_of,
 )
 from fzero.tools.plot._palette import ABSENT, BASE, EDGE, ink
 
@@ -39,12 +40,13 @@ COLLECTIVE = BASE[6]
 class StepTimeline(Table):
     """The events of one step on one rank, planned or measured. Plain data.
 
-    total_s: the duration of the step, with idle time.
+    total_s: the duration of the step, with idle time. source: "planned", "measured", or "".
     """
 
     title: str
     events: tuple[StepEvent, ...]
     total_s: float
+    source: str = ""
 
     @property
     def compute_s(self) -> float:
@@ -141,7 +143,9 @@ def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
     """Return a figure of timelines below each other, such as a planned and a measured one.
 
     They have one time axis: a bar that is twice as long takes twice as long. A step that is much
-    shorter than the longest one is small; `timeline.draw()` shows it alone.
+    shorter than the longest one is small; `timeline.draw()` shows it alone. But a planned step and
+    a measured one of more than ten times its length, as on another machine, have each an axis of
+    its own, which says so: on one of them nothing of the other could be seen.
 
     Raises `LayoutError` for no timeline, `MissingExtraError` (an `ImportError`) where matplotlib is
     not installed.
@@ -158,11 +162,13 @@ def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
             cause="an empty list.",
             fix="give at least one: draw_timelines([step_timeline(trace, ...), measured]).",
         )
-    longest = max(timeline.total_s for timeline in timelines)
+    spans = spans_of([(one.source, one.total_s) for one in timelines])
     figure = _figure.new_figure((WIDE_INCHES, HIGH_INCHES * len(timelines)))
     every = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
     for timeline, ax in zip(timelines, every, strict=True):
-        _frame(ax, timeline, longest)
+        _frame(ax, timeline, spans[timeline.source])
+        if len(set(spans.values())) > 1:
+            ax.set_xlabel(f"time, {timeline.source or 'alone'}; the axes differ", size="small")
     figure.draw_without_rendering()  # from here on the axes have their size
     pairs = zip(every, timelines, strict=True)
     missing = max(_points_wanted(ax, timeline) - _points_high(ax) for ax, timeline in pairs)
@@ -260,16 +266,23 @@ def _draw_lanes(ax: Axes, timeline: StepTimeline) -> None:
     for i, (y, side) in enumerate(zip(middles, (1, -1), strict=True)):
         events = timeline._of(LANES[i])
         ax.barh(y, timeline.total_s, height=BAR, color=ABSENT, zorder=0.5)
-        ax.broken_barh(
-            [(event.start_s, event.duration_s) for event in events],
-            (y - BAR / 2, BAR),
-            facecolors=[_fill(event) for event in events],
-            edgecolor="white",
-            linewidth=0.3,
-        )
+        _draw_bars(ax, events, y)
         for some, inside in names[i]:
             _name(ax, some, inside, y, side, wanted[i] * min(share, 1.0) - 12)
     ax.set_yticks(middles, LANES)
+
+
+def _draw_bars(ax: Axes, events: Sequence[StepEvent], y: float) -> None:
+    """Draw the bars of a lane: narrow ones last, above the edges of their neighbours."""
+    seconds = _figure.WIDE_POINTS / _figure.points_wide(ax) * ax.get_xlim()[1]
+    for narrow in (False, True):
+        some = [event for event in events if (event.duration_s < seconds) == narrow]
+        some.sort(key=lambda event: event.duration_s)  # of several at one place the longest shows
+        fills = list(map(_fill, some))
+        places = [(event.start_s, event.duration_s) for event in some]
+        edges, width = (fills, 0.6) if narrow else ("white", 0.3)
+        look: dict[str, Any] = {"facecolors": fills, "edgecolors": edges, "linewidth": width}
+        ax.broken_barh(places, (y - BAR / 2, BAR), **look)
 
 
 def _fill(event: StepEvent) -> str:

@@ -278,11 +278,12 @@ def _draw_effects(ax: Axes, events: Sequence[HookEvent], y: float, top: float) -
 
 def _bar(ax: Axes, start: float, stop: float, y: float, fill: str, names: tuple[str, ...]) -> None:
     """Draw a bar one lane high, with the first of `names` that fits into it."""
-    ax.barh(y + 0.5, stop - start, left=start, height=0.84, color=fill, edgecolor="white")
     left, right = ax.get_xlim()
     room = (stop - start) / (right - left) * _figure.points_wide(ax)
+    look: dict[str, Any] = {"color": fill, **_figure.edge_of(fill, room)}
+    ax.barh(y + 0.5, stop - start, left=start, height=0.84, **look)
     if name := _figure.fitting(names, FONT_POINTS, room):
-        look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": FONT_POINTS}
+        look = {"ha": "center", "va": "center_baseline", "fontsize": FONT_POINTS}
         ax.text((start + stop) / 2, y + 0.5, name, color=ink(fill), **look)
 
 

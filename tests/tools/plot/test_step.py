@@ -8,8 +8,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import FunctionEvent
 
@@ -214,6 +216,33 @@ def test_pictures_are_legible(copies: int, ratio: float) -> None:
     collectives = {event.name for event in once.events if event.lane == "collectives"}
     assert len(collectives) == 2
     assert all(name in written for name in collectives) or copies > 1  # where there is room
+
+
+def test_a_planned_step_and_a_much_longer_measured_one_have_each_an_axis() -> None:
+    planned = step_timeline(traced(3), **RATES)
+    for ratio, axes in ((8.0, 1), (90.0, 2)):
+        measured = dataclasses.replace(
+            planned, total_s=ratio * planned.total_s, source="measured", title="measured: a step"
+        )
+        figure = draw_timelines([planned, measured])
+        assert_legible(figure)
+        spans = [ax.get_xlim()[1] for ax in figure.axes]
+        assert len(set(spans)) == axes and spans[1] == measured.total_s
+        assert [("the axes differ" in ax.get_xlabel()) for ax in figure.axes] == [axes == 2] * 2
+
+
+def test_a_narrow_bar_is_seen_beside_wide_ones() -> None:
+    told: dict[str, Any] = {"lane": "compute", "phase": "forward"}
+    wide = [StepEvent(name="mm", start_s=float(i), duration_s=0.999, **told) for i in range(2)]
+    narrow = StepEvent(name="add", start_s=0.999, duration_s=1e-3, lane="compute", phase="update")
+    figure = draw_timelines([StepTimeline(title="x", events=(*wide, narrow), total_s=2.0)])
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    pixels = np.asarray(canvas.buffer_rgba())[..., :3].astype(int)
+    green = np.array([0x00, 0x9E, 0x73])  # of the update, which is 0.4 points wide
+    near = np.abs(pixels - green).sum(-1) < 120
+    lane = near[: pixels.shape[0] * 2 // 3]  # above the legend, which has the colour, too
+    assert lane.any(), "the bar is hidden"
 
 
 def test_the_views_say_the_same() -> None:

@@ -139,6 +139,8 @@ class LayoutOptions:
     bucket_bytes: int | None = None
     compress: Compress | None = None
     units: tuple[str, ...] = ()  # of each leaf: the unit that it is in at stage 3
+    kept: tuple[int, ...] = ()  # of each leaf: the elements that its owner keeps, if it has one
+    outer_kept: tuple[int, ...] = ()  # the same, of the outer rule
     outer: Any = None  # of local updates: the rule of the outer update, bound to these leaves
 
 

@@ -4,8 +4,10 @@
                                                                   | the owners compute
     shards [l] of each rank  <- one all-to-all for a batch -  whole results of the owners
 
-Owners are a pure function of the layout. Parameters, gradients and what is elementwise stay in
-flats that are cut evenly; the exchange of the next batch runs beside the computation of this one.
+Owners are a pure function of the layout, and of how much the rule keeps of each parameter; they are
+balanced by what they compute and by what they keep. Parameters, gradients and what is elementwise
+stay in flats that are cut evenly; the exchange of the next batch runs beside the computation of
+this one.
 """
 
 from __future__ import annotations
@@ -45,6 +47,15 @@ class Owners:
     fulls: Sequence[Tensor] = ()
     device: torch.device | None = None  # where owners compute; None: where the shards are
     only: frozenset[int] | None = None  # the flats of one rule of several; None: all of them
+    kept: tuple[int, ...] = ()  # elements that is kept of each parameter by its owner
+
+    def loads(self) -> list[tuple[int, int]]:
+        """Return of each rank of the axis what its updates cost, and the elements that it keeps."""
+        found = [(0, 0)] * self.axis.size
+        for one, kept in zip(self.leaves, self.kept, strict=True):
+            cost, held = found[one.owner]
+            found[one.owner] = cost + cost_of(one.leaf.shape), held + kept
+        return found
 
     @property
     def positions(self) -> frozenset[int]:
@@ -248,16 +259,22 @@ def owners_of(setup: Setup) -> Owners | None:
     whole = tuple(n for n, path in enumerate(first) if optimizer.needs_whole(path))
     if not whole:
         return None
-    placement = setup.optimizer_state
+    placement, kept = setup.optimizer_state, layout.options.kept
     if placement is Placement.REPLICATED:
-        return _owners(layout, setup.axis, (), whole)
+        return _owners(layout, setup.axis, (), whole, kept)
     axis = setup.over(placement)
-    ranks = range(axis.size)
-    return _owners(layout, axis, tuple(setup.part(placement, r).index for r in ranks), whole)
+    parts = tuple(setup.part(placement, rank).index for rank in range(axis.size))
+    return _owners(layout, axis, parts, whole, kept)
 
 
 @lru_cache(maxsize=64)  # every step asks for the same ones
-def _owners(layout: Layout, axis: Axis, parts: tuple[int, ...], whole: tuple[int, ...]) -> Owners:
+def _owners(
+    layout: Layout,
+    axis: Axis,
+    parts: tuple[int, ...],
+    whole: tuple[int, ...],
+    kept: tuple[int, ...],
+) -> Owners:
     count = len(parts) or 1
     found = [
         (leaf, position, offset)
@@ -269,7 +286,9 @@ def _owners(layout: Layout, axis: Axis, parts: tuple[int, ...], whole: tuple[int
         )
         if layout.leaves[leaf].numel
     ]
-    owner = assign([cost_of(layout.leaves[leaf].shape) for leaf, *_ in found], axis.size)
+    own = tuple(kept[leaf] if kept else 0 for leaf, *_ in found)
+    costs = [cost_of(layout.leaves[leaf].shape) for leaf, *_ in found]
+    owner = assign(costs, axis.size, own)
     lengths = tuple(layout.full_numel(i) // count for i in layout.trainable)
     places = [(offset, layout.leaves[i].numel, lengths[at]) for i, at, offset in found]
     owner = nearest(owner, places, parts)
@@ -285,6 +304,7 @@ def _owners(layout: Layout, axis: Axis, parts: tuple[int, ...], whole: tuple[int
         batches=tuple(batches_of(leaves, axis.size)),
         parts=parts,
         lengths=lengths,
+        kept=own,
     )
 
 

@@ -34,19 +34,35 @@ def cost_of(shape: Sequence[int]) -> int:
     return min(rows, columns) ** 2 * max(rows, columns)
 
 
-def assign(costs: Sequence[int], ranks: int) -> list[int]:
-    """Return the owner of each cost: the largest first, to the rank that has least.
+def assign(costs: Sequence[int], ranks: int, kept: Sequence[int] = ()) -> list[int]:
+    """Return the owner of each parameter: the largest first, to the rank that has least.
 
-    No rank has more than the mean and (1 - 1 / ranks) of the largest cost.
+    What a rank has is the larger of its shares of all that is computed and of all that is kept.
+    Without `kept` no rank computes more than the mean and (1 - 1 / ranks) of the largest cost.
+
+    Args:
+        costs: what the update of each parameter costs.
+        ranks: how many there are.
+        kept: elements that its owner keeps of each parameter; () for none.
 
     Example:
         >>> assign([4, 9, 5], 2)
         [1, 0, 1]
+        >>> assign([4, 4, 4, 4], 2, [9, 9, 1, 1]), assign([9, 9, 1, 1], 2, [4, 4, 4, 4])
+        ([0, 1, 0, 1], [0, 1, 0, 1])
     """
-    load, owners = [0] * ranks, [0] * len(costs)
-    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
-        owners[i] = min(range(ranks), key=load.__getitem__)
-        load[owners[i]] += costs[i]
+    kept = kept or [0] * len(costs)
+    # As whole numbers: shares of two sums, times both sums.
+    computed, held = sum(costs) or 1, sum(kept) or 1
+    sizes = [(c * held, k * computed) for c, k in zip(costs, kept, strict=True)]
+    load, owners = [(0, 0)] * ranks, [0] * len(costs)
+
+    def with_one(rank: int, i: int) -> tuple[int, int]:
+        return load[rank][0] + sizes[i][0], load[rank][1] + sizes[i][1]
+
+    for i in sorted(range(len(costs)), key=lambda i: (-max(sizes[i]), -sum(sizes[i]))):
+        owners[i] = min(range(ranks), key=lambda rank: (max(with_one(rank, i)), sum(load[rank])))
+        load[owners[i]] = with_one(owners[i], i)
     return owners
 
 

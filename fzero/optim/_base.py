@@ -83,6 +83,10 @@ class Base:
         """Return the names in `owned` that the first step of a leaf makes, in any shape."""
         return ()
 
+    def kept_numel(self, leaf: Leaf) -> int:
+        """Return about how many elements the owner of a leaf keeps of it: owners share them."""
+        return 0
+
     @property
     def counts_by_leaf(self) -> bool:
         """Whether each leaf has counters of its own, which `counted` and `recounted` know."""

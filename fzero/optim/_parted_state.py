@@ -96,6 +96,11 @@ class PartedState(Base):
         rule = self._rule_of(leaf.path)
         return () if rule is None else rule.made_by_steps(leaf)
 
+    def kept_numel(self, leaf: Leaf) -> int:
+        """Return about how many elements the owner of a leaf keeps of it, by its rule."""
+        rule = self._rule_of(leaf.path)
+        return 0 if rule is None or not rule.needs_whole(leaf.path) else rule.kept_numel(leaf)
+
     @property
     def counts_by_leaf(self) -> bool:
         """Return True: each leaf has its own counters, those of its rule."""

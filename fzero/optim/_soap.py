@@ -17,6 +17,7 @@ Bases are computed in fp64, whatever the parameters are in.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from math import prod
 from typing import Any
 
 import torch
@@ -35,6 +36,13 @@ class Soap(torch.optim.Optimizer):
     def __init__(self, params: Iterable[Any], lr: float, **options: Any) -> None:
         """Take the options of `fzero.optim.soap`."""
         super().__init__(params, {"lr": lr, **options})
+
+    @staticmethod
+    def kept_numel(shape: tuple[int, ...], group: State) -> int:
+        """Return the elements that are kept of a parameter: two means, a factor and a basis."""
+        sides = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+        based = [x for x in sides if x <= group["max_size"] and min(sides) > 1]
+        return 2 * prod(shape) + sum(2 * x * x for x in based)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:

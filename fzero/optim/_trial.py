@@ -29,6 +29,8 @@ class KeptState(NamedTuple):
     unread: frozenset[str]  # what a step writes and none reads: it is let go
     late: bool  # whether it must make its state itself, in its first step
     dtype: torch.dtype  # of the parameter
+    shape: tuple[int, ...]  # of the parameter that was tried, and of each of `odd` then
+    forms: tuple[tuple[int, ...], ...]
 
     @property
     def names(self) -> set[str]:
@@ -219,6 +221,8 @@ def _sorted(
         unread=frozenset(unread),
         late=True,
         dtype=p.dtype,
+        shape=tuple(p.shape),
+        forms=tuple(tuple(torch.as_tensor(state[name]).shape) for name in odd),
     )
 
 

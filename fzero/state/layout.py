@@ -146,6 +146,8 @@ class LayoutOptions:
     units: tuple[str, ...] = ()  # of each leaf: the unit that it is in at stage 3
     # Of each leaf: the names of the classes of each module that owns it, where that is known.
     owners: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    kept: tuple[int, ...] = ()  # of each leaf: the elements that its owner keeps, if it has one
+    outer_kept: tuple[int, ...] = ()  # the same, of the outer rule
     outer: Any = None  # of local updates: the rule of the outer update, bound to these leaves
 
 

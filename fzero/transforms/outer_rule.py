@@ -63,7 +63,9 @@ def bound_outer(local: Local | None, named: Mapping[str, Tensor]) -> Any:
 
 def as_inner(setup: Setup) -> Setup:
     """Return the setup of a state whose optimizer is the outer rule: its parts are the anchors'."""
-    return replace(setup, optimizer=setup.layout.options.outer)
+    options = setup.layout.options
+    layout = replace(setup.layout, options=replace(options, kept=options.outer_kept))
+    return replace(setup, optimizer=options.outer, layout=layout)
 
 
 def outer_state(state: TrainState, fragment: int) -> TrainState:

@@ -159,6 +159,8 @@ def _planned(
         bucket_bytes=given.bucket_bytes,
         compress=given.compress,
         units=tuple(units(leaf.path) for leaf in layout.leaves),
+        kept=_kept(chosen, layout),
+        outer_kept=() if outer is None else _kept(outer, layout),
         outer=outer,
     )
     setup = Setup(
@@ -172,6 +174,13 @@ def _planned(
         offload=as_offload(given.offload, stage, device),
     )
     return _checked(setup)
+
+
+def _kept(rule: Any, layout: Layout) -> tuple[int, ...]:
+    """Return what the owner of each leaf keeps of it; () for a rule without owners."""
+    if not rule.by_owners:
+        return ()
+    return tuple(rule.kept_numel(leaf) if leaf.trainable else 0 for leaf in layout.leaves)
 
 
 def _checked(setup: Setup) -> Setup:
@@ -248,6 +257,7 @@ def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
         mesh,
         *setup.optimizer.describe(leaves),
         *setup.layout.describe(),
+        f"kept by owners: {setup.layout.options.kept}, {setup.layout.options.outer_kept}",
     ]
 
 

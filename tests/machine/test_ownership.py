@@ -25,6 +25,21 @@ def test_the_busiest_owner_has_little_more_than_the_mean(
     assert sum(load) == sum(costs)
 
 
+@given(st.lists(st.tuples(shapes, st.integers(0, 10**9)), max_size=30), st.integers(1, 9))
+def test_what_they_keep_is_shared_as_what_they_compute(
+    some: list[tuple[tuple[int, ...], int]], ranks: int
+) -> None:
+    """A rank that takes one has no more than the mean of both shares together before it."""
+    costs, kept = [cost_of(shape) for shape, _ in some], [k for _, k in some]
+    owners = assign(costs, ranks, kept)
+    for sizes in (costs, kept):
+        load = [sum(x for x, r in zip(sizes, owners, strict=True) if r == n) for n in range(ranks)]
+        shares = [max(c / (sum(costs) or 1), k / (sum(kept) or 1)) for c, k in zip(costs, kept,
+                  strict=True)]  # fmt: skip
+        bound = 2 / ranks + max(shares, default=0)
+        assert max(load) / (sum(sizes) or 1) <= bound + 1e-9
+
+
 @given(st.lists(st.tuples(st.integers(1, BATCH_NUMEL), st.integers(0, 3)), max_size=20))
 def test_batches_have_each_parameter_once_and_are_bounded(some: list[tuple[int, int]]) -> None:
     leaves = [

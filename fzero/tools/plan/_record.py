@@ -164,6 +164,7 @@ def _notes(plan: Plan) -> list[str]:
         + (", but for what it keeps, and sends, of the parameters that it owns." if owned else "."),
         f"At most {found['most_padding']:,} of the elements that one updates are padding.",
     ]
+    notes += [_of_owners(setup) for setup in plan.setups if owners_of(setup) is not None]
     empty = found["ranks_that_update_nothing"]
     if empty == found["ranks"]:
         notes.append("Nothing is updated: no parameter learns.")
@@ -179,6 +180,18 @@ def _notes(plan: Plan) -> list[str]:
     if plan.time is not None:
         notes.append(f"Time at {plan.time.rates}.")
     return notes
+
+
+def _of_owners(setup: Setup) -> str:
+    """Say how even owners are: in what they compute, and in what they keep."""
+    owners = owners_of(setup)
+    loads = [] if owners is None else owners.loads()
+    costs, kept = zip(*loads, strict=True)
+    computes = max(costs) * len(loads) / max(sum(costs), 1)
+    text = f"Of {len(loads):,} owners, one computes at most {computes:.2f} times the mean"
+    if not sum(kept):
+        return f"{text}; they keep nothing whole."
+    return f"{text}, and one keeps at most {max(kept) * len(loads) / sum(kept):.2f} times it."
 
 
 def _tables(plan: Plan) -> Iterable[tuple[str, list[Row]]]:

@@ -97,8 +97,10 @@ class _EachOp(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, LazyParam) for kind in types):
             return NotImplemented  # a placeholder handles it first; the ops it calls come back
-        # Where autograd runs, an error on the way of its own ops (detach) would end the process.
-        if torch._C._current_autograd_node() is None and func is not torch.ops.aten.detach.default:
+        # An error where torch asks for a device, or inside of autograd, would end the process.
+        aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+        computes = aten and not func.is_view
+        if computes and torch._C._current_autograd_node() is None:
             self._budget.check(f", at {func}")
         try:
             return func(*args, **(kwargs or {}))

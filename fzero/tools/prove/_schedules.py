@@ -6,6 +6,7 @@ import builtins
 import dataclasses
 import dis
 import functools
+import inspect
 import math
 import types
 from typing import Any
@@ -20,8 +21,9 @@ _OWN = tuple(
 _NAMES = ("abs", "all", "any", "bool", "divmod", "enumerate", "float", "int", "len", "max", "min")
 _MORE = ("pow", "range", "reversed", "round", "sorted", "sum", "tuple", "zip")
 _BUILTINS = frozenset(getattr(builtins, name) for name in (*_NAMES, *_MORE))
+_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _WRITES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_DEREF", "STORE_SUBSCR", "STORE_SLICE", "DELETE_")
-_OTHERS = ("IMPORT_", "YIELD", "SEND", "GET_AWAITABLE", "LOAD_BUILD_CLASS", "LOAD_NAME")
+_OTHERS = ("IMPORT_", "SEND", "GET_AWAITABLE", "LOAD_BUILD_CLASS", "LOAD_NAME")
 
 
 def unreadable(schedule: Any) -> str:
@@ -62,7 +64,7 @@ def _of_code(code: types.CodeType, fn: types.FunctionType, seen: set[int]) -> st
     for one in dis.get_instructions(code):
         if one.opname.startswith(_WRITES) and one.argval not in code.co_cellvars:
             return f"a function that writes {one.argval or 'elements'}"
-        if one.opname.startswith(_OTHERS):
+        if one.opname.startswith(_OTHERS) or (code is fn.__code__ and code.co_flags & _GENERATOR):
             return f"a function with {one.opname}"
         if one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and not hasattr(math, one.argval):
             return f"a function that reads the attribute {one.argval!r}"

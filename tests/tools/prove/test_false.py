@@ -6,6 +6,7 @@ tests/tools/prove/adversary has hundreds more, each false by numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -89,6 +90,14 @@ class Warmup:
         return 0.1 / axis_size()
 
 
+HELD_PARTIAL = functools.partial(float, 1.0)
+HELD_PARTIAL.pow = axis_size  # type: ignore[attr-defined]
+
+
+def with_pow(t: int) -> float:
+    return 0.1 * HELD_PARTIAL.pow()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize(
     "lr",
     [
@@ -117,6 +126,8 @@ def test_a_schedule_of_the_step_alone_is_proved(lr: Any) -> None:
         Warmup(),
         Warmup().__call__,
         random.random,
+        with_pow,
+        eval("lambda t: abs(t)", {"__builtins__": {"abs": lambda t: axis_size()}}),
     ],
 )
 def test_a_schedule_with_more_in_it_is_named(lr: Any) -> None:
@@ -126,6 +137,23 @@ def test_a_schedule_with_more_in_it_is_named(lr: Any) -> None:
 def test_what_a_schedule_asks_for_is_part_of_the_program() -> None:
     proof = proof_of(descends(loss), fzero.optim.sgd(lambda t: 0.1 * fzero.axis_size()))
     assert "the option lr is a function that uses 'fzero'" in why(proof)
+
+
+def test_what_a_schedule_reads_is_read_when_it_is_asked() -> None:
+    rate = [0.1]
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, value = fzero.grad_and_reduce(loss, state)(x)
+        rate[0] = 0.1 * axis_size()
+        state, rate[0] = fzero.apply_gradients(state), 0.1
+        return state, value
+
+    def scheduled(t: int) -> float:
+        return rate[0] / (1 + t)
+
+    said = why(proof_of(step_fn, fzero.optim.sgd(scheduled)))
+    assert "the option lr reads other values" in said
+    assert proof_of(descends(loss), fzero.optim.sgd(scheduled))
 
 
 def test_options_that_a_new_state_has_otherwise_are_seen() -> None:
@@ -247,7 +275,8 @@ def test_a_clip_before_the_reduction_is_no_gradient(logged: bool) -> None:
             made = sum(
                 (a.detach() * b).pow(2).sum() for a, b in zip(clipped, p.values(), strict=True)
             )
-            log = sum(one.sum() for one in torch.autograd.grad(made, list(p.values())))
+            assert isinstance(made, Tensor)
+            log = torch.cat([x.flatten() for x in torch.autograd.grad(made, list(p.values()))])
         given = dict(zip(p, clipped, strict=True))
         return fzero.apply_gradients(fzero.add_gradients(state, given)), log
 
@@ -426,7 +455,20 @@ def test_a_budget_ends_with_the_op_at_which_it_was_spent() -> None:
         proof_of(step_fn, x=x, params=params, budget_s=0)
 
 
-# Memory.
+# Draws, and memory.
+
+
+def test_a_draw_that_nobody_reads_is_one() -> None:
+    def drawn(times: int) -> fzero.Proof:
+        def of(x: Tensor) -> Tensor:
+            for _ in range(times if axis_size() > 1 else 1):
+                made = torch.rand(())
+            return made
+
+        return of_loss(of)
+
+    assert drawn(1)
+    assert "rand" in why(drawn(2))
 
 
 def test_views_are_read_as_they_are() -> None:

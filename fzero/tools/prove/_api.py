@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import optree
@@ -21,7 +20,6 @@ from fzero.tools.prove._proof import Claim, Proof, line_of
 from fzero.tools.prove._reach import changed, snapshot
 from fzero.tools.prove._record import Recording, ranks_of
 from fzero.tools.prove._same import same_program
-from fzero.tools.trace.program import RecordedStep
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.states import flatten_states
 
@@ -128,26 +126,20 @@ class _Attempt:
         record, reached = self.recording.of, self.recording.reached()
         alone = record(1, 0)
         before = snapshot(*reached)
-        if self.world == 1:
-            first, others = record(1, 0), ()
-        else:
-            first, others = record(self.world, 0), ranks_of(self.world)[1:]
-        rest = (record(self.world, rank) for rank in others)
-        proof = prove_programs(
-            self.step, alone, chain([first], rest), self.world, budget=self.budget
-        )
-        for one in (alone, first):
-            again = record(one.states[0].setup.axis.size, 0)
-            if (node := same_program(one, again)) is not None:
-                return self._refused("a second call has another program", one, line_of(node))
+        ranks = (record(self.world, rank) for rank in ranks_of(self.world))
+        proof = prove_programs(self.step, alone, ranks, self.world, budget=self.budget)
+        if not proof:
+            return proof
+        # The ranks' programs were compared with each other; that of one rank with that of a later
+        # call, in which torch has looked up what it wants to know.
+        if (node := same_program(alone, record(1, 0))) is not None:
+            return self._refused("a later call has another program", line_of(node))
         if where := changed(before, snapshot(*reached)):
             return self._refused(f"a call writes {where}, which the next call may read")
         noted = self.recording.watch.noted
-        if noted and proof:
-            return self._refused("; ".join(noted))
-        return proof
+        return self._refused("; ".join(noted)) if noted else proof
 
-    def _refused(self, why: str, program: RecordedStep | None = None, line: str = "") -> Proof:
+    def _refused(self, why: str, line: str = "") -> Proof:
         return Proof(
             step=self.step,
             world=self.world,

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -22,7 +23,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.machine.placeholder import LazyParam
+from fzero.optim.recorded import SCHEDULES
 from fzero.tools.prove._budget import Budget
+from fzero.tools.prove._schedules import facts_of
+from fzero.tools.trace.ops import RATE
 
 
 class Watch:
@@ -35,10 +39,17 @@ class Watch:
     def __init__(self) -> None:
         self.noted: dict[str, None] = {}
         self.warm = self.inside = False
+        self._rates: dict[int, Any] = {}
 
     def note(self, what: str) -> None:
         """Keep what was seen."""
         self.noted.setdefault(what)
+
+    def asks_for_rate(self, number: int) -> None:
+        """A schedule is asked now: what it reads must be the same whenever it is."""
+        facts = facts_of(SCHEDULES[number])
+        if self._rates.setdefault(number, facts) != facts:
+            self.note("the option lr reads other values, or is another function, in another call")
 
     def __enter__(self) -> Watch:
         self._watching = _watching(self, threading.get_ident())
@@ -65,6 +76,7 @@ class Watch:
 @contextmanager
 def _watching(watch: Watch, thread: int) -> Iterator[None]:
     look_up, ask = os._Environ.__getitem__, c10d._rank_not_in_group
+    is_there = dist.is_initialized
     seed = torch.default_generator.initial_seed()
 
     def looked_up(environ: Any, key: Any) -> Any:
@@ -80,11 +92,18 @@ def _watching(watch: Watch, thread: int) -> Iterator[None]:
             watch.note("it asks torch.distributed for its rank or for the number of ranks")
         return ask(group)
 
+    def there() -> bool:
+        if watch.inside and threading.get_ident() == thread:
+            watch.note("it asks torch.distributed whether there is a group")
+        return is_there()
+
     os._Environ.__getitem__, c10d._rank_not_in_group = looked_up, asked
+    dist.is_initialized = c10d.is_initialized = there
     try:
         yield
     finally:
         os._Environ.__getitem__, c10d._rank_not_in_group = look_up, ask
+        dist.is_initialized = c10d.is_initialized = is_there
         if torch.default_generator.initial_seed() != seed:
             watch.note("it seeds the random numbers of torch")
 
@@ -97,9 +116,13 @@ class _EachOp(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, LazyParam) for kind in types):
             return NotImplemented  # a placeholder handles it first; the ops it calls come back
-        # Where autograd runs, an error on the way of its own ops (detach) would end the process.
-        if torch._C._current_autograd_node() is None and func is not torch.ops.aten.detach.default:
+        # An error where torch asks for a device, or inside of autograd, would end the process.
+        aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+        computes = aten and not func.is_view
+        if computes and torch._C._current_autograd_node() is None:
             self._budget.check(f", at {func}")
+        if func is RATE:
+            self._watch.asks_for_rate(args[1])
         try:
             return func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException):

@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.tools.prove._read import bytes_of
+
 _MOST, _SMALL = 20_000, 4096
 _PASSED_BY = ("fzero.", "torch._", "torch.fx", "torch.utils._", "threading", "logging", "weakref")
 _LOOKED_INTO = ("fzero.optim", "fzero.transforms.pipeline")
@@ -86,7 +88,7 @@ def _numbers(x: Tensor) -> Hashable:
         return None
     if x.numel() > _SMALL:
         return None
-    return bytes(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return bytes_of(x)
 
 
 def _place_of(iterator: Any) -> Hashable:

@@ -243,5 +243,11 @@ def digest(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...] | None:
     held = getattr(graph, str(node.target), None)
     if type(held) is not Tensor:
         return None
-    data = held.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(data).hexdigest(), str(held.dtype), tuple(held.shape)
+    return hashlib.sha256(bytes_of(held)).hexdigest(), str(held.dtype), tuple(held.shape)
+
+
+def bytes_of(x: Tensor) -> bytes:
+    """Return the elements of a tensor, whatever its strides and the bits that it waits to apply."""
+    row = x.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    made = torch.empty(row.shape, dtype=row.dtype).copy_(row)
+    return made.view(torch.uint8).numpy().tobytes()

@@ -6,8 +6,10 @@ import builtins
 import dataclasses
 import dis
 import functools
+import inspect
 import math
 import types
+from collections.abc import Iterable
 from typing import Any
 
 from fzero.optim import schedules
@@ -20,8 +22,10 @@ _OWN = tuple(
 _NAMES = ("abs", "all", "any", "bool", "divmod", "enumerate", "float", "int", "len", "max", "min")
 _MORE = ("pow", "range", "reversed", "round", "sorted", "sum", "tuple", "zip")
 _BUILTINS = frozenset(getattr(builtins, name) for name in (*_NAMES, *_MORE))
+_NUMBERS = (int, float, bool, str, type(None))
+_MAKES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _WRITES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_DEREF", "STORE_SUBSCR", "STORE_SLICE", "DELETE_")
-_OTHERS = ("IMPORT_", "YIELD", "SEND", "GET_AWAITABLE", "LOAD_BUILD_CLASS", "LOAD_NAME")
+_OTHERS = ("IMPORT_", "SEND", "GET_AWAITABLE", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_FROM_DICT")
 
 
 def unreadable(schedule: Any) -> str:
@@ -35,64 +39,96 @@ def unreadable(schedule: Any) -> str:
         >>> unreadable(lambda t: 0.1 / (1 + t)), unreadable(lambda t: 0.1 * fzero.axis_size())
         ('', "a function that uses 'fzero', a module")
     """
-    return _of_callable(schedule, set())
+    return facts_of(schedule)[0]
 
 
-def _of_callable(fn: Any, seen: set[int]) -> str:
-    if id(fn) in seen:
-        return ""
-    seen.add(id(fn))
-    if type(fn) in _OWN:
-        return _of_values({one.name: getattr(fn, one.name) for one in dataclasses.fields(fn)}, seen)
-    if type(fn) is functools.partial:
-        given = dict(enumerate(fn.args)) | fn.keywords
-        return _of_callable(fn.func, seen) or _of_values(given, seen)
-    if isinstance(fn, types.BuiltinFunctionType | type):
-        known = fn in _BUILTINS or getattr(math, getattr(fn, "__name__", ""), None) is fn
-        return "" if known else f"{fn!r}, which is not read"
-    if type(fn) is not types.FunctionType:
-        return f"an object of {type(fn).__name__}, which is not read"
-    if vars(fn):
-        return "a function with attributes"
-    given = dict(enumerate(fn.__defaults__ or ())) | (fn.__kwdefaults__ or {})
-    return _of_values(given, seen) or _of_code(fn.__code__, fn, seen)
+def facts_of(schedule: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return (why it is unreadable or "", all code and numbers that it reads as they are now)."""
+    reader = _Reader()
+    return reader.callable(schedule), tuple(reader.facts)
 
 
-def _of_code(code: types.CodeType, fn: types.FunctionType, seen: set[int]) -> str:
-    for one in dis.get_instructions(code):
-        if one.opname.startswith(_WRITES) and one.argval not in code.co_cellvars:
-            return f"a function that writes {one.argval or 'elements'}"
-        if one.opname.startswith(_OTHERS):
-            return f"a function with {one.opname}"
-        if one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD")) and not hasattr(math, one.argval):
-            return f"a function that reads the attribute {one.argval!r}"
-        if one.opname.startswith("LOAD_GLOBAL"):
-            missing = getattr(builtins, one.argval, None)
-            if why := _of_value(one.argval, fn.__globals__.get(one.argval, missing), seen):
-                return why
-    held = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-    try:
-        if why := _of_values({name: cell.cell_contents for name, cell in held}, seen):
-            return why
-    except ValueError:
-        return "a function of a variable that has no value"
-    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return next(filter(None, (_of_code(one, fn, seen) for one in inner)), "")
+class _Reader:
+    """Reads one schedule. Each method returns why it cannot, or "".
+
+    facts: what was read, in order.
+    """
+
+    def __init__(self) -> None:
+        self.facts: list[Any] = []
+        self._seen = set[int]()
+
+    def callable(self, fn: Any) -> str:
+        if id(fn) in self._seen:
+            return ""
+        self._seen.add(id(fn))
+        if type(fn) in _OWN:
+            self.facts.append(type(fn))
+            return self.values((x.name, getattr(fn, x.name)) for x in dataclasses.fields(fn))
+        if type(fn) is functools.partial and not vars(fn):
+            given = [*enumerate(fn.args), *fn.keywords.items()]
+            return self.callable(fn.func) or self.values(given)
+        if isinstance(fn, types.BuiltinFunctionType | type):
+            known = fn in _BUILTINS or _is_of_math(fn)
+            self.facts.append(fn)
+            return "" if known else f"{fn!r}, which is not read"
+        if type(fn) is not types.FunctionType:
+            return f"an object of {type(fn).__name__}, which is not read"
+        held: Any = (fn.__globals__, fn.__builtins__)  # type: ignore[attr-defined]
+        if vars(fn) or any(type(x) is not dict for x in held):
+            return "a function with attributes, or names, of its own kind"
+        given = [*enumerate(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
+        return self.values(given) or self.cells(fn) or self.code(fn.__code__, fn)
+
+    def cells(self, fn: types.FunctionType) -> str:
+        try:
+            held = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+            return self.values([(name, cell.cell_contents) for name, cell in held])
+        except ValueError:
+            return "a function of a variable that has no value"
+
+    def code(self, code: types.CodeType, fn: types.FunctionType) -> str:
+        self.facts.append(code)
+        of_module = False  # whether the instruction before has loaded `math`
+        for one in dis.get_instructions(code):
+            name: Any = one.argval
+            if one.opname.startswith(_WRITES) and name not in code.co_cellvars:
+                return f"a function that writes {name or 'elements'}"
+            if one.opname.startswith(_OTHERS) or (code is fn.__code__ and code.co_flags & _MAKES):
+                return f"a function with {one.opname}"
+            if one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")):
+                if not of_module or not _is_of_math(getattr(math, name, None)):
+                    return f"a function that reads the attribute {name!r}"
+                self.facts.append(getattr(math, name))
+            of_module = False
+            if one.opname.startswith("LOAD_GLOBAL"):
+                held: Any = {**fn.__builtins__, **fn.__globals__}  # type: ignore[attr-defined]
+                of_module = held.get(name) is math
+                if why := self.value(name, held.get(name)):
+                    return why
+        inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+        return next(filter(None, (self.code(one, fn) for one in inner)), "")
+
+    def values(self, given: Iterable[tuple[Any, Any]]) -> str:
+        return next(filter(None, (self.value(name, x) for name, x in given)), "")
+
+    def value(self, name: Any, x: Any) -> str:
+        if type(x) in _NUMBERS or x is math:
+            self.facts.append((name, type(x), repr(x)))
+            return ""
+        if type(x) in (tuple, list, dict):
+            if id(x) in self._seen:
+                return ""
+            self._seen.add(id(x))
+            self.facts.append((name, type(x), len(x)))
+            return self.values(x.items() if type(x) is dict else enumerate(x))
+        if isinstance(x, types.ModuleType):
+            return f"a function that uses {name!r}, a module"
+        return self.callable(x) if callable(x) else f"a function that uses {name!r}"
 
 
-def _of_values(given: dict[Any, Any], seen: set[int]) -> str:
-    return next(filter(None, (_of_value(name, x, seen) for name, x in given.items())), "")
-
-
-def _of_value(name: Any, x: Any, seen: set[int]) -> str:
-    if x is None or type(x) in (int, float, bool, str) or x is math:
-        return ""
-    if type(x) in (tuple, list):
-        return _of_values(dict(enumerate(x)), seen)
-    if type(x) is dict:
-        return _of_values(x, seen)
-    if isinstance(x, types.ModuleType):
-        return f"a function that uses {name!r}, a module"
-    if callable(x):
-        return _of_callable(x, seen)
-    return f"a function that uses {name!r}, a {type(x).__name__}"
+def _is_of_math(x: Any) -> bool:
+    if type(x) is float:
+        return True
+    mine = isinstance(x, types.BuiltinFunctionType) and x.__module__ == "math"
+    return mine and type(x.__self__) is types.ModuleType

@@ -109,7 +109,10 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> RecordedSt
 
 
 def without_unused(graph: fx.GraphModule) -> fx.GraphModule:
-    """Remove unread ops, but no collectives, in which other ranks take part."""
+    """Remove unread ops, but no collectives, in which other ranks take part, and no draws.
+
+    The numbers of a later draw depend on those before it.
+    """
     for node in reversed(graph.graph.nodes):
         may_go = node.op == "get_attr" or (node.op == "call_function" and _may_go(node.target))
         if may_go and not node.users:
@@ -121,7 +124,8 @@ def without_unused(graph: fx.GraphModule) -> fx.GraphModule:
 def _may_go(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True  # it takes one of several results
-    return target.namespace != "fzero" and not target._schema.is_mutable
+    draws = torch.Tag.nondeterministic_seeded in target.tags
+    return target.namespace != "fzero" and not target._schema.is_mutable and not draws
 
 
 def _on_abstract(arguments: Any) -> Any:

@@ -23,6 +23,7 @@ from fzero.machine.memory import require_own_memory
 from fzero.machine.packing import pack
 from fzero.machine.partition import plan_layout, shard_of
 from fzero.machine.placeholder import LazyParam, placeholders
+from fzero.machine.subclasses import require_classes
 from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_of
 
 
@@ -84,6 +85,8 @@ class _Unowned(Reader):
         On one rank they are converted and nothing else.
         """
         if any(_is_whole(p) for p in module.parameters()):
+            keeps = self.axis.shards.runtime is Runtime.LOCAL
+            require_classes(dict(module.named_parameters()), keeps=keeps)
             require_own_memory(module)
         for part in module.modules():
             for name, p in list(part._parameters.items()):

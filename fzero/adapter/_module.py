@@ -53,7 +53,8 @@ class ModuleParameters:
 
     def values(self, index: int) -> list[Tensor]:
         """The full leaves of a group."""
-        return [self.objects(leaf)[0].detach() for leaf in self.layout.groups[index].leaves]
+        found = (self.objects(leaf)[0].detach() for leaf in self.layout.groups[index].leaves)
+        return [x if isinstance(x, LazyParam) else Tensor.as_subclass(x, Tensor) for x in found]
 
     @torch.no_grad()
     def have(self, index: int, tensors: Sequence[Tensor]) -> None:
@@ -239,16 +240,25 @@ def _leave_as_they_are() -> None:
     """Stand in for `RNNBase.flatten_parameters`."""
 
 
+_CLASS = "_fzero_class"  # of the parameter that a placeholder stands for, if it has one of its own
+
+
 def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     """Return a parameter with this value: the object `old` itself, if torch can swap it.
 
     torch cannot swap a tensor that has weak references, as recurrent modules hold them. A new
     parameter is returned then, so the caller assigns the result in any case. Hooks, attributes and
-    the gradient of `old` move to it.
+    the gradient of `old` move to it; its class, too, which a placeholder keeps for its successor.
     """
-    new = nn.Parameter(value, requires_grad=old.requires_grad)
+    kind = vars(old).pop(_CLASS, nn.Parameter if isinstance(old, LazyParam) else type(old))
+    if isinstance(value, LazyParam) or kind is nn.Parameter:
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+    else:
+        new = Tensor._make_subclass(kind, value, old.requires_grad)
     own = (*LazyParam.__annotations__, "_is_param")
     attributes = {name: x for name, x in vars(old).items() if name not in own}
+    if isinstance(value, LazyParam) and kind is not nn.Parameter:
+        attributes[_CLASS] = kind
     gradient, hooks = old.grad, (old._backward_hooks, old._post_accumulate_grad_hooks)
     # swap_tensors would swap the dict of a hook, and leave what calls it behind.
     old._backward_hooks = old.grad = None

@@ -25,6 +25,7 @@ from fzero.collectives import assert_same_everywhere, broadcast
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
 from fzero.machine.packing import unpack
+from fzero.machine.subclasses import require_classes
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Leaf, TrainState
 from fzero.transforms.agree import reduce_agreed
@@ -45,6 +46,10 @@ def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
     require_no_forward(driver, "reshard()")
     driver.require_no_window("reshard()")
     driver.drop_what_user_dropped()
+    if (driver.state.stage if stage is None else stage) == 3 and not (
+        mesh is None and driver.axis.size == 1
+    ):
+        require_classes(dict(driver.module.named_parameters()), keeps=False)
     where = between(driver.state.mesh, mesh)
     state = first_on_old(where, driver.state.mesh, lambda: _settled(driver))
     meshes = Ranks(axis=where.axis).tell(global_ranks(state.mesh))

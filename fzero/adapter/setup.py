@@ -21,6 +21,7 @@ from fzero.context.modes import require_autograd
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.memory import require_own_memory
 from fzero.machine.partition import unit_of
+from fzero.machine.subclasses import require_classes
 from fzero.optim import NoOptimizer, ShardOptimizer, as_optimizer, from_torch
 from fzero.options import Scale, StateOptions
 from fzero.ranks.mesh import Axis, Runtime
@@ -89,6 +90,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         as_policy("loss_scale", options.updating.loss_scale)
         check_stage(stage)
         _require_plain(module)
+        require_classes(dict(module.named_parameters()), keeps=True)
         _require_one_device(module)
         require_own_memory(module)
         autocast = as_autocast(options.autocast)

@@ -126,7 +126,16 @@ MANIFEST_FORM = DictForm(
                         "outer_updates": [_NATURAL],
                         "outer": _text,
                     },
-                    may={"coming": DictForm(must={"fragments": [_NATURAL], "timing": _text})},
+                    may={
+                        "coming": DictForm(must={"fragments": [_NATURAL], "timing": _text}),
+                        "outer_counters": [
+                            DictForm(
+                                must={"count": _updates},
+                                may={"step": _counts(_updates)},
+                                others=_counts(_number),
+                            )
+                        ],
+                    },
                 )
             },
         ),

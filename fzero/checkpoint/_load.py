@@ -15,6 +15,7 @@ from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._local import check_replicas_saved, completed, room_for
+from fzero.checkpoint._outer import outer_owned
 from fzero.checkpoint._owned import (
     is_copy,
     owned_pieces,
@@ -47,7 +48,7 @@ from fzero.checkpoint.manifest import (
 from fzero.collectives import assert_same_everywhere
 from fzero.ranks.axis import Axis
 from fzero.state import TrainState
-from fzero.transforms._written import returned
+from fzero.transforms.written import returned
 
 Thing = TypeVar("Thing")
 
@@ -243,6 +244,7 @@ def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> Loa
         pieces += [
             *cut_shards(new.setup.layout, [*shards, *residual]),
             *([] if shared else owned_pieces(new, number, prefix)),
+            *outer_owned(new, number),
             *start_pieces(new, saved),
         ]
         made.append(new)

@@ -5,6 +5,7 @@
     replica/<r>/params, .../<slot>   what replica r trains
     outer/anchors, outer/<slot>      the anchors in fp32 or wider, the state of the outer rule
     outer/coming                     mean moves of the fragments whose outer update is to come
+    outer/optimizer/<slot>           what owners keep for the outer rule
 
 So a state without local updates, or of another number of replicas, starts at the anchors.
 """
@@ -19,16 +20,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._counters import counters_of
 from fzero.checkpoint._held import Held
+from fzero.checkpoint._outer import RULE, coming_in, named, outer_room, outer_slots, rule_states
+from fzero.checkpoint._owned import with_room_owned
 from fzero.checkpoint._pieces import OwnShard, shards_of
-from fzero.checkpoint._room import make_parts_whole, make_whole, zeros_where
+from fzero.checkpoint._room import make_parts_whole, make_whole
 from fzero.checkpoint.manifest import Manifest, facts_of_state
 from fzero.errors import LayoutError, explain
 from fzero.machine.packing import part_of
-from fzero.optim import Optimizer
+from fzero.ranks.mesh import axis_index
 from fzero.state import Outer, Placement, TrainState
 from fzero.state.setup import MASTERS
 from fzero.transforms.outer import anchored
+from fzero.transforms.simulate import simulate
 
 _MASTERS = f"optimizer/{MASTERS}"
 
@@ -66,14 +71,15 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
         {"counters": facts_of_state(one).counters, "counts": _counts(one.window.outer)}
         for one in held.states
     ]
-    coming = _coming(outer)
+    coming, rule = coming_in(outer), [counters_of(one) for one in rule_states(held.states[0])]
     told = own if held.is_stack else [one for some in held.processes.tell(own) for one in some]
     return {
         "local": {
             "replicas": told[::shards],
             "updates": outer.updates,
             "outer_updates": [int(one.count) for one in outer.optimizers],
-            "outer": _named(outer),
+            "outer_counters": rule,
+            "outer": named(held.states[0]),
             **({"coming": {"fragments": coming, "timing": _timing(outer)}} if coming else {}),
         }
     }
@@ -107,7 +113,10 @@ def room_for(
     same = len(replicas) == outer.mesh.replicas.size
     counters = replicas[replica]["counters"] if same else saved.counters
     new = make(state, counters)
-    made = _outer_room(outer, local["outer_updates"], _comes(local) if same else [], zeros)
+    made = outer_room(state, local, _comes(local) if same else [], zeros)
+    rules = rule_states(new.replace(window=replace(new.window, outer=made)))
+    filled = (with_room_owned(one, rank, saved.slots, saved.tensors, RULE) for one in rules)
+    made = replace(made, optimizers=tuple(one.optimizer for one in filled))
     if same:
         weight = torch.full_like(outer.weight, float(replicas[replica]["counts"]))
         made = replace(made, updates=local["updates"] % outer.local.every, weight=weight)
@@ -132,18 +141,29 @@ def completed(held: Held, new: Sequence[TrainState]) -> list[TrainState]:
         make_whole(held, some)
         for flats in _outer_across(some):
             make_parts_whole(held, held.setup, held.setup.optimizer_state, flats)
-    every = zip(states, held.states, held.ranks, strict=True)
-    return [with_anchors(one, old, rank) for one, old, rank in every]
+    if not held.is_stack:
+        return [with_anchors(*pair) for pair in zip(states, held.states, strict=True)]
+    return on_ranks(len(states), lambda rank: with_anchors(states[rank], held.states[rank]))
 
 
-def with_anchors(state: TrainState, like: TrainState, rank: int) -> TrainState:
+def with_anchors(state: TrainState, like: TrainState) -> TrainState:
     """Return a state that was read with anchors, as `like` has them: at its values, if none were.
 
-    rank: of the mesh, whose state it is.
+    Of virtual ranks, on each of them.
     """
     anew = None if state.window.outer is not None else like.window.outer
-    own = rank % like.setup.layout.ranks
-    return state if anew is None else anchored(state, anew, own)
+    return state if anew is None else anchored(state, anew)
+
+
+def on_ranks(size: int, do: Callable[[int], Any]) -> list[Any]:
+    """Return what `do(rank)` returns on each of so many virtual ranks."""
+    found: list[Any] = [None] * size
+
+    def body() -> None:
+        found[axis_index()] = do(axis_index())
+
+    simulate(body, world_size=size)()
+    return found
 
 
 def check_replicas_saved(
@@ -156,10 +176,10 @@ def check_replicas_saved(
     local, outer = saved.origin.get("local"), state.window.outer
     if local is None:
         return
-    if outer is not None and local["outer"] != _named(outer):
+    if outer is not None and local["outer"] != named(state):
         raise LayoutError(
             f"load: the outer rule of {where} keeps {local['outer']}, that of this state "
-            f"{_named(outer)}.",
+            f"{named(state)}.",
             cause="the state was made with another `outer` than the saved one.",
             fix="make it with the one that was saved; to go on with another one, load into a state "
             "without local updates, and make one of its fzero.full_params. Nothing was changed.",
@@ -201,7 +221,7 @@ def _outer_shards(state: TrainState, held: Outer, shard: int, shared: bool) -> l
     learning = setup.layout.trainable
     return [
         OwnShard(f"outer/{name}", learning[k], own, flat if shared else _part(state, flat, shard))
-        for name, flats in _outer_slots(held)
+        for name, flats in outer_slots(state, held)
         for k, flat in flats.items()
     ]
 
@@ -212,58 +232,17 @@ def _part(state: TrainState, flat: Tensor, shard: int) -> Tensor:
     return part_of(flat, setup.part(setup.optimizer_state, shard), own)
 
 
-def _outer_slots(held: Outer) -> Iterator[tuple[str, dict[int, Tensor]]]:
-    """Yield (name, {number of a group that learns: flat}) of anchors, moments and what comes."""
-    yield "anchors", dict(enumerate(held.anchors.flats))
-    rule: Optimizer = held.local.outer
-    count = len(held.anchors.flats)
-    for number, name in enumerate(rule.rule.moments):
-        found: dict[int, Tensor] = {}
-        for fragment, one in enumerate(held.optimizers):
-            own = held.local.numbers_in(fragment, count)
-            found.update(zip(own, one.moments[number], strict=True))
-        yield name, found
-    for fragment in _coming(held):
-        own = held.local.numbers_in(fragment, count)
-        yield "coming", dict(zip(own, held.coming[fragment].flats, strict=True))
-
-
 def _outer_across(states: Sequence[TrainState]) -> Iterator[list[Tensor]]:
     """Yield what each rank of a replica has of a flat, for all flats of its outer state."""
-    every = [one.window.outer for one in states]
-    slots = [list(_outer_slots(outer)) for outer in every if outer is not None]
+    pairs = [(one, one.window.outer) for one in states]
+    slots = [list(outer_slots(one, outer)) for one, outer in pairs if outer is not None]
     for same in zip(*slots, strict=True):
         yield from ([flats[k] for _, flats in same] for k in same[0][1])
-
-
-def _outer_room(
-    outer: Outer, counts: Sequence[int], coming: Sequence[int], zeros: Callable[[Tensor], Tensor]
-) -> Outer:
-    def room(flats: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return tuple(map(zeros, flats))
-
-    made = []
-    for fragment, held in enumerate(outer.optimizers):
-        same = len(counts) == len(outer.optimizers)
-        count = torch.full_like(held.count, counts[fragment] if same else max(counts, default=0))
-        made.append(replace(held, count=count, moments=tuple(map(room, held.moments))))
-    anchors = replace(outer.anchors, flats=room(outer.anchors.flats))
-    comes = [replace(anchors, flats=())] * outer.local.fragments
-    for fragment in coming:
-        own = outer.local.numbers_in(fragment, len(anchors.flats))
-        flats = tuple(zeros_where(anchors.flats[k]) for k in own)  # beside the anchors
-        comes[fragment] = replace(anchors, flats=flats)
-    return replace(outer, anchors=anchors, optimizers=tuple(made), coming=tuple(comes), updates=0)
 
 
 def _comes(local: dict[str, Any]) -> list[int]:
     """Return those of a checkpoint."""
     return local.get("coming", {"fragments": []})["fragments"]
-
-
-def _coming(outer: Outer) -> list[int]:
-    """Return the fragments whose outer update is to come."""
-    return [fragment for fragment, one in enumerate(outer.coming) if one.held]
 
 
 def _fits(outer: Outer, local: dict[str, Any]) -> bool:
@@ -275,11 +254,6 @@ def _fits(outer: Outer, local: dict[str, Any]) -> bool:
 def _timing(outer: Outer) -> str:
     local = outer.local
     return f"every={local.every}, fragments={local.fragments}, delay={local.delay}"
-
-
-def _named(outer: Outer) -> str:
-    rule: Optimizer = outer.local.outer
-    return " ".join(["anchors", *rule.rule.moments])
 
 
 def _counts(outer: Outer | None) -> bool:

@@ -25,7 +25,8 @@ from fzero.checkpoint._folders import (
 )
 from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._local import all_shards_of, facts_of_replicas
-from fzero.checkpoint._owned import Slots, free_slots, owned_pieces, prefix_of, saved_pieces
+from fzero.checkpoint._outer import has_owners, outer_owned, slots_of_owner
+from fzero.checkpoint._owned import Slots, owned_pieces, prefix_of, saved_pieces
 from fzero.checkpoint._pieces import TensorPiece, cut_shards
 from fzero.checkpoint._residual import residual_shards, start_pieces
 from fzero.checkpoint._rng import rng_file, rng_text
@@ -41,7 +42,6 @@ from fzero.checkpoint.driven import (
 from fzero.checkpoint.everywhere import Ranks, everywhere, from_first, results_of_ranks
 from fzero.checkpoint.manifest import Manifest, as_extra, facts_of_state, write_manifest
 from fzero.collectives import assert_same_everywhere
-from fzero.machine.owners import owners_of
 from fzero.state import TrainState
 
 
@@ -241,16 +241,17 @@ def pieces_of_rank(
     starts = start_pieces(state) if shared or rank == 0 else []
     prefix = prefix_of(state, rank)
     own = owned_pieces(state, rank, prefix) if shared else saved_pieces(state, rank)
+    own += outer_owned(state, rank, saves=not shared)
     return [*cut_shards(state.setup.layout, shards), *own, *starts]
 
 
 def _note_free_slots(held: Held, manifest: Manifest) -> None:
     """Write into a manifest what owners alone know of their slots. A collective, if any is."""
-    if owners_of(held.setup) is None:
+    if not has_owners(held.states[0]):
         return
 
     def own() -> list[Slots]:
-        return [free_slots(x, rank) for x, rank in zip(held.states, held.ranks, strict=True)]
+        return [slots_of_owner(x, rank) for x, rank in zip(held.states, held.ranks, strict=True)]
 
     for some in results_of_ranks(held.processes, own, what="prepare the checkpoint"):
         for slots in some:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._local import facts_of_replicas
-from fzero.checkpoint._owned import Slots, free_slots
+from fzero.checkpoint._outer import slots_of_owner
+from fzero.checkpoint._owned import Slots
 from fzero.checkpoint.manifest import Manifest, facts_of_state
 from fzero.errors import LayoutError
 from fzero.optim import TorchOptimizer
@@ -68,7 +69,7 @@ def slots_of_owners(held: Held) -> Slots:
     """Return what the ranks of this process alone know of the slots that they own."""
     found: Slots = {}
     for state, rank in zip(held.states, held.ranks, strict=True):
-        for slot, forms in free_slots(state, rank).items():
+        for slot, forms in slots_of_owner(state, rank).items():
             found.setdefault(slot, {}).update(forms)
     return found
 

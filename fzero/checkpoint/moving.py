@@ -24,7 +24,8 @@ from fzero.checkpoint._between import global_ranks as global_ranks
 from fzero.checkpoint._between import on_all as on_all
 from fzero.checkpoint._carry import carry, copied
 from fzero.checkpoint._held import Held, held_by, stack_of
-from fzero.checkpoint._local import check_replicas_saved, room_for, with_anchors
+from fzero.checkpoint._local import check_replicas_saved, on_ranks, room_for, with_anchors
+from fzero.checkpoint._outer import outer_owned
 from fzero.checkpoint._owned import Slots, owned_pieces, read_by, with_room_owned
 from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
 from fzero.checkpoint._residual import Sums, start_pieces, with_residual
@@ -47,11 +48,10 @@ from fzero.collectives import disagreement
 from fzero.context.here import current_ranks
 from fzero.errors import AxisError, LayoutError
 from fzero.machine.packing import part_of
-from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_index
+from fzero.ranks.mesh import Axis, MeshLike, Runtime
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.window import CLOSED
-from fzero.transforms import simulate
 from fzero.transforms.init import blank_at
 from fzero.transforms.scaled import with_policy
 
@@ -188,7 +188,7 @@ def _moved_states(held: Held, stage: int | None, mesh: MeshLike, size: int) -> l
     has = [_pieces(*pair) for pair in pairs] + [[] for _ in range(both - len(pairs))]
     holds = [_pieces(*pair, shared=True) for pair in pairs]
     spans = [spans_of(some) for some in has]
-    blanks = _on_ranks(size, lambda _: _blank(structure, stage, mesh))
+    blanks = on_ranks(size, lambda _: _blank(structure, stage, mesh))
     targets = [
         _target(structure, blank, rank, spans, next_way(said, rank))
         for rank, blank in enumerate(blanks)
@@ -204,19 +204,8 @@ def _moved_states(held: Held, stage: int | None, mesh: MeshLike, size: int) -> l
         batch_bytes = structure.batch_bytes
         carry(has[rank], wants[rank], stocks, axis, structure.device, batch_bytes=batch_bytes)
 
-    _on_ranks(both, body)
-    return [_finished(one, next_way(said, one.rank)) for one in targets]
-
-
-def _on_ranks(size: int, do: Callable[[int], Any]) -> list[Any]:
-    """Return what `do(rank)` returns on each of so many virtual ranks."""
-    found: list[Any] = [None] * size
-
-    def body() -> None:
-        found[axis_index()] = do(axis_index())
-
-    simulate(body, world_size=size)()
-    return found
+    on_ranks(both, body)
+    return on_ranks(size, lambda rank: _finished(targets[rank], next_way(said, rank)))
 
 
 # One rank.
@@ -279,6 +268,7 @@ def _target(
     state = state.replace(gradients=gradients_like(state, way))
     shards = [*shards, *residual, *_gradient_shards(state, rank, shared=True)]
     wants = [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, prefix)]
+    wants += outer_owned(state, rank)
     wants += [piece for piece in start_pieces(state) if piece.name in tensors]
     return Target(blank, state, rank, wants, sums)
 
@@ -287,4 +277,4 @@ def _finished(target: Target, way: UnderWay) -> TrainState:
     """Return the state, whose elements are all there."""
     for total, part in target.sums:
         total += part
-    return with_way(with_anchors(target.state, target.blank, target.rank), way)
+    return with_way(with_anchors(target.state, target.blank), way)

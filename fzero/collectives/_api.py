@@ -32,7 +32,8 @@ def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tens
                 [1., 2.]])
     """
     front = _at_least_1d("all_gather", x).movedim(dim, 0)
-    return gather_many([front], _axis("all_gather", axis))[0].movedim(0, dim)
+    name = _named("all_gather", x, dim)
+    return gather_many([front], _axis("all_gather", axis), name=name)[0].movedim(0, dim)
 
 
 def reduce_scatter(
@@ -62,7 +63,8 @@ def reduce_scatter(
             cause="a tensor that was not padded to a multiple of the ranks.",
             fix="pad the dim, or use all_reduce.",
         )
-    return scatter_many([front], axis, ordered=ordered)[0].movedim(0, dim)
+    name = _named("reduce_scatter", x, dim)
+    return scatter_many([front], axis, ordered=ordered, name=name)[0].movedim(0, dim)
 
 
 def all_reduce(x: Tensor | float, axis: AxisLike | None = None, *, ordered: bool = False) -> Tensor:
@@ -76,7 +78,8 @@ def all_reduce(x: Tensor | float, axis: AxisLike | None = None, *, ordered: bool
         >>> fzero.simulate(fzero.all_reduce, world_size=3)(torch.tensor([1.0, 2.0, 3.0]))
         tensor([6., 6., 6.])
     """
-    return reduce_many([_as_tensor(x)], _axis("all_reduce", axis), ordered=ordered)[0]
+    axis = _axis("all_reduce", axis)
+    return reduce_many([_as_tensor(x)], axis, ordered=ordered, name="all_reduce")[0]
 
 
 def pmean(x: Tensor | float, axis: AxisLike | None = None) -> Tensor:
@@ -110,6 +113,11 @@ def _axis(name: str, axis: AxisLike | None) -> Axis:
         cause="the name of another mesh dim, or a mesh or a group in place of an axis.",
         fix=f'leave it out, write "{here.name}", or pass an fzero.Axis.',
     )
+
+
+def _named(op: str, x: Tensor, dim: int) -> str:
+    """The name of a call, as ranks compare it; shapes are shown with `dim` in front."""
+    return f"{op} along dim {dim % x.ndim}" if dim % x.ndim else op
 
 
 def _as_tensor(x: Tensor | float) -> Tensor:

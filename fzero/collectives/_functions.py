@@ -14,7 +14,7 @@ through torch.distributed; otherwise it is called directly, so that counters see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,12 +23,22 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
-from fzero.collectives._performers import before_collective
+from fzero.collectives._performers import UserCall, before_collective
 from fzero.context.modes import is_recorded
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runtime
 
-Plan = tuple[str, Axis, bool]  # kind, axis, ordered: what a Function needs besides tensors
+
+class Plan(NamedTuple):
+    """What a Function needs besides tensors."""
+
+    kind: str
+    axis: Axis
+    ordered: bool = False
+    # What a user calls it, for ranks compare it; "" for one of fzero's own, which they agree on.
+    name: str = ""
+
+
 _ADJOINT = {"gather": "scatter", "scatter": "gather", "reduce": "reduce"}
 
 
@@ -46,8 +56,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        kind, axis, ordered = ctx.plan
-        return None, *_Linear.apply((_ADJOINT[kind], axis, ordered), *dys)
+        return None, *_Linear.apply(ctx.plan._replace(kind=_ADJOINT[ctx.plan.kind]), *dys)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *dxs: Tensor) -> tuple[Tensor, ...]:
@@ -57,7 +66,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, plan: Plan, *xs: Tensor) -> tuple[Any, Any]:
         # Behind the rank dim the batch is just one more trailing dim of the same collective.
-        at = 0 if plan[0] == "reduce" else 1
+        at = 0 if plan.kind == "reduce" else 1
         moved = [
             x.unsqueeze(at).expand(*x.shape[:at], info.batch_size, *x.shape[at:])
             if dim is None
@@ -68,28 +77,38 @@ class _Linear(torch.autograd.Function):
         return ys, tuple(at for _ in ys)
 
 
-def gather_many(shards: Sequence[Tensor], axis: Axis) -> list[Tensor]:
-    """Each [l] -> [W l], concatenated in rank order. Adjoint: `scatter_many`."""
-    return _apply(("gather", axis, False), shards)
+def gather_many(shards: Sequence[Tensor], axis: Axis, *, name: str = "") -> list[Tensor]:
+    """Each [l] -> [W l], concatenated in rank order. Adjoint: `scatter_many`.
+
+    name: of a user's call, here and in the two below.
+    """
+    return _apply(Plan("gather", axis, name=name), shards)
 
 
-def scatter_many(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> list[Tensor]:
+def scatter_many(
+    fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False, name: str = ""
+) -> list[Tensor]:
     """Each [W l] -> [l]: this rank's shard of the sum over ranks. Adjoint: `gather_many`."""
-    return _apply(("scatter", axis, ordered), fulls)
+    return _apply(Plan("scatter", axis, ordered, name), fulls)
 
 
-def reduce_many(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> list[Tensor]:
+def reduce_many(
+    values: Sequence[Tensor], axis: Axis, *, ordered: bool = False, name: str = ""
+) -> list[Tensor]:
     """Each [n] -> [n]: the sum over ranks. Adjoint: itself."""
-    return _apply(("reduce", axis, ordered), values)
+    return _apply(Plan("reduce", axis, ordered, name), values)
 
 
 def _apply(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
-    axis = plan[1]
+    axis = plan.axis
     if axis.runtime is Runtime.LOCAL:
         return list(xs)  # over one rank all three maps are the identity
-    wanted = [x for x in xs if x.numel()]
+    # To a user's call the other ranks come, and may have something.
+    sent = [bool(x.numel() or plan.name) for x in xs]
+    wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
     done = iter(_Linear.apply(plan, *wanted) if wanted else ())
-    return [next(done) if x.numel() else of_nothing(plan[0], axis, x) for x in xs]
+    pairs = zip(xs, sent, strict=True)
+    return [next(done) if is_sent else of_nothing(plan.kind, axis, x) for x, is_sent in pairs]
 
 
 def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
@@ -102,12 +121,27 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 
 
 def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
-    kind, axis, ordered = plan
-    before_collective(axis)
+    kind, axis, ordered, _ = plan
+    _come(plan, xs)
+    if not any(x.numel() for x in xs):
+        lowering.meet(f"{_OPS[kind]}[{lowering.shapes_of(xs)}]", axis)
+        return [of_nothing(kind, axis, x).clone() for x in xs]
     if axis.runtime is Runtime.PROCESSES and is_recorded(xs):
         return traced.RUN[kind](list(xs), axis.name, axis.group().group_name, axis.size, ordered)
     return _BEGIN[kind](xs, axis, ordered).wait()
 
+
+def _come(plan: Plan, xs: Sequence[Tensor]) -> None:
+    """Come to this place together with all ranks, which make the same call if it is a user's."""
+    if not plan.name or is_recorded(xs):
+        before_collective(plan.axis)
+        return
+    op, name = _OPS[plan.kind], plan.name + " in rank order" * plan.ordered
+    said = name if name.startswith(op) else f"{op} in the backward of {name}"
+    before_collective(plan.axis, UserCall(said, lowering.shapes_of(xs)))
+
+
+_OPS = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce"}
 
 _BEGIN: dict[str, Callable[[Sequence[Tensor], Axis, bool], lowering.Started]] = {
     "gather": lambda xs, axis, ordered: lowering.begin_all_gather(xs, axis),

@@ -204,13 +204,24 @@ def _swap(
 
     All ranks get the same tensors, to be copied from: a rank may write into what it holds.
     """
-    shapes = [f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values]
 
     @torch.no_grad()
     def made(everyone: list[Sequence[Tensor]]) -> list[Tensor]:
         return [make(list(per_rank)) for per_rank in zip(*everyone, strict=True)]
 
-    return _exchange(f"{axis.group_name} {op}[{', '.join(shapes)}]".strip(), values, axis, made)
+    what = f"{axis.group_name} {op}[{shapes_of(values)}]".strip()
+    return _exchange(what, values, axis, made)
+
+
+def shapes_of(values: Sequence[Tensor]) -> str:
+    """Return the shapes and dtypes of tensors, as ranks compare them and errors show them."""
+    return ", ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values)
+
+
+def meet(what: str, axis: Axis) -> None:
+    """Come together, on virtual ranks, for a collective that has nothing to send."""
+    if _swaps(axis):
+        _exchange(f"{axis.group_name} {what}".strip(), None, axis, lambda _: None)
 
 
 def swap_parts(op: str, sent: Sequence[Tensor], axis: Axis) -> list[Tensor]:

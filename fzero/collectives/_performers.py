@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from fzero.collectives import _alive
 from fzero.collectives import _lowering as lowering
-from fzero.collectives._channel import Channel
+from fzero.collectives._backend import explained
+from fzero.collectives._channel import Channel, different
 from fzero.collectives._performer import Performer
 from fzero.context.here import current_ranks
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runtime, own_group
-from fzero.state.protocol import SyncPoint
+from fzero.state.protocol import SYNC, SyncPoint
 
 _OPEN: dict[tuple[tuple[int, ...], str], Performer] = {}
 """The performer of each set of processes and backend: a handle, like torch's own table of groups.
@@ -42,7 +45,8 @@ def performer_of(axis: Axis) -> Performer | None:
     if found is None or not _is_alive(found):
         _alive.start_signs()
         whole = replace(axis, dims=None)
-        channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
+        with explained("the first call of fzero (init, an Engine, a collective)", axis):
+            channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
         found = _OPEN[place] = Performer(channel)
     return found
 
@@ -67,23 +71,65 @@ def _of_run(kept: dict[Any, Any], axis: Axis) -> Performer:
     return kept[ranks]
 
 
-def before_collective(axis: Axis) -> None:
-    """The user's own collective begins: ranks in the middle of a pass come to the same place.
+class UserCall(NamedTuple):
+    """A collective of the user's: its name, and the shapes and dtypes of what this rank gives."""
 
-    All ranks of a mesh do, also for a collective over one of its dims.
+    name: str
+    shapes: str
+
+    def __str__(self) -> str:
+        """Return it as virtual ranks write it."""
+        return f"{self.name}[{self.shapes}]"
+
+
+def before_collective(axis: Axis, call: UserCall | None = None) -> None:
+    """A collective begins: ranks in the middle of a pass come to the same place.
+
+    All ranks of a mesh do, also for a collective over one of its dims. The name and the shapes of a
+    user's `call` go with the round in which they come. Raises `MismatchError`, on every rank, if
+    ranks make other calls, or one with other shapes on the ranks that it is over. Virtual ranks
+    compare shapes when they exchange values.
     """
-    axis = axis.whole or axis
-    here = current_ranks()
-    if here is not None:
-        performers = [one for one in here.kept.values() if isinstance(one, Performer)]
-    else:
-        running = [place for place, one in _OPEN.items() if one.protocol.running]
-        ours = _ranks_of(axis) if running else ()
-        performers = [_OPEN[place] for place in running if place[0] == ours]
-    for performer in performers:
+    whole = axis.whole or axis
+    codes: tuple[int, ...] = ()
+    if call is not None and axis.runtime is Runtime.PROCESSES:
+        codes = _digest(f"{call.name} {axis.name}"), _digest(call.shapes)
+    met = None
+    for performer in _in_a_pass(whole):
         performer.drop_raised()
         for number in performer.protocol.running:
-            for_training(performer.send, SyncPoint(number))
+            for_training(performer.send, SyncPoint(number, codes))
+            if performer.protocol.models[number].units.gathers:
+                met = performer
+    if call is None or not codes:
+        return
+    if met is None:
+        met = performer_of(whole)
+        assert met is not None
+        met.call_with(SYNC, lambda: codes)
+    if not _go_together(met.protocol.heard, axis):
+        raise different(met.tell(f"{call} over {axis.name!r}" if axis.whole else str(call)))
+
+
+def _in_a_pass(whole: Axis) -> list[Performer]:
+    """The performers of these ranks that may be in a pass."""
+    here = current_ranks()
+    if here is not None:
+        return [one for one in here.kept.values() if isinstance(one, Performer)]
+    running = [place for place, one in _OPEN.items() if one.protocol.running]
+    ours = _ranks_of(whole) if running else ()
+    return [_OPEN[place] for place in running if place[0] == ours]
+
+
+def _go_together(heard: Sequence[tuple[int, ...]], axis: Axis) -> bool:
+    """Whether all ranks make one call, and those that it is over give the same shapes."""
+    if len({codes[:1] for codes in heard}) > 1:
+        return False
+    return all(len(set(some)) == 1 for some in axis.parts(list(heard)).values())
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
 
 def gather_objects(value: Any, axis: Axis) -> list[Any]:

@@ -133,6 +133,8 @@ def _idle(bound: Bound) -> Optimizer:
     idle: Any = object.__new__(type(instance))
     vars(idle).update(vars(instance))
     vars(idle).update({name: OrderedDict() for name in HOOKS})
+    for name in ("found_inf", "grad_scale"):  # for a fused kernel, which there is none of
+        vars(idle).pop(name, None)
     idle.state, idle.param_groups = defaultdict(dict), []
     for number, group in enumerate(instance.param_groups):
         params: list[nn.Parameter] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from optree import PyTreeSpec
@@ -141,6 +141,7 @@ class LayoutOptions:
     units: tuple[str, ...] = ()  # of each leaf: the unit that it is in at stage 3
     # Of each leaf: the names of the classes of each module that owns it, where that is known.
     owners: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    outer: Any = None  # of local updates: the rule of the outer update, bound to these leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from fzero.errors import LayoutError
 from fzero.machine.memory import require_own_memory
 from fzero.machine.partition import is_dtensor, unit_of
+from fzero.machine.subclasses import require_classes
 from fzero.state.buffers import Buffers
 from fzero.state.precision import remember_owners
 from fzero.transforms._closed_over import watch
@@ -159,10 +160,11 @@ def functionalize(
 
     Raises:
         LayoutError: not a module, or one that is lazy, wrapped, compiled, cannot be copied, writes
-            to its weights in the forward (`max_norm`), has sparse gradients, or updates buffers
-            while `buffers` is False; one that holds views of its parameters or buffers (`b.data =
-            a.data.t()`, a buffer made by p.detach(), a slice kept as an attribute), which would no
-            longer be views.
+            to its weights in the forward (`max_norm`), has sparse gradients, has parameters of a
+            class with a rule of its own (quantized weights), or updates buffers while `buffers` is
+            False; one that holds views of its parameters or buffers (`b.data = a.data.t()`, a
+            buffer made by p.detach(), a slice kept as an attribute), which would no longer be
+            views.
 
     Source: PyTorch, `torch.func.functional_call`, on a copy; Babuschkin et al., Haiku,
     `haiku.transform`: a module as a pure function and its parameters.
@@ -185,6 +187,7 @@ def functionalize(
             fix="pass the module; a pure function of a pytree needs no functionalize.",
         )
     _refuse(module)
+    require_classes(dict(module.named_parameters()), keeps=False)
     require_own_memory(module, buffers=buffers, attributes=True)
     given = dict(module.named_buffers())
     picked = (n for n, m in module.named_modules() if units is not None and units(n, m))

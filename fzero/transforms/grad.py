@@ -35,7 +35,6 @@ from fzero.transforms._differentiate import (
 from fzero.transforms._grad_by_func import grad_by_func
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning, learns_nothing
-from fzero.transforms._written import returned
 from fzero.transforms.announcement import functional
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
@@ -48,6 +47,7 @@ from fzero.transforms.weights import (
     require_weight,
     with_weights,
 )
+from fzero.transforms.written import returned
 
 
 @called_as("grad_and_reduce(loss, state)(batch)")

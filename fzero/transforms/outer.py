@@ -12,7 +12,6 @@ those. The state's own axis has the ranks of one replica, so all else knows of n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,19 +23,16 @@ from fzero.errors.check import require
 from fzero.machine.offload import offloaded, to_device, write_back
 from fzero.machine.packing import part_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
-from fzero.optim import Optimizer, Piece, sgd
 from fzero.optim.masters import masters_of, work_tensors
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
 from fzero.state import Buffers, Local, Outer, Setup, TrainState, outer
 from fzero.transforms._anew import with_new_slots, with_tensors
 from fzero.transforms.donation import donates
 from fzero.transforms.outer_count import agreed
+from fzero.transforms.outer_rule import DEFAULT_OUTER as DEFAULT_OUTER
+from fzero.transforms.outer_rule import masked, outer_owners, outer_pieces, require_outer
 from fzero.transforms.outer_sum import sum_over_replicas
-from fzero.transforms.pieces import pieces_of
 from fzero.transforms.receive import not_differentiable
-
-DEFAULT_OUTER = sgd(0.7, momentum=0.9, nesterov=True)
-"""The rule of the outer update: that of DiLoCo."""
 
 
 def mesh_for(mesh: MeshLike, local: object) -> Axis:
@@ -51,15 +47,7 @@ def require_local(local: Any, optimizer_over: str) -> None:
     wanted = "fzero.Local(every=...), or None"
     require("local", local, lambda x: isinstance(x, Local), wanted)
     if local.outer is not None:
-        wanted = "a rule of fzero.optim, as fzero.optim.sgd(0.7, momentum=0.9, nesterov=True)"
-        require("local: outer", local.outer, lambda x: isinstance(x, Optimizer), wanted)
-        if not local.outer.elementwise:
-            raise LayoutError(
-                f"local: outer={local.outer!r}, which needs whole parameters.",
-                cause="the outer update is made on the parts of the anchors that a rank has.",
-                fix="use a rule that needs an element, as sgd, adamw or lion of fzero.optim; the "
-                "inner optimizer, that of init, may need a matrix (muon, soap).",
-            )
+        require_outer(local.outer)
     if optimizer_over != "shard":
         raise LayoutError(
             f"optimizer_over={optimizer_over!r} with local updates.",
@@ -92,14 +80,16 @@ def begun(state: TrainState, local: Local | None, mesh: Axis) -> TrainState:
     )
 
 
-def anchored(state: TrainState, held: Outer, rank: int | None = None) -> TrainState:
-    """Return a state whose anchors are at its parameters, with an outer rule that begins anew.
-
-    rank: whose state it is, in the replica; None: this rank's.
-    """
+def anchored(state: TrainState, held: Outer) -> TrainState:
+    """Return a state whose anchors are at its parameters, with an outer rule that begins anew."""
     offload = state.setup.offload
-    anchors = [x.to(_wide(x.dtype), copy=True) for x in _stepped(state, rank)]
-    made = [held.local.outer.init(some) for some in _by_fragment(held, anchors)]
+    setup = state.setup
+    anchors, made = [x.to(_wide(x.dtype), copy=True) for x in _stepped(state)], []
+    for fragment in range(held.local.fragments):
+        numbers = held.local.numbers_in(fragment, len(anchors))
+        owners, pieces = outer_owners(setup, numbers), outer_pieces(setup, numbers)
+        given = {} if owners is None else {"owners": owners}
+        made.append(setup.layout.options.outer.init(masked(anchors, numbers), pieces, **given))
     flats = tuple(offloaded(offload.optimizer, x, offload) for x in anchors)
     fresh = replace(
         held,
@@ -110,11 +100,6 @@ def anchored(state: TrainState, held: Outer, rank: int | None = None) -> TrainSt
         updates=0,
     )
     return _with(state, fresh)
-
-
-def _by_fragment(held: Outer, flats: Sequence[Tensor]) -> list[list[Tensor]]:
-    local, count = held.local, len(flats)
-    return [[flats[k] for k in local.numbers_in(f, count)] for f in range(local.fragments)]
 
 
 def anchors_of(state: TrainState) -> dict[int, Tensor]:
@@ -184,12 +169,19 @@ def _arrived(state: TrainState, due: int, general: bool) -> TrainState:
     options: dict[str, Any] = {"differentiable": general}
     if not offload.neutral:
         options["device"] = state.device
-    new, rules[due] = held.local.outer.advance(
-        [anchors[k] for k in numbers], means, rules[due], _pieces_of(setup, numbers), **options
+    if (owners := outer_owners(setup, numbers)) is not None:
+        options["owners"] = owners.at((), state.device)
+    given = {k: x for k, x in zip(numbers, means, strict=True)}
+    new, rules[due] = setup.layout.options.outer.advance(
+        masked(anchors, numbers),
+        [given.get(k, x.new_empty(0)) for k, x in enumerate(anchors)],
+        rules[due],
+        outer_pieces(setup, numbers),
+        **options,
     )
     home = None if general else offload.optimizer
-    for k, x in zip(numbers, new, strict=True):
-        anchors[k] = offloaded(home, x, offload)
+    for k in numbers:
+        anchors[k] = offloaded(home, new[k], offload)
     coming[due] = replace(coming[due], flats=())
     after = replace(
         held,
@@ -216,13 +208,6 @@ def _held(state: TrainState) -> Outer:
     return held
 
 
-def _pieces_of(setup: Setup, numbers: range) -> list[Piece]:
-    """The pieces of a fragment's flats, by their place among those."""
-    place = {number: k for k, number in enumerate(numbers)}
-    pieces = pieces_of(setup)
-    return [one._replace(index=place[one.index]) for one in pieces if one.index in place]
-
-
 def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
     return anchor - value.to(anchor.dtype) if counts else torch.zeros_like(anchor)
 
@@ -234,10 +219,10 @@ def _with(state: TrainState, held: Outer) -> TrainState:
     return state.replace(window=replace(state.window, outer=held))
 
 
-def _stepped(state: TrainState, rank: int | None = None) -> list[Tensor]:
+def _stepped(state: TrainState) -> list[Tensor]:
     """What the optimizer steps of the flats that learn, this rank's part: masters or parameters."""
     setup = state.setup
-    rank = setup.axis.rank if rank is None else rank
+    rank = setup.axis.rank
     held, wanted = setup.part(setup.params, rank), setup.part(setup.optimizer_state, rank)
     parts = [part_of(state.params.flats[i], held, wanted) for i in setup.layout.trainable]
     masters = masters_of(state)

@@ -18,6 +18,7 @@ from fzero.errors import LayoutError
 from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
 from fzero.machine.partition import assemble, named_leaves, plan_layout, regrouped, unit_of
+from fzero.machine.subclasses import require_classes
 from fzero.optim import (
     ShardOptimizer,
     as_optimizer,
@@ -32,6 +33,7 @@ from fzero.state.codec import Compress
 from fzero.state.layout import LayoutOptions
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, owners_of
+from fzero.transforms.outer_rule import bound_outer
 from fzero.transforms.state_options import SharedOptions, bucket_at, compressed
 
 COMPARED = "the layout of the parameters"
@@ -60,20 +62,29 @@ def plan_setup(
     with told_everywhere(axis, what=COMPARED):
         autocast = as_autocast(options.autocast)
         named = dict(zip(*named_leaves(params)[:2], strict=True))
+        apart = lies_apart(stage, axis, options.offload)
+        require_classes(named, keeps=owners is not None and not apart)
         require_apart([HeldTensor(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
         chosen = _bound(optimizer, named, parts=parts)
         _require_leafwise_apart(chosen, options)
         owners = owners or {path: owners_of(p) for path, p in named.items()}
+        outer = bound_outer(options.local, named)
         lowered = None if autocast is None else _lowered(autocast, named, owners)
         make = partial(_layout_of, owners, params, trainable=trainable, lowered=lowered)
         sizes = {path: x.numel() for path, x in named.items()}
-        setup = _planned(
-            make, sizes, units, chosen, stage=stage, axis=axis, device=_device(named), given=options
-        )
+        place: Any = {"stage": stage, "axis": axis, "device": _device(named)}
+        setup = _planned(make, sizes, units, (chosen, outer), **place, given=options)
         said = [*facts(setup, autocast), f"local updates: {options.local}"]
+        said += [] if outer is None else outer.describe(setup.layout.leaves)
     assert_same_everywhere(said, axis, what=COMPARED)
     return setup
+
+
+def lies_apart(stage: int, axis: Axis, offload: Offload | None) -> bool:
+    """Whether parameters have no memory between steps, and placeholders stand for them."""
+    alone = axis.shards.runtime is Runtime.LOCAL and getattr(offload, "params", None) is None
+    return stage == 3 and not alone
 
 
 def setup_at(
@@ -108,9 +119,9 @@ def setup_at(
     }
     sizes = {leaf.path: prod(leaf.shape) for leaf in layout.leaves}
     make = partial(regrouped, layout, lowered=lower.get)
-    made = _planned(
-        make, sizes, units.__getitem__, chosen, stage=stage, axis=axis, device=device, given=given
-    )
+    place: Any = {"stage": stage, "axis": axis, "device": device}
+    outer = None if local is None else asked.outer
+    made = _planned(make, sizes, units.__getitem__, (chosen, outer), **place, given=given)
     return replace(made, policy=old.policy)
 
 
@@ -118,14 +129,19 @@ def _planned(
     make: Callable[..., Layout],
     sizes: Mapping[str, int],
     units: Callable[[str], str],
-    chosen: ShardOptimizer,
+    rules: tuple[ShardOptimizer, Any],
     *,
     stage: int,
     axis: Axis,
     device: torch.device,
     given: SharedOptions,
 ) -> Setup:
-    """Return the checked setup of parameters of these sizes, whose leaves `make` groups."""
+    """Return the checked setup of parameters of these sizes, whose leaves `make` groups.
+
+    rules: the optimizer, and of local updates the outer rule: a flat has leaves that are alike to
+    both.
+    """
+    chosen, outer = rules
     small = _small(sizes, given.gathering.persistence_threshold_numel, stage, axis)
     layout = make(
         ranks=axis.shards.size,
@@ -134,13 +150,16 @@ def _planned(
         grouped=_travels(axis, given.offload) and (chosen.by_owners or chosen.elementwise),
         bucket_bytes=_bucket(stage, given),
         unit=_apart(units, small) if small else units,
-        kind=chosen.group_of,
+        kind=chosen.group_of
+        if outer is None
+        else lambda path: (chosen.group_of(path), outer.group_of(path)),
     )
     asked = replace(
         layout.options,
         bucket_bytes=given.bucket_bytes,
         compress=given.compress,
         units=tuple(units(leaf.path) for leaf in layout.leaves),
+        outer=outer,
     )
     setup = Setup(
         stage=stage,

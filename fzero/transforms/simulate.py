@@ -19,10 +19,10 @@ from fzero.errors.check import called_as, is_count, require
 from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
 from fzero.state.stacked import stack_ranks
-from fzero.transforms._written import require_unwritten, returned
 from fzero.transforms.donation import empty
 from fzero.transforms.pipeline import P, R, Step, Transform, init_of_object, transform
 from fzero.transforms.states import is_state
+from fzero.transforms.written import require_unwritten, returned
 
 
 @overload

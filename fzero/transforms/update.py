@@ -17,7 +17,6 @@ from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim import as_one_step
 from fzero.state import Buffers, TrainState, buffers, progress
-from fzero.transforms._written import require_unwritten, returned
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.observe import tell
@@ -27,6 +26,7 @@ from fzero.transforms.prepare import fulls_of, is_general, prepared, scaled
 from fzero.transforms.scaled import after_update, found_inf, unless_overflow, with_value
 from fzero.transforms.states import S, flatten_states
 from fzero.transforms.weights import NOTHING, is_nothing, total_weight
+from fzero.transforms.written import require_unwritten, returned
 
 
 @torch._disable_dynamo

@@ -125,6 +125,10 @@ OPTIONS: dict[str, tuple[Any, dict[str, Any]]] = {
     "residuals": (ADAM, {"compress": fzero.Compress(gradients=INT8)}),
     "factors": (ADAM, {"compress": fzero.Compress(gradients=fzero.codecs.powersgd(rank=1))}),
     "local updates": (ADAM, {"local": fzero.Local(every=2, fragments=2)}),
+    "owners apart": (
+        fzero.optim.shampoo(0.1),
+        {"local": fzero.Local(every=2, outer=fzero.optim.shampoo(0.1, eps=1e-3))},
+    ),
     "late fragments": (ADAM, {"local": fzero.Local(every=4, fragments=2, delay=3)}),
     "offloaded": (ADAM, {"offload": fzero.Offload(optimizer="disk", folder=tempfile.gettempdir())}),
     "small units": (ADAM, {"persistence_threshold_numel": 16}),

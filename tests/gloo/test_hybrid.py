@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import fzero
 from fzero.adapter import Engine, gathered, sharded_init
+from fzero.checkpoint import load, save
 from fzero.errors import PeerFailedError
 from fzero.ranks.mesh import axis_of
 from fzero.state import OptimizerOver
@@ -22,6 +26,7 @@ from tests.failing import fails_in_backward
 from tests.gpu import training as t
 from tests.gpu.training import Task
 from tests.ranks import run_ranks
+from tests.transforms import test_local_matrix as matrix
 
 pytestmark = pytest.mark.xdist_group("gloo")
 
@@ -246,3 +251,35 @@ def refused_body(rank: int, world_size: int) -> None:
 
 def test_meshes_that_do_not_fit_are_refused_on_every_rank() -> None:
     run_ranks(refused_body, 4)
+
+
+@on_ranks(4)
+def test_replicas_that_train_apart_have_owners_of_their_own(rank: int, world_size: int) -> None:
+    """Of the inner rule and of the outer one; saved, and resumed with the same bits."""
+    (ours, inner), (outer, plain_outer) = matrix.CASES["both soap"]
+    batches = matrix.data(4)
+    local = fzero.Local(every=matrix.EVERY, outer=outer)
+
+    def trained(some: Tensor, before: Any = None, keep: Any = None) -> dict[str, Tensor]:
+        engine = Engine(matrix.model(), ours(), stage=2, mesh=two_by_two(), local=local)
+        if before is not None:
+            load(before, engine)
+        for batch in some[:, rank]:
+            engine.backward(matrix.error(engine, batch))
+            engine.step()
+        if keep is not None:
+            save(keep, engine)
+        return fzero.full_params(engine.state)
+
+    names: list[Any] = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(names)
+    whole = trained(batches)
+    trained(batches[:3], keep=names[0])
+    after = trained(batches[3:], before=names[0])
+    plain = matrix.plainly("2x2", batches, inner, outer=plain_outer)
+    for (path, x), wanted in zip(whole.items(), plain.anchors, strict=True):
+        torch.testing.assert_close(x, wanted.detach(), rtol=1e-7, atol=1e-9)
+        assert torch.equal(after[path], x)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(names[0])

@@ -147,3 +147,22 @@ def test_no_hook_of_all_optimizers_sees_a_trial() -> None:
     finally:
         handle.remove()
     assert not seen
+
+
+def test_a_wrapped_step_goes_with_a_loss_scale_that_the_kernel_divides_by() -> None:
+    seen: list[list[float]] = []
+    for scale in (None, 4.0):
+        params = parameters()
+        instance = torch.optim.SGD(list(params.values()), lr=0.05)
+        torch.optim.lr_scheduler.StepLR(instance, 1)
+
+        def step_fn(state: Any, x: Tensor, scale: Any = scale) -> Any:
+            def grad(state: Any) -> Any:
+                return fzero.apply_gradients(fzero.grad_and_reduce(linear_loss, state)(x)[0]), None
+
+            return (grad if scale is None else fzero.scale_loss(grad, scale))(state)
+
+        state: Any = fzero.shard(step_fn, stage=0).init(params, from_torch(instance))
+        state, _ = step_fn(state, XS[0, 0])
+        seen.append([float(p.sum()) for p in fzero.full_params(state).values()])
+    assert seen[0] == seen[1]

@@ -17,9 +17,11 @@ from fzero.checkpoint import load, save
 from fzero.errors import LayoutError
 from fzero.optim import from_torch, partition
 from fzero.optim._factored import Shampoo
+from fzero.optim._newton_schulz import COEFFICIENTS, orthogonalized
 from fzero.optim._soap import Soap
+from fzero.transforms.outer import DEFAULT_OUTER
 from tests.covering import covered
-from tests.local_oracle import Replicas
+from tests.local_oracle import Replicas, sgd_of_diloco
 from tests.optim.torch_cases import NOT_ELEMENTWISE
 
 ROWS, EVERY, STEPS = 4, 2, 5
@@ -66,9 +68,26 @@ class Several:
 def by_dims(matrices: Any, others: Any) -> Callable[[list[Any]], Any]:
     def made(params: list[Any]) -> Any:
         some = [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
-        return Several(matrices(some[0]), others(some[1]))
+        pairs = zip((matrices, others), some, strict=True)
+        return Several(*(make(own) for make, own in pairs if own))
 
     return made
+
+
+class Orthogonal(torch.optim.Optimizer):
+    """Muon in fp64: what `fzero.optim.muon` computes, line by line."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            b = self.state[p].setdefault("b", torch.zeros_like(p)).lerp_(p.grad, 1 - 0.95)
+            u = p.grad.lerp(b, 0.95)
+            x = orthogonalized([u], coefficients=COEFFICIENTS, steps=5)[0]
+            rows, columns = p.shape
+            p.mul_(1 - 0.1 * 0.1).sub_(0.1 * max(1, rows / columns) ** 0.5 * x)
 
 
 def parted(matrices: Any, others: Any) -> Any:
@@ -144,24 +163,58 @@ def require_equal(state: Any, plain: Replicas, mesh: str) -> None:
             close(one[rank], wanted.detach())
 
 
-@covered(name=[*RULES], mesh=[*MESHES], stage=[0, 1, 2, 3])
+ADAMW: tuple[Any, Any] = (lambda: fzero.optim.adamw(0.01), partial(torch.optim.AdamW, lr=0.01))
+SGD: tuple[Any, Any] = (DEFAULT_OUTER, sgd_of_diloco)
+OUTER: dict[str, tuple[Any, Any]] = {
+    "outer muon": (
+        parted(fzero.optim.muon(0.1, weight_decay=0.1, dtype=torch.float64), fzero.optim.sgd(0.5)),
+        by_dims(partial(Orthogonal, lr=0.1), partial(torch.optim.SGD, lr=0.5)),
+    ),
+    "outer torch's muon": (
+        parted(from_torch(muon), fzero.optim.adamw(0.01)),
+        by_dims(muon, partial(torch.optim.AdamW, lr=0.01)),
+    ),
+    "outer adafactor": (from_torch(adafactor, needs="matrix"), adafactor),
+    "outer soap": (fzero.optim.soap(0.02, **SOAP), partial(Soap, lr=0.02, **SOAP)),
+    "outer adam of torch": (from_torch(ADAMW[1]), ADAMW[1]),
+}
+CASES = {name: (rule, SGD) for name, rule in RULES.items()}
+CASES |= {name: (ADAMW, rule) for name, rule in OUTER.items()}
+CASES["both soap"] = (RULES["soap"], OUTER["outer soap"])
+
+
+SOME = ["muon", "soap", "outer muon", "outer adafactor"]
+
+
+@covered(name=SOME, mesh=["2x2", "4x1", "1x4"], stage=[0, 1, 2, 3])
 def test_a_matrix_rule_trains_replicas_as_plain_models(
     name: str, mesh: str, stage: int, tmp_path: Path
 ) -> None:
+    require_plain(name, mesh, stage, tmp_path)
+
+
+@pytest.mark.slow
+@covered(name=[x for x in CASES if x not in SOME], mesh=[*MESHES], stage=[0, 1, 2, 3])
+def test_any_matrix_rule_does(name: str, mesh: str, stage: int, tmp_path: Path) -> None:
+    require_plain(name, mesh, stage, tmp_path)
+
+
+def require_plain(name: str, mesh: str, stage: int, folder: Path) -> None:
     """Also saved between two meetings, and resumed, on as many replicas: bit for bit."""
-    ours, inner = RULES[name]
-    fragments, donate = 1 + stage % 2, stage > 1
+    (ours, inner), (outer, plain_outer) = CASES[name]
+    fragments, late = 1 + stage % 2, int(stage == 2)
     replicas, shards = ranks_of(mesh)
     batches = data(replicas * shards)
-    step = step_of(mesh, stage, donate=donate, fragments=fragments)
+    options: dict[str, Any] = {"delay": late, "mixing": late / 2}
+    step = step_of(mesh, stage, donate=stage > 1, fragments=fragments, outer=outer, **options)
     first = {name: p.detach() for name, p in model().named_parameters()}
     start = step.init(first, ours())
-    plain = plainly(mesh, batches, inner, fragments=parts_of(start))
+    plain = plainly(mesh, batches, inner, outer=plain_outer, fragments=parts_of(start), **options)
     whole = trained(step, start, batches)
     require_equal(whole, plain, mesh)
 
-    save(tmp_path, trained(step, step.init(first, ours()), batches[:3]))
-    after = trained(step, load(tmp_path, step.init(first, ours())), batches[3:])
+    save(folder, trained(step, step.init(first, ours()), batches[:3]))
+    after = trained(step, load(folder, step.init(first, ours())), batches[3:])
     for one, other in zip(both_of(whole, mesh), both_of(after, mesh), strict=True):
         assert torch.equal(one, other)
 
@@ -244,7 +297,12 @@ def test_what_a_rule_needs_is_asked_and_not_what_it_is() -> None:
     clipped: Any = from_torch(NOT_ELEMENTWISE["clipped"][0])
     with pytest.raises(LayoutError, match="needs all parameters at once"):
         step_of("2", 0).init(first, clipped)
-    split = parted(fzero.optim.muon(0.1), fzero.optim.sgd(0.1))
-    for outer in (fzero.optim.muon(0.1), fzero.optim.soap(0.1), split):
-        with pytest.raises(LayoutError, match="local: outer"):
+    for outer, seen in (
+        (clipped, "needs all parameters at once"),
+        (fzero.optim.muon(0.1), "is no matrix"),  # it has vectors, too
+        (fzero.optim.no_optimizer(), "local: outer"),
+        ((lambda p: (), lambda g, s: (g, s)), "local: outer"),
+        (torch.optim.SGD, "local: outer"),
+    ):
+        with pytest.raises(LayoutError, match=seen):
             step_of("2x2", 2, outer=outer).init(first, fzero.optim.sgd(0.1))

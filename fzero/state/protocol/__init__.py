@@ -21,6 +21,7 @@ from fzero.state._replaced import replaced
 from fzero.state.effects import Effect, Free, Gather, Post, Reduce, TakePart, Wait
 from fzero.state.protocol import _pass, _plan, _rounds
 from fzero.state.protocol import _tasks as tasks
+from fzero.state.protocol._plan import SYNC as SYNC
 from fzero.state.protocol.events import Adopt as Adopt
 from fzero.state.protocol.events import Announcement as Announcement
 from fzero.state.protocol.events import Answer as Answer

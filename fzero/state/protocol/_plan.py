@@ -17,7 +17,7 @@ from fzero.state.rounds import What
 LIVE = 2
 """Units gathered at once while a rank asks: the one in use, and the one before it."""
 
-SYNC = "a collective in a loss"
+SYNC = "a collective of the user's (psum, all_gather, ...)"
 
 
 def use(p: Protocol, e: Use) -> Next:
@@ -148,7 +148,7 @@ def sync_point(p: Protocol, e: SyncPoint) -> Next:
     """
     if not p.models[e.model].units.gathers:
         return p, ()
-    return p.then(tasks.Learn(e.model), tasks.Arrive(e.model)), ()
+    return p.then(tasks.Learn(e.model), tasks.Arrive(e.model, e.values)), ()
 
 
 def arrive(p: Protocol, t: tasks.Arrive) -> Next:
@@ -162,7 +162,7 @@ def arrive(p: Protocol, t: tasks.Arrive) -> Next:
         tasks.Walk(t.model),
         tasks.ReduceDue(t.model),
         tasks.EndOthers(t.model),
-        Call(SYNC),
+        Call(SYNC, t.values),
         tasks.Depart(t.model, had_plan),
     ), ()
 

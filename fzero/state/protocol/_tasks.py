@@ -114,9 +114,10 @@ class AskLeft:
 
 @dataclass(frozen=True, slots=True)
 class Arrive:
-    """Be at a sync point, and wait there for the other ranks."""
+    """Be at a sync point, and wait there for the other ranks, which hear this one's `values`."""
 
     model: int
+    values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

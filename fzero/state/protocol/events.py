@@ -97,9 +97,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class SyncPoint:
-    """A collective of the user's begins, in the middle of a pass of a model."""
+    """A collective of the user's begins, in the middle of a pass of a model.
+
+    values: as of a `Call`: what the ranks compare of it.
+    """
 
     model: int
+    values: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

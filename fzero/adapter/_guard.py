@@ -83,10 +83,12 @@ class Guard:
 
         What was added would not be stepped, and what was taken out would.
         """
-        if _members(self.optimizer) != self._members:
+        now = _members(self.optimizer)
+        if now != self._members:
+            before = [len(some) for some in self._members]
             raise PhaseError(
-                "the param groups of the engine's optimizer have other parameters now than when "
-                "the engine was made.",
+                f"the engine's optimizer has {len(now)} param groups, of {[*map(len, now)]} "
+                f"parameters, and had {len(before)}, of {before}, when the engine was made.",
                 cause="a new head by add_param_group(), or a parameter that was appended to a "
                 "group or taken out of one.",
                 fix="engine.close(), then the head, add_param_group(), and a new Engine of both, "

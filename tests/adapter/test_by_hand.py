@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch.distributed._functional_collectives import all_reduce_inplace
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fzero
@@ -84,6 +85,8 @@ HABITS: tuple[Callable[[Tensors], Any], ...] = (
     coalesced,
     lambda xs: dist.group.WORLD and dist.group.WORLD.allreduce([xs[0].data]).wait(),
     lambda xs: dist.all_to_all_single(xs[0].data, xs[0].detach().clone()),
+    lambda xs: dist.irecv(xs[0].data, 0),
+    lambda xs: all_reduce_inplace(xs[0].data, "sum", dist.group.WORLD),
     lambda xs: torch._foreach_add_([x.data for x in xs], 1.0),
     lambda xs: torch._foreach_copy_([x.data for x in xs], [torch.zeros_like(x) for x in xs]),
     lambda xs: vector_to_parameters(torch.zeros(10**3, dtype=xs[0].dtype), xs),

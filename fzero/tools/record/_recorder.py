@@ -30,6 +30,7 @@ from fzero.tools.record._alike import error_of, unequal_ranks
 from fzero.tools.record._digest import Digest, Places, digests_of, places, places_of, words
 from fzero.tools.record._recording import Recording
 from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
+from fzero.transforms._written import bits_are_compared
 
 WhereParted = Literal["raise", "warn"]
 
@@ -71,7 +72,8 @@ class Recorder:
         held = held_by("record", thing, apart=True)
         self._begin(held, thing, (args, kwargs))
         try:
-            result = self._fn(thing, *args, **kwargs)
+            with bits_are_compared():
+                result = self._fn(thing, *args, **kwargs)
         except BaseException:
             self._calls.pop()
             raise

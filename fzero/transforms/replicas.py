@@ -10,6 +10,7 @@ from fzero.errors import MismatchError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import digest, unpack
 from fzero.state import Placement, TrainState
+from fzero.transforms.written import bits_are_compared
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.states import flatten_states
@@ -49,7 +50,8 @@ def check_replicas(state: Any) -> None:
     """
     states, _ = flatten_states("check_replicas", state)
     for one in states:
-        check_alive(one)
+        with bits_are_compared():
+            check_alive(one)
     agree("check_replicas", states)
     for one in states:
         performer = performer_of(one.setup.axis)

@@ -148,3 +148,23 @@ def test_a_state_that_was_loaded_or_moved_is_watched(tmp_path: Any) -> None:
         made.params.flats[0].zero_()
         with pytest.raises(PhaseError, match="was written in place"):
             STEP(made, torch.ones(4))
+
+
+def test_who_looks_for_changed_bits_is_not_stopped() -> None:
+    """A fault is planted by a write: the recorder finds it, and `check_replicas`."""
+    step = fzero.simulate(fzero.shard(STEP, stage=0), world_size=2)
+    run, x = fzero.record(step, every=1, parted="warn"), torch.ones(2, 4)
+    state, _ = run(run.init(PARAMS, RULE), x)
+    state.params.flats[0][1].view(torch.int32)[1] ^= 1 << 20
+    with pytest.warns(UserWarning, match="rank 1 wrong first"):
+        run(state, x)
+    with pytest.raises(PhaseError, match="was written in place"):
+        step(state, x)
+
+    def body(rank: Tensor) -> Any:
+        state = fzero.init(PARAMS, RULE, stage=0)
+        state.params.flats[0].add_(rank)
+        return fzero.check_replicas(state)
+
+    with pytest.raises(fzero.FzeroError, match="other values|differ"):
+        fzero.simulate(body, world_size=2)(torch.arange(2.0))

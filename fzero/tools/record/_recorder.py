@@ -37,6 +37,7 @@ from fzero.tools.record._records import (
     Snapshot,
     form_of,
 )
+from fzero.transforms.written import bits_are_compared
 
 WhereParted = Literal["raise", "warn"]
 
@@ -78,7 +79,8 @@ class Recorder:
         held = held_by("record", thing, apart=True)
         self._begin(held, thing, (args, kwargs))
         try:
-            result = self._fn(thing, *args, **kwargs)
+            with bits_are_compared():
+                result = self._fn(thing, *args, **kwargs)
         except BaseException:
             self._calls.pop()
             raise

@@ -10,21 +10,48 @@ backend (inductor as well) works on ordinary tensors.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
 
+T = TypeVar("T")
+
 DISABLED_FRAMES = 2
 """Frames of torch's between a caller and a function that is `torch._disable_dynamo`."""
 
+MADE_FRAMES = DISABLED_FRAMES + 1
+"""The same for a function of `without_dynamo`."""
+
 _numbers = itertools.count()
 _reads: weakref.WeakValueDictionary[int, CompiledRead] = weakref.WeakValueDictionary()
+
+
+def without_dynamo(fn: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that calls `fn` as it is under torch.compile, too.
+
+    For functions that are made in each call: `torch._disable_dynamo` ties what it wraps into a
+    cycle, which keeps all that it closes over, states with their gradients, until the garbage
+    collector comes by.
+
+    Example:
+        >>> without_dynamo(lambda x: x + 1)(1)
+        2
+    """
+    made = functools.partial(_run, fn)
+    functools.update_wrapper(made, fn)
+    return made
+
+
+@torch._disable_dynamo
+def _run(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    return fn(*args, **kwargs)
 
 
 class CompiledRead:

@@ -15,6 +15,7 @@ from fzero.context.ambient import computed_in
 from fzero.context.modes import for_training, needs_func
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
+from fzero.machine.compiled import without_dynamo
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
@@ -82,7 +83,7 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
         check_alive(one)
     known: dict[int, Schedule] = {}  # what calls of this function have recorded
 
-    @torch._disable_dynamo
+    @without_dynamo
     @functools.wraps(fn, updated=())
     def evaluated(*args: Any, **kwargs: Any) -> Any:
         def call(params: list[Any]) -> Any:

@@ -17,7 +17,7 @@ from fzero.context.ambient import computed_in
 from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
-from fzero.machine.compiled import DISABLED_FRAMES
+from fzero.machine.compiled import MADE_FRAMES, without_dynamo
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
@@ -116,7 +116,7 @@ def grad_and_reduce(
     if weight is not None:
         require_weight("grad_and_reduce", weight)
 
-    @torch._disable_dynamo
+    @without_dynamo
     @functools.wraps(fn, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
         def loss_of(params: list[Any]) -> Any:
@@ -192,9 +192,9 @@ def _by_autograd(
             with backward_of(loss):
                 torch.autograd.backward(loss, None if scale is None else scale.to(loss))
             if learning and not any(one.reducer.received for one in passes):
-                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4 + DISABLED_FRAMES)
+                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4 + MADE_FRAMES)
         elif learning:
-            warnings.warn(_DETACHED, UserWarning, stacklevel=4 + DISABLED_FRAMES)
+            warnings.warn(_DETACHED, UserWarning, stacklevel=4 + MADE_FRAMES)
         else:  # a leaf outside of the states that requires grad would have made the loss require it
             raise learns_nothing("grad_and_reduce")
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)

@@ -25,7 +25,7 @@ from fzero.tools.plan._record import Plan, Traffic
 from fzero.tools.plan._subject import PlannedStep
 from fzero.tools.plan._time import Rates, time_of
 from fzero.tools.plan._values import ASKED_OF_FAKE, NoValues
-from fzero.tools.plan._watch import MemoryWatch
+from fzero.tools.plan._watch import REST, MemoryWatch
 from fzero.tools.trace.program import reads_values
 from fzero.tools.trace.recurrent import unfused_recurrence
 from fzero.transforms.states import flatten_states
@@ -54,11 +54,14 @@ def plan_step(
             fake = optree.tree_leaves(subject.params, namespace=NAMESPACE)[0]
             with nullcontext() if isinstance(fake, FakeTensor) else AsOn(device):
                 with NoValues():
-                    state, _ = subject.step(state, *subject.args)
+                    state, aux = subject.step(state, *subject.args)
+                watch.mark(
+                    REST, (state, aux)
+                )  # counters; a loss is held to the end of the next step
                 watch.mark("batch", subject.args)
                 _mark(watch, state)
                 with count_collectives() as log, watch:
-                    state, _ = subject.step(state, *subject.args)
+                    state, aux = subject.step(state, *subject.args)
     except ASKED_OF_FAKE as error:
         raise reads_values("planned", error) from error
     except FzeroError:

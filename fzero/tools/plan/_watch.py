@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,8 @@ class MemoryWatch(TorchDispatchMode):
         """Track nothing yet; `device` is the device type that meta tensors imitate."""
         super().__init__()
         self._here = (None, "cpu") if device == "cpu" else (None,)  # homes that are on the device
+        # Counters have values in a plan, too. On a GPU they are on the host, or a few bytes.
+        self._sees: Callable[[Tensor], bool] = _any if device == "cpu" else has_no_values
         self._refs: dict[int, Any] = {}
         self._tape: list[tuple[Memory, int]] = []  # (storage, + or - its bytes), in order
         self._live = self._peak = self._peak_at = 0
@@ -64,7 +66,7 @@ class MemoryWatch(TorchDispatchMode):
     def mark(self, kind: str, tree: Any) -> None:
         """Track the tensors of a pytree that exist already, as of this kind."""
         for x in optree.tree_leaves(tree, namespace=NAMESPACE):
-            if isinstance(x, Tensor) and has_no_values(x):
+            if isinstance(x, Tensor) and self._sees(x):
                 self._memory(x.untyped_storage(), kind).rename(kind)
 
     def __torch_dispatch__(
@@ -88,7 +90,7 @@ class MemoryWatch(TorchDispatchMode):
         return out
 
     def _follow(self, func: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        fresh = [x.untyped_storage() for x in outputs if has_no_values(x)]
+        fresh = [x.untyped_storage() for x in outputs if self._sees(x)]
         fresh = [storage for storage in fresh if not hasattr(storage, "memory")]
         if not fresh:
             return
@@ -120,6 +122,10 @@ class MemoryWatch(TorchDispatchMode):
         self._live += nbytes
         if self._live > self._peak:
             self._peak, self._peak_at = self._live, len(self._tape)
+
+
+def _any(_: Tensor) -> bool:
+    return True
 
 
 def rename(kind: str, tree: Any) -> None:

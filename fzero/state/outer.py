@@ -19,8 +19,8 @@ class Local:
 
     Attributes:
         every: updates of a replica between two outer updates, at least 1.
-        outer: the rule of the outer update, from `fzero.optim`; None: SGD with rate 0.7 and
-            Nesterov momentum 0.9.
+        outer: the rule of the outer update, from `fzero.optim`, which may need a matrix; None: SGD
+            with rate 0.7 and Nesterov momentum 0.9.
         fragments: in how many parts the parameters meet, each at another update; at most `every`.
         delay: updates of a replica from the exchange of a fragment to its outer update, fewer than
             `every`.
@@ -81,7 +81,8 @@ class Outer:
     """
 
     anchors: Buffers
-    optimizers: tuple[Any, ...]  # of each fragment: the record of the rule of the outer update
+    # Of each fragment: the record of the rule of the outer update, empty for other flats.
+    optimizers: tuple[Any, ...]
     weight: Tensor  # [fragments] fp32
     coming: tuple[Buffers, ...] = ()
     updates: int = static(default=0)  # of the replica, of the `every` of a round

@@ -79,8 +79,9 @@ def local(
     Args:
         fn: the step; `step.init` makes states with local updates.
         every: updates of each replica from one outer update to the next, 1 or more.
-        outer: the rule of the outer update, of `fzero.optim`; default SGD with a rate of 0.7 and
-            Nesterov momentum 0.9.
+        outer: the rule of the outer update, of `fzero.optim`, also `from_torch(...)` and
+            `partition(...)`; default SGD with a rate of 0.7 and Nesterov momentum 0.9. It may need
+            a matrix, as the inner one may: the ranks of each replica that own it update it.
         fragments: in how many parts the parameters meet, 1 to `every`.
         delay: updates from the exchange of a fragment to its outer update, 0 to `every` - 1.
         mixing: the share of its own parameters that a replica keeps in it, 0 to below 1. With 0
@@ -90,8 +91,9 @@ def local(
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
-        LayoutError: for another `every`, rule, number of fragments, delay or mixing; around
-            `shard`, `simulate` or another `local`; in `init`, for `optimizer_over="all"`.
+        LayoutError: for another `every`, number of fragments, delay or mixing; around `shard`,
+            `simulate` or another `local`; in `init`, for `optimizer_over="all"`, for what is no
+            rule, and for one that needs all parameters at once.
         PhaseError: in a call, for a state that was made without local updates, or with others.
         MismatchError: in an outer update, on every rank, if a replica makes another call.
 

@@ -7,7 +7,8 @@
                         values := mixing values + (1 - mixing) anchors, on every replica
 
 All of it is on the parts of a rank, as the optimizer has them: what crosses replicas is one sum of
-those. The state's own axis has the ranks of one replica, so all else knows of no other.
+those. A rule that needs whole matrices has owners in each replica. The state's own axis has the
+ranks of one replica, so all else knows of no other.
 """
 
 from __future__ import annotations

@@ -115,7 +115,8 @@ def tables() -> str:
             "Whole, by owners: [each parameter is updated by one rank]"
             "(transforms/shard.md#optimizers-that-need-whole-matrices). Refused there, and for "
             "`fzero.optim.muon`: an update that is differentiated or traced (an exchange by owners "
-            "has no derivative); of what owners keep, `fzero.diff` (it steps single ranks) and "
+            "has no derivative), also as the outer rule of `fzero.local`; of what owners keep, "
+            "`fzero.diff` (it steps single ranks) and "
             "`save_universal` (DeepSpeed's layout cuts every state as the parameter). The last "
             "column: parameters that are complex, by their real views.",
             _optimizers(),

@@ -14,6 +14,7 @@ from fzero.tools._columns import columns
 from fzero.tools._units import in_bytes, in_seconds
 from fzero.tools.plan._ranks import RankShare, shares_of
 from fzero.tools.plan._time import Time
+from fzero.transforms.outer_rule import as_inner
 
 Row = tuple[str, ...]
 _BAR = 24  # characters of a share of 100 %
@@ -158,13 +159,15 @@ def _padding(plan: Plan) -> dict[str, int]:
 def _notes(plan: Plan) -> list[str]:
     """Return the notes below the tables."""
     found = _padding(plan)
-    owned = any(owners_of(setup) is not None for setup in plan.setups)
+    outer = [as_inner(setup) for setup in plan.setups if setup.layout.options.outer is not None]
+    ruled = [setup for setup in (*plan.setups, *outer) if owners_of(setup) is not None]
+    owned = bool(ruled)
     notes = [
         f"Each of {found['ranks']:,} ranks holds as many bytes"
         + (", but for what it keeps, and sends, of the parameters that it owns." if owned else "."),
         f"At most {found['most_padding']:,} of the elements that one updates are padding.",
     ]
-    notes += [_of_owners(setup) for setup in plan.setups if owners_of(setup) is not None]
+    notes += map(_of_owners, ruled)
     empty = found["ranks_that_update_nothing"]
     if empty == found["ranks"]:
         notes.append("Nothing is updated: no parameter learns.")
@@ -188,7 +191,8 @@ def _of_owners(setup: Setup) -> str:
     loads = [] if owners is None else owners.loads()
     costs, kept = zip(*loads, strict=True)
     computes = max(costs) * len(loads) / max(sum(costs), 1)
-    text = f"Of {len(loads):,} owners, one computes at most {computes:.2f} times the mean"
+    rule = " of the outer rule" if setup.optimizer is setup.layout.options.outer else ""
+    text = f"Of {len(loads):,} owners{rule}, one computes at most {computes:.2f} times the mean"
     if not sum(kept):
         return f"{text}; they keep nothing whole."
     return f"{text}, and one keeps at most {max(kept) * len(loads) / sum(kept):.2f} times it."

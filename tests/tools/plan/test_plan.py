@@ -252,6 +252,26 @@ def test_matrices_with_owners_are_kept_evenly(world: int) -> None:
     assert "but for what it keeps, and sends, of the parameters that it owns" in repr(planned)
 
 
+def test_a_plan_says_what_owners_compute_and_what_they_keep() -> None:
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p, x: (p["a"] @ x).sum() + p["b"].sum(), state)(x)
+        return fzero.apply_gradients(state), None
+
+    params, x = {"a": torch.ones(8, 8), "b": torch.ones(8, 8)}, torch.ones(8)
+    keeping = fzero.optim.from_torch(torch.optim.SGD, needs="matrix")
+    momentum = fzero.optim.from_torch(
+        lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9), needs="matrix"
+    )
+    local = fzero.local(step_fn, every=1, outer=fzero.optim.muon(0.1))
+    mesh: Any = {"mesh": (1, 2)}
+    for step, rule, said in (
+        (fzero.shard(step_fn, stage=2), momentum, "1.00 times the mean, and one keeps at most 1."),
+        (fzero.shard(step_fn, stage=2), keeping, "1.00 times the mean; they keep nothing whole."),
+        (fzero.shard(local, stage=2, **mesh), fzero.optim.sgd(0.1), "2 owners of the outer rule"),
+    ):
+        assert said in repr(fzero.plan.of_step(step, params, rule, x, world=2))
+
+
 def test_seventy_billion_parameters_on_1024_ranks() -> None:
     """In bf16 with fp32 masters, recomputing each block: some ten seconds of one core."""
     with torch.device("meta"):

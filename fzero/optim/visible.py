@@ -114,7 +114,8 @@ def _wrapped(bound: Bound, update: Update[T]) -> T:
     handles = [instance.register_step_pre_hook(last), instance.register_step_post_hook(first)]
     vars(instance)[HOOKS[1]].move_to_end(handles[1].id, last=False)
     try:
-        instance.step()
+        # A compiled step would compile the update of all ranks: it runs as it was before.
+        getattr(instance.step, "_torchdynamo_orig_callable", instance.step)()
     finally:
         first()
         for handle in handles:

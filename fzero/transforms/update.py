@@ -118,7 +118,7 @@ def update(
             end(new)
         return new, norm
 
-    if decided.kept:
+    if decided.kept or decided.general:  # the latter torch.optim refuses
         return all_of_it()
     shown = decided.found if decided.skips else None
     return as_one_step(state.setup.optimizer.of_torch, all_of_it, found_inf=shown)

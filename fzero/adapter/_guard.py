@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fzero.adapter._optimizer_state import OptimizerStateOfEngine
 from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
+from fzero.optim.visible import has_pre_hooks
 from fzero.state import Setup, TrainState
 from fzero.transforms.update import update
 
@@ -71,6 +72,11 @@ class Guard:
         finally:
             self._steps = False
             self._show(self._shown)
+
+    @property
+    def has_pre_hooks(self) -> bool:
+        """Whether the user has put anything before a step, which may write to gradients."""
+        return self.optimizer is not None and has_pre_hooks(self.optimizer, but=1)
 
     def forget_norm(self) -> None:
         """The gradients of the last update are of no interest any more."""

@@ -25,6 +25,7 @@ from fzero.context.here import current_ranks, is_abstract
 from fzero.errors import PhaseError
 from fzero.optim._bind import Bound
 from fzero.optim._silent import HOOKS, none_of_all, told
+from fzero.optim._silent import has_pre_hooks as has_pre_hooks
 from fzero.optim._trial import KeptState, begin_state
 
 T = TypeVar("T")

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from fzero.adapter._optimizer_state import OptimizerStateOfEngine
 from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
+from fzero.optim.visible import has_pre_hooks
 from fzero.state import Setup, TrainState
 from fzero.transforms.update import update
 
@@ -95,6 +96,11 @@ class Guard:
                 "which goes on from what the optimizer keeps. To freeze a part, requires_grad_("
                 "False) is enough.",
             )
+
+    @property
+    def has_pre_hooks(self) -> bool:
+        """Whether the user has put anything before a step, which may write to gradients."""
+        return self.optimizer is not None and has_pre_hooks(self.optimizer, but=1)
 
     def forget_norm(self) -> None:
         """The gradients of the last update are of no interest any more."""

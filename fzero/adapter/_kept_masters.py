@@ -7,6 +7,7 @@ written in between goes on from what was written, as between two steps.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,13 +36,9 @@ class KeptMaster:
     def __init__(self, start: int, values: Tensor) -> None:
         self.start, self.stop, self.values = start, start + values.numel(), values
 
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        """Whoever loads the parameter has none."""
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    """Return None: what a pickle has in the place of a part of a master."""
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        """Leave nothing in a file, which torch.load(weights_only=True) then takes."""
+        return OrderedDict, ()
 
 
 def keep(params: ModuleParameters, state: TrainState, index: int) -> None:
@@ -108,7 +105,7 @@ def _taken(params: ModuleParameters, leaves: Sequence[int]) -> dict[int, KeptMas
     for leaf in leaves:
         for p in params.objects(leaf):
             kept: Any = vars(p).pop(_NAME, None)
-            if kept is not None and kept.stop <= params.layout.leaves[leaf].numel:
+            if isinstance(kept, KeptMaster) and kept.stop <= params.layout.leaves[leaf].numel:
                 found[leaf] = kept
     return found
 

@@ -8,7 +8,7 @@ at stage 3      every parameter is a placeholder; this rank has a shard of its g
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import eq, is_
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fzero.collectives import broadcast, performer_of
 from fzero.errors import LayoutError
+from fzero.machine.beside import is_own
 from fzero.machine.packing import unpack, with_own_storage
 from fzero.machine.placeholder import LazyParam
 from fzero.state import Layout, Local, Setup, TrainState
@@ -30,12 +31,12 @@ from fzero.transforms.scaled import with_policy
 class ModuleParameters:
     """The parameter objects of a module, by the leaves of a layout.
 
-    learning: every object that learns, and the leaf that it is. all_objects: every object. Both as
-    they were when `remember` was called.
+    own: paths of buffers that each rank has for itself. learning: every object that learns, and the
+    leaf that it is. all_objects: every object. Both as they were when `remember` was called.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
-        self.module, self.layout = module, layout
+    def __init__(self, module: nn.Module, layout: Layout, own: Collection[str] = ()) -> None:
+        self.module, self.layout, self.own = module, layout, own
         self.paths: dict[int, list[str]] = {}  # leaf -> all paths that it has
         names = dict(module.named_parameters(remove_duplicate=False))
         for path, leaf in zip(names, layout.slots, strict=True):
@@ -198,8 +199,9 @@ def moved(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainS
     All ranks get those of rank 0, group by group. Each parameter has the memory of the new buffers
     then; where they are sharded, none, until a placeholder is in its place.
     """
-    for buffer in params.module.buffers():
-        buffer.copy_(broadcast([buffer], setup.axis, 0)[0])
+    for path, buffer in params.module.named_buffers():
+        if not is_own(path, params.own):
+            buffer.copy_(broadcast([buffer], setup.axis, 0)[0])
 
     def done(index: int, flat: Tensor) -> None:
         if setup.gathers_by_unit:

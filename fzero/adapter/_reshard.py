@@ -24,6 +24,7 @@ from fzero.checkpoint.moving import (
 from fzero.collectives import assert_same_everywhere, broadcast
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
+from fzero.machine.beside import is_own
 from fzero.machine.packing import unpack
 from fzero.machine.subclasses import require_classes
 from fzero.ranks.mesh import MeshLike
@@ -95,9 +96,9 @@ def _share(driver: Driver, where: Between, source: int, *, changes: bool) -> Non
     buffers = buffers_of(driver.module)
     forms = [f"{path} {tuple(x.shape)} {x.dtype}" for path, x in buffers.items()]
     assert_same_everywhere(forms, where.axis, what="the buffers of the module")
-    for buffer in buffers.values():
+    for path, buffer in buffers.items():
         (values,) = broadcast([buffer], where.axis, source)
-        if changes:
+        if changes and not is_own(path, driver.params.own):
             buffer.copy_(values)
     optimizer = driver.guard.optimizer
     options = Ranks(axis=where.axis).tell(options_of(optimizer))
@@ -108,7 +109,8 @@ def _share(driver: Driver, where: Between, source: int, *, changes: bool) -> Non
 def _installed(driver: Driver, state: TrainState) -> Driver:
     """Return the driver of a module whose parameters have their values in a new state."""
     state = state.replace(setup=on_own_group(state.setup))
-    params, setup = ModuleParameters(driver.module, state.setup.layout), state.setup
+    setup = state.setup
+    params = ModuleParameters(driver.module, setup.layout, driver.params.own)
     _let_go(driver)
     with free_to_swap(driver.module):
         for index, flat in enumerate(state.params.flats):

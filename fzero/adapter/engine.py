@@ -26,7 +26,7 @@ from fzero.adapter.driver import Driver
 from fzero.adapter.setup import OLDER, EngineOptions, options_of, planned, scale_of
 from fzero.context.modes import explains_inference
 from fzero.machine.compiled import DISABLED_FRAMES
-from fzero.options import Scale, documents, takes
+from fzero.options import Own, Scale, documents, takes
 from fzero.ranks.mesh import Axis, MeshLike
 from fzero.state import HookState, Local, TrainState, progress
 from fzero.state.codec import Compress
@@ -101,6 +101,7 @@ class Engine(_as_module.NamesOfModule):
         local: Local | None = None,
         compress: Compress | None = None,
         leaf_modules: LeafSpec | None = None,
+        own: Own = (),
         micro_batches: int = 1,
         average_micro_batches: bool = False,
         max_norm: float | None = None,
@@ -115,7 +116,7 @@ class Engine(_as_module.NamesOfModule):
         axis = mesh_for(options.get("mesh"), local)
         setup = planned(module, optimizer, stage, axis, self.options)
         self.module = module
-        params = ModuleParameters(module, setup.layout)
+        params = ModuleParameters(module, setup.layout, self.options.own)
         first = begun_state(params, setup, local, scale_of(loss_scale, setup))
         self._driver = Driver(params, first)
 

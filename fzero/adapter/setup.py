@@ -19,11 +19,12 @@ from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.context.here import current_ranks, is_abstract
 from fzero.context.modes import require_autograd
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.memory import require_own_memory
+from fzero.machine.beside import apart_from, held_beside, lines_of, require_paths
+from fzero.machine.memory import Holder, require_own_memory
 from fzero.machine.partition import unit_of
 from fzero.machine.subclasses import require_classes
 from fzero.optim import NoOptimizer, ShardOptimizer, as_optimizer, from_torch
-from fzero.options import Scale, StateOptions
+from fzero.options import Own, Scale, StateOptions
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Setup
 from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
@@ -63,6 +64,7 @@ class Options(SharedOptions):
 
     updating: Updating
     leaf_modules: LeafSpec | None
+    own: Own = ()
     units: Callable[[str], str] | None = None
 
 
@@ -96,6 +98,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         autocast = as_autocast(options.autocast)
         unit, warning = _units(module, options)
         chosen = _as_optimizer(optimizer, options)
+        beside = _beside(module, axis, options.own)
     _require_own(module, axis)
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)
@@ -107,6 +110,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         options=options,
         units=unit,
         owners=owners_in(module),
+        beside=beside,
     )
     assert_same_everywhere([_compared(options)], axis, what="the engine's options")
     updating = options.updating
@@ -219,6 +223,15 @@ def _units(module: nn.Module, options: Options) -> tuple[Callable[[str], str], s
         return inside[0] or "(root)" if inside else others(path)
 
     return unit, "\n".join(found.warnings)
+
+
+def _beside(module: nn.Module, axis: Axis, own: Any) -> list[str]:
+    """Return what ranks compare of the tensors that are no parameters; buffers become rank 0's."""
+    held = held_beside(module)
+    paths = require_paths(own, held)
+    if axis.runtime is Runtime.LOCAL or is_abstract():
+        return []
+    return lines_of(apart_from(held, module), paths, unread={Holder.BUFFER})
 
 
 def _as_optimizer(optimizer: Any, options: Options) -> Any:

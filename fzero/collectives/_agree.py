@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -15,8 +15,13 @@ from fzero.collectives._performers import SETUP_OR_CHECKPOINT, performer_of
 from fzero.errors import AxisError, MismatchError
 from fzero.ranks.mesh import Axis, Runtime
 
+Explains = Callable[[int, str, str], MismatchError | None]
+"""(rank, the first line of rank 0 that differs, its own) -> an error that says more; None."""
 
-def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> None:
+
+def assert_same_everywhere(
+    lines: Sequence[str], axis: Axis, *, what: str, explains: Explains | None = None
+) -> None:
     """Raise `AxisError` on every rank, naming the first rank and line that differ.
 
     One round with digests; the lines themselves travel only when the digests differ.
@@ -29,12 +34,16 @@ def assert_same_everywhere(lines: Sequence[str], axis: Axis, *, what: str) -> No
     number = int.from_bytes(digest[:7], "big")
     if len(performer.call(SETUP_OR_CHECKPOINT, number)) == 1:
         return
-    raise disagreement(performer.tell(list(lines)), what=what)
+    raise disagreement(performer.tell(list(lines)), what=what, explains=explains)
 
 
-def disagreement(everyone: Sequence[Sequence[str]], *, what: str) -> MismatchError:
+def disagreement(
+    everyone: Sequence[Sequence[str]], *, what: str, explains: Explains | None = None
+) -> MismatchError:
     """Return the error that names the first rank and line that differ, of the lines of each."""
     rank, _, mine, theirs = first_difference(everyone)
+    if explains is not None and (said := explains(rank, mine, theirs)) is not None:
+        return said
     return MismatchError(
         f"the ranks disagree about {what}: rank 0 has {mine}, rank {rank} has {theirs}.",
         cause="the model, an option or a branch of the step depends on what differs by rank.",

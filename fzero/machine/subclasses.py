@@ -61,7 +61,7 @@ def require_classes(named: Mapping[str, Tensor], *, keeps: bool) -> None:
     for path, x in named.items():
         if isinstance(x, _PLAIN) or is_dtensor(x):  # the latter is refused as what it is
             continue
-        if _is_made_of_others(x):
+        if is_made_of_others(x):
             raise LayoutError(
                 f"{path} is a {type(x).__name__}, a tensor that is made of others.",
                 cause="quantized weights (torchao), or another subclass with a "
@@ -83,6 +83,7 @@ def require_classes(named: Mapping[str, Tensor], *, keeps: bool) -> None:
             )
 
 
-def _is_made_of_others(x: Tensor) -> bool:
+def is_made_of_others(x: Tensor) -> bool:
+    """Whether a tensor has no memory of its own, and says by `__torch_dispatch__` what it does."""
     kinds: list[Any] = [type(x), Tensor]
     return len({kind.__torch_dispatch__ for kind in kinds}) > 1

@@ -32,7 +32,6 @@ from fzero.optim._precision import Precision as Precision
 from fzero.optim._precision import require_precision as require_precision
 from fzero.optim._torch import TorchOptimizer as TorchOptimizer
 from fzero.optim._torch_state import TorchState as TorchState
-from fzero.optim._visible import as_one_step as as_one_step
 from fzero.optim.masters import unscaled as unscaled
 from fzero.optim.none import NoOptimizer as NoOptimizer
 from fzero.optim.none import no_optimizer as no_optimizer

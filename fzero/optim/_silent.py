@@ -24,6 +24,12 @@ def rule_step(instance: Optimizer) -> None:
         type(instance).step(instance)
 
 
+def has_pre_hooks(instance: Optimizer, but: int = 0) -> bool:
+    """Whether anything of a user's runs before a step; `but` so many hooks of the optimizer."""
+    own = vars(instance).get(HOOKS[0], ())
+    return len(own) > but or "step" in vars(instance) or bool(_OF_ALL[0])
+
+
 @contextmanager
 def silent(instance: Optimizer) -> Iterator[None]:
     """Run no step hook in this block: not of this optimizer, nor those of all optimizers.

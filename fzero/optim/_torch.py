@@ -28,8 +28,8 @@ from fzero.optim._torch_state import TorchState, new_state
 from fzero.optim._torch_update import updated
 from fzero.optim._trial import as_kept
 from fzero.optim._usable import name_of
-from fzero.optim._visible import bound_here
 from fzero.optim.masters import Place, stay, work_tensors
+from fzero.optim.visible import bound_here
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
 

@@ -16,6 +16,7 @@ from fzero.options._takes import taken_by as taken_by
 from fzero.options._takes import takes as takes
 from fzero.options._typed import Initializer as Initializer
 from fzero.options._typed import InitOptions as InitOptions
+from fzero.options._typed import Own as Own
 from fzero.options._typed import Scale as Scale
 from fzero.options._typed import Stages as Stages
 from fzero.options._typed import StateOptions as StateOptions

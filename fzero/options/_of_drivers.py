@@ -7,7 +7,7 @@ import torch
 from fzero.errors.check import is_count, is_positive
 from fzero.options._checks import FLAG, ZERO
 from fzero.options._record import Option, ValueCheck
-from fzero.options._typed import Initializer, Scale
+from fzero.options._typed import Initializer, Own, Scale
 from fzero.state import Local
 from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
@@ -88,6 +88,18 @@ OF_DRIVERS = (
             "fzero.functionalize(model, units=lambda path, module: ...)",
         ),
         deepspeed=ZERO + "leaf_module.classes",
+    ),
+    Option(
+        name="own",
+        default=(),
+        type=Own,
+        help="paths of buffers, and of tensors in attributes of the module, that each rank has for "
+        "itself. Of all others an engine takes rank 0's buffers, and refuses attributes that "
+        "differ by rank.",
+        instead=dict.fromkeys(
+            ("init", "shard", "plan"),
+            "parameters have no buffers: apply, params = fzero.functionalize(model, own=paths)",
+        ),
     ),
     Option(
         name="initializer",

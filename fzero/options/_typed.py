@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -23,6 +23,9 @@ Trainable = Callable[[str], bool] | None
 
 Initializer = Callable[[str, Tensor], Tensor]
 """(path, leaf) -> its values."""
+
+Own = Collection[str]
+"""Paths of tensors of a module that each rank has for itself."""
 
 Scale = float | Literal["dynamic"] | DynamicScale | Tensor | Callable[[], Any] | None
 """What `fzero.scale_loss` takes."""

@@ -1,7 +1,7 @@
 """From an `nn.Module` to a pure function of its parameters: `functionalize`, and the unit rule."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, final, overload
 
@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from fzero.errors import LayoutError
-from fzero.machine.memory import require_own_memory
+from fzero.machine.beside import Beside, held_beside, note, require_paths
+from fzero.machine.memory import HeldTensor, Holder, require_own_memory
 from fzero.machine.partition import is_dtensor, unit_of
 from fzero.machine.subclasses import require_classes
 from fzero.state.buffers import Buffers
@@ -119,14 +120,26 @@ class StatefulApply(_Apply):
 
 @overload
 def functionalize(
-    module: nn.Module, *, buffers: Literal[False] = False, units: Predicate | None = None
+    module: nn.Module,
+    *,
+    buffers: Literal[False] = False,
+    units: Predicate | None = None,
+    own: Collection[str] = (),
 ) -> tuple[Apply, Tensors]: ...
 @overload
 def functionalize(
-    module: nn.Module, *, buffers: Literal[True], units: Predicate | None = None
+    module: nn.Module,
+    *,
+    buffers: Literal[True],
+    units: Predicate | None = None,
+    own: Collection[str] = (),
 ) -> tuple[StatefulApply, Tensors, Tensors]: ...
 def functionalize(
-    module: nn.Module, *, buffers: bool = False, units: Predicate | None = None
+    module: nn.Module,
+    *,
+    buffers: bool = False,
+    units: Predicate | None = None,
+    own: Collection[str] = (),
 ) -> tuple[Apply, Tensors] | tuple[StatefulApply, Tensors, Tensors]:
     """Split a module into a pure function and its parameters: `apply(params, x) == module(x)`.
 
@@ -149,6 +162,10 @@ def functionalize(
         buffers: give and take the buffers explicitly, for modules that update them (BatchNorm).
         units: `units(name, submodule)` is true for submodules whose parameters stage 3 gathers
             together, the outermost one counting; elsewhere `unit_of` decides.
+        own: paths of buffers, and of tensors in attributes, that each rank may have for itself
+            (the positions of its piece of a sequence). All others must be equal: the ranks compare
+            them where a state is made of the returned `params`, by `fzero.init` or a step's
+            `init`, and a difference raises there (`MismatchError`, which names the tensor).
 
     Returns:
         `(apply, params)`, or `(apply, params, buffers)`. `params` and `buffers` map qualified name
@@ -205,10 +222,22 @@ def functionalize(
     remember_owners(module, params)
     for path, value in module.named_parameters():
         watch(path, value)
-    if buffers:
-        clones = {path: value.detach().clone() for path, value in given.items()}
+    clones = {path: x.detach().clone() for path, x in given.items()} if buffers else None
+    _remember_beside(options["template"].module, params, clones, own)
+    if clones is not None:
         return StatefulApply(**options), params, clones
     return Apply(**options), params
+
+
+def _remember_beside(
+    twin: nn.Module, params: Tensors, buffers: Tensors | None, own: Collection[str]
+) -> None:
+    """Note on the parameters which other tensors are to be alike on all ranks."""
+    held = held_beside(twin)
+    if buffers is not None:
+        rest = [one for one in held if one.kind is not Holder.BUFFER]
+        held = [*rest, *(HeldTensor(path, x, Holder.BUFFER) for path, x in buffers.items())]
+    note(params.values(), Beside(held, require_paths(own, held)))
 
 
 def _check(kind: str, shapes: dict[str, torch.Size], given: Any) -> None:

@@ -86,6 +86,11 @@ class Template:
         self._norms = [i for i, part in enumerate(constant) if tracks(part)]
         self.modes()  # refuses norms that train
 
+    @property
+    def module(self) -> nn.Module:
+        """What copies are made of: with placeholders for parameters, never run."""
+        return self._modules[0]
+
     def modes(self) -> list[bool]:
         """Read `.training` of the user's submodules; as last read once the module is gone."""
         module = self._sources[0]()

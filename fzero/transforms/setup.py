@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.context.here import is_abstract
 from fzero.errors import LayoutError
+from fzero.machine.beside import difference, noted_lines
 from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
 from fzero.machine.partition import assemble, named_leaves, plan_layout, regrouped, unit_of
@@ -50,9 +51,12 @@ def plan_setup(
     units: Callable[[str], str] = unit_of,
     trainable: Callable[[str], bool] | None = None,
     owners: Mapping[str, Owners] | None = None,
+    beside: Sequence[str] = (),
 ) -> Setup:
     """Return the setup of a state of `params`, checked to be equal on every rank. Reads no values.
 
+    `beside`: lines of the tensors of an engine's module that are no parameters (`lines_of`), which
+    must be equal, too; of other parameters those that `functionalize` has noted on them.
     `owners`: of each path, for autocast; None: as `functionalize` has noted it on the tensors.
     Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
     whole from one update to the next (stage 3).
@@ -75,9 +79,10 @@ def plan_setup(
         sizes = {path: x.numel() for path, x in named.items()}
         place: Any = {"stage": stage, "axis": axis, "device": _device(named)}
         setup = _planned(make, sizes, units, (chosen, outer), **place, given=options)
-        said = [*facts(setup, autocast), f"local updates: {options.local}"]
+        said = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
         said += [] if outer is None else outer.describe(setup.layout.leaves)
-    assert_same_everywhere(said, axis, what=COMPARED)
+        said += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()
+    assert_same_everywhere(said, axis, what=COMPARED, explains=difference)
     return setup
 
 

@@ -15,7 +15,7 @@ from fzero.collectives import about
 from fzero.machine.offload import at_home
 from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
-from fzero.optim import as_one_step
+from fzero.optim.visible import as_one_step
 from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
@@ -122,7 +122,7 @@ def update(
             end(new)
         return new, norm
 
-    if decided.kept:
+    if decided.kept or decided.general:  # the latter torch.optim refuses
         return all_of_it()
     shown = decided.found if decided.skips else None
     return as_one_step(state.setup.optimizer.of_torch, all_of_it, found_inf=shown)

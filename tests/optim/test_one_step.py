@@ -166,3 +166,15 @@ def test_a_wrapped_step_goes_with_a_loss_scale_that_the_kernel_divides_by() -> N
         state, _ = step_fn(state, XS[0, 0])
         seen.append([float(p.sum()) for p in fzero.full_params(state).values()])
     assert seen[0] == seen[1]
+
+
+def test_a_compiled_step_is_one_step() -> None:
+    seen: list[None] = []
+    params = parameters()
+    instance: Any = torch.optim.SGD(list(params.values()), lr=0.05)
+    instance.step = torch.compile(instance.step, backend="eager")
+    instance.register_step_post_hook(lambda *_: seen.append(None))
+    got, _ = run(params, from_torch(instance), XS, stage=2)
+    want, _ = run(parameters(), fzero.optim.sgd(0.05), XS, stage=2)
+    same(got, want)
+    assert len(seen) == len(XS)

@@ -60,6 +60,7 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "loss_scale": None,
         "autocast": None,
         "leaf_modules": LeafSpec(),
+        "own": (),
         "optimizer_over": "shard",
         "reshard_after_forward": False,
         "prefetch_numel": 50_000_000,

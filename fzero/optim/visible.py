@@ -25,6 +25,7 @@ from fzero.context.here import current_ranks, is_abstract
 from fzero.errors import PhaseError
 from fzero.optim._bind import Bound
 from fzero.optim._silent import HOOKS, none_of_all, told
+from fzero.optim._silent import has_pre_hooks as has_pre_hooks
 from fzero.optim._trial import KeptState, begin_state
 
 T = TypeVar("T")
@@ -114,7 +115,8 @@ def _wrapped(bound: Bound, update: Update[T]) -> T:
     handles = [instance.register_step_pre_hook(last), instance.register_step_post_hook(first)]
     vars(instance)[HOOKS[1]].move_to_end(handles[1].id, last=False)
     try:
-        instance.step()
+        # A compiled step would compile the update of all ranks: it runs as it was before.
+        getattr(instance.step, "_torchdynamo_orig_callable", instance.step)()
     finally:
         first()
         for handle in handles:

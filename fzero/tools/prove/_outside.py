@@ -40,6 +40,8 @@ class Watch:
         self.noted: dict[str, None] = {}
         self.warm = self.inside = False
         self._rates: dict[int, Any] = {}
+        self._draws: list[str] = []  # of this call: what was drawn, and when a state was put back
+        self._first_draws: list[str] | None = None
 
     def note(self, what: str) -> None:
         """Keep what was seen."""
@@ -50,6 +52,18 @@ class Watch:
         facts = facts_of(SCHEDULES[number])
         if self._rates.setdefault(number, facts) != facts:
             self.note("the option lr reads other values, or is another function, in another call")
+
+    def draws(self, what: str) -> None:
+        """A random number is drawn, or the state of the generator is set."""
+        if self.inside:
+            self._draws.append(what)
+
+    def compare_draws(self) -> None:
+        """Note a program whose states are put back elsewhere among the draws than another's."""
+        first = self._draws if self._first_draws is None else self._first_draws
+        self._first_draws = first
+        if first != self._draws and "set" in (*first, *self._draws):
+            self.note("it sets the state of random numbers in other places than on one rank")
 
     def __enter__(self) -> Watch:
         self._watching = _watching(self, threading.get_ident())
@@ -63,7 +77,7 @@ class Watch:
         """Return the step, watched op by op, within a budget."""
 
         def watched(*args: Any) -> Any:
-            self.inside = True
+            self.inside, self._draws = True, []
             try:
                 with _EachOp(self, budget):
                     return step(*args)
@@ -97,6 +111,18 @@ def _watching(watch: Watch, thread: int) -> Iterator[None]:
             watch.note("it asks torch.distributed whether there is a group")
         return is_there()
 
+    def put_back(state: Any) -> None:
+        watch.draws("set")
+        put(state)
+
+    def seeded(number: int) -> Any:
+        if watch.inside:
+            watch.note("it seeds the random numbers of torch")
+        return sow(number)
+
+    put, sow = torch.random.set_rng_state, torch.random.manual_seed
+    torch.set_rng_state = torch.random.set_rng_state = put_back
+    torch.manual_seed = torch.random.manual_seed = seeded
     os._Environ.__getitem__, c10d._rank_not_in_group = looked_up, asked
     dist.is_initialized = c10d.is_initialized = there
     try:
@@ -104,6 +130,8 @@ def _watching(watch: Watch, thread: int) -> Iterator[None]:
     finally:
         os._Environ.__getitem__, c10d._rank_not_in_group = look_up, ask
         dist.is_initialized = c10d.is_initialized = is_there
+        torch.set_rng_state = torch.random.set_rng_state = put
+        torch.manual_seed = torch.random.manual_seed = sow
         if torch.default_generator.initial_seed() != seed:
             watch.note("it seeds the random numbers of torch")
 
@@ -121,6 +149,8 @@ class _EachOp(TorchDispatchMode):
         computes = aten and not func.is_view
         if computes and torch._C._current_autograd_node() is None:
             self._budget.check(f", at {func}")
+        if aten and torch.Tag.nondeterministic_seeded in func.tags:
+            self._watch.draws(str(func))
         if func is RATE:
             self._watch.asks_for_rate(args[1])
         try:

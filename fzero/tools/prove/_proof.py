@@ -71,7 +71,8 @@ ASSUMED = (
     "the gradient of a rank is what autograd makes of the loss that grad_and_reduce is given, with "
     "the hooks and autograd.Functions in it",
     "each rank draws random numbers of its own, and the n-th draw is the same in both programs",
-    "the batches of all ranks have these shapes, and the state is between two updates",
+    "the batches of all ranks have these shapes; the state is between two updates, and what is "
+    "whole in it is the same on all ranks",
     "the step is this program in every call: it reads no clock, file or counter that calls change",
     "the step is this program on every rank, in every process and under every launcher: what it "
     "has from elsewhere (variables of the environment, modules, closures) is the same there",

@@ -157,6 +157,7 @@ class _ProgramReader:
         return of_term(self._reading.terms.term(head, (), prod(shape), varies=True), shape)
 
     def _collective(self, node: fx.Node) -> None:
+        given: Any
         given, axis, group, size, _ = node.args
         if (axis, group) != self._reading.axis or size != self._reading.world:
             raise NotImplementedError("it is over other ranks than those of the state")

@@ -72,6 +72,7 @@ class Recording:
         with self.watch:
             watched = self.watch.around(step, self._budget.of_one())
             made = record_step(watched, (new, *self._args), states[0].setup.axis, rank)
+        self.watch.compare_draws()
         if any(new.setup != old.setup for new, old in zip(_after(made), made.states, strict=True)):
             self.watch.note("the new state has other options than the old one")
         self._schedules.setdefault(world, [one.schedule for one in made.states])

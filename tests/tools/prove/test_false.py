@@ -407,7 +407,7 @@ def asked_and_swallowed(x: Tensor) -> float:
 
 
 def seeded(x: Tensor) -> Tensor:
-    torch.manual_seed(axis_index() + 99)
+    torch.manual_seed(torch.initial_seed())
     return torch.rand(())
 
 
@@ -456,6 +456,17 @@ def test_a_budget_ends_with_the_op_at_which_it_was_spent() -> None:
 
 
 # Draws, and memory.
+
+
+def test_a_state_of_random_numbers_that_is_put_back_on_ranks_only_is_seen() -> None:
+    def twice(x: Tensor) -> Tensor:
+        before = torch.get_rng_state()
+        first = torch.rand(())
+        if axis_size() > 1:
+            torch.set_rng_state(before)
+        return first * torch.rand(())
+
+    assert "sets the state of random numbers" in why(of_loss(twice))
 
 
 def test_a_draw_that_nobody_reads_is_one() -> None:

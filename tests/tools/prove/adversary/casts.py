@@ -1,5 +1,8 @@
 """What changes values by a dtype: read as if it did not, it would be the identity."""
 
+# ruff: noqa: E501
+# A table has a program a line.
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,8 @@
 """Collectives of the user inside of a loss: the ranks are then not those of a mean gradient."""
 
+# ruff: noqa: E501
+# A table has a program a line.
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,8 @@
 """Ops of the user whose names are those of ATen, and functions of autograd by hand."""
 
+# ruff: noqa: E501
+# A table has a program a line.
+
 from __future__ import annotations
 
 import functools
@@ -200,7 +203,9 @@ def programs() -> Iterator[Program]:
         if i % 3 == 0 and name not in ("lift_fresh_copy", "cat"):
             yield as_data(KIND, name, many, world=3)
     for name in ("clone", "mine", "all_reduce", "update"):
-        yield as_own(KIND, f"{name}, which is no linear op", lambda g, name=name: _op("mine")(_op(name)(g)))
+        yield as_own(
+            KIND, f"{name}, which is no linear op", lambda g, name=name: _op("mine")(_op(name)(g))
+        )
     yield of_step(KIND, "all_reduce in place of a mean", _alias_of("all_reduce"))
     yield of_step(KIND, "update in place of a mean", _alias_of("update"))
     yield in_update(KIND, "norm", on_many(*PAIRS["norm"]))

@@ -1,5 +1,8 @@
 """Options of the optimizer that are another number on some ranks, worlds or steps."""
 
+# ruff: noqa: E501
+# A table has a program a line.
+
 from __future__ import annotations
 
 import functools

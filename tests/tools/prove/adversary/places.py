@@ -98,9 +98,7 @@ def as_own(kind: str, name: str, fn: Fn, **options: Any) -> Program:
 
 def as_data(kind: str, name: str, fn: Fn, **options: Any) -> Program:
     """A function of the batch in its place."""
-    return of_loss(
-        kind, f"{name}, of the batch", lambda p, x: usual_loss(p, fn(x)), **options
-    )
+    return of_loss(kind, f"{name}, of the batch", lambda p, x: usual_loss(p, fn(x)), **options)
 
 
 def as_weights(kind: str, name: str, fn: Fn, **options: Any) -> Program:

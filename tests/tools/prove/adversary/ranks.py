@@ -1,5 +1,8 @@
 """One rank that does something else than the others, and what counts ranks."""
 
+# ruff: noqa: E501
+# A table has a program a line.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -115,5 +118,3 @@ def programs() -> Iterator[Program]:
     yield of_step(KIND, "a gradient twice on rank 1 of 2", _twice)
     for i, (name, fn) in enumerate(BY_SIZE.items()):
         yield of_loss(KIND, name, fn, options={"stage": i % 4})
-
-

@@ -1,5 +1,8 @@
 """Several states, other leaves, transforms and ways to write an update: each with a usual fault."""
 
+# ruff: noqa: E501
+# A table has a program a line.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -20,6 +23,7 @@ from tests.tools.prove.adversary.programs import (
     usual_loss,
     weights,
 )
+from tests.tools.prove.adversary.truth import by_hand
 
 KIND = "states"
 
@@ -72,8 +76,6 @@ def _second(s: Any, x: Tensor) -> Any:
 
 def own_gradients_at(params: Any, x: Tensor) -> Any:
     """Of a loss that reads parameters as numbers."""
-    from tests.tools.prove.adversary.truth import by_hand
-
     p = {k: v.detach().clone().requires_grad_() for k, v in params.items()}
     return dict(zip(p, by_hand(usual_loss(p, x), list(p.values())), strict=True))
 
@@ -95,9 +97,7 @@ def _stopped(s: Any, x: Tensor, of: Fn) -> Any:
 
 def _rated(s: Any, x: Tensor, of: Fn) -> Any:
     new, loss = fzero.grad_and_reduce(usual_loss, s)(x)
-    return stepped(
-        s, {k: v * of(loss) for k, v in fzero.full_gradients(new).items()}, reduced=True
-    )
+    return stepped(s, {k: v * of(loss) for k, v in fzero.full_gradients(new).items()}, reduced=True)
 
 
 def _noised(s: Any, x: Tensor, size: float) -> Any:
@@ -133,7 +133,6 @@ def _games(wrong: str) -> Fn:
         return {**new, "g": fzero.apply_gradients(second["g"])}, x.sum()
 
     return step
-
 
 
 def _leaves(**leaves: Tensor) -> Callable[[], Any]:

@@ -54,6 +54,59 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
+<<<<<<< HEAD
+=======
+@torch.library.custom_op("fzero_adversary_sly::draw", mutates_args=())
+def _draw(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@_draw.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+RANDOM: dict[str, Fn] = {
+    "a draw of a custom op": lambda x: (_draw(torch.ones(3)) if _many() else None, torch.rand(x.shape))[1],
+    "a draw of a function of autograd": lambda x: (torch.nn.functional.gumbel_softmax(torch.ones(2)) if _many() else None, torch.rand(x.shape))[1],
+}  # fmt: skip
+
+
+# Parts of the buffers of a state, read by hand.
+def _of_flats(fn: Callable[[Any], Tensor]) -> Fn:
+    """A loss times a number of what is in the buffers of this rank."""
+
+    def step(state: Any, x: Tensor) -> Any:
+        number = fn(state).detach()
+        state, loss = fzero.grad_and_reduce(lambda p, x: usual_loss(p, x) * number, state)(x)
+        return fzero.apply_gradients(state), loss
+
+    return step
+
+
+def _decayed(state: Any, x: Tensor) -> Any:
+    """Weight decay of the own part, by the norm of the own part."""
+    new, loss = descends(usual_loss)(state, x)
+    flats = tuple(f * (1 - 0.1 * f.norm()) for f in new.params.flats)
+    return new.replace(params=dataclasses.replace(new.params, flats=flats)), loss
+
+
+FLATS: dict[str, Callable[[Any], Tensor]] = {
+    "norm of the flat": lambda s: s.params.flats[0].norm(),
+    "sum of the flat": lambda s: s.params.flats[0].sum(),
+    "mean of the flat": lambda s: s.params.flats[0].mean(),
+    "largest of the flat": lambda s: s.params.flats[0].abs().amax(),
+    "first of the flat": lambda s: s.params.flats[0][0],
+    "last of the flat": lambda s: s.params.flats[0][-1] + 1,
+    "norm of the moments": lambda s: 1 + s.optimizer.moments[0][0].norm(),
+    "mean of the norms of flats": lambda s: fzero.pmean(s.params.flats[0].norm()),
+    "sum of the flats' norms": lambda s: fzero.psum(s.params.flats[0].norm()),
+    "sum of flats, over ranks, twice": lambda s: fzero.psum(fzero.psum(s.params.flats[0].sum())),
+    "the count": lambda s: 1 + s.step * (fzero.axis_size() - 1),
+}  # fmt: skip
+
+
+>>>>>>> adversary
 # Between the gradient and its reduction.
 def _in_window(change: Fn) -> Fn:
     def step(state: Any, x: Tensor) -> Any:
@@ -123,6 +176,14 @@ CONSTANTS: dict[str, tuple[Fn, Fn]] = {
 def programs() -> Iterator[Program]:
     for name, draw in DRAWS.items():
         yield of_loss(KIND, f"an unread draw: {name}", _unread(draw))
+<<<<<<< HEAD
+=======
+    for name, fn in RANDOM.items():
+        yield of_loss(KIND, name, lambda p, x, fn=fn: usual_loss(p, x * fn(x)))
+    for i, (name, read) in enumerate(FLATS.items()):
+        yield of_step(KIND, name, _of_flats(read), options={"stage": 3 if i < 7 else 1 + i % 3}, calls=3)  # fmt: skip
+    yield of_step(KIND, "decay of the own part", _decayed, options={"stage": 3})
+>>>>>>> adversary
     for stage in range(4):
         at: Any = {"stage": stage}
         yield of_step(KIND, f"clamped in a window, stage {stage}", fzero.coalesce(_window_only(_clamp)), options=at)  # fmt: skip

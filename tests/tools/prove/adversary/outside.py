@@ -48,15 +48,12 @@ def _counting() -> Fn:
     return descends(loss)
 
 
-<<<<<<< HEAD
-=======
 def _forked(p: Any, x: Tensor) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(fzero.axis_size())
         return usual_loss(p, x * torch.rand(x.shape))
 
 
->>>>>>> adversary
 class _Module(nn.Module):
     """Counts its own calls in a number."""
 
@@ -85,10 +82,7 @@ OUTSIDE: dict[str, Callable[[], Fn]] = {
     "a default that is written": _by(_default),
     "a counter": _counting,
     "seeds of ranks": lambda: descends(_seeded),
-<<<<<<< HEAD
-=======
     "seeds of worlds, and back": lambda: descends(_forked),
->>>>>>> adversary
     "threads": _by(lambda: float(torch.get_num_threads())),
     "the default dtype": _by(lambda: 1.0 if torch.get_default_dtype() is torch.float32 else 2.0),
 }

@@ -207,8 +207,6 @@ def _by_state() -> Any:
     return lambda t: rate.__code__.co_argcount * 0.1 * fzero.axis_size()
 
 
-<<<<<<< HEAD
-=======
 class _Key:
     """A key that is there on several ranks only."""
 
@@ -229,7 +227,6 @@ def _by_key_of_row() -> Any:
     return lambda t: 0.1 * (1 + (0 in rows[1][1]))  # type: ignore[index, operator]
 
 
->>>>>>> adversary
 CODE: dict[str, Callable[[], Any]] = {
     "a partial with an attribute": _partial_with_attribute,
     "other builtins": _other_builtins,
@@ -243,11 +240,8 @@ CODE: dict[str, Callable[[], Any]] = {
     "a decorator": _decorated,
     "an import": _by_import,
     "an attribute": _by_state,
-<<<<<<< HEAD
-=======
     "a key of a dict": _by_key_of_dict,
     "a key of a dict in a list": _by_key_of_row,
->>>>>>> adversary
 }
 
 

@@ -54,8 +54,6 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-<<<<<<< HEAD
-=======
 @torch.library.custom_op("fzero_adversary_sly::draw", mutates_args=())
 def _draw(x: Tensor) -> Tensor:
     return torch.rand_like(x)
@@ -106,7 +104,6 @@ FLATS: dict[str, Callable[[Any], Tensor]] = {
 }  # fmt: skip
 
 
->>>>>>> adversary
 # Between the gradient and its reduction.
 def _in_window(change: Fn) -> Fn:
     def step(state: Any, x: Tensor) -> Any:
@@ -176,14 +173,11 @@ CONSTANTS: dict[str, tuple[Fn, Fn]] = {
 def programs() -> Iterator[Program]:
     for name, draw in DRAWS.items():
         yield of_loss(KIND, f"an unread draw: {name}", _unread(draw))
-<<<<<<< HEAD
-=======
     for name, fn in RANDOM.items():
         yield of_loss(KIND, name, lambda p, x, fn=fn: usual_loss(p, x * fn(x)))
     for i, (name, read) in enumerate(FLATS.items()):
         yield of_step(KIND, name, _of_flats(read), options={"stage": 3 if i < 7 else 1 + i % 3}, calls=3)  # fmt: skip
     yield of_step(KIND, "decay of the own part", _decayed, options={"stage": 3})
->>>>>>> adversary
     for stage in range(4):
         at: Any = {"stage": stage}
         yield of_step(KIND, f"clamped in a window, stage {stage}", fzero.coalesce(_window_only(_clamp)), options=at)  # fmt: skip

@@ -153,8 +153,7 @@ class Pass:
         self.put_aside()
         self.weight = weight
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
-        silent = silent and not self.gathers
-        if not silent:
+        if not (silent := silent and not self.gathers):
             self._reduce_waiting()
         begun = self._begin(pass_state.BACKWARD, dropped=dropped)
         self.performer.send(replace(begun, silent=silent))
@@ -192,8 +191,7 @@ class Pass:
             look = partial(self.finite.gradient, state, leaf)
             self.reducer.pop_grad(state, leaf, p, weighing(self.weight, look))
             return
-        told = self.finite.gradient(state, leaf, p.grad)
-        if told is not p.grad:
+        if (told := self.finite.gradient(state, leaf, p.grad)) is not p.grad:
             p.grad = told
         self.reducer.pop_grad(state, leaf, p)
 
@@ -310,7 +308,7 @@ class Pass:
         return saw_gathered
 
     def _begin(self, phase: int, *, dropped: bool = False) -> Begin:
-        count = self.reducer.unit_count if not self.gathers else None
+        count = None if self.gathers else self.reducer.unit_count
         return begin_of(self.form, self.states, self.owner, phase, count, dropped=dropped)
 
     def _after_pass(self) -> None:

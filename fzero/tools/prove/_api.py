@@ -18,7 +18,7 @@ from fzero.tools.prove._budget import DEFAULT_S, Budget, OutOfBudget
 from fzero.tools.prove._check import prove_programs
 from fzero.tools.prove._proof import Claim, Proof, line_of
 from fzero.tools.prove._reach import changed, snapshot
-from fzero.tools.prove._record import Recording, ranks_of
+from fzero.tools.prove._record import ProgramRecorder, ranks_of
 from fzero.tools.prove._same import same_program
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.states import flatten_states
@@ -103,8 +103,8 @@ def prove(
         )
     require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
     budget = Budget(budget_s, len(ranks_of(world)))
-    recording = Recording(inner, state, given, budget)
-    return _Attempt(describe_function(inner), recording, world, budget).proof()
+    recorder = ProgramRecorder(inner, state, given, budget)
+    return _Attempt(describe_function(inner), recorder, world, budget).proof()
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class _Attempt:
     """One proof: the programs are recorded, compared and read, and what is outside is looked at."""
 
     step: str
-    recording: Recording
+    recorder: ProgramRecorder
     world: int
     budget: Budget
 
@@ -123,7 +123,7 @@ class _Attempt:
             return self._refused(f"{error}")
 
     def _tried(self) -> Proof:
-        record, reached = self.recording.of, self.recording.reached()
+        record, reached = self.recorder.of, self.recorder.reached()
         alone = record(1, 0)
         before = snapshot(*reached)
         ranks = (record(self.world, rank) for rank in ranks_of(self.world))
@@ -136,7 +136,7 @@ class _Attempt:
             return self._refused("a later call has another program", line_of(node))
         if where := changed(before, snapshot(*reached)):
             return self._refused(f"a call writes {where}, which the next call may read")
-        noted = self.recording.watch.noted
+        noted = self.recorder.watch.noted
         return self._refused("; ".join(noted)) if noted else proof
 
     def _refused(self, why: str, line: str = "") -> Proof:

@@ -21,7 +21,7 @@ from fzero.tools.prove._programs import (
 from fzero.tools.prove._proof import Claim, Proof, line_of
 from fzero.tools.prove._read import ProgramRead, read
 from fzero.tools.prove._reading import Interpretation
-from fzero.tools.prove._same import Comparison
+from fzero.tools.prove._same import ProgramComparison
 from fzero.tools.prove._terms import Symbolic, Terms, exact, text_of
 from fzero.tools.trace.program import RecordedStep
 
@@ -50,7 +50,7 @@ def prove_programs(
     """
     rest = iter(ranks)
     first = next(rest)
-    comparison, seen = Comparison(first), [first.rank]
+    comparison, seen = ProgramComparison(first), [first.rank]
     for one in rest:
         comparison.add(one)
         seen.append(one.rank)

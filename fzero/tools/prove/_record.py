@@ -36,7 +36,7 @@ def ranks_of(world: int) -> tuple[int, ...]:
     return (0, 1, 2, 3, *inner, world - 2, world - 1)
 
 
-class Recording:
+class ProgramRecorder:
     """Records ranks of worlds, from new states with parameters of the shapes of `state`.
 
     watch: has noted what the step uses beside its arguments.
@@ -90,8 +90,8 @@ def record(
     step: Any, state: Any, args: Any, world: int, ranks: Sequence[int]
 ) -> list[RecordedStep]:
     """Record ranks of a world."""
-    recording = Recording(step, state, args, Budget(ranks=len(ranks)))
-    return [recording.of(world, rank) for rank in ranks]
+    recorder = ProgramRecorder(step, state, args, Budget(ranks=len(ranks)))
+    return [recorder.of(world, rank) for rank in ranks]
 
 
 def _params(mode: FakeTensorMode, state: TrainState) -> Any:

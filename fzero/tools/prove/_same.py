@@ -14,7 +14,7 @@ from fzero.tools.trace.program import RecordedStep
 _SELECT = torch.ops.aten.select.int
 
 
-class Comparison:
+class ProgramComparison:
     """Compares programs with a first one, node by node, and keeps none of them.
 
     differs: the first node of the first program at which another one does something else.
@@ -56,7 +56,7 @@ class Comparison:
 
 def same_program(one: RecordedStep, other: RecordedStep) -> fx.Node | None:
     """Return the first node of a program at which another one of the same rank differs."""
-    comparison = Comparison(one)
+    comparison = ProgramComparison(one)
     comparison.add(other)
     comparison.own_parts()
     return comparison.differs or next(iter(comparison._moves), None)
@@ -72,7 +72,9 @@ def _facts(node: fx.Node, number: Mapping[fx.Node, int], program: RecordedStep) 
     val = node.meta.get("val")
     made = val if isinstance(val, list | tuple) else [val]
     kinds = tuple((tuple(x.shape), x.dtype) for x in made if isinstance(x, Tensor))
-    args = node.args[:2] if node.target is _SELECT else node.args  # which part: see `Comparison`
+    args = (
+        node.args[:2] if node.target is _SELECT else node.args
+    )  # which part: see `ProgramComparison`
     held = digest(program.graph, node) if node.op == "get_attr" else None
     target = node.target if node.op == "call_function" else node.op
     return target, _plain(args, number), _plain(node.kwargs, number), kinds, held

@@ -121,6 +121,8 @@ class _Reader:
                 return ""
             self._seen.add(id(x))
             self.facts.append((name, type(x), len(x)))
+            if type(x) is dict and any(type(key) not in _NUMBERS for key in x):
+                return f"a function that looks up {name!r}, whose keys are no numbers"
             return self.values(x.items() if type(x) is dict else enumerate(x))
         if isinstance(x, types.ModuleType):
             return f"a function that uses {name!r}, a module"

@@ -109,9 +109,9 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> RecordedSt
 
 
 def without_unused(graph: fx.GraphModule) -> fx.GraphModule:
-    """Remove unread ops, but no collectives, in which other ranks take part, and no draws.
+    """Remove unread ops of ATen, but no draws: the numbers of a later one depend on them.
 
-    The numbers of a later draw depend on those before it.
+    Others stay: in collectives other ranks take part, and of a custom op nothing is known.
     """
     for node in reversed(graph.graph.nodes):
         may_go = node.op == "get_attr" or (node.op == "call_function" and _may_go(node.target))
@@ -125,7 +125,8 @@ def _may_go(target: Any) -> bool:
     if not isinstance(target, torch._ops.OpOverload):
         return True  # it takes one of several results
     draws = torch.Tag.nondeterministic_seeded in target.tags
-    return target.namespace != "fzero" and not target._schema.is_mutable and not draws
+    known = target.namespace in ("aten", "fzero_optim")
+    return known and not target._schema.is_mutable and not draws
 
 
 def _on_abstract(arguments: Any) -> Any:

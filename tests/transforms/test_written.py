@@ -166,5 +166,5 @@ def test_who_looks_for_changed_bits_is_not_stopped() -> None:
         state.params.flats[0].add_(rank)
         return fzero.check_replicas(state)
 
-    with pytest.raises(fzero.FzeroError, match="other values|differ"):
+    with pytest.raises(fzero.FzeroError, match=r"other values|differ"):
         fzero.simulate(body, world_size=2)(torch.arange(2.0))

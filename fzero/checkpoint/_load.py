@@ -41,7 +41,7 @@ from fzero.checkpoint.manifest import (
 from fzero.collectives import assert_same_everywhere
 from fzero.ranks.axis import Axis
 from fzero.state import TrainState
-from fzero.transforms._written import returned
+from fzero.transforms.written import returned
 
 Thing = TypeVar("Thing")
 

@@ -14,9 +14,9 @@ from fzero.ranks.mesh import Axis, MeshLike, Runtime
 from fzero.state import TrainState
 from fzero.state.alive import require_not_donated
 from fzero.transforms import simulate
-from fzero.transforms._written import returned
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.state_options import check_stage
+from fzero.transforms.written import returned
 
 
 def reshard(

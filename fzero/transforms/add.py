@@ -14,13 +14,13 @@ from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.layout import Leaf
 from fzero.transforms._reading import require_learner
-from fzero.transforms._written import returned
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.observe import tell_added
 from fzero.transforms.receive import mean_of, receive
 from fzero.transforms.scaled import times_scale, with_value
 from fzero.transforms.weights import require_no_weights
+from fzero.transforms.written import returned
 
 
 def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> TrainState:

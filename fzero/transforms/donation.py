@@ -14,7 +14,7 @@ from fzero.machine.offload import add_to
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.offload import Home
-from fzero.transforms._written import given_back, require_unwritten
+from fzero.transforms.written import given_back, require_unwritten
 
 
 def donates(state: TrainState) -> bool:

@@ -42,11 +42,11 @@ from fzero.state.window import CLOSED
 from fzero.transforms._closed_over import watch
 from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
-from fzero.transforms._written import returned
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
+from fzero.transforms.written import returned
 
 OneOptimizer = (
     Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]

@@ -10,10 +10,10 @@ from fzero.errors import MismatchError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import digest, unpack
 from fzero.state import Placement, TrainState
-from fzero.transforms._written import bits_are_compared
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.states import flatten_states
+from fzero.transforms.written import bits_are_compared
 
 
 def check_replicas(state: Any) -> None:

@@ -20,7 +20,6 @@ from fzero.optim import require_ordered
 from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import multiplier
-from fzero.transforms._written import require_unwritten, returned
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.norm import clip_factor, norm_of
@@ -36,6 +35,7 @@ from fzero.transforms.scaled import (
 )
 from fzero.transforms.states import S, flatten_states
 from fzero.transforms.weights import NOTHING, divisor_of, share, total_weight
+from fzero.transforms.written import require_unwritten, returned
 
 
 @torch._disable_dynamo

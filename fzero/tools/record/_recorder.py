@@ -30,7 +30,7 @@ from fzero.tools.record._alike import error_of, unequal_ranks
 from fzero.tools.record._digest import Digest, Places, digests_of, places, places_of, words
 from fzero.tools.record._recording import Recording
 from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
-from fzero.transforms._written import bits_are_compared
+from fzero.transforms.written import bits_are_compared
 
 WhereParted = Literal["raise", "warn"]
 

@@ -29,7 +29,7 @@ from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runtime
 
 
-class Plan(NamedTuple):
+class LinearMap(NamedTuple):
     """What a Function needs besides tensors."""
 
     kind: str
@@ -46,7 +46,7 @@ class _Linear(torch.autograd.Function):
     """y = A x for one of the three maps A; `plan` says which, over which axis."""
 
     @staticmethod
-    def forward(plan: Plan, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(_run(plan, xs))
 
     @staticmethod
@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
         return tuple(_Linear.apply(ctx.plan, *dxs))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, plan: Plan, *xs: Tensor) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: Any, plan: LinearMap, *xs: Tensor) -> tuple[Any, Any]:
         # Behind the rank dim the batch is just one more trailing dim of the same collective.
         at = 0 if plan.kind == "reduce" else 1
         moved = [
@@ -82,24 +82,24 @@ def gather_many(shards: Sequence[Tensor], axis: Axis, *, name: str = "") -> list
 
     name: of a user's call, here and in the two below.
     """
-    return _apply(Plan("gather", axis, name=name), shards)
+    return _apply(LinearMap("gather", axis, name=name), shards)
 
 
 def scatter_many(
     fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False, name: str = ""
 ) -> list[Tensor]:
     """Each [W l] -> [l]: this rank's shard of the sum over ranks. Adjoint: `gather_many`."""
-    return _apply(Plan("scatter", axis, ordered, name), fulls)
+    return _apply(LinearMap("scatter", axis, ordered, name), fulls)
 
 
 def reduce_many(
     values: Sequence[Tensor], axis: Axis, *, ordered: bool = False, name: str = ""
 ) -> list[Tensor]:
     """Each [n] -> [n]: the sum over ranks. Adjoint: itself."""
-    return _apply(Plan("reduce", axis, ordered, name), values)
+    return _apply(LinearMap("reduce", axis, ordered, name), values)
 
 
-def _apply(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
+def _apply(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     axis = plan.axis
     if axis.runtime is Runtime.LOCAL:
         return list(xs)  # over one rank all three maps are the identity
@@ -120,7 +120,7 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
     return x[: x.shape[0] // axis.size]
 
 
-def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
+def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis, ordered, _ = plan
     _come(plan, xs)
     if not any(x.numel() for x in xs):
@@ -131,7 +131,7 @@ def _run(plan: Plan, xs: Sequence[Tensor]) -> list[Tensor]:
     return _BEGIN[kind](xs, axis, ordered).wait()
 
 
-def _come(plan: Plan, xs: Sequence[Tensor]) -> None:
+def _come(plan: LinearMap, xs: Sequence[Tensor]) -> None:
     """Come to this place together with all ranks, which make the same call if it is a user's."""
     if not plan.name or is_recorded(xs):
         before_collective(plan.axis)

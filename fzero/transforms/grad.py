@@ -188,15 +188,7 @@ def _by_autograd(
         if versions_of(flats) != versions:
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
-        if loss.requires_grad:
-            with backward_of(loss):
-                torch.autograd.backward(loss, None if scale is None else scale.to(loss))
-            if learning and not any(one.reducer.received for one in passes):
-                warnings.warn(_BY_NOTHING, UserWarning, stacklevel=4 + MADE_FRAMES)
-        elif learning:
-            warnings.warn(_DETACHED, UserWarning, stacklevel=4 + MADE_FRAMES)
-        else:  # a leaf outside of the states that requires grad would have made the loss require it
-            raise learns_nothing("grad_and_reduce")
+        _backward(loss, scale, passes, learning=learning)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]
@@ -210,6 +202,22 @@ def _by_autograd(
         for one in passes:
             one.close()
     return [new[number][position] for number, position in places], result
+
+
+def _backward(loss: Tensor, scale: Any, passes: Sequence[Pass], *, learning: bool) -> None:
+    """Run the backward of a loss, times its scale; warn, or raise, where nothing can learn by it.
+
+    learning: whether the states have leaves to differentiate by.
+    """
+    if loss.requires_grad:
+        with backward_of(loss):
+            torch.autograd.backward(loss, None if scale is None else scale.to(loss))
+        if learning and not any(one.reducer.received for one in passes):
+            warnings.warn(_BY_NOTHING, UserWarning, stacklevel=5 + MADE_FRAMES)
+    elif learning:
+        warnings.warn(_DETACHED, UserWarning, stacklevel=5 + MADE_FRAMES)
+    else:  # a leaf outside of the states would have made the loss require grad
+        raise learns_nothing("grad_and_reduce")
 
 
 def _require_one_gathers(states: Sequence[TrainState]) -> None:

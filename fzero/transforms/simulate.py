@@ -81,8 +81,6 @@ def simulate(
         arguments: Any = (args, kwargs)
         leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
         _check(leaves, arguments, world_size)
-        for one in filter(is_state, _parts(arguments)):
-            require_unwritten(one, optimizer=True)
         per_rank = [
             [_of_rank(leaf, rank) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             for rank in range(world_size)
@@ -94,34 +92,13 @@ def simulate(
             return inner(*here, **keywords)
 
         try:
-            made = _stack(run_ranks(body, world_size))
-            returned(*filter(is_state, _parts(made)))
-            return made
+            return _stack(run_ranks(body, world_size))
         finally:  # also when a rank raised after its update
             _use_up(leaves, per_rank)
 
     def one_by_one(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with _one_at_a_time():
             return around(inner, *args, **kwargs)
-
-    def init_of(inner: Any) -> Callable[..., Any]:
-        def init(params: Any, optimizer: Any, **options: Any) -> Any:
-            init_inside = init_of_object(inner)
-            if init_inside is None:
-                raise LayoutError(
-                    "simulate(...).init: the function inside has no init.",
-                    cause="`fzero.shard` is missing.",
-                    fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...); or give "
-                    "the object a method init(params, optimizer).",
-                )
-            with _one_at_a_time():
-                _check([], (), world_size)
-                made = run_ranks(lambda _: init_inside(params, optimizer, **options), world_size)
-                stacked = _stack(made)
-                returned(*filter(is_state, _parts(stacked)))
-                return stacked
-
-        return init
 
     return transform(
         "simulate",
@@ -130,8 +107,28 @@ def simulate(
         never_around=("simulate",),
         right="one fzero.simulate, outermost",
         options={"world_size": world_size},
-        init_of=init_of,
+        init_of=lambda inner: _init_of(inner, world_size),
     )
+
+
+def _init_of(inner: Any, world_size: int) -> Callable[..., Any]:
+    """Return the init of a simulated step: that of the step inside, on each rank."""
+
+    def init(params: Any, optimizer: Any, **options: Any) -> Any:
+        init_inside = init_of_object(inner)
+        if init_inside is None:
+            raise LayoutError(
+                "simulate(...).init: the function inside has no init.",
+                cause="`fzero.shard` is missing.",
+                fix="fzero.simulate(fzero.shard(step, stage=...), world_size=...); or give the "
+                "object a method init(params, optimizer).",
+            )
+        with _one_at_a_time():
+            _check([], (), world_size)
+            made = run_ranks(lambda _: init_inside(params, optimizer, **options), world_size)
+            return _stack(made)
+
+    return init
 
 
 _RUNS = threading.Lock()
@@ -174,6 +171,8 @@ def _check(leaves: list[Any], arguments: Any, world_size: int) -> None:
                 fix=f"stack one for each rank, or tensor.expand({world_size}, ...) to give "
                 "all the same; make states with simulate(...).init.",
             )
+    for one in filter(is_state, _parts(arguments)):
+        require_unwritten(one, optimizer=True)
 
 
 def _use_up(leaves: list[Any], per_rank: list[list[Any]]) -> None:
@@ -196,7 +195,9 @@ def _stack(results: list[Any]) -> Any:
         _stack_of_states(column) if of_state else _stack_leaf(column)
         for column, of_state in zip(columns, _of_states(results[0]), strict=True)
     ]
-    return optree.tree_unflatten(treespec, stacked)
+    made: Any = optree.tree_unflatten(treespec, stacked)
+    returned(*filter(is_state, _parts(made)))
+    return made
 
 
 def _parts(tree: Any) -> list[Any]:

@@ -21,11 +21,12 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
 from fzero.errors import LostRankError, PeerFailedError
+from fzero.ranks.mesh import holder_of_store, when_started
 
 BEAT_S = 0.25
 """Between two signs of life; longer on more than `_RANKS` ranks, so that the store is not busy."""
@@ -71,6 +72,9 @@ def lost_ranks(before: Mapping[int, Sign], after: Mapping[int, Sign]) -> dict[in
         for rank, sign in after.items()
         if sign.collectives == few < many
     }
+
+
+_HELD_THE_STORE = "is gone, and with it the store that it held, where the others' last words are"
 
 
 class Board:
@@ -150,8 +154,12 @@ class Witness:
         What fails after a first loss fails because of it: the answer is the same.
         """
         if not self._blamed:
-            self._blamed = self._look(ranks)
-            self.say(f"lost {[*self._blamed] or 'another rank'}", lost=True)
+            try:
+                self._blamed = self._look(ranks)
+            except RuntimeError:
+                self._blamed = _gone_with_store(self._board.rank)
+            with suppress(RuntimeError):
+                self.say(f"lost {[*self._blamed] or 'another rank'}", lost=True)
         return self._blamed
 
     def _look(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -166,6 +174,18 @@ class Witness:
         return lost_ranks(before | {board.rank: Sign()}, after | {board.rank: board.mine})
 
 
+def _gone_with_store(rank: int) -> dict[int, str]:
+    """Return {rank: what became of it} of another rank that held the store, if that is gone."""
+    holder, store = holder_of_store(), cast(Any, dist.distributed_c10d._get_default_store())
+    if holder is None or holder == rank:
+        return {}
+    try:
+        store.check([_key(0)])
+    except RuntimeError:
+        return {holder: _HELD_THE_STORE}
+    return {}
+
+
 def _key(rank: int) -> str:
     return f"fzero/alive/{rank}"
 
@@ -178,7 +198,7 @@ def start_signs() -> None:
     """Give signs of life from now on, once for each process group of the world."""
     global _here
     world: Any = dist.group.WORLD
-    if _here is not None and _here.world() is world:
+    if dist.get_world_size() == 1 or (_here is not None and _here.world() is world):
         return
     if _here is not None:
         _here.pulse.stop()
@@ -187,11 +207,14 @@ def start_signs() -> None:
     # A clone has a connection of its own: it does not wait while this process waits in the store.
     with suppress(RuntimeError):  # that of a fake group keeps nothing
         store: Any = dist.distributed_c10d._get_default_store()
+        store.check([_key(0)])  # raises at once where the store is gone; to connect to it waits
         _here = Witness(world, store.clone())
 
 
-def count_call() -> None:
-    """A collective begins on this rank."""
+def count_call(*, real: bool) -> None:
+    """A collective begins on this rank. real: of processes, who give signs from the first on."""
+    if real and _here is None:
+        start_signs()
     if _here is not None:
         _here.pulse.count()
 
@@ -201,11 +224,11 @@ def what_became_of(ranks: Sequence[int]) -> dict[int, str]:
 
     Ranks are those of the world. Takes a second or two, for the signs of a rank that is silent.
     """
-    if _here is None or _here.world() is not dist.group.WORLD:
+    if not dist.is_initialized():
         return {}
-    with suppress(RuntimeError):  # the store is gone
-        return _here.blame(ranks)
-    return {}
+    if _here is None or _here.world() is not dist.group.WORLD:
+        return _gone_with_store(dist.get_rank())
+    return _here.blame(ranks)
 
 
 def _end() -> None:
@@ -221,3 +244,6 @@ def _end() -> None:
     with suppress(RuntimeError):  # the store is gone; so is who would read it
         _here.say(word, lost=isinstance(error, LostRankError | PeerFailedError))
     _here.pulse.stop()
+
+
+when_started(start_signs)

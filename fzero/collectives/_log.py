@@ -13,7 +13,7 @@ import torch
 
 from fzero.collectives import _alive
 from fzero.context.here import current_ranks, is_abstract
-from fzero.ranks.mesh import Axis
+from fzero.ranks.mesh import Axis, Runtime
 
 _LOGS: list[CollectiveLog] = []
 """Open logs: of the process, for a backward runs in a thread of autograd's own on a GPU."""
@@ -188,7 +188,7 @@ def note(
 
     sends: the elements that this rank sends, where ranks do not send equal parts.
     """
-    _alive.count_call()
+    _alive.count_call(real=axis.runtime is Runtime.PROCESSES)
     logs = _open_logs()
     if not logs:
         return

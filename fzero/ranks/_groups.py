@@ -5,20 +5,40 @@ from __future__ import annotations
 import atexit
 import datetime
 import importlib
+import itertools
 import os
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fzero.errors import LostRankError
 from fzero.ranks._launch import attempt, local_rank, timeout
+from fzero.ranks._meeting import (
+    MeetingPlace,
+    call_roll,
+    is_of_launcher,
+    leave,
+    not_started,
+    open_store,
+    place_in,
+    say_started,
+)
 
 _MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]]
 _MADE = weakref.WeakKeyDictionary()
 """Names of the groups that were made of each live group: a table of handles, as torch has one."""
+
+
+_WHEN_STARTED: list[Callable[[], None]] = []
+"""What else begins with the group of the world."""
+
+
+_STARTS = itertools.count()
+"""How often this process has started the group of the world: all ranks count alike."""
 
 
 _MET: Counter[tuple[int, ...]] = Counter()
@@ -38,15 +58,39 @@ def new_group(
 
     Every rank of the world calls this, or (not `all_call`) every one that is in it.
     """
-    if not all_call:
-        _count_alike(ranks)
-    made: Any = dist.new_group(
-        list(ranks),
-        timeout=_timeout_of(like),
-        backend=backend or dist.get_backend_config(like),  # torch's default: the world's
-        use_local_synchronization=not all_call,
-    )
+    try:
+        if not all_call:
+            _count_alike(ranks)
+        made: Any = dist.new_group(
+            list(ranks),
+            timeout=_timeout_of(like),
+            backend=backend or dist.get_backend_config(like),  # torch's default: the world's
+            use_local_synchronization=not all_call,
+        )
+    except RuntimeError as error:
+        raise _not_made(ranks, error) from error
     return made
+
+
+def _not_made(ranks: Sequence[int], error: RuntimeError) -> LostRankError:
+    """Return the error of a group that could not be made, with the rank that held the store."""
+    holder, seen = holder_of_store(), f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    store: Any = dist.distributed_c10d._get_default_store()
+    gone = False
+    try:
+        store.check(["fzero"])
+    except dist.DistNetworkError:
+        gone = True
+    who = "the launcher" if holder is None else f"rank {holder}"
+    fault = f"{who}, which held the store of the ranks, is gone. So a" if gone else "a"
+    return LostRankError(
+        f"{fault} process group of the ranks {[*ranks]} could not be made on rank "
+        f"{dist.get_rank()}: {seen}",
+        cause="a rank that ended before all of them came to this call, or that does not come.",
+        fix="see the first error in the outputs of these ranks; FZERO_TIMEOUT_S sets how long a "
+        "group that fzero starts waits.",
+        ranks=[holder] if gone and holder is not None else [],
+    )
 
 
 def _count_alike(ranks: Sequence[int]) -> None:
@@ -134,18 +178,48 @@ def start_world() -> None:
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(local_rank(os.environ) % torch.cuda.device_count())
+    place = place_in(os.environ)
+    store = open_store(place, limit)
+    store.set_timeout(limit)
+    # The launcher's store outlives its ranks. Without a prefix, a rank that was started again finds
+    # the addresses of those that are gone, and connects to nobody.
     again = attempt(os.environ)
     if again:
-        # The launcher's store outlives its ranks. Without a prefix, a rank that was started again
-        # finds the addresses of those that are gone, and connects to nobody.
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=limit)))
         store = dist.PrefixStore(f"attempt {again}", store)
+    number = next(_STARTS)
+    roll = dist.PrefixStore(f"fzero meets {number}", store)
+    call_roll(roll, place, limit)
+    try:
         dist.init_process_group(
-            backends(on_gpu), store=store, rank=rank, world_size=size, timeout=limit
+            backends(on_gpu),
+            store=dist.PrefixStore(f"default_pg{number or ''}", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=limit,
         )
-    else:
-        dist.init_process_group(backends(on_gpu), timeout=limit)
-    atexit.register(_stop_group)
+    except RuntimeError as error:
+        raise not_started(roll, place, error) from error
+    say_started(roll, place)
+    atexit.register(_stop_group, dist.group.WORLD, roll, place)
+    for do in _WHEN_STARTED:
+        do()
+
+
+def when_started(do: Callable[[], None]) -> None:
+    """Have something done whenever fzero has started the group of the world."""
+    _WHEN_STARTED.append(do)
+
+
+def holder_of_store() -> int | None:
+    """Return the rank whose process holds the store of the world; None: the launcher, or unknown.
+
+    Without torchrun, torch has rank 0 hold it.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    ours = isinstance(store, dist.TCPStore) and not is_of_launcher(os.environ)
+    return 0 if ours else None
 
 
 def backends(on_gpu: bool) -> str:
@@ -155,6 +229,10 @@ def backends(on_gpu: bool) -> str:
     return "cpu:gloo,cuda:nccl" if dist.is_gloo_available() else "nccl"
 
 
-def _stop_group() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def _stop_group(world: Any, roll: dist.Store, place: MeetingPlace) -> None:
+    if not dist.is_initialized():
+        return
+    ours = dist.group.WORLD is world  # and not one that was started later
+    dist.destroy_process_group()  # so that others hear of an end that they did not expect
+    if ours:
+        leave(roll, place)

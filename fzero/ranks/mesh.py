@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from fzero.context.here import current_ranks, is_abstract
 from fzero.errors import AxisError
 from fzero.ranks._groups import among, copy_of, start_world
+from fzero.ranks._groups import holder_of_store as holder_of_store
+from fzero.ranks._groups import when_started as when_started
 from fzero.ranks._launch import describes_several_ranks
 from fzero.ranks.axis import Axis as Axis
 from fzero.ranks.axis import Dims

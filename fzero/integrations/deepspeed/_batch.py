@@ -48,18 +48,28 @@ def batch_of(values: Mapping[str, Any], ranks: int) -> tuple[Batch, list[Problem
 
 
 def loader_of(
-    data: Any, batch: Batch, axis: Axis, *, drop_last: bool, collate_fn: Callable[..., Any] | None
+    data: Any,
+    batch: Batch,
+    axis: Axis,
+    *,
+    drop_last: bool,
+    collate_fn: Callable[..., Any] | None,
+    shuffle: bool = True,
+    sampler: Any = None,
+    **options: Any,
 ) -> DataLoader[Any]:
-    """Return a loader of this rank's share of a dataset, shuffled, in micro-batches."""
+    """Return a loader of this rank's share of a dataset, shuffled, in micro-batches.
+
+    sampler: in the place of the one that gives this rank its share. options: of the DataLoader.
+    """
     if batch.micro is None:
         raise LayoutError(
             "training_data, and no batch size.",
             cause="a config without train_batch_size and train_micro_batch_size_per_gpu.",
             fix="give one of both, or make the loader yourself.",
         )
-    sampler = None
-    if not isinstance(data, IterableDataset):
-        sampler = DistributedSampler(data, num_replicas=axis.size, rank=axis.rank)
+    if sampler is None and not isinstance(data, IterableDataset):
+        sampler = DistributedSampler(data, num_replicas=axis.size, rank=axis.rank, shuffle=shuffle)
     return DataLoader(
-        data, batch.micro, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn
+        data, batch.micro, sampler=sampler, drop_last=drop_last, collate_fn=collate_fn, **options
     )

@@ -19,12 +19,16 @@ class Configured(Engine):
     training_dataloader: Any = None
     _managed = True
     _low_dtype: torch.dtype | None = None  # of fp16.enabled, bf16.enabled
+    _steps_per_print: int | None = None
+    _drops_last = False
     _is_boundary: bool | None = None  # what the user says; None: every n-th call of step()
 
     def _follow_config(self, values: Mapping[str, Any], batch: Batch, loader: Any) -> None:
         """Store the values of the config that are no options of `Engine`."""
         self.batch, self.training_dataloader = batch, loader
         self._low_dtype = low_dtype(values)
+        self._steps_per_print = values["steps_per_print"]
+        self._drops_last = bool(values["dataloader_drop_last"])
         self._managed = values["managed_gradient_accumulation"]
         self._is_boundary = None if self._managed else True
 

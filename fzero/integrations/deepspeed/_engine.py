@@ -15,10 +15,12 @@ from fzero.adapter.boundary import call_step, require_no_closure
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.integrations.deepspeed import _checkpoint as checkpoint
 from fzero.integrations.deepspeed import _moving as moving
-from fzero.integrations.deepspeed._configured import Configured
+from fzero.integrations.deepspeed._named import Named
+from fzero.integrations.deepspeed._others import instead_of
+from fzero.integrations.deepspeed._wrapped import unname_optimizer
 
 
-class DeepSpeedEngine(Configured):
+class DeepSpeedEngine(Named):
     """An `Engine` with the methods and properties of DeepSpeed's engine; `initialize` returns it.
 
     An update divides by gradient_accumulation_steps, however many gradients came. Attributes that
@@ -63,6 +65,9 @@ class DeepSpeedEngine(Configured):
             return getattr(module, name)
         except AttributeError:
             seen = f"neither the engine nor its {type(module).__name__} has {name!r}."
+            if (use := instead_of(name)) is not None:
+                cause = "a name of DeepSpeed's engine that has no one meaning here."
+                raise AttributeError(explain(seen, cause=cause, fix=f"use {use}.")) from None
             cause = "a name of DeepSpeed's engine that fzero's does not have."
             fix = "docs/deepspeed_config.md, 'The engine', lists the names that there are; "
             fix += "docs/moving/deepspeed.md, 'Other names', what stands for some others."
@@ -279,6 +284,12 @@ class DeepSpeedEngine(Configured):
         """
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """`Engine.close`; the optimizer has its own class again."""
+        optimizer = self.optimizer
+        super().close()
+        unname_optimizer(optimizer)
 
     def destroy(self) -> None:
         """Return `close()`."""

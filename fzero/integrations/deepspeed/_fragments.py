@@ -117,10 +117,13 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     set_local_gradient(driver, path, value)
 
 
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor:
-    """Return this rank's shard of the parameter in fp32, 1-D: of its master, if it has one."""
-    driver, path, _ = _of(param)
-    return _wide(local_parameter(driver, path))
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """Return this rank's shard of the parameter in fp32, 1-D: of its master, if it has one.
+
+    None for a frozen parameter, which no optimizer steps.
+    """
+    driver, path, learns = _of(param)
+    return _wide(local_parameter(driver, path)) if learns else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:

@@ -16,6 +16,7 @@ from fzero.integrations.deepspeed._auto import with_autos
 from fzero.integrations.deepspeed._batch import Batch, batch_of, loader_of
 from fzero.integrations.deepspeed._engine import DeepSpeedEngine
 from fzero.integrations.deepspeed._options import engine_options
+from fzero.integrations.deepspeed._partitioned import name_parameters
 from fzero.integrations.deepspeed._precision import convert, require_convertible
 from fzero.integrations.deepspeed._read import (
     Config,
@@ -25,6 +26,7 @@ from fzero.integrations.deepspeed._read import (
     without_switch,
 )
 from fzero.integrations.deepspeed._scheduler import Schedule
+from fzero.integrations.deepspeed._wrapped import name_optimizer
 from fzero.ranks.mesh import Axis, MeshLike, axis_of
 
 Four = tuple[DeepSpeedEngine, Optimizer | None, Any, Any]
@@ -163,6 +165,8 @@ def initialize(
             x.data = data
         raise
     engine._follow_config(values, batch, loader)
+    name_optimizer(engine)
+    name_parameters(engine._driver)
     return (engine, engine.optimizer, loader, engine.lr_scheduler) if as_tuple else engine
 
 
@@ -182,6 +186,7 @@ def _asked(
     )
     given, problems = with_autos(reading, model, skipped=skipped)
     values = with_defaults(given)
+    values["steps_per_print"] = reading.harmless.get("steps_per_print")
     batch, wrong = batch_of(given, axis.size)
     problems = [*reading.problems, *problems, *without_switch(given), *wrong]
     if optimizer is None:

@@ -40,12 +40,14 @@ class Reading:
     given: {key: value} of the keys that fzero uses.
     autos: keys whose value is still "auto".
     instead: the user's {key: value} for keys with "auto".
+    harmless: {key: value} of those that have no effect.
     """
 
     given: dict[str, Any] = field(default_factory=dict)
     autos: list[str] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     instead: dict[str, Any] = field(default_factory=dict)
+    harmless: dict[str, Any] = field(default_factory=dict)
 
 
 def read_config(config: Config, auto: Mapping[str, Any] | None = None) -> Reading:
@@ -141,6 +143,8 @@ def _take(key: Key, said: str, value: Any, reading: Reading) -> None:
             return
         opens = key.kind == "mapping"
         reading.given[key.path] = _open(key.path, converted, reading) if opens else converted
+    elif key.use is KeyUse.HARMLESS:
+        reading.harmless[key.path] = value
     elif key.use is KeyUse.REFUSED and not same(value, key.default):
         reading.problems.append(f"{said} = {value!r}: {key.says}.")
     elif key.use is KeyUse.SECTION and not _is_empty(key, value):

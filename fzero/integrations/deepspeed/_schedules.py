@@ -45,6 +45,11 @@ class ConfiguredSchedule:
         """Return `get_last_lr()`."""
         return self.get_last_lr()
 
+    def get_mom(self) -> list[Any]:
+        """The momentum of each param group now, or its betas; 0 without both."""
+        groups = self.optimizer.param_groups
+        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+
     def state_dict(self) -> dict[str, int]:
         """Return the number of updates so far, as DeepSpeed's schedulers do."""
         return {"last_batch_iteration": self.last_batch_iteration}

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -24,10 +24,26 @@ def rule_step(instance: Optimizer) -> None:
         type(instance).step(instance)
 
 
+def is_wrapped(instance: Optimizer) -> bool:
+    """Whether somebody has put something around the `step` of an optimizer.
+
+    Not torch's schedulers, which note there that a step was made: see `note_step`.
+    """
+    code = getattr(vars(instance).get("step"), "__code__", None)
+    of_torch = code is not None and code.co_filename == lr_scheduler.__file__
+    return "step" in vars(instance) and not of_torch
+
+
+def note_step(instance: Any) -> None:
+    """Do what the wrapper of torch's schedulers does: they warn if no step was made before."""
+    if "step" in vars(instance):
+        instance._opt_called = True
+
+
 def has_pre_hooks(instance: Optimizer, but: int = 0) -> bool:
     """Whether anything of a user's runs before a step; `but` so many hooks of the optimizer."""
     own = vars(instance).get(HOOKS[0], ())
-    return len(own) > but or "step" in vars(instance) or bool(_OF_ALL[0])
+    return len(own) > but or is_wrapped(instance) or bool(_OF_ALL[0])
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from fzero.context.here import current_ranks, is_abstract
 from fzero.errors import PhaseError
 from fzero.optim._bind import Bound
-from fzero.optim._silent import HOOKS, none_of_all, told
+from fzero.optim._silent import HOOKS, is_wrapped, none_of_all, note_step, told
 from fzero.optim._silent import has_pre_hooks as has_pre_hooks
 from fzero.optim._trial import KeptState, begin_state
 
@@ -82,8 +82,9 @@ def _shared(bound: Bound, update: Update[T], found_inf: Tensor | None) -> T:
 def _seen(bound: Bound, update: Update[T], found_inf: Tensor | None) -> T:
     instance = bound.instance
     with told(instance, found_inf=found_inf):
-        if "step" in vars(instance):
+        if is_wrapped(instance):
             return _wrapped(bound, update)
+        note_step(instance)
         hooked: Any = Optimizer.profile_hook_step(lambda *_, **__: update())
         return hooked(instance)
 

@@ -17,6 +17,7 @@ from torch.optim.optimizer import (
 import fzero
 from fzero.errors import PhaseError
 from fzero.optim import from_torch
+from tests.descends import descends
 from tests.optim.cases import trained
 from tests.optim.torch_cases import GroupAdam, Lamb, by_torch, parameters
 from tests.oracle import linear_loss
@@ -153,8 +154,8 @@ def test_a_wrapped_step_goes_with_a_loss_scale_that_the_kernel_divides_by() -> N
     seen: list[list[float]] = []
     for scale in (None, 4.0):
         params = parameters()
-        instance = torch.optim.SGD(list(params.values()), lr=0.05)
-        torch.optim.lr_scheduler.StepLR(instance, 1)
+        instance: Any = torch.optim.SGD(list(params.values()), lr=0.05)
+        instance.step = functools.partial(instance.step)
 
         def step_fn(state: Any, x: Tensor, scale: Any = scale) -> Any:
             def grad(state: Any) -> Any:
@@ -178,3 +179,27 @@ def test_a_compiled_step_is_one_step() -> None:
     want, _ = run(parameters(), fzero.optim.sgd(0.05), XS, stage=2)
     same(got, want)
     assert len(seen) == len(XS)
+
+
+class Logged(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        logged.append(None)
+        return super().step(closure)
+
+
+logged: list[None] = []
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_step_of_a_class_runs_once_where_the_rule_is_computed_at_once(stage: int) -> None:
+    """A scheduler notes each step, and warns where there was none."""
+    params = parameters()
+    instance = Logged(list(params.values()), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(instance, 1)
+    step: Any = fzero.shard(descends(linear_loss), stage=stage)
+    state = step.init(params, from_torch(instance))
+    logged.clear()
+    for x in XS[:, 0]:
+        state, _ = step(state, x)
+        scheduler.step()
+    assert len(logged) == len(XS)

@@ -93,13 +93,13 @@ def _watching(watch: Watch, thread: int) -> Iterator[None]:
     is_there = dist.is_initialized
     seed = torch.default_generator.initial_seed()
 
-    def looked_up(environ: Any, key: Any) -> Any:
+    def looked_up(self: Any, key: Any) -> Any:
         mine = (
             watch.warm and watch.inside and threading.get_ident() == thread and isinstance(key, str)
         )
         if mine:
             watch.note(f"it reads os.environ[{key!r}]")
-        return look_up(environ, key)
+        return look_up(self, key)
 
     def asked(group: Any) -> bool:
         if threading.get_ident() == thread:

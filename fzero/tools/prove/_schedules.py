@@ -74,7 +74,7 @@ class _Reader:
             return "" if known else f"{fn!r}, which is not read"
         if type(fn) is not types.FunctionType:
             return f"an object of {type(fn).__name__}, which is not read"
-        held: Any = (fn.__globals__, fn.__builtins__)  # type: ignore[attr-defined]
+        held: Any = (fn.__globals__, fn.__builtins__)
         if vars(fn) or any(type(x) is not dict for x in held):
             return "a function with attributes, or names, of its own kind"
         given = [*enumerate(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
@@ -102,7 +102,7 @@ class _Reader:
                 self.facts.append(getattr(math, name))
             of_module = False
             if one.opname.startswith("LOAD_GLOBAL"):
-                held: Any = {**fn.__builtins__, **fn.__globals__}  # type: ignore[attr-defined]
+                held: Any = {**fn.__builtins__, **fn.__globals__}
                 of_module = held.get(name) is math
                 if why := self.value(name, held.get(name)):
                     return why

@@ -46,11 +46,11 @@ class Warmup:
 
 
 HELD_PARTIAL = functools.partial(float, 1.0)
-HELD_PARTIAL.pow = axis_size  # type: ignore[attr-defined]
+HELD_PARTIAL.pow = axis_size
 
 
 def with_pow(t: int) -> float:
-    return 0.1 * HELD_PARTIAL.pow()  # type: ignore[attr-defined]
+    return 0.1 * HELD_PARTIAL.pow()
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,8 @@ from fzero.optim import Optimizer
 from tests.tools.diff.fault import Fault, on_rank
 from tests.tools.diff.runs import FIRST, loss, patched, updated
 
-update = sys.modules["fzero.transforms.update"]  # fzero.transforms.update is a function, too
 norm = sys.modules["fzero.transforms.norm"]
+prepare = sys.modules["fzero.transforms.prepare"]
 
 
 # Clipping.
@@ -119,7 +119,7 @@ FAULTS = {
     "no clipping": Fault(good=clipped(), named="clip", path=FIRST, at=(3, 2)),
     "no clipping on rank 1": Fault(
         good=clipped(),
-        body=clipped(patched(update, "clip_factor", no_factor_on_rank_1)),
+        body=clipped(patched(prepare, "clip_factor", no_factor_on_rank_1)),
         named="clip",
         path=FIRST,
         ranks=(1,),

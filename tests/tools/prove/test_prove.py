@@ -143,7 +143,7 @@ def test_a_divisor_that_is_wrong_in_the_library_is_named(
 
 
 def test_a_norm_of_the_own_part_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    import fzero.transforms.update as module
+    import fzero.transforms.prepare as module
 
     def own_norm(state: Any, flats: Any, placement: Any) -> Tensor:
         return torch.stack([torch.linalg.vector_norm(flat) ** 2 for flat in flats]).sum().sqrt()

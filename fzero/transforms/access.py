@@ -55,7 +55,7 @@ def full_params(state: Any, *, replica: bool = False) -> Any:
     """
     states, treespec = flatten_states("full_params", state)
     for one in states:
-        check_alive(one)
+        check_alive(one, written=True)  # it shows what is there
     agree("full_params", [one for one in states if _is_gathered(one, replica)])
     return optree.tree_unflatten(treespec, [_full_params(one, replica) for one in states])
 

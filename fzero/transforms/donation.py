@@ -62,15 +62,16 @@ def add_donated(old: Buffers, new: Buffers, home: Home) -> Buffers:
     return kept
 
 
-def check_alive(state: TrainState) -> None:
+def check_alive(state: TrainState, *, written: bool = False) -> None:
     """Raise `DonatedError` if `state`, or its gradients, was used up by a donating step.
 
     And `AxisError` if its ranks are not here: a stacked state outside of `simulate`, say;
-    `PhaseError` if one of its buffers was written in place.
+    `PhaseError` if one of its buffers was written in place, unless a `written` state will do.
     """
     state.setup.axis.rank  # noqa: B018 - raises
     require_not_donated(state)
-    require_unwritten(state)
+    if not written:
+        require_unwritten(state)
 
 
 def own_gradients(state: TrainState) -> TrainState:

@@ -13,7 +13,6 @@ from fzero.state import Placement, TrainState
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.states import flatten_states
-from fzero.transforms.written import bits_are_compared
 
 
 def check_replicas(state: Any) -> None:
@@ -50,8 +49,7 @@ def check_replicas(state: Any) -> None:
     """
     states, _ = flatten_states("check_replicas", state)
     for one in states:
-        with bits_are_compared():
-            check_alive(one)
+        check_alive(one, written=True)  # it compares bits
     agree("check_replicas", states)
     for one in states:
         performer = performer_of(one.setup.axis)

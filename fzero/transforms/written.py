@@ -46,7 +46,7 @@ _HERE = _Here()
 def bits_are_compared() -> Iterator[None]:
     """Let writes be in this block: its caller finds bits that have changed, whoever changed them.
 
-    The recorder does, and `check_replicas`: a fault is planted in a state by a write to it.
+    The recorder does: a fault is planted in a state by a write to it.
     """
     _HERE.looking += 1
     try:

@@ -42,7 +42,6 @@ CALLS: dict[str, Callable[[Any, Tensor], Any]] = {
     "grad_and_reduce": lambda s, x: fzero.grad_and_reduce(loss_fn, s)(x),
     "apply_gradients": lambda s, x: fzero.apply_gradients(s),
     "evaluate": lambda s, x: fzero.evaluate(loss_fn, s)(x),
-    "full_params": lambda s, x: fzero.full_params(s),
     "gradients": lambda s, x: fzero.gradients(s),
     "global_norm": lambda s, x: fzero.global_norm(s),
     "add_gradients": lambda s, x: fzero.add_gradients(s, PARAMS),
@@ -63,6 +62,7 @@ def test_every_call_notices_a_write(name: str, stage: int, ranks: int) -> None:
                 continue
             with pytest.raises(PhaseError, match=r"state\.\S+ was written in place"):
                 call(state, x)
+            fzero.full_params(state)  # shows what is there
         return x
 
     fzero.simulate(body, world_size=ranks)(torch.ones(ranks, 4))

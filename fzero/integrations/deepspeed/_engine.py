@@ -15,12 +15,12 @@ from fzero.adapter.boundary import call_step, require_no_closure
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.integrations.deepspeed import _checkpoint as checkpoint
 from fzero.integrations.deepspeed import _moving as moving
-from fzero.integrations.deepspeed._named import Named
+from fzero.integrations.deepspeed._named import DeepSpeedNames
 from fzero.integrations.deepspeed._others import instead_of
 from fzero.integrations.deepspeed._wrapped import unname_optimizer
 
 
-class DeepSpeedEngine(Named):
+class DeepSpeedEngine(DeepSpeedNames):
     """An `Engine` with the methods and properties of DeepSpeed's engine; `initialize` returns it.
 
     An update divides by gradient_accumulation_steps, however many gradients came. Attributes that

@@ -15,7 +15,7 @@ from fzero.integrations.deepspeed._configured import Configured
 from fzero.state.scale import DynamicScale
 
 
-class Named(Configured):
+class DeepSpeedNames(Configured):
     """An engine with the methods of DeepSpeed's that say or set one thing."""
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.adapter import parts
 from fzero.adapter.driver import OWNERS, Driver
+from fzero.adapter.parts import find, piece_of
 from fzero.machine.placeholder import LazyParam
 
 _DRIVERS: weakref.WeakSet[Driver] = weakref.WeakSet()  # of engines that have these names
@@ -45,9 +45,9 @@ def _place(p: Any, name: str) -> tuple[Driver, int, str]:
 
 
 def _shard(driver: Driver, path: str) -> Tensor:
-    index, position = parts.find(driver, path)
+    index, position = find(driver, path)
     state = driver.state
-    return parts.piece_of(state, index, position, state.params.flats[index]).clone()
+    return piece_of(state, index, position, state.params.flats[index]).clone()
 
 
 def _persists(driver: Driver, p: Tensor) -> bool:

@@ -89,9 +89,5 @@ def step_timeline(
                 detail=op.detail,
             )
         )
-    return StepTimeline(
-        title=f"planned: {trace.title}",
-        events=tuple(events),
-        total_s=max(free.values()),
-        source="planned",
-    )
+    title, total = f"planned: {trace.title}", max(free.values())
+    return StepTimeline(title=title, events=tuple(events), total_s=total, source="planned")

@@ -98,7 +98,11 @@ def test_what_a_hook_may_not_do_is_refused_and_the_next_step_is_right(at: Place)
         engine.step()
     handle.remove()
     engine.zero_grad()
-    handle = optimizer.register_step_pre_hook(lambda *_: optimizer.state.popitem())
+
+    def looks(*_: Any) -> None:
+        optimizer.state.popitem()
+
+    handle = optimizer.register_step_pre_hook(looks)
     back(engine, at.draw(1))
     with pytest.raises(PhaseError, match="full_optimizer_state"):
         engine.step()

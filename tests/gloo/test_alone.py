@@ -26,7 +26,7 @@ def nobody_comes(rank: int, world_size: int) -> None:
 
     kept, known = _performers.own_group, dict(_performers._OPEN)
     try:
-        _performers.own_group = own_group  # type: ignore[assignment]
+        _performers.own_group = own_group
         _performers._OPEN.clear()
         for call in (
             lambda: fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1), stage=2),

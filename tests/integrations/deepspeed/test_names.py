@@ -229,7 +229,9 @@ def test_what_is_set_by_pieces_is_what_the_update_uses(at: Place) -> None:
     with torch.no_grad():
         engine(at.draw(9)(2, 3))  # from here on every parameter is there
     if at.stage == 3:
-        deepspeed.safe_set_local_fp32_param(mine, 2 * deepspeed.safe_get_local_fp32_param(mine))
+        deepspeed.safe_set_local_fp32_param(
+            mine, 2 * has(deepspeed.safe_get_local_fp32_param(mine))
+        )
         plain.data.mul_(2)
     wanted = reference.run(back, 1)
     back(engine, at.draw(1))
@@ -259,7 +261,7 @@ def test_of_16_bits_the_master_is_what_is_given_and_set() -> None:
     assert torch.equal(has(deepspeed.safe_get_full_fp32_param(p)), fine)
     assert torch.equal(engine.full_state_dict()["weight"], torch.ones(2, 3, dtype=torch.bfloat16))
     deepspeed.safe_set_full_fp32_param(p, 2 * fine)
-    assert torch.equal(deepspeed.safe_get_local_fp32_param(p), 2 * fine.flatten())
+    assert torch.equal(has(deepspeed.safe_get_local_fp32_param(p)), 2 * fine.flatten())
     deepspeed.safe_set_full_optimizer_state(p, fine, "exp_avg")
     assert torch.equal(has(deepspeed.safe_get_local_optimizer_state(p, "exp_avg")), fine.flatten())
 

@@ -166,7 +166,7 @@ def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
         Encoder,
         "remembers_by",
         lambda self, lent: remembers_by(
-            self, lambda: ([torch.zeros_like(x) for x in lent()[0]], lent()[1])
+            self, lambda: lent()._replace(flats=[torch.zeros_like(x) for x in lent().flats])
         ),
     )
     (cell,) = run().failures

@@ -117,11 +117,11 @@ PAIRS: dict[str, tuple[Fn, Fn]] = {
     "where": (torch.clone, lambda x: _op("where", x.flip(0))(x)),
     "cat": (
         lambda x: torch.cat([x[:2], x[2:]]),
-        lambda x: _op("cat")([x[:2], x[2:]]),  # type: ignore[arg-type]
+        lambda x: _op("cat")([x[:2], x[2:]]),
     ),
     "stack": (
         lambda x: torch.stack([x, x])[0],
-        lambda x: _op("stack")([x, x])[0],  # type: ignore[arg-type]
+        lambda x: _op("stack")([x, x])[0],
     ),
     "copy_": (lambda x: torch.empty_like(x).copy_(x * 0.5), _writes("copy_")),
     "zero_": (torch.zeros_like, lambda x: _op("zero_")(x.clone())),

@@ -106,7 +106,7 @@ DYNAMIC: dict[str, tuple[Any, Callable[[float], None]]] = {
 # Schedules that are read as arithmetic, and are not.
 def _partial_with_attribute() -> Any:
     held = functools.partial(float, 1.0)
-    held.pow = fzero.axis_size  # type: ignore[attr-defined]
+    held.pow = fzero.axis_size
     return lambda t: 0.1 * held.pow()
 
 
@@ -224,7 +224,7 @@ def _by_key_of_dict() -> Any:
 
 def _by_key_of_row() -> Any:
     rows = [1.0, [2.0, {_Key(): 1.0}]]
-    return lambda t: 0.1 * (1 + (0 in rows[1][1]))  # type: ignore[index, operator]
+    return lambda t: 0.1 * (1 + (0 in rows[1][1]))
 
 
 CODE: dict[str, Callable[[], Any]] = {

@@ -185,7 +185,7 @@ def _by_rank(state: Any, x: Tensor) -> Any:
 def _halves(state: Any, x: Tensor) -> Any:
     for part in x.chunk(fzero.axis_size() * 2):
         state, loss = fzero.grad_and_reduce(usual_loss, state)(part)
-    return fzero.apply_gradients(state), loss  # type: ignore[possibly-undefined]
+    return fzero.apply_gradients(state), loss
 
 
 TRANSFORMS: dict[str, Fn] = {

@@ -65,7 +65,8 @@ def true_params(program: Program) -> list[Tensor]:
 def _alone(program: Program, rank: int, means: Any) -> tuple[list[list[Tensor]], list[Tensor]]:
     with _replaced(means) as gradients, torch.random.fork_rng():
         torch.manual_seed(0)
-        step = fzero.shard(program.make(), **{**program.options, "stage": 0})
+        options: Any = {**program.options, "stage": 0}
+        step = fzero.shard(program.make(), **options)
         state = step.init(program.params(), program.optimizer())
         for _ in range(program.calls):
             state = step(state, *program.inputs(rank))[0]
@@ -119,7 +120,7 @@ def params_on_ranks(program: Program) -> list[list[Tensor]]:
         torch.manual_seed(0)
         step = fzero.simulate(fzero.shard(program.make(), **program.options), world_size=world)
         state = step.init(program.params(), program.optimizer())
-        every = [program.inputs(rank) for rank in range(world)]
+        every: Any = [program.inputs(rank) for rank in range(world)]
         stacked: Any = optree.tree_map(lambda *xs: _stacked(xs), *every)
         for _ in range(program.calls):
             state = step(state, *stacked)[0]

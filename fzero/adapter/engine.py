@@ -258,8 +258,7 @@ class Engine(_as_module.NamesOfModule):
         What no rank has used since the last update stays as it is, with its optimizer state.
 
         Returns:
-            Whether the update was due: with `micro_batches=n` it is at every n-th
-            call. One that an overflow skipped was due as well.
+            Whether the update was due (every n-th call, with `micro_batches=n`), skipped or not.
 
         Raises:
             PhaseError, CallError: inside a window, a forward or a backward, without optimizer, for

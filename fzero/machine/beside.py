@@ -30,7 +30,7 @@ _HEAD = "tensor beside the parameters: "
 _NAMES = {Holder.BUFFER: "buffer", Holder.ATTRIBUTE: "attribute"}
 
 
-class Beside:
+class TensorsBeside:
     """The tensors of a functionalized module that are no parameters, as a note on those that are.
 
     It goes with the tensors that it is noted on, and into no copy and no file.
@@ -47,7 +47,7 @@ class Beside:
             self._known = versions, lines_of(self._held, self._own)
         return self._known[1]
 
-    def __deepcopy__(self, memo: Any) -> Beside:
+    def __deepcopy__(self, memo: Any) -> TensorsBeside:
         return self
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
@@ -55,7 +55,7 @@ class Beside:
         return OrderedDict, ()
 
 
-def note(tensors: Iterable[Tensor], beside: Beside) -> None:
+def note(tensors: Iterable[Tensor], beside: TensorsBeside) -> None:
     """Note on tensors that stand for parameters what else their module has."""
     for tensor in tensors:
         vars(tensor)[_NOTE] = beside
@@ -65,7 +65,7 @@ def noted_lines(tensors: Iterable[Tensor]) -> list[str]:
     """Return the lines of all that was noted on these tensors, for ranks to compare."""
     if is_abstract():
         return []
-    found = {id(x): x for t in tensors if isinstance(x := vars(t).get(_NOTE), Beside)}
+    found = {id(x): x for t in tensors if isinstance(x := vars(t).get(_NOTE), TensorsBeside)}
     return [line for beside in found.values() for line in beside.lines()]
 
 

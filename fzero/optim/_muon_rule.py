@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import LayoutError
 from fzero.errors.check import is_count
 from fzero.machine.offload import change, cloned, to_device
 from fzero.machine.owners import Owners, Wholes
@@ -131,7 +131,7 @@ class Muon(Optimizer):
             PhaseError: if the update is to be differentiated or traced.
         """
         if differentiable:
-            raise _not_differentiable(self)
+            raise not_differentiable(self, "it exchanges whole matrices between ranks")
         now = parted(state.apart, unused, lambda path: 0, 1 + len(state.steps))
         with torch.no_grad():
             if not owned:
@@ -272,12 +272,3 @@ def _stepped(
     p.mul_(1 - options["lr"] * options["weight_decay"])
     for start, stop, ratio in spans:
         p[start - first : stop - first].add_(u[start:stop], alpha=-(options["lr"] * ratio))
-
-
-def _not_differentiable(optimizer: object) -> PhaseError:
-    return PhaseError(
-        f"an update by {optimizer!r} was to be differentiated or traced.",
-        cause="torch.func, a trace, or parameters or gradients with a graph, around "
-        "apply_gradients; whole matrices are exchanged between ranks in it.",
-        fix="use fzero.optim.sgd, adam, adamw or lion, which can be differentiated.",
-    )

@@ -27,7 +27,7 @@ from fzero.optim._stream import Flats
 from fzero.optim._torch_state import TorchState, new_state
 from fzero.optim._torch_update import updated
 from fzero.optim._trial import as_kept
-from fzero.optim._usable import name_of
+from fzero.optim._usable import name_of, not_differentiable
 from fzero.optim.masters import Place, stay, work_tensors
 from fzero.optim.visible import bound_here
 from fzero.state.layout import Leaf
@@ -175,7 +175,7 @@ class TorchOptimizer(KeepsOwned):
                 groups or state since it was bound.
         """
         if differentiable:
-            raise _not_differentiable(self)
+            raise not_differentiable(self, "torch.optim writes in place")
         bound = self._ready()
         with torch.no_grad():
             if not owned:
@@ -323,12 +323,3 @@ class TorchOptimizer(KeepsOwned):
 
     def __repr__(self) -> str:
         return f"from_torch({name_of(self.source)})"
-
-
-def _not_differentiable(optimizer: TorchOptimizer) -> PhaseError:
-    return PhaseError(
-        f"an update by {optimizer!r} was to be differentiated.",
-        cause="torch.func, a trace, or parameters or gradients with a graph, around "
-        "apply_gradients; torch.optim writes in place.",
-        fix="use fzero.optim.sgd, adam, adamw or lion, which can be differentiated.",
-    )

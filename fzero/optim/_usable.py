@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, PhaseError
 
 CLOSURE = "it evaluates the loss several times in a step, by a closure"
 REFUSED = {
@@ -91,4 +91,14 @@ def not_alike(
         "group, and notes which (timm's Muon).",
         fix="make param groups of their own, params=[{'params': matrices}, {'params': others}]: "
         "such a number is kept once for each group.",
+    )
+
+
+def not_differentiable(rule: object, reason: str) -> PhaseError:
+    """Return the error for an update that can be neither differentiated nor recorded as a graph."""
+    return PhaseError(
+        f"an update by {rule!r} was to be differentiated or traced.",
+        cause="torch.func around apply_gradients, parameters or gradients with a graph, or "
+        f"fzero.trace, compile or prove of the step; {reason}.",
+        fix="use fzero.optim.sgd, adam, adamw or lion, which can be.",
     )

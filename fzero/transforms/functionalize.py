@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from fzero.errors import LayoutError
-from fzero.machine.beside import Beside, held_beside, note, require_paths
+from fzero.machine.beside import TensorsBeside, held_beside, note, require_paths
 from fzero.machine.memory import HeldTensor, Holder, require_own_memory
 from fzero.machine.partition import is_dtensor, unit_of
 from fzero.machine.subclasses import require_classes
@@ -237,7 +237,7 @@ def _remember_beside(
     if buffers is not None:
         rest = [one for one in held if one.kind is not Holder.BUFFER]
         held = [*rest, *(HeldTensor(path, x, Holder.BUFFER) for path, x in buffers.items())]
-    note(params.values(), Beside(held, require_paths(own, held)))
+    note(params.values(), TensorsBeside(held, require_paths(own, held)))
 
 
 def _check(kind: str, shapes: dict[str, torch.Size], given: Any) -> None:

@@ -14,15 +14,16 @@ class OutOfBudget(Exception):
 class Budget:
     """So many seconds of this thread's CPU time, from now on, for each of so many ranks."""
 
-    def __init__(self, seconds: float = DEFAULT_S, ranks: int = 1) -> None:
+    def __init__(
+        self, seconds: float = DEFAULT_S, ranks: int = 1, within: Budget | None = None
+    ) -> None:
         self.seconds = seconds
-        self._until = time.thread_time() + seconds * ranks
+        until = time.thread_time() + seconds * ranks
+        self._until = until if within is None else min(until, within._until)
 
     def of_one(self) -> Budget:
         """Return a budget for one program, within this one."""
-        one = Budget(self.seconds)
-        one._until = min(one._until, self._until)
-        return one
+        return Budget(self.seconds, within=self)
 
     def check(self, what: str = "") -> None:
         """Raise `OutOfBudget` if it is spent, at `what`."""

@@ -73,11 +73,14 @@ class Watch:
     def __exit__(self, *error: Any) -> None:
         self._watching.__exit__(*error)
 
-    def around(self, step: Callable[..., Any], budget: Budget) -> Callable[..., Any]:
-        """Return the step, watched op by op, within a budget."""
+    def around(self, step: Callable[..., Any], budget: Budget, *, warm: bool) -> Callable[..., Any]:
+        """Return the step, watched op by op, within a budget.
+
+        warm: torch has looked up what it needs; who reads the environment now is the step.
+        """
 
         def watched(*args: Any) -> Any:
-            self.inside, self._draws = True, []
+            self.inside, self.warm, self._draws = True, warm, []
             try:
                 with _EachOp(self, budget):
                     return step(*args)

@@ -52,22 +52,21 @@ def read(
     reader, given = _ProgramReader(graph, reading), iter(inputs)
     made: dict[fx.Node, list[Symbolic]] = {}
     outputs, stopped = [], None
-    reading.terms.budget = budget
-    for node in graph.graph.nodes:
-        try:
-            if node.op == "output":
-                outputs = reader.value(node.args[0])
+    with reading.terms.within(budget):
+        for node in graph.graph.nodes:
+            try:
+                if node.op == "output":
+                    outputs = reader.value(node.args[0])
+                    break
+                if node.op == "placeholder":
+                    reader.put(node, next(given))
+                else:
+                    reader.run(node)
+                made[node] = reader.made_by(node)
+            except _NOTHING_KNOWN as error:
+                said = isinstance(error, NotImplementedError | OutOfBudget)
+                stopped = node, f"{error}" if said else repr(error)
                 break
-            if node.op == "placeholder":
-                reader.put(node, next(given))
-            else:
-                reader.run(node)
-            made[node] = reader.made_by(node)
-        except _NOTHING_KNOWN as error:
-            said = isinstance(error, NotImplementedError | OutOfBudget)
-            stopped = node, f"{error}" if said else repr(error)
-            break
-    reading.terms.budget = None
     return ProgramRead(made, outputs, {node: reader.writers_of(node) for node in made}, stopped)
 
 

@@ -56,7 +56,6 @@ class ProgramRecorder:
 
     def of(self, world: int, rank: int) -> RecordedStep:
         """Return the program of a rank among `world`. On one rank gradients are marked."""
-        self.watch.warm = world in self._schedules  # torch looks up much as it first records
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         params: Any = optree.tree_unflatten(
             self._treespec, [_params(mode, one) for one in self._given]
@@ -70,7 +69,8 @@ class ProgramRecorder:
         states = flatten_states("prove", new)[0]
         step = marked(self._step, len(states)) if world == 1 else self._step
         with self.watch:
-            watched = self.watch.around(step, self._budget.of_one())
+            warm = world in self._schedules  # torch looks up much as it first records
+            watched = self.watch.around(step, self._budget.of_one(), warm=warm)
             made = record_step(watched, (new, *self._args), states[0].setup.axis, rank)
         self.watch.compare_draws()
         if any(new.setup != old.setup for new, old in zip(_after(made), made.states, strict=True)):

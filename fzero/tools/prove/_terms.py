@@ -8,6 +8,7 @@ one object. A `Sum` is a linear combination of elements of terms, with rational 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -90,7 +91,16 @@ class Terms:
 
     def __init__(self) -> None:
         self._made: dict[Hashable, Term] = {}
-        self.budget: Budget | None = None  # of what makes terms now
+        self._budget: Budget | None = None
+
+    @contextmanager
+    def within(self, budget: Budget | None) -> Iterator[None]:
+        """Make terms within a budget in this block."""
+        self._budget = budget
+        try:
+            yield
+        finally:
+            self._budget = None
 
     def term(
         self,
@@ -100,8 +110,8 @@ class Terms:
         varies: bool | None = None,
     ) -> Term:
         """Return the term of a head and operands; by default it varies if one of these does."""
-        if self.budget is not None:
-            self.budget.check()
+        if self._budget is not None:
+            self._budget.check()
         given = tuple(operands)
         found = self._made.get((head, given, numel))
         if found is None:

@@ -24,6 +24,7 @@ from fzero.optim._piece import Piece, whole_leaves
 from fzero.optim._rules import Rule, never
 from fzero.optim._shown import shown
 from fzero.optim._stream import Flats, written_back
+from fzero.optim._usable import not_differentiable
 from fzero.state import NAMESPACE
 from fzero.state.layout import Leaf, learns
 

@@ -57,6 +57,8 @@ def prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides:
     by = multiplier(state.scale)
     if by is not None and divides and max_norm is None and max_value is None:
         grad_scale = by.scale
+        if donates(state):  # the kernel divides in their memory: nobody else is to see that
+            gradients = take_over(held)
     elif by is not None:
         factor = by.scale.double().reciprocal()
         in_place = max_value is None and all(x.dtype not in SIXTEEN_BIT for x in held.flats)

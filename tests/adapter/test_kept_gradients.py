@@ -125,6 +125,19 @@ def test_what_was_never_reduced_or_is_used_up_raises(stage: int) -> None:
         kept["a.bias"].norm(3)
 
 
+@each_stage
+def test_a_fused_kernel_divides_by_the_loss_scale_in_place(stage: int) -> None:
+    e, plain = engine_of(Net, stage, loss_scale=8.0), Reference(Net, 1)
+    wanted = plain.run(back, 0)
+    e.scale(e(Draw(0, 0)(2, 3)).square().sum()).backward()
+    kept = grads_of(e)
+    same(norms(kept), norms(wanted))
+    assert e.step()
+    with pytest.raises(PhaseError, match=r"(?s)loss scale.*Fix: "):
+        kept["a.weight"].norm()
+    same(e.full_parameters(), plain.step(wanted))
+
+
 def test_gradients_that_nobody_keeps_go_with_the_update() -> None:
     e = engine_of(Net, 0)
     for _ in range(2):

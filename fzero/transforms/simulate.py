@@ -89,6 +89,7 @@ def simulate(
         def body(rank: int) -> Any:
             mine: Any = optree.tree_unflatten(treespec, per_rank[rank])
             here, keywords = mine
+            returned(*filter(is_state, _parts(mine)))  # so that a write of this rank is noticed
             return inner(*here, **keywords)
 
         try:

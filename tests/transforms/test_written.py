@@ -79,6 +79,20 @@ def test_a_stacked_state_is_watched_too(stage: int) -> None:
             step(state, x)
 
 
+@pytest.mark.parametrize("ranks", [[1], [0, 1, 2]])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_virtual_rank_that_writes_in_its_step_is_noticed(stage: int, ranks: list[int]) -> None:
+    def writes(state: Any, x: Tensor) -> Any:
+        state, loss = fzero.grad_and_reduce(loss_fn, state)(x)
+        if fzero.axis_index() in ranks:
+            state.params.flats[0].mul_(1.5)
+        return fzero.apply_gradients(state), loss
+
+    step = fzero.simulate(fzero.shard(writes, stage=stage), world_size=3)
+    with pytest.raises(PhaseError, match="was written in place"):
+        step(step.init(PARAMS, RULE), torch.ones(3, 4))
+
+
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("stage", range(4))
 def test_steps_do_not_take_their_own_writes_for_the_users(stage: int, donate: bool) -> None:

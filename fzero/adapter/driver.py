@@ -313,8 +313,8 @@ class Driver:
                 f"{name} inside a window (coalesce() or no_sync()).",
                 cause="the window was left open around the whole step, or gradients were asked "
                 "for before it has reduced them.",
-                fix="leave the `with engine.coalesce():` block first; its end reduces what it "
-                "collected.",
+                fix="leave the `with` block first; what it collected is reduced at the end of "
+                "coalesce(), after no_sync() when p.grad is asked for, at the latest by step().",
             )
 
     def begin_anew(self) -> None:

@@ -152,7 +152,8 @@ class LazyParam(Memoryless):
         return LayoutError(
             f"{self!r} is to be {verb}; this rank has only a shard of it.",
             cause="copy.deepcopy, torch.save, save_pretrained(), torch.distributed.checkpoint, "
-            "share_memory() or an averaged copy of a module of stage 3.",
+            "share_memory(), an averaged copy of a module of stage 3, or a count of parameters by "
+            "their storages (count them by themselves).",
             fix="engine.full_state_dict() has whole values on every rank, to save; make a copy "
             "before the Engine, or after engine.close(), and load them into it.",
         )

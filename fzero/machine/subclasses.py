@@ -49,7 +49,11 @@ def own_names(x: Tensor) -> list[str]:
     if isinstance(x, _PLAIN):
         return []
     between = [cls for cls in type(x).__mro__ if cls not in (*nn.Parameter.__mro__,)]
-    return sorted({name for cls in between for name in vars(cls)} - _NEUTRAL)
+    of_parameter = vars(nn.Parameter).items()  # __torch_function__, off: said once more
+    own = {
+        name for cls in between for name, x in vars(cls).items() if (name, x) not in of_parameter
+    }
+    return sorted(own - _NEUTRAL)
 
 
 def require_classes(named: Mapping[str, Tensor], *, keeps: bool) -> None:

@@ -46,6 +46,13 @@ def has_pre_hooks(instance: Optimizer, but: int = 0) -> bool:
     return len(own) > but or is_wrapped(instance) or bool(_OF_ALL[0])
 
 
+def is_seen(instance: Optimizer) -> bool:
+    """Whether code of a user's runs around a step; an engine's own hook is none."""
+    hooks = [hook for name in HOOKS for hook in vars(instance).get(name, {}).values()]
+    own = any(not str(getattr(hook, "__module__", "")).startswith("fzero.") for hook in hooks)
+    return own or is_wrapped(instance) or any(_OF_ALL)
+
+
 @contextmanager
 def silent(instance: Optimizer) -> Iterator[None]:
     """Run no step hook in this block: not of this optimizer, nor those of all optimizers.

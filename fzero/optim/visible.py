@@ -26,6 +26,7 @@ from fzero.errors import PhaseError
 from fzero.optim._bind import Bound
 from fzero.optim._silent import HOOKS, is_wrapped, none_of_all, note_step, told
 from fzero.optim._silent import has_pre_hooks as has_pre_hooks
+from fzero.optim._silent import is_seen as is_seen
 from fzero.optim._trial import KeptState, begin_state
 
 T = TypeVar("T")

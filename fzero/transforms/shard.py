@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Unpack, overload
 
 from fzero.context.modes import in_transform, is_recorded
@@ -28,6 +31,7 @@ from fzero.transforms.pipeline import (
 )
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
 from fzero.transforms.states import flatten_states, map_states
+from fzero.transforms.update import apply_gradients
 
 
 @overload
@@ -60,7 +64,7 @@ def shard(  # noqa: D417 {options}
     A batch that requires grad makes the parameters part of its graph, so that the caller can
     differentiate through the step. A step that is given such parameters again warns: they keep the
     activations of every earlier step. One that never updates warns once: its gradients add up from
-    call to call.
+    call to call. (It is one whose functions do not name `apply_gradients`.)
 
     Args:
         fn: the step.
@@ -106,7 +110,7 @@ def shard(  # noqa: D417 {options}
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
-        leftovers.saw(states, flatten_states("shard", state)[0])
+        leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
     def init_of(inner: Any) -> Callable[..., Any]:
@@ -218,15 +222,18 @@ class _Leftovers:
     """Warns once of a step that adds to the gradients of its own earlier calls, without an update.
 
     What waits in a window that is open, or for the last micro-batch, is meant to add up; so are the
-    gradients of several steps, and those of a state that was updated before.
+    gradients of several steps, those of a state that was updated before, and those of a step that
+    names an update, which it makes in a later call.
     """
 
     def __init__(self) -> None:
         self._told = False
         self._left: set[int] = set()  # virtual ranks whose calls have left gradients
 
-    def saw(self, before: Sequence[TrainState], after: Sequence[TrainState]) -> None:
-        """A call was given states, and returned others."""
+    def saw(
+        self, step: Callable[..., Any], before: Sequence[TrainState], after: Sequence[TrainState]
+    ) -> None:
+        """A call of the step was given states, and returned others."""
         if self._told or in_transform() or len(before) != len(after):
             return
         pairs = [
@@ -238,10 +245,52 @@ class _Leftovers:
         rank = before[0].setup.axis.rank
         if rank in self._left and any(0 < old < new for old, new in pairs):
             self._told = True
-            if not is_recorded([x.step for x in before]) and not any(int(x.step) for x in before):
+            if is_recorded([x.step for x in before]) or any(int(x.step) for x in before):
+                return
+            if not _names_an_update(step):
                 warnings.warn(_LEFTOVERS, UserWarning, stacklevel=6 + DISABLED_FRAMES)
         if any(old < new for old, new in pairs):
             self._left.add(rank)
+
+
+def _names_an_update(step: Callable[..., Any]) -> bool:
+    """Whether a step, or a function of the user's that it names or closes over, has an update."""
+    todo: list[Any] = [step]
+    seen: set[int] = set()
+    while todo:
+        found = todo.pop()
+        while isinstance(found, Step | functools.partial):
+            found = found.inner if isinstance(found, Step) else found.func
+        if found is apply_gradients:
+            return True
+        if not inspect.isroutine(found) and callable(found):  # an object that is called
+            found = types.MethodType(type(found).__call__, found)
+        me: Any = None
+        if isinstance(found, types.MethodType):
+            me, found = found.__self__, found.__func__
+        if not inspect.isfunction(found) or id(found) in seen or _is_ours(found):
+            continue
+        seen.add(id(found))
+        names = _names(found.__code__)
+        if apply_gradients.__name__ in names:
+            return True
+        todo += [found.__globals__[name] for name in names if name in found.__globals__]
+        own = [x for one in type(me).__mro__ for name, x in vars(one).items() if name in names]
+        todo += [types.MethodType(x, me) for x in own if inspect.isfunction(x)]
+        for cell in found.__closure__ or ():
+            with suppress(ValueError):  # it is empty yet
+                todo.append(cell.cell_contents)
+    return False
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inside = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
+    return {*code.co_names}.union(*inside)
+
+
+def _is_ours(found: Callable[..., Any]) -> bool:
+    """Whether it makes no update for a step that does not name one."""
+    return (found.__module__ or "").partition(".")[0] in ("fzero", "torch")
 
 
 _LEFTOVERS = explain(

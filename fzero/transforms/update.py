@@ -15,7 +15,7 @@ from fzero.collectives import about
 from fzero.machine.offload import at_home
 from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
-from fzero.optim.visible import as_one_step
+from fzero.optim.visible import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
@@ -190,8 +190,13 @@ def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainStat
 
 
 def _skips(state: TrainState) -> bool:
-    """Whether the optimizer skips an overflowing update by itself, without a host read."""
-    return state.setup.optimizer.skips(fulls_of(state), state.optimizer)
+    """Whether the optimizer skips an overflowing update by itself, without a host read.
+
+    Not if hooks would see a step: a skipped update is none, so the host must know.
+    """
+    rule = state.setup.optimizer
+    seen = any(is_seen(bound.instance) for bound in rule.of_torch)
+    return not seen and rule.skips(fulls_of(state), state.optimizer)
 
 
 def _kept(state: TrainState) -> tuple[Buffers, Any]:

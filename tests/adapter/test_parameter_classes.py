@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine, sharded_init
 from fzero.errors import LayoutError
+from fzero.machine.subclasses import own_names
 from tests.adapter.on_ranks import Place, virtually
 from tests.adapter.plain import STAGES, Draw, mean, same, seeded
 
@@ -33,6 +34,12 @@ class Named(nn.Parameter):
 
     def __repr__(self) -> str:
         return "named"
+
+
+class Disabled(nn.Parameter):
+    """As the classes of some libraries have it; so has nn.Parameter itself."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 class Helped(nn.Parameter):
@@ -154,3 +161,8 @@ def test_a_tensor_made_of_others_has_no_place_in_a_state() -> None:
             fzero.init({"weight": module.weight}, fzero.optim.sgd(0.1), stage=stage)
     with pytest.raises(LayoutError, match="weight is a Pair"):
         fzero.functionalize(module)
+
+
+def test_what_nn_parameter_says_itself_is_nothing_of_a_class() -> None:
+    assert own_names(Disabled(torch.ones(2))) == []
+    assert own_names(Scaled(torch.ones(2))) == ["__torch_function__"]

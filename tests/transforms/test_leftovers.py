@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -78,3 +79,46 @@ def test_nothing_is_said_where_updates_are_made(stage: int) -> None:
     inner = fzero.shard(descends(loss_fn), stage=stage)  # which waits for the last micro-batch
     state, _ = fzero.accumulate(inner, micro_batches=2)(begun(inner), torch.ones(4, 1))
     assert int(state.step) == 1
+
+
+def sometimes(state: Any, x: Tensor, last: bool) -> Any:
+    state, loss = adds(state, x)
+    return (updates(state)[0] if last else state), loss
+
+
+class Trainer:
+    """Its step is a method, and counts calls."""
+
+    calls = 0
+
+    def step(self, state: Any, x: Tensor, last: bool) -> Any:
+        self.calls += 1
+        state, loss = adds(state, x)
+        return (self.update(state) if last else state), loss
+
+    def update(self, state: Any) -> Any:
+        return fzero.apply_gradients(state)
+
+    def __call__(self, state: Any, x: Tensor, last: bool) -> Any:
+        return self.step(state, x, last)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        sometimes,
+        Trainer().step,
+        Trainer(),
+        functools.partial(sometimes),
+        fzero.clip(sometimes, max_norm=1e9),
+        lambda s, x, last: sometimes(s, x, last),
+    ],
+)
+def test_a_step_that_updates_in_a_later_call_is_not_warned_of(fn: Any, ranks: int) -> None:
+    """Warnings are errors here. Gradients add up over three calls, as they do in plain PyTorch."""
+    step = fzero.simulate(fzero.shard(fn, stage=2), world_size=ranks)
+    state, x = begun(step), torch.ones(ranks, 4)
+    for call in range(1, 7):
+        state, _ = step(state, x, call % 3 == 0)
+    assert torch.equal(state.step, torch.full((ranks,), 2))

@@ -70,6 +70,12 @@ class FiniteCheck:
             self._gradients.append((state, leaf, _bounds(gradient)))
         return gradient
 
+    def gradient_of(self, state: int, leaf: int, p: Tensor) -> None:
+        """The same of `p.grad`. Keeps no gradient: the reducer frees it as it takes it."""
+        assert p.grad is not None
+        if (told := self.gradient(state, leaf, p.grad)) is not p.grad:
+            p.grad = told
+
     def drop(self) -> None:
         """The backward raised."""
         self.losses, self._gradients = [], []

@@ -191,8 +191,7 @@ class Pass:
             look = partial(self.finite.gradient, state, leaf)
             self.reducer.pop_grad(state, leaf, p, weighing(self.weight, look))
             return
-        if (told := self.finite.gradient(state, leaf, p.grad)) is not p.grad:
-            p.grad = told
+        self.finite.gradient_of(state, leaf, p)
         self.reducer.pop_grad(state, leaf, p)
 
     def put_aside(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero.optim._optimizer import LeafTest, Optimizer, Schedule
-from fzero.optim._options import bad_option, check_options, check_tests
+from fzero.optim._options import bad_option, check_options, check_tests, plain_numbers
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import ADAM, LION, MOMENTUM, SGD, Rule
 from fzero.state.layout import Leaf
@@ -153,7 +153,7 @@ def _optimizer(
     """
     return Optimizer(
         rule=rule,
-        options=tuple(options.items()),
+        options=tuple(plain_numbers(options).items()),
         overrides=overrides_of(name, options, *chosen),
         precision=precision,
     )
@@ -174,6 +174,7 @@ def overrides_of(
         if unknown:
             raise bad_option(name, f"group option {unknown[0]!r}", f"use one of {sorted(options)}")
         check_options(name, {**options, **changes})
+        changes = plain_numbers(changes)
         if decay_mask is not None:  # the group's options, then the mask on top of them
             undecayed = tuple({**changes, "weight_decay": 0.0}.items())
             overrides.append((_Undecayed(test, decay_mask), undecayed))

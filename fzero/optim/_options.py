@@ -46,6 +46,28 @@ def _lr_is_a_tensor(name: str) -> LayoutError:
     )
 
 
+def plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with a float or an int in the place of each number of a subclass of these.
+
+    numpy's float64 is one. Others may compute with something else than their value, and a recorded
+    update holds values.
+
+    Example:
+        >>> import numpy as np
+        >>> plain_numbers({"lr": np.float64(0.5), "betas": (np.float64(0.5), 0), "nesterov": True})
+        {'lr': 0.5, 'betas': (0.5, 0), 'nesterov': True}
+    """
+    return {key: _plain(value) for key, value in options.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    if callable(value) or isinstance(value, bool) or not is_number(value):
+        return value
+    return float(value) if isinstance(value, float) else int(value)
+
+
 def check_tests(name: str, decay_mask: Any, groups: Any) -> None:
     """Raise `LayoutError` unless the mask is a test of leaves, and groups are pairs with one."""
     if decay_mask is not None and not callable(decay_mask):

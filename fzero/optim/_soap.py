@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.context.here import has_no_values
 from fzero.machine.powersgd import hashed
 
 _SIDES = ("left", "right")
@@ -121,6 +122,8 @@ def _rounding(factor: Tensor) -> float:
 def _first_basis(factor: Tensor) -> Tensor:
     """Return eigenvectors, the largest first; then a basis of what has no gradient."""
     size = factor.shape[0]
+    if has_no_values(factor):  # in a plan, as if it had all directions
+        return torch.linalg.eigh(factor.double())[1].flip(1).to(factor.dtype).contiguous()
     if not bool(factor.isfinite().all()):  # which goes on as with any rule, and LAPACK raises
         return torch.eye(size, dtype=factor.dtype, device=factor.device)
     values, vectors = torch.linalg.eigh(factor.double())

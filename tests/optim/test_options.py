@@ -156,3 +156,22 @@ BAD = [
 def test_options_that_cannot_be_are_refused(make: Any, options: dict[str, Any], fix: str) -> None:
     with pytest.raises(LayoutError, match=rf"is not possible[\s\S]*Fix: {fix}"):
         make(**options)
+
+
+class Doubled(float):
+    """A number that is another one in a product."""
+
+    def __mul__(self, other: Any) -> Any:
+        return 2 * float(self) * other
+
+    __rmul__ = __mul__
+
+
+def test_an_option_is_a_number_and_no_object_that_computes() -> None:
+    p, g = [torch.ones(2)], [torch.ones(2)]
+    masks: Any = {"groups": [(is_odd, {"weight_decay": Doubled(0.5)})]}
+    made = [fzero.optim.lion(lr, weight_decay=0.25, **masks) for lr in (Doubled(0.1), 0.1)]
+    assert [type(value) for _, value in made[0].options[:1]] == [float]
+    assert type(made[0].overrides[0][1][0][1]) is float
+    new = [one.update(g, one.init(p), p)[0][0] for one in made]
+    assert torch.equal(*new)

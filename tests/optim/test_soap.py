@@ -255,3 +255,10 @@ def test_in_bf16_without_masters_and_beside_another_rule() -> None:
 def test_bad_options_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(LayoutError, match=f"soap: {next(iter(options))}"):
         soap(**{"lr": 0.1, **options})
+
+
+@pytest.mark.parametrize("rule", [fzero.optim.soap(0.1), fzero.optim.shampoo(0.1)], ids=str)
+def test_a_plan_says_what_its_owners_compute_and_keep(rule: Any) -> None:
+    model = torch.nn.Linear(6, 4)
+    plan = fzero.plan(model, torch.ones(2, 6), optimizer=rule, stage=2, world=2, device="cpu")
+    assert "2 owners, one computes at most" in str(plan) and "one keeps at most" in str(plan)

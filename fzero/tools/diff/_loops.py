@@ -109,8 +109,8 @@ def _compared(
     if names or mine.start.keys() != other.start.keys():
         raise LayoutError(
             f"diff: the loops start with other parameters: {', '.join(sorted(names)[:4])}.",
-            cause="two models, or parameters that were renamed.",
-            fix="give both loops parameters of the same names and shapes.",
+            cause="two models, parameters that were renamed, or a loop without log.start(model).",
+            fix="give both parameters of the same names and shapes, and call log.start in both.",
         )
     unit = max(unit, min(mine.coarsest, other.coarsest), *map(eps_of, other.dtypes))
     found = next(_differences(mine, other, twin, unit), None)

@@ -64,7 +64,7 @@ def prove_programs(
     wrong, line = dict(_differences(wanted.outputs, found.outputs, varies=world == 1)), ""
     differs, stopped = comparison.differs, found.read.stopped or wanted.read.stopped
     if differs is not None:
-        line, wrong = line_of(differs), dict.fromkeys(found.makers, "ranks run other programs")
+        line, wrong = line_of(differs), dict.fromkeys(found.makers, comparison.why)
     elif stopped is not None:
         node, why = stopped
         ends = [node] if found.read.stopped else []

@@ -9,15 +9,24 @@ import torch
 from torch import Tensor, fx
 
 from fzero.tools.prove._read import digest
+from fzero.tools.trace.ops import UPDATE
 from fzero.tools.trace.program import RecordedStep
 
-_SELECT = torch.ops.aten.select.int
+OTHER_PROGRAMS = "ranks run other programs"
+_CUT = (
+    f"{OTHER_PROGRAMS}: their updates differ. Options of some leaves (decay_mask=, groups=) cut "
+    "what each rank has of a flat at other elements, which a proof does not follow. It does with "
+    "stage=0, where ranks have all of a flat; at stage 3 with units=lambda path: path, where each "
+    "leaf is a flat; and with the same options for all leaves"
+)
+_SELECT, _SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 
 
 class ProgramComparison:
     """Compares programs with a first one, node by node, and keeps none of them.
 
-    differs: the first node of the first program at which another one does something else.
+    differs: the first node of the first program at which another one does something else. why: in
+    words.
     """
 
     def __init__(self, first: RecordedStep) -> None:
@@ -26,6 +35,7 @@ class ProgramComparison:
         self._own = {node for node, index in self._selects.items() if index == first.rank}
         self._moves = set[fx.Node]()  # those that select other parts on other ranks
         self.differs: fx.Node | None = None
+        self.why = OTHER_PROGRAMS
 
     def add(self, other: RecordedStep) -> None:
         """Compare one more."""
@@ -33,7 +43,7 @@ class ProgramComparison:
         nodes = list(other.graph.graph.nodes)
         for node, fact, its, found in zip(self._nodes, self._facts, nodes, facts, strict=False):
             if found != fact:
-                self._note(node)
+                self._note(node, cuts=_is_of_update(node) or _is_of_update(its))
                 return
             if node in self._selects:
                 index: Any = its.args[2]
@@ -42,10 +52,11 @@ class ProgramComparison:
         if len(nodes) != len(self._nodes) or ends != self._ends:
             self._note(self._nodes[-1])
 
-    def _note(self, node: fx.Node) -> None:
+    def _note(self, node: fx.Node, *, cuts: bool = False) -> None:
         order = self._nodes.index
         if self.differs is None or order(node) < order(self.differs):
             self.differs = node
+            self.why = _CUT if cuts else OTHER_PROGRAMS
 
     def own_parts(self) -> frozenset[fx.Node]:
         """Return the nodes that select the part of their rank; what moves otherwise differs."""
@@ -60,6 +71,13 @@ def same_program(one: RecordedStep, other: RecordedStep) -> fx.Node | None:
     comparison.add(other)
     comparison.own_parts()
     return comparison.differs or next(iter(comparison._moves), None)
+
+
+def _is_of_update(node: fx.Node) -> bool:
+    """Whether it is an update, or cuts what an update is given."""
+    updates = [one for one in node.graph.nodes if one.target is UPDATE]
+    given = {x for one in updates for x in one.all_input_nodes}
+    return node in updates or (node in given and node.target is _SLICE)
 
 
 def _facts_of(program: RecordedStep) -> tuple[list[Hashable], Hashable]:

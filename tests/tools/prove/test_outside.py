@@ -33,6 +33,13 @@ def test_each_rank_is_read(rank: int) -> None:
     assert "ranks run other programs" in why(proof_of(dropped, world=8))
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_options_of_some_leaves_are_named(stage: int) -> None:
+    rule = fzero.optim.adamw(0.1, decay_mask=lambda leaf: len(leaf.shape) > 1)
+    proof = proof_of(descends(loss), rule, stage=stage)
+    assert proof.proved if stage == 0 else "decay_mask=, groups=" in why(proof)
+
+
 def test_beyond_64_ranks_the_theorem_says_which_were_read() -> None:
     text = str(proof_of(descends(loss), world=100))
     assert "of ranks 0, 1, 2, 3, 8, " in text and "ranks that were not read are assumed" in text

@@ -36,7 +36,7 @@ def test_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         exec(compile(block, f"{path.name}, block {number}", "exec"), names)
     if path.name == "pictures.md":
         drawn = {picture.name for picture in tmp_path.glob("*.png")}
-        assert drawn == {picture.name for picture in STORED.iterdir()}, DRAW
+        assert drawn == {picture.name for picture in STORED.glob("*.png")}, DRAW
         assert drawn == set(re.findall(r"\]\(_static/pictures/(\S+)\)", path.read_text())), DRAW
 
 

@@ -200,7 +200,8 @@ def start_world() -> None:
     except RuntimeError as error:
         raise not_started(roll, place, error) from error
     say_started(roll, place)
-    atexit.register(_stop_group, dist.group.WORLD, roll, place)
+    # A weak one: a group that lives beyond its end would have threads until the interpreter ends.
+    atexit.register(_stop_group, weakref.ref(dist.group.WORLD), roll, place)
     for do in _WHEN_STARTED:
         do()
 
@@ -229,10 +230,10 @@ def backends(on_gpu: bool) -> str:
     return "cpu:gloo,cuda:nccl" if dist.is_gloo_available() else "nccl"
 
 
-def _stop_group(world: Any, roll: dist.Store, place: MeetingPlace) -> None:
+def _stop_group(world: weakref.ref[Any], roll: dist.Store, place: MeetingPlace) -> None:
     if not dist.is_initialized():
         return
-    ours = dist.group.WORLD is world  # and not one that was started later
+    ours = dist.group.WORLD is world()  # and not one that was started later
     dist.destroy_process_group()  # so that others hear of an end that they did not expect
     if ours:
         leave(roll, place)

@@ -71,7 +71,7 @@ def _token(x: Any) -> Hashable:
         return hash(x.getstate())
     if isinstance(x, types.MethodType):
         return id(x.__func__)
-    if isinstance(x, bytearray | memoryview) or hasattr(x, "tobytes"):
+    if isinstance(x, bytearray | memoryview) or _is_of_numpy(x):
         return bytes(x) if len(bytes(x)) < _SMALL else id(x)
     if hasattr(x, "bit_generator"):
         return repr(x.bit_generator.state)
@@ -80,6 +80,11 @@ def _token(x: Any) -> Hashable:
     if type(x).__module__ in ("builtins", "itertools") and hasattr(x, "__next__"):
         return id(x), _place_of(x)
     return id(x)
+
+
+def _is_of_numpy(x: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(x, numpy.ndarray | numpy.generic)
 
 
 def _numbers(x: Tensor) -> Hashable:

@@ -32,9 +32,11 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Uneven, scalar, empty and frozen leaves, in units of stage 3 and in buckets."""
+    """Uneven, scalar, empty and frozen leaves, one of which learns; in units and in buckets."""
     leaves = draw(
-        st.lists(st.tuples(st.sampled_from(SHAPES), st.booleans()), min_size=1, max_size=6)
+        st.lists(st.tuples(st.sampled_from(SHAPES), st.booleans()), min_size=1, max_size=6).filter(
+            lambda some: not all(frozen for _, frozen in some)
+        )
     )
     params, number = {}, 1
     for i, (shape, frozen) in enumerate(leaves):

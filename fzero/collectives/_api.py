@@ -91,7 +91,7 @@ def pmean(x: Tensor | float, axis: AxisLike | None = None) -> Tensor:
         tensor([1.5000, 1.5000])
     """
     axis = _axis("pmean", axis)
-    return all_reduce(x, axis) / axis.size
+    return reduce_many([_as_tensor(x)], axis, name="all_reduce of pmean")[0] / axis.size
 
 
 psum = all_reduce
@@ -121,7 +121,16 @@ def _named(op: str, x: Tensor, dim: int) -> str:
 
 
 def _as_tensor(x: Tensor | float) -> Tensor:
-    return x if isinstance(x, Tensor) else torch.as_tensor(x, dtype=torch.get_default_dtype())
+    if isinstance(x, Tensor):
+        return x
+    try:
+        return torch.as_tensor(x, dtype=torch.get_default_dtype())
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise LayoutError(
+            f"psum and pmean take a tensor or a number, and got a {type(x).__name__}.",
+            cause="a dict or a tuple of losses or metrics.",
+            fix="call it for each, optree.tree_map(fzero.pmean, x), or once for torch.stack(...).",
+        ) from error
 
 
 def _at_least_1d(name: str, x: Tensor) -> Tensor:

@@ -101,3 +101,9 @@ def test_ordered_bits_do_not_depend_on_the_buckets(stage: int) -> None:
         params = list(torch.zeros(4, 257).unbind())
         for got in run_ranks(ordered_gradient, 3, stage, bucket_bytes, params, cs):
             same(got, want)
+
+
+def test_what_is_no_tensor_and_no_number_is_refused() -> None:
+    for x in ({"loss": torch.ones(())}, (torch.ones(()), "a"), object()):
+        with pytest.raises(fzero.LayoutError, match=r"take a tensor or a number.*\n.*\n.*tree_map"):
+            fzero.pmean(x)  # type: ignore[arg-type]

@@ -26,8 +26,13 @@ CALLS: dict[str, tuple[Call, str, str]] = {  # and what rank 0 and the last rank
     ),
     "pmean": (
         lambda last, x: fzero.pmean(x.sum(last)),
-        "all_reduce[(3,) float32]",
-        "all_reduce[(2,) float32]",
+        "all_reduce of pmean[(3,) float32]",
+        "all_reduce of pmean[(2,) float32]",
+    ),
+    "a mean": (
+        lambda last, x: fzero.pmean(x) if last else fzero.psum(x),
+        "all_reduce[(2, 3) float32]",
+        "all_reduce of pmean[(2, 3) float32]",
     ),
     "a dtype": (
         lambda last, x: fzero.psum(x.double() if last else x),

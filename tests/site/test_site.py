@@ -121,6 +121,17 @@ def test_every_anchor_of_a_link_is_a_heading_of_its_page(path: Path) -> None:
         )
 
 
+SHELL = re.compile(
+    r"^    (?!#)(?:\w+=\S+ )*(?:make|pip|python|torchrun|srun|kill) .*\s#", re.MULTILINE
+)
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *PAGES], ids=lambda path: path.stem)
+def test_no_command_has_a_comment_behind_it(path: Path) -> None:
+    """In an interactive zsh it is no comment: its words are arguments."""
+    assert SHELL.findall(path.read_text(encoding="utf-8")) == []
+
+
 def test_every_page_is_in_the_contents() -> None:
     found = set()
     for path in PAGES:

@@ -39,7 +39,7 @@ class Named(nn.Parameter):
 class Disabled(nn.Parameter):
     """As the classes of some libraries have it; so has nn.Parameter itself."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
 class Helped(nn.Parameter):

@@ -237,11 +237,15 @@ OTHER: dict[str, Pair] = {
 }  # fmt: skip
 
 
+FLAT = ("heaviside", "sqrt, squared")  # derivatives of 0, or of NaN: false of data alone
+
+
 def programs() -> Iterator[Program]:
     smooth: Any = {*ABSENT} - {"histc bounds", "embedding padding_idx"}
     for i, (name, pair) in enumerate({**ABSENT, **OTHER}.items()):
         places: Any = (in_data, in_update, in_model if name in smooth else in_data, in_weights)
-        yield places[i % 4](KIND, name, on_many(*pair), options={"stage": i % 4})
+        place = in_data if name in FLAT else places[i % 4]
+        yield place(KIND, name, on_many(*pair), options={"stage": i % 4})
         if name in smooth:
             yield places[(i + 2) % 4](KIND, name, on_many(*pair), world=3)
     for name in (

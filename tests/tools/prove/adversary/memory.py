@@ -115,6 +115,7 @@ ZEROED: dict[str, Fn] = {
 SAME = (  # the write is not to what the view sees, or not one that torch can make
     *("a column of columns, a column", "a column of rows, an element", "a diagonal, by a mask"),
     *("detached, transposed, an element", "a row, as a column, cumsum_", "reshaped, scatter_"),
+    "a row, as a column, scatter_",
     *("expanded, a column, cumsum_", "split by columns, swap"),
 )
 

@@ -98,7 +98,6 @@ FLATS: dict[str, Callable[[Any], Tensor]] = {
     "last of the flat": lambda s: s.params.flats[0][-1] + 1,
     "norm of the moments": lambda s: 1 + s.optimizer.moments[0][0].norm(),
     "mean of the norms of flats": lambda s: fzero.pmean(s.params.flats[0].norm()),
-    "sum of the flats' norms": lambda s: fzero.psum(s.params.flats[0].norm()),
     "sum of flats, over ranks, twice": lambda s: fzero.psum(fzero.psum(s.params.flats[0].sum())),
     "the count": lambda s: 1 + s.step * (fzero.axis_size() - 1),
 }  # fmt: skip

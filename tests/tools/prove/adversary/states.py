@@ -51,7 +51,7 @@ STEPS: dict[str, Fn] = {
     "the own gradient as the mean": lambda s, x: (stepped(s, own_gradients(s, x), reduced=True), 0),
     "the mean as the own gradient, and summed": lambda s, x: (stepped(s, {k: v * fzero.axis_size() for k, v in mean_gradients(s, x).items()}, reduced=False), 0),
     "own and mean gradient added": lambda s, x: (fzero.apply_gradients(fzero.add_gradients(_grad(s, x), own_gradients(s, x), reduced=True)), 0),
-    "no gradient of the bias on several ranks": lambda s, x: (stepped(s, {**mean_gradients(s, x), **({"b": None} if _many() else {})}, reduced=True), 0),
+    "no gradient of the bias on several ranks": lambda s, x: (stepped(s, {**mean_gradients(s, x), **({"b": 0 * mean_gradients(s, x)["b"]} if _many() else {})}, reduced=True), 0),
     "ascent on several ranks": lambda s, x: (fzero.apply_gradients(_grad(s, x, lambda p, x: usual_loss(p, x) * (-1 if _many() else 1))), 0),
     "SAM by a step that grows with ranks": lambda s, x: (_sam(s, x, mean_gradients(s, x), 0.1 * fzero.axis_size()), 0),
     "weights of an average of ranks": lambda s, x: (fzero.apply_gradients(_grad(s, x, lambda p, x: usual_loss({**p, "w": p["w"] + 0.1 * x[:4]}, x) ** (2 if _many() else 1))), 0),

@@ -86,7 +86,11 @@ OF_DRIVERS = (
         ),
         help="what acts at the points of a step and keeps slots in the state, from the inside out: "
         "see `fzero.transform`. `step.init` passes those around its step.",
-        instead={"shard": "what fzero.transform returns is a transform of the step: ema(step)"},
+        instead=dict.fromkeys(
+            ("shard", "plan"),
+            "what fzero.transform returns is a transform of the step, ema(step), and plan.of_step "
+            "plans that step",
+        ),
     ),
     Option(
         name="leaf_modules",

@@ -22,7 +22,7 @@ By = Literal["all", "leaf", "row"]
 """Over what a norm is: everything, each leaf, or each row (all dims but the first) of a leaf."""
 
 
-class Part(NamedTuple):
+class LeafPart(NamedTuple):
     """Which elements of a leaf a function is given: `numel` of them, from `first` on."""
 
     leaf: Leaf
@@ -30,19 +30,19 @@ class Part(NamedTuple):
     numel: int
 
 
-def parts_of(ranges: Sequence[FlatRanges]) -> dict[str, Part]:
+def parts_of(ranges: Sequence[FlatRanges]) -> dict[str, LeafPart]:
     """Return which elements of each leaf are in this rank's part of some flats."""
     return {
-        one.path: Part(one.leaf, one.first, one.numel // (2 if one.leaf.dtype.is_complex else 1))
+        one.path: LeafPart(one.leaf, one.first, one.numel // (2 if one.leaf.dtype.is_complex else 1))
         for some in ranges
         for one in some.ranges
     }
 
 
-def whole_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
+def whole_parts(parts: Mapping[str, LeafPart]) -> dict[str, LeafPart]:
     """Return the parts of a rank that has each leaf whole."""
     return {
-        path: Part(one.leaf, 0, one.leaf.numel // (2 if one.leaf.dtype.is_complex else 1))
+        path: LeafPart(one.leaf, 0, one.leaf.numel // (2 if one.leaf.dtype.is_complex else 1))
         for path, one in parts.items()
     }
 
@@ -62,7 +62,7 @@ class Context:
         setup: Setup,
         step: Tensor,
         axis: Axis,
-        parts: Mapping[str, Part],
+        parts: Mapping[str, LeafPart],
         *,
         path: str | None = None,
         params: Callable[[], Pieces] | None = None,

@@ -24,7 +24,7 @@ from fzero.machine.offload import offloaded, to_device
 from fzero.state import Buffers, Placement, Setup, TrainState
 from fzero.state.points import Points
 from fzero.transforms.points import _check
-from fzero.transforms.points._context import Context, Part, parts_of, whole_parts
+from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
 from fzero.transforms.points._owned import on_owners
 from fzero.transforms.points._slots import given, put, stepped_by_path, value_given
 from fzero.transforms.points._slots import stepped as stepped_flats
@@ -60,7 +60,7 @@ class Running:
                 found = bool(flag) | found if isinstance(found, bool) else found | bool(flag)
         return found
 
-    def context(self, point: str, parts: Mapping[str, Part], *, whole: bool = False) -> Context:
+    def context(self, point: str, parts: Mapping[str, LeafPart], *, whole: bool = False) -> Context:
         """Return what a function at a point may know."""
         state = self.state
         setup = state.setup
@@ -319,7 +319,7 @@ class Locals:
         """Return the gradient of a leaf of the layout, in its shape, after all transforms."""
         setup = self._state.setup
         path, leaf = leaf_paths(setup.layout)[number], setup.layout.leaves[number]
-        parts = {path: Part(leaf, 0, gradient.numel())}
+        parts = {path: LeafPart(leaf, 0, gradient.numel())}
         for one in self._transforms:
             ctx = Context(setup, self._state.step, setup.axis, parts, path=path)
             gradient = self._of(one, path, gradient, ctx)

@@ -32,6 +32,11 @@ class Range(NamedTuple):
     numel: int  # in the part: two real ones for each complex one
     first: int  # the element of the leaf that is at `at`
 
+    @property
+    def count(self) -> int:
+        """How many elements they are to their user: one for each complex number."""
+        return self.numel // 2 if self.leaf.dtype.is_complex else self.numel
+
     def of(self, flat: Tensor) -> Tensor:
         """Return them: a view; complex if the leaf is."""
         held = flat[self.at : self.at + self.numel]

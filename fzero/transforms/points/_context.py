@@ -33,9 +33,7 @@ class LeafPart(NamedTuple):
 def parts_of(ranges: Sequence[FlatRanges]) -> dict[str, LeafPart]:
     """Return which elements of each leaf are in this rank's part of some flats."""
     return {
-        one.path: LeafPart(one.leaf, one.first, one.numel // (2 if one.leaf.dtype.is_complex else 1))
-        for some in ranges
-        for one in some.ranges
+        one.path: LeafPart(one.leaf, one.first, one.count) for some in ranges for one in some.ranges
     }
 
 

@@ -114,9 +114,8 @@ def _slot(state: TrainState, one: Points, name: str, form: Form, value: Any) -> 
         flat = torch.zeros(some.numel, dtype=dtype, device=state.device)
         for leaf in some.ranges:
             x = value.get(leaf.path)
-            numel = leaf.numel // (2 if leaf.leaf.dtype.is_complex else 1)
-            if not isinstance(x, Tensor) or x.numel() != numel:
-                raise _bad_init(one, _seen(place, leaf.path, x, numel))
+            if not isinstance(x, Tensor) or x.numel() != leaf.count:
+                raise _bad_init(one, _seen(place, leaf.path, x, leaf.count))
         new = {leaf.path: _cast(value[leaf.path], dtype) for leaf in some.ranges}
         given = {leaf.path: None for leaf in some.ranges}
         flats.append(_stored(state, as_flats([some], [flat], given, new)[0]))  # type: ignore[arg-type]
@@ -131,11 +130,7 @@ def _filled(
 ) -> dict[str, Tensor]:
     """Return pieces of which every element is one number."""
     number = torch.as_tensor(value, device=device)
-    return {
-        leaf.path: number.expand(leaf.numel // (2 if leaf.leaf.dtype.is_complex else 1))
-        for some in ranges
-        for leaf in some.ranges
-    }
+    return {leaf.path: number.expand(leaf.count) for some in ranges for leaf in some.ranges}
 
 
 def _named(state: TrainState, one: Points, place: str, value: Any) -> dict[str, Tensor]:

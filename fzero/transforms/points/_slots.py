@@ -243,6 +243,9 @@ def _with_value(state: TrainState, slot: Slot, before: Any, value: Any) -> Slot:
 
 
 def renewed(state: TrainState, lifetime: str) -> TrainState:
-    """Return the state whose slots of this lifetime are as `init` makes them."""
+    """Return the state whose slots of this lifetime are as `init` makes them, or gone."""
     names = [name for name, slot in state.slots.items() if slot.form.lifetime == lifetime]
-    return begun_slots(state, names) if names else state
+    if not names:
+        return state
+    others = {name: slot for name, slot in state.slots.items() if name not in names}
+    return begun_slots(state.replace(slots=others), names)

@@ -44,6 +44,7 @@ def numbered(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
 
     saved: the counters of a `Manifest`.
     """
+    state = state.without_gradients()
     counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     unstepped = saved.get(UNSTEPPED, ())

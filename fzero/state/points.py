@@ -65,7 +65,7 @@ class Points:
         return f"{self.name}({', '.join(self.at)})"
 
 
-When = Literal["options", "ranks", "rule", "call", "graph"]
+When = Literal["options", "ranks", "rule", "call", "graph", "write"]
 """When it is known that two do not go together: see `Excludes`."""
 
 
@@ -76,7 +76,8 @@ class Excludes:
     Attributes:
         beside: what that is, as users write it.
         when: at which moment both are known: by the "options" of a state; with its stage and
-            "ranks"; with its "rule"; in a "call" of a loss; under a "graph" of the whole step.
+            "ranks"; with its "rule"; in a "call" of a loss; under a "graph" of the whole step; at
+            a "write" of parameters.
         seen: what is known then -> what an error says of it; "" where the two are not together.
         cause: why they do not go together.
         fix: what to do.

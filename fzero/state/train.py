@@ -80,10 +80,16 @@ class TrainState:
     def without_gradients(self) -> TrainState:
         """Return the state without any gradient, reduced or waiting; an open window stays open.
 
-        Slots that live until the update go, too.
+        Slots that live until the update go, too, but for those that a transform has made.
         """
+        makers = {one.name for one in self.setup.transforms}
+        kept = {
+            name: slot
+            for name, slot in self.slots.items()
+            if slot.form.lifetime != "update" or name.partition("/")[0] in makers
+        }
         return self.replace(
-            slots={k: x for k, x in self.slots.items() if x.form.lifetime in ("window", "run")},
+            slots=kept,
             gradients=Buffers(),
             window=forget(self.window),
             progress=Progress(),

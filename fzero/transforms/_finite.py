@@ -24,7 +24,7 @@ from fzero.errors import NonFiniteError, PhaseError
 from fzero.machine.packing import unpack_groups
 from fzero.ranks.mesh import world
 from fzero.state import TrainState, progress
-from fzero.state.points import Builtin
+from fzero.state.points import Builtin, Excludes
 from fzero.state.progress import NonFinite
 from fzero.transforms._differentiate import Result
 from fzero.transforms.observe import tell
@@ -126,11 +126,7 @@ def require_values(states: Sequence[TrainState]) -> None:
     wanted = any(state.setup.policy.check_finite for state in states)
     flats = [flat for state in states for flat in state.params.flats]
     if wanted and (in_transform() or is_recorded(flats)):
-        raise PhaseError(
-            "check_finite: grad_and_reduce inside a torch.func transform or a trace.",
-            cause="a transform around a step that checks; no value can be read in there.",
-            fix="leave check_finite out there, and look at what comes out of the transform.",
-        )
+        raise PhaseError(_UNREADABLE.seen(states), cause=_UNREADABLE.cause, fix=_UNREADABLE.fix)
 
 
 def found_at_once(states: Sequence[TrainState], result: Result) -> list[NonFinite | None]:
@@ -211,5 +207,13 @@ def _are_finite(bounds: Sequence[Tensor]) -> list[bool]:
     return good
 
 
-CHECK = Builtin(name="check_finite", calls=FiniteCheck.of)
+_UNREADABLE = Excludes(
+    beside="a transform of torch.func, or a trace, around the step",
+    when="graph",
+    seen=lambda _: "check_finite: grad_and_reduce inside a torch.func transform or a trace.",
+    cause="a transform around a step that checks; no value can be read in there.",
+    fix="leave check_finite out there, and look at what comes out of the transform.",
+)
+
+CHECK = Builtin(name="check_finite", calls=FiniteCheck.of, excludes=(_UNREADABLE,))
 """A look at losses and gradients, for `check_finite` and observers."""

@@ -37,7 +37,9 @@ def clip(
     |g| is the true norm (`fzero.global_norm`): over all shards, each element once. The factor is
     torch.nn.utils.clip_grad_norm_'s. With `max_value`, g is max(-max_value, min(g, max_value)) of
     the mean gradient first, as torch.nn.utils.clip_grad_value_ bounds the gradient of one process.
-    None or infinity is the identity. Of two clips the smaller bound holds, in either order.
+    None or infinity is the identity. Of two clips side by side the smaller bound holds, in either
+    order. Among transforms of one's own that act on the mean gradient (`fzero.transform`) it acts
+    in its place, from the inside out.
 
     Args:
         fn: the step. If its state is a pytree of states, each has a norm of its own.

@@ -293,7 +293,19 @@ def _rule_of_all(known: tuple[Any, Any]) -> str:
     return f"local updates with {rule!r}, which needs all parameters at once." if there else ""
 
 
+NO_WRITES = Excludes(
+    beside="a write of a parameter of an engine",
+    when="write",
+    seen=lambda _: " of an engine with local updates.",
+    cause="new values for a model that replicas train apart: the next outer update would "
+    "take them for a move away from the anchors, which stay as they are.",
+    fix="write into the module before Engine(...), or load a checkpoint of "
+    "fzero.checkpoint.save into the engine: both are where all replicas start.",
+)
+"""Of writes after which anchors and parameters would be of two models."""
+
 _EXCLUDES = (
+    NO_WRITES,
     Excludes(
         beside='optimizer_over="all"',
         when="options",

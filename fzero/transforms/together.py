@@ -5,6 +5,7 @@
     rule       (rule, `SharedOptions`)             its optimizer is known
     call       `Setup`                             a call of a loss is about to begin
     graph      what is encoded, or checked         the step is differentiated, mapped or traced
+    write      the name of the call                a parameter of an engine is written
 
 `docs/support.md` has a table of it.
 """

@@ -28,3 +28,4 @@ from fzero.transforms.points._slots import renewed as renewed
 from fzero.transforms.points._slots import stepped as stepped
 from fzero.transforms.points._slots import stepped_by_path as stepped_by_path
 from fzero.transforms.points._slots import value_given as value_given
+from fzero.transforms.points._slots import without_gradients as without_gradients

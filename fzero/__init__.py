@@ -38,7 +38,7 @@ from fzero.errors import (
 )
 from fzero.machine import codecs
 from fzero.ranks.mesh import Axis, axis_index, axis_size, world
-from fzero.state import DynamicScale, Local, TrainState, state_bytes
+from fzero.state import DynamicScale, Form, Local, Placement, TrainState, state_bytes
 from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -61,11 +61,14 @@ from fzero.transforms import (
     init,
     leave_out,
     local,
+    map_params,
     offload,
     remat,
     scale_loss,
     shard,
     simulate,
+    slots,
+    transform,
 )
 from fzero.transforms.functionalize import functionalize
 
@@ -105,6 +108,7 @@ __all__ = [
     "Difference",
     "DonatedError",
     "DynamicScale",
+    "Form",
     "FzeroError",
     "LayoutError",
     "Local",
@@ -115,6 +119,7 @@ __all__ = [
     "Parting",
     "PeerFailedError",
     "PhaseError",
+    "Placement",
     "Proof",
     "Recorder",
     "Recording",
@@ -154,6 +159,7 @@ __all__ = [
     "leave_out",
     "load_recording",
     "local",
+    "map_params",
     "offload",
     "optim",
     "plan",
@@ -170,9 +176,11 @@ __all__ = [
     "scale_loss",
     "shard",
     "simulate",
+    "slots",
     "state",
     "state_bytes",
     "trace",
+    "transform",
     "world",
 ]
 

@@ -123,25 +123,3 @@ def axis_and_parameters(detail: str, most: int = 2, after: int = 0) -> str:
     names = paths.split(", ")[after:]
     rest = f" +{len(names) - most}" if len(names) > most else ""
     return f"{axis}: {'... ' if after else ''}{', '.join(names[:most])}{rest}"
-
-
-MOST_RATIO = 10.0
-"""Of the lengths of a planned and of a measured step on one axis."""
-
-
-def spans_of(timelines: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Return how long the time axis is for each source, of the (source, seconds) of steps.
-
-    Example:
-        >>> spans_of([("planned", 2.0), ("measured", 4.0)])
-        {'planned': 4.0, 'measured': 4.0}
-        >>> spans_of([("planned", 2.0), ("measured", 40.0)])
-        {'planned': 2.0, 'measured': 40.0}
-    """
-    spans: dict[str, float] = {}
-    for source, seconds in timelines:
-        spans[source] = max(spans.get(source, 0.0), seconds)
-    two = [spans[source] for source in ("planned", "measured") if source in spans]
-    if len(two) == 2 and max(two) > MOST_RATIO * min(two):
-        return spans
-    return dict.fromkeys(spans, max(spans.values()))

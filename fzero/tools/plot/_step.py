@@ -20,7 +20,6 @@ from fzero.tools.plot._lanes import (
     StepEvent,
     axis_and_parameters,
     named,
-    spans_of,
 )
 from fzero.tools.plot._palette import ABSENT, BASE, EDGE, ink
 
@@ -38,15 +37,14 @@ COLLECTIVE = BASE[6]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepTimeline(Table):
-    """The events of one step on one rank, planned or measured. Plain data.
+    """The events of one step on one rank. Plain data.
 
-    total_s: the duration of the step, with idle time. source: "planned", "measured", or "".
+    total_s: the duration of the step, with idle time.
     """
 
     title: str
     events: tuple[StepEvent, ...]
     total_s: float
-    source: str = ""
 
     @property
     def compute_s(self) -> float:
@@ -140,12 +138,10 @@ class StepTimeline(Table):
 
 
 def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
-    """Return a figure of timelines below each other, such as a planned and a measured one.
+    """Return a figure of timelines below each other, such as those of two stages.
 
     They have one time axis: a bar that is twice as long takes twice as long. A step that is much
-    shorter than the longest one is small; `timeline.draw()` shows it alone. But a planned step and
-    a measured one of more than ten times its length, as on another machine, have each an axis of
-    its own, which says so: on one of them nothing of the other could be seen.
+    shorter than the longest one is small; `timeline.draw()` shows it alone.
 
     Raises `LayoutError` for no timeline, `MissingExtraError` (an `ImportError`) where matplotlib is
     not installed.
@@ -160,15 +156,13 @@ def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
         raise LayoutError(
             "draw_timelines: no timelines.",
             cause="an empty list.",
-            fix="give at least one: draw_timelines([step_timeline(trace, ...), measured]).",
+            fix="give at least one: draw_timelines([measured]).",
         )
-    spans = spans_of([(one.source, one.total_s) for one in timelines])
+    longest = max(one.total_s for one in timelines)
     figure = _figure.new_figure((WIDE_INCHES, HIGH_INCHES * len(timelines)))
     every = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
     for timeline, ax in zip(timelines, every, strict=True):
-        _frame(ax, timeline, spans[timeline.source])
-        if len(set(spans.values())) > 1:
-            ax.set_xlabel(f"time, {timeline.source or 'alone'}; the axes differ", size="small")
+        _frame(ax, timeline, longest)
     figure.draw_without_rendering()  # from here on the axes have their size
     pairs = zip(every, timelines, strict=True)
     missing = max(_points_wanted(ax, timeline) - _points_high(ax) for ax, timeline in pairs)

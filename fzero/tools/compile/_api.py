@@ -15,7 +15,6 @@ from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import is_count
 from fzero.state import NAMESPACE
-from fzero.tools.compile._closure import values_read
 from fzero.tools.compile._run import (
     COMPILERS,
     EARLY_BYTES,
@@ -30,6 +29,7 @@ from fzero.tools.compile._run import (
     same_places,
     step_donates,
 )
+from fzero.transforms.closure import values_read
 from fzero.transforms.module_copy import Template, modes_asked
 from fzero.transforms.pipeline import P, R, Step, require_order
 

@@ -8,8 +8,6 @@ flats and gradients. `require_elementwise` tries whether a rule may be cut betwe
 from fzero.optim import schedules as schedules
 from fzero.optim._complex import require_ordered as require_ordered
 from fzero.optim._complex import require_real_views as require_real_views
-from fzero.optim._elementwise import require_elementwise as require_elementwise
-from fzero.optim._elementwise import require_leafwise as require_leafwise
 from fzero.optim._from_torch import from_torch as from_torch
 from fzero.optim._make import adam as adam
 from fzero.optim._make import adamw as adamw
@@ -20,6 +18,8 @@ from fzero.optim._make_factored import shampoo as shampoo
 from fzero.optim._make_factored import soap as soap
 from fzero.optim._muon import muon as muon
 from fzero.optim._muon_rule import Muon as Muon
+from fzero.optim._needs import require_elementwise as require_elementwise
+from fzero.optim._needs import require_leafwise as require_leafwise
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._pair import ShardOptimizer as ShardOptimizer

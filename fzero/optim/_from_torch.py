@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero.errors.check import require
-from fzero.optim._bind import Needs
+from fzero.optim._needs import Needs
 from fzero.optim._precision import precision_of
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim._usable import require_usable

@@ -14,12 +14,12 @@ from torch import Tensor
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.offload import to_device, write_back
 from fzero.optim._base import Base
-from fzero.optim._elementwise import is_elementwise, small_shape
 from fzero.optim._left import Left
 from fzero.optim._optimizer import Optimizer
 from fzero.optim._partition import Partition
 from fzero.optim._piece import Piece
 from fzero.optim._torch import TorchOptimizer
+from fzero.optim._trial import is_elementwise, small_shape
 from fzero.optim._whole import as_flats, as_leaves, leaves_in
 from fzero.optim.masters import Place, stay
 from fzero.optim.none import NoOptimizer

@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from fzero.errors import LayoutError
 from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
-from fzero.optim._elementwise import not_streamed, numbers_of
+from fzero.optim._kept import KeptState, as_kept, as_tensor, begin_state
+from fzero.optim._needs import not_streamed
 from fzero.optim._silent import rule_step, told
-from fzero.optim._small import fuses
 from fzero.optim._stream import Portion
-from fzero.optim._trial import KeptState, as_kept, as_tensor, begin_state
+from fzero.optim._trial import fuses, numbers_of
 
 Place = tuple[int, tuple[int, ...]]
 

@@ -10,11 +10,11 @@ from torch import Tensor
 from fzero.machine.owners import Owners
 from fzero.optim._apart import Apart, Parted, parted
 from fzero.optim._bind import Bound
+from fzero.optim._kept import KeptState
 from fzero.optim._owned import Owned, owned_slots
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
 from fzero.optim._step import Turn, Unit, makes_state_later
-from fzero.optim._trial import KeptState
 from fzero.optim.masters import Place, make_masters
 from fzero.state import record, static
 

@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 from fzero.context.here import current_ranks, is_abstract
 from fzero.errors import PhaseError
 from fzero.optim._bind import Bound
+from fzero.optim._kept import KeptState, begin_state
 from fzero.optim._silent import HOOKS, is_wrapped, none_of_all, note_step, told
 from fzero.optim._silent import has_pre_hooks as has_pre_hooks
 from fzero.optim._silent import is_seen as is_seen
-from fzero.optim._trial import KeptState, begin_state
 
 T = TypeVar("T")
 Update = Callable[[], T]

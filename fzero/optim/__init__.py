@@ -24,8 +24,8 @@ from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._pair import ShardOptimizer as ShardOptimizer
 from fzero.optim._pair import as_optimizer as as_optimizer
-from fzero.optim._parted_state import PartitionState as PartitionState
 from fzero.optim._partition import Partition as Partition
+from fzero.optim._partition import PartitionState as PartitionState
 from fzero.optim._partition import partition as partition
 from fzero.optim._piece import Piece as Piece
 from fzero.optim._precision import Precision as Precision

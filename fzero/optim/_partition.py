@@ -11,14 +11,18 @@ from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.machine.owners import Owners
+from fzero.optim._base import Base
 from fzero.optim._complex import require_real_views
-from fzero.optim._parted_state import PartedState, PartitionState, Rule
+from fzero.optim._optimizer import Optimizer
 from fzero.optim._piece import Piece
 from fzero.optim._stream import counted
+from fzero.optim._torch import TorchOptimizer
 from fzero.optim.masters import Place, stay
+from fzero.state import record
 from fzero.state.layout import Leaf, learns
 from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 
+Rule = Optimizer | TorchOptimizer
 Label = Callable[[Leaf], str]
 
 _GROUPS = 2**16  # more than a rule has param groups
@@ -66,8 +70,16 @@ def partition(rules: Mapping[str, Rule], label: Label) -> Partition:
     return Partition(rules=tuple((str(name), rule) for name, rule in rules.items()), label=label)
 
 
+@record
+class PartitionState:
+    """The state of each rule, in the order of the rules; each is as long as the list of flats."""
+
+    count: Tensor  # [] int64: updates made
+    parts: tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition(PartedState):
+class Partition(Base):
     """What `fzero.optim.partition` returns."""
 
     rules: tuple[tuple[str, Rule], ...]
@@ -83,6 +95,11 @@ class Partition(PartedState):
     def leafwise(self) -> bool:
         """Whether every rule is."""
         return all(rule.leafwise for _, rule in self.rules)
+
+    @property
+    def counts_by_leaf(self) -> bool:
+        """Return True: each leaf has its own counters, those of its rule."""
+        return True
 
     @property
     def odd_slots(self) -> frozenset[str]:
@@ -108,9 +125,9 @@ class Partition(PartedState):
                     fix=f"return one of {names} for every leaf that learns.",
                 )
             number_at[path] = names.index(name)
-        own = [{p: params[p] for p, k in number_at.items() if k == n} for n in range(len(names))]
         bound: list[tuple[str, Rule]] = []
-        for (name, rule), mine in zip(self.rules, own, strict=True):
+        for number, (name, rule) in enumerate(self.rules):
+            mine = {p: params[p] for p, k in number_at.items() if k == number}
             made: Any = rule.bind(mine)
             if getattr(made, "held", None):
                 raise LayoutError(
@@ -122,6 +139,28 @@ class Partition(PartedState):
             bound.append((name, made))
         return replace(self, rules=tuple(bound), number_at=tuple(number_at.items()))
 
+    def parted(self, leaves: Sequence[Leaf]) -> list[tuple[Rule, list[Leaf]]]:
+        """Return each rule with its leaves."""
+        numbers = dict(self.number_at)
+        return [
+            (rule, [leaf for leaf in leaves if numbers.get(leaf.path) == number])
+            for number, (_, rule) in enumerate(self.rules)
+        ]
+
+    def _each(
+        self, state: PartitionState, paths: Collection[str] = ()
+    ) -> list[tuple[Any, Any, list[str]]]:
+        """Return (rule, its state, those of these paths that are its) of each rule."""
+        numbers = dict(self.number_at)
+        return [
+            (rule, state.parts[number], [path for path in paths if numbers.get(path) == number])
+            for number, (_, rule) in enumerate(self.rules)
+        ]
+
+    def _rule_of(self, path: str) -> Any:
+        number = dict(self.number_at).get(path, -1)
+        return Base() if number < 0 else self.rules[number][1]  # which keeps nothing
+
     def group_of(self, path: str) -> int:
         """Return the number of the leaf's rule and of its param group in it, as one number."""
         number = dict(self.number_at).get(path, -1)
@@ -130,8 +169,91 @@ class Partition(PartedState):
 
     def needs_whole(self, path: str) -> bool:
         """Whether the rule of the leaf looks at the whole of it."""
-        number = dict(self.number_at).get(path, -1)
-        return number >= 0 and self.rules[number][1].needs_whole(path)
+        return self._rule_of(path).needs_whole(path)
+
+    def kept_of(self, leaf: Leaf) -> Collection[str]:
+        """Return what the rule of a leaf keeps with an element for each of its own."""
+        return self._rule_of(leaf.path).kept_of(leaf)
+
+    def made_by_steps(self, leaf: Leaf) -> Collection[str]:
+        """Return what the first step of a leaf's rule makes, in any shape."""
+        return self._rule_of(leaf.path).made_by_steps(leaf)
+
+    def kept_numel(self, leaf: Leaf) -> int:
+        """Return about how many elements the owner of a leaf keeps of it, by its rule."""
+        return self._rule_of(leaf.path).kept_numel(leaf)
+
+    def shares(self, path: str, name: str) -> bool:
+        """Whether the rule of a leaf keeps a counter for its whole param group."""
+        return self._rule_of(path).shares(path, name)
+
+    def slots(self, state: PartitionState) -> Mapping[str, Sequence[Tensor]]:
+        """Return the slots of every rule by name: of a flat, those of its rule."""
+        return _merged([rule.slots(part) for rule, part, _ in self._each(state)])
+
+    def owned(self, state: PartitionState) -> Mapping[str, Sequence[Tensor]]:
+        """Return what is kept of parameters with owners, by every rule."""
+        return _merged([rule.owned(part) for rule, part, _ in self._each(state)])
+
+    def with_owned(
+        self, state: PartitionState, owned: Mapping[str, Sequence[Tensor]]
+    ) -> PartitionState:
+        """Return the state with something else kept of parameters with owners."""
+        parts = [
+            rule.with_owned(part, {k: x for k, x in owned.items() if k in rule.owned_names})
+            for rule, part, _ in self._each(state)
+        ]
+        return replace(state, parts=tuple(parts))
+
+    def counted(self, state: PartitionState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return the counters {name: {path: value}} of leaves, by their rules."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for rule, part, own in self._each(state, paths):
+            for name, some in rule.counted(part, own).items():
+                found.setdefault(name, {}).update(some)
+        return found
+
+    def recounted(
+        self,
+        state: PartitionState,
+        paths: Sequence[str],
+        counters: Mapping[str, Mapping[str, Tensor]],
+        *,
+        count: int | None = None,
+        unstepped: Collection[str] = (),
+    ) -> PartitionState:
+        """Return the state with these counters, each in the state of its leaf's rule."""
+        parts = [
+            rule.recounted(part, own, counters, count=count, unstepped={*unstepped} & {*own})
+            if own
+            else part
+            for rule, part, own in self._each(state, paths)
+        ]
+        made = state.count if count is None else torch.full_like(state.count, count)
+        return PartitionState(count=made, parts=tuple(parts))
+
+    def unstepped(self, state: PartitionState) -> Sequence[str]:
+        """Return the paths of leaves that took no step yet, where others did."""
+        return [path for rule, part, _ in self._each(state) for path in rule.unstepped(part)]
+
+    def anew(self, state: PartitionState, fresh: PartitionState) -> PartitionState:
+        """Return a new state with what the rules keep when they begin anew."""
+        pairs = zip(self._each(state), fresh.parts, strict=True)
+        return replace(fresh, parts=tuple(rule.anew(old, new) for (rule, old, _), new in pairs))
+
+    def restarted(self, state: PartitionState, fresh: PartitionState) -> PartitionState:
+        """Return the state with new parts of the rules of which owners keep something."""
+        pairs = zip(self._each(state), fresh.parts, strict=True)
+        parts = tuple(rule.restarted(old, new) for (rule, old, _), new in pairs)
+        return replace(state, parts=parts)
+
+    def begun(self, state: PartitionState, paths: Sequence[str], path: str) -> PartitionState:
+        """Return the state in which the leaf at `path` counts as stepped."""
+        parts = [
+            rule.begun(part, own, path) if path in own else part
+            for rule, part, own in self._each(state, paths)
+        ]
+        return replace(state, parts=tuple(parts))
 
     def init(
         self,
@@ -191,7 +313,7 @@ class Partition(PartedState):
 
     def skips(self, params: Sequence[Tensor], state: PartitionState) -> bool:
         """Whether every rule skips an overflowing update by itself."""
-        return all(rule.skips(params, part) for rule, part, _ in self._each(state, ()))
+        return all(rule.skips(params, part) for rule, part, _ in self._each(state))
 
     def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """Return the lines that ranks compare: those of each rule, and which leaves it has."""
@@ -232,3 +354,13 @@ class Partition(PartedState):
 def _masked(flats: Sequence[Tensor], mine: Collection[int]) -> list[Tensor]:
     """The flats, with nothing in the place of those of other rules."""
     return [flat if i in mine else flat.new_empty(0) for i, flat in enumerate(flats)]
+
+
+def _merged(every: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[str, list[Tensor]]:
+    """What several rules have by name: of each flat or parameter, what is not empty."""
+    found: dict[str, list[Tensor]] = {}
+    for some in every:
+        for name, flats in some.items():
+            pairs = zip(found.setdefault(name, list(flats)), flats, strict=True)
+            found[name] = [new if new.numel() else old for old, new in pairs]
+    return found

@@ -149,15 +149,12 @@ def _needs_of(
         """Whether the rule of a group passes; tried once for groups that differ in the rate."""
         group = instance.param_groups[number]
         rest = repr({k: group[k] for k in group if k not in {*NO_OPTIONS, "lr", "initial_lr"}})
+        of = rule_of(instance, number, earlies[number])
         for shape in some:
-            key = test, rest, shape
-            if key not in tried:
+            if (test, rest, shape) not in tried:
                 with _naming(rule):
-                    of = rule_of(instance, number, earlies[number])
-                    tried[key] = test(of, devices[number], shape)
-            if not tried[key]:
-                return False
-        return True
+                    tried[test, rest, shape] = test(of, devices[number], shape)
+        return all(tried[test, rest, shape] for shape in some)
 
     def need_of(number: int, some: Collection[Shape]) -> str:
         if declared is not None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from fzero.optim._base import Base
@@ -64,7 +65,8 @@ class KeepsOwned(Base):
         says = getattr(bound.instance, "kept_numel", None)
         if says is not None:
             return int(says(leaf.shape, bound.instance.param_groups[bound.group_at[leaf.path]]))
-        odd = sum(prod(as_large(form, kept.shape, leaf.shape)) for form in kept.forms)
+        forms = [torch.as_tensor(kept.sample[name]).shape for name in kept.odd]
+        odd = sum(prod(as_large(form, kept.shape, leaf.shape)) for form in forms)
         return leaf.numel * len(kept.slots) + odd
 
 

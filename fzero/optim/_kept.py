@@ -25,8 +25,8 @@ class KeptState(NamedTuple):
     unread: frozenset[str]  # what a step writes and none reads: it is let go
     late: bool  # whether it must make its state itself, in its first step
     dtype: torch.dtype  # of the parameter
-    shape: tuple[int, ...]  # of the parameter that was tried, and of each of `odd` then
-    forms: tuple[tuple[int, ...], ...]
+    shape: tuple[int, ...]  # of the parameter that was tried
+    sample: dict[str, Any]  # what it kept then, after some steps
 
     @property
     def names(self) -> set[str]:
@@ -185,7 +185,7 @@ def _sorted(
         late=True,
         dtype=p.dtype,
         shape=tuple(p.shape),
-        forms=tuple(tuple(torch.as_tensor(state[name]).shape) for name in odd),
+        sample={name: value for name, value in state.items() if name not in unread},
     )
 
 

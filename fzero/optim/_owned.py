@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -11,9 +10,7 @@ from torch import Tensor
 from fzero.machine.owners import Owners, Wholes
 from fzero.optim._bind import Bound
 from fzero.optim._piece import Piece
-from fzero.optim._precision import Precision
-from fzero.optim._rules import Scaled
-from fzero.optim._stream import Flats, Portion, Run, Slots, step_flats, written_back
+from fzero.optim._stream import Flats, Slots, written_back
 from fzero.optim.masters import Place, work_tensors
 
 Owned = dict[str, tuple[Tensor, ...]]
@@ -46,69 +43,41 @@ def owned_pieces(owners: Owners, first: int) -> list[Piece]:
     return [Piece(first + k, leaf, 0, leaf.numel) for k, leaf in found]
 
 
-class OwnedStep(NamedTuple):
-    """One update of the parameters that have owners."""
+def step_owned(step: Callable[[Flats], Slots], owners: Owners, flats: Flats, owned: Owned) -> Owned:
+    """Step the parameters that have owners, numbered behind the flats; return the new slots.
 
-    run: Run  # steps a portion, whose flats are numbered as `owned_pieces` does
-    pieces: Sequence[Piece]
-    precision: Precision
-    device: torch.device | None
-    scaled: Scaled
-    count: Tensor
+    step: steps flats in place. flats: this rank's shards, which get the new parameters.
+    """
+    made = {name: list(some) for name, some in owned.items()}
+    work, first = work_tensors(flats.params, flats.masters), len(flats.params)
 
-    def step(self, owners: Owners, flats: Flats, owned: Owned) -> Owned:
-        """Write the new parameters of `flats`, this rank's shards; return the new slots."""
-        made = {name: list(some) for name, some in owned.items()}
-        work = work_tensors(flats.params, flats.masters)
-        first = len(flats.params)
+    def compute(mine: list[int], wholes: Wholes) -> Mapping[int, Tensor]:
+        if not mine:
+            return {}
+        params, grads = ([wholes[k][j] for k in mine] for j in (0, 1))
+        slots = {name: [some[k] for k in mine] for name, some in made.items()}
+        none = [p.new_empty(0) for p in params]
+        after = step(Flats(params, grads, none, slots, [first + k for k in mine]))
+        for name, some in after.items():
+            for k, x in zip(mine, some, strict=True):
+                made[name][k] = x
+        return dict(zip(mine, params, strict=True))
 
-        def compute(mine: list[int], wholes: Wholes) -> Mapping[int, Tensor]:
-            if not mine:
-                return {}
-            params, grads = ([wholes[k][j] for k in mine] for j in (0, 1))
-            slots = {name: [some[k] for k in mine] for name, some in made.items()}
-            numbers = [first + k for k in mine]
-            number = {index: i for i, index in enumerate(numbers)}
-            pieces = [p._replace(index=number[p.index]) for p in self.pieces if p.index in number]
-            after = step_flats(
-                Flats(params, grads, [p.new_empty(0) for p in params], slots),
-                renumbered(self.run, numbers),
-                precision=self.precision,
-                device=self.device,
-                scaled=self.scaled,
-                owned=True,
-                pieces=pieces,
-                count=self.count,
-            )
-            for name, some in after.items():
-                for k, x in zip(mine, some, strict=True):
-                    made[name][k] = x
-            return dict(zip(mine, params, strict=True))
-
-        owners.run([work, flats.grads], compute, work)
-        for position in owners.positions:
-            written_back(flats, position, work[position])
-        mine = set(owners.mine)
-        return {
-            name: tuple(x if k in mine else x.new_empty(0) for k, x in enumerate(some))
-            for name, some in made.items()
-        }
-
-
-def renumbered(run: Run, numbers: Sequence[int]) -> Run:
-    """Return `run` for flats that it knows by other numbers."""
-
-    def of(portion: Portion) -> Slots:
-        return run(portion._replace(indices=[numbers[i] for i in portion.indices]))
-
-    return of
+    owners.run([work, flats.grads], compute, work)
+    for position in owners.positions:
+        written_back(flats, position, work[position])
+    mine = set(owners.mine)
+    return {
+        name: tuple(x if k in mine else x.new_empty(0) for k, x in enumerate(some))
+        for name, some in made.items()
+    }
 
 
 def subset(flats: Flats, indices: Sequence[int]) -> Flats:
-    """Return some of the flats."""
+    """Return some of the flats, by their numbers."""
 
     def own(some: Sequence[Tensor]) -> list[Tensor]:
         return [some[i] for i in indices]
 
     slots = {name: own(some) for name, some in flats.slots.items()}
-    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots)
+    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,13 +15,11 @@ from torch.optim import Optimizer
 from fzero.errors import LayoutError
 from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
-from fzero.optim._kept import KeptState, as_kept, as_tensor, begin_state
+from fzero.optim._kept import KeptState, as_kept, as_tensor
 from fzero.optim._needs import not_streamed
 from fzero.optim._silent import rule_step, told
 from fzero.optim._stream import Portion
-from fzero.optim._trial import fuses, numbers_of
-
-Place = tuple[int, tuple[int, ...]]
+from fzero.optim._trial import fuses
 
 
 class Unit(NamedTuple):
@@ -32,11 +31,6 @@ class Unit(NamedTuple):
     span: tuple[int, int] | None  # None: all of the flat
     shape: tuple[int, ...]
     kept: KeptState
-
-    @property
-    def place(self) -> Place:
-        """What tells units of no flat apart."""
-        return self.number, self.shape
 
     def of(self, flat: Tensor) -> Tensor:
         """Return its part of a tensor that is as long as its flat."""
@@ -88,8 +82,7 @@ class Portions:
         number = {index: k for k, index in enumerate(portion.indices)}
         units = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
         units, self._idle = [*units, *self._idle], []
-        begun = self._begun([u for u in units if u.index < 0 and u.kept.odd and not self._first(u)])
-        loans = self._loans(units, portion, begun)
+        loans = self._loans(units, portion)
         lent = _lent(bound, loans, self._before, fresh=self._turn.first)
         with lent, told(bound.instance, **portion.scaled._asdict()):
             if loans:  # many rules take no empty list
@@ -102,25 +95,7 @@ class Portions:
     def _first(self, unit: Unit) -> bool:
         return self._turn.first or unit.number in self._turn.fresh
 
-    def _begun(self, units: Sequence[Unit]) -> dict[Place, dict[str, Any]]:
-        """Return what a step makes for units of no flat, of which a rule keeps another shape."""
-        loans = []
-        for unit in units:
-            device = self._bound.devices[unit.group]
-            numbers = numbers_of(unit.shape, 1).to(device, unit.kept.dtype)
-            parameter = nn.Parameter(numbers.clone())
-            parameter.grad = numbers
-            loans.append(_Loan(unit, numbers, parameter, {}))
-        if not loans:
-            return {}
-        with _lent(self._bound, loans, self._before, fresh=True):
-            rule_step(self._bound.instance)
-            states = self._bound.instance.state
-            return {unit.place: dict(states[parameter]) for unit, _, parameter, _ in loans}
-
-    def _loans(
-        self, units: Sequence[Unit], portion: Portion, begun: Mapping[Place, dict[str, Any]]
-    ) -> list[_Loan]:
+    def _loans(self, units: Sequence[Unit], portion: Portion) -> list[_Loan]:
         """Return the parameter and state of each unit; no state that the first step is to make."""
         counters = _spread(units, self._before)
         loans = []
@@ -137,8 +112,7 @@ class Portions:
             parameter.grad = gradient
             given: dict[str, Any] = {}
             if not (kept.late and self._first(unit)):
-                given = _slots_of(unit, portion.slots) if here else begin_state(kept, values)
-                given |= {} if here else begun.get(unit.place, {})
+                given = _slots_of(unit, portion.slots) if here else copy.deepcopy(kept.sample)
                 for name in kept.counters:
                     given[name] = as_kept(kept.numbers, name, next(counters[name][unit.number]))
             loans.append(_Loan(unit, values, parameter, given))

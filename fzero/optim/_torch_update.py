@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
 from fzero.machine.owners import Owners
 from fzero.optim._bind import Bound
-from fzero.optim._owned import OwnedStep, owned_pieces, renumbered, subset
-from fzero.optim._piece import Piece, pieces_in
+from fzero.optim._owned import owned_pieces, step_owned, subset
+from fzero.optim._piece import Piece
 from fzero.optim._rules import Scaled
 from fzero.optim._step import Portions
 from fzero.optim._stream import Flats, counted, step_flats
@@ -39,18 +39,19 @@ def updated(
     turn = turn_of(bound, state, unused)
     units = units_of(bound, [*(p for p in pieces if p.index not in whole), *own], turn.now)
     steps = Portions(bound, units, state.counters, turn, flats=len(flats.params))
-    given: dict[str, Any] = {"precision": bound.precision, "device": device, "scaled": scaled}
-    given["count"] = state.count
-    made = step_flats(
-        subset(flats, even),
-        renumbered(steps, even),
+    step = partial(
+        step_flats,
+        run=steps,
+        precision=bound.precision,
+        device=device,
+        scaled=scaled,
         owned=True,  # they are, or copies
-        pieces=pieces_in(pieces, even),
-        **given,
+        pieces=[*pieces, *own],
+        count=state.count,
     )
-    owned = state.owned
+    made, owned = step(subset(flats, even)), state.owned
     if owners is not None:
-        owned = OwnedStep(run=steps, pieces=own, **given).step(owners, flats, owned)
+        owned = step_owned(step, owners, flats, owned)
     slots = {name: list(some) for name, some in state.slots.items()}
     for name, some in made.items():
         for i, x in zip(even, some, strict=True):

@@ -202,6 +202,8 @@ def _agrees(
         [size * numbers_of(shape, count * k + i).to(device, dtype) for i in range(count)]
         for k, size in enumerate((1.0, *SIZES))
     )
+    # Some rules project where a gradient is orthogonal to its values, row by row (AdamP).
+    steps[0] = [_turned(x) for x in leaves]
 
     def run(parts: Sequence[_Part]) -> tuple[list[Tensor], Tensor]:
         values, *grads = ([_cut(x[leaf], span) for leaf, span in parts] for x in (leaves, *steps))
@@ -229,6 +231,15 @@ def _agrees(
             if not holds(little | (off < size * tolerance)):
                 return False
     return True
+
+
+def _turned(x: Tensor) -> Tensor:
+    """[a, b, c] -> [b, -a, c / 1000], in each row of a matrix [n, *t]: orthogonal, nearly."""
+    rows = x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)
+    even = rows.shape[1] // 2 * 2
+    a, b = rows[:, 0:even:2], rows[:, 1:even:2]
+    turned = torch.stack([b, -a], 2).flatten(1)
+    return torch.cat([turned, 1e-3 * rows[:, even:]], 1).view(x.shape)
 
 
 def _cut(x: Tensor, span: tuple[int, int] | None) -> Tensor:

@@ -11,6 +11,7 @@ the other; none of these is a step that anybody asked for.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 from fzero.context.here import current_ranks, is_abstract
 from fzero.errors import PhaseError
 from fzero.optim._bind import Bound
-from fzero.optim._kept import KeptState, begin_state
+from fzero.optim._kept import KeptState
 from fzero.optim._silent import HOOKS, is_wrapped, none_of_all, note_step, told
 from fzero.optim._silent import has_pre_hooks as has_pre_hooks
 from fzero.optim._silent import is_seen as is_seen
@@ -155,7 +156,7 @@ def _nobodys(
     p = nn.Parameter(torch.ones(tuple(shape), dtype=kept.dtype, device=device))
     p.grad = torch.ones_like(p)
     if not kept.late:
-        idle.state[p] = begin_state(kept, p.detach())
+        idle.state[p] = copy.deepcopy(kept.sample)
     return p
 
 

@@ -14,13 +14,12 @@ from torch import Tensor
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.offload import to_device, write_back
 from fzero.optim._base import Base
-from fzero.optim._left import Left
 from fzero.optim._optimizer import Optimizer
 from fzero.optim._partition import Partition
 from fzero.optim._piece import Piece
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim._trial import is_elementwise, small_shape
-from fzero.optim._whole import as_flats, as_leaves, leaves_in
+from fzero.optim._whole import as_flats, as_leaves, leaves_in, mapped, with_values
 from fzero.optim.masters import Place, stay
 from fzero.optim.none import NoOptimizer
 from fzero.state import NAMESPACE
@@ -133,16 +132,36 @@ class Pair(Base):
         leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
         held = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
         before = [x._version for x in held]
-        left = Left(state, params, pieces, unused)
+        left, shapes = [p for p in pieces if p.leaf.path in unused], [(p.numel(),) for p in params]
+        old = mapped(lambda node: [x.clone() for x in node], shapes, state) if left else state
         updates, state = self._updates(list(grads), state, list(params), pieces)
         if not owned and before != [x._version for x in held]:
             raise self._wrong("it wrote to the parameters or the state that it was given", "pure")
-        updates, state = left.updates(updates), left.state(state)
+        if left:  # p + -0.0 is p, also where p is -0.0
+            updates = with_values(updates, left, [torch.tensor(-0.0)] * len(left))
+            state = self._left(left, shapes, state, old)
         if owned:
             for p, u in zip(params, updates, strict=True):
                 p.add_(u)
             return list(params), state
         return [p + u for p, u in zip(params, updates, strict=True)], state
+
+    def _left(self, left: Sequence[Piece], shapes: Any, state: Any, old: Any) -> Any:
+        """Return the state after an update, with the old values of leaves that it leaves out."""
+
+        def kept(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+            values = [before[index].view(-1)[start:stop] for index, _, start, stop, _ in left]
+            return with_values(now, left, values)
+
+        try:
+            return mapped(kept, shapes, state, old)
+        except (ValueError, TypeError, IndexError) as error:
+            raise LayoutError(
+                f"the foreign optimizer {self!r} keeps another structure after an update, which "
+                "leaves parameters out that no rank used, than before it.",
+                cause="a rule that makes its state in its first update.",
+                fix="let it make its state in init; or use every parameter in the first step.",
+            ) from error
 
     def _updates(
         self, grads: list[Tensor], state: Any, params: list[Tensor], pieces: Sequence[Piece]

@@ -1,4 +1,4 @@
-"""Convert between flats and leaves in their own shapes, for rules that need these shapes."""
+"""Trees of a foreign pair: the lists in them that go with the parameters, as flats or as leaves."""
 
 from __future__ import annotations
 
@@ -34,53 +34,50 @@ def as_flats(tree: Any, flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Any
     Every flat has one leaf. flats: those of the parameters, of which only the sizes are read.
     """
 
-    def is_leaves(node: Any) -> bool:
-        return _fits(node, [piece.leaf.shape for piece in pieces])
-
-    def padded(node: Any) -> Any:
+    def padded(node: Any) -> list[Tensor]:
         pairs = zip(node, flats, strict=True)
-        return type(node)(pad(x.reshape(-1), (0, flat.numel() - x.numel())) for x, flat in pairs)
+        return [pad(x.reshape(-1), (0, flat.numel() - x.numel())) for x, flat in pairs]
 
-    return _mapped(tree, is_leaves, padded)
-
-
-def flats_in(tree: Any, flats: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Return each list in a tree that has a tensor as long as each flat.
-
-    Example:
-        >>> import torch
-        >>> flats_in({"mu": [torch.ones(2)], "count": torch.tensor(3)}, [torch.zeros(2)])
-        [[tensor([1., 1.])]]
-    """
-    are_flats = _are_flats(flats)
-    nodes: Any = optree.tree_leaves(tree, is_leaf=are_flats, namespace=NAMESPACE)
-    return [list(node) for node in nodes if are_flats(node)]
-
-
-def with_flats(tree: Any, flats: Sequence[Tensor], new: Sequence[Sequence[Tensor]]) -> Any:
-    """Return the tree with `new` in place of the lists that `flats_in` returns, in their order."""
-    own = iter(new)
-    return _mapped(tree, _are_flats(flats), lambda node: type(node)(next(own)))
+    return mapped(padded, [piece.leaf.shape for piece in pieces], tree)
 
 
 def as_leaves(tree: Any, flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Any:
     """Return the tree with each list of flats as leaves in their own shapes: undo `as_flats`."""
-    return _mapped(tree, _are_flats(flats), lambda node: type(node)(leaves_in(node, pieces)))
+    return mapped(lambda node: leaves_in(node, pieces), [(x.numel(),) for x in flats], tree)
 
 
-def _are_flats(flats: Sequence[Tensor]) -> Callable[[Any], bool]:
-    return lambda node: _fits(node, [(flat.numel(),) for flat in flats])
+def mapped(
+    change: Callable[..., list[Tensor]], shapes: Sequence[Sequence[int]], tree: Any, *others: Any
+) -> Any:
+    """Return the tree with each list, or plain tuple, of tensors of these shapes changed.
+
+    others: trees of the same structure; `change` gets what they have in the place of the list.
+
+    Example:
+        >>> import torch
+        >>> tree = {"mu": [torch.ones(2)], "count": torch.tensor(3)}
+        >>> mapped(lambda node: [2 * node[0]], [(2,)], tree)
+        {'mu': [tensor([2., 2.])], 'count': tensor(3)}
+    """
+
+    def fits(node: Any) -> bool:
+        if type(node) not in (list, tuple) or len(node) != len(shapes):
+            return False
+        pairs = zip(node, shapes, strict=True)
+        return all(isinstance(x, Tensor) and x.shape == tuple(shape) for x, shape in pairs)
+
+    def of(node: Any, *same: Any) -> Any:
+        return type(node)(change(node, *same)) if fits(node) else node
+
+    return optree.tree_map(of, tree, *others, is_leaf=fits, namespace=NAMESPACE)
 
 
-def _fits(node: Any, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether it is a list, or a plain tuple, of tensors of these shapes."""
-    if type(node) not in (list, tuple) or len(node) != len(shapes):
-        return False
-    pairs = zip(node, shapes, strict=True)
-    return all(isinstance(x, Tensor) and x.shape == tuple(shape) for x, shape in pairs)
-
-
-def _mapped(tree: Any, chosen: Callable[[Any], bool], change: Callable[[Any], Any]) -> Any:
-    return optree.tree_map(
-        lambda x: change(x) if chosen(x) else x, tree, is_leaf=chosen, namespace=NAMESPACE
-    )
+def with_values(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], values: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the flats with the elements of each piece from `values`; others are the same."""
+    touched = {piece.index for piece in pieces}
+    made = [x.clone() if i in touched else x for i, x in enumerate(flats)]
+    for (index, _, start, stop, _), x in zip(pieces, values, strict=True):
+        made[index].view(-1)[start:stop].copy_(x)
+    return made

@@ -42,6 +42,8 @@ class Optimizer(Base):
     have, on any pytree; `advance` is what fzero calls on this rank's flat shards.
     """
 
+    counts_by_leaf = True
+
     rule: Rule
     options: tuple[tuple[str, Any], ...]
     overrides: tuple[tuple[LeafTest, tuple[tuple[str, Any], ...]], ...] = ()
@@ -151,11 +153,6 @@ class Optimizer(Base):
     def slots(self, state: OptimizerState) -> Mapping[str, Sequence[Tensor]]:
         """Return the moments by the rule's names for them, and the masters."""
         return {**self._slots(state), MASTERS: state.masters}
-
-    @property
-    def counts_by_leaf(self) -> bool:
-        """Return True: each leaf has its own number of updates."""
-        return True
 
     def counted(self, state: OptimizerState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return how many updates the leaves at `paths` took."""

@@ -1,10 +1,10 @@
-"""Several optimizers for the leaves of one state, as optax.partition has it."""
+"""`Partition`: several optimizers for the leaves of one state, and what they keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,50 +24,9 @@ from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 
 Rule = Optimizer | TorchOptimizer
 Label = Callable[[Leaf], str]
+T = TypeVar("T")
 
 _GROUPS = 2**16  # more than a rule has param groups
-
-
-def partition(rules: Mapping[str, Rule], label: Label) -> Partition:
-    """Each leaf by the rule that its label names: p' = rules[label(leaf)](p, g).
-
-    Muon for the matrices of a model, and AdamW for its embeddings, its head and its vectors, are
-    one optimizer then: one state, one update, one checkpoint.
-
-    Args:
-        rules: name -> a rule of `fzero.optim`, or `fzero.optim.from_torch(...)` of a class or a
-            factory.
-        label: leaf -> name of its rule; `leaf` has path, shape and dtype. It is asked for leaves
-            that learn, and must be the same on every rank.
-
-    Returns:
-        The optimizer, for `fzero.init`, `step.init` and `Engine`.
-
-    Raises:
-        LayoutError: for rules of another kind; when a state is made, for a label without a rule.
-
-    Source: optax, `optax.partition`.
-
-    Example:
-        >>> import torch, fzero
-        >>> rules = {"matrices": fzero.optim.muon(0.02), "rest": fzero.optim.adamw(3e-4)}
-        >>> optimizer = partition(rules, lambda x: "matrices" if len(x.shape) == 2 else "rest")
-        >>> params = {"w": torch.ones(2, 3), "b": torch.ones(3)}
-        >>> state = fzero.init(params, optimizer, stage=0)
-        >>> state, _ = fzero.grad_and_reduce(lambda p: (p["w"] + p["b"]).sum(), state)()
-        >>> sorted(fzero.full_params(fzero.apply_gradients(state)))
-        ['b', 'w']
-    """
-    good = isinstance(rules, Mapping) and all(isinstance(x, Rule) for x in rules.values())
-    if not good or not rules or not callable(label):
-        raise LayoutError(
-            f"partition: rules={rules!r:.200}, label={label!r:.80}.",
-            cause="something else than {name: optimizer} and leaf -> name: a class of torch.optim "
-            "itself, or an (init, update) pair.",
-            fix="write fzero.optim.partition({'a': fzero.optim.muon(lr), 'b': fzero.optim."
-            "from_torch(torch.optim.AdamW)}, lambda leaf: 'a' if len(leaf.shape) == 2 else 'b').",
-        )
-    return Partition(rules=tuple((str(name), rule) for name, rule in rules.items()), label=label)
 
 
 @record
@@ -82,6 +41,8 @@ class PartitionState:
 class Partition(Base):
     """What `fzero.optim.partition` returns."""
 
+    counts_by_leaf = True
+
     rules: tuple[tuple[str, Rule], ...]
     label: Label
     number_at: tuple[tuple[str, int], ...] = ()  # (path, number of its rule), once bound
@@ -95,11 +56,6 @@ class Partition(Base):
     def leafwise(self) -> bool:
         """Whether every rule is."""
         return all(rule.leafwise for _, rule in self.rules)
-
-    @property
-    def counts_by_leaf(self) -> bool:
-        """Return True: each leaf has its own counters, those of its rule."""
-        return True
 
     @property
     def odd_slots(self) -> frozenset[str]:
@@ -139,23 +95,24 @@ class Partition(Base):
             bound.append((name, made))
         return replace(self, rules=tuple(bound), number_at=tuple(number_at.items()))
 
+    def _own(self, some: Iterable[T], path_of: Callable[[T], str]) -> list[tuple[Any, list[T]]]:
+        """Return each rule, and those of some things whose path has it."""
+        numbers, own = dict(self.number_at), [list[T]() for _ in self.rules]
+        for one in some:
+            if (number := numbers.get(path_of(one), -1)) >= 0:
+                own[number].append(one)
+        return [(rule, mine) for (_, rule), mine in zip(self.rules, own, strict=True)]
+
     def parted(self, leaves: Sequence[Leaf]) -> list[tuple[Rule, list[Leaf]]]:
         """Return each rule with its leaves."""
-        numbers = dict(self.number_at)
-        return [
-            (rule, [leaf for leaf in leaves if numbers.get(leaf.path) == number])
-            for number, (_, rule) in enumerate(self.rules)
-        ]
+        return self._own(leaves, lambda leaf: leaf.path)
 
     def _each(
-        self, state: PartitionState, paths: Collection[str] = ()
+        self, state: PartitionState, paths: Iterable[str] = ()
     ) -> list[tuple[Any, Any, list[str]]]:
         """Return (rule, its state, those of these paths that are its) of each rule."""
-        numbers = dict(self.number_at)
-        return [
-            (rule, state.parts[number], [path for path in paths if numbers.get(path) == number])
-            for number, (_, rule) in enumerate(self.rules)
-        ]
+        pairs = zip(self._own(paths, str), state.parts, strict=True)
+        return [(rule, part, own) for (rule, own), part in pairs]
 
     def _rule_of(self, path: str) -> Any:
         number = dict(self.number_at).get(path, -1)
@@ -255,6 +212,15 @@ class Partition(Base):
         ]
         return replace(state, parts=tuple(parts))
 
+    def _turns(
+        self, pieces: Sequence[Piece], owners: Owners | None
+    ) -> Iterator[tuple[Any, set[int], list[Piece], dict[str, Any]]]:
+        """Yield each rule, its flats, their pieces, and what it is given beside them."""
+        for rule, own in self._own(pieces, lambda piece: piece.leaf.path):
+            mine = {piece.index for piece in own}
+            some = None if owners is None else owners.of(mine)
+            yield rule, mine, own, {"owners": some} if some and some.positions else {}
+
     def init(
         self,
         params: Sequence[Tensor],
@@ -264,13 +230,11 @@ class Partition(Base):
         owners: Owners | None = None,
     ) -> PartitionState:
         """Return the state of every rule; a flat of another rule is empty in it."""
-        made = []
-        for number, (_, rule) in enumerate(self.rules):
-            mine = self._positions(pieces, number)
-            given: dict[str, Any] = {} if owners is None else {"owners": owners.of(mine)}
-            own = [p for p in pieces if p.index in mine]
-            made.append(rule.init(_masked(params, mine), own, place=place, **given))
-        return PartitionState(count=torch.zeros((), dtype=torch.int64), parts=tuple(made))
+        parts = tuple(
+            rule.init(_masked(params, mine), own, place=place, **given)
+            for rule, mine, own, given in self._turns(pieces, owners)
+        )
+        return PartitionState(count=torch.zeros((), dtype=torch.int64), parts=parts)
 
     def advance(
         self,
@@ -284,32 +248,17 @@ class Partition(Base):
         **options: Any,
     ) -> tuple[list[Tensor], PartitionState]:
         """Return (params', state') after one update by every rule, one after the other."""
-        new, parts, numbers = list(params), [], dict(self.number_at)
-        for number, (_, rule) in enumerate(self.rules):
-            mine = self._positions(pieces, number)
-            given = dict(options)
-            if owners is not None and owners.of(mine).positions:
-                given["owners"] = owners.of(mine)
-            own = [p for p in pieces if p.index in mine]
-            left = frozenset(path for path in unused if numbers.get(path) == number)
-            moved, part = rule.advance(
-                _masked(params, mine),
-                _masked(grads, mine),
-                state.parts[number],
-                own,
-                unused=left,
-                **given,
-            )
+        new, parts = list(params), []
+        left = [set(paths) for _, paths in self._own(unused, str)]
+        for number, (rule, mine, own, given) in enumerate(self._turns(pieces, owners)):
+            flats, gs, part = _masked(params, mine), _masked(grads, mine), state.parts[number]
+            still = frozenset(left[number])
+            moved, part = rule.advance(flats, gs, part, own, unused=still, **given, **options)
             parts.append(part)
             for i in mine:
                 new[i] = moved[i]
         after = counted(state.count, options.get("found_inf"))
         return new, PartitionState(count=after, parts=tuple(parts))
-
-    def _positions(self, pieces: Sequence[Piece], number: int) -> set[int]:
-        """The flats of the leaves of a rule."""
-        numbers = dict(self.number_at)
-        return {p.index for p in pieces if numbers.get(p.leaf.path) == number}
 
     def skips(self, params: Sequence[Tensor], state: PartitionState) -> bool:
         """Whether every rule skips an overflowing update by itself."""

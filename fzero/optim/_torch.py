@@ -15,7 +15,6 @@ from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners
 from fzero.optim._bind import Bound, bind
 from fzero.optim._held import Held, kept_by, lines_of
-from fzero.optim._keeps_owned import KeepsOwned
 from fzero.optim._kept import as_kept
 from fzero.optim._needs import Needs
 from fzero.optim._optimizer import copied
@@ -26,7 +25,7 @@ from fzero.optim._rules import Scaled
 from fzero.optim._shown import shown
 from fzero.optim._step import numbers_of_group, skips
 from fzero.optim._stream import Flats
-from fzero.optim._torch_state import TorchState, new_state
+from fzero.optim._torch_state import KeepsOwned, TorchState, new_state
 from fzero.optim._torch_update import updated
 from fzero.optim._usable import name_of, not_differentiable
 from fzero.optim.masters import Place, stay, work_tensors
@@ -46,6 +45,8 @@ class TorchOptimizer(KeepsOwned):
     parameters and its `state` is empty; so its step hooks see it. While an update computes, its
     groups have the shards, so that options (which a scheduler may have changed) are its own.
     """
+
+    counts_by_leaf = True
 
     source: Any
     needs: Needs = None
@@ -204,11 +205,6 @@ class TorchOptimizer(KeepsOwned):
         if self.by_owners:
             return frozenset()
         return frozenset(name for kept in self._bound().kept.values() for name in kept.odd)
-
-    @property
-    def counts_by_leaf(self) -> bool:
-        """Return True: each leaf has counters of its own, as in torch.optim."""
-        return True
 
     def counted(self, state: TorchState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return {name: {path: counter}} of leaves; among them those of their param groups."""

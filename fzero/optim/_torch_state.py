@@ -1,22 +1,28 @@
-"""`TorchState`: the state of a torch.optim optimizer on flat shards, and how it is made."""
+"""`TorchState`: what a torch.optim optimizer keeps on flats, and of parameters with owners."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from fzero.machine.owners import Owners
-from fzero.optim._apart import Apart, Parted, parted
+from fzero.optim._apart import Apart
+from fzero.optim._base import Base
 from fzero.optim._bind import Bound
 from fzero.optim._kept import KeptState
-from fzero.optim._owned import Owned, owned_slots
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
-from fzero.optim._step import Turn, Unit, makes_state_later
+from fzero.optim._step import in_order
 from fzero.optim.masters import Place, make_masters
 from fzero.state import record, static
+from fzero.state.layout import Leaf
+
+Owned = dict[str, tuple[Tensor, ...]]
+"""{name: what a rank keeps of each parameter with an owner; empty on those that do not own it}."""
 
 
 @record
@@ -37,57 +43,6 @@ class TorchState:
     def number(self, path: str, group: int) -> int:
         """Return the index of the counters of the leaf at `path`, in this param group."""
         return dict(self.apart).get(path, group)
-
-
-def turn_of(bound: Bound, state: TorchState, unused: frozenset[str]) -> Turn:
-    """Return which leaves are stepped together in an update that leaves `unused` leaves out."""
-    left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
-    size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
-    now = parted(state.apart, left, lambda path: bound.group_at[path], size)
-    if not makes_state_later(bound):
-        return Turn(now)
-    if not int(state.count):
-        return Turn(now, first=True, unstepped=tuple(sorted(left)))
-    numbers = dict(now.apart)
-    fresh = frozenset(numbers.get(path, bound.group_at[path]) for path in state.unstepped)
-    return Turn(now, fresh=fresh, unstepped=tuple(x for x in state.unstepped if x in left))
-
-
-def units_of(bound: Bound, pieces: Sequence[Piece], now: Parted) -> list[Unit]:
-    """Return the units of a step, each one parameter to the optimizer: a flat, or a leaf in it.
-
-    A flat with leaves that count apart from each other, or are not stepped, is cut at them.
-    """
-    units: list[Unit] = []
-    numbers, seen, cuts = dict(now.apart), set[int](), _cuts(pieces, now)
-    for index, leaf, start, stop, first in pieces:
-        kept = bound.kept_for(leaf)
-        if kept is None or start >= stop:
-            continue
-        group = bound.group_at[leaf.path]
-        number = numbers.get(leaf.path, group)
-        if number in now.still:
-            continue
-        if not bound.elementwise[group]:
-            if first < leaf.numel:  # else it is padding behind the leaf
-                span = (start, start + leaf.numel)
-                units.append(Unit(index, group, number, span, leaf.shape, kept))
-        elif index in cuts:
-            units.append(Unit(index, group, number, (start, stop), (stop - start,), kept))
-        elif index not in seen:
-            units.append(Unit(index, group, number, None, (), kept))
-        seen.add(index)
-    return units
-
-
-def _cuts(pieces: Sequence[Piece], now: Parted) -> set[int]:
-    """Return the flats whose leaves do not all count together."""
-    if not now.apart:
-        return set()
-    numbers, found = dict(now.apart), dict[int, set[int]]()
-    for piece in pieces:
-        found.setdefault(piece.index, set()).add(numbers.get(piece.leaf.path, -1))
-    return {index for index, some in found.items() if len(some) > 1}
 
 
 def new_state(
@@ -121,9 +76,106 @@ def new_state(
 
 
 def _slot(name: str, p: Tensor, kept: KeptState | None, precision: Precision) -> Tensor:
-    if kept is None or name not in kept.slots:
+    begin = _begin(name, kept, precision, p.dtype)
+    if begin is None:
         return p.new_empty(0)  # also of another shape: such a slot is made by the first step
+    return torch.full_like(p, begin[0], dtype=begin[1], requires_grad=False)
+
+
+def _begin(
+    name: str, kept: KeptState | None, precision: Precision, dtype: torch.dtype
+) -> tuple[float, torch.dtype] | None:
+    """With which value, and in which dtype, a slot of a parameter begins; None: it has no such."""
+    if kept is None or name not in kept.slots:
+        return None
     fill = kept.slots[name]
-    as_stepped = fill.dtype == kept.dtype
-    dtype = precision.kept(p.dtype) if as_stepped else fill.dtype
-    return torch.full_like(p, fill.item(), dtype=dtype, requires_grad=False)
+    return fill.item(), precision.kept(dtype) if fill.dtype == kept.dtype else fill.dtype
+
+
+def owned_slots(bound: Bound, owners: Owners, params: Sequence[Tensor], place: Place) -> Owned:
+    """Return the slots before the first step; one of another shape is made by it."""
+    kept = [bound.kept_for(one.leaf) if owners.has(one) else None for one in owners.leaves]
+    names = sorted({name for x in kept if x is not None for name in (*x.slots, *x.odd)})
+    mine = set(owners.mine)
+
+    def made(name: str, number: int) -> Tensor:
+        one = owners.leaves[number]
+        flat, size = params[one.position], one.leaf.numel if number in mine else 0
+        begin = _begin(name, kept[number], bound.precision, flat.dtype)
+        if begin is None:
+            return flat.new_empty(0)
+        return place(torch.full((size,), begin[0], dtype=begin[1], device=flat.device))
+
+    return {name: tuple(made(name, k) for k in range(len(kept))) for name in names}
+
+
+class KeepsOwned(Base):
+    """An optimizer whose state has what owners keep of whole parameters."""
+
+    __slots__ = ()
+
+    def _bound(self) -> Bound:
+        raise NotImplementedError
+
+    @property
+    def owned_names(self) -> Collection[str]:
+        """The names in `owned`."""
+        bound = self._bound()
+        whole = [kept for (group, *_), kept in bound.kept.items() if not bound.elementwise[group]]
+        return {name for kept in whole for name in (*kept.slots, *kept.odd)}
+
+    def owned(self, state: TorchState) -> Owned:
+        """Return what is kept of parameters with owners."""
+        return state.owned
+
+    def with_owned(self, state: TorchState, owned: Mapping[str, Sequence[Tensor]]) -> TorchState:
+        """Return the state with something else kept of parameters with owners."""
+        return replace(
+            state, owned={name: tuple(map(in_order, some)) for name, some in owned.items()}
+        )
+
+    def kept_of(self, leaf: Leaf) -> Collection[str]:
+        """Return the slots of a leaf with an owner that have an element for each of its own."""
+        kept = self._bound().kept_for(leaf)
+        return () if kept is None else kept.slots.keys()
+
+    def made_by_steps(self, leaf: Leaf) -> Collection[str]:
+        """Return the slots of a leaf with an owner that its first step makes, in any shape."""
+        kept = self._bound().kept_for(leaf)
+        return () if kept is None else kept.odd
+
+    def kept_numel(self, leaf: Leaf) -> int:
+        """Return about how many elements the owner of a leaf keeps of it.
+
+        As the class says, by `kept_numel(shape, group)`; or by the shapes of what it has kept of a
+        small parameter, whose sides are those of this one.
+        """
+        bound = self._bound()
+        kept = bound.kept_for(leaf)
+        if kept is None:
+            return 0
+        says = getattr(bound.instance, "kept_numel", None)
+        if says is not None:
+            return int(says(leaf.shape, bound.instance.param_groups[bound.group_at[leaf.path]]))
+        forms = [torch.as_tensor(kept.sample[name]).shape for name in kept.odd]
+        odd = sum(prod(as_large(form, kept.shape, leaf.shape)) for form in forms)
+        return leaf.numel * len(kept.slots) + odd
+
+
+def as_large(form: Sequence[int], small: Sequence[int], large: Sequence[int]) -> list[int]:
+    """Return the shape that something kept of a small parameter has of a large one.
+
+    A size that is the product of some sides of the small one is that of the same of the large one.
+
+    Example:
+        >>> as_large((7, 7), (7, 6), (512, 64)), as_large((12,), (5, 3, 2, 2), (64, 3, 7, 7))
+        ([512, 512], [147])
+    """
+    ends = range(1, len(small) + 1)
+    spans = sorted(((i, j) for j in ends for i in range(j)), key=lambda span: span[1] - span[0])
+
+    def of(size: int) -> int:
+        found = (prod(large[i:j]) for i, j in spans if size > 1 and prod(small[i:j]) == size)
+        return next(found, size)
+
+    return [of(size) for size in form]

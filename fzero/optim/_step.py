@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
 from fzero.optim._kept import KeptState, as_kept, as_tensor
 from fzero.optim._needs import not_streamed
-from fzero.optim._silent import rule_step, told
+from fzero.optim._silent import rule_step, swapped, told
 from fzero.optim._stream import Portion
 from fzero.optim._trial import fuses
 
@@ -145,30 +145,20 @@ def _lent(
     Counters that the rule keeps in its param groups are set there too.
     """
     instance, groups = bound.instance, bound.instance.param_groups
-    lent: list[dict[str, Any]] = [{"params": []} for _ in groups]
-    begun: list[set[bool]] = [set() for _ in groups]
-    for loan in loans:
-        lent[loan.unit.group]["params"].append(loan.parameter)
-        begun[loan.unit.group].add(bool(loan.given))
-    for number, (group, given) in enumerate(zip(groups, lent, strict=True)):
-        # The fused SGD takes no list of which some have a momentum already, and others do not.
-        if len(begun[number]) < 2 and fuses(instance, group, given["params"]):
-            given["fused"] = True
-        if not fresh:
-            given |= numbers_of_group(bound, counters, number)
-    changed = [{*given, *shared.begin} for given, shared in zip(lent, bound.shared, strict=True)]
-    before = [{k: g[k] for k in some if k in g} for g, some in zip(groups, changed, strict=True)]
-    try:
-        for group, given in zip(groups, lent, strict=True):
-            group.update(given)
+    with ExitStack() as stack:
+        for number, (group, shared) in enumerate(zip(groups, bound.shared, strict=True)):
+            own = [loan for loan in loans if loan.unit.group == number]
+            given: dict[str, Any] = {"params": [loan.parameter for loan in own]}
+            # The fused SGD takes no list of which some have a momentum already, and others do not.
+            alike = len({bool(loan.given) for loan in own}) < 2
+            if alike and fuses(instance, group, given["params"]):
+                given["fused"] = True
+            if not fresh:
+                given |= numbers_of_group(bound, counters, number)
+            stack.enter_context(swapped(group, given, shared.begin))
+        stack.callback(instance.state.clear)
         instance.state.update({loan.parameter: loan.given for loan in loans if loan.given})
         yield
-    finally:
-        instance.state.clear()
-        for group, some, had in zip(groups, changed, before, strict=True):
-            for name in some - had.keys():
-                group.pop(name, None)
-            group.update(had)
 
 
 def numbers_of_group(bound: Bound, counters: Counters, number: int) -> dict[str, Any]:

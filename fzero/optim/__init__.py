@@ -19,8 +19,6 @@ from fzero.optim._make_factored import soap as soap
 from fzero.optim._make_partition import partition as partition
 from fzero.optim._muon import muon as muon
 from fzero.optim._muon_rule import Muon as Muon
-from fzero.optim._needs import require_elementwise as require_elementwise
-from fzero.optim._needs import require_leafwise as require_leafwise
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._pair import ShardOptimizer as ShardOptimizer
@@ -32,6 +30,8 @@ from fzero.optim._precision import Precision as Precision
 from fzero.optim._precision import require_precision as require_precision
 from fzero.optim._torch import TorchOptimizer as TorchOptimizer
 from fzero.optim._torch_state import TorchState as TorchState
+from fzero.optim._usable import require_elementwise as require_elementwise
+from fzero.optim._usable import require_leafwise as require_leafwise
 from fzero.optim.masters import unscaled as unscaled
 from fzero.optim.none import NoOptimizer as NoOptimizer
 from fzero.optim.none import no_optimizer as no_optimizer

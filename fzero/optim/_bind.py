@@ -16,7 +16,6 @@ from fzero.errors import FzeroError, LayoutError
 from fzero.machine.partition import identity
 from fzero.optim._kept import GroupCounts, KeptState, early_of_group, try_state
 from fzero.optim._named import NamedParameters, given_to
-from fzero.optim._needs import Needs, known_needs, not_alone, not_elements
 from fzero.optim._precision import Precision
 from fzero.optim._trial import (
     LARGE,
@@ -28,11 +27,15 @@ from fzero.optim._trial import (
     small_shape,
 )
 from fzero.optim._usable import (
+    Needs,
     cannot_be_cut,
     has_steps,
+    known_needs,
     name_of,
     not_alike,
+    not_alone,
     not_an_optimizer,
+    not_elements,
     require_pure_class,
 )
 from fzero.state.layout import Leaf, learns, stored_dtype

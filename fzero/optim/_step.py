@@ -16,10 +16,10 @@ from fzero.errors import LayoutError
 from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
 from fzero.optim._kept import KeptState, as_kept, as_tensor
-from fzero.optim._needs import not_streamed
 from fzero.optim._silent import rule_step, swapped, told
 from fzero.optim._stream import Portion
 from fzero.optim._trial import fuses
+from fzero.optim._usable import not_streamed
 
 
 class Unit(NamedTuple):

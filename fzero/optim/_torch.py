@@ -16,7 +16,6 @@ from fzero.machine.owners import Owners
 from fzero.optim._bind import Bound, bind
 from fzero.optim._held import Held, kept_by, lines_of
 from fzero.optim._kept import as_kept
-from fzero.optim._needs import Needs
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
@@ -27,7 +26,7 @@ from fzero.optim._step import numbers_of_group, skips
 from fzero.optim._stream import Flats
 from fzero.optim._torch_state import KeepsOwned, TorchState, new_state
 from fzero.optim._torch_update import updated
-from fzero.optim._usable import name_of, not_differentiable
+from fzero.optim._usable import Needs, name_of, not_differentiable
 from fzero.optim.masters import Place, stay, work_tensors
 from fzero.optim.visible import bound_here
 from fzero.state.layout import Leaf

@@ -34,7 +34,7 @@ from fzero.errors import (
 )
 from fzero.machine import codecs
 from fzero.ranks.mesh import Axis, axis_index, axis_size, world
-from fzero.state import DynamicScale, Local, TrainState, state_bytes
+from fzero.state import DynamicScale, Form, Local, Placement, TrainState, state_bytes
 from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -74,11 +74,14 @@ from fzero.transforms import (
     init,
     leave_out,
     local,
+    map_params,
     offload,
     remat,
     scale_loss,
     shard,
     simulate,
+    slots,
+    transform,
 )
 from fzero.transforms.functionalize import functionalize
 
@@ -95,6 +98,7 @@ __all__ = [
     "Difference",
     "DonatedError",
     "DynamicScale",
+    "Form",
     "FzeroError",
     "LayoutError",
     "Local",
@@ -105,6 +109,7 @@ __all__ = [
     "Parting",
     "PeerFailedError",
     "PhaseError",
+    "Placement",
     "Proof",
     "Recorder",
     "Recording",
@@ -144,6 +149,7 @@ __all__ = [
     "leave_out",
     "load_recording",
     "local",
+    "map_params",
     "offload",
     "optim",
     "plan",
@@ -160,9 +166,11 @@ __all__ = [
     "scale_loss",
     "shard",
     "simulate",
+    "slots",
     "state",
     "state_bytes",
     "trace",
+    "transform",
     "world",
 ]
 

@@ -16,15 +16,15 @@ from fzero.optim._make import sgd as sgd
 from fzero.optim._make_factored import adafactor as adafactor
 from fzero.optim._make_factored import shampoo as shampoo
 from fzero.optim._make_factored import soap as soap
-from fzero.optim._make_partition import partition as partition
+from fzero.optim._muon import Muon as Muon
 from fzero.optim._muon import muon as muon
-from fzero.optim._muon_rule import Muon as Muon
 from fzero.optim._optimizer import Optimizer as Optimizer
 from fzero.optim._optimizer import OptimizerState as OptimizerState
 from fzero.optim._pair import ShardOptimizer as ShardOptimizer
 from fzero.optim._pair import as_optimizer as as_optimizer
 from fzero.optim._partition import Partition as Partition
 from fzero.optim._partition import PartitionState as PartitionState
+from fzero.optim._partition import partition as partition
 from fzero.optim._piece import Piece as Piece
 from fzero.optim._precision import Precision as Precision
 from fzero.optim._precision import require_precision as require_precision

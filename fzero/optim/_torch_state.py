@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fzero.errors import LayoutError
 from fzero.machine.owners import Owners
-from fzero.optim._apart import Apart
-from fzero.optim._base import Base
+from fzero.optim._apart import Apart, settled
 from fzero.optim._bind import Bound
 from fzero.optim._kept import KeptState
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
-from fzero.optim._step import in_order
+from fzero.optim._step import makes_state_later
 from fzero.optim.masters import Place, make_masters
 from fzero.state import record, static
-from fzero.state.layout import Leaf
 
+Counted = Mapping[str, Mapping[str, Tensor]]
+"""{name: {path: counter}}."""
 Owned = dict[str, tuple[Tensor, ...]]
 """{name: what a rank keeps of each parameter with an owner; empty on those that do not own it}."""
 
@@ -109,59 +111,6 @@ def owned_slots(bound: Bound, owners: Owners, params: Sequence[Tensor], place: P
     return {name: tuple(made(name, k) for k in range(len(kept))) for name in names}
 
 
-class KeepsOwned(Base):
-    """An optimizer whose state has what owners keep of whole parameters."""
-
-    __slots__ = ()
-
-    def _bound(self) -> Bound:
-        raise NotImplementedError
-
-    @property
-    def owned_names(self) -> Collection[str]:
-        """The names in `owned`."""
-        bound = self._bound()
-        whole = [kept for (group, *_), kept in bound.kept.items() if not bound.elementwise[group]]
-        return {name for kept in whole for name in (*kept.slots, *kept.odd)}
-
-    def owned(self, state: TorchState) -> Owned:
-        """Return what is kept of parameters with owners."""
-        return state.owned
-
-    def with_owned(self, state: TorchState, owned: Mapping[str, Sequence[Tensor]]) -> TorchState:
-        """Return the state with something else kept of parameters with owners."""
-        return replace(
-            state, owned={name: tuple(map(in_order, some)) for name, some in owned.items()}
-        )
-
-    def kept_of(self, leaf: Leaf) -> Collection[str]:
-        """Return the slots of a leaf with an owner that have an element for each of its own."""
-        kept = self._bound().kept_for(leaf)
-        return () if kept is None else kept.slots.keys()
-
-    def made_by_steps(self, leaf: Leaf) -> Collection[str]:
-        """Return the slots of a leaf with an owner that its first step makes, in any shape."""
-        kept = self._bound().kept_for(leaf)
-        return () if kept is None else kept.odd
-
-    def kept_numel(self, leaf: Leaf) -> int:
-        """Return about how many elements the owner of a leaf keeps of it.
-
-        As the class says, by `kept_numel(shape, group)`; or by the shapes of what it has kept of a
-        small parameter, whose sides are those of this one.
-        """
-        bound = self._bound()
-        kept = bound.kept_for(leaf)
-        if kept is None:
-            return 0
-        says = getattr(bound.instance, "kept_numel", None)
-        if says is not None:
-            return int(says(leaf.shape, bound.instance.param_groups[bound.group_at[leaf.path]]))
-        forms = [torch.as_tensor(kept.sample[name]).shape for name in kept.odd]
-        odd = sum(prod(as_large(form, kept.shape, leaf.shape)) for form in forms)
-        return leaf.numel * len(kept.slots) + odd
-
-
 def as_large(form: Sequence[int], small: Sequence[int], large: Sequence[int]) -> list[int]:
     """Return the shape that something kept of a small parameter has of a large one.
 
@@ -179,3 +128,80 @@ def as_large(form: Sequence[int], small: Sequence[int], large: Sequence[int]) ->
         return next(found, size)
 
     return [of(size) for size in form]
+
+
+def counted_in(bound: Bound, state: TorchState, paths: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return the counters of the leaves at `paths` that are stepped: the state's own tensors."""
+    numbers, found = dict(state.apart), dict[str, dict[str, Tensor]]()
+    begins = [bound.begin_of(group) for group in range(len(bound.shared))]
+    for path in paths:
+        group = bound.group_at.get(path, -1)
+        for name in begins[group] if group >= 0 else ():
+            shared = name in bound.shared[group].begin
+            number = group if shared else numbers.get(path, group)
+            found.setdefault(name, {})[path] = state.counters[name][number]
+    return found
+
+
+def recounted_as(
+    bound: Bound,
+    state: TorchState,
+    paths: Sequence[str],
+    counters: Counted,
+    unstepped: Collection[str],
+) -> TorchState:
+    """Return the state with these counters, kept once where leaves of a group have the same."""
+    fresh = set(unstepped) if makes_state_later(bound) else set()
+    stepped = [path for path in paths if bound.group_at.get(path, -1) >= 0]
+
+    def row(path: str) -> tuple[Any, ...]:
+        shared = bound.shared[bound.group_at[path]].begin
+        own = [(k, x[path].item()) for k, x in counters.items() if path in x and k not in shared]
+        return path in fresh, *own
+
+    groups = len(bound.shared)
+    apart, rows = settled({path: row(path) for path in stepped}, bound.group_at.__getitem__, groups)
+    home = {number: bound.group_at[path] for path, number in apart}
+    of_groups = _of_groups(bound, stepped, counters)
+    made: dict[str, tuple[Tensor, ...]] = {}
+    for name, held in state.counters.items():
+        some = [held[home.get(number, number)].clone() for number in range(groups + len(set(home)))]
+        for number, (_, *own) in rows.items():
+            some[number].fill_(dict(own).get(name, some[number].item()))
+        for group, value in of_groups.get(name, {}).items():
+            some[group].fill_(value)
+        made[name] = tuple(some)
+    kept = tuple(path for path in stepped if path in fresh)
+    return replace(state, counters=made, apart=apart, unstepped=kept)
+
+
+def anew_of(bound: Bound, state: TorchState, fresh: TorchState) -> TorchState:
+    """Return `fresh`, a new state, with the counters that `state` has for whole param groups."""
+    counters = {
+        name: tuple(
+            state.counters[name][group] if name in shared.begin else some[group]
+            for group, shared in enumerate(bound.shared)
+        )
+        for name, some in fresh.counters.items()
+    }
+    return replace(fresh, counters=counters)
+
+
+def _of_groups(
+    bound: Bound, paths: Sequence[str], counters: Counted
+) -> dict[str, dict[int, float]]:
+    """Return {name: {param group: its counter}}; raise `LayoutError` if two leaves disagree."""
+    found: dict[str, dict[int, float]] = {}
+    for path in paths:
+        group = bound.group_at[path]
+        for name in bound.shared[group].begin.keys() & counters.keys():
+            value = counters[name][path].item()
+            other = found.setdefault(name, {}).setdefault(group, value)
+            if other != value:
+                raise LayoutError(
+                    f"param group {group} of {type(bound.instance).__name__} has {name} = {other} "
+                    f"for one of its parameters, and {value} for {path}.",
+                    cause="param groups that are others than those of the run that was saved.",
+                    fix="make the optimizer with the param groups of that run.",
+                )
+    return found

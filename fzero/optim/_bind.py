@@ -185,10 +185,11 @@ def _learned(
     for g, dtype, shape in keys:
         like = torch.empty(0, dtype=dtype, device=devices[g])
         with _naming(type(instance).__name__):
-            mine, shared[g], after = try_state(instance, g, earlies[g], like, shape)
+            mine, shared[g] = try_state(instance, g, earlies[g], like, shape)
         if mine.odd and elementwise[g]:
             raise cannot_be_cut(instance, mine.odd[0])
-        for name, value in after.items():
+        for name in mine.counters:
+            value = float(mine.sample[name])
             other, before = counted.setdefault((g, name), (value, shape))
             if other != value:
                 raise not_alike(instance, g, name, {before: other, shape: value})

@@ -44,11 +44,10 @@ class GroupCounts(NamedTuple):
 
 def try_state(
     optimizer: Optimizer, number: int, early: Begin, like: Tensor, shape: Sequence[int]
-) -> tuple[KeptState, GroupCounts, dict[str, float]]:
+) -> tuple[KeptState, GroupCounts]:
     """Return what param group `number` keeps for a parameter of a shape, and for itself.
 
-    And the counters after some steps. Raises `LayoutError` for what is neither a tensor nor a
-    number, or is kept elsewhere.
+    Raises `LayoutError` for what is neither a tensor nor a number, or is kept elsewhere.
     """
 
     def run(begin: Begin = early, seed: int = 0, **how: Any) -> Ran:
@@ -79,7 +78,7 @@ def try_state(
     late = bool(kept.odd) or not changes_nothing(lambda p: begin_state(kept, p))
     if late and begun:
         raise _made_in_parts(rule, sorted(begun))
-    return kept._replace(late=late), shared, {name: numbers[name] for name in kept.counters}
+    return kept._replace(late=late), shared
 
 
 def early_of_group(optimizer: Optimizer, number: int, *, used: bool) -> Begin:

@@ -62,11 +62,6 @@ class Base:
         """The slots that have another shape than their parameters: the row means of Adafactor."""
         return frozenset()
 
-    @property
-    def owned_names(self) -> Collection[str]:
-        """The names in `owned`."""
-        return ()
-
     def owned(self, state: Any) -> Mapping[str, Sequence[Tensor]]:
         """Return {name: [of each parameter with an owner]}: empty where this rank is not its owner.
 

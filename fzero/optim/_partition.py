@@ -198,11 +198,8 @@ class Partition(Base):
         self, state: PartitionState, owned: Mapping[str, Sequence[Tensor]]
     ) -> PartitionState:
         """Return the state with something else kept of parameters with owners."""
-        parts = [
-            rule.with_owned(part, {k: x for k, x in owned.items() if k in rule.owned_names})
-            for rule, part, _ in self._each(state)
-        ]
-        return replace(state, parts=tuple(parts))
+        parts = tuple(rule.with_owned(part, owned) for rule, part, _ in self._each(state))
+        return replace(state, parts=parts)
 
     def counted(self, state: PartitionState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return the counters {name: {path: value}} of leaves, by their rules."""

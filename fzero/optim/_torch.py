@@ -207,22 +207,20 @@ class TorchOptimizer(Base):
         """Return the slots by the names that the class has for them, and the masters."""
         return {**state.slots, MASTERS: state.masters}
 
-    @property
-    def owned_names(self) -> Collection[str]:
-        """The names in `owned`."""
-        bound = self._bound()
-        whole = [kept for (group, *_), kept in bound.kept.items() if not bound.elementwise[group]]
-        return {name for kept in whole for name in (*kept.slots, *kept.odd)}
-
     def owned(self, state: TorchState) -> Owned:
         """Return what is kept of parameters with owners."""
         return state.owned
 
     def with_owned(self, state: TorchState, owned: Mapping[str, Sequence[Tensor]]) -> TorchState:
-        """Return the state with something else kept of parameters with owners."""
-        return replace(
-            state, owned={name: tuple(map(in_order, some)) for name, some in owned.items()}
-        )
+        """Return the state with something else kept of parameters with owners.
+
+        Of other rules of a partition there may be names that this one does not keep.
+        """
+        bound = self._bound()
+        whole = [kept for (group, *_), kept in bound.kept.items() if not bound.elementwise[group]]
+        names = {name for kept in whole for name in (*kept.slots, *kept.odd)}
+        own = {name: tuple(map(in_order, some)) for name, some in owned.items() if name in names}
+        return replace(state, owned=own)
 
     def kept_of(self, leaf: Leaf) -> Collection[str]:
         """Return the slots of a leaf with an owner that have an element for each of its own."""

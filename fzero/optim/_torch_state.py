@@ -39,12 +39,8 @@ class TorchState:
     owned: Owned  # what is kept of parameters that an owner steps whole, parallel to these
     # (path, index of its counters), of leaves that do not count with their group.
     apart: Apart = static(default=())
-    # Paths of leaves that took no step yet, where others did; see `Kept.late`.
+    # Paths of leaves that took no step yet, where others did; see `KeptState.late`.
     unstepped: tuple[str, ...] = static(default=())
-
-    def number(self, path: str, group: int) -> int:
-        """Return the index of the counters of the leaf at `path`, in this param group."""
-        return dict(self.apart).get(path, group)
 
 
 def new_state(

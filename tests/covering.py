@@ -33,9 +33,13 @@ def rows(axes: dict[str, Sequence[Any]], strength: int = 2) -> list[tuple[Any, .
     return [tuple(v[i] for v, i in zip(axes.values(), row, strict=True)) for row in chosen]
 
 
+class Axes(tuple[str, ...]):
+    """Names of arguments that `covered` has values for, each an axis of its own."""
+
+
 def covered(strength: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by such rows of the values of its arguments."""
-    return pytest.mark.parametrize(tuple(axes), rows(axes, strength))
+    return pytest.mark.parametrize(Axes(axes), rows(axes, strength))
 
 
 def thin_out(items: Sequence[pytest.Item]) -> None:
@@ -58,11 +62,17 @@ def thin_out(items: Sequence[pytest.Item]) -> None:
 
 
 def arguments(case: pytest.Function) -> dict[str, Any]:
-    """What each `parametrize` gave a case, compared by identity: values need no hash."""
+    """What each `parametrize` gave a case, compared by identity: values need no hash.
+
+    Arguments of one `parametrize` are one axis, unless they are of `covered`.
+    """
     params = case.callspec.params
     names = (mark.args[0] for mark in case.iter_markers("parametrize"))
-    groups = (n.split(",") if isinstance(n, str) else n for n in names)
-    return {str(g): tuple(id(params[name.strip()]) for name in g) for g in groups}
+    axes: list[Sequence[str]] = []
+    for given in names:
+        together = given.split(",") if isinstance(given, str) else given
+        axes += [(name,) for name in given] if isinstance(given, Axes) else [together]
+    return {str(axis): tuple(id(params[name.strip()]) for name in axis) for axis in axes}
 
 
 def few(cases: Sequence[dict[str, Any]], strength: int = 1) -> list[int]:

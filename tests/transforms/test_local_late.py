@@ -73,6 +73,7 @@ def by_engine(mesh: str, batches: Tensor, stage: int, local: Local, **options: A
     return fzero.simulate(body, world_size=batches.shape[1])(batches.transpose(0, 1))
 
 
+@pytest.mark.sparse
 @covered(
     mesh=["2", "3", "2x2", "1x2"],
     stage=[0, 1, 2, 3],

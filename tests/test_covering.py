@@ -1,4 +1,4 @@
-"""What `covered` and `sparse` leave of a product has every value of each argument, or every pair."""
+"""What `covered` and `sparse` leave of a product has every value, or pair, of its arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parts(cases: Any, strength: int) -> set[Any]:
 
 @given(axes, strengths)
 def test_rows_have_all_combinations_of_so_many_values(sizes: list[int], strength: int) -> None:
-    values = {f"axis {i}": range(size) for i, size in enumerate(sizes)}
+    values: dict[str, Any] = {f"axis {i}": range(size) for i, size in enumerate(sizes)}
     product = [*itertools.product(*values.values())]
     chosen = rows(values, strength)
     assert parts(chosen, strength) == parts(product, strength)

@@ -52,11 +52,9 @@ def plainly(
     mesh: str, every: int, batches: Tensor, out: Any = lambda step: [], **options: Any
 ) -> Replicas:
     """`out(step)`: the replicas that are not in the mean of that step."""
-    replicas, shards = ranks_of(mesh)
-    plain = Replicas(model(), replicas, every=every, inner=adam_of, **options)
+    plain = Replicas(model(), ranks_of(mesh)[0], every=every, inner=adam_of, **options)
     for step, batch in enumerate(batches):
-        parts = batch.reshape(replicas, shards * ROWS, 4)
-        plain.update([lambda module, x=x: error(module, x) for x in parts], out=out(step))
+        plain.update(error, batch, out=out(step))
     return plain
 
 
@@ -262,10 +260,7 @@ def test_a_replica_that_is_not_finite_is_left_out_and_goes_on_from_the_anchors(s
     assert len(said) == 4 and all("replicas [1] of 2" in one for one in said)
     plain = Replicas(model(), 2, every=2, inner=adam_of)
     for k, batch in enumerate(batches):
-        parts = batch.reshape(2, 2 * ROWS, 4)
-        plain.update(
-            [lambda module, x=x: error(module, x) for x in parts], out=[1] if k == 1 else []
-        )
+        plain.update(error, batch, out=[1] if k == 1 else [])
         if k == 1:
             for kept in plain.inner[1].state.values():
                 kept["exp_avg"].zero_()

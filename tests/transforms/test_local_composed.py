@@ -94,7 +94,7 @@ def test_weights_are_those_of_the_replica(mesh: str) -> None:
             state, _ = run(state, batch, torch.tensor(count))
         rows = [x[:n] for x, n in zip(batch, count, strict=True)]
         parts = [torch.cat(rows[r * shards : (r + 1) * shards]) for r in range(replicas)]
-        plain.update([lambda module, x=x: error(module, x) for x in parts], skipped=skipped)
+        plain.update(error, parts, skipped=skipped)
     names = [name for name, _ in model().named_parameters()]
 
     def both(state: Any) -> Any:
@@ -163,7 +163,7 @@ def test_under_autocast_replicas_are_those_of_plain_autocast(how: str) -> None:
             return error(module, x)
 
     for batch in batches:
-        plain.update([lambda module, x=x: low(module, x) for x in batch])
+        plain.update(low, batch)
     if how == "function":
         found = by_function("2", 2, batches, 2, None, wrap=fzero.autocast)
     else:

@@ -133,3 +133,54 @@ def test_a_step_with_one_is_that_of_plain_torch(
     if one.kept is not None:
         close(kept_of(state, made.name, ranks), one.kept)
     assert state.step.tolist() == [5 if kind == "outliers" else 6] * ranks
+
+
+class Net(nn.Module):
+    """The leaves of `values` as a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, x in values().items():
+            self.register_parameter(name, nn.Parameter(x.clone()))
+        self.frozen = nn.Parameter(torch.arange(3.0), requires_grad=False)
+        self.tied = self.b
+
+    def forward(self, x: Tensor) -> Tensor:
+        return loss_fn(dict(self.named_parameters()), x) + 0 * self.unused.sum()
+
+
+def by_engine(transforms: list[Any], ranks: int, stage: int, given: list[Tensor], **more: Any) -> Any:
+    """Train an engine on virtual ranks: its full parameters, and what its transforms keep."""
+
+    def on_rank(index: Tensor) -> Any:
+        model = Net()
+        optimizer = torch.optim.SGD([*model.parameters()], LR, momentum=0.5)
+        engine = Engine(model, optimizer, stage=stage, transforms=transforms, **more)
+        for x in given:
+            engine.backward(engine(x.view(ranks, ROWS // ranks, 3)[index]))
+            engine.step()
+        kept = {
+            one.name: fzero.slots(engine.state, one.name) if one.init else {} for one in transforms
+        }
+        found = {k: v.clone() for k, v in engine.full_parameters().items()}
+        step = engine.state.step.clone()
+        engine.close()
+        return found, kept, step
+
+    return _first_of(fzero.simulate(on_rank, world_size=ranks)(torch.arange(ranks)))
+
+
+def _first_of(tree: Any) -> Any:
+    return tuple(_first(one) for one in tree)
+
+
+@covered(kind=sorted(MADE), ranks=[1, 2, 3, 4], stage=range(4))
+def test_an_engine_with_one_is_that_of_plain_torch(kind: str, ranks: int, stage: int) -> None:
+    given = batches(6, wild=4 if kind == "outliers" else None)
+    made = MADE[kind][0]()
+    got, kept, step = by_engine([made], ranks, stage, given)
+    want, (one,) = plain([kind], given)
+    close(got, want)
+    if one.kept is not None:
+        close(kept[made.name], one.kept)
+    assert step == (5 if kind == "outliers" else 6)

@@ -140,4 +140,5 @@ def _packed(some: FlatRanges, flat: Tensor, new: Mapping[str, Tensor]) -> Tensor
         pieces.append(flat.new_zeros(some.numel - end))
     if not pieces:
         return flat
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    # New memory in any case: a function may return one tensor as two values.
+    return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)

@@ -43,6 +43,9 @@ updates, goes on with its own on as many of them; else it begins as `init` makes
 begins as `init` makes it, with a warning that says `why`.
 """
 
+Kind = Literal["slots", "window", "gradients", "optimizer"]
+"""The kinds of what a state keeps beside its parameters."""
+
 _LEAVES = ("learning", "all", "number", "named")
 _LIFETIMES = ("backward", "window", "update", "run")
 _ELSEWHERE = ("cut", "sum", "own", "anew")
@@ -61,6 +64,7 @@ class Form:
             has what lives for the run.
         elsewhere: what becomes of it on other ranks: "cut", "sum", "own" or "anew".
         why: for "anew", the words of the warning: what is lost, and what that means.
+        kind: under which kind `fzero.state_bytes`, plans and pictures count it.
 
     Raises:
         LayoutError: for fields that do not go together.
@@ -81,6 +85,7 @@ class Form:
     lifetime: Lifetime = "run"
     elsewhere: Elsewhere = "cut"
     why: str = ""
+    kind: Kind = "slots"
 
     def __post_init__(self) -> None:
         """Check that the fields go together."""

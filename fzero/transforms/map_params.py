@@ -200,7 +200,8 @@ def _of_pytree(state: TrainState, tree: Any) -> Buffers:
     if isinstance(tree, dict) and set(tree) <= set(paths) and not _is_like(layout, tree):
         found: list[Any] = [tree.get(path) for path in paths]
     elif _is_like(layout, tree):
-        slots = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+        given: Any = tree
+        slots = optree.tree_leaves(given, none_is_leaf=True, namespace=NAMESPACE)
         numbers: Any = optree.tree_unflatten(layout.treespec, list(range(len(layout.slots))))
         order: Any = optree.tree_leaves(numbers, none_is_leaf=True, namespace=NAMESPACE)
         found = [None] * len(layout.leaves)

@@ -21,7 +21,7 @@ class BufferKind:
     The optimizer's own record has no flats here: only where its tensors live is known.
     """
 
-    kind: str  # parameters, gathered, window, residual, gradients or optimizer
+    kind: str  # parameters, gathered, window, residual, gradients, optimizer, or a slot's name
     placement: Placement | None
     groups: tuple[int, ...]
     flats: tuple[Tensor, ...] = ()
@@ -47,6 +47,10 @@ def buffers_held(state: Any) -> list[BufferKind]:
         place = Placement.PARTIAL if state.setup.reduction.over == "all" else state.setup.params
         lost = Buffers(flats=there, placement=place)
         found.append(_buffers("residual", lost, layout.trainable))
+    for name, slot in state.slots.items():
+        if isinstance(slot.value, Buffers) and slot.value.held:
+            groups = every if slot.form.leaves == "all" else layout.trainable
+            found.append(_buffers(name, slot.value, groups))
     found.append(_buffers("gradients", state.gradients, layout.trainable))
     place = state.setup.optimizer_state if optimizer_tensors(state) else None
     found.append(BufferKind(kind="optimizer", placement=place, groups=layout.trainable))

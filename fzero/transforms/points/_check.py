@@ -7,7 +7,7 @@ ranks                values are equal where the form, or the placement, says so
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import optree
@@ -112,21 +112,19 @@ def require_equal(
     one: Points,
     point: str,
     values: Mapping[str, Tensor] | None,
-    skips: Iterable[Any] = (),
+    skipped: Any = False,
 ) -> None:
     """Raise `MismatchError` on every rank if what ranks must have in common differs. A collective.
 
     values: pieces by path, placed as the optimizer's state; slots are those of the state.
     """
     setup = state.setup
-    lines = [f"skip {bool(flag)}" for flag in skips]
+    lines = [f"skipped: {bool(skipped)}"]
     for name, slot in state.slots.items():
         if name.startswith(f"{one.name}/"):
             lines += _lines_of(setup, name, slot)
     if values is not None and setup.optimizer_state is Placement.REPLICATED:
         lines += [f"{path} {digest(x)}" for path, x in values.items()]
-    if not lines:
-        lines = ["nothing"]
     try:
         assert_same_everywhere(lines, setup.axis, what=f"{one.name}, `{point}`")
     except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import optree
 import torch
@@ -28,6 +28,16 @@ class LeafPart(NamedTuple):
     leaf: Leaf
     first: int
     numel: int
+
+
+class Skipping(Protocol):
+    """An update that may be left out."""
+
+    skipped: Any
+
+    def skip(self, flag: Any) -> None:
+        """Leave it out if `flag` is true."""
+        ...
 
 
 def parts_of(ranges: Sequence[FlatRanges]) -> dict[str, LeafPart]:
@@ -64,12 +74,12 @@ class Context:
         *,
         path: str | None = None,
         params: Callable[[], Pieces] | None = None,
-        skips: list[Any] | None = None,
+        running: Skipping | None = None,
         whole: bool = False,
     ) -> None:
         self.step, self.path, self.rank = step, path, setup.axis.rank
         self._setup, self._axis, self._parts = setup, axis, parts
-        self._params, self._skips, self._whole = params, skips, whole
+        self._params, self._running, self._whole = params, running, whole
 
     @property
     def params(self) -> Pieces:
@@ -96,26 +106,18 @@ class Context:
 
         Raises `CallError` at another point than `reduced`.
         """
-        if self._skips is None:
+        if self._running is None:
             raise CallError(
                 "ctx.skip(): the update is not to be skipped at this point any more, or not yet.",
                 cause="a call outside of `reduced`.",
                 fix="decide in `reduced`, which sees the gradients before the rule does.",
             )
-        self._skips.append(flag)
-
-    @property
-    def flags(self) -> tuple[Any, ...]:
-        """What `skip` was given so far."""
-        return tuple(self._skips or ())
+        self._running.skip(flag)
 
     @property
     def skipped(self) -> Any:
         """Whether the update is not made, so far: a bool, or a tensor [] of one."""
-        found: Any = False
-        for flag in self._skips or ():
-            found = flag | found if isinstance(flag, Tensor) else bool(flag) | found
-        return found
+        return self._running is not None and self._running.skipped
 
     def sum(self, tree: Any) -> Tensor:
         """The sum of all elements of all pieces, on every rank: [], fp32 or wider. A collective.

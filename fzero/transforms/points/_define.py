@@ -147,7 +147,7 @@ def transform(
         >>> fzero.slots(state, "ema")
         {'mean': {'w': tensor([0.5000, 0.5000])}}
     """
-    functions = {"init": init, "loss": loss, "local": local, "reduced": reduced}
+    functions: dict[str, Any] = {"init": init, "loss": loss, "local": local, "reduced": reduced}
     functions |= {"update": update, "updated": updated}
     is_name = isinstance(name, str) and name.isidentifier()
     require("transform: name", name, lambda _: is_name, "a word, as name='ema'")

@@ -12,7 +12,7 @@ the state was made with and that the step has not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -46,19 +46,13 @@ class Running:
 
     state: TrainState
     general: bool  # whether it is differentiated, mapped or traced
-    skips: list[Any] = field(default_factory=list)
+    skipped: Any = False  # whether it is not made: a bool, or a tensor [] where none can be read
     before: Pieces | None = None  # the parameters before it, for transforms that read them
 
-    @property
-    def skipped(self) -> Any:
-        """Whether the update is not made: a bool, or a tensor [] where nothing can be read."""
-        found: Any = False
-        for flag in self.skips:
-            if isinstance(flag, Tensor) and self.general:
-                found = flag.reshape(()).bool() | found
-            else:
-                found = bool(flag) | found if isinstance(found, bool) else found | bool(flag)
-        return found
+    def skip(self, flag: Any) -> None:
+        """Make no update if `flag` is true; the host reads it, unless the update is general."""
+        read = flag.reshape(()).bool() if self.general and isinstance(flag, Tensor) else bool(flag)
+        self.skipped = read | self.skipped
 
     def context(self, point: str, parts: Mapping[str, LeafPart], *, whole: bool = False) -> Context:
         """Return what a function at a point may know."""
@@ -70,9 +64,9 @@ class Running:
         elif point == "updated" and self.before is not None:
             kept = self.before
             reads = lambda: kept  # noqa: E731
-        skips = self.skips if point == "reduced" else None
+        running = self if point == "reduced" else None
         axis = setup.over(setup.optimizer_state)
-        return Context(setup, state.step, axis, parts, params=reads, skips=skips, whole=whole)
+        return Context(setup, state.step, axis, parts, params=reads, running=running, whole=whole)
 
 
 def is_unchecked(state: TrainState, *points: str) -> bool:
@@ -156,7 +150,7 @@ def _called(
         _check.require_like(one, point, what if point == "loss" else _NAMES[point], value, new)
     # What was returned as it was given is a copy here: the state goes on with its own.
     after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
-    _check.require_equal(put(state, one, slots, after), one, point, new, ctx.flags)
+    _check.require_equal(put(state, one, slots, after), one, point, new, running.skipped)
     _check.passed(state, one, point)
     return after, new
 

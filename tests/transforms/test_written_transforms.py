@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -37,8 +35,11 @@ def loss_fn(p: Any, x: Tensor) -> Tensor:
     """The mean over rows [n, 3]."""
     h = torch.tanh(x @ p["w"].mT + p["b"]) * p["scalar"]
     c = (p["c"] * (1 + 2j)).abs().square().sum()
-    return h.square().mean() + x.mean() * (p["cube"] * 0.5).square().sum() + 0.1 * c + 0.0 * (
-        p["empty"].sum()
+    return (
+        h.square().mean()
+        + x.mean() * (p["cube"] * 0.5).square().sum()
+        + 0.1 * c
+        + 0.0 * (p["empty"].sum())
     )
 
 
@@ -149,7 +150,9 @@ class Net(nn.Module):
         return loss_fn(dict(self.named_parameters()), x) + 0 * self.unused.sum()
 
 
-def by_engine(transforms: list[Any], ranks: int, stage: int, given: list[Tensor], **more: Any) -> Any:
+def by_engine(
+    transforms: list[Any], ranks: int, stage: int, given: list[Tensor], **more: Any
+) -> Any:
     """Train an engine on virtual ranks: its full parameters, and what its transforms keep."""
 
     def on_rank(index: Tensor) -> Any:

@@ -108,7 +108,16 @@ class Running:
             reads = lambda: kept  # noqa: E731
         running = self if point == "reduced" else None
         axis = setup.over(setup.optimizer_state)
-        return Context(setup, state.step, axis, parts, params=reads, running=running, whole=whole)
+        return Context(
+            setup,
+            state.step,
+            axis,
+            parts,
+            device=state.device,
+            params=reads,
+            running=running,
+            whole=whole,
+        )
 
     # After it.
 

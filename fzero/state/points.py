@@ -102,7 +102,8 @@ class Builtin:
         options: of it, for ranks to compare.
         acts: state -> whether the state has it.
         begins: state -> state, before a loss of it is made, and before an update.
-        calls: states -> what it does in their backwards: a `CallPart`.
+        gathered: (states, pass) -> what is shown each group that a pass gathers, or None.
+        calls: states -> what it does in their backwards: a `CallPart`, or None.
         decides: (running, means): an update begins: skip it, change slots.
         units: (running, ready) -> ready, in the units of the mean gradient.
         reduced: (self, running, ready) -> ready, in its place among those of users.
@@ -116,6 +117,7 @@ class Builtin:
     excludes: tuple[Excludes, ...] = field(default=(), compare=False)
     acts: Function | None = field(default=None, compare=False)
     begins: Function | None = field(default=None, compare=False)
+    gathered: Function | None = field(default=None, compare=False)
     calls: Function | None = field(default=None, compare=False)
     decides: Function | None = field(default=None, compare=False)
     units: Function | None = field(default=None, compare=False)

@@ -191,6 +191,11 @@ class Setup:
         return replace(self, reduction=replace(self.reduction, weighted=weighted))
 
     @property
+    def idle(self) -> Setup:
+        """The setup of the state when it holds no gradients."""
+        return self.with_weights(False)
+
+    @property
     def codec(self) -> Codec | None:
         """What encodes gradients where they cross ranks, but for a mere cast; None for nothing."""
         over_all = self.reduction.over == "all"

@@ -93,7 +93,7 @@ class TrainState:
             gradients=Buffers(),
             window=forget(self.window),
             progress=Progress(),
-            setup=self.setup.with_weights(False),
+            setup=self.setup.idle,
         )
 
     __iter__: ClassVar[None] = None  # else Python would ask __getitem__

@@ -18,6 +18,7 @@ transforms of users, acts at `reduced`, behind `units`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero.state import TrainState
@@ -39,6 +40,15 @@ SLOTS = Builtin(
 
 BUILTINS = (SCALE, LOCAL, SLOTS, OBSERVE, COMPRESS, CHECK, WEIGHTS, AVERAGE)
 """All of them, from the inside out."""
+
+
+def on_gathered(states: Sequence[TrainState], running: Callable[[], Any]) -> Any:
+    """Return what is shown each group that a pass of some states gathers; None if nobody looks.
+
+    running: the pass, or None if it is gone: from a placeholder no way may lead to a driver.
+    """
+    made = (one.gathered(states, running) for one in BUILTINS if one.gathered is not None)
+    return next((one for one in made if one is not None), None)
 
 
 _AT: dict[str, list[tuple[Any, Any]]] = {

@@ -54,13 +54,10 @@ def tell_added(state: TrainState, flats: Sequence[Tensor], *, reduced: bool) -> 
         tell("added", state, (leaf, gradient, reduced))
 
 
-def on_gathered(
+def _on_gathered(
     states: Sequence[TrainState], running: Callable[[], Any]
 ) -> Callable[[int, Tensor], None] | None:
-    """Return what is called with each group that a pass has gathered; None if nobody looks.
-
-    running: the pass, or None if it is gone: from a placeholder no way may lead to a driver.
-    """
+    """Return what tells observers of each group that a pass has gathered."""
     if not any(state.setup.policy.observer for state in states):
         return None
 
@@ -101,6 +98,7 @@ def _updated(running: Running, new: TrainState) -> TrainState:
 OBSERVE = Builtin(
     name="observe",
     acts=lambda state: state.setup.policy.observer is not None,
+    gathered=_on_gathered,
     decides=_begins,
     ready=_prepared,
     updated=_updated,

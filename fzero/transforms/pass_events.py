@@ -34,8 +34,7 @@ from fzero.state.protocol import (
     WindowEnded,
 )
 from fzero.transforms.announcement import PassForm, begin_of, kept_beyond
-from fzero.transforms.builtins import BUILTINS
-from fzero.transforms.observe import on_gathered
+from fzero.transforms.builtins import BUILTINS, on_gathered
 from fzero.transforms.points import Calls
 from fzero.transforms.receive import (
     add_means,

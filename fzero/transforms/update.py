@@ -164,7 +164,7 @@ def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tenso
         optimizer=optimizer,
         gradients=Buffers(),
         progress=after,
-        setup=state.setup.with_weights(False),
+        setup=state.setup.idle,
         slots=running.state.slots,
         window=window.after_update(state.window, running.lost()),
     )

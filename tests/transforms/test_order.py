@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import pytest
@@ -13,6 +17,10 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
+from fzero.state.points import Builtin
+from fzero.transforms import builtins
+from fzero.transforms.builtins import BUILTINS
+from fzero.transforms.clip import clipping
 
 P = {"a": torch.tensor([3.0, -1.0, 2.0], dtype=torch.float64), "b": torch.ones(2, 2).double()}
 
@@ -122,6 +130,26 @@ def test_transforms_act_on_the_mean_gradient_from_the_inside_out(
     new = fzero.simulate(fzero.full_params, world_size=world)(state)
     for k, g in mean.items():
         torch.testing.assert_close(new[k][0], P[k] - g, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["update", "pass_events", "stepping"])
+def test_who_runs_a_step_knows_points_and_no_feature(name: str) -> None:
+    path = Path(fzero.__file__).parent / "transforms" / f"{name}.py"
+    imported = {
+        node.module.rpartition(".")[2]
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+    }
+    features = {one.__module__.rpartition(".")[2] for one in functions_of_builtins()}
+    assert len(features) > 5
+    assert not imported & features
+
+
+def functions_of_builtins() -> list[Any]:
+    """Return the functions of fzero's own features, and the one that clips."""
+    clip = clipping(max_norm=1.0)
+    every = [getattr(one, field.name) for one in (*BUILTINS, clip) for field in fields(Builtin)]
+    return [x for x in every if isinstance(x, FunctionType) and x.__module__ != builtins.__name__]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

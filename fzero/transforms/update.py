@@ -123,7 +123,8 @@ def _begun(state: TrainState) -> TrainState:
 def _decided(state: TrainState) -> Running:
     """Return an update that begins: whether it is made, as far as that is known."""
     means = buffers.require_reduced(state.gradients)
-    running = Running(state, state, general=is_general(state, means.flats))
+    general = is_general(state, means.flats)
+    running = Running(state, state, general, Prepared(means))
     for decides in reversed(acting(state, "decides")):
         decides(running, means)
     running.read(lambda: _leaves_out(state))
@@ -146,18 +147,18 @@ def _leaves_out(state: TrainState) -> bool:
 def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tensor | None]:
     state = running.old
     after = progress.saw_update(state.progress)
-    ready = Prepared(buffers.require_reduced(state.gradients))
-    for units in acting(state, "units"):
-        ready = units(running, ready)
+    running.ready = Prepared(buffers.require_reduced(state.gradients))
     try:
-        ready = reduced(running, ready)
+        for units in acting(state, "units"):
+            running.ready = units(running, running.ready)
+        reduced(running)
         for hands_on in acting(state, "ready"):
-            ready = hands_on(running, ready)
+            running.ready = hands_on(running, running.ready)
         if running.skipped is not False:
             running.leave_out(running.skipped)
-        params, optimizer = _stepped(running, ready, unused)
+        params, optimizer = _stepped(running, unused)
     except BaseException:
-        given_back(state, ready)
+        given_back(state, running.ready)
         raise
     new = state.replace(
         params=params,
@@ -171,12 +172,13 @@ def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tenso
     new = running.selected(new)
     for updated in acting(new, "updated"):
         new = updated(running, new)
-    return new if running.general else at_home(new), ready.norm
+    return new if running.general else at_home(new), running.ready.norm
 
 
-def _stepped(running: Running, ready: Prepared, unused: Sequence[int]) -> tuple[Buffers, Any]:
+def _stepped(running: Running, unused: Sequence[int]) -> tuple[Buffers, Any]:
     """Return parameters and optimizer after the rule; the old ones if the update is skipped."""
-    state, gradients = running.old, ready.gradients
+    state, ready = running.old, running.ready
+    gradients = ready.gradients
     if running.kept:
         for text in dict.fromkeys(one.says for one in running.skips if one.known and one.says):
             warnings.warn(text, UserWarning, stacklevel=4)

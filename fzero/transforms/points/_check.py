@@ -14,16 +14,17 @@ import optree
 from torch import Tensor
 
 from fzero.collectives import assert_same_everywhere
+from fzero.context.here import is_abstract
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.packing import digest
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
-from fzero.state.points import Points
+from fzero.state.points import Function, Points
 
 
 def is_first(state: TrainState, one: Points, point: str) -> bool:
     """Whether a function was not checked on this rank yet; never where tensors have no values."""
-    if in_transform() or is_recorded(state.params.flats):
+    if in_transform() or is_recorded(state.params.flats) or is_abstract():
         return False
     return _key(state.setup, point) not in one.checked
 
@@ -44,15 +45,14 @@ def copied(tree: Any) -> Any:
     )
 
 
-def versions(*trees: Any) -> list[int]:
-    """Return how often each tensor was written to."""
+def require_unwritten(one: Points, point: str, *trees: Any, of: int = 0) -> None:
+    """Raise `PhaseError` if a function wrote to what it was given: copies, which are new.
+
+    of: how often the last one of the trees, no copy, was written to before.
+    """
     leaves = [x for tree in trees for x in optree.tree_leaves(tree, namespace=NAMESPACE)]
-    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-
-
-def require_same_versions(one: Points, point: str, before: list[int], *trees: Any) -> None:
-    """Raise `PhaseError` if a function wrote to what it was given."""
-    if versions(*trees) != before:
+    counts = [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+    if sum(counts) != of:
         raise PhaseError(
             f"{one.name}: `{point}` wrote in place to what it was given.",
             cause="an in-place method (mul_, add_, lerp_, copy_, clamp_) on a slot, a gradient or "
@@ -60,6 +60,11 @@ def require_same_versions(one: Points, point: str, before: list[int], *trees: An
             fix="return a new tensor: x.mul(a).add(y) in the place of x.mul_(a).add_(y). Nothing "
             "was changed.",
         )
+
+
+def function_at(one: Points, point: str) -> Function:
+    """Return what a transform does at a point."""
+    return getattr(one, point)
 
 
 def require_pair(one: Points, point: str, returned: Any) -> tuple[Any, Any]:
@@ -132,6 +137,25 @@ def require_equal(
             f"({one.name}: what `{point}` returned must be equal on these ranks. Random numbers: "
             "use ctx.normal(path). What each rank has of its own: give the slot "
             'Form(placement=fzero.Placement.PARTIAL, elsewhere="own").)'
+        )
+        raise
+
+
+def require_same_skip(state: TrainState, skipped: Any) -> None:
+    """Raise `MismatchError` on every rank, before the rule, if some of them skip an update.
+
+    Else those would wait for the others, or go on with other parameters.
+    """
+    if isinstance(skipped, Tensor) or in_transform() or is_recorded(state.params.flats):
+        return
+    try:
+        lines = [f"skipped: {skipped}"]
+        assert_same_everywhere(lines, state.setup.axis, what="ctx.skip of an update")
+    except Exception as error:
+        error.add_note(
+            "(An update is skipped on all ranks, or on none. Take the flag from ctx.norm or "
+            "ctx.sum, which are equal on all ranks, and not from this rank's pieces. No update "
+            "was made.)"
         )
         raise
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import reduce_many
+from fzero.collectives import assert_same_everywhere, reduce_many
 from fzero.errors import CallError, LayoutError
 from fzero.machine.by_path import FlatRanges, Pieces
 from fzero.ranks.mesh import Axis
@@ -72,14 +72,32 @@ class Context:
         axis: Axis,
         parts: Mapping[str, LeafPart],
         *,
+        device: torch.device,
         path: str | None = None,
         params: Callable[[], Pieces] | None = None,
         running: Skipping | None = None,
         whole: bool = False,
+        sums: bool = True,
     ) -> None:
         self.step, self.path, self.rank = step, path, setup.axis.rank
-        self._setup, self._axis, self._parts = setup, axis, parts
-        self._params, self._running, self._whole = params, running, whole
+        self._setup, self._axis, self._parts, self._device = setup, axis, parts, device
+        self._params, self._running, self._whole, self._sums = params, running, whole, sums
+        self._read: Pieces | None = None  # what `params` has returned
+        self._what: str | None = None  # of a first call
+
+    def watched(self, what: str) -> Context:
+        """Return this context for the first call of a function, `what`.
+
+        What it gives are copies then, `shown`, and ranks agree on each collective before it: so
+        one whose function raised before it is not waited for.
+        """
+        self.step, self._what = self.step.clone(), what
+        return self
+
+    @property
+    def shown(self) -> list[Tensor]:
+        """What a function was given here so far, and may not write to."""
+        return [self.step, *(self._read or {}).values()]
 
     @property
     def params(self) -> Pieces:
@@ -91,10 +109,13 @@ class Context:
             raise CallError(
                 "ctx.params: the parameters before the update are not there at this point.",
                 cause="`updated` of a transform without reads=('before',), `loss` or `local`.",
-                fix="declare reads=('before',), which keeps one copy of them; at `loss` and "
-                "`local` use the parameters that the loss is given.",
+                fix="declare reads=('before',); at `loss` and `local` use the parameters that the "
+                "loss is given.",
             )
-        return self._params()
+        if self._read is None:
+            read = self._params()
+            self._read = {k: x.clone() for k, x in read.items()} if self._what else read
+        return dict(self._read)
 
     def skip(self, flag: Any = True) -> None:
         """Make no update if `flag` is true: what `reduced` has put into slots so far stays.
@@ -104,13 +125,20 @@ class Context:
 
         flag: a bool, or a tensor [] of one, which the host reads.
 
-        Raises `CallError` at another point than `reduced`.
+        Raises `CallError` at another point than `reduced`, `LayoutError` for more than one flag,
+        and after all of `reduced` `MismatchError`, on every rank, where ranks differ.
         """
         if self._running is None:
             raise CallError(
                 "ctx.skip(): the update is not to be skipped at this point any more, or not yet.",
                 cause="a call outside of `reduced`.",
                 fix="decide in `reduced`, which sees the gradients before the rule does.",
+            )
+        if isinstance(flag, Tensor) and flag.numel() != 1:
+            raise LayoutError(
+                f"ctx.skip got {flag.numel()} flags, {tuple(flag.shape)}.",
+                cause="a comparison of each element, in the place of one of a sum or a norm.",
+                fix="give one flag, the same on every rank: ctx.skip(ctx.norm(grads) > bound).",
             )
         self._running.skip(flag)
 
@@ -125,9 +153,9 @@ class Context:
         tree: a pytree of tensors that are parallel to pieces, each element on one rank.
         """
         self._require_pieces("sum")
-        leaves: Any = optree.tree_leaves(tree, namespace=NAMESPACE)
+        leaves = self._tensors("sum", optree.tree_leaves(tree, namespace=NAMESPACE))
         sums = [x.sum(dtype=_wide(x)) for x in leaves]
-        return self._over_ranks([_total(sums, self.step.device)])[0]
+        return self._over_ranks("sum", _total(sums, self._device))
 
     def norm(self, tree: Mapping[str, Tensor], by: By = "all") -> Any:
         """The norm sqrt(sum |x|^2) over all pieces. A collective where ranks have parts.
@@ -137,30 +165,37 @@ class Context:
         piece}: a row has all elements with one index of the first dim, and a leaf of fewer than two
         dims is one row.
         """
-        if by == "all":
-            self._require_pieces("norm")
-            squares = [_square(x).sum() for x in tree.values()]
-            return self._over_ranks([_total(squares, self.step.device)])[0].sqrt()
-        if by == "leaf":
-            sums = [_square(x).sum() for x in tree.values()]
-            total = self._over_ranks([torch.stack(sums)])[0] if sums else ()
-            return {path: x.sqrt() for path, x in zip(tree, total, strict=True)}
-        if by != "row":
+        if by not in ("all", "leaf", "row"):
             raise LayoutError(
                 f"ctx.norm: by={by!r}.", cause="another word.", fix='give "all", "leaf" or "row".'
             )
-        rows = {path: self._rows(path, x) for path, x in tree.items()}
+        if not isinstance(tree, Mapping):
+            raise LayoutError(
+                f"ctx.norm got a {type(tree).__name__}.",
+                cause="one tensor in the place of tensors by path.",
+                fix="give {path: tensor}, as `grads` is: ctx.norm(grads), or "
+                "ctx.norm({path: g for path, g in grads.items() if ...}).",
+            )
+        squares = [_square(x) for x in self._tensors("norm", tree.values())]
+        if by == "all":
+            self._require_pieces("norm")
+            sums = [x.sum() for x in squares]
+            return self._over_ranks("norm", _total(sums, self._device)).sqrt()
+        self._require_collective("norm")
+        if by == "leaf":
+            total = _total_of(squares, self._device)
+            norms = self._over_ranks('norm by="leaf"', total).sqrt()
+            return dict(zip(tree, norms, strict=True))
+        rows = [self._rows(path, x) for path, x in tree.items()]
         sums = [
-            _square(x).new_zeros(count).index_add(0, row, _square(x).reshape(-1))
-            for x, (row, count) in zip(tree.values(), rows.values(), strict=True)
+            x.new_zeros(count).index_add(0, row, x.reshape(-1))
+            for x, (row, count) in zip(squares, rows, strict=True)
         ]
-        if not sums:
-            return {}
-        total = self._over_ranks([torch.cat(sums)])[0].sqrt()
-        split = total.split([len(x) for x in sums])
+        total = torch.cat(sums) if sums else torch.zeros(0, device=self._device)
+        split = self._over_ranks('norm by="row"', total).sqrt().split([len(x) for x in sums])
         return {
-            path: norms[row].view(tree[path].shape)
-            for norms, (path, (row, _)) in zip(split, rows.items(), strict=True)
+            path: norms[row].view(x.shape)
+            for (path, x), norms, (row, _) in zip(tree.items(), split, rows, strict=True)
         }
 
     def normal(self, path: str, seed: int = 0) -> Tensor:
@@ -169,31 +204,70 @@ class Context:
         They are a function of (seed, step, path, element): the same at every stage, on every
         number of ranks, and after a resume. In fp32; complex for a complex leaf.
         """
-        leaf, first, numel = self._parts[path]
-        like = self.step.new_empty(0) if self._params is None else self._like(path)
+        leaf, first, numel = self._part_of("normal", path)
         two = 2 if leaf.dtype.is_complex else 1
-        found = normal(seed, self.step, path, first * two, like.new_empty(numel * two))
+        like = torch.empty(numel * two, device=self._device)
+        found = normal(seed, self.step, path, first * two, like)
         if leaf.dtype.is_complex:
             found = torch.view_as_complex(found.view(-1, 2))
         return found.view(leaf.shape) if self._whole else found
 
-    def _like(self, path: str) -> Tensor:
-        return self.params[path]
+    def _part_of(self, name: str, path: str) -> LeafPart:
+        if path not in self._parts:
+            raise LayoutError(
+                f"ctx.{name}: {path!r} is no leaf that learns; {', '.join(self._parts)} are.",
+                cause="another name, or that of a frozen leaf.",
+                fix="take paths from what the function is given, e.g. grads.items().",
+            )
+        return self._parts[path]
 
     def _rows(self, path: str, x: Tensor) -> tuple[Tensor, int]:
         """Return which row of its leaf each element of a piece is in, and how many it has."""
-        leaf, first, numel = self._parts[path]
+        leaf, first, numel = self._part_of("norm", path)
+        if x.numel() != numel:
+            raise LayoutError(
+                f'ctx.norm: by="row" of {x.numel()} elements of {path}, of which this rank has '
+                f"{numel}.",
+                cause="a part of a piece: which row an element is in is known by its place.",
+                fix="give whole pieces, with zeros for what does not count.",
+            )
         places = torch.arange(first, first + numel, device=x.device)
         if len(leaf.shape) < 2:
             return torch.zeros_like(places), 1
         return places // max(prod(leaf.shape[1:]), 1), leaf.shape[0]
 
-    def _over_ranks(self, sums: list[Tensor]) -> list[Tensor]:
+    def _tensors(self, name: str, leaves: Iterable[Any]) -> list[Tensor]:
+        found = list(leaves)
+        for x in found:
+            if not isinstance(x, Tensor):
+                raise LayoutError(
+                    f"ctx.{name} got a {type(x).__name__} among its tensors.",
+                    cause="a number in the place of a tensor that is parallel to a piece.",
+                    fix="give tensors that are parallel to pieces.",
+                )
+        return found
+
+    def _over_ranks(self, name: str, x: Tensor) -> Tensor:
         if self._whole:  # a leaf is on one rank
-            return sums
-        return reduce_many(sums, self._axis, ordered=self._setup.reduction.ordered)
+            return x
+        if self._what is not None:
+            what = f"{self._what}: which sums its ctx makes"
+            assert_same_everywhere([f"ctx.{name}, {[*x.shape]}"], self._setup.axis, what=what)
+        if not x.numel():
+            return x
+        return reduce_many([x], self._axis, ordered=self._setup.reduction.ordered)[0]
+
+    def _require_collective(self, name: str) -> None:
+        if not self._sums:
+            raise CallError(
+                f"ctx.{name} at `local` or `loss`.",
+                cause="a collective in the middle of a backward, where ranks are at other leaves; "
+                "at `loss` there are no pieces.",
+                fix="make sums in `reduced`; a mean over ranks in a loss is fzero.pmean(x).",
+            )
 
     def _require_pieces(self, name: str) -> None:
+        self._require_collective(name)
         if self._whole:
             raise CallError(
                 f"ctx.{name} over all leaves, in a transform that needs whole matrices.",
@@ -211,6 +285,12 @@ def _square(x: Tensor) -> Tensor:
     real = torch.view_as_real(x) if x.is_complex() else x
     squares = real.to(_wide(real)).square()
     return squares.sum(-1) if x.is_complex() else squares
+
+
+def _total_of(squares: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the sums of some tensors as one tensor [n]."""
+    sums = [x.sum() for x in squares]
+    return torch.stack(sums) if sums else torch.zeros(0, device=device)
 
 
 def _total(sums: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -12,12 +12,13 @@ the state was made with and that the step has not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from fzero.collectives import told_everywhere
+from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.errors import CallError, LayoutError
 from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
 from fzero.machine.offload import offloaded, to_device
@@ -66,7 +67,16 @@ class Running:
             reads = lambda: kept  # noqa: E731
         running = self if point == "reduced" else None
         axis = setup.over(setup.optimizer_state)
-        return Context(setup, state.step, axis, parts, params=reads, running=running, whole=whole)
+        return Context(
+            setup,
+            state.step,
+            axis,
+            parts,
+            device=state.device,
+            params=reads,
+            running=running,
+            whole=whole,
+        )
 
 
 def is_unchecked(state: TrainState, *points: str) -> bool:
@@ -97,6 +107,8 @@ def reduced(running: Running, gradients: Buffers) -> Buffers:
             )
             continue
         gradients = _on_pieces(running, one, "reduced", gradients)
+    if transforms_of(running.state.setup, "reduced"):
+        _check.require_same_skip(running.state, running.skipped)
     return gradients
 
 
@@ -136,18 +148,15 @@ def _called(
     running: Running, one: Points, point: str, slots: Any, value: Any, ctx: Context
 ) -> tuple[dict[str, Any], Any]:
     """Call `one.point(slots, value, ctx)`; check the first call."""
-    function: Any = getattr(one, point)
-    state = running.state
+    function, state = _check.function_at(one, point), running.state
     if not _check.is_first(state, one, point):
         return _check.require_pair(one, point, function(slots, value, ctx))
-    what = f"the first call of {one.name}"
     with told_everywhere(state.setup.axis, what=f"{one.name}, `{point}`"):
-        copies = _check.copied((slots, value))
-        versions = _check.versions(copies)
+        copies, ctx = _check.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
         after, new = _check.require_pair(one, point, function(*copies, ctx))
-        _check.require_same_versions(one, point, versions, copies)
+        _check.require_unwritten(one, point, copies, ctx.shown)
         _check.require_like(one, point, "slots", slots, after)
-        _check.require_like(one, point, what if point == "loss" else _NAMES[point], value, new)
+        _check.require_like(one, point, _NAMES[point], value, new)
     # What was returned as it was given is a copy here: the state goes on with its own.
     after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
     _check.require_equal(put(state, one, slots, after), one, point, new, running.skipped)
@@ -193,6 +202,10 @@ def _around(
         old = stepped_by_path(state)[1]
         stepped: list[list[Tensor]] = []
 
+        first = _check.is_first(state, one, "update")
+        what = f"{one.name}, `update`"
+        ctx, shown = running.context("update", parts_of(ranges)), list[Pieces]()
+
         def rule_by_path(grads: Pieces) -> Pieces:
             if stepped:
                 raise CallError(
@@ -204,25 +217,28 @@ def _around(
             _check.require_like(one, "update", "grads", pieces, grads)
             flats = as_flats(ranges, here, pieces, grads)
             stepped.append(rule(Buffers(flats=flats, placement=gradients.placement)))
-            return by_path(ranges, [to_device(x, state.device) for x in stepped[0]])
+            made = by_path(ranges, [to_device(x, state.device) for x in stepped[0]])
+            shown.append(_check.copied(made) if first else made)
+            return dict(shown[0])
 
-        ctx = running.context("update", parts_of(ranges))
-        function: Any = one.update
-        first = _check.is_first(state, one, "update")
-        own = _check.copied((slots, pieces)) if first else (slots, pieces)
-        versions = _check.versions(own) if first else []
-        after, new = _check.require_pair(one, "update", function(*own, ctx, rule_by_path))
-        _check.require_same_versions(one, "update", versions, own if first else ())
-        after = _same(own[0], slots, after)
-        _check.require_like(one, "update", "slots", slots, after)
-        _check.require_like(one, "update", "params", old, new)
+        own, function = (slots, pieces), _check.function_at(one, "update")
+        if first:
+            own, ctx = _check.copied(own), ctx.watched(what)
+        with told_everywhere(state.setup.axis, what=what) if first else nullcontext():
+            after, new = _check.require_pair(one, "update", function(*own, ctx, rule_by_path))
+            if first:
+                _check.require_unwritten(one, "update", own, shown, ctx.shown)
+            after = _same(own[0], slots, after)
+            _check.require_like(one, "update", "slots", slots, after)
+            _check.require_like(one, "update", "params", old, new)
         running.state = put(running.state, one, slots, after)
         if first:
             _check.require_equal(running.state, one, "update", new)
             _check.passed(state, one, "update")
         base = stepped[0] if stepped else stepped_flats(state)
         now = [to_device(x, state.device) for x in base]
-        made = as_flats(ranges, now, by_path(ranges, now), new)
+        given_now = by_path(ranges, now)
+        made = as_flats(ranges, now, given_now, _same(shown[0], given_now, new) if shown else new)
         return [b if m is n else m for b, n, m in zip(base, now, made, strict=True)]
 
     return advance
@@ -240,7 +256,17 @@ def _on_owners(
     after: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in slots.items()
     }
-    function: Any = getattr(one, point)
+    function, what = _check.function_at(one, point), f"{one.name}, `{point}`"
+    first = _check.is_first(state, one, point)
+
+    def checked(some: Any, own: Any, ctx: Context) -> Any:
+        """The first call: owners have other leaves, so all are told of an error of one."""
+        with told_everywhere(state.setup.axis, what=what):
+            copies = _check.copied((some, own))
+            after, new = _check.require_pair(one, point, function(*copies, ctx.watched(what)))
+            _check.require_unwritten(one, point, copies, ctx.shown)
+        assert_same_everywhere([f"skipped: {running.skipped}"], state.setup.axis, what=what)
+        return _same(copies[0], some, after), new
 
     def compute(wholes: list[dict[str, Tensor]]) -> Mapping[str, Tensor]:
         own = wholes[0]
@@ -249,7 +275,10 @@ def _on_owners(
             for name, value in after.items()
         }
         ctx = running.context(point, parts, whole=True)
-        new_slots, new = _check.require_pair(one, point, function(some, own, ctx))
+        if first:
+            new_slots, new = checked(some, own, ctx)
+        else:
+            new_slots, new = _check.require_pair(one, point, function(some, own, ctx))
         _check.require_like(one, point, "slots", some, new_slots)
         _check.require_like(one, point, _NAMES[point], own, new)
         for name, value in new_slots.items():
@@ -265,6 +294,8 @@ def _on_owners(
         return new
 
     on_owners(state.setup, [list(flats)], compute, outs)
+    if first:
+        _check.passed(state, one, point)
     running.state = put(running.state, one, slots, after)
     return tuple(outs)
 
@@ -276,9 +307,18 @@ def scaled_loss(states: Sequence[TrainState], value: Tensor) -> Tensor:
     """Return the loss that is differentiated: after all transforms at `loss`, of each state."""
     for state in states:
         for one in transforms_of(state.setup, "loss"):
-            function: Any = one.loss
-            ctx = Context(state.setup, state.step, state.setup.axis, {})
-            new = function(given(state, one), value, ctx)
+            function = _check.function_at(one, "loss")
+            ctx = Context(
+                state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
+            )
+            slots, first = given(state, one), _check.is_first(state, one, "loss")
+            if first:
+                slots, ctx = _check.copied(slots), ctx.watched(f"{one.name}, `loss`")
+            version = value._version
+            new = function(slots, value, ctx)
+            if first:
+                _check.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
+                _check.passed(state, one, "loss")
             if not isinstance(new, Tensor) or new.ndim or not new.is_floating_point():
                 seen = f"a {type(new).__name__}"
                 if isinstance(new, Tensor):
@@ -305,6 +345,7 @@ class Locals:
             name: {k: dict(v) if isinstance(v, dict) else v for k, v in slots.items()}
             for name, slots in self._given.items()
         }
+        self._first = [one for one in self._transforms if _check.is_first(state, one, "local")]
 
     def __bool__(self) -> bool:
         return bool(self._transforms)
@@ -315,18 +356,32 @@ class Locals:
         path, leaf = leaf_paths(setup.layout)[number], setup.layout.leaves[number]
         parts = {path: LeafPart(leaf, 0, gradient.numel())}
         for one in self._transforms:
-            ctx = Context(setup, self._state.step, setup.axis, parts, path=path)
+            ctx = Context(
+                setup,
+                self._state.step,
+                setup.axis,
+                parts,
+                device=gradient.device,
+                path=path,
+                sums=False,
+            )
             gradient = self._of(one, path, gradient, ctx)
         return gradient
 
     def _of(self, one: Points, path: str, gradient: Tensor, ctx: Context) -> Tensor:
-        function: Any = one.local
+        function = _check.function_at(one, "local")
         after = self._after[one.name]
         slots = {
             k: v[path].view(gradient.shape) if isinstance(v, dict) else v for k, v in after.items()
         }
-        pair = function(slots, gradient, ctx)
-        new_slots, new = _check.require_pair(one, "local", pair)
+        if one in self._first:
+            copies = _check.copied((slots, gradient))
+            pair = function(*copies, ctx.watched(f"{one.name}, `local`"))
+            new_slots, new = _check.require_pair(one, "local", pair)
+            _check.require_unwritten(one, "local", copies, ctx.shown)
+            new_slots = _same(copies[0], slots, new_slots)
+        else:
+            new_slots, new = _check.require_pair(one, "local", function(slots, gradient, ctx))
         _check.require_like(one, "local", "slots", slots, new_slots)
         _check.require_like(one, "local", "g", gradient, new)
         for name, value in new_slots.items():
@@ -349,6 +404,7 @@ class Locals:
     def put(self, state: TrainState) -> TrainState:
         """Return the state with the slots after this call."""
         for one in self._transforms:
+            _check.passed(state, one, "local")
             own = {**given(state, one), **self._given[one.name]}
             state = put(state, one, own, {**own, **self._after[one.name]})
         return state

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.collectives import told_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.by_path import FlatRanges, Pieces, as_flats, by_path, ranges_in
 from fzero.machine.offload import offloaded, to_device
@@ -20,6 +21,14 @@ from fzero.machine.packing import part_of
 from fzero.optim.masters import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.points import Points
+from fzero.transforms.points._check import (
+    copied,
+    function_at,
+    is_first,
+    passed,
+    require_equal,
+    require_unwritten,
+)
 from fzero.transforms.points._context import Context, parts_of, whole_parts
 from fzero.transforms.points._owned import owned_paths, owned_wholes
 
@@ -72,10 +81,25 @@ def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     parts, whole = parts_of(ranges), one.needs == "matrix"
     if whole:
         params, parts = owned_wholes(setup, stepped(state)), whole_parts(parts)
-    axis = setup.over(setup.optimizer_state)
-    ctx = Context(setup, state.step, axis, parts, params=lambda: params, whole=whole)
-    assert one.init is not None
-    values = one.init(params, ctx)
+    axis, what = setup.over(setup.optimizer_state), f"{one.name}, `init`"
+    ctx = Context(
+        setup, state.step, axis, parts, device=state.device, params=lambda: params, whole=whole
+    )
+    function, first = function_at(one, "init"), is_first(state, one, "init")
+    if not first:
+        return _as_slots(state, one, function(params, ctx), whole=whole)
+    with told_everywhere(setup.axis, what=what):
+        copies = copied(params)
+        values = function(copies, ctx.watched(what))
+        require_unwritten(one, "init", copies, ctx.shown)
+        found = _as_slots(state, one, values, whole=whole)
+    require_equal(state.replace(slots=found), one, "init", None)
+    passed(state, one, "init")
+    return found
+
+
+def _as_slots(state: TrainState, one: Points, values: Any, *, whole: bool) -> dict[str, Slot]:
+    """Return what `init` has made as slots, checked."""
     if not isinstance(values, Mapping):
         raise _bad_init(one, f"returned a {type(values).__name__}")
     forms = None if one.slots is None else dict(one.slots)

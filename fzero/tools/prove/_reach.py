@@ -73,7 +73,7 @@ def _token(x: Any) -> Hashable:
         return id(x.__func__)
     if isinstance(x, bytearray | memoryview) or _is_of_numpy(x):
         return bytes(x) if len(bytes(x)) < _SMALL else id(x)
-    if hasattr(x, "bit_generator"):
+    if hasattr(type(x), "bit_generator"):  # of the class: an attribute of x may be any code
         return repr(x.bit_generator.state)
     if isinstance(x, types.GeneratorType):
         return id(x), x.gi_frame and x.gi_frame.f_lasti

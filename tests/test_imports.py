@@ -43,7 +43,7 @@ ALSO = {
     "fzero.tools.doctor.info": {"__init__"},
 }
 
-# The doctor calls torch's own collectives to say what is wrong with them.
+# The doctor calls the reductions of gloo to say whether they are right.
 COMMUNICATING = ("fzero.collectives.", "fzero.tools.doctor.")
 COLLECTIVE = re.compile(
     r"(all_gather|all_reduce|all_to_all|reduce|reduce_scatter|gather|scatter|broadcast|barrier"

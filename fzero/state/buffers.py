@@ -24,6 +24,7 @@ class Placement(Enum):
     SHARDED = "sharded"  # [l]: the s-th rank of each replica has shard s of the full values
     OVER_ALL = "sharded over all ranks"  # [l / R]: replica r has the r-th part of each shard
     PARTIAL = "partial"  # [S l]: the full value is the sum of all ranks' copies
+    OWNER = "owner"  # a whole tensor on the rank that owns its leaf, nothing on the others
 
 
 @record

@@ -13,6 +13,7 @@ from fzero.ranks.axis import Axis
 from fzero.state import view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
+from fzero.state.form import Slot
 from fzero.state.progress import Phase, Progress
 from fzero.state.scale import LossScale
 from fzero.state.schedule import Schedule
@@ -34,6 +35,7 @@ class TrainState:
     window: Window
     step: Tensor  # [] int64: updates made; on the CPU, or with a loss scale on its device
     scale: LossScale | None = None  # None: losses are not scaled
+    slots: dict[str, Slot] = dataclasses.field(default_factory=dict)  # {"<transform>/<slot>": ...}
     progress: Progress = static()
     schedule: Schedule = static(default=Schedule())  # stage 3: in which order units are gathered
     setup: Setup = static()

@@ -284,7 +284,6 @@ def _advance(
         new, optimizer = stepping.made(gradients)
     except BaseException:
         undo_take_over((state.params, state.optimizer), (held, optimizer))
-        stepping.undo()
         raise
     if splits and setup.axis.size > 1:
         with about(lambda: layout.paths(layout.trainable)):

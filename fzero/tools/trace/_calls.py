@@ -130,7 +130,7 @@ def _root(node: fx.Node) -> fx.Node:
         of: Any = one.args[0] if is_item(node) else one
         target = of.target
         is_view = is_op(of) and (target in SAME or getattr(target, "is_view", False))
-        if not is_view:
+        if not is_view or not isinstance(of.args[0], fx.Node):  # a constant, in a tensor
             return node
         node = of.args[0]
 

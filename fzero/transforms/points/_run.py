@@ -79,15 +79,6 @@ class Running:
         )
 
 
-def is_unchecked(state: TrainState, *points: str) -> bool:
-    """Whether a function at one of some points was not called yet on this rank."""
-    return any(
-        _check.is_first(state, one, point)
-        for point in points
-        for one in transforms_of(state.setup, point)
-    )
-
-
 def keeps_before(setup: Setup) -> bool:
     """Whether a transform reads the parameters before the update in `updated`."""
     return any("before" in one.reads for one in transforms_of(setup, "updated"))

@@ -13,7 +13,6 @@ from fzero.transforms.points._define import require_excluded as require_excluded
 from fzero.transforms.points._define import transform as transform
 from fzero.transforms.points._define import transforms_apart as transforms_apart
 from fzero.transforms.points._run import Locals as Locals
-from fzero.transforms.points._run import is_unchecked as is_unchecked
 from fzero.transforms.points._run import keeps_before as keeps_before
 from fzero.transforms.points._run import reduced as reduced
 from fzero.transforms.points._run import scaled_loss as scaled_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -162,6 +163,7 @@ def transform(
     for key, function in functions.items():
         good = function is None or callable(function)
         require(f"transform: {key}", function, lambda _, good=good: good, "a function, or None")
+        _require_arguments(name, key, function)
     require("transform: needs", needs, ("element", "matrix").__contains__, '"element" or "matrix"')
     good = all(one == "before" for one in reads)
     require("transform: reads", reads, lambda _: good, '("before",), or ()')
@@ -179,6 +181,35 @@ def transform(
     )
     _require_together(record)
     return record
+
+
+_ARGUMENTS = {
+    "init": ("params", "ctx"),
+    "loss": ("slots", "value", "ctx"),
+    "local": ("slots", "g", "ctx"),
+    "reduced": ("slots", "grads", "ctx"),
+    "update": ("slots", "grads", "ctx", "rule"),
+    "updated": ("slots", "params", "ctx"),
+}
+
+
+def _require_arguments(name: str, point: str, function: Function | None) -> None:
+    """Raise `LayoutError` for a function that cannot be called with what its point gives."""
+    if function is None:
+        return
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin, nobody knows
+        return
+    given = _ARGUMENTS[point]
+    try:
+        takes.bind(*given)
+    except TypeError as error:
+        raise LayoutError(
+            f"transform {name!r}: `{point}` takes {takes}.",
+            cause=f"the arguments of another point ({error}).",
+            fix=f"define it as {point}({', '.join(given)}).",
+        ) from None
 
 
 def _require_together(record: Points) -> None:

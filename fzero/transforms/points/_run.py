@@ -25,7 +25,7 @@ from fzero.state import Buffers, Placement, Setup, TrainState
 from fzero.state.points import Builtin, Points
 from fzero.transforms.points import _check
 from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
-from fzero.transforms.points._owned import on_owners
+from fzero.transforms.points._owned import on_owners, owned_paths
 from fzero.transforms.points._running import Running
 from fzero.transforms.points._slots import given, put, stepped_by_path, value_given
 from fzero.transforms.points._slots import stepped as stepped_flats
@@ -43,15 +43,6 @@ def transforms_of(setup: Setup, point: str) -> list[Any]:
     around = setup.policy.points
     every = (*around, *(one for one in setup.transforms if one not in around))
     return [one for one in every if getattr(one, point, None) is not None]
-
-
-def is_unchecked(state: TrainState, *points: str) -> bool:
-    """Whether a function at one of some points was not called yet on this rank."""
-    return any(
-        _check.is_first(state, one, point)
-        for point in points
-        for one in transforms_of(state.setup, point)
-    )
 
 
 def keeps_before(setup: Setup) -> bool:
@@ -273,8 +264,19 @@ def _on_owners(
     on_owners(state.setup, [list(flats)], compute, outs)
     if first:
         _check.passed(state, one, point)
-    running.state = put(running.state, one, slots, after)
+    running.state = put(running.state, one, slots, _of_owners(state.setup, after))
     return tuple(outs)
+
+
+def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return slots, empty where another rank owns the leaf: a stacked state has them everywhere."""
+    others = {path for path, is_mine in owned_paths(setup).items() if not is_mine}
+    return {
+        name: {k: x.new_zeros(0) if k in others and x.numel() else x for k, x in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in slots.items()
+    }
 
 
 # Each call.

@@ -44,7 +44,7 @@ def numbered(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
 
     saved: the counters of a `Manifest`.
     """
-    state = state.without_gradients()
+    slots = {name: slot for name, slot in state.slots.items() if slot.form.lifetime != "update"}
     counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     unstepped = saved.get(UNSTEPPED, ())
@@ -54,7 +54,7 @@ def numbered(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         window=CLOSED,
         step=torch.tensor(saved["step"], dtype=torch.int64),
         progress=Progress(),
-        slots=with_slot(state.slots, from_numbers(state.scale, saved["scale"])),
+        slots=with_slot(slots, from_numbers(state.scale, saved["scale"])),
     )
 
 

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint._counters import COUNT, UNSTEPPED
 from fzero.checkpoint._options import options_for
 from fzero.checkpoint._pickles import require_dense
-from fzero.checkpoint._pieces import leaf_names, paths_of
 from fzero.checkpoint._universal import (
     OPTIMIZER,
     STATES,
@@ -23,8 +21,10 @@ from fzero.checkpoint._universal import (
 )
 from fzero.checkpoint.driven import Buffers, Driven, buffers_of
 from fzero.checkpoint.everywhere import CheckpointError, damaged
-from fzero.checkpoint.manifest import facts_of_state
+from fzero.machine.names import leaf_names, paths_of
+from fzero.optim.counters import COUNT, UNSTEPPED
 from fzero.state import TrainState
+from fzero.transforms.kept import numbers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ def shared_of(
 ) -> SharedFacts:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
     buffers = {} if engine is None else _buffers(source, engine)
-    counters = facts_of_state(state).counters
+    counters = numbers_of(state)
     setup, file = state.setup, source.root / ZERO / OPTIMIZER
     groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
     if not (optimizer and groups.options):

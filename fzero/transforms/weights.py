@@ -13,7 +13,7 @@ between are weighted. So no rank must know a count of tokens before it has compu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,11 @@ from fzero.collectives import reduce_many
 from fzero.context.here import has_no_values
 from fzero.context.modes import holds, in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.state import TrainState
+from fzero.state import Form, Placement, TrainState
+from fzero.state.entry import Entry
+
+WEIGHT = "weight"
+"""The entry of a state that has the sum of the weights of this rank's gradients."""
 
 Weight = float | Tensor
 """The weight of one call on one rank: a number of 0 or more, or a scalar tensor."""
@@ -236,3 +240,18 @@ NOTHING = explain(
     cause="a batch in which every label is masked.",
     fix="leave such batches out, or go on: nothing was changed.",
 )
+
+
+def weight_entries(state: TrainState) -> list[Entry]:
+    """Return the weights of a state's gradients as an entry, if they have some."""
+    if state.window.weight is None:
+        return []
+    placed = {"placement": Placement.PARTIAL, "elsewhere": "sum"}
+    form = Form(leaves="number", lifetime="update", **placed)
+    return [Entry(name=WEIGHT, form=form, values={"": state.window.weight})]
+
+
+def with_weight_entries(state: TrainState, entries: Sequence[Entry]) -> TrainState:
+    """Return the state with these weights of its gradients."""
+    (one,) = entries
+    return state.replace(window=replace(state.window, weight=one.values[""]))

@@ -11,6 +11,7 @@ from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError
 from fzero.state import TrainState
 from fzero.state.scale import carried
+from fzero.transforms.points import begun_slots
 
 
 @torch.no_grad()
@@ -31,7 +32,8 @@ def adopt(driver: Driver, state: TrainState) -> None:
             mine.copy_(theirs)
     driver.stand_ins.drop()
     scale = carried(own.scale, state.scale)
-    driver.put(state.replace(params=own.params, setup=own.setup, scale=scale))
+    new = state.replace(params=own.params, setup=own.setup, scale=scale)
+    driver.put(begun_slots(new))  # those that the other state has not
     driver.writes.agree(driver.params.all_objects)
     driver.published()
 

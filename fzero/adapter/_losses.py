@@ -13,6 +13,7 @@ from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.scale import LossScale, multiplier, read_external
 from fzero.transforms.pass_events import Pass
+from fzero.transforms.points import scaled_loss, transforms_of
 from fzero.transforms.scaled import with_value
 from fzero.transforms.weights import (
     Weight,
@@ -67,6 +68,8 @@ class Losses:
 
     def __init__(self, running: Pass) -> None:
         self._running = running
+        # Whether a loss becomes another one before its backward, but for the scale.
+        self.acts = bool(transforms_of(running.states[0].setup, "loss"))
         self._roots: set[_Mark | None] | None = None  # of engine.backward(), while it runs
         self._task = -1
         self._mark: _Mark | None = None  # of the loss at which that task began
@@ -96,11 +99,12 @@ class Losses:
         held = self.multiplier
         if weight is not None:
             _require_constant("engine.scale", weight)
-        elif held is None:
+        elif held is None and not self.acts:
             return loss
         if self.is_scaled(loss):
             raise PhaseError(_TWICE)
-        made: Any = loss.view_as(loss) if held is None else loss * held.scale
+        made: Any = scaled_loss(self._running.states[:1], loss) if self.acts else loss
+        made = made.view_as(made) if held is None else made * held.scale
         if made.requires_grad:  # its hook comes before that of any output or parameter
             made.fzero_mark = mark = _Mark(self, None if held is None else held.scale, weight)
             value = loss.detach() if self._running.finite.wanted else None
@@ -133,7 +137,7 @@ class Losses:
         if weight is not None:
             _require_constant("engine.backward", weight)
             with_weights(self._running.states[0], "engine.backward")  # raises before it begins
-        if self.multiplier is not None:
+        if self.multiplier is not None or self.acts:
             roots = [self._as_root(x) for x in roots]
         else:
             for x in roots:
@@ -179,18 +183,19 @@ class Losses:
         latest, owner = Losses.latest
         if owner is not None and owner is not self and latest in (task, outer_task):
             raise PhaseError(_BY_ANOTHER)
-        if self._running.states[0].scale is None:  # asked for each gradient: the shortest way
+        if self._running.states[0].scale is None and not self.acts:  # asked for each gradient
             return
         held = self.multiplier
-        if held is None:
+        if held is None and not self.acts:
             return
         if self._task not in (task, outer_task):
+            why = "a transform acts at `loss`" if held is None else f"loss_scale={_shown(held)}"
             raise PhaseError(
-                f"a backward without engine.scale; loss_scale={_shown(held)}.",
-                cause="plain loss.backward() where the update divides by the loss scale.",
+                f"a backward without engine.scale; {why}.",
+                cause="plain loss.backward() where the loss that is differentiated is another one.",
                 fix="write engine.scale(loss).backward(), or engine.backward(loss).",
             )
-        if self._mark is None or self._mark.scale is not held.scale:
+        if self._mark is None or (held is not None and self._mark.scale is not held.scale):
             raise PhaseError(_BEFORE)
 
     def _saw(self, mark: _Mark, value: Tensor | None) -> None:

@@ -87,7 +87,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
     """Check module, optimizer and options; return the setup of the engine's state."""
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
-        check_shared(options)
+        options = replace(options, **_shared(check_shared(options)))
         require_local(options.local, options.optimizer_over)
         as_policy("loss_scale", options.updating.loss_scale)
         check_stage(stage)
@@ -125,6 +125,11 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         check_finite=updating.check_finite,
     )
     return replace(setup, policy=policy)
+
+
+def _shared(options: Any) -> dict[str, Any]:
+    """Return the options that a check may have completed."""
+    return {"compress": options.compress}
 
 
 def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:

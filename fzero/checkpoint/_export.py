@@ -26,7 +26,7 @@ from fzero.checkpoint.driven import Driven, buffers_of
 from fzero.checkpoint.everywhere import written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.machine.names import leaf_names, paths_of
+from fzero.machine.by_path import all_paths, leaf_paths
 from fzero.state import TrainState
 
 
@@ -70,7 +70,7 @@ def export_safetensors(
     where = path_everywhere(ranks, "export_safetensors", folder)
     facts = [f"path {where}", f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
     assert_same_everywhere(facts, ranks.axis, what="the export")
-    names = leaf_names(layout)
+    names = leaf_paths(layout)
     forms = {
         name: TensorForm(leaf.shape, leaf.dtype)
         for name, leaf in zip(names, layout.leaves, strict=True)
@@ -133,7 +133,7 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
     held = held_by("state_dict", state)
     facts = [f"step {int(held.states[0].step)}"]
     assert_same_everywhere(facts, held.processes.axis, what="state_dict")
-    paths, by_path = paths_of(held.setup.layout), {}
+    paths, by_path = all_paths(held.setup.layout), {}
     for number, values in _whole_leaves(held):
         copied = torch.empty_like(values, device="cpu").copy_(values)
         by_path.update(dict.fromkeys(paths[number], copied))

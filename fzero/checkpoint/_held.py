@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._kept import owning_ranks
+from fzero.checkpoint._kept import is_owner
 from fzero.checkpoint.driven import Buffers, Driven, buffers_of, set_buffers
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import AxisError, LayoutError, PhaseError
@@ -162,21 +162,28 @@ def stack_of(states: Sequence[Any]) -> Any:
 
 
 def _with_owner(state: TrainState, rank: int) -> TrainState:
-    """Return a rank's state with what owners keep in slots on the first rank alone.
+    """Return a rank's state that has what owners keep in slots where it is the owner.
 
-    A stack shows it on each rank, and does not say who owns it.
+    A stack shows it on each rank.
     """
-    if rank % owning_ranks(state.setup) == 0:
-        return state
-    empty = {
-        name: replace(slot, value={k: x.new_empty(0) for k, x in slot.value.items()})
+    setup = state.setup
+    own = {
+        name: replace(
+            slot,
+            value={
+                key: x if is_owner(setup, key, rank) else x.new_empty(0)
+                for key, x in slot.value.items()
+            },
+        )
         for name, slot in state.slots.items()
         if slot.form.placement is Placement.OWNER
     }
-    return state.replace(slots={**state.slots, **empty}) if empty else state
+    return state.replace(slots={**state.slots, **own}) if own else state
 
 
 def _of_stack(state: TrainState, size: int) -> Held:
     ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
-    states = tuple(_with_owner(state_of_rank(state, rank), rank) for rank in ranks)
+    states = tuple(
+        _with_owner(state_of_rank(state, rank), rank % state.setup.axis.size) for rank in ranks
+    )
     return Held(processes=alone, ranks=ranks, states=states, is_stack=True)

@@ -15,7 +15,7 @@ from fzero.checkpoint._safetensors import Place, TensorForm, places_in, read_val
 from fzero.checkpoint.everywhere import everywhere
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.machine.names import paths_of
+from fzero.machine.by_path import all_paths
 from fzero.state import TrainState
 from fzero.transforms.kept import has_values
 
@@ -99,7 +99,7 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
         layout = held.setup.layout
         found = [
             _found(places, paths, TensorForm(leaf.shape, leaf.dtype))
-            for paths, leaf in zip(paths_of(layout), layout.leaves, strict=True)
+            for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
         ]
         buffers = {
             name: read_values(_found(places, [name], TensorForm(tuple(x.shape), x.dtype)))

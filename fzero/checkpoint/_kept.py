@@ -22,7 +22,8 @@ from torch import Tensor
 from fzero.checkpoint._pieces import BLOCK_NUMEL, OwnShard, TensorPiece, blocks, cut_shards
 from fzero.collectives.encoded import decoded_row
 from fzero.errors import CheckpointError, LayoutError
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
+from fzero.machine.owners import every_leaf_owned
 from fzero.machine.packing import part_of
 from fzero.state import Part, Placement, Setup, TrainState
 from fzero.state.entry import Entry
@@ -138,8 +139,14 @@ def is_copy(setup: Setup, rank: int) -> bool:
 
 def owning_ranks(setup: Setup) -> int:
     """Return how many ranks own whole tensors: those that share the optimizer's state."""
-    over = setup.optimizer_state
-    return (setup.axis if over is Placement.REPLICATED else setup.over(over)).size
+    return every_leaf_owned(setup).axis.size
+
+
+def is_owner(setup: Setup, key: str, rank: int) -> bool:
+    """Whether a rank owns a named tensor: that of a leaf that learns; of others the first rank."""
+    owners, paths = every_leaf_owned(setup), leaf_paths(setup.layout)
+    found = (one.owner for one in owners.leaves if paths[one.index] == key)
+    return next(found, 0) == owners.rank_of(rank)
 
 
 def held_part(
@@ -175,7 +182,7 @@ def as_numbers(setup: Setup, entry: Entry, index: int, flat: Tensor) -> Tensor:
 
 def texts_of(setup: Setup, entry: Entry) -> dict[str, str]:
     """Return what a manifest says of the values of an entry, as far as this rank knows them."""
-    layout, names = setup.layout, leaf_names(setup.layout)
+    layout, names = setup.layout, leaf_paths(setup.layout)
     if not entry.per_leaf:
         owned = entry.owned if entry.placement is Placement.OWNER else entry.values.keys()
         return {k: f"{x.dtype} {list(x.shape)}" for k, x in entry.values.items() if k in owned}

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.machine.packing import leaf_ranges
 from fzero.state import Layout, Part
 from fzero.state.layout import as_complex
@@ -47,7 +47,7 @@ class OwnShard(NamedTuple):
 
 def cut_shards(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[TensorPiece]:
     """Cut shards at the borders of leaves and blocks; padding is in no piece."""
-    names = leaf_names(layout)
+    names = leaf_paths(layout)
     for prefix, index, part, values in shards:
         for held in leaf_ranges(layout, index, part):
             name, leaf = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf]

@@ -271,7 +271,8 @@ def finished_room(room: NewState) -> TrainState:
     state = begun_apart(room.state, room.like)
     if not room.begins:
         return state
-    fresh = entries_of(begun(state, room.like), room.own, live=True)
+    made = begun(state, room.like, [name for name, _ in room.begins])
+    fresh = entries_of(made, room.own, live=True)
     copies = [
         replace(one, values={k: x.clone() for k, x in one.values.items()})
         for one in fresh

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._held import Held
-from fzero.checkpoint._kept import Texts, form_in, owning_ranks, place_of
+from fzero.checkpoint._kept import Texts, form_in, is_owner, place_of
 from fzero.checkpoint._replicas import facts_of_replicas, texts_here
 from fzero.checkpoint.manifest import Manifest, facts_of_state, kept_facts, note_texts
 from fzero.errors import LayoutError
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.machine.offload import offloaded
 from fzero.optim import TorchOptimizer
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
@@ -129,9 +129,7 @@ def more_of(structure: Structure, blank: TrainState, rank: int) -> list[Entry]:
 
 def _blank(structure: Structure, state: TrainState, name: str, form: Form, rank: int) -> Entry:
     setup, device = state.setup, state.device
-    texts, order = structure.manifest.kept[name]["values"], leaf_names(setup.layout)
-    places = {key: k for k, key in enumerate(order)}
-    texts = {k: texts[k] for k in sorted(texts, key=lambda k: (places.get(k, len(places)), k))}
+    texts, names = structure.manifest.kept[name]["values"], leaf_paths(setup.layout)
     if form.leaves in ("number", "named"):
         values: dict[Any, Tensor] = {}
         for key, text in texts.items():
@@ -139,13 +137,12 @@ def _blank(structure: Structure, state: TrainState, name: str, form: Form, rank:
             values[key] = torch.zeros(shape, dtype=dtype, device=device)
         placement = form.placed(setup.optimizer_state)
         if placement is Placement.OWNER:
-            mine = rank % owning_ranks(setup)
             values = {
-                key: x if k % owning_ranks(setup) == mine else x.new_zeros((0,))
-                for k, (key, x) in enumerate(values.items())
+                key: x if is_owner(setup, key, rank) else x.new_zeros((0,))
+                for key, x in values.items()
             }
         return Entry(name=name, form=replace(form, placement=placement), values=values)
-    layout, names = setup.layout, order
+    layout = setup.layout
     placement = form.placement if form.lifetime == "run" else None
     home = setup.offload.optimizer if form.lifetime == "run" else setup.offload.gradients
     form = replace(form, placement=placement if placement else setup.optimizer_state)

@@ -32,7 +32,7 @@ from fzero.checkpoint._tensor_slices import whole_parameter
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.optim.counters import COUNT, counters_of
 from fzero.optim.entries import RULE, rule_entries, slots_of
 from fzero.state import TrainState
@@ -68,7 +68,7 @@ def latest(folder: Path) -> str:
 
 def require_places(caller: str, state: TrainState) -> None:
     """Raise `LayoutError` for parameters, or an optimizer state, that the layout cannot have."""
-    names = leaf_names(state.setup.layout)
+    names = leaf_paths(state.setup.layout)
     wrong = [f"parameter {name!r}" for name in names if not is_name(name)]
     slots = {slot.name: slot.name.isidentifier() for slot in slots_of(state)}
     kept = slots | {name: name in (STEP, COUNT) for name in counters_of(state)}

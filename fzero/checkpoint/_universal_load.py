@@ -30,7 +30,7 @@ from fzero.checkpoint.driven import set_options
 from fzero.checkpoint.everywhere import Ranks, damaged, everywhere, from_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.machine.names import paths_of
+from fzero.machine.by_path import all_paths
 from fzero.optim.entries import RULE, slots_of
 from fzero.state import TrainState
 from fzero.state.entry import Entry
@@ -134,7 +134,7 @@ def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks
     """Raise `CheckpointError` for a damaged or unknown file; the ranks share the reading."""
     source.require_there()
     names = names_in(source, state)
-    known = {path for paths in paths_of(state.setup.layout) for path in paths}
+    known = {path for paths in all_paths(state.setup.layout) for path in paths}
     for name in source.names():
         if name not in known:
             raise damaged(

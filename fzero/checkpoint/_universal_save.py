@@ -31,7 +31,7 @@ from fzero.checkpoint.driven import Buffers, Driven, plain_options
 from fzero.checkpoint.everywhere import written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.optim.counters import COUNT, counters_of
 from fzero.optim.entries import slots_across
 from fzero.state import TrainState
@@ -85,7 +85,7 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
     """
     wait_for_earlier(raises=False)
     held = held_by("save_universal", state)
-    ranks, names = held.processes, leaf_names(held.setup.layout)
+    ranks, names = held.processes, leaf_paths(held.setup.layout)
     where = path_everywhere(ranks, "save_universal", folder)
     first, step = held.states[0], int(held.states[0].step)
     warn_of_left_out(first, held.ranks[0])
@@ -148,7 +148,7 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
     steps: Any = counted.get(STEP, counted.get(COUNT, updates))
     numbers = range(len(groups.options))
     of_group = dict.fromkeys(numbers, 0.0)  # the most that one of its parameters took
-    for name, number in zip(leaf_names(layout), groups.of_leaf, strict=True):
+    for name, number in zip(leaf_paths(layout), groups.of_leaf, strict=True):
         if number >= 0:
             own = float(steps[name] if isinstance(steps, dict) else steps)
             of_group[number] = max(of_group[number], own)
@@ -184,7 +184,7 @@ def _model_states(state: TrainState, buffers: Buffers) -> dict[str, Any]:
     layout = state.setup.layout
     shapes = OrderedDict(
         (name, torch.Size(leaf.shape))
-        for name, leaf in zip(leaf_names(layout), layout.leaves, strict=True)
+        for name, leaf in zip(leaf_paths(layout), layout.leaves, strict=True)
         if leaf.trainable
     )
     return {

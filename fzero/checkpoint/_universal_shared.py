@@ -21,7 +21,7 @@ from fzero.checkpoint._universal import (
 )
 from fzero.checkpoint.driven import Buffers, Driven, buffers_of
 from fzero.checkpoint.everywhere import CheckpointError, damaged
-from fzero.machine.names import leaf_names, paths_of
+from fzero.machine.by_path import all_paths, leaf_paths
 from fzero.optim.counters import COUNT, UNSTEPPED
 from fzero.state import TrainState
 from fzero.transforms.kept import numbers_of
@@ -41,7 +41,7 @@ def names_in(source: Folder, state: TrainState) -> list[str]:
     """Return under which of its paths each leaf is there; of one that is not, the first."""
     return [
         next((path for path in paths if is_name(path) and source.holds(path)), paths[0])
-        for paths in paths_of(state.setup.layout)
+        for paths in all_paths(state.setup.layout)
     ]
 
 
@@ -64,7 +64,7 @@ def shared_of(
         for name, number in zip(names_in(source, state), groups.of_leaf, strict=True)
         if number >= 0
     ]
-    names = leaf_names(setup.layout)
+    names = leaf_paths(setup.layout)
     own = [name for name, number in zip(names, groups.of_leaf, strict=True) if number >= 0]
     step, steps = _steps(source, stepped, found)
     by_leaf = dict(zip(own, steps, strict=True))

@@ -19,7 +19,6 @@ from fzero.checkpoint._safetensors import write_values as write_values
 from fzero.checkpoint._save import Draft as Draft
 from fzero.checkpoint._save import draft_of as draft_of
 from fzero.checkpoint._save import write_draft as write_draft
-from fzero.machine.names import leaf_names as leaf_names
 from fzero.optim.counters import counters_of as counters_of
 from fzero.optim.counters import unstepped_of as unstepped_of
 from fzero.optim.counters import with_counters as with_counters

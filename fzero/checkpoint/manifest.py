@@ -17,7 +17,7 @@ from fzero.checkpoint._sealed import put_sealed, read_sealed
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.errors.json_form import problems
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
@@ -63,7 +63,7 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
         },
         leaves={
             name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else unlearned}"
-            for name, leaf in zip(leaf_names(layout), layout.leaves, strict=True)
+            for name, leaf in zip(leaf_paths(layout), layout.leaves, strict=True)
         },
         slots=slot_facts(state),
         counters=numbers_of(state),

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fzero.collectives.encoded import decoded_row, encoded, wide
+from fzero.machine.by_path import leaf_paths
 from fzero.machine.codecs import int8
-from fzero.machine.names import leaf_names
 from fzero.machine.packing import without_padding
 from fzero.machine.powersgd import Matrix, matrices_of, powersgd
 from fzero.state import Buffers, Form, Part, Placement, Setup, TrainState
@@ -139,7 +139,7 @@ def residual_entries(state: TrainState) -> list[Entry]:
     coded = _BLOCKS if setup.codec is not None and setup.codec.memory is torch.int8 else None
     made = [Entry(name=k, form=replace(forms[k], codec=coded), values=x) for k, x in found.items()]
     if starts := dict(start_slots(state, flats)):
-        names, form = leaf_names(setup.layout), Form(leaves="named", optional=True)
+        names, form = leaf_paths(setup.layout), Form(leaves="named", optional=True)
         form = replace(form, placement=Placement.REPLICATED)
         made.append(Entry(name=START, form=form, values={names[k]: x for k, x in starts.items()}))
     return made
@@ -152,7 +152,7 @@ def with_residual_entries(state: TrainState, entries: Sequence[Entry]) -> TrainS
     for number, memory in enumerate(memories_of(setup)):
         values = own.get(BACK if memory.back else RESIDUAL, {})
         flats[number] = values.get(memory.group, flats[number])
-    first, names = len(memories_of(setup)), leaf_names(setup.layout)
+    first, names = len(memories_of(setup)), leaf_paths(setup.layout)
     for number, matrices in enumerate(starts_of(setup).values(), start=first):
         if START in own:
             flats[number] = torch.cat([own[START][names[one.leaf]].reshape(-1) for one in matrices])

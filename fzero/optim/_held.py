@@ -10,7 +10,7 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.machine.partition import identity
 from fzero.optim._bind import Bound
-from fzero.optim._trial import KeptState
+from fzero.optim._kept import KeptState
 from fzero.state.layout import Leaf, learns
 
 Held = dict[str, dict[str, Any]]

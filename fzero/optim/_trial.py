@@ -1,290 +1,266 @@
-"""Trials of a torch.optim rule on a few elements: its updates, and what it keeps.
+"""The experiment: a small copy of an optimizer steps a few elements, whole and in parts.
 
-The random numbers of the process are not touched.
+It says what a class needs that is neither known nor declared, and what any class keeps. The
+optimizer, its parameters and the random numbers of the process stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.errors import LayoutError
-from fzero.optim._elementwise import Rule, numbers_of, same_random_numbers
-from fzero.optim._small import Begin, Ran, run_small
+from fzero.context.modes import holds
+from fzero.optim._rules import has_kernel, sgd_fuses
+from fzero.optim._silent import rule_step
+
+LARGE = 130  # some rules factor matrices of 128 and more only
+SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
+_RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats, in 24ths
+
+Rule = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], list[float]]]
+"""(parameters, for each step their gradients) -> what each parameter was changed by, and the
+numbers that the rule keeps for all of them together."""
+Begin = Callable[[Tensor], dict[str, Any]]
+"""parameter -> the state that it has before the first step."""
+_Part = tuple[int, tuple[int, int] | None]
+"""(number of a leaf, from which to which of its elements): None for all, in its own shape."""
 
 
-class KeptState(NamedTuple):
-    """The slots and counters of a rule for parameters of one param group, dtype and shape."""
+class Ran(NamedTuple):
+    """A small copy after its steps: parameters, states, and what else the steps changed."""
 
-    slots: dict[str, Tensor]  # a tensor shaped as the parameter: the value that it begins with
-    odd: tuple[str, ...]  # of another shape (row means), or a number that depends on the values
-    counters: dict[str, Tensor]  # a number for all parameters alike: the value it begins with
-    numbers: frozenset[str]  # which are Python numbers
-    unread: frozenset[str]  # what a step writes and none reads: it is let go
-    late: bool  # whether it must make its state itself, in its first step
-    dtype: torch.dtype  # of the parameter
-    shape: tuple[int, ...]  # of the parameter that was tried, and of each of `odd` then
-    forms: tuple[tuple[int, ...], ...]
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all slots and counters."""
-        return {*self.slots, *self.odd, *self.counters}
+    params: list[Tensor]
+    states: list[dict[str, Any]]  # of each parameter
+    options: dict[str, Any]  # of the param group, those that a step changed
+    hidden: list[str]  # what a step counted elsewhere: attributes, state of no parameter
 
 
-class GroupCounts(NamedTuple):
-    """Numbers that a rule keeps among the options of a param group: the count of its steps."""
+def run_small(
+    optimizer: Optimizer,
+    number: int,
+    values: Sequence[Tensor],
+    grads: Sequence[Sequence[Tensor]],
+    begin: Begin,
+    *,
+    without: str | None = None,
+) -> Ran:
+    """Step values [.] by param group `number`, once for each of `grads`.
 
-    begin: Mapping[str, Tensor]  # the value before the first step
-    numbers: frozenset[str]  # which are Python numbers
-    late: bool  # whether the first step makes some, which must not be there before
+    without: what is taken out of the state of each parameter before each step.
+    """
+    params = [nn.Parameter(x.clone()) for x in values]
+    small = _small_copy(optimizer, number, params)
+    small.state.update({p: state for p in params if (state := begin(p))})
+    group = small.param_groups[0]
+    options, attributes = _as_now(group), _as_now(vars(small))
+    for gs in grads:
+        for p, g in zip(params, gs, strict=True):
+            p.grad = g.clone()
+            small.state.get(p, {}).pop(without, None)
+        rule_step(small)
+    kinds = int | float | Tensor  # what may count or average something: no flag
+    counted = [k for k, x in vars(small).items() if isinstance(x, kinds) and type(x) is not bool]
+    return Ran(
+        params=[p.detach() for p in params],
+        states=[dict(small.state.get(p, {})) for p in params],
+        options={k: x for k, x in group.items() if k != "params" and _changed(options.get(k), x)},
+        hidden=[
+            *(f"self.{k}" for k in counted if _changed(attributes.get(k), vars(small)[k])),
+            *(f"state[{k!r}]" for k in small.state if not isinstance(k, Tensor)),
+        ],
+    )
+
+
+def fuses(optimizer: Optimizer, group: Mapping[str, Any], params: Sequence[Tensor]) -> bool:
+    """Whether a param group that leaves the choice to torch is stepped by a fused kernel here."""
+    free = group.get("fused", False) is None and group.get("foreach") is None
+    plain = not (group.get("capturable") or group.get("differentiable"))
+    taken = all(p.is_floating_point() for p in params) and has_kernel(params)
+    if isinstance(optimizer, torch.optim.SGD):
+        taken = taken and sgd_fuses(params)
+    return free and plain and taken and not isinstance(group.get("lr"), Tensor)
+
+
+def _small_copy(optimizer: Optimizer, number: int, params: list[nn.Parameter]) -> Any:
+    """Return an optimizer with the class, the attributes and one param group of another.
+
+    Not by its constructor, whose arguments need not all be options of the group.
+    """
+    small: Any = object.__new__(type(optimizer))
+    group = optimizer.param_groups[number]
+    options: dict[str, Any] = {"params": params}
+    small.state, small.param_groups = defaultdict(dict), [options]
+    # Attributes that lead to the optimizer, its groups or its parameters lead to the small ones.
+    memo: dict[int, Any] = {id(p): params[0] for p in group["params"]}
+    memo |= {id(optimizer): small, id(group): options}
+    memo |= {id(optimizer.state): small.state, id(optimizer.param_groups): small.param_groups}
+    options |= {name: _copied(x, memo) for name, x in group.items() if name != "params"}
+    lr = options.get("lr")  # a warm-up begins with 0, at which all rules are alike
+    if isinstance(lr, Tensor | int | float):
+        options["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
+    if fuses(optimizer, options, params):
+        options["fused"] = True
+    for name, value in vars(optimizer).items():
+        if name.endswith("_hooks"):
+            vars(small)[name] = type(value)()
+        elif name not in vars(small) and not (callable(value) and hasattr(type(optimizer), name)):
+            vars(small)[name] = _copied(value, memo)  # but a scheduler's own step
+    return small
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:  # a lock, a process group: shared
+        return value
+
+
+def _as_now(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x.clone() if isinstance(x, Tensor) else x for name, x in values.items()}
+
+
+def _changed(before: Any, after: Any) -> bool:
+    if isinstance(after, Tensor):
+        return not (isinstance(before, Tensor) and torch.equal(before, after))
+    return after is not before and repr(after) != repr(before)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or a tensor with one element."""
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
 
 
 def rule_of(optimizer: Optimizer, number: int, early: Begin) -> Rule:
     """Return the rule of param group `number`."""
 
     def rule(params: list[Tensor], grads: list[list[Tensor]]) -> tuple[list[Tensor], list[float]]:
-        begin = [p.clone() for p in params]
         ran = run_small(optimizer, number, params, grads, early)
-        numbers = [float(x) for _, x in sorted(ran.options.items()) if _is_number(x)]
-        return [p - b for p, b in zip(ran.params, begin, strict=True)], numbers
+        numbers = [float(x) for _, x in sorted(ran.options.items()) if is_number(x)]
+        return [p - before for p, before in zip(ran.params, params, strict=True)], numbers
 
     return rule
 
 
-def try_state(
-    optimizer: Optimizer, number: int, early: Begin, like: Tensor, shape: Sequence[int]
-) -> tuple[KeptState, GroupCounts, dict[str, float]]:
-    """Return what param group `number` keeps for a parameter of a shape, and for itself.
+def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
+    """Return the shape of the leaf on which a rule for leaves of a shape is tried.
 
-    And the counters after some steps. Raises `LayoutError` for what is neither a tensor nor a
-    number, or is kept elsewhere.
+    It is square if the leaf is: factors of a matrix [n, m], which are [n, n] and [m, m], have the
+    shape of the leaf itself only if n = m.
+
+    Example:
+        >>> small_shape([50_000, 768]), small_shape([64, 3, 7, 7]), small_shape([])
+        ((131, 130), (64, 3, 2, 2), (1,))
     """
+    small = [min(size, most if dim < 2 else 2) for dim, size in enumerate(shape)]
+    if len(small) > 1 and small[0] == small[1] and shape[0] != shape[1]:
+        small[0 if shape[0] > shape[1] else 1] += 1
+    return tuple(max(size, 1) for size in small) or (1,)
 
-    def run(begin: Begin = early, seed: int = 0, **how: Any) -> Ran:
-        sizes = (1.0, 1.0, 10.0, 0.1)  # of the values, and of the gradients of each step
-        every = ((1 + seed / 8) * x * numbers_of(shape, seed + k) for k, x in enumerate(sizes))
-        values, *grads = (x.to(like.device, like.dtype) for x in every)
-        with same_random_numbers(like.device):
-            return run_small(optimizer, number, [values], [[g] for g in grads], begin, **how)
 
-    def changes_nothing(begin: Begin = early, *, without: str | None = None) -> bool:
+def is_elementwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether flat shards are updated as they are inside of a small leaf, up to rounding.
+
+    The shards are those of three ranks, each of which runs the rule alone.
+    """
+    numel = torch.Size(shape).numel()
+    ranks = [[(a * numel // 24, b * numel // 24) for a, b in parts] for parts in _RANKS]
+    alone = [[(0, (a, b)) for a, b in spans if a < b] for spans in ranks]
+    return _agrees(rule, device, shape, [parts for parts in alone if parts])
+
+
+def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether two small leaves are updated together as each of them is alone."""
+    return _agrees(rule, device, shape, [[(0, None)], [(1, None)]])
+
+
+def sees_no_other(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether a leaf may be updated alone, as far as a trial tells: random rules are believed."""
+    x, g = (numbers_of(shape, seed).to(device, torch.float32) for seed in (0, 1))
+
+    def change(seed: int) -> Tensor:
+        with same_random_numbers(device, seed):
+            return rule([x.clone()], [[g.clone()]])[0][0]
+
+    return is_leafwise(rule, device, shape) or not torch.equal(change(0), change(1))
+
+
+def _agrees(
+    rule: Rule, device: torch.device, shape: Sequence[int], alone: Sequence[Sequence[_Part]]
+) -> bool:
+    """Whether small leaves are updated together as in runs that have some parts of them each."""
+    dtype, tolerance = (torch.float64, 1e-9) if device.type == "cpu" else (torch.float32, 1e-4)
+    count = 1 + max(leaf for parts in alone for leaf, _ in parts)
+    leaves, *steps = (
+        [size * numbers_of(shape, count * k + i).to(device, dtype) for i in range(count)]
+        for k, size in enumerate((1.0, *SIZES))
+    )
+    # Some rules project where a gradient is orthogonal to its values, row by row (AdamP).
+    steps[0] = [_turned(x) for x in leaves]
+
+    def run(parts: Sequence[_Part]) -> tuple[list[Tensor], Tensor]:
+        values, *grads = ([_cut(x[leaf], span) for leaf, span in parts] for x in (leaves, *steps))
+        with same_random_numbers(device):
+            changes, numbers = rule(values, grads)
+        return changes, torch.tensor(numbers, dtype=torch.float64)
+
+    together, numbers = run([(leaf, None) for leaf in range(count)])
+    rounding = 16 * torch.finfo(dtype).eps
+    for parts in alone:
         try:
-            return _equal(ran, run(begin, without=without), beside=without)
-        except Exception:  # it looks into what it was given, or misses it
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a rule for matrices, which are none here
+                apart, own = run(parts)
+        except Exception:  # a rule for matrices says in its own way that a flat tensor is none
             return False
-
-    ran, other, rule = run(), run(seed=4), type(optimizer).__name__
-    if ran.hidden:
-        raise _kept_elsewhere(rule, ran.hidden)
-    (state,), (others,) = ran.states, other.states
-    numbers = {k: float(x) for k, x in state.items() if _is_number(x)}
-    varying = {k for k, x in numbers.items() if x != float(others.get(k, "nan"))}
-    nothing = {k for k, x in state.items() if x is None}
-    unread = {k for k in varying | nothing if changes_nothing(without=k)}
-    begun = early(ran.params[0])
-    kept = _sorted(rule, ran, begun, varying=varying, unread=unread)
-    shared = _shared(rule, ran, optimizer.param_groups[number], kept)
-    # Zeros that are there from the beginning save a first step that holds its state twice. The
-    # rule may have them if they make no difference.
-    late = bool(kept.odd) or not changes_nothing(lambda p: begin_state(kept, p))
-    if late and begun:
-        raise _made_in_parts(rule, sorted(begun))
-    return kept._replace(late=late), shared, {name: numbers[name] for name in kept.counters}
-
-
-def early_of_group(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
-    """Return parameter -> the state that the constructor makes for it, in a param group.
-
-    used: whether the optimizer has the state of a run, and not what its constructor has made.
-    """
-    known: dict[torch.dtype, Begin] = {}
-
-    def begin(p: Tensor) -> dict[str, Any]:
-        if p.dtype not in known:
-            known[p.dtype] = _early_in(optimizer, number, p.dtype, used)
-        return known[p.dtype](p)
-
-    return begin
-
-
-def _early_in(optimizer: Optimizer, number: int, dtype: torch.dtype, used: bool) -> Begin:
-    """Return what the constructor makes for parameters of a dtype.
-
-    As it has made it for those of the group; else by making another optimizer for one. Where that
-    is not possible (a constructor with other arguments), as for a parameter of another dtype;
-    and if there is nothing, the rule is taken for one that makes its state in its first step.
-    """
-    group = optimizer.param_groups[number]
-    own = [p for p in group["params"] if p.ndim and p.numel() and not p.is_meta]
-    has = [] if used else [p for p in own if optimizer.state.get(p)]
-    if same := [p for p in has if p.dtype is dtype]:
-        return _early_of(optimizer, same)
-    names = inspect.signature(type(optimizer)).parameters
-    options = {key: x for key, x in group.items() if key in names and key != "params"}
-    device = next((p.device for p in own), torch.device("cpu"))
-    small = nn.Parameter(numbers_of((2, 3), 0).to(device, dtype))
-    try:
-        return _early_of(type(optimizer)([small], **options), [small])
-    except Exception:
-        return _early_of(optimizer, has) if has else lambda p: {}
-
-
-def _early_of(optimizer: Optimizer, like: Sequence[Tensor]) -> Begin:
-    """Return parameter -> the state that a constructor makes for it, as it has for some.
-
-    Raises `LayoutError` for a slot with other values for other elements.
-    """
-    first = like[0]
-    made = optimizer.state.get(first, {})
-    for name, value in made.items():
-        slots = [optimizer.state[p].get(name) for p in like] if _fits(value, first) else []
-        for p, slot in zip(like, slots, strict=False):
-            if not _fits(slot, p) or bool((slot != value.flatten()[0]).any()):
-                raise LayoutError(
-                    f"{type(optimizer).__name__} makes {name} in its constructor, with other "
-                    "values for other elements.",
-                    cause="a copy of the parameters from which training begins, or a mask of them.",
-                    fix="make it in the first step(), where there is none yet: there it is made of "
-                    "the shards.",
-                )
-
-    def made_for(p: Tensor, value: Any) -> Any:
-        if not _fits(value, first):
-            return copy.deepcopy(value)
-        dtype = p.dtype if value.dtype == first.dtype else value.dtype
-        return torch.full_like(p, value.flatten()[0].item(), dtype=dtype, requires_grad=False)
-
-    return lambda p: {name: made_for(p, value) for name, value in made.items()}
-
-
-def _fits(value: Any, p: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == p.shape
-
-
-def begin_state(kept: KeptState, p: Tensor) -> dict[str, Any]:
-    """Return the state that `p` begins with."""
-    slots = {
-        name: torch.full_like(p, fill.item(), dtype=fill.dtype, requires_grad=False)
-        for name, fill in kept.slots.items()
-    }
-    counters = {k: as_kept(kept.numbers, k, x.clone()) for k, x in kept.counters.items()}
-    return slots | counters
-
-
-def as_tensor(value: Tensor | float) -> Tensor:
-    """Return a number that a rule keeps as it is stored: Python's numbers lose nothing."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-
-
-def as_kept(numbers: Collection[str], name: str, counter: Tensor) -> Any:
-    """Return a counter as the rule has it: the tensor itself, or a Python number."""
-    return counter.item() if name in numbers else counter
-
-
-def _sorted(
-    rule: str, ran: Ran, begun: Mapping[str, Any], *, varying: set[str], unread: set[str]
-) -> KeptState:
-    (p,), (state,) = ran.params, ran.states
-    slots: dict[str, Tensor] = {}
-    odd: list[str] = []
-    counters: dict[str, Tensor] = {}
-    for name, value in state.items():
-        if name in unread:
-            continue
-        if type(value) is Tensor and value.shape == p.shape:
-            slots[name] = _at(begun.get(name), value.new_empty(()))
-        elif name in varying or (type(value) is Tensor and value.numel() != 1):
-            odd.append(name)
-        elif _is_number(value):
-            counters[name] = _at(begun.get(name), value)
-        else:
-            raise LayoutError(
-                f"{rule} keeps {name} = {type(value).__name__} for a parameter.",
-                cause="state that is neither a plain tensor nor a number: a list of past "
-                "gradients, an object, a quantized tensor.",
-                fix="use an optimizer whose state has tensors and numbers.",
-            )
-    return KeptState(
-        slots=slots,
-        odd=tuple(odd),
-        counters=counters,
-        numbers=_python_numbers(state),
-        unread=frozenset(unread),
-        late=True,
-        dtype=p.dtype,
-        shape=tuple(p.shape),
-        forms=tuple(tuple(torch.as_tensor(state[name]).shape) for name in odd),
-    )
-
-
-def _shared(rule: str, ran: Ran, group: Mapping[str, Any], kept: KeptState) -> GroupCounts:
-    for name, value in ran.options.items():
-        if not _is_number(value) or name == "lr" or name in kept.names:
-            raise LayoutError(
-                f"{rule} writes {name} ({type(value).__name__}) into its param group in step().",
-                cause="an optimizer with a schedule of its own, or with more than numbers there.",
-                fix="use one that writes no options but numbers of its own; for the learning "
-                "rate a scheduler of torch.optim.lr_scheduler.",
-            )
-    return GroupCounts(
-        begin={name: _at(group.get(name), value) for name, value in ran.options.items()},
-        numbers=_python_numbers(ran.options),
-        late=any(name not in group for name in ran.options),
-    )
-
-
-def _at(begin: Any, value: Any) -> Tensor:
-    """Return a tensor like a number, with what it begins with: by default 0."""
-    first = begin.flatten()[0].item() if isinstance(begin, Tensor) else begin or 0
-    if isinstance(value, Tensor):
-        return torch.full_like(value, first, requires_grad=False)
-    return as_tensor(type(value)(first))
-
-
-def _is_number(value: Any) -> bool:
-    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
-
-
-def _python_numbers(state: Mapping[str, Any]) -> frozenset[str]:
-    return frozenset(name for name, value in state.items() if isinstance(value, int | float))
-
-
-def _made_in_parts(rule: str, names: Sequence[str]) -> LayoutError:
-    return LayoutError(
-        f"{rule} makes {', '.join(names)} in its constructor, and more in its first step().",
-        cause="state that is neither all there before the first step nor all made by it.",
-        fix="make all of it in the first step(), where a parameter has none yet.",
-    )
-
-
-def _kept_elsewhere(rule: str, hidden: Sequence[str]) -> LayoutError:
-    return LayoutError(
-        f"{rule} writes {', '.join(hidden)} in step().",
-        cause="a count or an average in an attribute of the optimizer, or in its state under a "
-        "name: it belongs to no parameter, and no checkpoint would have it.",
-        fix="use an optimizer that keeps its numbers in the state of each parameter, or in its "
-        "param groups.",
-    )
-
-
-def _equal(a: Ran, b: Ran, *, beside: str | None) -> bool:
-    """Whether two trials end alike, but for one name that a state may lack."""
-    pairs = [*zip(a.params, b.params, strict=True)]
-    for one, two in [*zip(a.states, b.states, strict=True), (a.options, b.options)]:
-        if one.keys() ^ two.keys() <= {beside}:
-            pairs += [(one[name], two[name]) for name in one.keys() & two.keys()]
-        else:
+        same = numbers.shape == own.shape
+        if not same or not torch.allclose(numbers, own, rtol=tolerance, atol=0, equal_nan=True):
             return False
-    return all(
-        torch.equal(x, y) if isinstance(x, Tensor) and isinstance(y, Tensor) else x == y
-        for x, y in pairs
-    )
+        for (leaf, span), part in zip(parts, apart, strict=True):
+            whole = together[leaf].nan_to_num()
+            size = whole.abs().max()
+            off = (_cut(whole, span) - part.nan_to_num()).abs().max()
+            little = off <= rounding * (size + leaves[leaf].abs().max())
+            if not holds(little | (off < size * tolerance)):
+                return False
+    return True
+
+
+def _turned(x: Tensor) -> Tensor:
+    """[a, b, c] -> [b, -a, c / 1000], in each row of a matrix [n, *t]: orthogonal, nearly."""
+    rows = x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)
+    even = rows.shape[1] // 2 * 2
+    a, b = rows[:, 0:even:2], rows[:, 1:even:2]
+    turned = torch.stack([b, -a], 2).flatten(1)
+    return torch.cat([turned, 1e-3 * rows[:, even:]], 1).view(x.shape)
+
+
+def _cut(x: Tensor, span: tuple[int, int] | None) -> Tensor:
+    return x.clone() if span is None else x.flatten()[slice(*span)].clone()
+
+
+@contextmanager
+def same_random_numbers(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """Random numbers are those of the seed in this block, and go on as before after it."""
+    on_gpu = device.type == "cuda"
+    index = torch.cuda.current_device() if on_gpu and device.index is None else device.index
+    with torch.random.fork_rng(devices=[index] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
+def numbers_of(shape: Sequence[int], seed: int) -> Tensor:
+    """Fixed numbers between -3 and 3, none of them 0, alike on every machine, in fp64."""
+    count = torch.arange(torch.Size(shape).numel())
+    sizes = 3 * (0.5 + (7 * count + 5 * seed + 3).remainder(11).double()) / 11
+    signs = 1 - 2 * (count + seed).remainder(3).remainder(2)
+    return (sizes * signs).view(*shape)

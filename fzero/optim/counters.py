@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.errors.json_form import DictForm, amount, number
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.optim.entries import RuleSlot, counters_in, number_like, optimizer_with
 from fzero.state import TrainState
 
@@ -110,7 +110,7 @@ def _of_leaf(count: Any, name: str, like: Tensor) -> Any:
 def _learning(state: TrainState) -> dict[str, str]:
     """Return {its name in a checkpoint: its path} of each leaf that learns."""
     layout = state.setup.layout
-    pairs = zip(leaf_names(layout), layout.leaves, strict=True)
+    pairs = zip(leaf_paths(layout), layout.leaves, strict=True)
     return {name: leaf.path for name, leaf in pairs if leaf.trainable}
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import CheckpointError, LayoutError, explain
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.machine.owners import owners_of
 from fzero.state import NAMESPACE, Form, Placement, TrainState
 from fzero.state.entry import Entry
@@ -90,7 +90,7 @@ def _of_owners(state: TrainState, rank: int) -> Iterator[Entry]:
     setup, owners = state.setup, owners_of(state.setup)
     if owners is None:
         return
-    rule, names, mine = setup.optimizer, leaf_names(setup.layout), owners.rank_of(rank)
+    rule, names, mine = setup.optimizer, leaf_paths(setup.layout), owners.rank_of(rank)
     form = Form(leaves="named", placement=Placement.OWNER)
     for slot, some in rule.owned(state.optimizer).items():
         values, owned = dict[str, Tensor](), set[str]()
@@ -111,7 +111,7 @@ def with_rule_entries(state: TrainState, entries: Sequence[Entry]) -> Any:
     owners, rule = owners_of(state.setup), state.setup.optimizer
     if owners is None or not owned:
         return made
-    names = leaf_names(state.setup.layout)
+    names = leaf_paths(state.setup.layout)
     kept = {
         slot: tuple(
             owned.get(RULE + slot, {}).get(names[one.index], x)
@@ -128,7 +128,7 @@ def slot_facts(state: TrainState) -> dict[str, dict[str, str]]:
     The same at every stage and number of ranks. What the first step makes is not in it.
     """
     setup, layout = state.setup, state.setup.layout
-    names, found = leaf_names(layout), dict[str, dict[str, str]]()
+    names, found = leaf_paths(layout), dict[str, dict[str, str]]()
     for slot, group, flat in slots_of(state):
         own = [names[i] for i in layout.groups[group].leaves if layout.leaves[i].numel]
         found.setdefault(slot, {}).update(dict.fromkeys(own, str(flat.dtype)))
@@ -150,7 +150,7 @@ def require_kept(state: TrainState, rank: int) -> None:
         own = one.owner == owners.rank_of(rank)
         for slot in rule.made_by_steps(one.leaf) if own else ():
             if not owned[slot][number].numel() and one.leaf.path not in fresh:
-                name = leaf_names(state.setup.layout)[one.index]
+                name = leaf_paths(state.setup.layout)[one.index]
                 raise LayoutError(
                     f"load: there is no {slot} of {name} in the checkpoint.",
                     cause="the state was made with another optimizer than the saved one.",

@@ -48,6 +48,9 @@ updates, goes on with its own on as many of them; else it begins as `init` makes
 begins as `init` makes it, with a warning that says `why`.
 """
 
+Kind = Literal["slots", "window", "gradients", "optimizer"]
+"""The kinds of what a state keeps beside its parameters."""
+
 _LEAVES = ("learning", "all", "number", "named")
 _LIFETIMES = ("backward", "window", "update", "run")
 _ELSEWHERE = ("cut", "sum", "own", "anew")
@@ -70,6 +73,7 @@ class Form:
             whose dtype is floating is not encoded yet: a checkpoint brings it so.
         optional: whether training is right without it. A checkpoint that lacks it, or has it for
             a state that lacks it, is loaded without a warning then.
+        kind: under which kind `fzero.state_bytes`, plans and pictures count it.
 
     Raises:
         LayoutError: for fields that do not go together.
@@ -92,6 +96,7 @@ class Form:
     why: str = ""
     codec: Codec | None = None
     optional: bool = False
+    kind: Kind = "slots"
 
     def __post_init__(self) -> None:
         """Check that the fields go together."""

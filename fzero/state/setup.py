@@ -15,6 +15,7 @@ from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.codec import Codec, Over, cast
 from fzero.state.layout import Layout, Part
 from fzero.state.offload import Offload
+from fzero.state.points import Points
 from fzero.state.schedule import Limits
 from fzero.state.stateful_update import ParamGroups as ParamGroups
 from fzero.state.stateful_update import SavedNames as SavedNames
@@ -95,6 +96,7 @@ class Policy:
     averages: bool = False  # the update divides by the number of backwards
     autocast: torch.dtype | None = None  # autocast: in which losses are computed
     check_finite: bool = False  # check_finite: an update raises what is not finite
+    points: tuple[Points, ...] = ()  # transforms around the running step, from the inside out
     observer: Observer | None = field(default=None, repr=False)  # not what ranks compare
 
     @property
@@ -119,6 +121,7 @@ class Setup:
     gathering: Gathering = field(default_factory=Gathering)
     policy: Policy = field(default_factory=Policy)
     offload: Offload = field(default_factory=Offload)
+    transforms: tuple[Points, ...] = ()  # that a state was made with: it has their slots
 
     @property
     def gathers_by_unit(self) -> bool:

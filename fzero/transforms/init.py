@@ -37,6 +37,7 @@ from fzero.state import (
 )
 from fzero.state.codec import Compress
 from fzero.state.offload import Offload
+from fzero.state.points import Points
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._closed_over import watch
@@ -44,6 +45,7 @@ from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
+from fzero.transforms.points import begun_slots
 from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
 from fzero.transforms.written import returned
@@ -64,6 +66,7 @@ def init(
     offload: Offload | None = None,
     local: Local | None = None,
     compress: Compress | None = None,
+    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
 @overload
@@ -77,6 +80,7 @@ def init(
     offload: Offload | None = None,
     local: Local | None = None,
     compress: Compress | None = None,
+    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> Any: ...
 @takes("init", "init(params, optimizer, stage=2)")
@@ -90,6 +94,7 @@ def init(  # noqa: D417 {options}
     offload: Offload | None = None,
     local: Local | None = None,
     compress: Compress | None = None,
+    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
@@ -147,7 +152,7 @@ def init(  # noqa: D417 {options}
         require_autograd("init")
         require_params(params)
         given = {**options, "autocast": autocast, "offload": offload, "local": local}
-        given["compress"] = compress
+        given |= {"compress": compress, "transforms": transforms}
         chosen = check_shared(grouped(SharedOptions, given))
         require_local(chosen.local, chosen.optimizer_over)
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
@@ -269,7 +274,7 @@ def filled_state(
         if done is not None:
             done(index, held[-1])
     setup = on_replica(setup, local)
-    return begun(taken_over(_state_of(setup, held), mesh), local, mesh)
+    return begun_slots(begun(taken_over(_state_of(setup, held), mesh), local, mesh))
 
 
 def blank_state(setup: Setup, device: torch.device, *, local: Local | None = None) -> TrainState:
@@ -284,7 +289,7 @@ def blank_state(setup: Setup, device: torch.device, *, local: Local | None = Non
         flat = torch.zeros(numel, dtype=group.dtype, device=device)
         home = setup.offload.params
         held.append(flat if home is None else offloaded(home, flat, setup.offload))
-    return begun(_state_of(setup, held), local, mesh)
+    return begun_slots(begun(_state_of(setup, held), local, mesh))
 
 
 def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:

@@ -9,7 +9,7 @@ Who saves, moves or copies states goes over these, and names nothing of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ from fzero.state.setup import MASTERS
 from fzero.state.window import CLOSED
 from fzero.transforms import outer_kept
 from fzero.transforms.outer import anchored
+from fzero.transforms.points import begun_slots
 from fzero.transforms.scaled import SCALE, SCALE_NUMBERS, scale_entries, with_scale_entries
 from fzero.transforms.weights import WEIGHT, weight_entries, with_weight_entries
 
@@ -142,13 +143,15 @@ def with_entries(state: TrainState, entries: Iterable[Entry]) -> TrainState:
     return state
 
 
-def begun(state: TrainState, like: TrainState) -> TrainState:
-    """Return the state with what has no saved value as a new state of its parameters has it.
+def begun(state: TrainState, like: TrainState, names: Collection[str]) -> TrainState:
+    """Return the state with some of what it keeps as a new state of its parameters has it.
 
-    like: has what nobody makes anew: slots that were made by hand.
+    like: has what nobody makes anew: slots that were made by hand. A collective, where a transform
+    makes them by one.
     """
+    own = {name: slot for name, slot in like.slots.items() if name in names}
     window = replace(state.window, residual=CLOSED.residual)
-    return state.replace(window=window, slots={**state.slots, **like.slots})
+    return begun_slots(state.replace(window=window, slots={**state.slots, **own}), [*names])
 
 
 def require_movable(state: TrainState) -> None:

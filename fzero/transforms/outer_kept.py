@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.errors.json_form import DictForm, natural, text
-from fzero.machine.names import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.machine.offload import empty_where
 from fzero.machine.packing import part_of
 from fzero.optim.counters import COUNT, COUNTERS, STEP, counters_of, with_counters
@@ -228,7 +228,7 @@ def _rule_states(state: TrainState) -> list[TrainState]:
 
 def _leaves_in(state: TrainState, fragment: int) -> set[str]:
     """Return the names of the leaves in a fragment."""
-    layout, names = state.setup.layout, leaf_names(state.setup.layout)
+    layout, names = state.setup.layout, leaf_paths(state.setup.layout)
     numbers = _held(state).local.numbers_in(fragment, len(layout.trainable))
     return {names[leaf] for k in numbers for leaf in layout.groups[layout.trainable[k]].leaves}
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from fzero.collectives import Performer
@@ -36,6 +37,7 @@ from fzero.state.protocol import (
 from fzero.transforms._finite import FiniteCheck, with_found
 from fzero.transforms.announcement import PassForm, begin_of, kept_beyond
 from fzero.transforms.observe import tell
+from fzero.transforms.points import Locals, renewed, transforms_of
 from fzero.transforms.receive import (
     add_means,
     filled,
@@ -70,6 +72,7 @@ class Pass:
         self.owner = [*differ, *lazy, 0][0]  # whose schedule has the programs of the pass
         self.finite = FiniteCheck(states)
         self.weight: Weight | None = None  # of the backward under way
+        self.locals: list[Locals] = []  # what transforms do to this rank's own gradients
         self.machine = Machine(
             form.number,
             setups,
@@ -131,6 +134,7 @@ class Pass:
         Nothing is where all parameters are held: ranks may then run as many forwards as they like.
         """
         self.put_aside()
+        self._begin_locals()
         self.finite.drop()  # a loss whose backward brought nothing
         # What comes inside of it is put aside.
         self.reducer.begin([(state.setup, True) for state in self.states])
@@ -151,6 +155,7 @@ class Pass:
         concerns no other rank. `dropped`: this rank has just thrown away what it held.
         """
         self.put_aside()
+        self._begin_locals()
         self.weight = weight
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         if not (silent := silent and not self.gathers):
@@ -187,12 +192,24 @@ class Pass:
     def take(self, state: int, leaf: int, p: Tensor) -> None:
         """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
         assert p.grad is not None
-        if self.weight is not None:
-            look = partial(self.finite.gradient, state, leaf)
-            self.reducer.pop_grad(state, leaf, p, weighing(self.weight, look))
+        acts = self.locals and self.locals[state]
+        if self.weight is None and not acts:
+            self.finite.gradient_of(state, leaf, p)
+            self.reducer.pop_grad(state, leaf, p)
             return
-        self.finite.gradient_of(state, leaf, p)
-        self.reducer.pop_grad(state, leaf, p)
+        look = partial(self.finite.gradient, state, leaf)
+        changed = _looked_at(look) if self.weight is None else weighing(self.weight, look)
+        if acts:
+            changed = _after(partial(self.locals[state], leaf), changed)
+        self.reducer.pop_grad(state, leaf, p, changed)
+
+    def _begin_locals(self) -> None:
+        """A backward begins: transforms act on its gradients, with new slots of a backward."""
+        self.locals = []
+        if any(transforms_of(state.setup, "local") for state in self.states):
+            for number, state in enumerate(self.states):
+                self.put(number, renewed(state, "backward"))
+            self.locals = [Locals(state) for state in self.states]
 
     def put_aside(self) -> None:
         """Move gradients that came outside of a pass into the window.
@@ -206,6 +223,7 @@ class Pass:
             found = self.reducer.states[number].pop_local()
             if found:
                 require_no_weights(state, "a backward inside of a forward")
+                state = self.locals[number].put(state) if self.locals else state
                 flats = filled(state, found, Placement.PARTIAL)
                 state = with_found(state, bad[number])
                 used = progress.saw_use(state.progress, self._used(number))
@@ -233,6 +251,7 @@ class Pass:
                 state = state.replace(window=window.pop(state.window)[0])
             state = with_lost(state, self.reducer.encoder(number))
             state, used = with_found(state, bad[number]), self._used(number)
+            state = self.locals[number].put(state) if self.locals else state
             if means:
                 flats = filled(state, means, state.setup.gradients)
                 state = receive(state, flats, used=used, reduced=True)
@@ -327,3 +346,22 @@ class Pass:
                 state = self.states[number]
                 kept = replace(state.window, gathered=gathered)
                 self.put(number, state.replace(window=kept))
+
+
+Changed = Callable[[Tensor, torch.dtype], Tensor]
+"""(gradient, the dtype in which gradients add up) -> what is added up in its place."""
+
+
+def _looked_at(look: Callable[[Tensor], object]) -> Changed:
+    """Return what shows a gradient to somebody, and gives it on."""
+
+    def seen(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+        look(gradient)
+        return gradient
+
+    return seen
+
+
+def _after(first: Callable[[Tensor], Tensor], then: Changed) -> Changed:
+    """Return what changes a gradient by `first`, and what comes of it by `then`."""
+    return lambda gradient, dtype: then(first(gradient), dtype)

@@ -35,6 +35,7 @@ from fzero.state.layout import LayoutOptions
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, owners_of
 from fzero.transforms.outer_rule import bound_outer
+from fzero.transforms.points import transforms_apart
 from fzero.transforms.state_options import SharedOptions, bucket_at, compressed
 
 COMPARED = "the layout of the parameters"
@@ -111,6 +112,7 @@ def setup_at(
         offload=old.offload,
         local=local,
         compress=asked.compress,
+        transforms=old.transforms,
         reduction=old.reduction,
         gathering=replace(old.gathering, persistent=()),
     )
@@ -177,6 +179,7 @@ def _planned(
         reduction=compressed(stage, axis, given),
         gathering=replace(given.gathering, persistent=_units_of(layout, small)),
         offload=as_offload(given.offload, stage, device),
+        transforms=transforms_apart(given.transforms),
     )
     return _checked(setup)
 
@@ -263,6 +266,7 @@ def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
         *setup.optimizer.describe(leaves),
         *setup.layout.describe(),
         f"kept by owners: {setup.layout.options.kept}, {setup.layout.options.outer_kept}",
+        *(f"transform {one}, {one.slots}" for one in setup.transforms),
     ]
 
 

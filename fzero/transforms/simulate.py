@@ -162,18 +162,23 @@ def _check(leaves: list[Any], arguments: Any, world_size: int) -> None:
             fix="put it inside: fzero.simulate(torch.func.grad(fn), world_size=...); trace on "
             "one rank, or in processes.",
         )
-    accessors = optree.tree_accessors(arguments, namespace=NAMESPACE)
-    for accessor, leaf in zip(accessors, leaves, strict=False):
+    require_stacked("simulate", arguments, world_size)
+    for one in filter(is_state, _parts(arguments)):
+        require_unwritten(one, optimizer=True)
+
+
+def require_stacked(name: str, arguments: Any, world_size: int) -> None:
+    """Raise `LayoutError` for a tensor without a first dim of the ranks. name: of the call."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(arguments, namespace=NAMESPACE)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
         if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != world_size):
             raise LayoutError(
-                f"simulate: {accessor.codify('arguments')} has shape {tuple(leaf.shape)}; "
+                f"{name}: {accessor.codify('arguments')} has shape {tuple(leaf.shape)}; "
                 f"dim 0 must be the {world_size} ranks.",
                 cause="one batch was passed in place of one for each rank.",
                 fix=f"stack one for each rank, or tensor.expand({world_size}, ...) to give "
                 "all the same; make states with simulate(...).init.",
             )
-    for one in filter(is_state, _parts(arguments)):
-        require_unwritten(one, optimizer=True)
 
 
 def _use_up(leaves: list[Any], per_rank: list[list[Any]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Gathering, Local, OptimizerOver, Reduction
 from fzero.state.codec import Compress, cast
 from fzero.state.offload import Offload
+from fzero.state.points import Points
 from fzero.state.precision import Autocast
 from fzero.transforms.outer_sum import require_moves_encoded
 
@@ -31,6 +32,7 @@ class SharedOptions:
     offload: Offload | None = None
     local: Local | None = None
     compress: Compress | None = None
+    transforms: Sequence[Points] = ()
     reduction: Reduction
     gathering: Gathering
 
@@ -56,8 +58,12 @@ def field_names(kind: type) -> list[str]:
 
 
 def check_shared(options: SharedOptions) -> SharedOptions:
-    """Return the options; raise `LayoutError`, naming the option, for a value out of range."""
+    """Return the options; raise `LayoutError`, naming the option, for a value out of range.
+
+    A transform with a codec at `wire` says `compress`.
+    """
     check_values(options)
+    options = _with_wire(options)
     compress = options.compress or Compress()
     for name, codec in (("gradients", compress.gradients), ("parameters", compress.parameters)):
         if codec is not None:
@@ -70,6 +76,20 @@ def check_shared(options: SharedOptions) -> SharedOptions:
             fix="leave one of them out.",
         )
     return options
+
+
+def _with_wire(options: SharedOptions) -> SharedOptions:
+    wires = [one for one in options.transforms if one.wire is not None]
+    if not wires:
+        return options
+    wanted = Compress(gradients=wires[0].wire)
+    if len(wires) > 1 or options.compress not in (None, wanted):
+        raise LayoutError(
+            f"transforms: a codec at `wire` of {wires[0].name}, and another one beside it.",
+            cause="two transforms with a codec, or one beside compress=.",
+            fix="leave one of them out: a gradient crosses ranks in one form.",
+        )
+    return replace(options, compress=wanted)
 
 
 def check_stage(stage: Any, name: str = "Engine") -> int:

@@ -16,15 +16,16 @@ from fzero.machine.offload import at_home
 from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.visible import as_one_step, is_seen
-from fzero.state import Buffers, TrainState, buffers, progress
+from fzero.state import Buffers, Slot, TrainState, buffers, progress, window
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.observe import tell
 from fzero.transforms.outer import after_local_update
-from fzero.transforms.pieces import pieces_of
+from fzero.transforms.points import Running, reduced, renewed, transforms_of
 from fzero.transforms.prepare import fulls_of, is_general, prepared, scaled
 from fzero.transforms.scaled import after_update, found_inf, unless_overflow, with_value
 from fzero.transforms.states import S, flatten_states
+from fzero.transforms.stepping import Stepping
 from fzero.transforms.weights import NOTHING, is_nothing, total_weight
 from fzero.transforms.written import require_unwritten, returned
 
@@ -130,11 +131,11 @@ def update(
 
 def _decided(state: TrainState) -> _Decided:
     total = total_weight(state)
-    reduced = buffers.require_reduced(state.gradients)
-    general = is_general(state, reduced.flats)
+    means = buffers.require_reduced(state.gradients)
+    general = is_general(state, means.flats)
     empty = is_nothing(state, total, general=general)
-    tell("reduced", state, (reduced, total))
-    found = None if state.scale is None else found_inf(state, reduced, state.scale)
+    tell("reduced", state, (means, total))
+    found = None if state.scale is None else found_inf(state, means, state.scale)
     skips = found is not None and not general and _skips(state)
     kept = empty or (found is not None and not skips and not general and bool(found))
     return _Decided(total, general, found, skips, empty, kept)
@@ -145,20 +146,25 @@ def _updated(
 ) -> tuple[TrainState, Tensor | None]:
     after = progress.saw_update(state.progress)
     total, general, found, skips, empty, kept = decided
-    reduced = buffers.require_reduced(state.gradients)
-    ready = prepared(state, reduced, total, divides=skips)
+    held = buffers.require_reduced(state.gradients)
+    ready = prepared(state, held, total, divides=skips)
     ready = tell("prepared", state, ready, default=ready)
-    advance = partial(_advance, state, ready.gradients.flats, unused=unused)
+    running = Running(state, general=general)
     try:
+        gradients = ready.gradients if kept else reduced(running, ready.gradients)
+        slots = running.state.slots  # those that stay where a transform skips the update
+        left_out = running.skipped
+        kept = kept or left_out is True
+        advance = partial(_advance, state, running, unused=unused)
         if kept:
             if empty:
                 warnings.warn(NOTHING, UserWarning, stacklevel=3)
             params, optimizer = _kept(state)
         elif general and found is not None:
-            params, optimizer = _where_finite(state, ready.gradients.flats, found)
+            params, optimizer = _where_finite(state, gradients, found, running)
         else:
             told = (found, ready.grad_scale) if skips else None
-            params, optimizer = advance(general=general, told=told)
+            params, optimizer = advance(gradients, general=general, told=told)
     except BaseException:
         if ready.in_place and donates(state):
             undo_take_over(state.gradients, scaled(state, ready.gradients, 1 / ready.factor))
@@ -169,31 +175,55 @@ def _updated(
         gradients=Buffers(),
         progress=after,
         setup=state.setup.with_weights(False),
+        slots=running.state.slots,
         **after_update(state, found),
     )
-    if empty:
+    if general and found is not None:
+        new = new.replace(slots=unless_overflow(found, state.slots, new.slots))
+    if left_out is not False:
+        new = _left_out(state, new, slots, left_out)
+    elif empty:
         new = new.replace(step=state.step, scale=state.scale)
     elif total is not None and general:
         new = _where_counted(state, new, total)
-    new = after_local_update(new, general=general)
+    new = renewed(after_local_update(new, general=general), "update")
     new = tell("updated", new, found, default=new)
     return new if general else at_home(new), ready.norm
 
 
+def _left_out(
+    old: TrainState, new: TrainState, slots: dict[str, Slot], flag: Tensor | bool
+) -> TrainState:
+    """Return the state after an update that transforms have left out: it has `slots`.
+
+    flag: whether they have, [] where that cannot be read.
+    """
+    if flag is True:
+        window_after = window.after_update(old.window, torch.ones(()))
+        return new.replace(step=old.step, slots=slots, window=window_after)
+    skips = torch.as_tensor(flag, dtype=torch.float32, device=old.device)
+    before = old.params, old.optimizer, old.step, slots
+    after = new.params, new.optimizer, new.step, new.slots
+    params, optimizer, step, kept = unless_overflow(skips, before, after)
+    return new.replace(params=params, optimizer=optimizer, step=step, slots=kept)
+
+
 def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainState:
     """Return `new`, with all that an update changes as it was where the total weight is 0."""
-    before = old.params, old.optimizer, old.step, old.scale
-    after = new.params, new.optimizer, new.step, new.scale
+    before = old.params, old.optimizer, old.step, old.scale, old.slots
+    after = new.params, new.optimizer, new.step, new.scale, new.slots
     empty = (total == 0).to(torch.float32)
-    params, optimizer, step, scale = unless_overflow(empty.to(old.device), before, after)
-    return new.replace(params=params, optimizer=optimizer, step=step, scale=scale)
+    params, optimizer, step, scale, slots = unless_overflow(empty.to(old.device), before, after)
+    return new.replace(params=params, optimizer=optimizer, step=step, scale=scale, slots=slots)
 
 
 def _skips(state: TrainState) -> bool:
     """Whether the optimizer skips an overflowing update by itself, without a host read.
 
-    Not if hooks would see a step: a skipped update is none, so the host must know.
+    Not if hooks or transforms would see a step: a skipped update is none, so the host must know.
     """
+    if any(transforms_of(state.setup, point) for point in ("reduced", "update", "updated")):
+        return False
     rule = state.setup.optimizer
     seen = any(is_seen(bound.instance) for bound in rule.of_torch)
     return not seen and rule.skips(fulls_of(state), state.optimizer)
@@ -206,26 +236,29 @@ def _kept(state: TrainState) -> tuple[Buffers, Any]:
 
 
 def _where_finite(
-    state: TrainState, gradients: Sequence[Tensor], found: Tensor
+    state: TrainState, gradients: Buffers, found: Tensor, running: Running
 ) -> tuple[Buffers, Any]:
     """Compute the update by formulas; keep the old values where there was an overflow."""
     # Zeros in the place of infinities: what is not chosen must have finite derivatives, too.
-    finite = [torch.where(found != 0, torch.zeros_like(g), g) for g in gradients]
-    made: Any = _advance(state, finite, general=True)
+    zeroed = (torch.where(found != 0, torch.zeros_like(g), g) for g in gradients.flats)
+    finite = Buffers(flats=tuple(zeroed), placement=gradients.placement)
+    made: Any = _advance(state, running, finite, general=True)
     return unless_overflow(found, (state.params, state.optimizer), made)
 
 
 def _advance(
     state: TrainState,
-    gradients: Sequence[Tensor],
+    running: Running,
+    gradients: Buffers,
     *,
     general: bool,
     told: tuple[Tensor | None, Tensor | None] | None = None,
     unused: Sequence[int] = (),
 ) -> tuple[Buffers, Any]:
-    """Run the optimizer on this rank's shards, and make the parameters whole again.
+    """Run the optimizer, and what transforms do around and after it, on this rank's shards.
 
-    told: (found_inf, grad_scale), for an optimizer that `skips`.
+    Then make the parameters whole again. told: (found_inf, grad_scale), for an optimizer that
+    `skips`.
     """
     setup, layout = state.setup, state.setup.layout
     owned = donates(state)
@@ -245,12 +278,13 @@ def _advance(
         options["owners"] = owners.at(fulls if setup.stage in (1, 2) else (), state.device)
     if told is not None:
         options["found_inf"], options["grad_scale"] = told
+    placed = state.replace(params=held, optimizer=optimizer)
+    stepping = Stepping(placed, running, shards, options)
     try:
-        new, optimizer = setup.optimizer.advance(
-            shards, gradients, optimizer, pieces_of(setup), **options
-        )
+        new, optimizer = stepping.made(gradients)
     except BaseException:
         undo_take_over((state.params, state.optimizer), (held, optimizer))
+        stepping.undo()
         raise
     if splits and setup.axis.size > 1:
         with about(lambda: layout.paths(layout.trainable)):

@@ -1,7 +1,8 @@
-"""Free variables of a step: numbers and tensors that its functions read, besides arguments.
+"""What a step reads besides its arguments: the functions that it calls, and their free variables.
 
-A graph has the numbers as constants, so they are part of its cache key. Tensors are inputs of the
-graph, which therefore sees writes to them; another tensor in the same variable is another graph.
+A compiled graph has the numbers as constants, so they are part of its cache key. Tensors are inputs
+of the graph, which therefore sees writes to them; another tensor in the same variable is another
+graph. And a step whose functions name no update makes none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from numbers import Number
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -55,6 +56,25 @@ def values_read(step: Callable[..., Any]) -> list[Any]:
         >>> values_read(make(0.5))
         [0.5]
     """
+    return [x for x in _reached(step) if type(x) is not FunctionType]
+
+
+def reaches(step: Callable[..., Any], fn: Callable[..., Any]) -> bool:
+    """Whether a step calls `fn`, or reaches a function of the user's whose code names it.
+
+    Example:
+        >>> from textwrap import dedent, indent
+        >>> step = functools.partial(dedent, "")
+        >>> reaches(step, dedent), reaches(step, indent)
+        (True, False)
+    """
+    found = _reached(step)
+    mine = (x for x in found if type(x) is FunctionType and not _is_library(x))
+    return any(x is fn for x in found) or any(fn.__name__ in _names(x.__code__) for x in mine)
+
+
+def _reached(step: Callable[..., Any]) -> list[Any]:
+    """Return the functions that a step reaches, and the values that it reads."""
     found: list[Any] = []
     _look(step, frozenset(), {}, found)
     return found
@@ -77,6 +97,8 @@ def _look(
     if (id(x), names) in seen:
         return
     seen[id(x), names] = x  # a reference, so that the id is not used again
+    if kind is FunctionType:
+        found.append(x)
     for part in _parts(x, names):
         _look(part, names, seen, found)
 
@@ -140,6 +162,8 @@ def _attributes(owner: Any, names: frozenset[str]) -> Iterator[Any]:
             continue
         for name in sorted(names.intersection(vars(cls)).difference(own)):
             value = vars(cls)[name]
+            if isinstance(value, MemberDescriptorType):  # of __slots__
+                value = getattr(owner, name, None)
             yield MethodType(value, owner) if isinstance(value, FunctionType) else value
 
 

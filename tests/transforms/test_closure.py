@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero.tools.compile._closure import MOST, values_read
+from fzero.transforms.closure import MOST, values_read
 from tests.descends import descends
 
 GLOBAL = 1.0
@@ -54,11 +55,18 @@ class Trainer:
         return self.scaled(p["w"] * x).sum()
 
 
+@dataclass(slots=True)
+class Slotted:
+    """An object without a `__dict__`."""
+
+    rate: float = 1.0
+
+
 def changes() -> dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]]:
     """By what a loss reads: the loss, and how that changes."""
     rate, table, tensor = 1.0, {"rate": 1.0}, torch.tensor([1.0])
     moved = torch.tensor([1.0])
-    trainer, other, third = Trainer(), Trainer(), Trainer()
+    trainer, other, third, slotted = Trainer(), Trainer(), Trainer(), Slotted()
 
     def in_cell(p: Any, x: Tensor) -> Tensor:
         return (p["w"] * x).sum() * rate
@@ -84,6 +92,10 @@ def changes() -> dict[str, tuple[Callable[..., Tensor], Callable[[], Any]]]:
         "a dict of a partial": (partial, lambda: table.update(rate=3.0)),
         "an attribute": (trainer.loss, lambda: setattr(trainer, "rate", 3.0)),
         "an attribute of it": (other.loss, lambda: setattr(other.options, "shift", 3.0)),
+        "a slot": (
+            lambda p, x: (p["w"] * x).sum() * slotted.rate,
+            lambda: setattr(slotted, "rate", 3.0),
+        ),
         "of the class": (third.loss, lambda: setattr(Trainer, "power", 0.0)),
         "written": (lambda p, x: (p["w"] * x * tensor).sum(), lambda: tensor.mul_(3)),
         "assigned": (lambda p, x: (p["w"] * x * tensor).sum(), lambda: assigned(tensor * 2)),

@@ -26,8 +26,8 @@ from fzero.optim.none import without_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import nonfinite, raises_together, reduce_agreed
-from fzero.transforms.norm import clip_factor, norm_of_state
-from fzero.transforms.prepare import scaled
+from fzero.transforms.norm import norm_of_state
+from fzero.transforms.prepare import clip_factor, scaled
 from fzero.transforms.scaled import scale_forgotten, with_value
 from fzero.transforms.weights import averaged
 

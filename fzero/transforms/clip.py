@@ -11,10 +11,10 @@ from fzero.machine.offload import to_device
 from fzero.optim import require_ordered
 from fzero.state import Buffers, TrainState
 from fzero.state.points import Builtin
-from fzero.transforms.norm import clip_factor, norm_of
+from fzero.transforms.norm import norm_of
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
 from fzero.transforms.points import Running
-from fzero.transforms.prepare import Prepared
+from fzero.transforms.prepare import Prepared, clipped_to
 from fzero.transforms.states import flatten_states, under_policy
 
 
@@ -105,7 +105,7 @@ def _clips(one: Builtin, running: Running, ready: Prepared) -> Prepared:
         ready = _bounded(state, ready, most / ready.rest)
     if (most := bounds.get("max_norm")) is not None:
         norm = norm_of(state, ready.gradients.flats, ready.gradients.placement) * ready.rest
-        ready = ready._replace(norm=norm, rest=ready.rest * clip_factor(norm, most))
+        ready = clipped_to(ready, norm, most)
     return ready
 
 

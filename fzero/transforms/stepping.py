@@ -1,7 +1,4 @@
-"""The step of a rule on this rank's shards, with what transforms do around it and after it.
-
-parameters - cut -> this rank's part -> the rule -> its new part - gather -> parameters
-"""
+"""The step of a rule on this rank's shards, with what transforms do around it and after it."""
 
 from __future__ import annotations
 
@@ -12,14 +9,11 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import about
 from fzero.machine.offload import to_device, write_back
 from fzero.machine.owners import owners_of
-from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.masters import work_tensors
 from fzero.state import NAMESPACE, Buffers, Setup, TrainState
 from fzero.state.setup import MASTERS
-from fzero.transforms.donation import donates, take_over, undo_take_over
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.points import (
     Running,
@@ -31,54 +25,7 @@ from fzero.transforms.points import (
 )
 
 
-def advanced(
-    running: Running,
-    gradients: Buffers,
-    *,
-    told: tuple[Tensor | None, Tensor | None] | None = None,
-    unused: Sequence[int] = (),
-) -> tuple[Buffers, Any]:
-    """Run the optimizer, and what transforms do around and after it, on this rank's shards.
-
-    Then make the parameters whole again. told: (found_inf, grad_scale), for an optimizer that looks
-    for an overflow itself.
-    """
-    state = running.old
-    setup, layout = state.setup, state.setup.layout
-    owned = donates(state)
-    held, optimizer = state.params, state.optimizer
-    if owned:  # from here on the old state is used up
-        held, optimizer = take_over(held), take_over(optimizer)
-    fulls = [held.flats[i] for i in layout.trainable]
-    whole, part = setup.params, setup.optimizer_state
-    splits = part is not whole
-    shards = [cut(setup, full, whole, part) for full in fulls] if splits else fulls
-    options = _options(setup, fulls, state.device, unused)
-    options |= {"differentiable": running.general, "owned": owned}
-    if told is not None:
-        options["found_inf"], options["grad_scale"] = told
-    placed = state.replace(params=held, optimizer=optimizer)
-    step = Stepping(placed, running, shards, options)
-    try:
-        new, optimizer = step.made(gradients)
-    except BaseException:
-        undo_take_over((state.params, state.optimizer), (held, optimizer))
-        raise
-    if splits and setup.axis.size > 1:
-        with about(lambda: layout.paths(layout.trainable)):
-            if owned:  # the shards were written where they stand
-                wanted = [full for full in fulls if full.numel()]
-                gather_parts_in_place(setup, wanted, part, whole)
-                new = fulls
-            else:
-                new = gather_parts(setup, new, part, whole)
-    flats = list(held.flats)
-    for i, flat in zip(layout.trainable, new, strict=True):
-        flats[i] = flat
-    return Buffers(flats=tuple(flats), placement=held.placement), optimizer
-
-
-def _options(
+def rule_options(
     setup: Setup, fulls: Sequence[Tensor], device: torch.device, unused: Sequence[int]
 ) -> dict[str, Any]:
     """Return what a rule is told of where it runs."""

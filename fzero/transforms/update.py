@@ -10,17 +10,19 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.collectives import about
 from fzero.machine.offload import at_home
+from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.visible import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress, window
 from fzero.state.points import Points
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.builtins import acting
-from fzero.transforms.donation import check_alive, donates, take_over
+from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.points import Running, reduced, transforms_of
 from fzero.transforms.prepare import Prepared, fulls_of, given_back, is_general
 from fzero.transforms.states import S, flatten_states
-from fzero.transforms.stepping import advanced
+from fzero.transforms.stepping import Stepping, rule_options
 from fzero.transforms.written import require_unwritten, returned
 
 
@@ -123,7 +125,8 @@ def _begun(state: TrainState) -> TrainState:
 def _decided(state: TrainState) -> Running:
     """Return an update that begins: whether it is made, as far as that is known."""
     means = buffers.require_reduced(state.gradients)
-    running = Running(state, state, general=is_general(state, means.flats))
+    general = is_general(state, means.flats)
+    running = Running(state, state, general, Prepared(means))
     for decides in reversed(acting(state, "decides")):
         decides(running, means)
     running.read(lambda: _leaves_out(state))
@@ -146,18 +149,18 @@ def _leaves_out(state: TrainState) -> bool:
 def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tensor | None]:
     state = running.old
     after = progress.saw_update(state.progress)
-    ready = Prepared(buffers.require_reduced(state.gradients))
-    for units in acting(state, "units"):
-        ready = units(running, ready)
+    running.ready = Prepared(buffers.require_reduced(state.gradients))
     try:
-        ready = reduced(running, ready)
+        for units in acting(state, "units"):
+            running.ready = units(running, running.ready)
+        reduced(running)
         for hands_on in acting(state, "ready"):
-            ready = hands_on(running, ready)
+            running.ready = hands_on(running, running.ready)
         if running.skipped is not False:
             running.leave_out(running.skipped)
-        params, optimizer = _stepped(running, ready, unused)
+        params, optimizer = _stepped(running, unused)
     except BaseException:
-        given_back(state, ready)
+        given_back(state, running.ready)
         raise
     new = state.replace(
         params=params,
@@ -171,12 +174,13 @@ def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tenso
     new = running.selected(new)
     for updated in acting(new, "updated"):
         new = updated(running, new)
-    return new if running.general else at_home(new), ready.norm
+    return new if running.general else at_home(new), running.ready.norm
 
 
-def _stepped(running: Running, ready: Prepared, unused: Sequence[int]) -> tuple[Buffers, Any]:
+def _stepped(running: Running, unused: Sequence[int]) -> tuple[Buffers, Any]:
     """Return parameters and optimizer after the rule; the old ones if the update is skipped."""
-    state, gradients = running.old, ready.gradients
+    state, ready = running.old, running.ready
+    gradients = ready.gradients
     if running.kept:
         for text in dict.fromkeys(one.says for one in running.skips if one.known and one.says):
             warnings.warn(text, UserWarning, stacklevel=4)
@@ -187,4 +191,51 @@ def _stepped(running: Running, ready: Prepared, unused: Sequence[int]) -> tuple[
         zeroed = (torch.where(overflow != 0, torch.zeros_like(g), g) for g in gradients.flats)
         gradients = Buffers(flats=tuple(zeroed), placement=gradients.placement)
     told = (running.overflow, ready.grad_scale) if running.by_rule else None
-    return advanced(running, gradients, told=told, unused=unused)
+    return _advance(running, gradients, told=told, unused=unused)
+
+
+def _advance(
+    running: Running,
+    gradients: Buffers,
+    *,
+    told: tuple[Tensor | None, Tensor | None] | None = None,
+    unused: Sequence[int] = (),
+) -> tuple[Buffers, Any]:
+    """Run the optimizer, and what transforms do around and after it, on this rank's shards.
+
+    Then make the parameters whole again. told: (found_inf, grad_scale), for an optimizer that looks
+    for an overflow itself.
+    """
+    state = running.old
+    setup, layout = state.setup, state.setup.layout
+    owned = donates(state)
+    held, optimizer = state.params, state.optimizer
+    if owned:  # from here on the old state is used up
+        held, optimizer = take_over(held), take_over(optimizer)
+    fulls = [held.flats[i] for i in layout.trainable]
+    whole, part = setup.params, setup.optimizer_state
+    splits = part is not whole
+    shards = [cut(setup, full, whole, part) for full in fulls] if splits else fulls
+    options = rule_options(setup, fulls, state.device, unused)
+    options |= {"differentiable": running.general, "owned": owned}
+    if told is not None:
+        options["found_inf"], options["grad_scale"] = told
+    placed = state.replace(params=held, optimizer=optimizer)
+    step = Stepping(placed, running, shards, options)
+    try:
+        new, optimizer = step.made(gradients)
+    except BaseException:
+        undo_take_over((state.params, state.optimizer), (held, optimizer))
+        raise
+    if splits and setup.axis.size > 1:
+        with about(lambda: layout.paths(layout.trainable)):
+            if owned:  # the shards were written where they stand
+                wanted = [full for full in fulls if full.numel()]
+                gather_parts_in_place(setup, wanted, part, whole)
+                new = fulls
+            else:
+                new = gather_parts(setup, new, part, whole)
+    flats = list(held.flats)
+    for i, flat in zip(layout.trainable, new, strict=True):
+        flats[i] = flat
+    return Buffers(flats=tuple(flats), placement=held.placement), optimizer

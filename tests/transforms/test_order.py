@@ -228,3 +228,34 @@ def test_an_option_that_a_transform_excludes_is_refused() -> None:
                 transforms=[alone],
                 **options,  # type: ignore[arg-type]
             )
+
+
+@pytest.mark.parametrize("bound", [{"max_value": 0.5}, {"max_norm": 0.5}])
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_function_that_raises_leaves_the_gradients_of_a_donating_step(
+    bound: dict[str, float], outside: bool
+) -> None:
+    def reduced(slots: Any, grads: Any, ctx: Any) -> Any:
+        if fails:
+            raise ArithmeticError("by hand")
+        return slots, grads
+
+    fails = True
+    raising = fzero.transform(name="raising", reduced=reduced)
+    held: list[Any] = []
+
+    def fn(state: Any, x: Tensor) -> Any:
+        state, value = fzero.grad_and_reduce(lambda p: (p["a"] * x).sum(), state)()
+        held.append(state)
+        return fzero.apply_gradients(state), value
+
+    step: Any = fzero.clip(raising(fn), **bound) if outside else raising(fzero.clip(fn, **bound))
+    step = fzero.shard(fzero.scale_loss(step, 8.0), stage=2, donate=True)
+    state = step.init(P, fzero.optim.sgd(1.0))
+    x = torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)
+    with pytest.raises(ArithmeticError, match="by hand"):
+        step(state, x)
+    assert torch.equal(fzero.gradients(held[0])["a"], x)
+    fails = False
+    state, _ = step(state, x)
+    assert int(state.step) == 1

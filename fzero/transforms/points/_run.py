@@ -29,7 +29,7 @@ from fzero.transforms.points._owned import on_owners, owned_paths
 from fzero.transforms.points._running import Running
 from fzero.transforms.points._slots import given, put, stepped_by_path, value_given
 from fzero.transforms.points._slots import stepped as stepped_flats
-from fzero.transforms.prepare import Prepared, settled
+from fzero.transforms.prepare import settled
 
 Rule = Callable[[Pieces], Pieces]
 """Gradients by path -> the parameters after the rule's update, by path."""
@@ -53,23 +53,23 @@ def keeps_before(setup: Setup) -> bool:
 # Once for each update.
 
 
-def reduced(running: Running, ready: Prepared) -> Prepared:
-    """Return the gradients after all transforms at `reduced`; their slots go into the state.
+def reduced(running: Running) -> None:
+    """Let all transforms at `reduced` act on the gradients; their slots go into the state.
 
     Those of users are not called where the update is not made.
     """
     state, asked = running.old, False
     for one in transforms_of(state.setup, "reduced"):
         if isinstance(one, Builtin):
-            ready = one.reduced(one, running, ready)  # type: ignore[misc]
+            running.ready = one.reduced(one, running, running.ready)  # type: ignore[misc]
         elif not running.kept:
-            ready = settled(state, ready)
-            gradients = _reduced_by_path(running, one, ready.gradients)
-            ready = ready._replace(gradients=gradients, is_shared=True)
+            running.ready = settled(state, running.ready)
+            gradients = _reduced_by_path(running, one, running.ready.gradients)
+            running.ready = running.ready._replace(gradients=gradients, is_shared=True)
             asked = True
     if asked:
         _check.require_same_skip(running.state, running.skipped)
-    return settled(state, ready)
+    running.ready = settled(state, running.ready)
 
 
 def _reduced_by_path(running: Running, one: Points, gradients: Buffers) -> Buffers:

@@ -23,6 +23,7 @@ from fzero.machine.by_path import Pieces
 from fzero.state import NAMESPACE, Slot, TrainState
 from fzero.transforms.points._context import Context, LeafPart
 from fzero.transforms.points._slots import stepped_by_path
+from fzero.transforms.prepare import Prepared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +49,14 @@ class Running:
     """An update under way. Its transforms write here what others must know.
 
     old: the state before it. state: the same, whose slots change. general: whether it is
-    differentiated, mapped or traced.
+    differentiated, mapped or traced. ready: its gradients on their way to the rule, as they are
+    now: whoever multiplies them in place puts them here, for an error gives them back.
     """
 
     old: TrainState
     state: TrainState
     general: bool
+    ready: Prepared
     skips: list[Skip] = field(default_factory=list)  # from the outside in
     total: Tensor | None = None  # what gradients are sums by, and to be divided by
     skipped: Any = False  # what `ctx.skip` was given: a bool, or a tensor [] if it is general

@@ -17,7 +17,7 @@ from fzero.machine.packing import leaf_ranges, part_of, shard_of
 from fzero.machine.parts import gather_parts_in_place
 from fzero.state import Buffers, Placement, Progress, Setup, TrainState
 from fzero.state.layout import as_real
-from fzero.state.scale import from_numbers
+from fzero.state.scale import from_numbers, with_slot
 from fzero.state.setup import MASTERS
 from fzero.state.window import CLOSED
 
@@ -44,6 +44,7 @@ def numbered(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
 
     saved: the counters of a `Manifest`.
     """
+    state = state.without_gradients()
     counters = dict(saved["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     unstepped = saved.get(UNSTEPPED, ())
@@ -53,7 +54,7 @@ def numbered(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         window=CLOSED,
         step=torch.tensor(saved["step"], dtype=torch.int64),
         progress=Progress(),
-        scale=from_numbers(state.scale, saved["scale"]),
+        slots=with_slot(state.slots, from_numbers(state.scale, saved["scale"])),
     )
 
 

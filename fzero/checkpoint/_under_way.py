@@ -10,7 +10,8 @@ import torch
 from fzero.errors import PhaseError
 from fzero.machine.offload import offloaded
 from fzero.state import Buffers, Progress, TrainState
-from fzero.state.scale import LossScale
+from fzero.state.scale import LossScale, with_slot
+from fzero.transforms.weights import own_weight, with_own_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,7 @@ class UnderWay:
     """How far one rank is on its way to the next update; its gradients are all reduced."""
 
     progress: Progress
-    weight: tuple[float, ...] | None  # as `window.weight` of this rank
+    weight: tuple[float, ...] | None  # of this rank's own gradients
     scale: LossScale | None  # what gradients were multiplied by; None: none are held
     has_gradients: bool
     is_open: bool  # a coalescing window
@@ -31,7 +32,7 @@ def under_way(state: TrainState) -> UnderWay:
 
     Raises `PhaseError` for gradients of which a codec keeps what it has lost.
     """
-    window, held = state.window, state.gradients.held
+    window, held, weight = state.window, state.gradients.held, own_weight(state)
     if window.residual_before.held:
         raise PhaseError(
             "reshard: a state with gradients, and with a codec that has a memory.",
@@ -40,7 +41,7 @@ def under_way(state: TrainState) -> UnderWay:
         )
     return UnderWay(
         progress=state.progress,
-        weight=None if window.weight is None else tuple(window.weight.tolist()),
+        weight=None if weight is None else tuple(weight.tolist()),
         scale=state.scale if held else None,
         has_gradients=held,
         is_open=window.is_open,
@@ -96,15 +97,14 @@ def with_way(state: TrainState, way: UnderWay) -> TrainState:
     """Return a state that is so far on its way."""
     weight = way.weight
     window = replace(
-        state.window,
-        is_open=way.is_open,
-        length=way.length,
-        is_settled=way.is_settled,
-        weight=None if weight is None else torch.tensor(weight, dtype=torch.float64),
+        state.window, is_open=way.is_open, length=way.length, is_settled=way.is_settled
     )
+    if weight is not None:
+        state = with_own_weight(state, torch.tensor(weight, dtype=torch.float64))
     scale = state.scale
     if way.scale is not None and scale is not None:
         device, told = scale.scale.device, way.scale
         numbers = ("scale", "good_updates", "hysteresis_left", "overflowed")
         scale = replace(told, **{name: getattr(told, name).to(device) for name in numbers})
-    return state.replace(window=window, progress=way.progress, scale=scale)
+    slots = with_slot(state.slots, scale)
+    return state.replace(window=window, progress=way.progress, slots=slots)

@@ -111,6 +111,9 @@ class Form:
 class Slot:
     """One value of a state, and its form. `value` is what the table in this file says.
 
+    `note`: what its owner knows of it beside that, hashable and the same on every rank, such as an
+    option; it stays with the state, and is in no file.
+
     Example:
         >>> Slot(value=torch.zeros(()), form=Form(leaves="number")).value
         tensor(0.)
@@ -118,6 +121,7 @@ class Slot:
 
     value: Any
     form: Form = static()
+    note: Any = static(default=None)
 
 
 def _is_placement(x: Any) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import told_everywhere
+from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.machine.by_path import FlatRanges, Pieces, as_flats, by_path, ranges_in
 from fzero.machine.offload import offloaded, to_device
@@ -163,7 +164,7 @@ def _named(state: TrainState, one: Points, place: str, value: Any) -> dict[str, 
     for key, x in value.items():
         if not isinstance(x, Tensor):
             raise _bad_init(one, f"made a {type(x).__name__} for {place}[{key!r}]")
-    made = {key: _stored(state, x.detach().clone()) for key, x in value.items()}
+    made = {key: _stored(state, _apart(x).clone()) for key, x in value.items()}
     if one.needs == "matrix":  # every rank knows every name
         for path in owned_paths(state.setup):
             made.setdefault(path, torch.zeros(0, device=state.device))
@@ -186,9 +187,13 @@ def _dtype_of(form: Form, pieces: Sequence[Any]) -> torch.dtype:
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.detach() if not x.requires_grad else x
     wanted = dtype.to_complex() if x.is_complex() else dtype
-    return x.to(wanted, copy=True)
+    return _apart(x).to(wanted, copy=True)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return a value without its graph; inside of a torch.func transform it depends on params."""
+    return x if in_transform() or x.requires_grad else x.detach()
 
 
 def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Tensor:
@@ -197,7 +202,7 @@ def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -
         value = torch.tensor(value, dtype=kind)
     if not isinstance(value, Tensor):
         raise _bad_init(one, f"made a {type(value).__name__} for the number {one.name}/{name}")
-    return value.detach().to(state.device, form.dtype or value.dtype, copy=True)
+    return _apart(value).to(state.device, form.dtype or value.dtype, copy=True)
 
 
 def _stored(state: TrainState, flat: Tensor) -> Tensor:
@@ -266,7 +271,15 @@ def _with_value(state: TrainState, slot: Slot, before: Any, value: Any) -> Slot:
     return dataclasses.replace(slot, value=dataclasses.replace(slot.value, flats=kept))
 
 
+def without_gradients(state: TrainState) -> TrainState:
+    """Return the state without gradients, and without what belongs to them."""
+    return renewed(state.without_gradients(), "update")
+
+
 def renewed(state: TrainState, lifetime: str) -> TrainState:
-    """Return the state whose slots of this lifetime are as `init` makes them."""
+    """Return the state whose slots of this lifetime are as `init` makes them, or gone."""
     names = [name for name, slot in state.slots.items() if slot.form.lifetime == lifetime]
-    return begun_slots(state, names) if names else state
+    if not names:
+        return state
+    others = {name: slot for name, slot in state.slots.items() if name not in names}
+    return begun_slots(state.replace(slots=others), names)

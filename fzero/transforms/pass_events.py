@@ -78,6 +78,7 @@ class Pass:
             on_gathered=self._observer(),
             on_written=on_written,
             drop_raised=drop_raised,
+            on_served=self._on_served(),
         )
         lend_residuals(self.reducer, self.states)
         if self.gathers:
@@ -249,7 +250,7 @@ class Pass:
         used = self.reducer.states[number].pop_used()
         return used if self.form.uses else progress.ALL
 
-    def take_served(self) -> None:
+    def _take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""
         for number in range(len(self.states)):
             self.put(number, self._with_served(number))
@@ -305,6 +306,16 @@ class Pass:
                 tell("gathered", one.states[number], (index, flat))
 
         return saw_gathered
+
+    def _on_served(self) -> Callable[[], None]:
+        """What takes the sums of passes that this rank has served. It holds no driver, either."""
+        held = weakref.ref(self)
+
+        def take_served() -> None:
+            if (one := held()) is not None:
+                one._take_served()
+
+        return take_served
 
     def _begin(self, phase: int, *, dropped: bool = False) -> Begin:
         count = None if self.gathers else self.reducer.unit_count

@@ -8,11 +8,13 @@ from typing import Any
 from fzero.state import replay, residency
 from fzero.state._replaced import replaced
 from fzero.state.effects import (
+    Discard,
     Effect,
     Exchange,
     Post,
     Raise,
     Read,
+    Receive,
     Reduce,
     TakePart,
     WaitForReductions,
@@ -137,6 +139,8 @@ def serve(p: Protocol, said: Round, mine: frozenset[Asked] = frozenset()) -> Nex
 
 def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
     if one.what is What.REDUCE:
+        if one.model not in (*p.running, *p.served):
+            p = replaced(p, served=(*p.served, one.model))
         return p, (Reduce(one.model, one.unit, mine=mine),)
     model = p.models.get(one.model)
     if model is None:  # the performer says that it is gone
@@ -168,9 +172,16 @@ def say_done(p: Protocol, t: tasks.SayDone) -> Next:
 def heard_done(p: Protocol, t: tasks.SayDone, said: Round) -> Next:
     """Take part in what other ranks need, until no rank is in a pass."""
     if said.is_over:
-        return p.then(tasks.EndOfPass(t.model, asked=said.has_asked)), (WaitForReductions(),)
+        p, effects = _over(p)
+        return p.then(tasks.EndOfPass(t.model, asked=said.has_asked)), effects
     p, effects = serve(p, said)
     return p.then(t), effects
+
+
+def _over(p: Protocol) -> Next:
+    """No rank is in a pass: what this rank has served of other passes is complete."""
+    received = (Receive(model) for model in p.served)
+    return replaced(p, served=()), (WaitForReductions(), *received)
 
 
 # Calls.
@@ -191,14 +202,12 @@ def called(p: Protocol, e: Call, said: Round) -> Next:
             return differ(p)
         if everybody:
             return replaced(p, heard=tuple(said.values)), ()
+    if said.is_over:
+        p, effects = _over(p)
+        # Those that end their pass tell what they did, if any of them has asked.
+        return p.then(e), (*effects, *(Exchange(None),) * said.has_asked)
     p, effects = serve(p, said)
-    if not said.is_over:
-        return p.then(e), effects
-    effects = (*effects, WaitForReductions())
-    if not said.has_asked:
-        return p.then(e), effects
-    # Those that end their pass tell what they did.
-    return p.then(Awaiting(tasks.HearOthers()), e), (*effects, Exchange(None))
+    return p.then(e), effects
 
 
 # Errors.
@@ -211,15 +220,22 @@ def raised(p: Protocol, e: Raised) -> Next:
 
 def heard_raised(p: Protocol, e: Raised, said: Round) -> Next:
     """All ranks have read that this one raised."""
-    return replaced(p, known=True), (WaitForReductions(),)
+    return _failed(p)
 
 
 def peers_failed(p: Protocol, said: Round) -> Next:
     """Raise, with all ranks that have read this round."""
-    p = replaced(p, agenda=(), known=True, open=None)
-    return p, (WaitForReductions(), Raise(tuple(said.failed)))
+    p, effects = _failed(replaced(p, agenda=(), open=None))
+    return p, (*effects, Raise(tuple(said.failed)))
 
 
 def differ(p: Protocol) -> Next:
     """The ranks make different calls: all of them raise."""
-    return replaced(p, agenda=(), known=True, open=None), (WaitForReductions(), Raise())
+    p, effects = _failed(replaced(p, agenda=(), open=None))
+    return p, (*effects, Raise())
+
+
+def _failed(p: Protocol) -> Next:
+    """All ranks know of an error: what this one has served of the passes is discarded, as there."""
+    dropped = (Discard(model) for model in p.served)
+    return replaced(p, known=True, served=()), (WaitForReductions(), *dropped)

@@ -151,11 +151,6 @@ class EndOfPass:
 
 
 @dataclass(frozen=True, slots=True)
-class HearOthers:
-    """Take part where others exchange what they did."""
-
-
-@dataclass(frozen=True, slots=True)
 class DropInexact:
     """Free rounded values of units, which a block is to read exactly."""
 

@@ -86,6 +86,7 @@ class Protocol:
         running: the models in a pass, in the order in which their passes began.
         open: the model whose announcement was posted and not read; None if there is none.
         posted: the last message of this rank.
+        served: models that are in no pass here, of which reductions of other ranks' pass run.
         known: whether the last round ended in an error, on every rank.
         heard: the values of each rank in the last call.
         agenda: what is still to do of the event that is handled, the next task first.
@@ -103,6 +104,7 @@ class Protocol:
     running: tuple[int, ...] = ()
     open: int | None = None
     posted: Message | None = None
+    served: tuple[int, ...] = ()
     known: bool = False
     heard: tuple[tuple[int, ...], ...] = ()
     agenda: tuple[Any, ...] = ()

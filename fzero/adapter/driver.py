@@ -270,7 +270,6 @@ class Driver:
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
-
         name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
         written, running = self.writes.since if updates else bool, self.running
         return agree(

@@ -58,6 +58,13 @@ class Passes:
 
 
 @dataclass(frozen=True)
+class Astray:
+    """A forward that raises an error of communication on all ranks, before it reads anything."""
+
+    model: int
+
+
+@dataclass(frozen=True)
 class Window:
     """Passes of a model whose gradients are reduced with those that come after it."""
 
@@ -69,14 +76,16 @@ class Window:
 class Script:
     """What one rank does: in each step some items, then a call.
 
-    fails_at: the event of its own at which it raises. breaks_in: the effect behind which it does.
-    raises_at: the step in which it raises outside of a pass. Each only once; -1 for never.
+    fails_at: the event of its own at which it raises. breaks_in: behind which effect of a kind
+    `breaks` (any if empty) it does. raises_at: the step in which it raises outside of a pass. Each
+    only once; -1 for never.
     """
 
     steps: tuple[tuple[Any, ...], ...]
     calls: tuple[str, ...]
     fails_at: int = -1
     breaks_in: int = -1
+    breaks: str = ""
     raises_at: int = -1
 
 
@@ -105,6 +114,7 @@ class Drawing:
     functional: tuple[bool, ...]
     alike: bool
     out: bool  # a rank may make the call while others are in a pass
+    astray: bool = False
     inside: list[int] = field(default_factory=list)  # models in a pass or a window
 
     def flag(self, one_in: int = 2) -> bool:
@@ -129,14 +139,21 @@ class Drawing:
         kinds = ["passes", "passes", "passes", "passes", "evaluation"]
         if depth == 0:
             kinds += ["window", "block"]
+            kinds += ["astray"] * 5 if self.astray else []
         kind = self.random.choice(kinds)
         if kind == "block" and self.engines():
             model, units = self.block()
             return [Block(model, units, tuple(mine)) for mine in self.items(1)]
+        if kind == "astray":
+            return [Astray(self.random.randrange(len(self.units)))] * self.size
         if kind == "window":
             model = self.random.randrange(len(self.units))
             self.inside.append(model)
-            items = [self.passes([model]) for _ in range(self.random.randint(1, 2))]
+            items = [self.passes([model])]
+            if self.functional[model] and self.flag():
+                items += [self.each(lambda: Evaluation(model, self.uses_of(model), True))]
+            if self.flag():
+                items += [self.passes([model])]
             self.inside.remove(model)
             by_rank = [[x for x in mine if x is not None] for mine in zip(*items, strict=True)]
             return [Window(model, tuple(mine)) for mine in by_rank]
@@ -166,7 +183,8 @@ class Drawing:
         free = [n for n in range(len(self.units)) if n not in (*self.inside, *avoid)]
         if not free:
             return [None] * self.size
-        model, exact = self.random.choice(free), self.flag()
+        model = self.random.choice(free)
+        exact = self.functional[model] and self.flag()  # an engine's forwards are all alike
         return self.each(lambda: Evaluation(model, self.uses_of(model), exact))
 
     def passes(self, models: list[int]) -> list[Any]:
@@ -177,7 +195,7 @@ class Drawing:
         out = self.out and not inside and not self.alike
         first, collected = None, list[Any]()
         for rank in range(self.size):
-            if out and self.flag(5):
+            if out and self.flag(3):
                 collected.append(None)
                 continue
             if first is None or not self.alike:
@@ -227,27 +245,53 @@ def units_of(random: Random) -> Units:
     )
 
 
+BREAKS = ("WaitForReductions", "Gather", "TakePart", "Wait", "Free", "Reduce")
+"""Effects behind which a rank may raise."""
+
+
+def _without_syncs(item: Any) -> Any:
+    """An item without the collectives of the user's in its forwards."""
+    if not isinstance(item, Passes):
+        return item
+    passes = [replace(x, uses=tuple(u for u in x.uses if u != SYNC)) for x in item.passes]
+    return Passes(tuple(passes))
+
+
 def case_of(
-    random: Random, *, served: bool | None = None, fails: bool = False, lives: bool = False
+    random: Random,
+    *,
+    served: bool | None = None,
+    repeats: bool = False,
+    fails: bool = False,
+    lives: bool = False,
 ) -> Case:
-    """Draw a case; of ranks that fail if `fails`, after which the others go on or not."""
+    """Draw a case; of ranks that fail if `fails`, after which the others go on if `lives`.
+
+    served: ranks that make a call take part in passes of others; some are then not in them.
+    repeats: one model does the same in the last steps, on all ranks.
+    """
     size = random.randint(1, 4)
-    units = tuple(units_of(random) for _ in range(random.randint(1, 2)))
-    served = random.randrange(2) > 0 if served is None else served
-    functional = tuple(random.randrange(2) > 0 for _ in units)
-    alike, repeats = random.randrange(2) > 0, random.randrange(2) > 0
-    drawing = Drawing(random, size, units, functional, alike, served and not repeats)
+    units = tuple(units_of(random) for _ in range(1 if repeats else random.randint(1, 2)))
+    served = random.randrange(3) > 0 if served is None else served
+    functional = tuple(not served and random.randrange(4) > 0 for _ in units)
+    astray = lives and random.randrange(8) == 0  # all ranks at one place: no other rank fails
+    alike = astray or repeats or random.randrange(3) == 0
+    drawing = Drawing(random, size, units, functional, alike, served and not repeats, astray)
     steps = [drawing.items() for _ in range(2 if repeats else STEPS)]
+    if repeats and drawing.flag():  # the first step is the same, without what is in its forwards
+        steps[0] = [[_without_syncs(item) for item in mine] for mine in steps[1]]
     steps += [steps[-1]] * (STEPS - len(steps))
     scripts = [
         Script(tuple(tuple(step[rank]) for step in steps), ("step",) * STEPS)
         for rank in range(size)
     ]
-    for _ in range(random.randint(1, 2) if fails else 0):
-        how = random.choice(["fails_at", "breaks_in", "raises_at"])
-        at = random.randrange({"fails_at": 60, "breaks_in": 80, "raises_at": STEPS}[how])
-        rank = random.randrange(size)
-        scripts[rank] = replace(scripts[rank], **{how: at})
+    for _ in range(random.randint(1, 2) if fails and not astray else 0):
+        rank, kind = random.randrange(size), ""
+        how = random.choice(["fails_at", "fails_at", "breaks_in", "breaks_in", "raises_at"])
+        at = random.randrange({"fails_at": 40, "breaks_in": 40, "raises_at": STEPS}[how])
+        if how == "breaks_in" and random.randrange(4):
+            kind, at = random.choice(BREAKS), at // 10
+        scripts[rank] = replace(scripts[rank], **{how: at}, breaks=kind)
     return Case(
         world={
             "size": size,
@@ -259,7 +303,7 @@ def case_of(
         },
         scripts=tuple(scripts),
         order=random.randrange(2**16),
-        repeats=repeats and alike and not fails and len(units) == 1,  # two end each other's plans
+        repeats=repeats,  # two models end each other's plans
         lives=lives,
     )
 

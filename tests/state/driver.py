@@ -31,12 +31,11 @@ from fzero.state.protocol import (
     Ready,
     Settle,
     SyncPoint,
-    Units,
     Use,
     WindowEnded,
 )
 from tests.state.rank import Rank, Value
-from tests.state.world import Dead, Fault, OwnError, PeersFailed, Steps, World
+from tests.state.world import AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, World
 
 MOST = 4
 """Units of a model that are here at once, where one is gathered early: of a plan the one in use and
@@ -104,8 +103,9 @@ class Driver(Rank):
         """Each call has a record of its own; a window carries what it has gathered."""
         for kind in (Leave(model), Join(model, self.world.units[model])):
             self._at_once(kind)
-        for place in [place for place in self.here if place[0] == model]:
-            del self.here[place]
+        for values in (self.here, self.flights):
+            for place in [place for place in values if place[0] == model]:
+                del values[place]
         carried = self.carried[model] if self.world.units[model].gathers else {}
         self.here |= {(model, unit): value for unit, value in carried.items()}
         self._at_once(Adopt(model, tuple(sorted(carried))))
@@ -199,7 +199,8 @@ class Driver(Rank):
         if counts:
             self.receive(model)
             self.passes[model] += 1
-        if self.world.functional[model] and self.world.stays and model in self.windows:
+        carries = self.world.functional[model] and self.world.stays
+        if carries and counts and model in self.windows:
             yield from self.send(Settle(model))
             pinned = self.protocol.models[model].residency.pinned
             units = sorted(pinned) if self.world.units[model].gathers else []
@@ -288,7 +289,7 @@ class Driver(Rank):
 
     def fail(self, models: Iterable[int], error: BaseException) -> Steps:
         """As a driver: keep in step, tell the others, forget the pass."""
-        astray = isinstance(error, PeersFailed | Dead)
+        astray = isinstance(error, PeersFailed | Dead | AllAstray)
         models, self.breaks_in = list(models), -1
         for (model, _), names in self.gradients.items():
             if model in models:  # what no reduction has is dropped

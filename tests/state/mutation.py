@@ -74,7 +74,9 @@ class Mutant:
 
     def __str__(self) -> str:
         """Where it is, and what it changes."""
-        return f"{self.module.removeprefix('fzero.state.')}:{self.line} {self.function}: {self.what}"
+        return (
+            f"{self.module.removeprefix('fzero.state.')}:{self.line} {self.function}: {self.what}"
+        )
 
 
 def mutants(module: str) -> Iterator[Mutant]:
@@ -149,8 +151,9 @@ def _changes(node: Any) -> Iterator[Change]:
         case ast.Return(value=ast.Tuple(elts=[_, ast.Tuple(elts=[_, *_]) as effects])):
             for i, effect in enumerate(effects.elts):
                 yield f"without the effect {ast.unparse(effect)!r}", _without_effect(i)
-        case ast.AugAssign(op=ast.Add()) | ast.Expr(
-            value=ast.Call(func=ast.Attribute(attr="append"))
+        case (
+            ast.AugAssign(op=ast.Add())
+            | ast.Expr(value=ast.Call(func=ast.Attribute(attr="append")))
         ):
             yield f"without {ast.unparse(node)!r}", _nothing
         case ast.UnaryOp(op=ast.Not()):
@@ -204,11 +207,18 @@ def _nothing(node: Any) -> None:
 # One mutant at a time.
 
 
-def put_in(mutant: Mutant) -> None:
-    """Let the function of this process be the mutant."""
-    module = importlib.import_module(mutant.module)
-    code = compile(mutant.tree, str(module.__file__), "exec")
-    _live(module, mutant.function).__code__ = _code_of(code, mutant.function)
+def put_in(module: str, tree: ast.Module) -> None:
+    """Let the functions of a module in this process be those of another tree."""
+    code = compile(tree, str(importlib.import_module(module).__file__), "exec")
+    for function in functions_of(module):
+        function.__code__ = _code_of(code, function.__qualname__)
+
+
+def functions_of(module: str) -> list[FunctionType]:
+    """Every function and method that is defined in a module."""
+    loaded = importlib.import_module(module)
+    tree = ast.parse(Path(str(loaded.__file__)).read_text())
+    return [_live(loaded, name) for _, name in _functions(tree)]
 
 
 def _live(module: ModuleType, name: str) -> FunctionType:
@@ -238,7 +248,7 @@ def caught(mutant: Mutant, checks: Sequence[Callable[[], object]]) -> bool:
             with open(os.devnull, "w") as nowhere:
                 os.dup2(nowhere.fileno(), 1)
                 os.dup2(nowhere.fileno(), 2)
-            put_in(mutant)
+            put_in(mutant.module, mutant.tree)
             signal.setitimer(signal.ITIMER_REAL, SECONDS)
             for check in checks:
                 check()
@@ -287,7 +297,9 @@ def main(argv: Sequence[str]) -> None:
             print(mutant, flush=True)
     ratio = 1 - survivors / max(1, len(some))
     seconds = time.monotonic() - begin
-    print(f"{len(some)} mutants of {len(every)}, {survivors} not caught: {ratio:.1%}, {seconds:.0f} s")
+    print(
+        f"{len(some)} mutants of {len(every)}, {survivors} not caught: {ratio:.1%}, {seconds:.0f} s"
+    )
 
 
 if __name__ == "__main__":

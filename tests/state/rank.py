@@ -60,8 +60,7 @@ class Rank:
         self.round = -1
         self.unread = False  # the last round
         self.asks = 0  # rounds since the last update in which this rank asked for a collective
-        self.breaks_in = -1  # effects until one raises
-        self.broke = False  # an effect has raised, and nothing has made up for it
+        self.breaks_in, self.breaks = -1, ""  # effects of this kind until one raises
 
     # Events.
 
@@ -94,13 +93,16 @@ class Rank:
         """Raise behind an effect, as where memory runs out while values are unpacked."""
         if self.breaks_in < 0 or not self.protocol.running or isinstance(effect, ASTRAY):
             return
+        if self.breaks not in ("", type(effect).__name__):
+            return
         self.breaks_in -= 1
         if self.breaks_in < 0:
-            self.broke = True
             raise OwnError
 
     def _require_record(self) -> None:
-        """What the record says of this rank is so."""
+        """What the record says of this rank is so; only a pass has an announcement to read."""
+        if self.protocol.open is not None and self.protocol.open not in self.protocol.running:
+            raise Fault("the record is right", f"rank {self.number} is to read an old announcement")
         for number, model in self.protocol.models.items():
             resident = model.residency
             here = {unit for one, unit in self.here if one == number}

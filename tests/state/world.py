@@ -47,6 +47,12 @@ class OwnError(Exception):
     crosses = False
 
 
+class AllAstray(Exception):
+    """An error of the communication that every rank raises at one place."""
+
+    ranks = ()
+
+
 class Dead(Exception):
     """A rank that this one waits for has ended: what the communication library raises."""
 

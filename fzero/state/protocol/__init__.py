@@ -164,6 +164,7 @@ _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
     tasks.AskNext: _rounds.ask_next,
     tasks.AskLeft: _rounds.ask_left,
     tasks.Arrive: _plan.arrive,
+    tasks.Meet: _plan.meet,
     tasks.Depart: _plan.depart,
     tasks.EndOfForward: _pass.end_of_forward,
     tasks.SayDone: _rounds.say_done,

@@ -82,7 +82,7 @@ def learned(p: Protocol, t: tasks.Learn, said: Round) -> Next:
     p = p.put(t.model, replaced(model, course=replaced(course, asked=True)))
     here = model.residency
     missing = tuple(u for u in model.units.persistent if u not in here.gathered)
-    asks = [tasks.Ask(t.model, What.GATHER, missing)] if missing else []
+    asks = [tasks.Ask(t.model, model.gather, missing)] if missing else []
     return p.then(*asks, tasks.Pin(t.model)), ()
 
 
@@ -191,7 +191,7 @@ def call(p: Protocol, e: Call) -> Next:
     """Make a call together with every rank; ranks that are in a pass are served until they come."""
     if p.open is not None:
         return p.then(tasks.Learn(p.open), e), ()
-    return _say(p, Message(MessageKind.CALL, e.text, codes=e.values), e)
+    return _say(p, Message(MessageKind.CALL, e.text, int(e.has_plan), codes=e.values), e)
 
 
 def called(p: Protocol, e: Call, said: Round) -> Next:
@@ -201,7 +201,7 @@ def called(p: Protocol, e: Call, said: Round) -> Next:
         if not said.is_same and (everybody or not said.is_served):
             return differ(p)
         if everybody:
-            return replaced(p, heard=tuple(said.values)), ()
+            return replaced(p, heard=tuple(said.values), met=said.is_in_order), ()
     if said.is_over:
         p, effects = _over(p)
         # Those that end their pass tell what they did, if any of them has asked.

@@ -36,6 +36,9 @@ from tests.state.driver import Driver
 from tests.state.world import SYNC, AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, World
 
 
+ERRORS = (OwnError, PeersFailed, Dead, AllAstray)
+
+
 class Actor:
     """A driver that does what a script says."""
 
@@ -57,7 +60,7 @@ class Actor:
         ):
             try:
                 yield from self.step(number, items, text)
-            except (OwnError, PeersFailed, Dead, AllAstray) as error:
+            except ERRORS as error:
                 if not self.lives or isinstance(error, Dead):
                     raise
                 yield from self.rank.recover(error)
@@ -98,7 +101,7 @@ class Actor:
                     yield from self.rank.fail([model], error)
                     raise error
 
-    def block(self, block: Block, inside: int | None = None) -> Steps:
+    def block(self, block: Block) -> Steps:
         """Units are gathered, and read in another order than they were gathered."""
         rank = self.rank
         yield from rank.open_block(block.model, block.units)
@@ -108,8 +111,10 @@ class Actor:
                 rank.require_blocks()
             yield from self.items(block.items)
             rank.require_blocks()
-        finally:
+        except ERRORS:
             yield from rank.close_block()
+            raise
+        yield from rank.close_block()
 
     def evaluation(self, one: Evaluation) -> Steps:
         """A forward alone."""
@@ -120,7 +125,7 @@ class Actor:
             yield from self.uses(one.model, one.uses)
             yield from rank.end_forward(one.model)
             yield from rank.finish_forward(one.model)
-        except (OwnError, PeersFailed, Dead) as error:
+        except ERRORS as error:
             yield from rank.fail([one.model], error)
             raise
         finally:
@@ -165,7 +170,7 @@ class Actor:
                 self.check()
                 yield from rank.finish(one.model)
                 inside.remove(one.model)
-        except (OwnError, PeersFailed, Dead) as error:
+        except ERRORS as error:
             yield from rank.fail(inside, error)
             raise
 

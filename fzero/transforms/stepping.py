@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from fzero.machine.offload import to_device, write_back
+from fzero.machine.owners import owners_of
 from fzero.optim.masters import work_tensors
-from fzero.state import NAMESPACE, Buffers, TrainState
+from fzero.state import NAMESPACE, Buffers, Setup, TrainState
 from fzero.state.setup import MASTERS
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.points import (
@@ -22,6 +23,20 @@ from fzero.transforms.points import (
     transforms_of,
     updated,
 )
+
+
+def rule_options(
+    setup: Setup, fulls: Sequence[Tensor], device: torch.device, unused: Sequence[int]
+) -> dict[str, Any]:
+    """Return what a rule is told of where it runs."""
+    options: dict[str, Any] = {}
+    if not setup.offload.neutral:
+        options["device"] = device
+    if unused:
+        options["unused"] = frozenset(setup.layout.leaves[i].path for i in unused)
+    if (owners := owners_of(setup)) is not None:
+        options["owners"] = owners.at(fulls if setup.stage in (1, 2) else (), device)
+    return options
 
 
 class Stepping:

@@ -190,7 +190,7 @@ def called(p: Protocol, e: Call, said: Round) -> Next:
         if not said.is_same and (everybody or not said.is_served):
             return differ(p)
         if everybody:
-            return replaced(p, heard=tuple(said.values)), ()
+            return replaced(p, heard=said.values), ()
     p, effects = serve(p, said)
     if not said.is_over:
         return p.then(e), effects

@@ -282,7 +282,15 @@ def _with_value(state: TrainState, slot: Slot, before: Any, value: Any) -> Slot:
     return dataclasses.replace(slot, value=dataclasses.replace(slot.value, flats=kept))
 
 
+def without_gradients(state: TrainState) -> TrainState:
+    """Return the state without gradients, and without what belongs to them."""
+    return renewed(state.without_gradients(), "update")
+
+
 def renewed(state: TrainState, lifetime: str) -> TrainState:
-    """Return the state whose slots of this lifetime are as `init` makes them."""
+    """Return the state whose slots of this lifetime are as `init` makes them, or gone."""
     names = [name for name, slot in state.slots.items() if slot.form.lifetime == lifetime]
-    return begun_slots(state, names) if names else state
+    if not names:
+        return state
+    others = {name: slot for name, slot in state.slots.items() if name not in names}
+    return begun_slots(state.replace(slots=others), names)

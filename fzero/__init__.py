@@ -1,4 +1,8 @@
-"""ZeRO as function transforms over explicit, immutable state."""
+"""ZeRO as function transforms over explicit, immutable state.
+
+`import fzero` loads what a step needs. The engine, checkpoints, integrations and tools are loaded
+when a name of theirs is first used.
+"""
 
 import importlib
 import sys
@@ -8,8 +12,7 @@ import typing
 # without an error.
 import torch.distributed._functional_collectives  # noqa: F401
 
-from fzero import adapter, checkpoint, optim, state
-from fzero.checkpoint import reshard
+from fzero import optim, state
 from fzero.collectives import (
     CollectiveLog,
     all_gather,
@@ -20,6 +23,7 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
+from fzero.context import later
 from fzero.errors import (
     AxisError,
     CallError,
@@ -34,27 +38,10 @@ from fzero.errors import (
 )
 from fzero.machine import codecs
 from fzero.ranks.mesh import Axis, axis_index, axis_size, world
-from fzero.state import DynamicScale, Local, TrainState, state_bytes
+from fzero.state import DynamicScale, Form, Local, Placement, TrainState, state_bytes
 from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
-from fzero.tools import plot
-from fzero.tools.certify import certify
-from fzero.tools.compile import compile
-from fzero.tools.diff import Difference, Run, diff
-from fzero.tools.plan import plan
-from fzero.tools.prove import Claim, Proof, prove
-from fzero.tools.record import (
-    Parting,
-    Recorder,
-    Recording,
-    Replayed,
-    bisect,
-    load_recording,
-    record,
-    replay,
-)
-from fzero.tools.trace import check_spmd, trace
 from fzero.transforms import (
     accumulate,
     add_gradients,
@@ -74,13 +61,39 @@ from fzero.transforms import (
     init,
     leave_out,
     local,
+    map_params,
     offload,
     remat,
     scale_loss,
     shard,
     simulate,
+    slots,
+    transform,
 )
 from fzero.transforms.functionalize import functionalize
+
+if typing.TYPE_CHECKING:  # what `__getattr__` imports
+    from fzero import adapter, checkpoint
+    from fzero import integrations as integrations
+    from fzero import tools as tools
+    from fzero.checkpoint import reshard
+    from fzero.tools import plot
+    from fzero.tools.certify import certify
+    from fzero.tools.compile import compile
+    from fzero.tools.diff import Difference, Run, diff
+    from fzero.tools.plan import plan
+    from fzero.tools.prove import Claim, Proof, prove
+    from fzero.tools.record import (
+        Parting,
+        Recorder,
+        Recording,
+        Replayed,
+        bisect,
+        load_recording,
+        record,
+        replay,
+    )
+    from fzero.tools.trace import check_spmd, trace
 
 __version__ = "0.1.0"  # the build reads it here, too
 
@@ -95,6 +108,7 @@ __all__ = [
     "Difference",
     "DonatedError",
     "DynamicScale",
+    "Form",
     "FzeroError",
     "LayoutError",
     "Local",
@@ -105,6 +119,7 @@ __all__ = [
     "Parting",
     "PeerFailedError",
     "PhaseError",
+    "Placement",
     "Proof",
     "Recorder",
     "Recording",
@@ -144,6 +159,7 @@ __all__ = [
     "leave_out",
     "load_recording",
     "local",
+    "map_params",
     "offload",
     "optim",
     "plan",
@@ -160,9 +176,11 @@ __all__ = [
     "scale_loss",
     "shard",
     "simulate",
+    "slots",
     "state",
     "state_bytes",
     "trace",
+    "transform",
     "world",
 ]
 
@@ -173,20 +191,54 @@ def __dir__() -> list[str]:
 
 
 # Names of modules that are in rooms: `from fzero.plan import Plan`, `import fzero.codecs`.
-for _room, _modules in {
-    "machine": ("codecs", "partition"),
-    "ranks": ("axis", "mesh", "virtual"),
-    "tools": ("certify", "compile", "diff", "doctor", "plan", "plot", "prove", "trace"),
-}.items():
-    for _module in _modules:
-        sys.modules[f"fzero.{_module}"] = importlib.import_module(f"fzero.{_room}.{_module}")
-sys.modules["fzero.adapter.deepspeed"] = adapter.deepspeed
+for _room, _module in (
+    ("machine", "codecs"),
+    ("machine", "partition"),
+    ("ranks", "axis"),
+    ("ranks", "mesh"),
+    ("ranks", "virtual"),
+):
+    sys.modules[f"fzero.{_module}"] = importlib.import_module(f"fzero.{_room}.{_module}")
+for _module in ("certify", "compile", "diff", "doctor", "plan", "plot", "prove", "trace"):
+    sys.modules[f"fzero.{_module}"] = later.Alias(f"fzero.{_module}", f"fzero.tools.{_module}")
+sys.modules["fzero.adapter.deepspeed"] = later.Alias(
+    "fzero.adapter.deepspeed", "fzero.integrations.deepspeed"
+)
 
 
 if not typing.TYPE_CHECKING:  # a type checker would take any name for one of the package
+    _load = later.importer(
+        __name__,
+        [
+            "fzero.adapter",
+            "fzero.checkpoint",
+            "fzero.integrations",
+            "fzero.tools",
+            "fzero.tools.plot",
+        ],
+        {
+            "fzero.checkpoint": ["reshard"],
+            "fzero.tools.certify": ["certify"],
+            "fzero.tools.compile": ["compile"],
+            "fzero.tools.diff": ["Difference", "Run", "diff"],
+            "fzero.tools.plan": ["plan"],
+            "fzero.tools.prove": ["Claim", "Proof", "prove"],
+            "fzero.tools.record": [
+                "Parting",
+                "Recorder",
+                "Recording",
+                "Replayed",
+                "bisect",
+                "load_recording",
+                "record",
+                "replay",
+            ],
+            "fzero.tools.trace": ["check_spmd", "trace"],
+        },
+    )
 
-    def __getattr__(name: str) -> typing.NoReturn:
-        """Say what to do in the place of a public name that is gone."""
+    def __getattr__(name: str) -> typing.Any:
+        """Import what is imported later, or say what to do in the place of a name that is gone."""
         if name == "export":
             from fzero.errors import explain
 
@@ -201,4 +253,4 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
                 name=name,
                 obj=sys.modules[__name__],
             )
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _load(name)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 
 import hypothesis
 import pytest
 import torch
+
+from tests.covering import thin_out
 
 # A shared machine is slow at times, and that says nothing about a strategy: no deadline, no
 # complaint about slow generation. The default profile draws the same examples in every run, so
@@ -28,13 +31,23 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
+    """Thin out `sparse` tests; skip tests marked `gpu` where there is none."""
+    thin_out(items)
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and there is none"))
+
+
+def pytest_collection_finish() -> None:
+    """Take what was imported and collected out of the garbage collector's sight.
+
+    It is never garbage, and to look at it takes longer than most tests that collect garbage.
+    """
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -47,19 +47,23 @@ class Replicas:
 
     def update(
         self,
-        losses: Sequence[Callable[[nn.Module], Tensor]],
+        error: Callable[[nn.Module, Tensor], Tensor],
+        batch: Tensor | Sequence[Tensor],
         *,
         out: Sequence[int] = (),
         skipped: Sequence[int] = (),
     ) -> None:
-        """One update of each replica from its loss, and the outer one if it is due.
+        """One update of each replica by the error of its part, and the outer one if it is due.
 
+        batch: one for each replica, or [ranks, rows, n], of which each has as many ranks.
         out: the replicas that are not in its mean. skipped: those that make no update.
         """
-        rows = enumerate(zip(self.modules, self.inner, losses, strict=True))
-        for module, optimizer, loss in (row for number, row in rows if number not in skipped):
+        if isinstance(batch, Tensor):
+            batch = [*batch.reshape(len(self.modules), -1, batch.shape[-1])]
+        rows = enumerate(zip(self.modules, self.inner, batch, strict=True))
+        for module, optimizer, part in (row for number, row in rows if number not in skipped):
             optimizer.zero_grad()
-            loss(module).backward()
+            error(module, part).backward()
             if self.max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(module.parameters(), self.max_norm)
             optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import io
 import os
 import pkgutil
@@ -57,6 +58,7 @@ def serve(
     On SIGUSR1 the Python stack is written to the file `stack`.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that runs the tests
+    gc.freeze()  # what torch and its compiler made at import is never garbage
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         pipe.send_bytes(_answer(_join, rank, world_size, backend, folder))

@@ -20,11 +20,20 @@ PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
 # Pages on libraries that take seconds to import, or start a process group: a process each.
 APART = {"huggingface.md": ("accelerate", "transformers"), "fabric.md": ("lightning_fabric",)}
+# Those that take seconds; the tests of what they show run in `make test`.
+LONG = {
+    *("certify.md", "diff.md", "fabric.md", "huggingface.md", "pictures.md", "plan.md", "prove.md"),
+    *("trace.md", "troubleshooting.md"),
+}
 DRAW = "run: python -m tests.site.pictures"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.name in LONG)) for path in DOCUMENTS],
+    ids=lambda path: path.relative_to(ROOT).as_posix(),
+)
 def test_a_document_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = BLOCK.findall(path.read_text(encoding="utf-8"))
     if path.name in APART:

@@ -63,6 +63,7 @@ def run_alone(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=110)
 
 
+@pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 def test_alone_it_learns_and_counts_on_virtual_ranks() -> None:
     done = run_alone("--stage", "3", "--steps", "30", "--batch", "256", "--chunks", "4", "--check")
@@ -95,7 +96,9 @@ def test_under_torchrun_it_does_the_same() -> None:
     assert done.stdout.count("retrieval") == 1  # rank 0 alone speaks
 
 
-@pytest.mark.parametrize("args", [("--batch", "100"), ("--chunks", "0")])
+@pytest.mark.parametrize(
+    "args", [("--batch", "100"), pytest.param(("--chunks", "0"), marks=pytest.mark.slow)]
+)
 def test_a_batch_that_cannot_be_split_is_refused(args: tuple[str, ...]) -> None:
     done = run_alone(*args)
     assert done.returncode == 2

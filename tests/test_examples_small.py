@@ -27,6 +27,7 @@ EXAMPLES = (
     "ragged_lm.py",
     "chunked_loss.py",
 )
+LONG = {"maml.py", "jvp_loss.py", "distillation.py", "ema.py"}  # on two ranks
 FLOAT64 = 1e-9  # no check of an example is further off: what is compared rounds in another order
 
 
@@ -74,6 +75,16 @@ def test_alone(script: str) -> None:
     require_claims(script, run(script), ranks=1)
 
 
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize(
+    "script", [pytest.param(x, marks=[pytest.mark.slow] * (x in LONG)) for x in EXAMPLES]
+)
+def test_on_two_ranks(script: str, tmp_path: Path) -> None:
+    options = f" --stage 2 --folder {tmp_path}/run" if script == "reshard.py" else ""
+    require_claims(script, run_ranks(on_a_rank, 2, script + options)[0], ranks=2)
+
+
+@pytest.mark.slow
 @pytest.mark.xdist_group("gloo")
 def test_all_of_them_under_torchrun(tmp_path: Path) -> None:
     options = {"reshard.py": f" --stage 2 --folder {tmp_path}/run"}

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
+import pickle
 import re
 import subprocess
 import sys
 import tomllib
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import Any
 
 import pytest
 
@@ -23,13 +27,13 @@ def test_dir_shows_the_public_names_and_no_module_behind_them() -> None:
 
 
 def test_every_function_and_class_of_the_package_is_public() -> None:
-    held = {
+    modules = {name for name in fzero.__all__ if isinstance(getattr(fzero, name), ModuleType)}
+    bound = {
         name
         for name, value in vars(fzero).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    modules = {name for name in fzero.__all__ if isinstance(getattr(fzero, name), ModuleType)}
-    assert held == set(fzero.__all__) - modules
+    assert bound == set(fzero.__all__) - modules
     assert modules == {"adapter", "checkpoint", "codecs", "optim", "plot", "state"}
 
 
@@ -53,17 +57,128 @@ def test_every_module_can_be_asked_for_a_name_that_it_lacks() -> None:
     assert not [one.__name__ for one in found if hasattr(one, "no_such_name")]
 
 
-def test_the_parts_are_there_after_import_and_matplotlib_is_not() -> None:
-    look = "import sys, fzero; fzero.plot.partition_map, fzero.checkpoint.save"
+def fresh(program: str) -> list[str]:
+    """Run a program in an interpreter of its own; return the words that it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", f"{look}; print('matplotlib' in sys.modules)"],
+        [sys.executable, "-c", program],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.stdout == "False\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+NOT_FOR_A_STEP = [
+    "fzero.adapter",
+    "fzero.checkpoint",
+    "fzero.integrations",
+    "fzero.tools",
+    "hypothesis",
+    "matplotlib",
+    "safetensors",
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.profiler",
+]
+
+
+def test_import_loads_nothing_that_a_step_does_not_need() -> None:
+    program = "import torch, sys; of_torch = {*sys.modules}; import fzero"
+    loaded = fresh(f"{program}; print(*({{*sys.modules}} - of_torch))")
+    assert "fzero.transforms.shard" in loaded
+    assert "torch.distributed._functional_collectives" in loaded
+    loaded.remove("fzero.adapter.deepspeed")  # an alias, as `fzero.plan` is
+    roots = tuple(f"{name}." for name in NOT_FOR_A_STEP)
+    assert [name for name in loaded if f"{name}.".startswith(roots)] == []
+    assert len([name for name in loaded if name.startswith("fzero.")]) <= 240
+    assert len(loaded) <= 280
+
+
+@pytest.mark.parametrize(
+    ("uses", "loaded"),
+    [
+        ("dir(fzero), hasattr(fzero, 'no'), fzero.reshard", ["checkpoint"]),
+        (
+            "fzero.integrations.deepspeed.initialize, fzero.adapter.Engine",
+            ["adapter", "checkpoint", "integrations"],
+        ),
+        ("fzero.plot.partition_map, fzero.plan.of_step, fzero.bisect", ["checkpoint", "tools"]),
+    ],
+)
+def test_the_parts_are_loaded_by_their_first_use(uses: str, loaded: list[str]) -> None:
+    parts = "('adapter', 'checkpoint', 'integrations', 'tools')"
+    found = f"*[part for part in {parts} if f'fzero.{{part}}' in sys.modules]"
+    program = f"import sys, fzero; {uses}; print({found}, *{{'matplotlib'}} & {{*sys.modules}})"
+    assert fresh(program) == loaded
+
+
+def imported_for_checkers(package: ModuleType) -> dict[str, str]:
+    """Return {name: the module it is in} of what a package imports where types are checked."""
+    return {
+        alias.name: str(line.module)
+        for node in ast.parse(Path(str(package.__file__)).read_text()).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "typing.TYPE_CHECKING"
+        for line in node.body
+        if isinstance(line, ast.ImportFrom)
+        for alias in line.names
+    }
+
+
+def test_type_checkers_see_what_is_imported_later_and_nothing_else() -> None:
+    seen = imported_for_checkers(fzero)
+    later = fresh("import fzero; print(*({*fzero.__all__} - {*vars(fzero)}))")
+    assert set(later) | {"integrations", "tools"} == set(seen)
+    assert all(getattr(fzero, name) is at(module, name) for name, module in seen.items())
+
+
+@pytest.mark.parametrize("package", [fzero.integrations, fzero.tools], ids=lambda one: one.__name__)
+def test_a_room_has_the_modules_that_type_checkers_see(package: ModuleType) -> None:
+    seen = imported_for_checkers(package)
+    assert seen and set(seen.values()) == {package.__name__}
+    found = ", ".join(f"room.{name}.__name__" for name in seen)
+    names = fresh(f"import {package.__name__} as room; print({found})")
+    assert names == [f"{package.__name__}.{name}" for name in seen]
+    folders = {
+        path.parent.name for path in Path(str(package.__file__)).parent.glob("*/__init__.py")
+    }
+    assert folders == set(seen)
+
+
+def at(module: str, name: str) -> Any:
+    """Return what `from module import name` binds."""
+    return getattr(importlib.import_module(module), name)
+
+
+def test_a_module_under_its_older_name_does_not_take_the_place_of_a_function() -> None:
+    program = """
+import sys, fzero
+assert "fzero.tools" not in sys.modules
+import fzero.plan, fzero.tools.trace, fzero.trace
+from fzero.plan import Plan
+from fzero.tools.plan import plan
+assert fzero.plan is plan and fzero.tools.plan.Plan is Plan
+assert callable(fzero.trace) and fzero.trace is fzero.tools.trace.trace
+assert sys.modules["fzero.plan"] is sys.modules["fzero.tools.plan"]
+import fzero.adapter.deepspeed
+assert fzero.adapter.deepspeed.initialize is fzero.adapter.initialize
+names = {}
+exec("from fzero.plot import *", names)
+print("partition_map" in names, hasattr(fzero.plot, "no_such_name"))
+"""
+    assert fresh(program) == ["True", "False"]
+
+
+def test_what_is_imported_later_is_pickled_by_its_name() -> None:
+    for name, module in imported_for_checkers(fzero).items():
+        value = getattr(fzero, name)
+        if isinstance(value, type | FunctionType):
+            assert pickle.loads(pickle.dumps(value)) is value, f"{module}.{name}"
 
 
 def test_the_version_has_one_source() -> None:
@@ -101,3 +216,16 @@ def test_an_interpreter_is_found_that_only_a_version_manager_has(tmp_path: Path)
     assert found.is_file() and found != shim
     missing = find("2.99")
     assert missing.returncode == 1 and "2.99" in missing.stderr
+
+
+def test_sources_are_ascii() -> None:
+    folders = ("fzero", "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 500
+    odd = {
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if not line.isascii()
+    }
+    assert odd == set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
@@ -23,7 +23,7 @@ class MemoryReport:
     `parameters`: the module's own (stages 0 to 2), or this rank's shards (stage 3).
     `live_parameters`: full parameters that are gathered now (stage 3). `gradients`: those that
     wait, those that are reduced, and what encoding has lost. `masters`: fp32 copies.
-    `optimizer`: its state.
+    `optimizer`: its state. `slots`: what transforms keep.
     """
 
     parameters: dict[torch.dtype, int]
@@ -31,6 +31,7 @@ class MemoryReport:
     gradients: dict[torch.dtype, int]
     masters: dict[torch.dtype, int]
     optimizer: dict[torch.dtype, int]
+    slots: dict[torch.dtype, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
@@ -44,6 +45,7 @@ class MemoryReport:
             ("gradients", self.gradients),
             ("masters", self.masters),
             ("optimizer", self.optimizer),
+            *([("slots", self.slots)] if self.slots else []),
         ]
 
     def __str__(self) -> str:
@@ -60,14 +62,28 @@ def report(state: TrainState, running: Pass) -> MemoryReport:
     masters = masters_of(state)
     apart = set(map(id, masters))
     every: Any = (state.optimizer, state.window.outer)  # anchors and outer momentum, too
-    kept = optree.tree_leaves(every, namespace=NAMESPACE)
+    kept = [*optree.tree_leaves(every, namespace=NAMESPACE), *_slots(state, "optimizer")]
     return MemoryReport(
         parameters=_bytes(state.params.flats),
         live_parameters=_bytes(x for full in running.gatherer.held.values() for x in full.flats),
-        gradients=_bytes([*state.gradients.flats, *_waiting(state.window)]),
+        gradients=_bytes(
+            [
+                *state.gradients.flats,
+                *_waiting(state.window),
+                *_slots(state, "gradients"),
+                *_slots(state, "window"),
+            ]
+        ),
         masters=_bytes(masters),
         optimizer=_bytes(x for x in kept if id(x) not in apart),
+        slots=_bytes(_slots(state, "slots")),
     )
+
+
+def _slots(state: TrainState, kind: str) -> list[Any]:
+    """Return the tensors of slots that are counted under a kind."""
+    held: Any = [slot.value for slot in state.slots.values() if slot.form.kind == kind]
+    return optree.tree_leaves(held, namespace=NAMESPACE)
 
 
 def _waiting(window: Window) -> list[Tensor]:

@@ -30,4 +30,4 @@ def scale_if_loss(driver: Driver, x: Any) -> Any:
 
 def needs_scaler(driver: Driver) -> bool:
     """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
-    return driver.losses.multiplier is not None
+    return driver.losses.multiplier is not None or driver.losses.acts

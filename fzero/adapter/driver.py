@@ -36,6 +36,7 @@ from fzero.transforms.agree import Agreed, agree, raises_together, reduce_agreed
 from fzero.transforms.announcement import of_engine
 from fzero.transforms.init import begun_anew
 from fzero.transforms.pass_events import Pass
+from fzero.transforms.points import without_gradients
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 """The open driver of each parameter object, by id: a parameter has one at a time."""
@@ -219,7 +220,7 @@ class Driver:
 
     def clear(self) -> None:
         """Forget every gradient, also what an open window adds to."""
-        self.put_each(lambda state: state.without_gradients())
+        self.put_each(without_gradients)
 
     def drop_if_user_did(self) -> None:
         """Forget every gradient if somebody has set `p.grad` to None."""

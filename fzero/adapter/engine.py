@@ -7,6 +7,7 @@ is in `driver`, what all ranks do together in `boundary`, reading and writing by
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
 import torch
@@ -32,6 +33,7 @@ from fzero.state import HookState, Local, TrainState, progress
 from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
+from fzero.state.points import Points
 from fzero.state.precision import Autocast
 from fzero.transforms.outer import mesh_for
 from fzero.transforms.weights import Weight
@@ -100,6 +102,7 @@ class Engine(_as_module.NamesOfModule):
         offload: Offload | None = None,
         local: Local | None = None,
         compress: Compress | None = None,
+        transforms: Sequence[Points] = (),
         leaf_modules: LeafSpec | None = None,
         own: Own = (),
         micro_batches: int = 1,

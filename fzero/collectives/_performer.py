@@ -181,7 +181,8 @@ class Performer:
         Ranks that are in a pass are served until they come here. Raises `MismatchError` on every
         rank if the ranks make calls that differ, naming them.
         """
-        return frozenset(values[0] for values in self.call_with(text, lambda: [value]))
+        each_once = frozenset(self.call_with(text, lambda: [value]))
+        return frozenset(values[0] for values in each_once)
 
     def call_with(
         self, text: str, values: Callable[[], Sequence[int]]

@@ -1,4 +1,4 @@
-"""Engines for scripts written for other libraries. `import fzero` loads only `deepspeed`.
+"""Engines for scripts written for other libraries. What they need is imported with them.
 
 deepspeed       `initialize` with a DeepSpeed config, and DeepSpeed's methods and functions
 accelerate      for Hugging Face accelerate; `transformers` for the trainers that are built on it
@@ -6,3 +6,16 @@ fabric          for Lightning Fabric
 
 In: their configs and calls. Out: an engine that they drive. What it cannot do raises an error.
 """
+
+import importlib
+import typing
+
+from fzero.context import later
+
+# First, whichever is imported first: the adapter has a name of deepspeed, which is made of it.
+importlib.import_module("fzero.adapter")
+
+if typing.TYPE_CHECKING:  # what `__getattr__` imports
+    from fzero.integrations import deepspeed as deepspeed
+else:
+    __getattr__ = later.importer(__name__, ["fzero.integrations.deepspeed"])

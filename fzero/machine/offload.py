@@ -163,6 +163,7 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
             state.window, pending=window, outer=of(offload.optimizer)(state.window.outer)
         ),
         optimizer=of(offload.optimizer)(state.optimizer),
+        slots=of(offload.optimizer)(state.slots),
     )
 
 

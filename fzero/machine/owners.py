@@ -259,7 +259,17 @@ def owners_of(setup: Setup) -> Owners | None:
     whole = tuple(n for n, path in enumerate(first) if optimizer.needs_whole(path))
     if not whole:
         return None
-    placement, kept = setup.optimizer_state, layout.options.kept
+    return _of_groups(setup, whole, layout.options.kept)
+
+
+def every_leaf_owned(setup: Setup) -> Owners:
+    """Return an owner for every leaf that learns, whatever the optimizer needs."""
+    return _of_groups(setup, tuple(range(len(setup.layout.trainable))), ())
+
+
+def _of_groups(setup: Setup, whole: tuple[int, ...], kept: tuple[int, ...]) -> Owners:
+    """Return who owns the leaves of some of the groups that learn."""
+    layout, placement = setup.layout, setup.optimizer_state
     if placement is Placement.REPLICATED:
         return _owners(layout, setup.axis, (), whole, kept)
     axis = setup.over(placement)

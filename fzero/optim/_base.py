@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ class Base:
     """An optimizer with one elementwise rule for all parameters, unless it says otherwise."""
 
     __slots__ = ()
+
+    counts_by_leaf: ClassVar[bool] = False
+    """Whether each leaf has counters of its own, which `counted` and `recounted` know."""
 
     @property
     def elementwise(self) -> bool:
@@ -59,11 +62,6 @@ class Base:
         """The slots that have another shape than their parameters: the row means of Adafactor."""
         return frozenset()
 
-    @property
-    def owned_names(self) -> Collection[str]:
-        """The names in `owned`."""
-        return ()
-
     def owned(self, state: Any) -> Mapping[str, Sequence[Tensor]]:
         """Return {name: [of each parameter with an owner]}: empty where this rank is not its owner.
 
@@ -86,11 +84,6 @@ class Base:
     def kept_numel(self, leaf: Leaf) -> int:
         """Return about how many elements the owner of a leaf keeps of it: owners share them."""
         return 0
-
-    @property
-    def counts_by_leaf(self) -> bool:
-        """Whether each leaf has counters of its own, which `counted` and `recounted` know."""
-        return False
 
     def counted(self, state: Any, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return the counters {name: {path: value}} of a state, by torch.optim's names.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,25 +14,28 @@ from torch.optim import Optimizer
 
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.partition import identity
-from fzero.optim._elementwise import (
+from fzero.optim._kept import GroupCounts, KeptState, early_of_group, try_state
+from fzero.optim._named import NamedParameters, given_to
+from fzero.optim._precision import Precision
+from fzero.optim._small import (
     LARGE,
-    Rule,
+    Begin,
     is_elementwise,
     is_leafwise,
-    not_alone,
+    rule_of,
     sees_no_other,
     small_shape,
 )
-from fzero.optim._named import NamedParameters, given_to
-from fzero.optim._precision import Precision
-from fzero.optim._small import Begin
-from fzero.optim._trial import GroupCounts, KeptState, early_of_group, rule_of, try_state
 from fzero.optim._usable import (
+    Needs,
     cannot_be_cut,
     has_steps,
+    known_needs,
     name_of,
     not_alike,
+    not_alone,
     not_an_optimizer,
+    not_elements,
     require_pure_class,
 )
 from fzero.state.layout import Leaf, learns, stored_dtype
@@ -39,9 +43,6 @@ from fzero.state.setup import NO_OPTIONS, ParamGroups
 
 Shape = tuple[int, ...]
 Key = tuple[int, torch.dtype, Shape]  # param group, dtype, shape of the trial
-Needs = Literal["element", "matrix"] | None
-"""What a rule reads to update an element: it alone, or its whole parameter; None: to be tried."""
-Factory = Callable[[NamedParameters], Optimizer]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class Bound:
 def bind(
     source: Any, params: Mapping[str, Tensor], *, precision: Precision, needs: Needs = None
 ) -> Bound:
-    """Make the optimizer if there is none yet, find its parameters, and try its rule."""
+    """Make the optimizer if there is none yet, find its parameters, and what its rule needs."""
     made = not isinstance(source, Optimizer)
     given = given_to(params) if made else NamedParameters({})
     instance = _made_by(source, given) if made else source
@@ -102,16 +103,11 @@ def bind(
     earlies = [early_of_group(instance, g, used=used) for g in numbers]
     devices = _devices(instance, params, group_at)
     learning = {path: params[path] for path in group_at if learns(params[path])}
-    several = [set[Shape]() for _ in instance.param_groups]
+    shapes = [set[Shape]() for _ in numbers]
     for path, p in learning.items():
-        several[group_at[path]].add(_tried_shape(instance, p.shape, elementwise=False))
-    tried = instance, earlies, devices, several
-    elementwise = (
-        _tried(is_elementwise, *tried) if needs is None else [needs == "element"] * len(numbers)
-    )
-    if needs is not None:
-        _require_alone(needs, *tried)
-    leafwise = needs is not None or all(elementwise) or all(_tried(is_leafwise, *tried))
+        shapes[group_at[path]].add(_tried_shape(instance, p.shape, elementwise=False))
+    each = _needs_of(instance, earlies, devices, shapes, needs)
+    elementwise = [need == "element" for need in each]
     keys: dict[Key, None] = {}  # in the order of the parameters
     for path, p in learning.items():
         shape = _tried_shape(instance, p.shape, elementwise=elementwise[group_at[path]])
@@ -129,9 +125,50 @@ def bind(
         elementwise=elementwise,
         kept=kept,
         shared=shared,
-        leafwise=leafwise,
+        leafwise="all" not in each,
         devices=devices,
     )
+
+
+def _needs_of(
+    instance: Optimizer,
+    earlies: Sequence[Begin],
+    devices: Sequence[torch.device],
+    shapes: Sequence[Collection[Shape]],
+    declared: Needs,
+) -> list[str]:
+    """Return what each param group needs: an "element", a "matrix", or "all" parameters at once.
+
+    Raises `LayoutError` for a class of which something else is declared than is known or seen.
+    """
+    known, rule = known_needs(type(instance)), type(instance).__name__
+    if known is not None:
+        if (known, declared) == ("matrix", "element"):
+            raise not_elements(rule)
+        return [declared or known] * len(instance.param_groups)
+    tried: dict[Any, bool] = {}
+
+    def passes(test: Callable[..., bool], number: int, some: Iterable[Shape]) -> bool:
+        """Whether the rule of a group passes; tried once for groups that differ in the rate."""
+        group = instance.param_groups[number]
+        rest = repr({k: group[k] for k in group if k not in {*NO_OPTIONS, "lr", "initial_lr"}})
+        of = rule_of(instance, number, earlies[number])
+        for shape in some:
+            if (test, rest, shape) not in tried:
+                with _naming(rule):
+                    tried[test, rest, shape] = test(of, devices[number], shape)
+        return all(tried[test, rest, shape] for shape in some)
+
+    def need_of(number: int, some: Collection[Shape]) -> str:
+        if declared is not None:
+            if not passes(sees_no_other, number, sorted(some, key=prod)[:1]):
+                raise not_alone(rule, declared)
+            return declared
+        if passes(is_elementwise, number, some):
+            return "element"
+        return "matrix" if passes(is_leafwise, number, some) else "all"
+
+    return [need_of(number, some) for number, some in enumerate(shapes)]
 
 
 def _learned(
@@ -145,13 +182,14 @@ def _learned(
     kept: dict[Key, KeptState] = {}
     shared = [GroupCounts({}, frozenset(), False)] * len(instance.param_groups)
     counted: dict[tuple[int, str], tuple[float, Shape]] = {}
-    try_it = _named(instance, try_state)
     for g, dtype, shape in keys:
         like = torch.empty(0, dtype=dtype, device=devices[g])
-        mine, shared[g], after = try_it(instance, g, earlies[g], like, shape)
+        with _naming(type(instance).__name__):
+            mine, shared[g] = try_state(instance, g, earlies[g], like, shape)
         if mine.odd and elementwise[g]:
             raise cannot_be_cut(instance, mine.odd[0])
-        for name, value in after.items():
+        for name in mine.counters:
+            value = float(mine.sample[name])
             other, before = counted.setdefault((g, name), (value, shape))
             if other != value:
                 raise not_alike(instance, g, name, {before: other, shape: value})
@@ -170,7 +208,7 @@ def _tried_shape(instance: Optimizer, shape: Shape, *, elementwise: bool) -> Sha
     return small_shape(shape, 6 if own else LARGE)
 
 
-def _made_by(factory: Factory, given: NamedParameters) -> Optimizer:
+def _made_by(factory: Callable[[NamedParameters], Optimizer], given: NamedParameters) -> Optimizer:
     """Call the factory: errors in it come before anything is moved.
 
     torch's optimizers take no empty list: where nothing learns, they get a parameter of nobody's.
@@ -258,64 +296,19 @@ def _devices(
     return devices
 
 
-def _tried(
-    test: Callable[[Rule, torch.device, Shape], bool],
-    instance: Optimizer,
-    earlies: Sequence[Begin],
-    devices: Sequence[torch.device],
-    shapes: Sequence[Collection[Shape]],
-) -> list[bool]:
-    """Test the rule of each param group on leaves shaped as its own, but small.
-
-    It is tested once for groups that differ in the learning rate alone.
-    """
-    known: dict[tuple[str, Shape], bool] = {}
-    found = []
-    for number, group in enumerate(instance.param_groups):
-        rest = repr({k: group[k] for k in group if k not in {*NO_OPTIONS, "lr", "initial_lr"}})
-        rule = _named(instance, rule_of(instance, number, earlies[number]))
-        for some in shapes[number]:
-            if (rest, some) not in known:
-                known[rest, some] = test(rule, devices[number], some)
-        found.append(all(known[rest, some] for some in shapes[number]))
-    return found
-
-
-def _require_alone(
-    needs: str,
-    instance: Optimizer,
-    earlies: Sequence[Begin],
-    devices: Sequence[torch.device],
-    shapes: Sequence[Collection[Shape]],
-) -> None:
-    """Raise `LayoutError` for a rule that sees other parameters than its own, tried on one shape.
-
-    Not tried: those of torch.optim and of fzero, which see none.
-    """
-    if f"{type(instance).__module__}.".startswith(("torch.optim.", "fzero.optim.")):
-        return
-    smallest = [sorted(some, key=prod)[:1] for some in shapes]
-    if not all(_tried(sees_no_other, instance, earlies, devices, smallest)):
-        raise not_alone(type(instance).__name__, needs)
-
-
-def _named(instance: Optimizer, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule`, whose errors name the optimizer."""
-
-    def tried(*args: Any) -> Any:
-        try:
-            return rule(*args)
-        except FzeroError:
-            raise
-        except Exception as error:
-            name = type(instance).__name__
-            raise LayoutError(
-                f"{name} could not step a small parameter: {type(error).__name__}: {error}",
-                cause=f"{name} wraps another optimizer; or its step() needs a closure (SAM), or "
-                "matrices alone (Muon), or state that only its constructor makes, from arguments "
-                "that are not options of its groups.",
-                fix="for matrices, pass an instance that was made of them, or one that steps the "
-                "others by another rule; else a factory, params -> optimizer.",
-            ) from error
-
-    return tried
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Name the optimizer in errors of its rule."""
+    try:
+        yield
+    except FzeroError:
+        raise
+    except Exception as error:
+        raise LayoutError(
+            f"{name} could not step a small parameter: {type(error).__name__}: {error}",
+            cause=f"{name} wraps another optimizer; or its step() needs a closure (SAM), or "
+            "matrices alone (Muon), or state that only its constructor makes, from arguments "
+            "that are not options of its groups.",
+            fix="for matrices, pass an instance that was made of them, or one that steps the "
+            "others by another rule; else a factory, params -> optimizer.",
+        ) from error

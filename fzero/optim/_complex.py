@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
-from fzero.optim._elementwise import numbers_of, same_random_numbers
+from fzero.optim._kept import early_of_group
+from fzero.optim._small import numbers_of, rule_of, same_random_numbers
 from fzero.optim._torch import TorchOptimizer
-from fzero.optim._trial import early_of_group, rule_of
-from fzero.optim._usable import has_steps
+from fzero.optim._usable import has_steps, known_needs
 from fzero.state.layout import Leaf, as_real, learns
 
 
@@ -29,7 +29,7 @@ def require_real_views(optimizer: Any, named: Mapping[str, Tensor]) -> None:
         named: {path: tensor}.
 
     Raises:
-        LayoutError: naming the parameter, for a rule that was tried and does something else.
+        LayoutError: naming the parameter, for a rule that does something else.
 
     Example:
         >>> from fzero.optim import from_torch
@@ -39,17 +39,15 @@ def require_real_views(optimizer: Any, named: Mapping[str, Tensor]) -> None:
         Traceback (most recent call last):
         fzero.errors.LayoutError: w is complex, and from_torch(Adafactor) needs whole ...
     """
-    tried: set[int] = set()
     for path, p in named.items():
         group = optimizer.group_of(path) if p.is_complex() and learns(p) else -1
         if group < 0:
             continue
         if optimizer.needs_whole(path):
             raise _refused(optimizer, path, "needs whole parameters in their own shape")
-        if isinstance(optimizer, TorchOptimizer) and group not in tried:
-            tried.add(group)
-            if (seen := _otherwise(optimizer, group, p.device)) is not None:
-                raise _refused(optimizer, path, seen)
+        known = not isinstance(optimizer, TorchOptimizer) or known_needs(type(optimizer.instance))
+        if not known and (seen := _otherwise(optimizer, group, p.device)) is not None:
+            raise _refused(optimizer, path, seen)
 
 
 def require_ordered(name: str, leaves: Iterable[Leaf]) -> None:

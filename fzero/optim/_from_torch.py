@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from fzero.errors.check import require
-from fzero.optim._bind import Needs
 from fzero.optim._precision import precision_of
 from fzero.optim._torch import TorchOptimizer
-from fzero.optim._usable import require_usable
+from fzero.optim._usable import Needs, require_usable
 
-WANTED = '"element", "matrix", or None (it is tried)'
+WANTED = '"element", "matrix", or None (it is known, or tried)'
 
 
 def from_torch(
@@ -41,7 +40,9 @@ def from_torch(
             steps, or `load_state_dict`) is taken over when a state is made: training goes on.
         needs: what its rule looks at to update an element: "element", it alone, so that each rank
             steps a part of each parameter; "matrix", its whole parameter, which is stepped by the
-            rank that owns it. None: a trial on a few elements says so, for each param group.
+            rank that owns it. None: it is known of torch.optim's classes; of any other an
+            experiment on a few elements says so, for each param group. It sees the branches that
+            it takes: declare a rule that looks at its matrix in some steps only.
         master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
         state_dtype: as in `fzero.optim.adamw`.
         stochastic_rounding: as in `fzero.optim.adamw`.

@@ -1,14 +1,62 @@
-"""`muon`: its options."""
+"""Muon: momentum stays in even flats; owners orthogonalize whole matrices, which cross in bf16."""
 
 from __future__ import annotations
 
-import torch
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+import optree
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError
 from fzero.errors.check import is_count, require
+from fzero.machine.offload import change, cloned, to_device
+from fzero.machine.owners import Owners, Wholes
+from fzero.optim._apart import parted
 from fzero.optim._make import Groups, overrides_of
-from fzero.optim._muon_rule import MUON, RATIOS, Muon, Split
-from fzero.optim._optimizer import LeafTest, Schedule
+from fzero.optim._newton_schulz import COEFFICIENTS, orthogonalized
+from fzero.optim._optimizer import (
+    LeafTest,
+    Optimizer,
+    OptimizerState,
+    Schedule,
+    after_update,
+    at,
+    copied,
+)
+from fzero.optim._piece import Piece, whole_leaves
 from fzero.optim._precision import precision_of
+from fzero.optim._rules import Rule, never
+from fzero.optim._shown import shown
+from fzero.optim._stream import Flats, written_back
+from fzero.optim._usable import not_differentiable
+from fzero.state import NAMESPACE
+from fzero.state.layout import Leaf, learns
+
+Split = Callable[[Leaf], Sequence[int] | None]
+"""leaf -> the rows of each matrix that it is made of; None: it is one matrix."""
+
+RATIOS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+def _unused(*_: Any) -> Any:
+    raise NotImplementedError("muon has no rule for single elements; see Muon.advance")
+
+
+MUON = Rule(
+    name="muon",
+    moments=("momentum_buffer",),
+    formula=_unused,  # there is none for elements
+    kernel=_unused,
+    skips=never,
+)
 
 
 def muon(
@@ -89,3 +137,216 @@ def muon(
         dtype=dtype,
         split=split,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Muon(Optimizer):
+    """What `fzero.optim.muon` returns."""
+
+    dtype: torch.dtype = torch.bfloat16
+    split: Split | None = None
+
+    @property
+    def elementwise(self) -> bool:
+        """Return False: it needs whole matrices."""
+        return False
+
+    @property
+    def leafwise(self) -> bool:
+        """Return True: each matrix is updated alone."""
+        return True
+
+    def bind(self, params: Mapping[str, Tensor]) -> Muon:
+        """Return itself; raise `LayoutError` for what learns and is no matrix, or no such split."""
+        for path, p in params.items():
+            if learns(p):
+                leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
+                self.rows_of(leaf)
+        return self
+
+    def rows_of(self, leaf: Leaf) -> Sequence[int]:
+        """Return the rows of each matrix that a leaf is made of."""
+        if len(leaf.shape) < 2:
+            raise LayoutError(
+                f"muon: {leaf.path} has the shape {leaf.shape}, and is no matrix.",
+                cause="all parameters of a model were given to a rule for matrices.",
+                fix="give vectors another rule: fzero.optim.partition({'matrices': "
+                "fzero.optim.muon(lr), 'rest': fzero.optim.adamw(lr)}, lambda leaf: 'matrices' if "
+                "len(leaf.shape) == 2 else 'rest'); embeddings and heads, by their paths, too.",
+            )
+        rows = None if self.split is None else self.split(leaf)
+        if rows is not None and (not all(map(is_count, rows)) or sum(rows) != leaf.shape[0]):
+            raise LayoutError(
+                f"muon: split gave {rows!r} for {leaf.path}, which has {leaf.shape[0]} rows.",
+                cause="the number of the matrices, or the columns, in the place of their rows.",
+                fix="return the rows of each, [d, d, d] for a fused QKV of [3 d, d], or None.",
+            )
+        return [leaf.shape[0]] if rows is None else rows
+
+    def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
+        """Return (updates, state'), as `Optimizer.update` does, of whole matrices. Pure."""
+        ps, gs, pieces, treespec = whole_leaves(grads, params)
+        flats, grads = ([x.detach().reshape(-1) for x in some] for some in (ps, gs))
+        held: Any = state
+        flat: Any = optree.tree_map(
+            lambda x: x.reshape(-1) if x.ndim else x, held, namespace=NAMESPACE
+        )
+        new, flat = self.advance(flats, grads, flat, pieces)
+        after: Any = optree.tree_map(
+            lambda old, x: x.view(old.shape), held, flat, namespace=NAMESPACE
+        )
+        updates = [(n - f).view(p.shape) for n, f, p in zip(new, flats, ps, strict=True)]
+        return optree.tree_unflatten(treespec, updates), after
+
+    def advance(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        state: OptimizerState,
+        pieces: Sequence[Piece],
+        *,
+        differentiable: bool = False,
+        owned: bool = False,
+        found_inf: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        device: torch.device | None = None,
+        unused: frozenset[str] = frozenset(),
+        owners: Owners | None = None,
+    ) -> tuple[list[Tensor], OptimizerState]:
+        """Return (params', state'), as `Optimizer.advance` does.
+
+        `owners`: which rank has which matrix whole; without them, each piece is a whole matrix.
+
+        Raises:
+            PhaseError: if the update is to be differentiated or traced.
+        """
+        if differentiable:
+            raise not_differentiable(self, "it exchanges whole matrices between ranks")
+        now = parted(state.apart, unused, lambda path: 0, 1 + len(state.steps))
+        with torch.no_grad():
+            if not owned:
+                params, state = [cloned(p) for p in params], copied(state)
+            still = {path for path, number in now.apart if number in now.still}
+            moved = [p for p in pieces if p.start < p.stop and p.leaf.path not in still]
+            flats = Flats(params, grads, state.masters, self.slots(state))
+            _Step(self, flats, device, state.count, moved, still).run(owners)
+        return list(params), after_update(state, now, None)
+
+    def __repr__(self) -> str:
+        split = "" if self.split is None else f" split by {shown(self.split)}"
+        return f"{Optimizer.__repr__(self)} in {self.dtype}{split}"
+
+    def options_of(self, leaf: Leaf, count: Tensor) -> dict[str, Any]:
+        """Return the options of a leaf at its update after `count` others."""
+        return at({**dict(self.options), **self._changes(self._override_of(leaf))}, count)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One update of this rank's flats, in place."""
+
+    rule: Muon
+    flats: Flats
+    device: torch.device | None
+    count: Tensor
+    moved: Sequence[Piece]  # of the leaves that this update moves
+    still: Collection[str]  # the paths of all others
+
+    def _on(self, x: Tensor) -> torch.device:
+        return self.device or x.device
+
+    def _options(self, leaf: Leaf) -> dict[str, Any]:
+        return self.rule.options_of(leaf, self.count)
+
+    def run(self, owners: Owners | None) -> None:
+        """Move the momentum, orthogonalize what it gives, on owners, and apply that."""
+        updates = self._updates()
+        if owners is not None:
+            compute = partial(self._orthogonalized, [one.leaf for one in owners.leaves])
+            owners.at((), self._on(updates[0])).run([updates], compute, updates)
+        else:
+            wholes = {
+                k: [updates[p.index][p.start : p.start + p.leaf.numel]]
+                for k, p in enumerate(self.moved)
+            }
+            made = self._orthogonalized([p.leaf for p in self.moved], [*wholes], wholes)
+            for k, (whole,) in wholes.items():
+                whole.copy_(made[k])
+        self._apply(updates)
+
+    def _updates(self) -> list[Tensor]:
+        """Move the momentum; return u of each flat."""
+        made = [
+            torch.zeros(p.shape, dtype=self.rule.dtype, device=self._on(p))
+            for p in self.flats.params
+        ]
+        for index, leaf, start, stop, _ in self.moved:
+            work, options = self.flats.steps(index), self._options(leaf)
+            g = to_device(self.flats.grads[index][start:stop], self._on(work), work.dtype)
+            keep, ahead = options["momentum"], options["nesterov"]
+            move = partial(_moved, g=g, u=made[index][start:stop], keep=keep, ahead=ahead)
+            held = self.flats.slots["momentum_buffer"][index][start:stop]
+            change(held, self._on(work), move)
+        return made
+
+    def _orthogonalized(
+        self, leaves: Sequence[Leaf], mine: list[int], wholes: Wholes
+    ) -> dict[int, Tensor]:
+        """Return NS(u) of whole matrices."""
+        made = {k: wholes[k][0] for k in mine}
+        by_steps: dict[int, list[int]] = {}
+        for k in mine:
+            if leaves[k].path not in self.still:
+                steps = self._options(leaves[k])["ns_steps"]
+                by_steps.setdefault(steps, []).append(k)
+        for steps, some in by_steps.items():
+            parts = {
+                k: made[k].view(leaves[k].shape[0], -1).split(list(self.rule.rows_of(leaves[k])))
+                for k in some
+            }
+            every = [part for k in some for part in parts[k]]
+            rest = iter(orthogonalized(every, coefficients=COEFFICIENTS, steps=steps))
+            for k in some:
+                made[k] = torch.cat([next(rest).reshape(-1) for _ in parts[k]])
+        return made
+
+    def _apply(self, updates: Sequence[Tensor]) -> None:
+        """Take lr r NS(u) from what is stepped, after the decay."""
+        for piece in self.moved:
+            o, u = self._options(piece.leaf), updates[piece.index]
+            home, spans = self.flats.steps(piece.index), [*self._spans(piece, o["adjust_lr"])]
+            step = partial(_stepped, u=u, options=o, spans=spans, first=piece.start)
+            change(home[piece.start : piece.stop], self._on(home), step)
+        for index in range(len(self.flats.params)):
+            written_back(self.flats, index, self.flats.steps(index))
+
+    def _spans(self, piece: Piece, way: str) -> Iterator[tuple[int, int, float]]:
+        """Yield (start, stop, r) of each matrix of a leaf in its piece of a flat."""
+        _, leaf, start, stop, first = piece
+        columns, begin = leaf.numel // leaf.shape[0] if leaf.numel else 1, 0
+        for rows in self.rule.rows_of(leaf):
+            end = begin + rows * columns
+            low, high = max(begin, first), min(end, first + stop - start)
+            if low < high:
+                yield start + low - first, start + high - first, RATIOS[way](rows, columns)
+            begin = end
+
+
+def _moved(b: Tensor, *, g: Tensor, u: Tensor, keep: float, ahead: bool) -> None:
+    """Move the momentum b, and write u."""
+    b.lerp_(g, 1 - keep)
+    u.copy_(g.lerp(b, keep) if ahead else b)
+
+
+def _stepped(
+    p: Tensor,
+    *,
+    u: Tensor,
+    options: Mapping[str, Any],
+    spans: Sequence[tuple[int, int, float]],
+    first: int,
+) -> None:
+    """Decay p, and take the update of each span, which is counted in the flat as u is."""
+    p.mul_(1 - options["lr"] * options["weight_decay"])
+    for start, stop, ratio in spans:
+        p[start - first : stop - first].add_(u[start:stop], alpha=-(options["lr"] * ratio))

@@ -13,18 +13,16 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.offload import cloned
-from fzero.optim._apart import Parted, parted
+from fzero.optim._apart import Apart, Parted, parted
 from fzero.optim._base import Base
 from fzero.optim._formula import Chosen, Span, elements_of, step_by_formula
-from fzero.optim._optimizer_state import OptimizerState as OptimizerState
-from fzero.optim._optimizer_state import after_update, with_steps
 from fzero.optim._piece import Piece, pieces_in, whole_leaves
 from fzero.optim._precision import Precision
 from fzero.optim._rules import Rule, Scaled, has_kernel
-from fzero.optim._stream import Flats, Portion, Slots, step_flats
+from fzero.optim._stream import Flats, Portion, Slots, counted, step_flats
 from fzero.optim.masters import Place, make_masters, stay, work_tensors
 from fzero.optim.recorded import lacks_value, lr_by_op
-from fzero.state import NAMESPACE
+from fzero.state import NAMESPACE, record, static
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 
@@ -34,6 +32,17 @@ LeafTest = Callable[[Leaf], bool]
 Schedule = Callable[[int], float]
 
 
+@record
+class OptimizerState:
+    """The optimizer state of this rank, parallel to the list of flats that `init` was given."""
+
+    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates; never reset
+    moments: tuple[tuple[Tensor, ...], ...]  # one tuple for each moment of the rule
+    masters: tuple[Tensor, ...]  # fp32 copies of 16-bit parameters; of others, empty
+    steps: tuple[Tensor, ...] = ()  # updates of the leaves that are apart, as `count` is
+    apart: Apart = static(default=())  # (path, 1 + index in `steps`); all others took every update
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer(Base):
     """An elementwise update rule, its options, and the leaves that have other options.
@@ -41,6 +50,8 @@ class Optimizer(Base):
     `init(params)` and `update(grads, state, params)` are the pure pair that optax and TorchOpt
     have, on any pytree; `advance` is what fzero calls on this rank's flat shards.
     """
+
+    counts_by_leaf = True
 
     rule: Rule
     options: tuple[tuple[str, Any], ...]
@@ -152,11 +163,6 @@ class Optimizer(Base):
         """Return the moments by the rule's names for them, and the masters."""
         return {**self._slots(state), MASTERS: state.masters}
 
-    @property
-    def counts_by_leaf(self) -> bool:
-        """Return True: each leaf has its own number of updates."""
-        return True
-
     def counted(self, state: OptimizerState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return how many updates the leaves at `paths` took."""
         counts, numbers = (state.count, *state.steps), dict(state.apart)
@@ -266,6 +272,34 @@ class Optimizer(Base):
         shown = [f"{key}={_shown(value)}" for key, value in self.options]
         shown += [f"groups={len(self.overrides)}"] if self.overrides else []
         return f"{self.rule.name}({', '.join(shown)})"
+
+
+def after_update(state: OptimizerState, now: Parted, found_inf: Tensor | None) -> OptimizerState:
+    """Return the state with the counters after an update; one skipped by `found_inf` adds 0."""
+    counts = [state.count, *state.steps]
+    counts += [counts[source].clone() for source in now.sources]
+    after = [x if k in now.still else counted(x, found_inf) for k, x in enumerate(counts)]
+    return replace(state, count=after[0], steps=tuple(after[1:]), apart=now.apart)
+
+
+def with_steps(
+    state: OptimizerState, steps: Mapping[str, int], count: int | None
+) -> OptimizerState:
+    """Return the state in which the leaf at each path took steps[path] updates.
+
+    count: the updates of the whole state; None: unchanged. It is raised to the largest of `steps`.
+    """
+    made = max([int(state.count) if count is None else count, *steps.values()])
+    numbers: dict[int, int] = {}
+    apart = [
+        (path, numbers.setdefault(n, 1 + len(numbers))) for path, n in steps.items() if n != made
+    ]
+    return replace(
+        state,
+        count=torch.full_like(state.count, made),
+        steps=tuple(torch.full_like(state.count, n) for n in numbers),
+        apart=tuple(apart),
+    )
 
 
 def at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:

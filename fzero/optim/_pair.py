@@ -10,17 +10,16 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.offload import to_device, write_back
 from fzero.optim._base import Base
-from fzero.optim._elementwise import is_elementwise, small_shape
-from fzero.optim._left import Left
 from fzero.optim._optimizer import Optimizer
 from fzero.optim._partition import Partition
 from fzero.optim._piece import Piece
+from fzero.optim._small import is_elementwise, small_shape
 from fzero.optim._torch import TorchOptimizer
-from fzero.optim._whole import as_flats, as_leaves, leaves_in
 from fzero.optim.masters import Place, stay
 from fzero.optim.none import NoOptimizer
 from fzero.state import NAMESPACE
@@ -133,16 +132,36 @@ class Pair(Base):
         leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
         held = [x for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
         before = [x._version for x in held]
-        left = Left(state, params, pieces, unused)
+        left, shapes = [p for p in pieces if p.leaf.path in unused], [(p.numel(),) for p in params]
+        old = mapped(lambda node: [x.clone() for x in node], shapes, state) if left else state
         updates, state = self._updates(list(grads), state, list(params), pieces)
         if not owned and before != [x._version for x in held]:
             raise self._wrong("it wrote to the parameters or the state that it was given", "pure")
-        updates, state = left.updates(updates), left.state(state)
+        if left:  # p + -0.0 is p, also where p is -0.0
+            updates = with_values(updates, left, [torch.tensor(-0.0)] * len(left))
+            state = self._left(left, shapes, state, old)
         if owned:
             for p, u in zip(params, updates, strict=True):
                 p.add_(u)
             return list(params), state
         return [p + u for p, u in zip(params, updates, strict=True)], state
+
+    def _left(self, left: Sequence[Piece], shapes: Any, state: Any, old: Any) -> Any:
+        """Return the state after an update, with the old values of leaves that it leaves out."""
+
+        def kept(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+            values = [before[index].view(-1)[start:stop] for index, _, start, stop, _ in left]
+            return with_values(now, left, values)
+
+        try:
+            return mapped(kept, shapes, state, old)
+        except (ValueError, TypeError, IndexError) as error:
+            raise LayoutError(
+                f"the foreign optimizer {self!r} keeps another structure after an update, which "
+                "leaves parameters out that no rank used, than before it.",
+                cause="a rule that makes its state in its first update.",
+                fix="let it make its state in init; or use every parameter in the first step.",
+            ) from error
 
     def _updates(
         self, grads: list[Tensor], state: Any, params: list[Tensor], pieces: Sequence[Piece]
@@ -231,3 +250,73 @@ def _pair_of(optimizer: Any) -> tuple[Any, Any]:
     if isinstance(optimizer, tuple) and len(optimizer) == 2:
         return optimizer[0], optimizer[1]
     return getattr(optimizer, "init", None), getattr(optimizer, "update", None)
+
+
+def leaves_in(flats: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:
+    """Return each leaf as a view of its flat, in its own shape.
+
+    Example:
+        >>> import torch
+        >>> from fzero.state.layout import Leaf
+        >>> leaf = Leaf(path="w", shape=(2, 2), dtype=torch.float32, trainable=True)
+        >>> leaves_in([torch.arange(8)], [Piece(0, leaf, 0, 8)])  # with padding behind it
+        [tensor([[0, 1],
+                [2, 3]])]
+    """
+    own = ((flats[index].view(-1)[start:], leaf) for index, leaf, start, *_ in pieces)
+    return [flat[: leaf.numel].view(leaf.shape) for flat, leaf in own]
+
+
+def as_flats(tree: Any, flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Any:
+    """Return the tree with each list of tensors shaped as the leaves flattened, padded by zeros.
+
+    Every flat has one leaf. flats: those of the parameters, of which only the sizes are read.
+    """
+
+    def padded(node: Any) -> list[Tensor]:
+        pairs = zip(node, flats, strict=True)
+        return [pad(x.reshape(-1), (0, flat.numel() - x.numel())) for x, flat in pairs]
+
+    return mapped(padded, [piece.leaf.shape for piece in pieces], tree)
+
+
+def as_leaves(tree: Any, flats: Sequence[Tensor], pieces: Sequence[Piece]) -> Any:
+    """Return the tree with each list of flats as leaves in their own shapes: undo `as_flats`."""
+    return mapped(lambda node: leaves_in(node, pieces), [(x.numel(),) for x in flats], tree)
+
+
+def mapped(
+    change: Callable[..., list[Tensor]], shapes: Sequence[Sequence[int]], tree: Any, *others: Any
+) -> Any:
+    """Return the tree with each list, or plain tuple, of tensors of these shapes changed.
+
+    others: trees of the same structure; `change` gets what they have in the place of the list.
+
+    Example:
+        >>> import torch
+        >>> tree = {"mu": [torch.ones(2)], "count": torch.tensor(3)}
+        >>> mapped(lambda node: [2 * node[0]], [(2,)], tree)
+        {'mu': [tensor([2., 2.])], 'count': tensor(3)}
+    """
+
+    def fits(node: Any) -> bool:
+        if type(node) not in (list, tuple) or len(node) != len(shapes):
+            return False
+        pairs = zip(node, shapes, strict=True)
+        return all(isinstance(x, Tensor) and x.shape == tuple(shape) for x, shape in pairs)
+
+    def of(node: Any, *same: Any) -> Any:
+        return type(node)(change(node, *same)) if fits(node) else node
+
+    return optree.tree_map(of, tree, *others, is_leaf=fits, namespace=NAMESPACE)
+
+
+def with_values(
+    flats: Sequence[Tensor], pieces: Sequence[Piece], values: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the flats with the elements of each piece from `values`; others are the same."""
+    touched = {piece.index for piece in pieces}
+    made = [x.clone() if i in touched else x for i, x in enumerate(flats)]
+    for (index, _, start, stop, _), x in zip(pieces, values, strict=True):
+        made[index].view(-1)[start:stop].copy_(x)
+    return made

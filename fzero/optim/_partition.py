@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.machine.owners import Owners
+from fzero.optim._base import Base
 from fzero.optim._complex import require_real_views
-from fzero.optim._parted_state import PartedState, PartitionState, Rule
+from fzero.optim._optimizer import Optimizer
 from fzero.optim._piece import Piece
 from fzero.optim._stream import counted
+from fzero.optim._torch import TorchOptimizer
 from fzero.optim.masters import Place, stay
+from fzero.state import record
 from fzero.state.layout import Leaf, learns
 from fzero.state.setup import MASTERS, ParamGroups, SavedNames
 
+Rule = Optimizer | TorchOptimizer
 Label = Callable[[Leaf], str]
+T = TypeVar("T")
 
 _GROUPS = 2**16  # more than a rule has param groups
 
@@ -66,9 +71,19 @@ def partition(rules: Mapping[str, Rule], label: Label) -> Partition:
     return Partition(rules=tuple((str(name), rule) for name, rule in rules.items()), label=label)
 
 
+@record
+class PartitionState:
+    """The state of each rule, in the order of the rules; each is as long as the list of flats."""
+
+    count: Tensor  # [] int64: updates made
+    parts: tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition(PartedState):
+class Partition(Base):
     """What `fzero.optim.partition` returns."""
+
+    counts_by_leaf = True
 
     rules: tuple[tuple[str, Rule], ...]
     label: Label
@@ -108,9 +123,9 @@ class Partition(PartedState):
                     fix=f"return one of {names} for every leaf that learns.",
                 )
             number_at[path] = names.index(name)
-        own = [{p: params[p] for p, k in number_at.items() if k == n} for n in range(len(names))]
         bound: list[tuple[str, Rule]] = []
-        for (name, rule), mine in zip(self.rules, own, strict=True):
+        for number, (name, rule) in enumerate(self.rules):
+            mine = {p: params[p] for p, k in number_at.items() if k == number}
             made: Any = rule.bind(mine)
             if getattr(made, "held", None):
                 raise LayoutError(
@@ -122,6 +137,29 @@ class Partition(PartedState):
             bound.append((name, made))
         return replace(self, rules=tuple(bound), number_at=tuple(number_at.items()))
 
+    def _own(self, some: Iterable[T], path_of: Callable[[T], str]) -> list[tuple[Any, list[T]]]:
+        """Return each rule, and those of some things whose path has it."""
+        numbers, own = dict(self.number_at), [list[T]() for _ in self.rules]
+        for one in some:
+            if (number := numbers.get(path_of(one), -1)) >= 0:
+                own[number].append(one)
+        return [(rule, mine) for (_, rule), mine in zip(self.rules, own, strict=True)]
+
+    def parted(self, leaves: Sequence[Leaf]) -> list[tuple[Rule, list[Leaf]]]:
+        """Return each rule with its leaves."""
+        return self._own(leaves, lambda leaf: leaf.path)
+
+    def _each(
+        self, state: PartitionState, paths: Iterable[str] = ()
+    ) -> list[tuple[Any, Any, list[str]]]:
+        """Return (rule, its state, those of these paths that are its) of each rule."""
+        pairs = zip(self._own(paths, str), state.parts, strict=True)
+        return [(rule, part, own) for (rule, own), part in pairs]
+
+    def _rule_of(self, path: str) -> Any:
+        number = dict(self.number_at).get(path, -1)
+        return Base() if number < 0 else self.rules[number][1]  # which keeps nothing
+
     def group_of(self, path: str) -> int:
         """Return the number of the leaf's rule and of its param group in it, as one number."""
         number = dict(self.number_at).get(path, -1)
@@ -130,8 +168,97 @@ class Partition(PartedState):
 
     def needs_whole(self, path: str) -> bool:
         """Whether the rule of the leaf looks at the whole of it."""
-        number = dict(self.number_at).get(path, -1)
-        return number >= 0 and self.rules[number][1].needs_whole(path)
+        return self._rule_of(path).needs_whole(path)
+
+    def kept_of(self, leaf: Leaf) -> Collection[str]:
+        """Return what the rule of a leaf keeps with an element for each of its own."""
+        return self._rule_of(leaf.path).kept_of(leaf)
+
+    def made_by_steps(self, leaf: Leaf) -> Collection[str]:
+        """Return what the first step of a leaf's rule makes, in any shape."""
+        return self._rule_of(leaf.path).made_by_steps(leaf)
+
+    def kept_numel(self, leaf: Leaf) -> int:
+        """Return about how many elements the owner of a leaf keeps of it, by its rule."""
+        return self._rule_of(leaf.path).kept_numel(leaf)
+
+    def shares(self, path: str, name: str) -> bool:
+        """Whether the rule of a leaf keeps a counter for its whole param group."""
+        return self._rule_of(path).shares(path, name)
+
+    def slots(self, state: PartitionState) -> Mapping[str, Sequence[Tensor]]:
+        """Return the slots of every rule by name: of a flat, those of its rule."""
+        return _merged([rule.slots(part) for rule, part, _ in self._each(state)])
+
+    def owned(self, state: PartitionState) -> Mapping[str, Sequence[Tensor]]:
+        """Return what is kept of parameters with owners, by every rule."""
+        return _merged([rule.owned(part) for rule, part, _ in self._each(state)])
+
+    def with_owned(
+        self, state: PartitionState, owned: Mapping[str, Sequence[Tensor]]
+    ) -> PartitionState:
+        """Return the state with something else kept of parameters with owners."""
+        parts = tuple(rule.with_owned(part, owned) for rule, part, _ in self._each(state))
+        return replace(state, parts=parts)
+
+    def counted(self, state: PartitionState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """Return the counters {name: {path: value}} of leaves, by their rules."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for rule, part, own in self._each(state, paths):
+            for name, some in rule.counted(part, own).items():
+                found.setdefault(name, {}).update(some)
+        return found
+
+    def recounted(
+        self,
+        state: PartitionState,
+        paths: Sequence[str],
+        counters: Mapping[str, Mapping[str, Tensor]],
+        *,
+        count: int | None = None,
+        unstepped: Collection[str] = (),
+    ) -> PartitionState:
+        """Return the state with these counters, each in the state of its leaf's rule."""
+        parts = [
+            rule.recounted(part, own, counters, count=count, unstepped={*unstepped} & {*own})
+            if own
+            else part
+            for rule, part, own in self._each(state, paths)
+        ]
+        made = state.count if count is None else torch.full_like(state.count, count)
+        return PartitionState(count=made, parts=tuple(parts))
+
+    def unstepped(self, state: PartitionState) -> Sequence[str]:
+        """Return the paths of leaves that took no step yet, where others did."""
+        return [path for rule, part, _ in self._each(state) for path in rule.unstepped(part)]
+
+    def anew(self, state: PartitionState, fresh: PartitionState) -> PartitionState:
+        """Return a new state with what the rules keep when they begin anew."""
+        pairs = zip(self._each(state), fresh.parts, strict=True)
+        return replace(fresh, parts=tuple(rule.anew(old, new) for (rule, old, _), new in pairs))
+
+    def restarted(self, state: PartitionState, fresh: PartitionState) -> PartitionState:
+        """Return the state with new parts of the rules of which owners keep something."""
+        pairs = zip(self._each(state), fresh.parts, strict=True)
+        parts = tuple(rule.restarted(old, new) for (rule, old, _), new in pairs)
+        return replace(state, parts=parts)
+
+    def begun(self, state: PartitionState, paths: Sequence[str], path: str) -> PartitionState:
+        """Return the state in which the leaf at `path` counts as stepped."""
+        parts = [
+            rule.begun(part, own, path) if path in own else part
+            for rule, part, own in self._each(state, paths)
+        ]
+        return replace(state, parts=tuple(parts))
+
+    def _turns(
+        self, pieces: Sequence[Piece], owners: Owners | None
+    ) -> Iterator[tuple[Any, set[int], list[Piece], dict[str, Any]]]:
+        """Yield each rule, its flats, their pieces, and what it is given beside them."""
+        for rule, own in self._own(pieces, lambda piece: piece.leaf.path):
+            mine = {piece.index for piece in own}
+            some = None if owners is None else owners.of(mine)
+            yield rule, mine, own, {"owners": some} if some and some.positions else {}
 
     def init(
         self,
@@ -142,13 +269,11 @@ class Partition(PartedState):
         owners: Owners | None = None,
     ) -> PartitionState:
         """Return the state of every rule; a flat of another rule is empty in it."""
-        made = []
-        for number, (_, rule) in enumerate(self.rules):
-            mine = self._positions(pieces, number)
-            given: dict[str, Any] = {} if owners is None else {"owners": owners.of(mine)}
-            own = [p for p in pieces if p.index in mine]
-            made.append(rule.init(_masked(params, mine), own, place=place, **given))
-        return PartitionState(count=torch.zeros((), dtype=torch.int64), parts=tuple(made))
+        parts = tuple(
+            rule.init(_masked(params, mine), own, place=place, **given)
+            for rule, mine, own, given in self._turns(pieces, owners)
+        )
+        return PartitionState(count=torch.zeros((), dtype=torch.int64), parts=parts)
 
     def advance(
         self,
@@ -162,36 +287,21 @@ class Partition(PartedState):
         **options: Any,
     ) -> tuple[list[Tensor], PartitionState]:
         """Return (params', state') after one update by every rule, one after the other."""
-        new, parts, numbers = list(params), [], dict(self.number_at)
-        for number, (_, rule) in enumerate(self.rules):
-            mine = self._positions(pieces, number)
-            given = dict(options)
-            if owners is not None and owners.of(mine).positions:
-                given["owners"] = owners.of(mine)
-            own = [p for p in pieces if p.index in mine]
-            left = frozenset(path for path in unused if numbers.get(path) == number)
-            moved, part = rule.advance(
-                _masked(params, mine),
-                _masked(grads, mine),
-                state.parts[number],
-                own,
-                unused=left,
-                **given,
-            )
+        new, parts = list(params), []
+        left = [set(paths) for _, paths in self._own(unused, str)]
+        for number, (rule, mine, own, given) in enumerate(self._turns(pieces, owners)):
+            flats, gs, part = _masked(params, mine), _masked(grads, mine), state.parts[number]
+            still = frozenset(left[number])
+            moved, part = rule.advance(flats, gs, part, own, unused=still, **given, **options)
             parts.append(part)
             for i in mine:
                 new[i] = moved[i]
         after = counted(state.count, options.get("found_inf"))
         return new, PartitionState(count=after, parts=tuple(parts))
 
-    def _positions(self, pieces: Sequence[Piece], number: int) -> set[int]:
-        """The flats of the leaves of a rule."""
-        numbers = dict(self.number_at)
-        return {p.index for p in pieces if numbers.get(p.leaf.path) == number}
-
     def skips(self, params: Sequence[Tensor], state: PartitionState) -> bool:
         """Whether every rule skips an overflowing update by itself."""
-        return all(rule.skips(params, part) for rule, part, _ in self._each(state, ()))
+        return all(rule.skips(params, part) for rule, part, _ in self._each(state))
 
     def describe(self, leaves: Sequence[Leaf], step: Any = None) -> list[str]:
         """Return the lines that ranks compare: those of each rule, and which leaves it has."""
@@ -232,3 +342,13 @@ class Partition(PartedState):
 def _masked(flats: Sequence[Tensor], mine: Collection[int]) -> list[Tensor]:
     """The flats, with nothing in the place of those of other rules."""
     return [flat if i in mine else flat.new_empty(0) for i, flat in enumerate(flats)]
+
+
+def _merged(every: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[str, list[Tensor]]:
+    """What several rules have by name: of each flat or parameter, what is not empty."""
+    found: dict[str, list[Tensor]] = {}
+    for some in every:
+        for name, flats in some.items():
+            pairs = zip(found.setdefault(name, list(flats)), flats, strict=True)
+            found[name] = [new if new.numel() else old for old, new in pairs]
+    return found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -59,27 +59,40 @@ def silent(instance: Optimizer) -> Iterator[None]:
 
     A step() that calls super().step() would run them again.
     """
-    own = {name: vars(instance)[name] for name in HOOKS if vars(instance).get(name)}
-    vars(instance).update({name: OrderedDict() for name in own})
-    try:
-        with none_of_all():
-            yield
-    finally:
-        vars(instance).update(own)
+    own = {name: OrderedDict[int, Any]() for name in HOOKS if vars(instance).get(name)}
+    with swapped(vars(instance), own), none_of_all():
+        yield
 
 
 @contextmanager
-def told(instance: Any, **values: Tensor | None) -> Iterator[None]:
-    """Set attributes of an optimizer inside, as `torch.amp.GradScaler` does; None: not that one."""
-    given = {name: value for name, value in values.items() if value is not None}
-    before = {name: vars(instance)[name] for name in given if name in vars(instance)}
-    vars(instance).update(given)
+def swapped(
+    entries: dict[str, Any], values: Mapping[str, Any], written: Iterable[str] = ()
+) -> Iterator[None]:
+    """Set entries of a dict inside the block; afterwards they are as they were, or not there.
+
+    written: keys that something in the block sets.
+
+    Example:
+        >>> group = {"lr": 0.1}
+        >>> with swapped(group, {"lr": 0.2}, ["step"]):
+        ...     group["step"] = 1
+        >>> group
+        {'lr': 0.1}
+    """
+    keys = {*values, *written}
+    before = {key: entries[key] for key in keys if key in entries}
+    entries.update(values)
     try:
         yield
     finally:
-        for name in given:
-            vars(instance).pop(name, None)
-        vars(instance).update(before)
+        for key in keys - before.keys():
+            entries.pop(key, None)
+        entries.update(before)
+
+
+def told(instance: Any, **values: Tensor | None) -> AbstractContextManager[None]:
+    """Set attributes of an optimizer inside, as `torch.amp.GradScaler` does; None: not that one."""
+    return swapped(vars(instance), {name: x for name, x in values.items() if x is not None})
 
 
 @contextmanager

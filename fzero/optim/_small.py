@@ -1,24 +1,38 @@
-"""A small copy of a torch.optim optimizer: it steps a few elements by one param group's rule.
+"""The experiment: a small copy of an optimizer steps a few elements, whole and in parts.
 
-Neither the optimizer nor its parameters are touched.
+It says what a class needs that is neither known nor declared, and what any class keeps. The
+optimizer, its parameters and the random numbers of the process stay as they are.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fzero.context.modes import holds
 from fzero.optim._rules import has_kernel, sgd_fuses
 from fzero.optim._silent import rule_step
 
+LARGE = 130  # some rules factor matrices of 128 and more only
+SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
+LATER = (1.0, 1.0, 1.0, 1.0)  # of more steps: some rules are plain ones in the first five
+_RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats, in 24ths
+
+Rule = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], list[float]]]
+"""(parameters, for each step their gradients) -> what each parameter was changed by, and the
+numbers that the rule keeps for all of them together."""
 Begin = Callable[[Tensor], dict[str, Any]]
 """parameter -> the state that it has before the first step."""
+_Part = tuple[int, tuple[int, int] | None]
+"""(number of a leaf, from which to which of its elements): None for all, in its own shape."""
 
 
 class Ran(NamedTuple):
@@ -45,18 +59,16 @@ def run_small(
     """
     params = [nn.Parameter(x.clone()) for x in values]
     small = _small_copy(optimizer, number, params)
-    for p in params:
-        if state := begin(p):
-            small.state[p] = state
+    small.state.update({p: state for p in params if (state := begin(p))})
     group = small.param_groups[0]
-    options, attributes = _kept(group), _kept(vars(small))
+    options, attributes = _as_now(group), _as_now(vars(small))
     for gs in grads:
         for p, g in zip(params, gs, strict=True):
             p.grad = g.clone()
-            if without is not None:
-                small.state.get(p, {}).pop(without, None)
+            small.state.get(p, {}).pop(without, None)
         rule_step(small)
-    counted = [name for name, x in vars(small).items() if _is_count(x)]
+    kinds = int | float | Tensor  # what may count or average something: no flag
+    counted = [k for k, x in vars(small).items() if isinstance(x, kinds) and type(x) is not bool]
     return Ran(
         params=[p.detach() for p in params],
         states=[dict(small.state.get(p, {})) for p in params],
@@ -91,23 +103,17 @@ def _small_copy(optimizer: Optimizer, number: int, params: list[nn.Parameter]) -
     memo: dict[int, Any] = {id(p): params[0] for p in group["params"]}
     memo |= {id(optimizer): small, id(group): options}
     memo |= {id(optimizer.state): small.state, id(optimizer.param_groups): small.param_groups}
-    for name, value in group.items():
-        if name != "params":
-            options[name] = _copied(value, memo)
-    lr = options.get("lr")
-    if isinstance(lr, Tensor):
-        options["lr"] = torch.full_like(lr, 0.1)
-    elif isinstance(lr, int | float):
-        options["lr"] = 0.1  # a warm-up begins with 0, at which all rules are alike
+    options |= {name: _copied(x, memo) for name, x in group.items() if name != "params"}
+    lr = options.get("lr")  # a warm-up begins with 0, at which all rules are alike
+    if isinstance(lr, Tensor | int | float):
+        options["lr"] = torch.full_like(lr, 0.1) if isinstance(lr, Tensor) else 0.1
     if fuses(optimizer, options, params):
         options["fused"] = True
     for name, value in vars(optimizer).items():
         if name.endswith("_hooks"):
             vars(small)[name] = type(value)()
-        elif name in ("state", "param_groups"):
-            continue
-        elif not (callable(value) and hasattr(type(optimizer), name)):  # a scheduler's own step
-            vars(small)[name] = _copied(value, memo)
+        elif name not in vars(small) and not (callable(value) and hasattr(type(optimizer), name)):
+            vars(small)[name] = _copied(value, memo)  # but a scheduler's own step
     return small
 
 
@@ -118,8 +124,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values as they are now: tensors are copied."""
+def _as_now(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: x.clone() if isinstance(x, Tensor) else x for name, x in values.items()}
 
 
@@ -129,6 +134,144 @@ def _changed(before: Any, after: Any) -> bool:
     return after is not before and repr(after) != repr(before)
 
 
-def _is_count(value: Any) -> bool:
-    """Whether an attribute may count or average something: a number, and no flag."""
-    return isinstance(value, int | float | Tensor) and not isinstance(value, bool)
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, or a tensor with one element."""
+    return value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def rule_of(optimizer: Optimizer, number: int, early: Begin) -> Rule:
+    """Return the rule of param group `number`."""
+
+    def rule(params: list[Tensor], grads: list[list[Tensor]]) -> tuple[list[Tensor], list[float]]:
+        ran = run_small(optimizer, number, params, grads, early)
+        numbers = [float(x) for _, x in sorted(ran.options.items()) if is_number(x)]
+        return [p - before for p, before in zip(ran.params, params, strict=True)], numbers
+
+    return rule
+
+
+def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
+    """Return the shape of the leaf on which a rule for leaves of a shape is tried.
+
+    It is square if the leaf is: factors of a matrix [n, m], which are [n, n] and [m, m], have the
+    shape of the leaf itself only if n = m.
+
+    Example:
+        >>> small_shape([50_000, 768]), small_shape([64, 3, 7, 7]), small_shape([])
+        ((131, 130), (64, 3, 2, 2), (1,))
+    """
+    small = [min(size, most if dim < 2 else 2) for dim, size in enumerate(shape)]
+    if len(small) > 1 and small[0] == small[1] and shape[0] != shape[1]:
+        small[0 if shape[0] > shape[1] else 1] += 1
+    return tuple(max(size, 1) for size in small) or (1,)
+
+
+def is_elementwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether flat shards are updated as they are inside of a small leaf, up to rounding.
+
+    The shards are those of three ranks, each of which runs the rule alone.
+    """
+    numel = torch.Size(shape).numel()
+    ranks = [[(a * numel // 24, b * numel // 24) for a, b in parts] for parts in _RANKS]
+    alone = [[(0, (a, b)) for a, b in spans if a < b] for spans in ranks]
+    return _agrees(rule, device, shape, [parts for parts in alone if parts], (*SIZES, *LATER))
+
+
+def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether two small leaves are updated together as each of them is alone.
+
+    In few steps: matrices that are iterated in one batch round in another way than each alone.
+    """
+    return _agrees(rule, device, shape, [[(0, None)], [(1, None)]], SIZES)
+
+
+def sees_no_other(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether a leaf may be updated alone, as far as a trial tells: random rules are believed."""
+    x, g = (numbers_of(shape, seed).to(device, torch.float32) for seed in (0, 1))
+
+    def change(seed: int) -> Tensor:
+        with same_random_numbers(device, seed):
+            return rule([x.clone()], [[g.clone()]])[0][0]
+
+    return is_leafwise(rule, device, shape) or not torch.equal(change(0), change(1))
+
+
+def _agrees(
+    rule: Rule,
+    device: torch.device,
+    shape: Sequence[int],
+    alone: Sequence[Sequence[_Part]],
+    sizes: Sequence[float],
+) -> bool:
+    """Whether small leaves are updated together as in runs that have some parts of them each.
+
+    sizes: of the gradients of each step.
+    """
+    dtype, tolerance = (torch.float64, 1e-9) if device.type == "cpu" else (torch.float32, 1e-4)
+    count = 1 + max(leaf for parts in alone for leaf, _ in parts)
+    leaves, *steps = (
+        [size * numbers_of(shape, count * k + i).to(device, dtype) for i in range(count)]
+        for k, size in enumerate((1.0, *sizes))
+    )
+    # Some rules project where a gradient is orthogonal to its values, row by row (AdamP).
+    steps[0] = [_turned(x) for x in leaves]
+
+    def run(parts: Sequence[_Part]) -> tuple[list[Tensor], Tensor]:
+        values, *grads = ([_cut(x[leaf], span) for leaf, span in parts] for x in (leaves, *steps))
+        with same_random_numbers(device):
+            changes, numbers = rule(values, grads)
+        return changes, torch.tensor(numbers, dtype=torch.float64)
+
+    together, numbers = run([(leaf, None) for leaf in range(count)])
+    rounding = 16 * torch.finfo(dtype).eps
+    for parts in alone:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a rule for matrices, which are none here
+                apart, own = run(parts)
+        except Exception:  # a rule for matrices says in its own way that a flat tensor is none
+            return False
+        same = numbers.shape == own.shape
+        if not same or not torch.allclose(numbers, own, rtol=tolerance, atol=0, equal_nan=True):
+            return False
+        for (leaf, span), part in zip(parts, apart, strict=True):
+            whole = together[leaf].nan_to_num()
+            size = whole.abs().max()
+            off = (_cut(whole, span) - part.nan_to_num()).abs().max()
+            little = off <= rounding * (size + leaves[leaf].abs().max())
+            if not holds(little | (off < size * tolerance)):
+                return False
+    return True
+
+
+def _turned(x: Tensor) -> Tensor:
+    """[a, b, c] -> [b, -a, c / 1000], in each row of a matrix [n, *t]: orthogonal, nearly."""
+    rows = x.reshape(len(x), -1) if x.ndim > 1 else x.reshape(1, -1)
+    even = rows.shape[1] // 2 * 2
+    a, b = rows[:, 0:even:2], rows[:, 1:even:2]
+    turned = torch.stack([b, -a], 2).flatten(1)
+    return torch.cat([turned, 1e-3 * rows[:, even:]], 1).view(x.shape)
+
+
+def _cut(x: Tensor, span: tuple[int, int] | None) -> Tensor:
+    return x.clone() if span is None else x.flatten()[slice(*span)].clone()
+
+
+@contextmanager
+def same_random_numbers(device: torch.device, seed: int = 0) -> Iterator[None]:
+    """Random numbers are those of the seed in this block, and go on as before after it."""
+    on_gpu = device.type == "cuda"
+    index = torch.cuda.current_device() if on_gpu and device.index is None else device.index
+    with torch.random.fork_rng(devices=[index] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
+def numbers_of(shape: Sequence[int], seed: int) -> Tensor:
+    """Fixed numbers between -3 and 3, none of them 0, alike on every machine, in fp64."""
+    count = torch.arange(torch.Size(shape).numel())
+    sizes = 3 * (0.5 + (7 * count + 5 * seed + 3).remainder(11).double()) / 11
+    signs = 1 - 2 * (count + seed).remainder(3).remainder(2)
+    return (sizes * signs).view(*shape)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +15,11 @@ from torch.optim import Optimizer
 from fzero.errors import LayoutError
 from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
-from fzero.optim._elementwise import not_streamed, numbers_of
-from fzero.optim._silent import rule_step, told
+from fzero.optim._kept import KeptState, as_kept, as_tensor
+from fzero.optim._silent import rule_step, swapped, told
 from fzero.optim._small import fuses
 from fzero.optim._stream import Portion
-from fzero.optim._trial import KeptState, as_kept, as_tensor, begin_state
-
-Place = tuple[int, tuple[int, ...]]
+from fzero.optim._usable import not_streamed
 
 
 class Unit(NamedTuple):
@@ -32,11 +31,6 @@ class Unit(NamedTuple):
     span: tuple[int, int] | None  # None: all of the flat
     shape: tuple[int, ...]
     kept: KeptState
-
-    @property
-    def place(self) -> Place:
-        """What tells units of no flat apart."""
-        return self.number, self.shape
 
     def of(self, flat: Tensor) -> Tensor:
         """Return its part of a tensor that is as long as its flat."""
@@ -88,8 +82,7 @@ class Portions:
         number = {index: k for k, index in enumerate(portion.indices)}
         units = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
         units, self._idle = [*units, *self._idle], []
-        begun = self._begun([u for u in units if u.index < 0 and u.kept.odd and not self._first(u)])
-        loans = self._loans(units, portion, begun)
+        loans = self._loans(units, portion)
         lent = _lent(bound, loans, self._before, fresh=self._turn.first)
         with lent, told(bound.instance, **portion.scaled._asdict()):
             if loans:  # many rules take no empty list
@@ -102,25 +95,7 @@ class Portions:
     def _first(self, unit: Unit) -> bool:
         return self._turn.first or unit.number in self._turn.fresh
 
-    def _begun(self, units: Sequence[Unit]) -> dict[Place, dict[str, Any]]:
-        """Return what a step makes for units of no flat, of which a rule keeps another shape."""
-        loans = []
-        for unit in units:
-            device = self._bound.devices[unit.group]
-            numbers = numbers_of(unit.shape, 1).to(device, unit.kept.dtype)
-            parameter = nn.Parameter(numbers.clone())
-            parameter.grad = numbers
-            loans.append(_Loan(unit, numbers, parameter, {}))
-        if not loans:
-            return {}
-        with _lent(self._bound, loans, self._before, fresh=True):
-            rule_step(self._bound.instance)
-            states = self._bound.instance.state
-            return {unit.place: dict(states[parameter]) for unit, _, parameter, _ in loans}
-
-    def _loans(
-        self, units: Sequence[Unit], portion: Portion, begun: Mapping[Place, dict[str, Any]]
-    ) -> list[_Loan]:
+    def _loans(self, units: Sequence[Unit], portion: Portion) -> list[_Loan]:
         """Return the parameter and state of each unit; no state that the first step is to make."""
         counters = _spread(units, self._before)
         loans = []
@@ -137,8 +112,7 @@ class Portions:
             parameter.grad = gradient
             given: dict[str, Any] = {}
             if not (kept.late and self._first(unit)):
-                given = _slots_of(unit, portion.slots) if here else begin_state(kept, values)
-                given |= {} if here else begun.get(unit.place, {})
+                given = _slots_of(unit, portion.slots) if here else copy.deepcopy(kept.sample)
                 for name in kept.counters:
                     given[name] = as_kept(kept.numbers, name, next(counters[name][unit.number]))
             loans.append(_Loan(unit, values, parameter, given))
@@ -171,30 +145,20 @@ def _lent(
     Counters that the rule keeps in its param groups are set there too.
     """
     instance, groups = bound.instance, bound.instance.param_groups
-    lent: list[dict[str, Any]] = [{"params": []} for _ in groups]
-    begun: list[set[bool]] = [set() for _ in groups]
-    for loan in loans:
-        lent[loan.unit.group]["params"].append(loan.parameter)
-        begun[loan.unit.group].add(bool(loan.given))
-    for number, (group, given) in enumerate(zip(groups, lent, strict=True)):
-        # The fused SGD takes no list of which some have a momentum already, and others do not.
-        if len(begun[number]) < 2 and fuses(instance, group, given["params"]):
-            given["fused"] = True
-        if not fresh:
-            given |= numbers_of_group(bound, counters, number)
-    changed = [{*given, *shared.begin} for given, shared in zip(lent, bound.shared, strict=True)]
-    before = [{k: g[k] for k in some if k in g} for g, some in zip(groups, changed, strict=True)]
-    try:
-        for group, given in zip(groups, lent, strict=True):
-            group.update(given)
+    with ExitStack() as stack:
+        for number, (group, shared) in enumerate(zip(groups, bound.shared, strict=True)):
+            own = [loan for loan in loans if loan.unit.group == number]
+            given: dict[str, Any] = {"params": [loan.parameter for loan in own]}
+            # The fused SGD takes no list of which some have a momentum already, and others do not.
+            alike = len({bool(loan.given) for loan in own}) < 2
+            if alike and fuses(instance, group, given["params"]):
+                given["fused"] = True
+            if not fresh:
+                given |= numbers_of_group(bound, counters, number)
+            stack.enter_context(swapped(group, given, shared.begin))
+        stack.callback(instance.state.clear)
         instance.state.update({loan.parameter: loan.given for loan in loans if loan.given})
         yield
-    finally:
-        instance.state.clear()
-        for group, some, had in zip(groups, changed, before, strict=True):
-            for name in some - had.keys():
-                group.pop(name, None)
-            group.update(had)
 
 
 def numbers_of_group(bound: Bound, counters: Counters, number: int) -> dict[str, Any]:

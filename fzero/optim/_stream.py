@@ -29,6 +29,7 @@ class Flats(NamedTuple):
     grads: Sequence[Tensor]
     masters: Sequence[Tensor]  # empty where there is none
     slots: Slots
+    numbers: Sequence[int] = ()  # by which pieces know them; (): their places
 
     def steps(self, i: int) -> Tensor:
         """Return what is stepped of flat `i`: its master, if it has one."""
@@ -38,7 +39,7 @@ class Flats(NamedTuple):
 class Portion(NamedTuple):
     """Some flats, as a kernel steps them: in place."""
 
-    indices: Sequence[int]
+    indices: Sequence[int]  # the numbers of the flats
     work: list[Tensor]
     grads: list[Tensor]
     slots: Slots
@@ -65,12 +66,12 @@ def step_flats(
     device: where to compute, if anything may live elsewhere; None: all is with the parameters.
     owned: gradients may be written to.
     """
+    numbers = flats.numbers or range(len(flats.params))
     if _is_here(flats, precision, device):
-        indices = range(len(flats.params))
-        work = [flats.steps(i) for i in indices]
+        work = [flats.steps(i) for i in range(len(flats.params))]
         grads, scaled = as_stepped(flats.grads, work, scaled, owned=owned)
-        slots = run(Portion(indices, work, grads, flats.slots, scaled))
-        for i in indices:
+        slots = run(Portion(numbers, work, grads, flats.slots, scaled))
+        for i in range(len(work)):
             written_back(flats, i, work[i])
         return slots
     made = {name: list(some) for name, some in flats.slots.items()}
@@ -78,10 +79,10 @@ def step_flats(
     for i, work, grad, slots in _lent(flats, precision, copies):
         grads, told = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
         given = {name: [x] for name, x in slots.items()}
-        after = run(Portion([i], [work], grads, given, told))
+        after = run(Portion([numbers[i]], [work], grads, given, told))
         noise = None
         if precision.stochastic_rounding and flats.params[i].dtype is torch.bfloat16:
-            noise = noise_of([p for p in pieces if p.index == i], work, count)
+            noise = noise_of([p for p in pieces if p.index == numbers[i]], work, count)
         written_back(flats, i, work, noise)
         changed = [(flats.masters[i], work)] if flats.masters[i].numel() else []
         for name, x in slots.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -13,21 +14,30 @@ from torch import Tensor
 from fzero.errors import PhaseError
 from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners
-from fzero.optim._bind import Bound, Needs, bind
-from fzero.optim._held import Held, kept_by, lines_of
-from fzero.optim._keeps_owned import KeepsOwned
+from fzero.optim._base import Base
+from fzero.optim._bind import Bound, bind
+from fzero.optim._kept import as_kept
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
-from fzero.optim._recount import anew_of, counted_in, recounted_as
 from fzero.optim._rules import Scaled
 from fzero.optim._shown import shown
-from fzero.optim._step import numbers_of_group, skips
+from fzero.optim._step import in_order, numbers_of_group, skips
 from fzero.optim._stream import Flats
-from fzero.optim._torch_state import TorchState, new_state
+from fzero.optim._torch_state import (
+    Held,
+    Owned,
+    TorchState,
+    anew_of,
+    as_large,
+    counted_in,
+    kept_by,
+    lines_of,
+    new_state,
+    recounted_as,
+)
 from fzero.optim._torch_update import updated
-from fzero.optim._trial import as_kept
-from fzero.optim._usable import name_of, not_differentiable
+from fzero.optim._usable import Needs, name_of, not_differentiable
 from fzero.optim.masters import Place, stay, work_tensors
 from fzero.optim.visible import bound_here
 from fzero.state.layout import Leaf
@@ -38,13 +48,15 @@ _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchOptimizer(KeepsOwned):
+class TorchOptimizer(Base):
     """A torch.optim class, factory or instance, used on the flat shards of a state.
 
     Between updates an instance is as its user left it: its param groups have the user's
     parameters and its `state` is empty; so its step hooks see it. While an update computes, its
     groups have the shards, so that options (which a scheduler may have changed) are its own.
     """
+
+    counts_by_leaf = True
 
     source: Any
     needs: Needs = None
@@ -197,17 +209,54 @@ class TorchOptimizer(KeepsOwned):
         """Return the slots by the names that the class has for them, and the masters."""
         return {**state.slots, MASTERS: state.masters}
 
+    def owned(self, state: TorchState) -> Owned:
+        """Return what is kept of parameters with owners."""
+        return state.owned
+
+    def with_owned(self, state: TorchState, owned: Mapping[str, Sequence[Tensor]]) -> TorchState:
+        """Return the state with something else kept of parameters with owners.
+
+        Of other rules of a partition there may be names that this one does not keep.
+        """
+        bound = self._bound()
+        whole = [kept for (group, *_), kept in bound.kept.items() if not bound.elementwise[group]]
+        names = {name for kept in whole for name in (*kept.slots, *kept.odd)}
+        own = {name: tuple(map(in_order, some)) for name, some in owned.items() if name in names}
+        return replace(state, owned=own)
+
+    def kept_of(self, leaf: Leaf) -> Collection[str]:
+        """Return the slots of a leaf with an owner that have an element for each of its own."""
+        kept = self._bound().kept_for(leaf)
+        return () if kept is None else kept.slots.keys()
+
+    def made_by_steps(self, leaf: Leaf) -> Collection[str]:
+        """Return the slots of a leaf with an owner that its first step makes, in any shape."""
+        kept = self._bound().kept_for(leaf)
+        return () if kept is None else kept.odd
+
+    def kept_numel(self, leaf: Leaf) -> int:
+        """Return about how many elements the owner of a leaf keeps of it.
+
+        As the class says, by `kept_numel(shape, group)`; or by the shapes of what it has kept of a
+        small parameter, whose sides are those of this one.
+        """
+        bound = self._bound()
+        kept = bound.kept_for(leaf)
+        if kept is None:
+            return 0
+        says = getattr(bound.instance, "kept_numel", None)
+        if says is not None:
+            return int(says(leaf.shape, bound.instance.param_groups[bound.group_at[leaf.path]]))
+        forms = [torch.as_tensor(kept.sample[name]).shape for name in kept.odd]
+        odd = sum(prod(as_large(form, kept.shape, leaf.shape)) for form in forms)
+        return leaf.numel * len(kept.slots) + odd
+
     @property
     def odd_slots(self) -> frozenset[str]:
         """The slots of a rule that needs all leaves, each of which is a flat of its own then."""
         if self.by_owners:
             return frozenset()
         return frozenset(name for kept in self._bound().kept.values() for name in kept.odd)
-
-    @property
-    def counts_by_leaf(self) -> bool:
-        """Return True: each leaf has counters of its own, as in torch.optim."""
-        return True
 
     def counted(self, state: TorchState, paths: Sequence[str]) -> dict[str, dict[str, Tensor]]:
         """Return {name: {path: counter}} of leaves; among them those of their param groups."""

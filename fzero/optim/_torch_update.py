@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
+from torch import Tensor
 
-from fzero.machine.owners import Owners
+from fzero.machine.owners import Owners, Wholes
+from fzero.optim._apart import Parted, parted
 from fzero.optim._bind import Bound
-from fzero.optim._owned import OwnedStep, owned_pieces, renumbered, subset
-from fzero.optim._piece import Piece, pieces_in
+from fzero.optim._piece import Piece
 from fzero.optim._rules import Scaled
-from fzero.optim._step import Portions
-from fzero.optim._stream import Flats, counted, step_flats
-from fzero.optim._torch_state import TorchState, turn_of, units_of
+from fzero.optim._step import Portions, Turn, Unit, makes_state_later
+from fzero.optim._stream import Flats, Slots, counted, step_flats, written_back
+from fzero.optim._torch_state import Owned, TorchState
+from fzero.optim.masters import work_tensors
 
 
 def updated(
@@ -39,18 +41,19 @@ def updated(
     turn = turn_of(bound, state, unused)
     units = units_of(bound, [*(p for p in pieces if p.index not in whole), *own], turn.now)
     steps = Portions(bound, units, state.counters, turn, flats=len(flats.params))
-    given: dict[str, Any] = {"precision": bound.precision, "device": device, "scaled": scaled}
-    given["count"] = state.count
-    made = step_flats(
-        subset(flats, even),
-        renumbered(steps, even),
+    step = partial(
+        step_flats,
+        run=steps,
+        precision=bound.precision,
+        device=device,
+        scaled=scaled,
         owned=True,  # they are, or copies
-        pieces=pieces_in(pieces, even),
-        **given,
+        pieces=[*pieces, *own],
+        count=state.count,
     )
-    owned = state.owned
+    made, owned = step(subset(flats, even)), state.owned
     if owners is not None:
-        owned = OwnedStep(run=steps, pieces=own, **given).step(owners, flats, owned)
+        owned = step_owned(step, owners, flats, owned)
     slots = {name: list(some) for name, some in state.slots.items()}
     for name, some in made.items():
         for i, x in zip(even, some, strict=True):
@@ -64,3 +67,100 @@ def updated(
         apart=turn.now.apart,
         unstepped=turn.unstepped,
     )
+
+
+def turn_of(bound: Bound, state: TorchState, unused: frozenset[str]) -> Turn:
+    """Return which leaves are stepped together in an update that leaves `unused` leaves out."""
+    left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
+    size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
+    now = parted(state.apart, left, lambda path: bound.group_at[path], size)
+    if not makes_state_later(bound):
+        return Turn(now)
+    if not int(state.count):
+        return Turn(now, first=True, unstepped=tuple(sorted(left)))
+    numbers = dict(now.apart)
+    fresh = frozenset(numbers.get(path, bound.group_at[path]) for path in state.unstepped)
+    return Turn(now, fresh=fresh, unstepped=tuple(x for x in state.unstepped if x in left))
+
+
+def units_of(bound: Bound, pieces: Sequence[Piece], now: Parted) -> list[Unit]:
+    """Return the units of a step, each one parameter to the optimizer: a flat, or a leaf in it.
+
+    A flat with leaves that count apart from each other, or are not stepped, is cut at them.
+    """
+    units: list[Unit] = []
+    numbers, seen, cuts = dict(now.apart), set[int](), _cuts(pieces, now)
+    for index, leaf, start, stop, first in pieces:
+        kept = bound.kept_for(leaf)
+        if kept is None or start >= stop:
+            continue
+        group = bound.group_at[leaf.path]
+        number = numbers.get(leaf.path, group)
+        if number in now.still:
+            continue
+        if not bound.elementwise[group]:
+            if first < leaf.numel:  # else it is padding behind the leaf
+                span = (start, start + leaf.numel)
+                units.append(Unit(index, group, number, span, leaf.shape, kept))
+        elif index in cuts:
+            units.append(Unit(index, group, number, (start, stop), (stop - start,), kept))
+        elif index not in seen:
+            units.append(Unit(index, group, number, None, (), kept))
+        seen.add(index)
+    return units
+
+
+def _cuts(pieces: Sequence[Piece], now: Parted) -> set[int]:
+    """Return the flats whose leaves do not all count together."""
+    if not now.apart:
+        return set()
+    numbers, found = dict(now.apart), dict[int, set[int]]()
+    for piece in pieces:
+        found.setdefault(piece.index, set()).add(numbers.get(piece.leaf.path, -1))
+    return {index for index, some in found.items() if len(some) > 1}
+
+
+def owned_pieces(owners: Owners, first: int) -> list[Piece]:
+    """Return a piece for each parameter that this rank owns, numbered from `first` on."""
+    found = ((k, owners.leaves[k].leaf) for k in owners.mine)
+    return [Piece(first + k, leaf, 0, leaf.numel) for k, leaf in found]
+
+
+def step_owned(step: Callable[[Flats], Slots], owners: Owners, flats: Flats, owned: Owned) -> Owned:
+    """Step the parameters that have owners, numbered behind the flats; return the new slots.
+
+    step: steps flats in place. flats: this rank's shards, which get the new parameters.
+    """
+    made = {name: list(some) for name, some in owned.items()}
+    work, first = work_tensors(flats.params, flats.masters), len(flats.params)
+
+    def compute(mine: list[int], wholes: Wholes) -> Mapping[int, Tensor]:
+        if not mine:
+            return {}
+        params, grads = ([wholes[k][j] for k in mine] for j in (0, 1))
+        slots = {name: [some[k] for k in mine] for name, some in made.items()}
+        none = [p.new_empty(0) for p in params]
+        after = step(Flats(params, grads, none, slots, [first + k for k in mine]))
+        for name, some in after.items():
+            for k, x in zip(mine, some, strict=True):
+                made[name][k] = x
+        return dict(zip(mine, params, strict=True))
+
+    owners.run([work, flats.grads], compute, work)
+    for position in owners.positions:
+        written_back(flats, position, work[position])
+    mine = set(owners.mine)
+    return {
+        name: tuple(x if k in mine else x.new_empty(0) for k, x in enumerate(some))
+        for name, some in made.items()
+    }
+
+
+def subset(flats: Flats, indices: Sequence[int]) -> Flats:
+    """Return some of the flats, by their numbers."""
+
+    def own(some: Sequence[Tensor]) -> list[Tensor]:
+        return [some[i] for i in indices]
+
+    slots = {name: own(some) for name, some in flats.slots.items()}
+    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices)

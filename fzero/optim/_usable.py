@@ -1,14 +1,143 @@
-"""Which optimizers of torch.optim can step shards: said before anything is made of them."""
+"""Which optimizers of torch.optim can step shards, and what a rule needs to update an element.
+
+It needs this element alone, its matrix, or all parameters. Known are the classes of torch.optim and
+of fzero; of others `needs=` says it, or an experiment.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from fzero.errors import LayoutError, PhaseError
+from fzero.optim._base import Base
+
+Needs = Literal["element", "matrix"] | None
+"""What a rule reads to update an element: it alone, or its whole parameter; None: not declared."""
+
+_ELEMENTS = ("SGD", "ASGD", "Rprop", "RMSprop", "Adagrad", "Adadelta")
+_ELEMENTS += ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+_KNOWN: dict[type, Needs] = {getattr(torch.optim, name): "element" for name in _ELEMENTS}
+_KNOWN |= {torch.optim.Adafactor: "matrix", torch.optim.Muon: "matrix"}
+
+
+def known_needs(kind: type) -> Needs:
+    """Return what a class of torch.optim or of fzero needs; None for any other, subclasses too.
+
+    Example:
+        >>> known_needs(torch.optim.Muon), known_needs(torch.optim.AdamW)
+        ('matrix', 'element')
+    """
+    return "matrix" if kind.__module__.startswith("fzero.optim.") else _KNOWN.get(kind)
+
+
+def require_elementwise(optimizer: Base) -> None:
+    """Raise `LayoutError` for an optimizer whose shards are not updated as the whole would be.
+
+    A rule that is neither known nor declared is run on leaves shaped as the parameters, but small
+    (`small_shape`), whole and cut as three ranks hold them: three steps, with gradients of very
+    different sizes. fzero's own rules are elementwise by construction.
+
+    Args:
+        optimizer: of any kind that `as_optimizer` gives; one from `from_torch` is bound already.
+
+    Raises:
+        LayoutError: for a rule with a norm, a mean over a dim, a matrix product or random
+            numbers in it.
+
+    Example:
+        >>> import torch
+        >>> from fzero.optim import as_optimizer
+        >>> def update(grads, state, params):
+        ...     norm = torch.stack([g.norm() for g in grads]).norm()
+        ...     return [-g / norm for g in grads], state
+        >>> require_elementwise(as_optimizer((lambda params: (), update)))
+        Traceback (most recent call last):
+        fzero.errors.LayoutError: pair(update) is not elementwise: ...
+    """
+    if not optimizer.elementwise:
+        raise not_elementwise(optimizer)
+
+
+def not_elementwise(optimizer: object) -> LayoutError:
+    """Return the error for a rule that needs whole parameters, and has parts of them."""
+    return LayoutError(
+        f"{optimizer!r} is not elementwise: tried on small parameters, it makes other updates of "
+        "the whole than of its parts, and a rank has parts of the parameters.",
+        cause="a norm, a mean over a dim, a matrix product, a test of the shape or random "
+        "numbers in the rule (LAMB, Adafactor, Muon, a clip in a chain), or a number that it "
+        "finds from all parameters (Prodigy, D-Adaptation).",
+        fix="use stage 0 or one rank; or an elementwise optimizer (SGD, Adam, AdamW, Lion, "
+        "...); clip with fzero.clip or max_norm, and not inside of the optimizer.",
+    )
+
+
+def require_leafwise(optimizer: Base) -> None:
+    """Raise `LayoutError` for an optimizer whose leaves are not updated alone as together.
+
+    Args:
+        optimizer: as in `require_elementwise`.
+
+    Raises:
+        LayoutError: for a rule that looks at several leaves at once, or is random; for a foreign
+            pair that is not elementwise.
+
+    Example:
+        >>> import torch
+        >>> from fzero.optim import from_torch
+        >>> matrices = {"w": torch.ones(2, 3)}
+        >>> require_leafwise(from_torch(torch.optim.Muon).bind(matrices))
+    """
+    if optimizer.leafwise:
+        return
+    raise LayoutError(
+        f"{optimizer!r} is not elementwise, and does not update each parameter alone: tried on "
+        "small parameters, it makes other updates of all of them than of each; and a rank has "
+        "parts of them.",
+        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
+        "foreign (init, update) pair that is not elementwise.",
+        fix="use stage 0 or one rank; clip with fzero.clip or max_norm, and not inside of the "
+        "optimizer; write a rule for matrices as a torch.optim optimizer, and give it to "
+        "fzero.optim.from_torch. If the trial is wrong, from_torch(..., needs='element') says that "
+        "parts may be updated alone, and needs='matrix', of a random rule, that each parameter "
+        "may.",
+    )
+
+
+def not_alone(rule: str, needs: str) -> LayoutError:
+    """Return the error for a rule that is said to need its own parameter alone, and sees others."""
+    return LayoutError(
+        f"from_torch({rule}, needs={needs!r}): tried on two small parameters, it makes other "
+        "updates of both together than of each alone.",
+        cause="a rule that looks at all parameters at once: a norm of all gradients or a clip in "
+        "it, a list that it joins, a number that it finds from all (Prodigy).",
+        fix="leave needs= out, and use stage 0 or one rank; clip with fzero.clip or max_norm, and "
+        "not inside of the optimizer.",
+    )
+
+
+def not_elements(rule: str) -> LayoutError:
+    """Return the error for a class of matrices that is declared to need elements alone."""
+    return LayoutError(
+        f"from_torch({rule}, needs='element'): {rule} looks at whole matrices.",
+        cause="a rule for matrices of torch.optim, which would make other updates of parts.",
+        fix="leave needs= out: the owner of each parameter steps the whole of it, at every stage.",
+    )
+
+
+def not_streamed(optimizer: object) -> LayoutError:
+    """Return the error for a rule that needs all parameters at once, and has some."""
+    return LayoutError(
+        f"{type(optimizer).__name__} is stepped one bucket at a time here, and does not update "
+        "each parameter alone.",
+        cause="a rule that looks at all parameters (a clip in it, Prodigy), with offload, a "
+        "state_dtype or stochastic_rounding.",
+        fix="leave these out; clip with fzero.clip or max_norm, and not inside of the optimizer.",
+    )
+
 
 CLOSURE = "it evaluates the loss several times in a step, by a closure"
 REFUSED = {

@@ -11,6 +11,7 @@ the other; none of these is a step that anybody asked for.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,7 +28,6 @@ from fzero.optim._bind import Bound
 from fzero.optim._silent import HOOKS, is_wrapped, none_of_all, note_step, told
 from fzero.optim._silent import has_pre_hooks as has_pre_hooks
 from fzero.optim._silent import is_seen as is_seen
-from fzero.optim._trial import KeptState, begin_state
 
 T = TypeVar("T")
 Update = Callable[[], T]
@@ -129,34 +129,22 @@ def _wrapped(bound: Bound, update: Update[T]) -> T:
 
 
 def _idle(bound: Bound) -> Optimizer:
-    """Return a copy of an optimizer that steps nothing of anybody's.
+    """Return a copy of an optimizer that steps nothing of anybody's: what its experiment stepped.
 
-    Classes of torch.optim step an empty list; others are given what their trial was made with.
+    One parameter, for many rules take no empty list.
     """
-    instance = bound.instance
-    idle: Any = object.__new__(type(instance))
+    instance, idle = bound.instance, object.__new__(type(bound.instance))
     vars(idle).update(vars(instance))
     vars(idle).update({name: OrderedDict() for name in HOOKS})
     for name in ("found_inf", "grad_scale"):  # for a fused kernel, which there is none of
         vars(idle).pop(name, None)
     idle.state, idle.param_groups = defaultdict(dict), []
-    for number, group in enumerate(instance.param_groups):
-        params: list[nn.Parameter] = []
-        if not type(instance).__module__.startswith("torch.optim."):
-            some = [(key, kept) for key, kept in bound.kept.items() if key[0] == number]
-            params = [_nobodys(idle, key[2], bound.devices[number], kept) for key, kept in some]
-        idle.param_groups.append({**group, "params": params})
+    for (number, dtype, shape), kept in [*bound.kept.items()][:1]:
+        p = nn.Parameter(torch.ones(shape, dtype=dtype, device=bound.devices[number]))
+        p.grad = torch.ones_like(p)
+        idle.state.update({} if kept.late else {p: copy.deepcopy(kept.sample)})
+        idle.param_groups.append({**instance.param_groups[number], "params": [p]})
     return idle
-
-
-def _nobodys(
-    idle: Any, shape: Sequence[int], device: torch.device, kept: KeptState
-) -> nn.Parameter:
-    p = nn.Parameter(torch.ones(tuple(shape), dtype=kept.dtype, device=device))
-    p.grad = torch.ones_like(p)
-    if not kept.late:
-        idle.state[p] = begin_state(kept, p.detach())
-    return p
 
 
 def _not_once(instance: Optimizer, seen: str) -> PhaseError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from fzero.errors.check import is_count, is_positive
@@ -12,6 +14,7 @@ from fzero.state import Local
 from fzero.state.codec import Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
+from fzero.state.points import Points
 from fzero.state.precision import Autocast
 
 
@@ -72,6 +75,22 @@ OF_DRIVERS = (
         instead={"shard": "fzero.compress(step, gradients=codec) is a transform of the step"},
         deepspeed="communication_data_type",
         axis="wires",
+    ),
+    Option(
+        name="transforms",
+        default=(),
+        type=Sequence[Points],
+        check=ValueCheck(
+            lambda x: isinstance(x, list | tuple) and all(isinstance(y, Points) for y in x),
+            "a list of what fzero.transform returns",
+        ),
+        help="what acts at the points of a step and keeps slots in the state, from the inside out: "
+        "see `fzero.transform`. `step.init` passes those around its step.",
+        instead=dict.fromkeys(
+            ("shard", "plan"),
+            "what fzero.transform returns is a transform of the step, ema(step), and plan.of_step "
+            "plans that step",
+        ),
     ),
     Option(
         name="leaf_modules",

@@ -23,6 +23,8 @@ from fzero.state.buffers import Placement as Placement
 from fzero.state.effects import DropBackward as DropBackward
 from fzero.state.effects import QueueCallback as QueueCallback
 from fzero.state.effects import RunEpilogue as RunEpilogue
+from fzero.state.form import Form as Form
+from fzero.state.form import Slot as Slot
 from fzero.state.hooks import HookState as HookState
 from fzero.state.layout import Group as Group
 from fzero.state.layout import Layout as Layout

@@ -15,6 +15,7 @@ from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.codec import Codec, Over, cast
 from fzero.state.layout import Layout, Part
 from fzero.state.offload import Offload
+from fzero.state.points import Builtin, Points
 from fzero.state.schedule import Limits
 from fzero.state.stateful_update import ParamGroups as ParamGroups
 from fzero.state.stateful_update import SavedNames as SavedNames
@@ -87,14 +88,13 @@ Observer = Callable[[str, Any, Any], Any]
 class Policy:
     """What the transforms around the running step asked for; neutral between steps."""
 
-    max_norm: float | None = None  # clip: bound of the global gradient norm
-    max_value: float | None = None  # clip: bound of each element of the gradient, before the norm
     grad_scale: float = 1.0  # accumulate: 1 / micro-batches
     defer_update: bool = False  # accumulate: not the last micro-batch
     donate: bool = False  # shard: buffers may be overwritten
     averages: bool = False  # the update divides by the number of backwards
     autocast: torch.dtype | None = None  # autocast: in which losses are computed
     check_finite: bool = False  # check_finite: an update raises what is not finite
+    points: tuple[Points | Builtin, ...] = ()  # transforms around the step, from the inside out
     observer: Observer | None = field(default=None, repr=False)  # not what ranks compare
 
     @property
@@ -119,6 +119,7 @@ class Setup:
     gathering: Gathering = field(default_factory=Gathering)
     policy: Policy = field(default_factory=Policy)
     offload: Offload = field(default_factory=Offload)
+    transforms: tuple[Points, ...] = ()  # that a state was made with: it has their slots
 
     @property
     def gathers_by_unit(self) -> bool:
@@ -190,6 +191,11 @@ class Setup:
         return replace(self, reduction=replace(self.reduction, weighted=weighted))
 
     @property
+    def idle(self) -> Setup:
+        """The setup of the state when it holds no gradients."""
+        return self.with_weights(False)
+
+    @property
     def codec(self) -> Codec | None:
         """What encodes gradients where they cross ranks, but for a mere cast; None for nothing."""
         over_all = self.reduction.over == "all"
@@ -258,6 +264,8 @@ class Setup:
         replica, shard = divmod(rank, shards)
         if placement is Placement.OVER_ALL:
             return Part(shards * self.replicas, shard * self.replicas + replica)
+        if placement is Placement.BY_RANK:
+            return Part(self.axis.size, rank)
         return Part(shards, shard) if placement is Placement.SHARDED else Part(1, 0)
 
     def numel(self, index: int, placement: Placement) -> int:

@@ -20,8 +20,9 @@ def state_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
 
     The window has what is not reduced yet, the residual of encoded gradients, full parameters
-    that it keeps, and the anchors and outer momentum of local updates. Of a state that is offloaded
-    also by place: on device, in host memory, on disk.
+    that it keeps, and the anchors and outer momentum of local updates. What transforms keep is
+    under the kind that its form says, by default "slots", which a state without any has not. Of a
+    state that is offloaded also by place: on device, in host memory, on disk.
 
     Raises `LayoutError` for what is no state.
 
@@ -32,17 +33,25 @@ def state_bytes(state: Any) -> dict[str, int]:
         (48, 104)
     """
     require_state("state_bytes", state)
-    kinds = {
-        "parameters": state.params,
-        "gradients": state.gradients,
-        "optimizer": state.optimizer,
-        "window": state.window,
-    }
+    kinds = _kinds(state)
     found = {kind: _tree_bytes(tree) for kind, tree in kinds.items()}
     total = sum(found.values())
     if state.setup.offload.neutral:
         return {**found, "total": total}
     return {**found, "total": total, **_by_home(state, kinds, total)}
+
+
+def _kinds(state: Any) -> dict[str, Any]:
+    """Return {kind: all tensors of that kind}, of which none is in two kinds."""
+    found: dict[str, list[Any]] = {
+        "parameters": [state.params],
+        "gradients": [state.gradients],
+        "optimizer": [state.optimizer],
+        "window": [state.window],
+    }
+    for slot in state.slots.values():
+        found.setdefault(slot.form.kind, []).append(slot.value)
+    return found
 
 
 def require_state(name: str, given: Any) -> None:
@@ -57,7 +66,8 @@ def require_state(name: str, given: Any) -> None:
 
 def _by_home(state: Any, kinds: dict[str, Any], total: int) -> dict[str, int]:
     homes = state.setup.offload.homes
-    of = {"parameters": homes["params"], "optimizer": homes["optimizer"]}
+    of = {"parameters": homes["params"]}
+    of |= dict.fromkeys(("optimizer", "slots"), homes["optimizer"])
     disk = host = 0
     for kind, tree in kinds.items():
         home = of.get(kind, homes["gradients"])
@@ -118,6 +128,9 @@ def _rows(state: Any) -> list[tuple[str, str]]:
     places["window"] += ", with a residual" if state.window.residual.held else ""
     if (outer := state.window.outer) is not None:
         places["window"] += f", with anchors, {outer.updates} of {outer.local.every} updates"
+    shown = [name for name, slot in state.slots.items() if slot.form.kind == "slots"]
+    if shown:
+        places["slots"] = ", ".join(dict.fromkeys(name.partition("/")[0] for name in shown))
     return [(kind, f"{place}, {found[kind]:,} bytes") for kind, place in places.items()]
 
 

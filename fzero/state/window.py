@@ -22,16 +22,13 @@ class Window:
     of the window when stage 3 was asked to keep them (else it is empty). `residual` is PARTIAL,
     too: what encoding has lost of this rank's gradients, and then of its part of their sums where
     those are encoded, without the loss scale;
-    `residual_before`: as it was at the last update, while gradients since then are held. `weight`:
-    the sum of the weights of this rank's gradients since the update, and how many of them are none.
-    `outer`:
+    `residual_before`: as it was at the last update, while gradients since then are held. `outer`:
     of local updates, what the next outer update starts from.
     """
 
     pending: Buffers
     residual: Buffers = Buffers(placement=Placement.PARTIAL)
     residual_before: Buffers = Buffers(placement=Placement.PARTIAL)
-    weight: Tensor | None = None  # [2] fp64: see `fzero/transforms/weights.py`
     gathered: tuple[Tensor, ...] = ()
     outer: Outer | None = None  # None: replicas have equal parameters after each update
     is_open: bool = static(default=False)  # the gradient of the next backward waits in it
@@ -94,7 +91,7 @@ def after_update(window: Window, skipped: Tensor | None = None) -> Window:
         now = replace(now, flats=tuple(torch.where(skipped != 0, x, y) for x, y in pairs))
     settled = window.is_open
     residual = {"residual": now, "residual_before": CLOSED.residual_before}
-    return replace(window, **residual, weight=None, is_settled=settled)
+    return replace(window, **residual, is_settled=settled)
 
 
 def forget(window: Window) -> Window:
@@ -108,5 +105,4 @@ def forget(window: Window) -> Window:
         pending=CLOSED.pending,
         residual=before,
         residual_before=CLOSED.residual_before,
-        weight=None,
     )

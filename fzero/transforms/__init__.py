@@ -20,11 +20,14 @@ from fzero.transforms.grad import grad_and_reduce as grad_and_reduce
 from fzero.transforms.init import init as init
 from fzero.transforms.local import leave_out as leave_out
 from fzero.transforms.local import local as local
+from fzero.transforms.map_params import map_params as map_params
 from fzero.transforms.norm import global_norm as global_norm
 from fzero.transforms.offload import offload as offload
+from fzero.transforms.points import transform as transform
 from fzero.transforms.remat import remat as remat
 from fzero.transforms.replicas import check_replicas as check_replicas
 from fzero.transforms.scale_loss import scale_loss as scale_loss
 from fzero.transforms.shard import shard as shard
 from fzero.transforms.simulate import simulate as simulate
+from fzero.transforms.slots import slots as slots
 from fzero.transforms.update import apply_gradients as apply_gradients

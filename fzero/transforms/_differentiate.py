@@ -99,11 +99,15 @@ def versions_of(flats: Sequence[Tensor]) -> list[int]:
 
 
 def by_func(
-    loss_of: LossOf, sources: Sequence[Source], *, has_aux: bool, scale: Tensor | None = None
+    loss_of: LossOf,
+    sources: Sequence[Source],
+    *,
+    has_aux: bool,
+    learned: Callable[[Tensor], Tensor],
 ) -> Result:
     """Differentiate with torch.func: the result can be differentiated, mapped, traced again.
 
-    Gradients are those of loss x `scale`; the value is that of the loss.
+    Gradients are those of `learned(loss)`; the value is that of the loss.
     """
     counts = [len(source.inputs) for source in sources]
     inputs = tuple(s for source in sources for s in source.inputs)
@@ -117,7 +121,7 @@ def by_func(
         leaves, kept["treespec"] = optree.tree_flatten(aux, namespace=NAMESPACE)
         kept["others"] = [None if isinstance(x, Tensor) else x for x in leaves]
         tensors = tuple(x for x in leaves if isinstance(x, Tensor))
-        return (loss if scale is None else loss * scale), (loss, *tensors)
+        return learned(loss), (loss, *tensors)
 
     if inputs:
         grads, (_, found) = torch.func.grad_and_value(scalar, has_aux=True)(inputs)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.collectives import gather_many
 from fzero.errors import PhaseError
 from fzero.machine.offload import to_device
-from fzero.machine.packing import input_shape, unpack_groups
+from fzero.machine.packing import input_shape, pack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.state import TrainState
 from fzero.transforms._differentiate import (
@@ -24,6 +24,7 @@ from fzero.transforms._differentiate import (
 )
 from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms.agree import agree
+from fzero.transforms.points import Locals, scaled_loss
 from fzero.transforms.receive import mean_of, not_differentiable, receive
 from fzero.transforms.scaled import scales_of
 from fzero.transforms.weights import Weight, counted, counted_loss, times_weight
@@ -44,26 +45,49 @@ def grad_by_func(
     scale, rest = scales_of(states)
     fulls = [flat for _, some in held for flat in some]
     versions = versions_of(fulls)
+    acting = [one for one in states if one.setup.layout.trainable]
+
+    def learned(loss: Tensor) -> Tensor:
+        loss = scaled_loss(acting, loss)
+        return loss if scale is None else loss * scale
+
     try:
-        result = by_func(
-            call.loss_of, [_source(*one) for one in held], has_aux=call.has_aux, scale=scale
-        )
+        sources = [_source(*one) for one in held]
+        result = by_func(call.loss_of, sources, has_aux=call.has_aux, learned=learned)
     except RuntimeError as error:
         if versions_of(fulls) != versions:
             raise PhaseError(WROTE) from error
         raise
     if versions_of(fulls) != versions:
         raise PhaseError(WROTE)
-    grads = [
-        _times_weight(state, some, call.weight)
-        for (state, _), some in zip(held, result.grads, strict=True)
+    locally = [
+        _after_locals(state, some) for (state, _), some in zip(held, result.grads, strict=True)
     ]
+    held = [(state, some) for (state, _), (_, some) in zip(locally, held, strict=True)]
+    grads = [_times_weight(state, some, call.weight) for state, some in locally]
     seen = Result(
         grads=tuple(map(tuple, grads)), value=counted_loss(result.value, call.weight), aux=None
     )
     made = zip(held, found_at_once(states, seen), grads, rest, strict=True)
     new = [_received(with_found(one, bad), some, by) for (one, _), bad, some, by in made]
     return [counted(state, call.weight) for state in new], result
+
+
+def _after_locals(
+    state: TrainState, grads: Sequence[Tensor]
+) -> tuple[TrainState, Sequence[Tensor]]:
+    """Return the gradient of each group after the transforms at `local`, and the state's slots."""
+    locals_ = Locals(state)
+    if not locals_:
+        return state, grads
+    layout = state.setup.layout
+    flats = [g.reshape(-1) for g in grads]
+    leaves = unpack_groups(layout, dict(zip(layout.trainable, flats, strict=True)))
+    made = {leaf: locals_(leaf, g) for leaf, g in leaves.items()}
+    packed = [
+        pack(layout, i, [made[leaf] for leaf in layout.groups[i].leaves]) for i in layout.trainable
+    ]
+    return locals_.put(state), packed
 
 
 def _times_weight(

@@ -8,18 +8,19 @@ import optree
 from torch import Tensor
 
 from fzero.context.modes import in_transform
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, PhaseError
 from fzero.machine.packing import pack
 from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.layout import Leaf
+from fzero.state.scale import with_slot
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.observe import tell_added
 from fzero.transforms.receive import mean_of, receive
 from fzero.transforms.scaled import times_scale, with_value
-from fzero.transforms.weights import require_no_weights
+from fzero.transforms.weights import own_weight, require_no_weights, with_own_weight
 from fzero.transforms.written import returned
 
 
@@ -35,7 +36,9 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
         state: a train state.
         grads: a pytree like the parameters, of full tensors of the same shapes. In the place of a
             frozen leaf stands anything, such as None; a leaf that learns has a gradient, zeros if
-            nothing has used it. Other dtypes are converted to that of the sum.
+            nothing has used it. Other dtypes are converted to that of the sum. Or another state of
+            the same layout, whose gradients are given to this one, which has none: as they are,
+            reduced or waiting, with their weights and their loss scale. No collective then.
         reduced: they are the same on every rank, and the mean already.
 
     Returns:
@@ -43,8 +46,9 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
 
     Raises:
         LayoutError: for another structure or shape, for None as the gradient of a leaf that
-            learns, for a state of which none does, and for a reduced gradient in a window, where it
-            would be reduced again.
+            learns, for a state of which none does, for a reduced gradient in a window, where it
+            would be reduced again, and for a state of another layout, stage or mesh.
+        PhaseError: for the gradients of another state, if this one has gradients, or that one none.
         DonatedError: for a state that was used up.
 
     Example:
@@ -56,6 +60,8 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     """
     check_alive(state)
     require_learner([state], "add_gradients")
+    if isinstance(grads, TrainState):
+        return _given_by(state, grads)
     setup, waits = state.setup, state.window.is_open
     if reduced and waits:
         raise LayoutError(
@@ -76,6 +82,45 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     elif not waits:
         local = [cut(setup, flat, Placement.REPLICATED, setup.gradients) for flat in local]
     new = receive(state, local)
+    returned(new, gradients=True)
+    return new
+
+
+def _given_by(state: TrainState, other: TrainState) -> TrainState:
+    """Return the state with the gradients of another one, and what is counted of them."""
+    check_alive(other)
+    mine, theirs = state.setup, other.setup
+    if (mine.stage, mine.axis, mine.layout) != (theirs.stage, theirs.axis, theirs.layout):
+        raise LayoutError(
+            "add_gradients: the gradients of a state of another layout, stage or mesh.",
+            cause="another model, or a state that was resharded.",
+            fix="give fzero.gradients(other), whole ones, with reduced=True.",
+        )
+    if state.progress.backwards or not other.progress.backwards:
+        which = "the state holds" if state.progress.backwards else "the other state holds no"
+        raise PhaseError(
+            f"add_gradients: {which} gradients.",
+            cause="a second call between two updates, or a state from before grad_and_reduce.",
+            fix="add to the gradients of a state by fzero.gradients(other), reduced=True.",
+        )
+    if (mine.reduction, state.window.is_open) != (
+        mine.with_weights(False).reduction,
+        other.window.is_open,
+    ) or (state.scale and state.scale.policy) != (other.scale and other.scale.policy):
+        raise LayoutError(
+            "add_gradients: the gradients of a state with another loss scale or window.",
+            cause="a state that did not come from this one.",
+            fix="give fzero.gradients(other), whole ones, with reduced=True.",
+        )
+    new = state.replace(
+        gradients=other.gradients,
+        window=other.window,
+        progress=other.progress,
+        slots=with_slot(state.slots, other.scale),
+        setup=mine.with_weights(theirs.reduction.weighted),
+    )
+    if (weight := own_weight(other)) is not None:
+        new = with_own_weight(new, weight)
     returned(new, gradients=True)
     return new
 

@@ -39,6 +39,7 @@ from fzero.transforms.announcement import functional
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
+from fzero.transforms.points import scaled_loss
 from fzero.transforms.scaled import scales_of, with_value
 from fzero.transforms.states import S, flatten_states
 from fzero.transforms.weights import (
@@ -178,8 +179,9 @@ def _by_autograd(
             params = [params for params, _ in made]
             with explains_writes(params):
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
+                learned = scaled_loss([one for one in states if one.setup.layout.trainable], loss)
         for one in passes:
-            one.finite.loss(loss, call.weight)
+            one.calls.loss(loss, call.weight)
             one.end_forward()
             one.begin_backward(weight=call.weight)
         scale, rest = scales_of(states)
@@ -188,7 +190,7 @@ def _by_autograd(
         if versions_of(flats) != versions:
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
-        _backward(loss, scale, passes, learning=learning)
+        _backward(learned, scale, passes, learning=learning)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]

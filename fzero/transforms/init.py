@@ -25,7 +25,6 @@ from fzero.optim import (
     TorchOptimizer,
 )
 from fzero.options import Initializer, InitOptions, Stages, takes
-from fzero.ranks.mesh import MeshLike
 from fzero.state import (
     Buffers,
     Layout,
@@ -38,6 +37,7 @@ from fzero.state import (
 )
 from fzero.state.codec import Compress
 from fzero.state.offload import Offload
+from fzero.state.points import Points
 from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._closed_over import watch
@@ -45,7 +45,8 @@ from fzero.transforms._models import models_of, require_params
 from fzero.transforms._taken import taken_over
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
-from fzero.transforms.setup import COMPARED, plan_setup, setup_at
+from fzero.transforms.points import begun_slots
+from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
 from fzero.transforms.written import returned
 
@@ -65,6 +66,7 @@ def init(
     offload: Offload | None = None,
     local: Local | None = None,
     compress: Compress | None = None,
+    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
 @overload
@@ -78,6 +80,7 @@ def init(
     offload: Offload | None = None,
     local: Local | None = None,
     compress: Compress | None = None,
+    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> Any: ...
 @takes("init", "init(params, optimizer, stage=2)")
@@ -91,6 +94,7 @@ def init(  # noqa: D417 {options}
     offload: Offload | None = None,
     local: Local | None = None,
     compress: Compress | None = None,
+    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
@@ -148,9 +152,9 @@ def init(  # noqa: D417 {options}
         require_autograd("init")
         require_params(params)
         given = {**options, "autocast": autocast, "offload": offload, "local": local}
-        given["compress"] = compress
+        given |= {"compress": compress, "transforms": transforms}
         chosen = check_shared(grouped(SharedOptions, given))
-        require_local(chosen.local, chosen.optimizer_over)
+        require_local(chosen.local)
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
@@ -270,7 +274,7 @@ def filled_state(
         if done is not None:
             done(index, held[-1])
     setup = on_replica(setup, local)
-    return begun(taken_over(_state_of(setup, held), mesh), local, mesh)
+    return begun_slots(begun(taken_over(_state_of(setup, held), mesh), local, mesh))
 
 
 def blank_state(setup: Setup, device: torch.device, *, local: Local | None = None) -> TrainState:
@@ -285,19 +289,7 @@ def blank_state(setup: Setup, device: torch.device, *, local: Local | None = Non
         flat = torch.zeros(numel, dtype=group.dtype, device=device)
         home = setup.offload.params
         held.append(flat if home is None else offloaded(home, flat, setup.offload))
-    return begun(_state_of(setup, held), local, mesh)
-
-
-def blank_at(
-    old: Setup, *, stage: int, mesh: MeshLike, device: torch.device, local: Local | None
-) -> TrainState:
-    """Return zeros in the place of a state of setup `old`, at a stage, on a mesh of this rank.
-
-    Raises `LayoutError` for an option that does not go with the stage or with the ranks.
-    """
-    axis = mesh_for(mesh, local)
-    setup = setup_at(old, stage=stage, axis=axis, device=device, local=local)
-    return blank_state(setup, device, local=local)
+    return begun_slots(begun(_state_of(setup, held), local, mesh))
 
 
 def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:

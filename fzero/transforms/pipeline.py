@@ -130,7 +130,10 @@ def init_options_of(fn: Any) -> dict[str, Any]:
     """Return the options of `fzero.init` that the transforms of `fn` ask for."""
     if not isinstance(fn, Step):
         return {}
-    return {**init_options_of(fn.inner), **fn.init_options}
+    inner, own = init_options_of(fn.inner), fn.init_options
+    # The one option of which several transforms ask for a part: from the inside out.
+    more = (*inner.get("transforms", ()), *own.get("transforms", ()))
+    return {**inner, **own, **({"transforms": more} if more else {})}
 
 
 def init_of_object(fn: Any) -> Callable[..., Any] | None:

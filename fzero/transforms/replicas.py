@@ -9,7 +9,7 @@ from fzero.collectives import performer_of
 from fzero.errors import MismatchError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import digest, unpack
-from fzero.state import Placement, TrainState
+from fzero.state import Buffers, Placement, TrainState
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.states import flatten_states
@@ -93,6 +93,7 @@ def _digests(state: TrainState) -> list[tuple[Any, int]]:
                 found.append(((f"parameter {path}", part), digest(x)))
         else:
             found.append(((f"a shard of {', '.join(paths)}", part), digest(here)))
+    found += _of_slots(state)
     part = setup.part(setup.optimizer_state, rank)
     if part.count == setup.axis.size:  # no other rank has it
         return found
@@ -101,4 +102,24 @@ def _digests(state: TrainState) -> list[tuple[Any, int]]:
             paths = ", ".join(layout.leaves[i].path for i in layout.groups[index].leaves)
             what = f"the optimizer's {name} of {paths}"
             found.append(((what, part), digest(to_device(flat, state.device))))
+    return found
+
+
+def _of_slots(state: TrainState) -> list[tuple[Any, int]]:
+    """((slot, which part of it), digest) of the slots of which other ranks have the same."""
+    setup, rank, found = state.setup, state.setup.axis.rank, list[tuple[Any, int]]()
+    for name, slot in state.slots.items():
+        if slot.form.elsewhere == "own":
+            continue
+        if isinstance(slot.value, Buffers):
+            part = setup.part(slot.value.placement, rank)
+            if slot.value.placement is Placement.PARTIAL or part.count == setup.axis.size:
+                continue
+            for number, flat in enumerate(slot.value.flats):
+                where = (f"the slot {name}", number, part)
+                found.append((where, digest(to_device(flat, state.device))))
+        elif slot.form.placed(setup.optimizer_state) is Placement.REPLICATED:
+            values = slot.value if isinstance(slot.value, dict) else {"": slot.value}
+            for key, x in values.items():
+                found.append(((f"the slot {name} {key}".rstrip(), 0), digest(x.reshape(-1))))
     return found

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Unpack, overload
 
 from fzero.context.modes import in_transform, is_recorded
@@ -17,6 +14,7 @@ from fzero.options import OPTIONS, InitOptions, Stages, takes
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import TrainState
 from fzero.transforms._models import stages_of
+from fzero.transforms.closure import reaches
 from fzero.transforms.donation import check_alive, own_gradients
 from fzero.transforms.init import init
 from fzero.transforms.outer import mesh_for
@@ -247,50 +245,10 @@ class _Leftovers:
             self._told = True
             if is_recorded([x.step for x in before]) or any(int(x.step) for x in before):
                 return
-            if not _names_an_update(step):
+            if not reaches(step, apply_gradients):
                 warnings.warn(_LEFTOVERS, UserWarning, stacklevel=6 + DISABLED_FRAMES)
         if any(old < new for old, new in pairs):
             self._left.add(rank)
-
-
-def _names_an_update(step: Callable[..., Any]) -> bool:
-    """Whether a step, or a function of the user's that it names or closes over, has an update."""
-    todo: list[Any] = [step]
-    seen: set[int] = set()
-    while todo:
-        found = todo.pop()
-        while isinstance(found, Step | functools.partial):
-            found = found.inner if isinstance(found, Step) else found.func
-        if found is apply_gradients:
-            return True
-        if not inspect.isroutine(found) and callable(found):  # an object that is called
-            found = types.MethodType(type(found).__call__, found)
-        me: Any = None
-        if isinstance(found, types.MethodType):
-            me, found = found.__self__, found.__func__
-        if not inspect.isfunction(found) or id(found) in seen or _is_ours(found):
-            continue
-        seen.add(id(found))
-        names = _names(found.__code__)
-        if apply_gradients.__name__ in names:
-            return True
-        todo += [found.__globals__[name] for name in names if name in found.__globals__]
-        own = [x for one in type(me).__mro__ for name, x in vars(one).items() if name in names]
-        todo += [types.MethodType(x, me) for x in own if inspect.isfunction(x)]
-        for cell in found.__closure__ or ():
-            with suppress(ValueError):  # it is empty yet
-                todo.append(cell.cell_contents)
-    return False
-
-
-def _names(code: types.CodeType) -> set[str]:
-    inside = [_names(one) for one in code.co_consts if isinstance(one, types.CodeType)]
-    return {*code.co_names}.union(*inside)
-
-
-def _is_ours(found: Callable[..., Any]) -> bool:
-    """Whether it makes no update for a step that does not name one."""
-    return (found.__module__ or "").partition(".")[0] in ("fzero", "torch")
 
 
 _LEFTOVERS = explain(

@@ -47,10 +47,10 @@ def simulate(
     collectives and with W = 1 it is the identity up to the leading dim.
 
     The work of a rank does not grow with W: what a collective gives is made once, and copied for
-    each rank. Its memory is a thread, and the tensors that a process of it would hold. For init, a
-    step and full parameters of a small MLP at stage 3 that is 4 to 9 ms and 0.3 MiB a rank
-    (benchmarks/virtual_ranks.py); from some hundred ranks on, a third of the time is Python's
-    garbage collector, which looks at the objects of all ranks.
+    each rank, and Python's garbage collector runs as often for a rank as in a process of its own.
+    Its memory is a thread, and the tensors that a process of it would hold. For init, a step and
+    full parameters of a small MLP at stage 3 that is 5 to 8 ms and 0.4 MiB a rank
+    (benchmarks/virtual_ranks.py).
 
     Differentiate inside `fn`.
 
@@ -162,18 +162,23 @@ def _check(leaves: list[Any], arguments: Any, world_size: int) -> None:
             fix="put it inside: fzero.simulate(torch.func.grad(fn), world_size=...); trace on "
             "one rank, or in processes.",
         )
-    accessors = optree.tree_accessors(arguments, namespace=NAMESPACE)
-    for accessor, leaf in zip(accessors, leaves, strict=False):
+    require_stacked("simulate", arguments, world_size)
+    for one in filter(is_state, _parts(arguments)):
+        require_unwritten(one, optimizer=True)
+
+
+def require_stacked(name: str, arguments: Any, world_size: int) -> None:
+    """Raise `LayoutError` for a tensor without a first dim of the ranks. name: of the call."""
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(arguments, namespace=NAMESPACE)
+    for accessor, leaf in zip(accessors, leaves, strict=True):
         if isinstance(leaf, Tensor) and (not leaf.ndim or leaf.shape[0] != world_size):
             raise LayoutError(
-                f"simulate: {accessor.codify('arguments')} has shape {tuple(leaf.shape)}; "
+                f"{name}: {accessor.codify('arguments')} has shape {tuple(leaf.shape)}; "
                 f"dim 0 must be the {world_size} ranks.",
                 cause="one batch was passed in place of one for each rank.",
                 fix=f"stack one for each rank, or tensor.expand({world_size}, ...) to give "
                 "all the same; make states with simulate(...).init.",
             )
-    for one in filter(is_state, _parts(arguments)):
-        require_unwritten(one, optimizer=True)
 
 
 def _use_up(leaves: list[Any], per_rank: list[list[Any]]) -> None:

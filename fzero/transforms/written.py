@@ -70,7 +70,13 @@ def returned(*states: TrainState, gradients: bool = False) -> None:
         _count(state.window.pending.flats)
         if not gradients:
             _count(state.params.flats)
-            _count(optree.tree_leaves(state.optimizer, namespace=NAMESPACE))
+            _count(_kept(state))
+
+
+def _kept(state: TrainState) -> list[Any]:
+    """Return what the optimizer and transforms keep."""
+    tree: Any = (state.optimizer, state.slots)
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
 def given_back(tensors: Iterable[Any]) -> None:
@@ -93,7 +99,8 @@ def _forget(gone: Any) -> None:
 def require_unwritten(state: TrainState, *, optimizer: bool = False) -> None:
     """Raise `PhaseError`, naming the buffer, if one was written to since a call returned it.
 
-    optimizer: look at what the optimizer keeps, too; else at parameters and gradients alone.
+    optimizer: look at what the optimizer and transforms keep, too; else at parameters and gradients
+    alone.
     """
     if _HERE.looking:
         return
@@ -101,7 +108,7 @@ def require_unwritten(state: TrainState, *, optimizer: bool = False) -> None:
     _compare(state, state.gradients.flats)
     _compare(state, state.window.pending.flats)
     if optimizer:
-        _compare(state, optree.tree_leaves(state.optimizer, namespace=NAMESPACE))
+        _compare(state, _kept(state))
 
 
 def _compare(state: TrainState, tensors: Iterable[Any]) -> None:

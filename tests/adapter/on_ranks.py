@@ -57,15 +57,16 @@ class Place(NamedTuple):
 
 
 def places_of(*world_sizes: int) -> list[Any]:
-    """(ranks, stage): on two ranks each stage, on one and on more of them the stages that differ.
+    """(ranks, stage): each number of ranks and each stage, and most pairs of them on two ranks.
 
     One rank holds the same at stages 0 to 2; on more than two, what is new is how shards are
     padded and which rank is meant. `make nightly` has the other pairs, too.
     """
     slow = pytest.mark.slow
-    usual = {1: (0, 3), 2: STAGES}
+    both = {2, 3} <= {*world_sizes}
+    usual = {1: (3,), 2: (0, 2, 3), 3: (1, 3)} if both else {1: (3,)}
     return [
-        pytest.param(size, stage, marks=() if stage in usual.get(size, (2, 3)) else slow)
+        pytest.param(size, stage, marks=() if stage in usual.get(size, STAGES) else slow)
         for size in world_sizes
         for stage in STAGES
     ]

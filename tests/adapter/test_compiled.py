@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from fzero.adapter import Engine
 from tests.adapter.nets import Odd
-from tests.adapter.on_ranks import STAGES, on_ranks
+from tests.adapter.on_ranks import on_ranks
 from tests.adapter.plain import Draw, Reference, back, same, seeded, sgd_of
 
 # The code that describes a placeholder to a graph asks torch.compiler.is_compiling, which torch
@@ -73,14 +73,19 @@ def compiled_afterwards(compile_: Any) -> tuple[nn.Module, Any]:
     return seeded(Odd), lambda engine: compile_(engine.module)
 
 
-OTHER_WAYS = (compiled_parts, compiled_in_place, compiled_afterwards)
+OTHER_WAYS = (compiled_in_place, compiled_afterwards)
 
 
 @on_ranks(2, timeout_s=120)
 @pytest.mark.parametrize(
     ("way", "stage"),
     # Below stage 3 a graph reads ordinary parameters, however it was made.
-    [*((compiled_around, stage) for stage in STAGES), *((way, 3) for way in OTHER_WAYS)],
+    [
+        *((compiled_around, stage) for stage in (1, 3)),
+        *(pytest.param(compiled_around, stage, marks=pytest.mark.slow) for stage in (0, 2)),
+        (compiled_parts, 3),
+        *(pytest.param(way, 3, marks=pytest.mark.slow) for way in OTHER_WAYS),
+    ],
 )
 def test_a_compiled_module_is_one_graph_and_trains_as_if_it_were_not_sharded(
     rank: int, world_size: int, stage: int, way: Any

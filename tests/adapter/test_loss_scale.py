@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -100,7 +100,6 @@ def on_virtual(body: Callable[..., None], world_size: int, *args: Any) -> None:
     fzero.simulate(each, world_size=world_size)(torch.zeros(world_size, 1))
 
 
-@settings(max_examples=25)
 @given(runs, worlds)
 def test_on_virtual_ranks_updates_with_an_overflow_leave_no_trace(run: Run, size: int) -> None:
     on_virtual(check_skips, size, run)
@@ -130,7 +129,6 @@ def check_drivers(rank: int, size: int, run: Run) -> None:
     engine.close()
 
 
-@settings(max_examples=25)
 @given(runs.map(lambda run: run._replace(every=1, coalesced=False)), worlds, seeds)
 def test_both_drivers_hold_the_same_bits(run: Run, size: int, seed: int) -> None:
     on_virtual(check_drivers, size, run)
@@ -151,6 +149,6 @@ def on_gloo(rank: int, size: int) -> None:
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_on_gloo_ranks_too(world_size: int) -> None:
     run_ranks(on_gloo, world_size, timeout_s=240.0)  # several engines, on a busy machine

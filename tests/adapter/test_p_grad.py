@@ -83,7 +83,7 @@ def follow(e: Engine, plain: Reference, rank: int, do: DoesThis, label: str) -> 
         same(e.full_parameters(), plain.step(left), 1e-10, label)
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(*(pytest.param(w, marks=pytest.mark.slow) for w in (1, 2)), 3)
 def test_clipping_and_norms_by_torchs_own_functions_are_those_of_one_process(
     rank: int, world_size: int
 ) -> None:

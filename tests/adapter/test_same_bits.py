@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from tests.adapter.programs import CHOSEN, Run, runs
 from tests.adapter.same_bits import on_gloo, on_virtual_ranks
@@ -15,7 +15,6 @@ from tests.ranks import run_ranks
 from tests.strategies import worlds
 
 
-@settings(max_examples=25)
 @given(runs, worlds)
 def test_on_virtual_ranks_both_drivers_hold_the_same_bits(run: Run, world_size: int) -> None:
     on_virtual_ranks(run, world_size)

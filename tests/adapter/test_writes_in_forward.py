@@ -120,6 +120,7 @@ def restored_on_one(module: Any) -> None:
         module.a.weight.copy_(before)
 
 
+@pytest.mark.sparse
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("write", [clamp, restored_on_one])
@@ -294,7 +295,7 @@ def overwritten(code: Any, x: Tensor) -> None:
     code.data.copy_(x.mean(0))
 
 
-@pytest.mark.parametrize("driver", ["step", "engine"])
+@pytest.mark.parametrize("driver", ["engine", pytest.param("step", marks=pytest.mark.slow)])
 def test_certify_says_that_replicas_part(driver: str) -> None:
     report = fzero.certify(
         Codes(overwritten),

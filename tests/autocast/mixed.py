@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import fzero
-from fzero.adapter import Engine
+from tests import drivers, oracle
 
 LOW = torch.bfloat16
 LR = 0.5
@@ -58,59 +59,42 @@ def data(rank: int, number: int) -> Tensor:
     return (torch.arange(8.0) * (rank + 2) + number).remainder(3).sub(1).reshape(2, 4)
 
 
+def low_loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=LOW):
+        return functional_call(Mixed(), params, (x,))
+
+
 def mean_gradients(module: nn.Module, world_size: int, number: int) -> dict[str, Tensor]:
     """(1/W) sum_r g_r under torch's own autocast; zeros where there is none."""
-    learning = {path: p for path, p in module.named_parameters() if p.requires_grad}
-    total = {path: torch.zeros_like(p) for path, p in learning.items()}
-    for rank in range(world_size):
-        with torch.autocast("cpu", dtype=LOW):
-            loss = module(data(rank, number))
-        grads = torch.autograd.grad(loss, list(learning.values()), allow_unused=True)
-        for path, gradient in zip(learning, grads, strict=True):
-            total[path] += 0 if gradient is None else gradient
-    return {path: gradient / world_size for path, gradient in total.items()}
+    batches = [data(rank, number) for rank in range(world_size)]
+    found = oracle.mean_gradient(low_loss, dict(module.named_parameters()), batches)
+    return {path: gradient for path, gradient in found.items() if gradient is not None}
 
 
 def by_one_process(world_size: int, steps: int) -> dict[str, Tensor]:
-    module = Mixed()
-    for number in range(steps):
-        for path, gradient in mean_gradients(module, world_size, number).items():
-            module.get_parameter(path).data -= LR * gradient
-    return {path: p.detach() for path, p in module.named_parameters()}
+    batches = [[data(rank, number) for rank in range(world_size)] for number in range(steps)]
+    return oracle.train(low_loss, dict(Mixed().named_parameters()), batches, sgd)
+
+
+def sgd(params: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, LR)
 
 
 def by_engine(rank: int, stage: int, steps: int, **options: Any) -> dict[str, Tensor]:
-    module = Mixed()
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
-    engine = Engine(module, optimizer, stage=stage, autocast=LOW, **options)
-    for number in range(steps):
-        engine(data(rank, number)).backward()
-        engine.step()
+    batches = [data(rank, number) for number in range(steps)]
+    engine = drivers.by_engine(Mixed(), batches, sgd, stage=stage, autocast=LOW, **options)
     return engine.full_parameters()
 
 
 def by_function(rank: int, stage: int, steps: int, **options: Any) -> dict[str, Tensor]:
-    apply, params = fzero.functionalize(Mixed())
-
-    @fzero.autocast
-    def step_fn(state: Any, x: Tensor) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p: apply(p, x), state)()
-        return fzero.apply_gradients(state), loss
-
-    step: Any = fzero.shard(step_fn, stage=stage, donate=True, **options)
-    state = step.init(params, fzero.optim.sgd(LR))
-    for number in range(steps):
-        state, _ = step(state, data(rank, number))
-    return fzero.full_params(state)
+    batches = [data(rank, number) for number in range(steps)]
+    options |= {"stage": stage, "wrap": fzero.autocast}
+    return fzero.full_params(drivers.by_steps(Mixed(), batches, fzero.optim.sgd(LR), **options))
 
 
 def on_ranks(body: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> Any:
     """Run `body(rank, ...)` on virtual ranks; what rank 0 returns."""
-
-    def one(_: Tensor) -> Any:
-        return body(fzero.axis_index(), *args, **kwargs)
-
-    stacked = fzero.simulate(one, world_size=world_size)(torch.zeros(world_size))
+    stacked = drivers.each_rank(lambda rank: body(rank, *args, **kwargs), world_size)
     return {path: value[0] for path, value in stacked.items()}
 
 

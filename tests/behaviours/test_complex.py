@@ -90,7 +90,7 @@ def train(e: Engine, rank: int, ranks: int, updates: int = UPDATES) -> None:
         assert e.step()
 
 
-@on_ranks(1, 2, 3)
+@on_ranks(pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow))
 def test_an_engine_trains_as_plain_pytorch_with_each_optimizer(rank: int, world_size: int) -> None:
     for number, name in enumerate(OPTIMIZERS):
         stage = STAGES[(number + world_size) % len(STAGES)]
@@ -115,6 +115,7 @@ def test_an_engine_trains_as_plain_pytorch_with_each_optimizer(rank: int, world_
         close(dict(mine.named_parameters()), dict(module.named_parameters()), label)
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("how", ["plain", "coalesce", "remat", "scale_loss", "from_torch"])
 def test_a_functional_step_trains_as_plain_pytorch(stage: int, how: str) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-import subprocess
-import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -15,23 +15,24 @@ import fzero
 from fzero.checkpoint import load, save
 from fzero.checkpoint._folders import kept
 from tests.checkpoint.forge import data_of
+from tests.ranks import forkserver
 
 RULE = fzero.optim.sgd(0.5, momentum=0.5)
 
-WRITER = """
-import sys, torch, fzero
-from fzero.checkpoint import save
-torch.set_num_threads(1)
-path, mark, count = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
-state = fzero.init({"w": torch.full((1000,), mark)}, fzero.optim.sgd(0.5, momentum=0.5), stage=0)
-for number in range(count):
-    save(path, state, extra={"mark": mark, "number": number})
-"""
+
+def _write(path: Path, mark: float, stop: Path) -> None:
+    torch.set_num_threads(1)
+    state = fzero.init({"w": torch.full((1000,), mark)}, RULE, stage=0)
+    for number in itertools.count():
+        save(path, state, extra={"mark": mark, "number": number})
+        if stop.exists():
+            break
 
 
-def _start(path: Path, mark: float, count: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", WRITER, str(path), str(mark), str(count)]
-    return subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
+def _start(path: Path, mark: float, stop: Path) -> BaseProcess:
+    process = forkserver().Process(target=_write, args=(path, mark, stop), daemon=True)
+    process.start()
+    return process
 
 
 def _state(numel: int = 1000) -> fzero.TrainState:
@@ -46,22 +47,25 @@ def _read(path: Path) -> float:
 
 
 def test_who_reads_finds_a_whole_one_while_two_write(tmp_path: Path) -> None:
-    writers = [_start(tmp_path, mark, 40) for mark in (1.0, 2.0)]
-    seen: list[float] = []
+    folder, stop = tmp_path / "saved", tmp_path / "stop"
+    writers = [_start(folder, mark, stop) for mark in (1.0, 2.0)]
     try:
         deadline = time.monotonic() + 100
-        while not (tmp_path / "checkpoint.json").exists() and time.monotonic() < deadline:
+        while not (folder / "checkpoint.json").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
-        while any(writer.poll() is None for writer in writers):
-            seen.append(_read(tmp_path))
-        assert [writer.wait(100) for writer in writers] == [0, 0]
+        for _ in range(10):
+            _read(folder)
+        assert all(writer.is_alive() for writer in writers)
+        stop.touch()
+        for writer in writers:
+            writer.join(100)
+        assert [writer.exitcode for writer in writers] == [0, 0]
     finally:
         for writer in writers:
             writer.kill()
-    assert len(seen) > 5
-    assert _read(tmp_path) in (1.0, 2.0)
-    save(tmp_path, _state())
-    assert [folder.name for folder in tmp_path.glob("data-*")] == [data_of(tmp_path).name]
+    assert _read(folder) in (1.0, 2.0)
+    save(folder, _state())
+    assert [data.name for data in folder.glob("data-*")] == [data_of(folder).name]
 
 
 def test_a_folder_that_somebody_reads_stays_until_he_is_done(tmp_path: Path) -> None:

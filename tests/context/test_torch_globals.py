@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 import fzero
 from fzero.adapter import Engine
 from tests.covering import covered
+from tests.oracle import mean_gradient
 
 WORLD = 3
 
@@ -40,11 +42,11 @@ def data(rank: int) -> Tensor:
 
 
 def plain(world: int) -> dict[str, Tensor]:
-    net = Net().double()
-    loss: Any = sum(net(data(rank).double()) for rank in range(world)) / world
-    grads = torch.autograd.grad(loss, [*net.parameters()])
-    names = [path for path, _ in net.named_parameters()]
-    return {path: g for path, g in zip(names, grads, strict=True)}
+    def loss(params: Any, x: Tensor) -> Tensor:
+        return functional_call(Net().double(), params, (x,))
+
+    batches = [data(rank).double() for rank in range(world)]
+    return mean_gradient(loss, dict(Net().double().named_parameters()), batches)
 
 
 def by_function(stage: int, around: Callable[[], Any]) -> dict[str, Tensor]:

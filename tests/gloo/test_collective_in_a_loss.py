@@ -45,6 +45,7 @@ def three_steps(rank: int, world_size: int, stage: int, window: bool) -> list[An
     return found
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_come_to_it_together_whatever_they_have_read(ranks: int, window: bool) -> None:

@@ -11,6 +11,7 @@ from tests.ranks import spawn_script
 
 pytestmark = [
     pytest.mark.xdist_group("gloo"),
+    pytest.mark.slow,  # a launcher, and all of torch in each rank
     pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc"),
 ]
 

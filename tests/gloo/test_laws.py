@@ -31,6 +31,9 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.xdist_group("gloo")
 
 PASSES = (1, 2, 4)
+two_or_three = pytest.mark.parametrize(
+    "ranks", [pytest.param(n, marks=[pytest.mark.slow] * (n not in (2, 3))) for n in RANKS]
+)
 
 
 def count_everywhere(rank: int, world_size: int) -> dict[Any, Any]:
@@ -51,7 +54,7 @@ def count_everywhere(rank: int, world_size: int) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@two_or_three
 def test_the_collectives_of_a_window_are_those_of_theory(ranks: int) -> None:
     """And those that virtual ranks count, agreements included."""
     one_way = P_BYTES * (ranks - 1) // ranks
@@ -95,7 +98,7 @@ def numbers_everywhere(rank: int, world_size: int) -> list[list[Tensor]]:
     return [numbers_of(tokens(world_size)[rank], **options) for options in OPTIONS]
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@two_or_three
 def test_virtual_ranks_give_the_same_bits_as_processes(ranks: int) -> None:
     """With ordered sums; the default sum of gloo differs in the last bit from three ranks on."""
     by_rank = run_ranks(numbers_everywhere, ranks)

@@ -130,7 +130,8 @@ def test_so_does_the_trainer_of_trl(
 
 
 @on_ranks(2, timeout_s=200)
-@pytest.mark.parametrize("stages", [(2,), pytest.param((0, 3), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stages", [(2,), (0, 3)])
 def test_so_does_that_of_sentence_transformers_with_a_cached_loss(
     rank: int, world_size: int, tmp_path: Path, stages: tuple[int, ...]
 ) -> None:
@@ -275,6 +276,7 @@ def counting_less(stage: int | None, folder: Path, **arguments: Any) -> Any:
     return cls(model=Mean(), args=args, train_dataset=rows)
 
 
+@pytest.mark.slow  # three ranks import transformers
 @on_ranks(3, timeout_s=200)
 def test_a_model_that_divides_by_its_own_count_gets_the_mean_over_the_tokens_of_all_ranks(
     rank: int, world_size: int, tmp_path: Path

@@ -125,6 +125,17 @@ def test_what_is_left_out_is_not_stepped_and_counts_for_itself(name: str) -> Non
         close(on_ranks(run, ranks), want)
 
 
+def test_a_pair_that_makes_its_state_in_an_update_leaves_no_leaf_out() -> None:
+    def rule(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        mu = [g + 0.9 * m for g, m in zip(grads, state or grads, strict=True)]
+        return [-0.1 * m for m in mu], mu
+
+    state = fzero.init(values(0), (lambda params: (), rule), stage=0)
+    with pytest.raises(LayoutError, match="another structure after an update"):
+        stepped(state, [0])
+    stepped(stepped(state, [1]), [0])
+
+
 @pytest.mark.parametrize("optimizer", [fzero.optim.adamw, torch.optim.AdamW])
 @pytest.mark.parametrize(
     ("options", "where"),

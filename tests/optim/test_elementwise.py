@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fzero.errors import LayoutError
-from fzero.optim import as_optimizer, from_torch, require_elementwise
+from fzero.optim import _bind, as_optimizer, from_torch, require_elementwise
 from tests.covering import covered
 from tests.optim.cases import CASES
-from tests.optim.torch_cases import NOT_ELEMENTWISE, Lamb
+from tests.optim.torch_cases import ELEMENTWISE, NOT_ELEMENTWISE, Lamb
 
 REFUSED = r"is not elementwise[\s\S]*Usual cause: a norm[\s\S]*Fix: use stage 0 or one rank"
 
@@ -160,6 +160,63 @@ def test_a_rule_is_tried_on_the_dims_and_the_sizes_that_the_parameters_have(
     groups = [{"params": [p]} for p in layers.values()]
     bound = from_torch(cls(groups, lr=0.1)).bind(layers)
     assert [bound.needs_whole(path) for path in layers] == [False, True]
+
+
+class Projects(torch.optim.SGD):
+    """As AdamP: another update where a gradient is orthogonal to the rows of a matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.ndim > 1):
+            rows, grads = p.flatten(1), p.grad.flatten(1)
+            if torch.cosine_similarity(rows, grads, dim=1).abs().max() < 0.1 / len(rows[0]) ** 0.5:
+                p.grad += 0.1 * p
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (6, 4), (4, 3, 2, 2), (128, 300)])
+def test_a_rule_that_projects_where_a_gradient_is_orthogonal_is_seen(
+    shape: tuple[int, ...],
+) -> None:
+    bound = from_torch(functools.partial(Projects, lr=0.1)).bind({"w": torch.ones(shape)})
+    assert not bound.elementwise and bound.leafwise
+
+
+class Rectified(torch.optim.SGD):
+    """As Ralamb and its like: a plain rule in the first five steps, with a norm from then on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            p.grad /= 1.0 if state["step"] < 6 else p.grad.norm()
+        return super().step(closure)
+
+
+def test_a_rule_that_is_plain_in_its_first_steps_is_seen() -> None:
+    bound = from_torch(functools.partial(Rectified, lr=0.1)).bind(matrix())
+    assert not bound.elementwise and bound.leafwise
+
+
+@pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor])
+def test_torchs_rules_for_matrices_are_not_declared_to_need_elements(cls: Any) -> None:
+    """Adafactor steps a flat shard without an error: as a vector, by another rule."""
+    with pytest.raises(LayoutError, match=r"needs='element'.*looks at whole matrices"):
+        from_torch(cls, needs="element").bind(matrix())
+    assert from_torch(cls, needs="matrix").bind(matrix()).by_owners
+
+
+def test_no_class_of_torch_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they need is known; the experiment agrees with the table."""
+    known = [cls for cls, _ in ELEMENTWISE.values() if cls.__module__.startswith("torch.optim")]
+    params = {path: torch.ones(shape) for path, shape in {"w": (3, 5), "b": (5,)}.items()}
+    own = [type("Own", (cls,), {}) for cls in known]
+    assert all(from_torch(cls).bind(params).elementwise for cls in own)
+    monkeypatch.setattr(_bind, "is_elementwise", None)
+    assert all(from_torch(cls).bind(params).elementwise for cls in known)
+    with pytest.raises(LayoutError, match="could not step"):
+        from_torch(own[0]).bind(params)
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (2,), (3, 1), (2, 1, 1, 1, 1, 1)])

@@ -29,6 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -56,6 +57,13 @@ class Member(NamedTuple):
     process: BaseProcess
     pipe: Connection
     stack: Path
+
+
+def forkserver() -> ForkServerContext:
+    """Return what starts processes that have imported fzero, and what torch imports late."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fzero", "torch._dynamo", "hypothesis", "pytest"])
+    return context
 
 
 def run_ranks(
@@ -175,8 +183,7 @@ class Pool:
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="fzero-ranks-")
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["fzero", "torch._dynamo", "hypothesis", "pytest"])
+        context = forkserver()
         for rank in range(self._world_size):
             ours, theirs = context.Pipe()
             stack = Path(self._folder, f"stack{rank}")

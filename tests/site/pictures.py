@@ -30,8 +30,7 @@ DATA: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "partition.png": lambda page: [one.to_dict() for one in page["maps"]],
     "memory.png": lambda page: page["memory"].to_dict(),
     "stages.png": lambda page: [one.to_dict() for one in page["memories"]],
-    "step.png": lambda page: [page["planned"].to_dict(), page["measured"].title],
-    "schedules.png": lambda page: page["found"].to_dict(),
+    "step.png": lambda page: page["measured"].title,
 }
 """What each picture is drawn from, of the names that the page has bound."""
 

@@ -98,12 +98,15 @@ def test_every_transform_has_a_page_and_a_row() -> None:
     assert set(keywords) <= set(inspect.signature(fzero.adapter.Engine).parameters)
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
-def test_every_link_leads_to_a_page(path: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", path.read_text(encoding="utf-8"))
-    # notebooks are copied into the site when it is built
-    places = [(path.parent / link, ROOT / "notebooks" / Path(link).name) for link in links]
-    assert [place for place, copied in places if not (place.exists() or copied.exists())] == []
+def test_every_link_leads_to_a_page() -> None:
+    missing = []
+    for path in (ROOT / "README.md", *PAGES):
+        text = path.read_text(encoding="utf-8")
+        for link in re.findall(r"\]\((?!https?://)([^)#\s]+)[^)]*\)", text):
+            # notebooks are copied into the site when it is built
+            places = (path.parent / link, ROOT / "notebooks" / Path(link).name)
+            missing += [] if any(place.exists() for place in places) else [(path.name, link)]
+    assert missing == []
 
 
 def slug(heading: str) -> str:
@@ -111,14 +114,15 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=lambda path: path.stem)
-def test_every_anchor_of_a_link_is_a_heading_of_its_page(path: Path) -> None:
-    links = re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", path.read_text(encoding="utf-8"))
-    for link, anchor in links:
-        text = ((path.parent / link) if link else path).read_text(encoding="utf-8")
-        assert anchor in map(slug, re.findall(r"^#+ (.+?)\s*$", text, re.MULTILINE)), (
-            f"{link}#{anchor}"
-        )
+def test_every_anchor_of_a_link_is_a_heading_of_its_page() -> None:
+    missing = []
+    for path in (ROOT / "README.md", *PAGES):
+        text = path.read_text(encoding="utf-8")
+        for link, anchor in re.findall(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)", text):
+            page = (path.parent / link).read_text(encoding="utf-8") if link else text
+            headings = map(slug, re.findall(r"^#+ (.+?)\s*$", page, re.MULTILINE))
+            missing += [] if anchor in headings else [(path.name, f"{link}#{anchor}")]
+    assert missing == []
 
 
 SHELL = re.compile(
@@ -126,10 +130,10 @@ SHELL = re.compile(
 )
 
 
-@pytest.mark.parametrize("path", [*ROOT.glob("*.md"), *PAGES], ids=lambda path: path.stem)
-def test_no_command_has_a_comment_behind_it(path: Path) -> None:
+def test_no_command_has_a_comment_behind_it() -> None:
     """In an interactive zsh it is no comment: its words are arguments."""
-    assert SHELL.findall(path.read_text(encoding="utf-8")) == []
+    texts = {p.name: p.read_text(encoding="utf-8") for p in (*ROOT.glob("*.md"), *PAGES)}
+    assert {name: x for name, text in texts.items() if (x := SHELL.findall(text))} == {}
 
 
 def test_every_page_is_in_the_contents() -> None:
@@ -151,6 +155,7 @@ def build(folder: Path, *options: str, timeout_s: float) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
+@pytest.mark.slow
 def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     build(tmp_path, "-D", "nb_execution_mode=off", timeout_s=280)
     state = (tmp_path / "reference" / "state.html").read_text()

@@ -15,7 +15,7 @@ from fzero.state.rounds import CODES
 from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.strategies import same, tensors
-from tests.transforms.wired import Batch, Odd, noise, twelves
+from tests.transforms.wired import Batch, Odd, each_rank, noise, twelves
 
 STEPS = 2
 
@@ -35,12 +35,6 @@ def trained(rank: int, calls: int, data: Any = twelves, **options: Any) -> Any:
     for number in range(STEPS):
         state, _ = step(state, *(data(rank, number * calls + i) for i in range(calls)))
     return state
-
-
-def each_rank(body: Any, world_size: int) -> Any:
-    return fzero.simulate(lambda _: body(fzero.axis_index()), world_size=world_size)(
-        torch.zeros(world_size)
-    )
 
 
 @covered(

@@ -14,6 +14,7 @@ from fzero.adapter import Engine
 from fzero.errors import DonatedError, LayoutError, MismatchError
 from tests.covering import covered
 from tests.descends import descends
+from tests.drivers import each_rank
 from tests.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 
@@ -33,12 +34,6 @@ APPLY, PARAMS = fzero.functionalize(net())
 OTHER = fzero.functionalize(net(1))[1]
 RULE = fzero.optim.sgd(2.0**-8)
 X = torch.arange(2.0 * WIDTH).remainder(3).sub(1).reshape(2, WIDTH)
-
-
-def on_ranks(body: Any, world_size: int) -> Any:
-    return fzero.simulate(lambda _: body(fzero.axis_index()), world_size=world_size)(
-        torch.zeros(world_size)
-    )
 
 
 def sent(log: Any, rank: int) -> Counter[str]:
@@ -67,7 +62,7 @@ def test_it_has_the_values_of_the_whole_parameters(stage: int, world: int) -> No
         assert not found.requires_grad and (state.progress, state.schedule) == before
         return found, APPLY(fzero.full_params(state), x), fzero.evaluate(lambda p: p, state)()
 
-    found, wanted, params = on_ranks(body, world)
+    found, wanted, params = each_rank(body, world)
     assert torch.equal(found, wanted)
     assert {path: value.shape[1:] for path, value in params.items()} == {
         path: value.shape for path, value in PARAMS.items()
@@ -103,7 +98,7 @@ def test_below_stage_3_one_rank_may_evaluate_alone() -> None:
         assert not log.events
         return found
 
-    on_ranks(body, 2)
+    each_rank(body, 2)
 
 
 def test_ranks_may_use_other_units_and_a_new_order_is_learned() -> None:
@@ -122,7 +117,7 @@ def test_ranks_may_use_other_units_and_a_new_order_is_learned() -> None:
         assert rounds[1] == rounds[2] == DEPTH * WIDTH * WIDTH  # each once: nobody asks
         return found, some(fzero.full_params(state), rank)
 
-    found, wanted = on_ranks(body, 2)
+    found, wanted = each_rank(body, 2)
     assert torch.equal(found, wanted)
 
 
@@ -161,7 +156,7 @@ def test_it_is_served_wherever_it_stands(around: str, stage: int) -> None:
         assert all(torch.equal(params[path], wanted_params[path]) for path in params)
         return (value, APPLY(PARAMS, X).sum()) if around == "window" else (value, wanted)
 
-    found, wanted = on_ranks(body, 2)
+    found, wanted = each_rank(body, 2)
     assert torch.equal(found, wanted)
 
 
@@ -177,7 +172,7 @@ def test_an_engine_evaluates_by_its_state() -> None:
         assert torch.equal(fzero.evaluate(APPLY, engine.state)(X), own)
         return found, again
 
-    found, again = on_ranks(body, 2)
+    found, again = each_rank(body, 2)
     assert torch.equal(found[0], APPLY(PARAMS, X)) and torch.equal(found, again)
 
 
@@ -192,7 +187,7 @@ def test_transforms_and_gradients_by_inputs_work_inside() -> None:
     def body(rank: int) -> Any:
         return fzero.evaluate(forces, trained(3))(X), forces(fzero.full_params(trained(3)), X)
 
-    found, wanted = on_ranks(body, 2)
+    found, wanted = each_rank(body, 2)
     assert all(
         torch.equal(a, b) and not a.requires_grad for a, b in zip(found, wanted, strict=True)
     )
@@ -210,7 +205,7 @@ def test_it_follows_autocast_and_is_exact_without() -> None:
             found.append((fzero.evaluate(APPLY, state)(X), step(state, X)[1]))
         return found
 
-    (exact, low), (lazy, lazy_low) = on_ranks(body, 2)
+    (exact, low), (lazy, lazy_low) = each_rank(body, 2)
     assert torch.equal(exact, lazy) and torch.equal(low, lazy_low) and low.dtype is torch.bfloat16
     assert torch.equal(exact[0], APPLY(wide, X))
 
@@ -220,7 +215,7 @@ def test_what_lives_elsewhere_is_lent() -> None:
         state = fzero.init(PARAMS, RULE, stage=3, offload=fzero.Offload(params="cpu"))
         return fzero.evaluate(APPLY, state)(X)
 
-    assert torch.equal(on_ranks(body, 2)[0], APPLY(PARAMS, X))
+    assert torch.equal(each_rank(body, 2)[0], APPLY(PARAMS, X))
 
 
 def test_wrong_calls_say_so_on_every_rank() -> None:
@@ -243,7 +238,7 @@ def test_wrong_calls_say_so_on_every_rank() -> None:
         return X
 
     with pytest.raises(MismatchError):
-        on_ranks(alone, 2)
+        each_rank(alone, 2)
 
     def raises(rank: int) -> Tensor:
         state = trained(3)
@@ -251,7 +246,7 @@ def test_wrong_calls_say_so_on_every_rank() -> None:
             fzero.evaluate(lambda p, x: APPLY(p, x) / (1 // (1 - rank)), state)(X)
         return fzero.evaluate(APPLY, state)(X)
 
-    assert torch.isfinite(on_ranks(raises, 2)).all()
+    assert torch.isfinite(each_rank(raises, 2)).all()
 
 
 def trained_once(state: Any) -> Any:

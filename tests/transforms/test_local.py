@@ -20,6 +20,7 @@ from tests.strategies import integers, seeds, stages
 
 MESHES = {"1": None, "2": None, "3": None, "2x2": (2, 2), "1x2": (1, 2), "3x1": (3, 1)}
 STEPS, ROWS = 5, 4
+ON_TIME: dict[str, Any] = {}  # or a delay, and what a replica keeps of its own
 
 
 def ranks_of(name: str) -> tuple[int, int]:
@@ -47,12 +48,13 @@ def adam_of(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, 1e-2)
 
 
-def plainly(mesh: str, every: int, batches: Tensor, **options: Any) -> Replicas:
-    replicas, shards = ranks_of(mesh)
-    plain = Replicas(model(), replicas, every=every, inner=adam_of, **options)
-    for batch in batches:
-        parts = batch.reshape(replicas, shards * ROWS, 4)
-        plain.update([lambda module, x=x: error(module, x) for x in parts])
+def plainly(
+    mesh: str, every: int, batches: Tensor, out: Any = lambda step: [], **options: Any
+) -> Replicas:
+    """`out(step)`: the replicas that are not in the mean of that step."""
+    plain = Replicas(model(), ranks_of(mesh)[0], every=every, inner=adam_of, **options)
+    for step, batch in enumerate(batches):
+        plain.update(error, batch, out=out(step))
     return plain
 
 
@@ -66,6 +68,7 @@ def by_function(
     fragments: int = 1,
     wrap: Any = lambda fn: fn,
     out: Any = None,
+    late: dict[str, Any] = ON_TIME,
     **options: Any,
 ) -> Any:
     """[ranks] of (anchors, own parameters), each a list of leaves."""
@@ -86,12 +89,9 @@ def by_function(
         return [[one[name] for name in names] for one in found]
 
     names = [name for name, _ in model().named_parameters()]
-    step = fzero.shard(
-        fzero.local(wrap(fzero.clip(step_fn, max_norm=max_norm)), every=every, fragments=fragments),
-        stage=stage,
-        mesh=MESHES[mesh],
-        **options,
-    )
+    clipped = wrap(fzero.clip(step_fn, max_norm=max_norm))
+    local = fzero.local(clipped, every=every, fragments=fragments, **late)
+    step = fzero.shard(local, stage=stage, mesh=MESHES[mesh], **options)
     run = fzero.simulate(step, world_size=ranks)
     state = run.init(params, fzero.optim.adamw(1e-2))
     for batch in batches:
@@ -108,6 +108,7 @@ def by_engine(
     *,
     fragments: int = 1,
     out: Any = None,
+    late: dict[str, Any] = ON_TIME,
     **options: Any,
 ) -> Any:
     def body(batches: Tensor) -> Any:
@@ -117,7 +118,7 @@ def by_engine(
             torch.optim.AdamW(module.parameters(), 1e-2),
             stage=stage,
             mesh=MESHES[mesh],
-            local=fzero.Local(every=every, fragments=fragments),
+            local=fzero.Local(every=every, fragments=fragments, **late),
             max_norm=max_norm,
             **options,
         )
@@ -134,6 +135,7 @@ def by_engine(
     return fzero.simulate(body, world_size=ranks)(batches.transpose(0, 1))
 
 
+@pytest.mark.sparse
 @covered(
     mesh=[*MESHES],
     stage=[0, 1, 2, 3],
@@ -147,14 +149,9 @@ def test_trains_as_plain_replicas_do(
     replicas, shards = ranks_of(mesh)
     batches = data(replicas * shards)
     train = by_engine if how == "engine" else by_function
-    options = {"donate": True} if how.startswith("donating") else {}
-    anchors, own = train(mesh, every, batches, stage, max_norm, **options)
-    plain = plainly(mesh, every, batches, max_norm=max_norm)
-    for rank in range(replicas * shards):
-        for found, wanted in zip(anchors, plain.anchors, strict=True):
-            torch.testing.assert_close(found[rank], wanted.detach())
-        for found, wanted in zip(own, plain.modules[rank // shards].parameters(), strict=True):
-            torch.testing.assert_close(found[rank], wanted.detach())
+    options: dict[str, Any] = {"donate": True} if how.startswith("donating") else {}
+    found = train(mesh, every, batches, stage, max_norm, **options)
+    require_equal(found, plainly(mesh, every, batches, max_norm=max_norm), shards)
 
 
 def require_equal(found: Any, plain: Replicas, shards: int) -> None:
@@ -191,13 +188,8 @@ def test_a_replica_that_says_so_is_left_out(how: Any, fragments: int) -> None:
     batches[0, 1] = 7.0  # a rank of replica 0 says so, and goes on training
 
     found = how("2x2", 2, batches, 2, None, fragments=fragments, out=lambda x: (x == 7).all())
-    plain = Replicas(
-        model(), 2, every=2, inner=adam_of, fragments=[[0, 1], [2, 3]] if fragments == 2 else ()
-    )
-    for k, batch in enumerate(batches):
-        parts = batch.reshape(2, 2 * ROWS, 4)
-        losses = [lambda module, x=x: error(module, x) for x in parts]
-        plain.update(losses, out=[0] if k < 2 else [])
+    units = [[0, 1], [2, 3]] if fragments == 2 else ()
+    plain = plainly("2x2", 2, batches, lambda step: [0] if step < 2 else [], fragments=units)
     require_equal(found, plain, 2)
 
 
@@ -268,10 +260,7 @@ def test_a_replica_that_is_not_finite_is_left_out_and_goes_on_from_the_anchors(s
     assert len(said) == 4 and all("replicas [1] of 2" in one for one in said)
     plain = Replicas(model(), 2, every=2, inner=adam_of)
     for k, batch in enumerate(batches):
-        parts = batch.reshape(2, 2 * ROWS, 4)
-        plain.update(
-            [lambda module, x=x: error(module, x) for x in parts], out=[1] if k == 1 else []
-        )
+        plain.update(error, batch, out=[1] if k == 1 else [])
         if k == 1:
             for kept in plain.inner[1].state.values():
                 kept["exp_avg"].zero_()

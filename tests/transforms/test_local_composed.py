@@ -38,6 +38,7 @@ WRAPS: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sparse
 @covered(name=[*WRAPS], stage=[0, 2, 3], mesh=["2", "2x2"])
 def test_what_acts_on_a_gradient_acts_in_a_replica(name: str, stage: int, mesh: str) -> None:
     wrap, options = WRAPS[name]
@@ -93,7 +94,7 @@ def test_weights_are_those_of_the_replica(mesh: str) -> None:
             state, _ = run(state, batch, torch.tensor(count))
         rows = [x[:n] for x, n in zip(batch, count, strict=True)]
         parts = [torch.cat(rows[r * shards : (r + 1) * shards]) for r in range(replicas)]
-        plain.update([lambda module, x=x: error(module, x) for x in parts], skipped=skipped)
+        plain.update(error, parts, skipped=skipped)
     names = [name for name, _ in model().named_parameters()]
 
     def both(state: Any) -> Any:
@@ -162,7 +163,7 @@ def test_under_autocast_replicas_are_those_of_plain_autocast(how: str) -> None:
             return error(module, x)
 
     for batch in batches:
-        plain.update([lambda module, x=x: low(module, x) for x in batch])
+        plain.update(low, batch)
     if how == "function":
         found = by_function("2", 2, batches, 2, None, wrap=fzero.autocast)
     else:
@@ -214,6 +215,7 @@ CODECS = {
 }
 
 
+@pytest.mark.sparse
 @covered(
     codec=[*CODECS], mesh=["2", "2x2", "3", "3x1"], stage=[0, 1, 3], how=["function", "engine"]
 )

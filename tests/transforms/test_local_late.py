@@ -18,61 +18,29 @@ from fzero.machine.offload import is_on_disk
 from fzero.state import Buffers, Local, Outer, outer
 from tests.checkpoint.test_local_late_saved import Training
 from tests.covering import covered
-from tests.local_oracle import Replicas
 from tests.ranks import run_ranks
 from tests.strategies import integers, seeds
 from tests.transforms.test_local import (
-    MESHES,
     PARAMS,
     ROWS,
-    adam_of,
+    by_engine,
+    by_function,
     data,
     error,
     linear,
     model,
+    plainly,
     ranks_of,
     require_equal,
 )
 
 TIMES = [(2, 1, 1), (3, 2, 1), (3, 2, 2), (4, 2, 3), (4, 1, 2)]
 """(every, fragments, delay)."""
+LATE: dict[str, Any] = {"delay": 1, "mixing": 0.5}
 UNITS = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}  # a unit is a layer
 
 
-def by_function(mesh: str, batches: Tensor, stage: int, wrap: Any, donate: bool) -> Any:
-    apply, params = fzero.functionalize(model())
-    names = [name for name, _ in model().named_parameters()]
-
-    def step_fn(state: Any, batch: Tensor) -> Any:
-        grad = fzero.grad_and_reduce(lambda p: error(lambda x: apply(p, x), batch), state)
-        return fzero.apply_gradients(grad()[0]), None
-
-    def both(state: Any) -> Any:
-        found = fzero.full_params(state), fzero.full_params(state, replica=True)
-        return [[one[name] for name in names] for one in found]
-
-    step = fzero.shard(wrap(step_fn), stage=stage, mesh=MESHES[mesh], donate=donate)
-    run = fzero.simulate(step, world_size=batches.shape[1])
-    state = run.init(params, fzero.optim.adamw(1e-2))
-    for batch in batches:
-        state, _ = run(state, batch)
-    return fzero.simulate(both, world_size=batches.shape[1])(state)
-
-
-def by_engine(mesh: str, batches: Tensor, stage: int, local: Local, **options: Any) -> Any:
-    def body(batches: Tensor) -> Any:
-        module = model()
-        adam = torch.optim.AdamW(module.parameters(), 1e-2)
-        engine = Engine(module, adam, stage=stage, mesh=MESHES[mesh], local=local, **options)
-        for batch in batches:
-            engine.backward(error(engine, batch))
-            engine.step()
-        own = [x.clone() for x in engine.full_parameters().values()]
-        return list(fzero.full_params(engine.state).values()), own
-
-    return fzero.simulate(body, world_size=batches.shape[1])(batches.transpose(0, 1))
-
-
+@pytest.mark.sparse
 @covered(
     mesh=["2", "3", "2x2", "1x2"],
     stage=[0, 1, 2, 3],
@@ -85,31 +53,13 @@ def test_trains_as_plain_replicas_do(
 ) -> None:
     every, fragments, delay = times
     replicas, shards = ranks_of(mesh)
-    batches = data(replicas * shards, steps=9)
-    options: dict[str, Any] = {"fragments": fragments, "delay": delay, "mixing": mixing}
-    if how == "engine":
-        found = by_engine(mesh, batches, stage, Local(every=every, **options))
-    elif how == "on disk":
-        offload = fzero.Offload(optimizer="disk", folder=tmp_path)
-        found = by_engine(mesh, batches, stage, Local(every=every, **options), offload=offload)
-    else:
-
-        def wrap(fn: Any) -> Any:
-            return fzero.local(fn, every=every, **options)
-
-        found = by_function(mesh, batches, stage, wrap, how == "donating")
-    plain = Replicas(
-        model(),
-        replicas,
-        every=every,
-        inner=adam_of,
-        fragments=UNITS[fragments],
-        delay=delay,
-        mixing=mixing,
-    )
-    for batch in batches:
-        parts = batch.reshape(replicas, shards * ROWS, 4)
-        plain.update([lambda module, x=x: error(module, x) for x in parts])
+    batches, late = data(replicas * shards, steps=9), {"delay": delay, "mixing": mixing}
+    more: dict[str, Any] = {"donate": True} if how == "donating" else {}
+    if how == "on disk":
+        more = {"offload": fzero.Offload(optimizer="disk", folder=tmp_path)}
+    train = by_engine if how in ("engine", "on disk") else by_function
+    found = train(mesh, every, batches, stage, None, fragments=fragments, late=late, **more)
+    plain = plainly(mesh, every, batches, fragments=UNITS[fragments], **late)
     require_equal(found, plain, shards)
 
 
@@ -186,15 +136,9 @@ def test_a_replica_that_breaks_before_an_exchange_takes_what_comes(mesh: str, st
     batches = data(2 * shards, steps=4)
     bad = batches.clone()
     bad[1, 0] = torch.nan
-    local = Local(every=2, delay=1, mixing=0.5)
     with pytest.warns(UserWarning, match="replicas \\[0\\] of 2"):
-        anchors, own = by_engine(mesh, bad[:3], stage, local)
-    plain = Replicas(model(), 2, every=2, inner=adam_of, delay=1, mixing=0.5)
-    for step, batch in enumerate(batches[:3]):
-        parts = batch.reshape(2, shards * ROWS, 4)
-        plain.update(
-            [lambda module, x=x: error(module, x) for x in parts], out=[0] if step == 1 else []
-        )
+        anchors, own = by_engine(mesh, 2, bad[:3], stage, None, late=LATE)
+    plain = plainly(mesh, 2, batches[:3], lambda step: [0] if step == 1 else [], **LATE)
     for found, mine, wanted in zip(anchors, own, plain.anchors, strict=True):
         torch.testing.assert_close(found[0], wanted.detach())
         assert mine.isfinite().all()
@@ -202,10 +146,9 @@ def test_a_replica_that_breaks_before_an_exchange_takes_what_comes(mesh: str, st
 
 @pytest.mark.parametrize("steps", [2, 4])
 def test_with_no_replica_left_nothing_comes(steps: int) -> None:
-    local = Local(every=2, delay=1, mixing=0.5)
     batches = torch.full((steps, 2, ROWS, 4), torch.nan)
     with pytest.warns(UserWarning, match="the anchors stay"):
-        anchors, own = by_engine("2", batches, 2, local)
+        anchors, own = by_engine("2", 2, batches, 2, None, late=LATE)
     for found, mine, wanted in zip(anchors, own, model().parameters(), strict=True):
         assert torch.equal(found[0], wanted) and torch.equal(mine[1], wanted)
 

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,9 +18,13 @@ from torch import Tensor, nn
 import fzero
 from fzero import Compress
 from fzero.adapter import Engine
-from fzero.checkpoint._residual import residual_shards
+from fzero.checkpoint._kept import as_numbers, held_part
 from fzero.machine.packing import unpack
+from fzero.machine.residual import BACK, RESIDUAL
 from fzero.state import TrainState
+from fzero.transforms.kept import entries_of
+from tests import drivers
+from tests.drivers import each_rank as each_rank
 
 LR = 0.5
 INT8 = fzero.codecs.int8()
@@ -84,13 +89,9 @@ def by_engine(
     device: str = "cpu",
     **options: Any,
 ) -> TrainState:
-    module = Odd(dtype).to(device)
-    learns = [p for p in module.parameters() if p.requires_grad]
-    engine = Engine(module, torch.optim.SGD(learns, LR), stage=stage, **options)
-    for step in range(steps):
-        engine.backward(engine(_on(device, data(rank, step))))
-        engine.step()
-    return engine.state
+    module, make = Odd(dtype).to(device), functools.partial(torch.optim.SGD, lr=LR)
+    batches = (_on(device, data(rank, step)) for step in range(steps))
+    return drivers.by_engine(module, batches, make, stage=stage, **options).state
 
 
 def by_function(
@@ -104,18 +105,12 @@ def by_function(
     compress: Compress | None = None,
     **options: Any,
 ) -> TrainState:
-    apply, params = fzero.functionalize(Odd(dtype).to(device))
+    def wrap(step: Any) -> Any:
+        return encoding(fzero.scale_loss(step, loss_scale), compress)
 
-    def step_fn(state: Any, x: Batch) -> Any:
-        state, loss = fzero.grad_and_reduce(lambda p: apply(p, x), state)()
-        return fzero.apply_gradients(state), loss
-
-    scaled = fzero.scale_loss(step_fn, loss_scale)
-    step: Any = fzero.shard(encoding(scaled, compress), stage=stage, donate=True, **options)
-    state = step.init(params, fzero.optim.sgd(LR))
-    for number in range(steps):
-        state, _ = step(state, _on(device, data(rank, number)))
-    return state
+    module, rule = Odd(dtype).to(device), fzero.optim.sgd(LR)
+    batches = (_on(device, data(rank, step)) for step in range(steps))
+    return drivers.by_steps(module, batches, rule, wrap=wrap, stage=stage, **options)
 
 
 def encoding(step: Any, record: Compress | None) -> Any:
@@ -144,12 +139,6 @@ def with_gradients(driver: Any, rank: int, data: Data, stage: int, **options: An
 DRIVERS = pytest.mark.parametrize("driver", [by_engine, by_function])
 
 
-def each_rank(body: Callable[[int], Any], world_size: int) -> Any:
-    """What `body(rank)` returns on virtual ranks, stacked."""
-    zeros = torch.zeros(world_size)
-    return fzero.simulate(lambda _: body(fzero.axis_index()), world_size=world_size)(zeros)
-
-
 def moved(state: TrainState) -> dict[str, Tensor]:
     """{path: (first value - value) / LR}: the sum of the gradients of all updates."""
     dtype = state.setup.layout.leaves[0].dtype
@@ -163,8 +152,11 @@ def residual(state: TrainState) -> dict[str, Tensor]:
     layout, found = state.setup.layout, {}
     lost = {i: state.params.flats[0].new_zeros(layout.full_numel(i)) for i in layout.trainable}
     lost = {i: flat.to(state.setup.accumulate_dtype(i)) for i, flat in lost.items()}
-    for _, index, (count, number), values in residual_shards(state, state.setup.axis.rank):
-        lost[index].view(count, -1)[number] += values
+    setup, rank = state.setup, state.setup.axis.rank
+    kept = [one for one in entries_of(state, rank) if one.name in (RESIDUAL, BACK)]
+    for one, index, flat in ((x, *pair) for x in kept for pair in x.values.items()):
+        _, (count, number) = held_part(setup, one, index, flat, rank)
+        lost[index].view(count, -1)[number] += as_numbers(setup, one, index, flat)
     for index, flat in lost.items():
         leaves = unpack(layout, index, fzero.pmean(flat))
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]

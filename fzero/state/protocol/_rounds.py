@@ -197,7 +197,7 @@ def called(p: Protocol, e: Call, said: Round) -> Next:
         if not said.is_same and (everybody or not said.is_served):
             return differ(p)
         if everybody:
-            return replaced(p, heard=tuple(said.values), met=said.is_in_order), ()
+            return replaced(p, heard=said.values, met=said.is_in_order), ()
     if said.is_over:
         p, effects = _over(p)
         # Those that end their pass tell what they did, if any of them has asked.

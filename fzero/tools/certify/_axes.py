@@ -41,7 +41,7 @@ def _unchanged(step: Any, cell: Cell) -> Any:
     return step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class AxisValue:
     """One value of an axis, with the options that it sets."""
 
@@ -52,7 +52,7 @@ class AxisValue:
     shard: Options = _no_options  # -> keywords of fzero.shard
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class CertifyAxis:
     """An axis of the matrix: a cell has one value on each."""
 
@@ -96,21 +96,21 @@ class CertifyAxis:
 
 def number_value(number: int) -> AxisValue:
     """Return the value for a number of ranks, or of micro-batches."""
-    return AxisValue(name=str(number), fact=number)
+    return AxisValue(str(number), number)
 
 
 def _both(name: str, options: Options, fact: Any = None) -> AxisValue:
     """Return a value with the same keywords for Engine and fzero.shard."""
-    return AxisValue(name=name, fact=fact, engine=options, shard=options)
+    return AxisValue(name, fact, options, shard=options)
 
 
 def codec_value(name: str, codec: Codec) -> AxisValue:
     """Return the value for gradients that cross ranks by a codec."""
     return AxisValue(
-        name=name,
-        fact=codec,
-        engine=lambda _: {"compress": Compress(gradients=codec)},
-        wrap=lambda step, _: compress(step, gradients=codec),
+        name,
+        codec,
+        lambda _: {"compress": Compress(gradients=codec)},
+        lambda step, _: compress(step, gradients=codec),
     )
 
 
@@ -133,139 +133,95 @@ def _on_disk(cell: Cell) -> dict[str, Any]:
     return {"optimizer": "disk", "gradients": "disk", "folder": tempfile.gettempdir(), **params}
 
 
-_FULL, _SINGLE, _HALF = torch.float64, torch.float32, torch.bfloat16
+def _precision(
+    name: str, dtype: torch.dtype, engine: Options = _no_options, **more: Any
+) -> AxisValue:
+    return AxisValue(name, RunDtypes(dtype=dtype, **{"low": dtype, **more}), engine)
+
+
+_HALF = torch.bfloat16
+_PRECISIONS = (
+    _precision("fp64", torch.float64),
+    _precision("fp32", torch.float32),
+    _precision("bf16", _HALF),
+    _precision("bf16-no-masters", _HALF, lambda _: {"master_weights": False}, masters=False),
+    AxisValue(
+        "autocast",
+        RunDtypes(dtype=torch.float32, low=_HALF, autocast=_HALF),
+        lambda _: {"autocast": _HALF},
+        lambda step, _: autocast(step, dtype=_HALF),
+    ),
+)
+_CLIPPING = (
+    AxisValue("off"),
+    AxisValue(
+        "on",
+        engine=lambda cell: {"max_norm": cell.max_norm},
+        wrap=lambda step, cell: clip(step, max_norm=cell.max_norm),
+    ),
+)
+_SCALES = (
+    AxisValue("1"),
+    AxisValue(
+        "1024",
+        engine=lambda _: {"loss_scale": 1024.0},
+        wrap=lambda step, _: scale_loss(step, 1024.0),
+    ),
+)
+_WINDOWS = (
+    AxisValue("each"),  # every backward is reduced by itself
+    AxisValue("coalesce", wrap=lambda step, _: coalesce(step)),
+    AxisValue(
+        "accumulate",
+        engine=lambda cell: {
+            "gradient_accumulation_steps": cell.fact("micro_batches"),
+            "average_micro_batches": True,
+        },
+        wrap=lambda step, cell: accumulate(step, steps=cell.fact("micro_batches")),
+    ),
+)
+_OFFLOAD = (
+    AxisValue("none"),
+    AxisValue(
+        "disk",  # "cpu" changes nothing for a model that computes on a CPU
+        engine=lambda cell: {"offload": Offload(**_on_disk(cell))},
+        wrap=lambda step, cell: offload(step, **_on_disk(cell)),
+    ),
+)
+_MESHES = (
+    AxisValue("flat"),
+    _both("replicas", _in_two_dims),
+    _both("replicas-all", lambda cell: {**_in_two_dims(cell), "optimizer_over": "all"}),
+)
+_WIRES = (
+    AxisValue("own"),
+    _both("predivided", lambda _: {"gradient_predivide_factor": 2.0}),
+    codec_value("bf16", bf16()),
+    codec_value("int8", int8()),
+)
+_MATRIX = AxisValue("matrix", functools.partial(torch.optim.Adafactor, lr=2.0**-6))
 
 # The transforms of a step are put around it in the order of the axes, `fzero.shard` last.
 AXES = (
+    CertifyAxis("drivers", "driver", (AxisValue("step"), AxisValue("engine"))),
+    CertifyAxis("stages", "stage", tuple(map(_stage, range(4)))),
+    CertifyAxis("worlds", "W", tuple(map(number_value, (1, 2, 3, 4))), counts=True),
+    CertifyAxis("micro_batches", "N", tuple(map(number_value, (1, 2, 3))), counts=True),
+    CertifyAxis("precisions", "precision", _PRECISIONS),
+    CertifyAxis("clipping", "clip", _CLIPPING),
+    CertifyAxis("loss_scales", "scale", _SCALES),
+    CertifyAxis("windows", "window", _WINDOWS),
     CertifyAxis(
-        name="drivers",
-        head="driver",
-        values=(AxisValue(name="step"), AxisValue(name="engine")),
+        "buckets", "bucket", (_both("64", lambda _: {"bucket_bytes": 64}), AxisValue("default"))
     ),
-    CertifyAxis(name="stages", head="stage", values=tuple(map(_stage, range(4)))),
+    CertifyAxis("offload", "offload", _OFFLOAD),
+    CertifyAxis("meshes", "mesh", _MESHES),
     CertifyAxis(
-        name="worlds", head="W", values=tuple(map(number_value, (1, 2, 3, 4))), counts=True
+        "reductions", "reduce", (AxisValue("mean"), _both("sum", lambda _: {"reduce_op": "sum"}))
     ),
-    CertifyAxis(
-        name="micro_batches", head="N", values=tuple(map(number_value, (1, 2, 3))), counts=True
-    ),
-    CertifyAxis(
-        name="precisions",
-        head="precision",
-        values=(
-            AxisValue(name="fp64", fact=RunDtypes(dtype=_FULL, low=_FULL)),
-            AxisValue(name="fp32", fact=RunDtypes(dtype=_SINGLE, low=_SINGLE)),
-            AxisValue(name="bf16", fact=RunDtypes(dtype=_HALF, low=_HALF)),
-            AxisValue(
-                name="bf16-no-masters",
-                fact=RunDtypes(dtype=_HALF, low=_HALF, masters=False),
-                engine=lambda _: {"master_weights": False},
-            ),
-            AxisValue(
-                name="autocast",
-                fact=RunDtypes(dtype=_SINGLE, low=_HALF, autocast=_HALF),
-                engine=lambda _: {"autocast": _HALF},
-                wrap=lambda step, _: autocast(step, dtype=_HALF),
-            ),
-        ),
-    ),
-    CertifyAxis(
-        name="clipping",
-        head="clip",
-        values=(
-            AxisValue(name="off"),
-            AxisValue(
-                name="on",
-                engine=lambda cell: {"max_norm": cell.max_norm},
-                wrap=lambda step, cell: clip(step, max_norm=cell.max_norm),
-            ),
-        ),
-    ),
-    CertifyAxis(
-        name="loss_scales",
-        head="scale",
-        values=(
-            AxisValue(name="1"),
-            AxisValue(
-                name="1024",
-                engine=lambda _: {"loss_scale": 1024.0},
-                wrap=lambda step, _: scale_loss(step, 1024.0),
-            ),
-        ),
-    ),
-    CertifyAxis(
-        name="windows",
-        head="window",
-        values=(
-            AxisValue(name="each"),  # every backward is reduced by itself
-            AxisValue(name="coalesce", wrap=lambda step, _: coalesce(step)),
-            AxisValue(
-                name="accumulate",
-                engine=lambda cell: {
-                    "gradient_accumulation_steps": cell.fact("micro_batches"),
-                    "average_micro_batches": True,
-                },
-                wrap=lambda step, cell: accumulate(step, steps=cell.fact("micro_batches")),
-            ),
-        ),
-    ),
-    CertifyAxis(
-        name="buckets",
-        head="bucket",
-        values=(_both("64", lambda _: {"bucket_bytes": 64}), AxisValue(name="default")),
-    ),
-    CertifyAxis(
-        name="offload",
-        head="offload",
-        values=(
-            AxisValue(name="none"),
-            AxisValue(
-                name="disk",  # "cpu" changes nothing for a model that computes on a CPU
-                engine=lambda cell: {"offload": Offload(**_on_disk(cell))},
-                wrap=lambda step, cell: offload(step, **_on_disk(cell)),
-            ),
-        ),
-    ),
-    CertifyAxis(
-        name="meshes",
-        head="mesh",
-        values=(
-            AxisValue(name="flat"),
-            _both("replicas", _in_two_dims),
-            _both("replicas-all", lambda cell: {**_in_two_dims(cell), "optimizer_over": "all"}),
-        ),
-    ),
-    CertifyAxis(
-        name="reductions",
-        head="reduce",
-        values=(
-            AxisValue(name="mean"),
-            _both("sum", lambda _: {"reduce_op": "sum"}),
-        ),
-    ),
-    CertifyAxis(
-        name="wires",
-        head="wire",
-        values=(
-            AxisValue(name="own"),
-            _both("predivided", lambda _: {"gradient_predivide_factor": 2.0}),
-            codec_value("bf16", bf16()),
-            codec_value("int8", int8()),
-        ),
-    ),
-    CertifyAxis(
-        name="rules",
-        head="rule",
-        values=(
-            AxisValue(name="given"),
-            AxisValue(name="matrix", fact=functools.partial(torch.optim.Adafactor, lr=2.0**-6)),
-        ),
-    ),
-    CertifyAxis(
-        name="ragged",
-        head="ragged",
-        values=(AxisValue(name="off"), AxisValue(name="on")),
-    ),
+    CertifyAxis("wires", "wire", _WIRES),
+    CertifyAxis("rules", "rule", (AxisValue("given"), _MATRIX)),
+    CertifyAxis("ragged", "ragged", (AxisValue("off"), AxisValue("on"))),
 )
 
 

@@ -6,7 +6,6 @@ compile(step) --> a step that is called as `step` is
     _writes        graph -> graph: no op writes; then results go where they end
     _segments      graph -> what runs, in order: segments, starts and waits of collectives
     _run           graph -> callable, with its inputs and outputs
-    _closure       constants and tensors that the functions of a step read
     _api           `compile`, and the cache of graphs by arguments
 """
 

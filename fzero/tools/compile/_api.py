@@ -15,7 +15,6 @@ from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import is_count
 from fzero.state import NAMESPACE
-from fzero.tools.compile._closure import values_read
 from fzero.tools.compile._run import (
     COMPILERS,
     EARLY_BYTES,
@@ -23,13 +22,13 @@ from fzero.tools.compile._run import (
     Backend,
     Compiled,
     axis_of_states,
-    checked_sizes,
     compiled,
     recorded,
     returned_by,
     same_places,
     step_donates,
 )
+from fzero.transforms.closure import values_read
 from fzero.transforms.module_copy import Template, modes_asked
 from fzero.transforms.pipeline import P, R, Step, require_order
 
@@ -88,13 +87,13 @@ def compile(
         >>> loss, fzero.full_params(state)["w"]
         (tensor(3.), tensor([0.5000, 0.0000]))
     """
-    _check(fn, backend, max_graphs)
+    sizes = {"bucket_bytes": bucket_bytes, "gather_bytes": gather_bytes}
+    _check(fn, backend, max_graphs=max_graphs, **sizes)
     graphs: list[_Graph] = []
-    sizes = checked_sizes("compile", bucket_bytes=bucket_bytes, gather_bytes=gather_bytes)
     donate = step_donates(fn)
 
     def made(inner: Callable[..., Any], arguments: Any) -> Compiled:
-        axis = axis_of_states("compile", arguments)
+        axis = axis_of_states(arguments)
         with told_everywhere(axis, what="a compiled step"):
             program = recorded(inner, arguments, axis, sizes)
             donated = same_places(program) if donate else None
@@ -154,16 +153,16 @@ def _require_real_ranks() -> None:
         )
 
 
-def _check(fn: Callable[..., Any], backend: str, max_graphs: int) -> None:
+def _check(fn: Callable[..., Any], backend: str, **numbers: int) -> None:
     right = "fzero.compile(step), once"
     require_order("compile", fn, never_around=("compile", "simulate"), right=right)
-    bad = [] if is_count(max_graphs, 0) else [f"max_graphs={max_graphs!r}"]
+    bad = [f"{name}={number!r}" for name, number in numbers.items() if not is_count(number, 0)]
     bad += [] if backend in COMPILERS else [f"backend={backend!r}"]
     if bad:
         raise LayoutError(
             f"compile: {', '.join(bad)}.",
             cause="a number that is no count, or another compiler.",
-            fix=f"give a number of at least 0, and one of {sorted(COMPILERS)}.",
+            fix=f"give numbers of at least 0, and one of {sorted(COMPILERS)}.",
         )
 
 

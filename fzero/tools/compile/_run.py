@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.collectives import performer_of
 from fzero.errors import LayoutError
-from fzero.errors.check import is_count
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
@@ -30,20 +29,8 @@ from fzero.transforms.states import flatten_states, is_state
 Backend = Literal["inductor", "eager"]
 MERGED_BYTES = 2**20
 EARLY_BYTES = 8 * 2**20
-Returns = Callable[[Any, list[Tensor]], Any]
-"""(the states that were given, the tensors that the graph gives) -> what the step returns."""
-
-
-def checked_sizes(name: str, **sizes: int) -> dict[str, int]:
-    """Return the sizes. Raises `LayoutError` for other values. `name`: of the call, for errors."""
-    bad = [f"{key}={x!r}" for key, x in sizes.items() if not is_count(x, 0)]
-    if bad:
-        raise LayoutError(
-            f"{name}: {', '.join(bad)}.",
-            cause="a number that is no size.",
-            fix="give numbers of bytes, at least 0.",
-        )
-    return sizes
+Returns = Callable[[list[Tensor]], Any]
+"""The tensors that the graph gives -> what the step returns."""
 
 
 def step_donates(fn: Any) -> bool:
@@ -53,16 +40,16 @@ def step_donates(fn: Any) -> bool:
     return fn.options.get("donate", False) if fn.name == "shard" else step_donates(fn.inner)
 
 
-def axis_of_states(name: str, arguments: Any) -> Axis:
+def axis_of_states(arguments: Any) -> Axis:
     """Return the common axis of the states, after checking that a graph can hold their optimizers.
 
-    Raises `LayoutError` for several axes, and for a torch.optim instance. `name`: of the call.
+    Raises `LayoutError` for several axes, and for a torch.optim instance.
     """
-    states: Sequence[TrainState] = flatten_states(name, arguments[0])[0]
+    states: Sequence[TrainState] = flatten_states("compile", arguments[0])[0]
     axes = {state.setup.axis for state in states}
     if len(axes) > 1:
         raise LayoutError(
-            f"{name}: the states are on {len(axes)} meshes.",
+            f"compile: the states are on {len(axes)} meshes.",
             cause="models that are sharded over other groups of ranks.",
             fix="put them on one mesh, or run the step itself.",
         )
@@ -70,7 +57,7 @@ def axis_of_states(name: str, arguments: Any) -> Axis:
         groups = state.setup.optimizer.param_groups(state.setup.layout.leaves, 0)
         if groups.instance is not None:
             raise LayoutError(
-                f"{name}: the options of the optimizer are read from a "
+                "compile: the options of the optimizer are read from a "
                 f"{type(groups.instance).__name__} at each update.",
                 cause="fzero.optim.from_torch(instance): a scheduler would change them, and a "
                 "graph would not see it.",
@@ -131,13 +118,13 @@ class Compiled:
         try:
             with torch.no_grad():
                 for action in self.actions:
-                    whole = whole and not getattr(action, "writes", False)
+                    whole = whole and not action.writes
                     action(env)
         except BaseException:
             if self.donate and whole:
                 undo_take_over(given, taken)
             raise
-        return self.returns(taken, [env[name] for name in self.outputs])
+        return self.returns([env[name] for name in self.outputs])
 
 
 def compiled(
@@ -184,7 +171,7 @@ def returned_by(program: RecordedStep, axis: Axis) -> Returns:
     real: Any = optree.tree_map(moved, tree, is_leaf=is_state, namespace=NAMESPACE)
     treespec: Any = optree.tree_structure(real, namespace=NAMESPACE)
 
-    def returns(_: Any, tensors: list[Tensor]) -> Any:
+    def returns(tensors: list[Tensor]) -> Any:
         rest = iter(tensors)
         filled = [next(rest) if x is None else x for x in program.others]
         return optree.tree_unflatten(treespec, filled)

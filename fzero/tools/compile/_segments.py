@@ -7,8 +7,8 @@ in the graph and is awaited at the first read of its result; the ops between ove
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -29,150 +29,28 @@ from fzero.tools.compile._writes import INTO, OWNED, is_made_in, made_by_update,
 from fzero.tools.trace.alive import is_item
 from fzero.tools.trace.ops import RATE, UPDATE, is_collective
 
-Env = dict[str, Any]  # values by the name of their node
-
-
 Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]
 """(graph, example tensors) -> a function of such tensors that returns a list."""
 
 
 @dataclass(frozen=True, slots=True)
-class FusedOps:
-    """A compiled segment."""
+class Action:
+    """A function of named values, whose results get names: a segment, or the start of a collective.
 
-    run: Callable[..., Any]
+    writes: into an argument of the step, which is given up. drops: what nobody reads after it.
+    """
+
+    run: Callable[..., Sequence[Any]]
     reads: tuple[str, ...]
     gives: tuple[str, ...]
-    writes: bool  # into an argument of the step, which is given up
+    writes: bool = False
+    drops: tuple[str, ...] = ()
 
-    def __call__(self, env: Env) -> None:
-        """Run them."""
+    def __call__(self, env: dict[str, Any]) -> None:
+        """Run it on the values by the names of their nodes."""
         env.update(zip(self.gives, self.run(*[env[name] for name in self.reads]), strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Start a collective."""
-
-    op: str
-    axis: Axis
-    ordered: bool
-    reads: tuple[str, ...]
-    gives: tuple[str]  # the handles to wait for
-
-    def __call__(self, env: Env) -> None:
-        """Start it."""
-        xs = [env[name].contiguous() for name in self.reads]
-        (name,) = self.gives
-        if self.op == "all_gather":
-            env[name] = start_gather(xs, self.axis)
-        elif self.op == "reduce_scatter":
-            env[name] = start_scatter(xs, self.axis, ordered=self.ordered)
-        elif self.op == "all_reduce":
-            env[name] = start_reduce(xs, self.axis, ordered=self.ordered)
-        else:
-            env[name] = start_all_to_all(xs, self.axis)
-
-
-@dataclass(frozen=True, slots=True)
-class StartInPlace:
-    """Start a gather into the memory of donated arguments of the step."""
-
-    axis: Axis
-    shards: tuple[str, ...]
-    fulls: tuple[str, ...]
-    there: tuple[bool, ...]  # whether a shard is where it belongs already
-    gives: tuple[str]
-    writes: bool = True
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What it is given."""
-        return (*self.shards, *self.fulls)
-
-    def __call__(self, env: Env) -> None:
-        """Start it."""
-        fulls = [env[name] for name in self.fulls]
-        for full, name, there in zip(fulls, self.shards, self.there, strict=True):
-            if not there:
-                shard_of(full, self.axis.size, self.axis.rank).copy_(env[name])
-        env[self.gives[0]] = start_gather_in_place(fulls, self.axis)
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitCollective:
-    """Wait for a collective."""
-
-    reads: tuple[str]
-    gives: dict[str, int]  # name -> its place among the results
-
-    def __call__(self, env: Env) -> None:
-        """Wait for it."""
-        flight: InFlight = env[self.reads[0]]
-        outs = flight.wait()
-        env.update((name, outs[at]) for name, at in self.gives.items())
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateKernel:
-    """The kernel of an optimizer, in place in donated arguments."""
-
-    rule: str
-    options: str
-    held: tuple[str, ...]  # parameters, then moments
-    owned: tuple[bool, ...]
-    grads: tuple[str, ...]
-    count: str
-    lr: str | None
-    gives: dict[str, int]  # name -> its place in `held`
-
-    @property
-    def writes(self) -> bool:
-        """Whether it writes into an argument of the step."""
-        return any(self.owned)
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """What it is given."""
-        return (*self.held, *self.grads, self.count, *([] if self.lr is None else [self.lr]))
-
-    def __call__(self, env: Env) -> None:
-        """Run it."""
-        pairs = zip(self.held, self.owned, strict=True)
-        held = [env[name] if own else env[name].clone() for name, own in pairs]
-        grads, lr = [env[name] for name in self.grads], None if self.lr is None else env[self.lr]
-        update_in_place(self.rule, self.options, held, grads, env[self.count], lr)
-        env.update((name, held[at]) for name, at in self.gives.items())
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """The value of a schedule of `fzero.optim` after this many updates."""
-
-    schedule: Callable[[int], float]
-    reads: tuple[str, ...]
-    gives: tuple[str, ...]
-
-    def __call__(self, env: Env) -> None:
-        """Ask the schedule."""
-        lr = float(self.schedule(int(env[self.reads[0]])))
-        env[self.gives[0]] = torch.tensor(lr, dtype=torch.float64)
-
-
-@dataclass(frozen=True, slots=True)
-class DropValues:
-    """Free values after their last reader."""
-
-    reads: tuple[str, ...]
-    gives: tuple[str, ...] = ()
-
-    def __call__(self, env: Env) -> None:
-        """Let go of them."""
-        for name in self.reads:
+        for name in self.drops:
             del env[name]
-
-
-Action = FusedOps | Start | StartInPlace | AwaitCollective | UpdateKernel | Rate | DropValues
 
 
 def actions_of(
@@ -192,7 +70,7 @@ def actions_of(
 
     def wait(node: fx.Node) -> None:
         pending.discard(node)
-        actions.append(AwaitCollective((node.name,), _items(node)))
+        actions.append(_wait(node))
 
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -211,8 +89,7 @@ def actions_of(
         elif node.target is UPDATE:
             actions.append(_update(node))
         elif node.target is RATE:
-            count, number = node.args
-            actions.append(Rate(SCHEDULES[number], (count.name,), (node.name,)))
+            actions.append(_rate(node))
         elif node.op != "output":
             run.append(node)
     return _with_drops(actions, {x.name for x in graph.graph.output_node().all_input_nodes})
@@ -241,45 +118,90 @@ def _items(node: fx.Node) -> dict[str, int]:
     return {user.name: int(user.args[1]) for user in node.users}  # type: ignore
 
 
-def _update(node: fx.Node) -> UpdateKernel:
-    rule, options, _, grads, _, count, lr = cast("Any", node.args)
-    held = made_by_update(node)
-    return UpdateKernel(
-        rule=rule,
-        options=options,
-        held=tuple(x.name for x in held),
-        owned=tuple(node.meta.get(OWNED, [False] * len(held))),
-        grads=tuple(x.name for x in grads),
-        count=count.name,
-        lr=None if lr is None else lr.name,
-        gives=_items(node),
-    )
+def _named(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
 
 
-def _start(node: fx.Node, axes: dict[str, Axis]) -> Start | StartInPlace:
-    xs, name, _, _, ordered = node.args
-    inputs: Any = xs
-    axis = axes[str(name)]
+def _start(node: fx.Node, axes: dict[str, Axis]) -> Action:
+    """Return the start of a collective; it gives the handle to wait for."""
+    inputs, name, _, _, ordered = cast("Any", node.args)
+    axis = axes[name]
     if INTO in node.meta:
-        return StartInPlace(
-            axis=axis,
-            shards=tuple(x.name for x in inputs),
-            fulls=tuple(x.name for x in node.meta[INTO]),
-            there=tuple(map(is_made_in, inputs, node.meta[INTO])),
-            gives=(node.name,),
-        )
-    return Start(
-        op=node.target._schema.name.split("::")[1],  # type: ignore
-        axis=axis,
-        ordered=bool(ordered),
-        reads=tuple(x.name for x in inputs),
-        gives=(node.name,),
-    )
+        return _start_in_place(node, inputs, axis)
+    begin = _STARTS[node.target]
+    order = {} if begin in (start_gather, start_all_to_all) else {"ordered": bool(ordered)}
+
+    def run(*xs: Tensor) -> list[InFlight]:
+        return [begin([x.contiguous() for x in xs], axis, **order)]
+
+    return Action(run, _named(inputs), (node.name,))
+
+
+_STARTS: dict[Any, Callable[..., InFlight]] = {
+    torch.ops.fzero.all_gather.default: start_gather,
+    torch.ops.fzero.reduce_scatter.default: start_scatter,
+    torch.ops.fzero.all_reduce.default: start_reduce,
+    torch.ops.fzero.all_to_all.default: start_all_to_all,
+}
+
+
+def _start_in_place(node: fx.Node, shards: Sequence[fx.Node], axis: Axis) -> Action:
+    """Return the start of a gather into the memory of donated arguments of the step."""
+    fulls = node.meta[INTO]
+    there = list(map(is_made_in, shards, fulls))  # whether a shard is where it belongs already
+
+    def run(*xs: Tensor) -> list[InFlight]:
+        for shard, full, known in zip(xs[: len(there)], xs[len(there) :], there, strict=True):
+            if not known:
+                shard_of(full, axis.size, axis.rank).copy_(shard)
+        return [start_gather_in_place(list(xs[len(there) :]), axis)]
+
+    return Action(run, _named([*shards, *fulls]), (node.name,), writes=True)
+
+
+def _wait(node: fx.Node) -> Action:
+    """Return the wait for a collective; it gives those of its results that are read."""
+    items = _items(node)
+
+    def run(flight: InFlight) -> list[Tensor]:
+        outs = flight.wait()
+        return [outs[at] for at in items.values()]
+
+    return Action(run, (node.name,), tuple(items))
+
+
+def _update(node: fx.Node) -> Action:
+    """Return the kernel of an optimizer, in place where it may write into its arguments."""
+    rule, options, _, grads, _, count, *lr = cast("Any", node.args)
+    made, items = made_by_update(node), _items(node)  # parameters, then moments
+    owned = node.meta.get(OWNED, [False] * len(made))
+    parts = len(made), len(made) + len(grads)
+
+    def run(*xs: Tensor) -> list[Tensor]:
+        held = [x if own else x.clone() for x, own in zip(xs[: parts[0]], owned, strict=True)]
+        number, *rate = xs[parts[1] :]
+        given = list(xs[parts[0] : parts[1]])
+        update_in_place(rule, options, held, given, number, rate[0] if rate else None)
+        return [held[at] for at in items.values()]
+
+    reads = _named([*made, *grads, count, *(one for one in lr if one is not None)])
+    return Action(run, reads, tuple(items), writes=any(owned))
+
+
+def _rate(node: fx.Node) -> Action:
+    """Return the value of a schedule of `fzero.optim` after so many updates."""
+    count, number = cast("Any", node.args)
+    schedule = SCHEDULES[number]
+
+    def run(updates: Tensor) -> list[Tensor]:
+        return [torch.tensor(float(schedule(int(updates))), dtype=torch.float64)]
+
+    return Action(run, (count.name,), (node.name,))
 
 
 def _segment(
     graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler, held: Mapping[str, Tensor]
-) -> FusedOps:
+) -> Action:
     inside = set(nodes)
     outside = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
     reads = [x for x in outside if x.op != "get_attr" or x.name in held]
@@ -297,9 +219,7 @@ def _segment(
     module = fx.GraphModule(graph, part)
     run = compiler(module, [held[x.name] if x.name in held else x.meta["val"] for x in reads])
     writes = any(node.target is torch.ops.aten.copy_.default for node in nodes)
-    return FusedOps(
-        run, tuple(x.name for x in reads), tuple(node.name for node in gives), writes=writes
-    )
+    return Action(run, _named(reads), _named(gives), writes=writes)
 
 
 def _is_value(node: fx.Node) -> bool:
@@ -307,12 +227,10 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def _with_drops(actions: Sequence[Action], results: set[str]) -> tuple[Action, ...]:
-    """Insert actions that free each value after its last reader."""
+    """Let each value be freed after its last reader."""
     needed, made = set(results), list[Action]()
     for action in reversed(actions):
-        gone = [name for name in (*action.reads, *action.gives) if name not in needed]
+        gone = (name for name in (*action.reads, *action.gives) if name not in needed)
+        made.append(replace(action, drops=tuple(dict.fromkeys(gone))))
         needed.update(action.reads)
-        if gone:
-            made.append(DropValues(tuple(dict.fromkeys(gone))))
-        made.append(action)
     return tuple(reversed(made))

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.errors import LayoutError
 from fzero.tools.compile._passes import GATHER, REDUCE
-from fzero.tools.trace.alive import inputs_of, is_item
+from fzero.tools.trace.alive import inputs_of, is_item, root_of
 from fzero.tools.trace.ops import UPDATE, is_collective
 from fzero.tools.trace.program import without_unused
 
@@ -89,7 +89,7 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
     for node in graph.nodes:
         if node.target is UPDATE:
             node.meta[OWNED] = [
-                _root(x) in given_up and _last_reader(x, order) <= order[node]
+                root_of(x) in given_up and _last_reader(x, order) <= order[node]
                 for x in made_by_update(node)
             ]
     at = list(order)
@@ -98,7 +98,7 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
     for old, k in alike:
         new = outs[k]
         last = max(order[new], _last_reader(old, order))
-        if last >= order[output] or is_made_in(_root(new), old):
+        if last >= order[output] or is_made_in(root_of(new), old):
             continue
         with graph.inserting_after(at[last]):
             outs[k] = graph.call_function(aten.copy_.default, (old, new))
@@ -137,15 +137,8 @@ def is_made_in(node: fx.Node, old: fx.Node) -> bool:
     made: Any = node.args
     maker, place = made
     if maker.target is UPDATE:
-        return maker.meta[OWNED][place] and _root(made_by_update(maker)[place]) is old
+        return maker.meta[OWNED][place] and root_of(made_by_update(maker)[place]) is old
     return INTO in maker.meta and maker.meta[INTO][place] is old
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """Return the value that a node is a view of."""
-    while getattr(node.target, "is_view", False) or node.target is aten.detach.default:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
@@ -153,10 +146,10 @@ def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
 
     A collective reads until it is awaited; the end of the step reads the outputs.
     """
-    found, last = [_root(node)], 0
+    found, last = [root_of(node)], 0
     for one in found:
         for user in one.users:
-            if _root(user) is not user:
+            if root_of(user) is not user:
                 found.append(user)
             elif is_collective(user):
                 readers = (order[reader] for item in user.users for reader in item.users)

@@ -27,8 +27,6 @@ from fzero.tools.diff._pair import SidePair, of_leaf
 from fzero.tools.diff._side import Apart, Side
 from fzero.tools.diff._values import counters, params_of, slots_of_ranks
 
-Parts = Sequence[Mapping[Any, Spread]]  # of a, of b, and of a disturbed
-
 
 def updates(pair: SidePair) -> Iterator[Apart]:
     """Compare an update that all ranks of both runs make; else report who makes none."""
@@ -42,11 +40,10 @@ def updates(pair: SidePair) -> Iterator[Apart]:
         yield from _counters(pair)
     elif {*made[0], *made[1]} != {0.0}:
         is_a = len(set(made[0])) > 1
-        wanted = torch.tensor([max(made[0])]).double()
-        found = first_apart(whole_leaf(wanted), of_ranks(made[0] if is_a else made[1]), 0.0)
-        if found is not None:
-            found = found._replace(a=found.b, b=found.a) if is_a else found
-            yield Apart(UPDATE, "", found._replace(index=()))
+        wanted = whole_leaf(torch.tensor([max(made[0])]).double())
+        for apart in _of_numbers(UPDATE, wanted, of_ranks(made[0] if is_a else made[1])):
+            found = apart.found
+            yield apart._replace(found=found._replace(a=found.b, b=found.a)) if is_a else apart
 
 
 def returned(pair: SidePair, rows: Sequence[Sequence[TrainState]]) -> Iterator[Apart]:
@@ -55,13 +52,9 @@ def returned(pair: SidePair, rows: Sequence[Sequence[TrainState]]) -> Iterator[A
     pair: of the states after that update. rows: what each of the three returned.
     """
     befores, afters = [side.params[0] for side in pair.sides], [params_of(x) for x in rows]
-    for path in befores[0]:
-        yield from _moved(pair, STATE, path, _at(befores, path), _at(afters, path))
+    yield from _changes(pair, STATE, befores, afters)
     befores, afters = [side.slots[0] for side in pair.sides], [slots_of_ranks(x) for x in rows]
-    for name, path in befores[0]:
-        if all((name, path) in found for found in (*befores, *afters)):
-            parts = _at(befores, (name, path)), _at(afters, (name, path))
-            yield from _moved(pair, f"{STATE} {name}", path, *parts)
+    yield from _changes(pair, STATE, befores, afters)
     added = [_added(side.before, row) for side, row in zip(pair.sides, rows, strict=True)]
     yield from _of_counters(STATE, added[0], added[1])
 
@@ -82,9 +75,7 @@ def _norms(pair: SidePair) -> Iterator[Apart]:
     if a.copies and b.copies and c.copies:
         numel = sum(leaf.numel for leaf in pair.a.setup.layout.leaves)
         rounding = (TERMS + numel**0.5) * pair.units.passes * float(a.full.abs().max())
-        found = first_apart(a, b, disturbed_bound(a.full, c.full) + rounding)
-        if found is not None:
-            yield Apart(NORM, "", found._replace(index=()))
+        yield from _of_numbers(NORM, a, b, disturbed_bound(a.full, c.full) + rounding)
 
 
 def _norm(side: Side) -> Spread:
@@ -97,7 +88,7 @@ def _slots(pair: SidePair) -> Iterator[Apart]:
     for name, path in after[0]:
         if name == MASTERS or any((name, path) not in found for found in after):
             continue
-        a, b, _ = _at(after, (name, path))
+        a, b = (found[name, path] for found in after[:2])
         size = a.full.double().abs() + before[name, path].full.double().abs()
         bound = _reach(pair, a.full, (name, path)) + TERMS * pair.units.updates * size
         yield from of_leaf(f"{SLOT} {name}", path, a, b, bound)
@@ -106,14 +97,13 @@ def _slots(pair: SidePair) -> Iterator[Apart]:
 def _params(pair: SidePair) -> Iterator[Apart]:
     """Compare the values that the update adds to the parameters, then to their masters."""
     befores, afters = ([side.params[k] for side in pair.sides] for k in (0, 1))
-    for path in befores[0]:
-        parts = _at(befores, path), _at(afters, path)
-        yield from _moved(pair, UPDATE, path, *parts, key=path)
-    befores, afters = ([side.slots[k] for side in pair.sides] for k in (0, 1))
-    for name, path in befores[0]:
-        if name == MASTERS and all((name, path) in found for found in (*befores, *afters)):
-            parts = _at(befores, (name, path)), _at(afters, (name, path))
-            yield from _moved(pair, f"{SLOT} {MASTERS}", path, *parts, key=(name, path))
+    yield from _changes(pair, UPDATE, befores, afters, by_update=True)
+    befores, afters = ([_masters(side.slots[k]) for side in pair.sides] for k in (0, 1))
+    yield from _changes(pair, SLOT, befores, afters, by_update=True)
+
+
+def _masters(slots: Mapping[Any, Spread]) -> dict[Any, Spread]:
+    return {key: one for key, one in slots.items() if key[0] == MASTERS}
 
 
 def _reach(pair: SidePair, a: Tensor, key: Any) -> Tensor:
@@ -129,23 +119,28 @@ def _reach(pair: SidePair, a: Tensor, key: Any) -> Tensor:
     return MARGIN * found
 
 
-def _moved(
+def _changes(
     pair: SidePair,
     operation: str,
-    path: str,
-    before: Sequence[Spread],
-    after: Sequence[Spread],
-    key: Any = None,
+    befores: Sequence[Mapping[Any, Spread]],
+    afters: Sequence[Mapping[Any, Spread]],
+    *,
+    by_update: bool = False,
 ) -> Iterator[Apart]:
-    """Compare the changes of a leaf in a and b; with a `key` they are changes by an update."""
-    a, b, c = (_minus(y, x) for x, y in zip(before, after, strict=True))
-    moved = a.full
-    if not moved.numel():
-        return
-    stored = [2 * eps_of(x.full.dtype) * x.full.double().abs() for x in after[:2]]
-    bound = torch.maximum(*stored) + TERMS * pair.units.updates * moved.abs()
-    bound = bound + (disturbed_bound(moved, c.full) if key is None else _reach(pair, moved, key))
-    yield from of_leaf(operation, path, a, b, bound)
+    """Compare the changes of what all three have: of parameters by path, or of slots by name."""
+    for key in befores[0]:
+        if not all(key in found for found in (*befores, *afters)):
+            continue
+        name, path = ("", key) if isinstance(key, str) else key
+        after = [found[key] for found in afters]
+        a, b, c = (_minus(x, found[key]) for x, found in zip(after, befores, strict=True))
+        moved = a.full
+        if not moved.numel():
+            continue
+        stored = [2 * eps_of(x.full.dtype) * x.full.double().abs() for x in after[:2]]
+        bound = torch.maximum(*stored) + TERMS * pair.units.updates * moved.abs()
+        off = _reach(pair, moved, key) if by_update else disturbed_bound(moved, c.full)
+        yield from of_leaf(f"{operation} {name}".rstrip(), path, a, b, bound + off)
 
 
 def _minus(after: Spread, before: Spread) -> Spread:
@@ -163,9 +158,7 @@ def _counters(pair: SidePair) -> Iterator[Apart]:
     scales = [[x.scale for x in side.after if x.scale is not None] for side in (pair.a, pair.b)]
     if all(scales) and scales[0][0].policy == scales[1][0].policy:
         a, b = (of_ranks([float(x.scale) for x in some]) for some in scales)
-        found = first_apart(a, b, 0.0)
-        if found is not None:
-            yield Apart(SCALE, "", found._replace(index=()))
+        yield from _of_numbers(SCALE, a, b)
 
 
 def _of_counters(
@@ -175,16 +168,17 @@ def _of_counters(
     for name in mine[0]:
         if name in other[0]:
             a, b = (of_ranks([x[name] for x in some]) for some in (mine, other))
-            found = first_apart(a, b, 0.0)
-            if found is not None:
-                yield Apart(f"{operation} {name}", "", found._replace(index=()))
+            yield from _of_numbers(f"{operation} {name}", a, b)
+
+
+def _of_numbers(operation: str, a: Spread, b: Spread, bound: float = 0.0) -> Iterator[Apart]:
+    """Compare one number of each rank."""
+    found = first_apart(a, b, bound)
+    if found is not None:
+        yield Apart(operation, "", found._replace(index=()))
 
 
 def _added(before: Sequence[TrainState], after: Sequence[TrainState]) -> list[dict[str, float]]:
     """Return the change of each counter on each rank; "gradients wait" is a counter, too."""
     pairs = [(counters(x), counters(y)) for x, y in zip(before, after, strict=True)]
     return [{name: y[name] - x.get(name, 0.0) for name in y} for x, y in pairs]
-
-
-def _at(found: Sequence[Mapping[Any, Spread]], key: Any) -> list[Spread]:
-    return [one[key] for one in found]

@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
-from typing import NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -21,15 +19,7 @@ from fzero.errors import AxisError
 from fzero.tools.doctor._check import CollectiveCheck, Finding, run_check, worst
 
 START_S = 600.0  # to import torch, and to find each other
-
-
-class _Ended(Exception):
-    """A rank ended without an answer; the finding tells how."""
-
-
-class _Rank(NamedTuple):
-    process: BaseProcess
-    pipe: Connection
+_Ranks = list[tuple[BaseProcess, Connection]]
 
 
 def findings(
@@ -44,93 +34,65 @@ def findings(
     """
     left = list(checks)
     while left:
-        with _Ranks(world, timeout_s) as ranks:
-            while left:
-                check = left.pop(0)
-                try:
-                    yield worst(ranks.ask(check, timeout_s))
-                except _Ended as ended:
-                    yield ended.args[0]
-                    break
+        with _started(left, world, timeout_s) as ranks:
+            found = _answer(ranks, START_S)
+            if found.verdict != "right":
+                raise AxisError(
+                    f"{world} ranks on gloo cannot start here: {found.seen}.",
+                    cause="a host name that leads to no address of this machine, or a sandbox "
+                    "without sockets.",
+                    fix="export GLOO_SOCKET_IFNAME=lo, and run it again.",
+                )
+            while left and found.verdict not in ("crashed", "hung"):
+                del left[0]
+                found = _answer(ranks, timeout_s)
+                yield found
 
 
-class _Ranks:
-    """W processes in one gloo group, from `__enter__` to `__exit__`."""
+@contextlib.contextmanager
+def _started(checks: list[CollectiveCheck], world: int, timeout_s: float) -> Iterator[_Ranks]:
+    """Start W processes that run the checks one after another; they are killed at the end."""
+    context = mp.get_context("spawn")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-doctor-"))
+        ranks: _Ranks = []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            args = (rank, world, f"{folder}/store", timeout_s, checks, theirs)
+            process = context.Process(target=_run, args=args, daemon=True)
+            process.start()
+            stack.callback(process.join)
+            stack.callback(process.kill)
+            theirs.close()  # so that the pipe closes with the process
+            ranks.append((process, ours))
+        yield ranks
 
-    def __init__(self, world: int, timeout_s: float) -> None:
-        self._world, self._timeout_s = world, timeout_s
-        self._ranks: list[_Rank] = []
-        self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Self:
-        context = mp.get_context("spawn")
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-doctor-"))
-        with self._stack:  # closes all if a start fails
-            for rank in range(self._world):
-                ours, theirs = context.Pipe()
-                args = (rank, self._world, f"{folder}/store", self._timeout_s, theirs)
-                process = context.Process(target=_serve, args=args, daemon=True)
-                process.start()
-                theirs.close()  # so that the pipe closes with the process
-                self._ranks.append(_Rank(process, ours))
-                self._stack.callback(_end, self._ranks[-1])
-            self._started()
-            self._stack = self._stack.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.close()
-
-    def ask(self, check: CollectiveCheck, timeout_s: float) -> list[Finding]:
-        """Return every rank's finding."""
-        for rank in self._ranks:
-            with contextlib.suppress(OSError):  # it has ended: the answer says so
-                rank.pipe.send(check)
-        return [self._answer(i, timeout_s) for i in range(self._world)]
-
-    def _answer(self, index: int, timeout_s: float) -> Finding:
-        process, pipe = self._ranks[index]
-        if pipe.poll(timeout_s):
-            with contextlib.suppress(EOFError, OSError):
-                return pipe.recv()
-            process.join(10)
-            seen = f"rank {index} ended with exit code {process.exitcode}"
-            found = Finding(verdict="crashed", seen=seen)
-        else:
-            found = Finding(verdict="hung", seen=f"rank {index} gives no answer in {timeout_s:g} s")
-        for rank in self._ranks:  # the others wait for it
-            rank.process.kill()
-        raise _Ended(found)
-
-    def _started(self) -> None:
+def _answer(ranks: _Ranks, seconds: float) -> Finding:
+    """Return the worst of the next findings of all ranks; how a rank ended, if it has none."""
+    found = []
+    for rank, (process, pipe) in enumerate(ranks):
+        if not pipe.poll(seconds):
+            seen = f"rank {rank} gives no answer in {seconds:g} s"
+            return Finding(verdict="hung", seen=seen)
         try:
-            found = worst([self._answer(i, START_S) for i in range(self._world)])
-        except _Ended as ended:
-            found = ended.args[0]
-        if found.verdict != "right":
-            raise AxisError(
-                f"{self._world} ranks on gloo cannot start here: {found.seen}.",
-                cause="a host name that leads to no address of this machine, or a sandbox "
-                "without sockets.",
-                fix="export GLOO_SOCKET_IFNAME=lo, and run it again.",
-            )
+            found.append(pipe.recv())
+        except (EOFError, OSError):
+            process.join(10)
+            seen = f"rank {rank} ended with exit code {process.exitcode}"
+            return Finding(verdict="crashed", seen=seen)
+    return worst(found)
 
 
-def _end(rank: _Rank) -> None:
-    rank.pipe.close()  # a rank that waits for its next check ends by itself
-    rank.process.join(5)
-    if rank.process.is_alive():
-        rank.process.kill()
-        rank.process.join()
-
-
-def _serve(rank: int, world: int, store: str, timeout_s: float, pipe: Connection) -> None:
-    """Join the group, then answer checks until the pipe closes."""
+def _run(
+    rank: int,
+    world: int,
+    store: str,
+    timeout_s: float,
+    checks: list[CollectiveCheck],
+    pipe: Connection,
+) -> None:
+    """Join the group, say so, and send the finding of each check."""
     warnings.simplefilter("ignore")  # what is deprecated in torch is not what is looked for
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
@@ -138,11 +100,10 @@ def _serve(rank: int, world: int, store: str, timeout_s: float, pipe: Connection
         files = dist.FileStore(store, world)
         wait = datetime.timedelta(seconds=2 * timeout_s)  # who asks gives up before
         dist.init_process_group("gloo", store=files, rank=rank, world_size=world, timeout=wait)
-        pipe.send(Finding(verdict="right"))
     except Exception as error:
         pipe.send(Finding(verdict="crashed", seen=f"rank {rank}: {error}"))
         return
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            pipe.send(run_check(pipe.recv(), rank, world))
+    pipe.send(Finding(verdict="right"))
+    for check in checks:
+        pipe.send(run_check(check, rank, world))
     dist.destroy_process_group()

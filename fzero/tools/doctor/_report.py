@@ -17,7 +17,6 @@ from fzero.tools.doctor._subjects import (
     FLOATS,
     OF_FZERO,
     OF_THE_BACKEND,
-    OF_TORCH,
     CollectiveSubject,
 )
 from fzero.tools.doctor._transforms import TRANSFORMS
@@ -61,13 +60,6 @@ SECTIONS = {
         dtypes=tuple(DTYPES),
         tolerated=("right", "refused"),
     ),
-    "torch": Section(
-        title="torch's own collectives in a loss: use fzero's in their place",
-        subjects=OF_TORCH,
-        transforms=tuple(TRANSFORMS),
-        dtypes=("fp64",),
-        tolerated=VERDICTS,
-    ),
 }
 
 
@@ -99,11 +91,6 @@ class DoctorReport:
             if cell.finding.verdict not in self.sections[cell.section].tolerated
         )
 
-    @property
-    def silent(self) -> tuple[CheckResult, ...]:
-        """The cells that are not right, without an error, in any section."""
-        return tuple(cell for cell in self.cells if cell.finding.verdict in ("zero", "wrong"))
-
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain values, for JSON."""
         cells = [
@@ -126,12 +113,11 @@ class DoctorReport:
         for name, section in self.sections.items():
             cells = [cell for cell in self.cells if cell.section == name]
             lines += ["", section.title, "", *_table(cells, color)]
-        told = [cell for cell in self.silent if cell not in self.faults]
-        lines += ["", *_described("FAULT", self.faults), *_described("beware", told)]
+        lines += ["", *_described(self.faults)]
         for name, section in self.sections.items():
             counts = Counter(c.finding.verdict for c in self.cells if c.section == name)
             found = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
-            lines.append(f"{section.title.partition(':')[0]}: {found}.")
+            lines.append(f"{section.title}: {found}.")
         lines.append("This installation is sound." if self else "This installation has FAULTS.")
         return "\n".join(lines)
 
@@ -158,32 +144,29 @@ def examine(sections: Mapping[str, Section] = SECTIONS, *, timeout_s: float = 60
     return DoctorReport(sections=sections, cells=cells)
 
 
-def _described(word: str, cells: Sequence[CheckResult]) -> list[str]:
-    """Return lines with the cells and their findings; dtypes with equal findings share a line."""
+def _described(cells: Sequence[CheckResult]) -> list[str]:
+    """Return lines with faults and their findings; dtypes with equal findings share a line."""
     found: dict[tuple[str, str, Finding], list[str]] = {}
     for cell in cells:
         at = cell.check
         found.setdefault((at.subject.name, at.transform, cell.finding), []).append(at.dtype)
     return [
-        f"{word}: {name}, {transform}, {' '.join(dtypes)}: {finding.verdict}: {finding.seen}"
+        f"FAULT: {name}, {transform}, {' '.join(dtypes)}: {finding.verdict}: {finding.seen}"
         for (name, transform, finding), dtypes in found.items()
     ]
 
 
 def _table(cells: Sequence[CheckResult], color: bool) -> Iterator[str]:
-    """Yield the lines of one section, of at most 80 columns.
+    """Yield the lines of one section, of at most 80 columns: dtypes side by side.
 
-    Dtypes are side by side, or transforms if there is one dtype. The name of a collective has a
-    line of its own, and its rows follow, where they have names of their own or are wide.
+    The name of a collective has a line of its own, and its transforms follow, if there are several.
     """
-    one_dtype = len({cell.check.dtype for cell in cells}) == 1
     one_transform = len({cell.check.transform for cell in cells}) == 1
     found: dict[tuple[str, str], dict[str, str]] = {}
     for cell in cells:
         at = cell.check
-        above, name = ("", at.subject.name) if one_transform else (at.subject.name, "")
-        row = (above, name if one_transform or one_dtype else f"  {at.transform}")
-        found.setdefault(row, {})[at.transform if one_dtype else at.dtype] = cell.finding.verdict
+        row = ("", at.subject.name) if one_transform else (at.subject.name, f"  {at.transform}")
+        found.setdefault(row, {})[at.dtype] = cell.finding.verdict
     heads = list(dict.fromkeys(head for row in found.values() for head in row))
     rows = [[name, *(by.get(head, "-") for head in heads)] for (_, name), by in found.items()]
     lines = columns([["", *heads], *rows], paint=_paint if color else str)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
-import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 import fzero
@@ -100,43 +97,4 @@ OF_THE_BACKEND = tuple(
         ("reduce_scatter", _raw_reduce_scatter, "scatter"),
     )
     for op in OPS
-)
-
-
-def _world() -> Any:
-    return dist.group.WORLD
-
-
-def _functional_gather(x: Tensor) -> Tensor:
-    return functional.all_gather_tensor(x, 0, _world())
-
-
-def _functional_scatter(x: Tensor) -> Tensor:
-    return functional.reduce_scatter_tensor(x, "sum", 0, _world())
-
-
-def _functional_reduce(x: Tensor) -> Tensor:
-    return functional.all_reduce(x, "sum", _world())
-
-
-def _differentiable_reduce(x: Tensor) -> Tensor:
-    return differentiable.all_reduce(x.clone())
-
-
-OF_TORCH = (
-    CollectiveSubject(name="dist.all_reduce", run=_raw_all_reduce, kind="reduce"),
-    CollectiveSubject(
-        name="dist.nn.functional.all_reduce", run=_differentiable_reduce, kind="reduce"
-    ),
-    CollectiveSubject(
-        name="_functional_collectives.all_reduce", run=_functional_reduce, kind="reduce"
-    ),
-    CollectiveSubject(
-        name="_functional_collectives.all_gather_tensor", run=_functional_gather, kind="gather"
-    ),
-    CollectiveSubject(
-        name="_functional_collectives.reduce_scatter_tensor",
-        run=_functional_scatter,
-        kind="scatter",
-    ),
 )

@@ -14,12 +14,12 @@ DESCRIPTION = (
     "Starts 2 ranks on gloo and runs every collective under every transform in every dtype, on "
     "whole numbers, with which all results are exact, and compares them with a formula of one "
     "process. Finds sums that are no sums, and gradients that are silently zero. Then it does the "
-    "same with the reduce operations of gloo, and with torch's own collectives in a loss."
+    "same with the reduce operations of gloo."
 )
 EPILOG = (
     "right: equal bit for bit. wrong, zero: not so, without an error. refused: it raises. The exit "
     "code is 1 if one of fzero's collectives is not right, or a reduce operation of gloo is wrong; "
-    "what torch's own do in a loss is reported only. 2 if no ranks can be started."
+    "2 if no ranks can be started."
 )
 
 

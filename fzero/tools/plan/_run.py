@@ -78,6 +78,8 @@ def _mark(watch: MemoryWatch, tree: Any) -> None:
         watch.mark("optimizer", state.optimizer)
         watch.mark("masters", list(masters_of(state)))
         watch.mark("window", state.window)
+        for slot in state.slots.values():
+            watch.mark(slot.form.kind, slot.value)
         watch.mark("gradients", state.gradients)
 
 
@@ -133,6 +135,7 @@ def _bytes(state: TrainState) -> dict[str, int]:
         "optimizer": sizes["optimizer"] - masters,
         "masters": masters,
         "window": sizes["window"],
+        **({"slots": sizes["slots"]} if "slots" in sizes else {}),
         **places,
     }
 

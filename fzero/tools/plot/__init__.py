@@ -4,17 +4,18 @@ partition_map(state) --> PartitionMap: which rank holds which elements of which 
     .segments, .to_dict()     the data
     .table(), _repr_html_()   as text and as HTML, without matplotlib
     .draw(ax), side_by_side   as a figure, with the extra `plots`
-shard_table(state) --> ShardTable: every rank's shards, gradients, moments and counters, by value
 hook_timeline(events) --> HookTimeline: the hook record, event by event, in a backward
     .table(), _repr_html_(), .draw(ax)
 
 Of a trace, which `fzero.trace(step)(state, *args)` gives:
 
 memory_timeline(trace) --> MemoryTimeline: bytes alive at each op, by kind
-step_timeline(trace, link_bytes_per_s=...) --> StepTimeline: compute and collectives, planned
-measured_timeline(step)(state, *args) --> StepTimeline: the same of a step that runs, measured
+schedule_diff(a, b) --> ScheduleDiff: the collectives of two traces side by side, a table
+
+Of a step that runs:
+
+measured_timeline(step)(state, *args) --> StepTimeline: compute and collectives, as they ran
     .to_perfetto(path), draw_timelines   for Perfetto; several in one figure
-schedule_diff(a, b) --> ScheduleDiff: the collectives of two traces side by side
 """
 
 from fzero.tools.plot._figure import MissingExtraError as MissingExtraError
@@ -28,15 +29,11 @@ from fzero.tools.plot._memory import MemoryRow as MemoryRow
 from fzero.tools.plot._memory import MemoryTimeline as MemoryTimeline
 from fzero.tools.plot._memory import memory_timeline as memory_timeline
 from fzero.tools.plot._partition import partition_map as partition_map
-from fzero.tools.plot._planned import step_timeline as step_timeline
 from fzero.tools.plot._schedule import ScheduleDiff as ScheduleDiff
 from fzero.tools.plot._schedule import ScheduleRow as ScheduleRow
 from fzero.tools.plot._schedule import schedule_diff as schedule_diff
 from fzero.tools.plot._step import StepTimeline as StepTimeline
 from fzero.tools.plot._step import draw_timelines as draw_timelines
-from fzero.tools.plot._table import ShardRow as ShardRow
-from fzero.tools.plot._table import ShardTable as ShardTable
-from fzero.tools.plot._table import shard_table as shard_table
 from fzero.tools.plot._timeline import HookEvent as HookEvent
 from fzero.tools.plot._timeline import HookTimeline as HookTimeline
 from fzero.tools.plot._timeline import hook_timeline as hook_timeline

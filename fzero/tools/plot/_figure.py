@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 LEGEND_POINTS = 8.5
 WIDE_POINTS = 4.0
 """From which width on a bar has a white edge."""
-MOST_LETTERS = 400  # that a text in a picture is looked at
 
 
 class MissingExtraError(FzeroError, ImportError):
@@ -100,15 +98,6 @@ def text_points(text: str, size: float) -> float:
 def fitting(names: Sequence[str], size: float, room: float) -> str:
     """Return the first name that fits into `room` points with a margin; "" if none does."""
     return next((name for name in names if text_points(name, size) + 4.0 <= room), "")
-
-
-def shortened(text: str, size: float, room: float) -> str:
-    """Return a text cut to `room` points, with "..." for the rest."""
-    if text_points(text[:MOST_LETTERS], size) <= room and len(text) <= MOST_LETTERS:
-        return text
-    fits = range(1, min(len(text), MOST_LETTERS))
-    keep = bisect_right(fits, room, key=lambda n: text_points(f"{text[:n]}...", size))
-    return f"{text[: max(keep, 1)]}..."
 
 
 def verbatim(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Read the buffers of a state, for all plots."""
+"""Read where the buffers of a state are."""
 
 from __future__ import annotations
 
@@ -16,15 +16,11 @@ from fzero.state.view import require_state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BufferKind:
-    """The buffers of one kind. `flats[i]` is of group `groups[i]`; None: the state has none.
+    """Where the buffers of one kind are, of some groups. placement None: the state has none."""
 
-    The optimizer's own record has no flats here: only where its tensors live is known.
-    """
-
-    kind: str  # parameters, gathered, window, residual, gradients or optimizer
+    kind: str  # parameters, gathered, window, residual, gradients, optimizer, or a slot's name
     placement: Placement | None
     groups: tuple[int, ...]
-    flats: tuple[Tensor, ...] = ()
 
 
 def buffers_held(state: Any) -> list[BufferKind]:
@@ -47,8 +43,12 @@ def buffers_held(state: Any) -> list[BufferKind]:
         place = Placement.PARTIAL if state.setup.reduction.over == "all" else state.setup.params
         lost = Buffers(flats=there, placement=place)
         found.append(_buffers("residual", lost, layout.trainable))
+    for name, slot in state.slots.items():
+        if isinstance(slot.value, Buffers) and slot.value.held:
+            groups = every if slot.form.leaves == "all" else layout.trainable
+            found.append(_buffers(name, slot.value, groups))
     found.append(_buffers("gradients", state.gradients, layout.trainable))
-    place = state.setup.optimizer_state if optimizer_tensors(state) else None
+    place = state.setup.optimizer_state if _has_slots(state) else None
     found.append(BufferKind(kind="optimizer", placement=place, groups=layout.trainable))
     return found
 
@@ -68,23 +68,13 @@ def is_stacked(state: TrainState) -> bool:
     return state.step.ndim == 1
 
 
-def rank_view(state: TrainState, tensor: Tensor, rank: int) -> Tensor:
-    """Return the part of `rank` of a tensor of the state."""
-    return tensor[rank] if is_stacked(state) else tensor
-
-
-def optimizer_tensors(state: TrainState) -> list[tuple[str, Tensor]]:
-    """Return (path, tensor) for what the optimizer keeps by element: no counters, nothing empty."""
-    tree: Any = state.optimizer
-    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
+def _has_slots(state: TrainState) -> bool:
+    """Whether the optimizer keeps something by element: no counters, nothing empty."""
+    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     scalar = 1 if is_stacked(state) else 0
-    return [
-        (accessor.codify("").lstrip("."), leaf)
-        for accessor, leaf in zip(accessors, leaves, strict=True)
-        if isinstance(leaf, Tensor) and leaf.ndim > scalar and leaf.numel()
-    ]
+    return any(isinstance(x, Tensor) and x.ndim > scalar and x.numel() for x in leaves)
 
 
 def _buffers(kind: str, buffers: Buffers, groups: Sequence[int]) -> BufferKind:
     placement = buffers.placement if buffers.held else None
-    return BufferKind(kind=kind, placement=placement, groups=tuple(groups), flats=buffers.flats)
+    return BufferKind(kind=kind, placement=placement, groups=tuple(groups))

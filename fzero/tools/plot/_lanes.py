@@ -1,17 +1,12 @@
-"""Events of a step, and the placement of their names in or beside their bars."""
+"""Events of a step, in two lanes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fzero.tools.plot import _figure
-
 Lane = Literal["compute", "collectives"]
 LANES: tuple[Lane, ...] = ("compute", "collectives")
-FONT_POINTS = 7.0
-UPRIGHT_POINTS = 10.0  # from one upright name to the next one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,77 +29,10 @@ class StepEvent:
         """The end of the event."""
         return self.start_s + self.duration_s
 
-
-@dataclass(slots=True)
-class NamedEvents:
-    """Neighbouring events that share one name; mostly a single event."""
-
-    events: list[StepEvent]
-
-    def take(self, later: NamedEvents) -> None:
-        """Append the events of `later`."""
-        self.events += later.events
-
-    @property
-    def start(self) -> float:
-        return self.events[0].start_s
-
-    @property
-    def end(self) -> float:
-        return max(event.end_s for event in self.events)
-
-    @property
-    def middle(self) -> float:
-        return (self.start + self.end) / 2
-
     def names(self) -> list[str]:
-        """The possible names, the longest first."""
-        first, count = self.events[0], len(self.events)
-        if count == 1:
-            return list(dict.fromkeys([_about(first), first.name]))
-        if all(event.name == first.name for event in self.events):
-            return [f"{count} x {first.name}"]
-        longest = max(self.events, key=lambda event: event.duration_s)
-        if 2 * longest.duration_s > sum(event.duration_s for event in self.events):
-            return [f"{longest.name}, {count - 1} more"]
-        return [f"{count} ops" if first.lane == "compute" else f"{count} collectives"]
-
-
-def named(events: Sequence[StepEvent], points_per_s: float) -> list[tuple[NamedEvents, str]]:
-    """Return the names of a lane, each with the text that fits into its bar; "" for one beside it.
-
-    Names beside bars are upright. Where two of them would be nearer to each other than a line of
-    text is high, and where events are at the same time, bars have one name. No bar has none.
-    """
-    found: list[NamedEvents] = []
-    for event in sorted(events, key=lambda event: event.start_s):
-        found.append(NamedEvents([event]))
-        while len(found) > 1 and _too_near(found[-2], found[-1], points_per_s):
-            last = found.pop()
-            found[-1].take(last)
-    return [(some, _inside(some, points_per_s)) for some in found]
-
-
-def _too_near(a: NamedEvents, b: NamedEvents, points_per_s: float) -> bool:
-    if (a.end - b.start) * points_per_s > 1.0:  # at the same time
-        return True
-    if _inside(a, points_per_s) or _inside(b, points_per_s):
-        return False
-    return (b.middle - a.middle) * points_per_s < UPRIGHT_POINTS
-
-
-def _inside(some: NamedEvents, points_per_s: float) -> str:
-    """Return the longest name that fits into the bar of one event; "" for several events."""
-    if len(some.events) > 1:
-        return ""
-    room = (some.end - some.start) * points_per_s
-    return _figure.fitting(some.names(), FONT_POINTS, room)
-
-
-def _about(event: StepEvent) -> str:
-    """Return the name of an event with its first parameter."""
-    words = axis_and_parameters(event.detail, 1).partition(": ")[2]
-    return f"{event.name} {words}" if words else event.name
+        """Return the possible names in a picture: with its first parameter, and without."""
+        about = axis_and_parameters(self.detail, 1).partition(": ")[2]
+        return [f"{self.name} {about}", self.name] if about else [self.name]
 
 
 def axis_and_parameters(detail: str, most: int = 2, after: int = 0) -> str:
@@ -123,25 +51,3 @@ def axis_and_parameters(detail: str, most: int = 2, after: int = 0) -> str:
     names = paths.split(", ")[after:]
     rest = f" +{len(names) - most}" if len(names) > most else ""
     return f"{axis}: {'... ' if after else ''}{', '.join(names[:most])}{rest}"
-
-
-MOST_RATIO = 10.0
-"""Of the lengths of a planned and of a measured step on one axis."""
-
-
-def spans_of(timelines: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Return how long the time axis is for each source, of the (source, seconds) of steps.
-
-    Example:
-        >>> spans_of([("planned", 2.0), ("measured", 4.0)])
-        {'planned': 4.0, 'measured': 4.0}
-        >>> spans_of([("planned", 2.0), ("measured", 40.0)])
-        {'planned': 2.0, 'measured': 40.0}
-    """
-    spans: dict[str, float] = {}
-    for source, seconds in timelines:
-        spans[source] = max(spans.get(source, 0.0), seconds)
-    two = [spans[source] for source in ("planned", "measured") if source in spans]
-    if len(two) == 2 and max(two) > MOST_RATIO * min(two):
-        return spans
-    return dict.fromkeys(spans, max(spans.values()))

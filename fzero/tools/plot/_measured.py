@@ -109,7 +109,7 @@ def profiled(events: list[Any], title: str) -> StepTimeline:
     total = mark.time_range.elapsed_us() * 1e-6
     last = max((event.end_s for event in shown), default=0.0)
     total = max(total, last)
-    return StepTimeline(title=title, events=tuple(shown), total_s=total, source="measured")
+    return StepTimeline(title=title, events=tuple(shown), total_s=total)
 
 
 def _phases(events: Iterable[Any], main: int) -> dict[int, str]:

@@ -1,35 +1,19 @@
-"""The collectives of two traces side by side: data, table and picture."""
+"""The collectives of two traces side by side: data and table."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from fzero.tools.plot import _figure
 from fzero.tools.plot._html import Table
 from fzero.tools.plot._lanes import axis_and_parameters
 from fzero.tools.plot._memory import PHASES, ops_of_trace
-from fzero.tools.plot._palette import ABSENT, BASE, EDGE, ink
 from fzero.tools.trace import Op, Trace
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 Mark = Literal["same", "differs", "only a", "only b"]
 SIGNS: dict[Mark, str] = {"same": "", "differs": "!", "only a": "-", "only b": "+"}
-FILLS: dict[Mark, str] = {
-    "same": ABSENT,
-    "differs": BASE[5],
-    "only a": BASE[1],
-    "only b": BASE[0],
-}
-FONT_POINTS = 7.5
-INCHES_A_ROW = 0.24
-PHASE_POINTS = 52.0  # for the names of phases, on the left
-FEW = 2  # equal rows that are drawn at each end of a long stretch of them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,15 +91,6 @@ class ScheduleDiff(Table):
     def _cells(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
         """A row for each: "-" is only in a, "+" only in b, and "!" differs."""
         return ("", "phase", "a", "b"), [row.cells() for row in self.rows]
-
-    def draw(self, ax: Axes | None = None) -> Axes:
-        """Draw it on `ax` (default: a new figure) and return the axes: a on the left, b right.
-
-        Of a long stretch of equal collectives the first and the last ones are drawn.
-
-        Raises `MissingExtraError` (an `ImportError`) where matplotlib is not installed.
-        """
-        return _draw(self, ax)
 
 
 def schedule_diff(a: Trace, b: Trace) -> ScheduleDiff:
@@ -210,67 +185,3 @@ def _common(a: Op | None, b: Op | None) -> int:
     pairs = enumerate(zip(*names, strict=False))
     same = next((i for i, (x, y) in pairs if x != y), min(map(len, names)))
     return min(same, *(len(some) - 1 for some in names))
-
-
-# The picture. Row i is at y = i, from above; a is at x from 0 to 1, b from 1.1 to 2.1.
-
-
-def _draw(found: ScheduleDiff, ax: Axes | None) -> Axes:
-    rows = list(_few(found.rows))
-    if ax is None:
-        inches = (11.0, 1.3 + INCHES_A_ROW * max(len(rows), 1))
-        ax = _figure.new_figure(inches).add_subplot()
-    points = _figure.points_wide(ax) - PHASE_POINTS  # of 2.1 units of x
-    start = -PHASE_POINTS * 2.1 / points
-    ax.set_xlim(start, 2.1)
-    ax.set_ylim(max(len(rows), 1) - 0.4, -0.6)
-    room = points / 2.1 - 6.0
-    before = ""
-    for y, row in enumerate(rows):
-        if isinstance(row, int):
-            words = f"{row} more that are the same"
-            ax.text(1.05, y, words, ha="center", va="center", fontsize=FONT_POINTS, color=EDGE)
-            continue
-        if row.phase != before:
-            ax.text(start, y, row.phase, va="center", fontsize=FONT_POINTS, fontweight="bold")
-        before = row.phase
-        _draw_row(ax, row, y, room)
-    ax.set_title("\n".join(map(_figure.verbatim, found._heading())), loc="left", fontsize="small")
-    ax.set_axis_off()
-    _key_of_colours(ax, found)
-    return ax
-
-
-def _few(rows: Sequence[ScheduleRow]) -> Iterator[ScheduleRow | int]:
-    """Return the rows, with a number in place of the middle of a long stretch of equal ones."""
-    for same, some in groupby(rows, key=lambda row: row.mark == "same"):
-        stretch = list(some)
-        if same and len(stretch) > 2 * FEW + 1:
-            yield from stretch[:FEW]
-            yield len(stretch) - 2 * FEW
-            yield from stretch[-FEW:]
-        else:
-            yield from stretch
-
-
-def _draw_row(ax: Axes, row: ScheduleRow, y: float, room: float) -> None:
-    fill = FILLS[row.mark]
-    for said, left in zip(row.cells()[2:], (0.0, 1.1), strict=True):
-        if said:
-            ax.barh(y, 1.0, left=left, height=0.8, color=fill)
-            words = _figure.shortened(said, FONT_POINTS, room)
-            look: dict[str, Any] = {"va": "center_baseline", "fontsize": FONT_POINTS}
-            ax.text(left + 0.01, y, _figure.verbatim(words), color=ink(fill), **look)
-    if row.mark in ("same", "differs"):
-        sign = "=" if row.mark == "same" else "!"
-        ax.text(1.05, y, sign, ha="center", va="center", fontsize=FONT_POINTS, color=EDGE)
-
-
-def _key_of_colours(ax: Axes, found: ScheduleDiff) -> None:
-    from matplotlib.patches import Patch
-
-    seen = {row.mark for row in found.rows}
-    handles = [Patch(color=FILLS[mark], label=mark) for mark in FILLS if mark in seen]
-    if handles:
-        below = {"loc": "upper left", "bbox_to_anchor": (0.07, 0.0), "ncols": len(handles)}
-        ax.legend(handles=handles, frameon=False, fontsize=FONT_POINTS, **below)

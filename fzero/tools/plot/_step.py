@@ -13,24 +13,20 @@ from fzero.tools._units import in_seconds
 from fzero.tools.plot import _figure
 from fzero.tools.plot._html import Table
 from fzero.tools.plot._lanes import (
-    FONT_POINTS,
     LANES,
     Lane,
-    NamedEvents,
     StepEvent,
     axis_and_parameters,
-    named,
-    spans_of,
 )
-from fzero.tools.plot._palette import ABSENT, BASE, EDGE, ink
+from fzero.tools.plot._palette import ABSENT, BASE, ink
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_POINTS = 130.0  # of the length of an upright name
-WIDE_INCHES, HIGH_INCHES = 10.0, 2.4  # of a timeline with title, ticks and legend, without names
-BAR, GAP = 22.0, 14.0  # the height of a lane and what is between lanes, in points
+WIDE_INCHES, HIGH_INCHES = 10.0, 2.4  # of a timeline with title, ticks and legend
+BAR = 0.7  # the height of a bar, in lanes
+FONT_POINTS = 7.0
 PHASES = {"forward": BASE[0], "backward": BASE[1], "update": BASE[2], "": "#9E9E9E"}
 UNKNOWN = "phase not known"
 COLLECTIVE = BASE[6]
@@ -38,15 +34,14 @@ COLLECTIVE = BASE[6]
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class StepTimeline(Table):
-    """The events of one step on one rank, planned or measured. Plain data.
+    """The events of one step on one rank. Plain data.
 
-    total_s: the duration of the step, with idle time. source: "planned", "measured", or "".
+    total_s: the duration of the step, with idle time.
     """
 
     title: str
     events: tuple[StepEvent, ...]
     total_s: float
-    source: str = ""
 
     @property
     def compute_s(self) -> float:
@@ -96,18 +91,15 @@ class StepTimeline(Table):
     def draw(self, ax: Axes | None = None) -> Axes:
         """Draw it on `ax` (default: a new figure) and return the axes: a lane of each kind.
 
-        Each bar has its name in it, or beside it; names of bars that are too narrow to have one
-        each are one, "12 ops", with a line over those bars.
+        A bar has its name in it where that fits; the table and `to_perfetto` have all names.
 
         Raises `MissingExtraError` (an `ImportError`) where matplotlib is not installed.
         """
         if ax is None:
             return draw_timelines([self]).axes[0]
-        _frame(ax, self, self.total_s)
         figure = ax.get_figure(root=True)
         assert figure is not None
-        figure.draw_without_rendering()
-        _draw_lanes(ax, self)
+        _draw(figure, [ax], [self])
         return ax
 
     def to_perfetto(self, path: str | PathLike[str], *others: StepTimeline) -> None:
@@ -140,12 +132,10 @@ class StepTimeline(Table):
 
 
 def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
-    """Return a figure of timelines below each other, such as a planned and a measured one.
+    """Return a figure of timelines below each other, such as those of two stages.
 
     They have one time axis: a bar that is twice as long takes twice as long. A step that is much
-    shorter than the longest one is small; `timeline.draw()` shows it alone. But a planned step and
-    a measured one of more than ten times its length, as on another machine, have each an axis of
-    its own, which says so: on one of them nothing of the other could be seen.
+    shorter than the longest one is small; `timeline.draw()` shows it alone.
 
     Raises `LayoutError` for no timeline, `MissingExtraError` (an `ImportError`) where matplotlib is
     not installed.
@@ -160,23 +150,11 @@ def draw_timelines(timelines: Sequence[StepTimeline]) -> Figure:
         raise LayoutError(
             "draw_timelines: no timelines.",
             cause="an empty list.",
-            fix="give at least one: draw_timelines([step_timeline(trace, ...), measured]).",
+            fix="give at least one: draw_timelines([measured]).",
         )
-    spans = spans_of([(one.source, one.total_s) for one in timelines])
     figure = _figure.new_figure((WIDE_INCHES, HIGH_INCHES * len(timelines)))
     every = figure.subplots(len(timelines), 1, squeeze=False)[:, 0]
-    for timeline, ax in zip(timelines, every, strict=True):
-        _frame(ax, timeline, spans[timeline.source])
-        if len(set(spans.values())) > 1:
-            ax.set_xlabel(f"time, {timeline.source or 'alone'}; the axes differ", size="small")
-    figure.draw_without_rendering()  # from here on the axes have their size
-    pairs = zip(every, timelines, strict=True)
-    missing = max(_points_wanted(ax, timeline) - _points_high(ax) for ax, timeline in pairs)
-    figure.set_figheight((HIGH_INCHES + max(missing, 0.0) / 72) * len(timelines))
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for timeline, ax in zip(timelines, every, strict=True):
-        _draw_lanes(ax, timeline)
+    _draw(figure, list(every), timelines)
     return figure
 
 
@@ -214,29 +192,17 @@ def _entries(timeline: StepTimeline, process: int) -> list[dict[str, Any]]:
     return found
 
 
-# The picture.
+# The picture. A lane is at y = 0, 1, from above.
 
 
-def _points_high(ax: Axes) -> float:
-    return ax.get_window_extent().height * 72 / ax.figure.dpi
-
-
-def _points_wanted(ax: Axes, timeline: StepTimeline) -> float:
-    """Return the height of the axes, in points, that vertical names need."""
-    return 2 * BAR + GAP + sum(_beside(names) for names in _names(ax, timeline))
-
-
-def _names(ax: Axes, timeline: StepTimeline) -> list[list[tuple[NamedEvents, str]]]:
-    """Return the names of each lane."""
-    points_per_s = _figure.points_wide(ax) / ax.get_xlim()[1]
-    return [named(timeline._of(lane), points_per_s) for lane in LANES]
-
-
-def _beside(names: Sequence[tuple[NamedEvents, str]]) -> float:
-    """Return the height of the names beside the bars of a lane, in points, with margins."""
-    texts = (some.names()[0] for some, inside in names if not inside)
-    points = (_figure.text_points(text, FONT_POINTS) for text in texts)
-    return 16.0 + min(max(points, default=0.0), MOST_POINTS)
+def _draw(figure: Figure, every: Sequence[Axes], timelines: Sequence[StepTimeline]) -> None:
+    longest = max(one.total_s for one in timelines)
+    for timeline, ax in zip(timelines, every, strict=True):
+        _frame(ax, timeline, longest)
+    figure.draw_without_rendering()  # from here on the axes have their size
+    for timeline, ax in zip(timelines, every, strict=True):
+        for lane in LANES:
+            _draw_lane(ax, timeline, lane)
 
 
 def _frame(ax: Axes, timeline: StepTimeline, span: float) -> None:
@@ -245,7 +211,8 @@ def _frame(ax: Axes, timeline: StepTimeline, span: float) -> None:
     ax.set_xlim(0, span or 1.0)
     ax.tick_params(axis="y", length=0, labelsize="small")
     ax.tick_params(axis="x", labelsize="small")
-    ax.set_yticks([0.7, 0.3], LANES)  # the room that they need, before their place is known
+    ax.set_yticks(range(len(LANES)), LANES)
+    ax.set_ylim(len(LANES) - 0.5, -0.5)
     ax.xaxis.set_major_formatter(lambda seconds, _: in_seconds(seconds))
     ax.xaxis.set_major_locator(MaxNLocator(nbins=8))
     title = f"{timeline.title}\n{timeline.summary()}"
@@ -255,53 +222,32 @@ def _frame(ax: Axes, timeline: StepTimeline, span: float) -> None:
     _key(ax, timeline)
 
 
-def _draw_lanes(ax: Axes, timeline: StepTimeline) -> None:
-    """Draw bars and names. A unit of y is a point; the names above and below share what is left."""
-    high, names = _points_high(ax), _names(ax, timeline)
-    ax.set_ylim(0, high)
-    wanted = list(map(_beside, names))
-    share = (high - 2 * BAR - GAP) / sum(wanted)
-    below = wanted[1] * share + BAR / 2
-    middles = (below + BAR + GAP, below)
-    for i, (y, side) in enumerate(zip(middles, (1, -1), strict=True)):
-        events = timeline._of(LANES[i])
-        ax.barh(y, timeline.total_s, height=BAR, color=ABSENT, zorder=0.5)
-        _draw_bars(ax, events, y)
-        for some, inside in names[i]:
-            _name(ax, some, inside, y, side, wanted[i] * min(share, 1.0) - 12)
-    ax.set_yticks(middles, LANES)
-
-
-def _draw_bars(ax: Axes, events: Sequence[StepEvent], y: float) -> None:
+def _draw_lane(ax: Axes, timeline: StepTimeline, lane: Lane) -> None:
     """Draw the bars of a lane: narrow ones last, above the edges of their neighbours."""
-    seconds = _figure.WIDE_POINTS / _figure.points_wide(ax) * ax.get_xlim()[1]
+    y, points_per_s = LANES.index(lane), _figure.points_wide(ax) / ax.get_xlim()[1]
+    ax.barh(y, timeline.total_s, height=BAR, color=ABSENT, zorder=0.5)
     for narrow in (False, True):
-        some = [event for event in events if (event.duration_s < seconds) == narrow]
+        some = [
+            event
+            for event in timeline._of(lane)
+            if (event.duration_s * points_per_s < _figure.WIDE_POINTS) == narrow
+        ]
         some.sort(key=lambda event: event.duration_s)  # of several at one place the longest shows
         fills = list(map(_fill, some))
         places = [(event.start_s, event.duration_s) for event in some]
         edges, width = (fills, 0.6) if narrow else ("white", 0.3)
         look: dict[str, Any] = {"facecolors": fills, "edgecolors": edges, "linewidth": width}
         ax.broken_barh(places, (y - BAR / 2, BAR), **look)
+        for event, fill in () if narrow else zip(some, fills, strict=True):
+            room = event.duration_s * points_per_s
+            if name := _figure.fitting(event.names(), FONT_POINTS, room):
+                middle = event.start_s + event.duration_s / 2
+                look = {"ha": "center", "va": "center_baseline", "fontsize": FONT_POINTS}
+                ax.text(middle, y, _figure.verbatim(name), color=ink(fill), **look)
 
 
 def _fill(event: StepEvent) -> str:
     return COLLECTIVE if event.lane == "collectives" else PHASES[event.phase]
-
-
-def _name(ax: Axes, some: NamedEvents, inside: str, y: float, side: int, room: float) -> None:
-    look: dict[str, Any] = {"ha": "center", "fontsize": FONT_POINTS}
-    if inside:
-        look.update(va="center_baseline", color=ink(_fill(some.events[0])))
-        ax.text(some.middle, y, _figure.verbatim(inside), **look)
-        return
-    edge = y + side * (BAR / 2 + 3)
-    if len(some.events) > 1:
-        inset = min(0.15 * (some.end - some.start), 2 / _figure.points_wide(ax) * ax.get_xlim()[1])
-        ax.plot([some.start + inset, some.end - inset], [edge, edge], color=EDGE, linewidth=1.0)
-    name = _figure.shortened(some.names()[0], FONT_POINTS, room)
-    look.update(rotation=90, va="bottom" if side > 0 else "top")
-    ax.text(some.middle, edge + side * 3, _figure.verbatim(name), **look)
 
 
 def _key(ax: Axes, timeline: StepTimeline) -> None:

@@ -21,6 +21,7 @@ from fzero.tools.prove._reach import changed, snapshot
 from fzero.tools.prove._record import ProgramRecorder, ranks_of
 from fzero.tools.prove._same import same_program
 from fzero.transforms.pipeline import Step, describe_function
+from fzero.transforms.simulate import require_stacked
 from fzero.transforms.states import flatten_states
 
 
@@ -98,8 +99,9 @@ def prove(
         )
     given: Any = args if isinstance(args, tuple) else (args,)
     if inner is not step:
+        require_stacked("prove", given, one.setup.axis.size)
         given = optree.tree_map(
-            lambda x: _first(x, one.setup.axis.size), given, namespace=NAMESPACE
+            lambda x: x[0] if isinstance(x, Tensor) else x, given, namespace=NAMESPACE
         )
     require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
     budget = Budget(budget_s, len(ranks_of(world)))
@@ -147,14 +149,3 @@ class _Attempt:
             ops=(0, 0),
             claims=(Claim(tensor="state", leaf="", why=why, line=line),),
         )
-
-
-def _first(x: Any, size: int) -> Any:
-    """Return rank 0's part of a stacked argument."""
-    if isinstance(x, Tensor) and (not x.ndim or x.shape[0] != size):
-        raise LayoutError(
-            f"prove: an argument of shape {tuple(x.shape)}; dim 0 must be the {size} ranks.",
-            cause="one batch in the place of one for each rank.",
-            fix="give what the simulated step is given.",
-        )
-    return x[0] if isinstance(x, Tensor) else x

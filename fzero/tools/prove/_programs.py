@@ -11,7 +11,7 @@ from torch import fx
 
 from fzero.state import Setup
 from fzero.tools.prove._terms import Stretch, Symbolic, Terms, cut, joined, of_term, whole
-from fzero.tools.trace.program import RecordedStep
+from fzero.tools.trace.program import FIELD, RecordedStep
 
 
 class BufferPlace(NamedTuple):
@@ -43,20 +43,18 @@ class BufferPlace(NamedTuple):
 
 Key = tuple[str, str]
 """(kind, path of a leaf), or (path of a tensor of the state, "")."""
-_OF_STATE = re.compile(r"^(state.*?)\.(params|gradients|optimizer|window|step|scale)\b")
 
 
 def places_of(
     program: RecordedStep, paths: Sequence[str], nodes: Sequence[fx.Node]
 ) -> list[BufferPlace]:
     """Return the place of each tensor of a state, or of an argument."""
-    heads = dict.fromkeys(m[1] for path in program.inputs if (m := _OF_STATE.match(path)))
-    setups = dict(zip(heads, (one.setup for one in program.states), strict=True))
+    setups = program.setups
     return [_place(path, node, setups) for path, node in zip(paths, nodes, strict=True)]
 
 
 def _place(path: str, node: fx.Node, setups: Mapping[str, Setup]) -> BufferPlace:
-    state, indexed = _OF_STATE.match(path), re.match(r"^(.*)\[(\d+)\]$", path)
+    state, indexed = FIELD.match(path), re.match(r"^(.*)\[(\d+)\]$", path)
     shape = getattr(node.meta.get("val"), "shape", ())
     if state is None or indexed is None or len(shape) != 1 or not shape[0]:
         return BufferPlace(path)

@@ -19,14 +19,14 @@ from torch import Tensor
 from fzero.checkpoint.elements import leaf_names, slots_of
 from fzero.machine.offload import to_device
 from fzero.machine.packing import leaf_ranges
-from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.state import NAMESPACE, Buffers, Placement, TrainState
 
 Digest = Callable[[Tensor, int], Tensor]
 """(elements [n], the index of the first one in its leaf) -> [] int64."""
 
 
 class DigestedLeaf(NamedTuple):
-    """A leaf of a state that has a digest: of the parameters, or of a slot of the optimizer."""
+    """A leaf of a state that has a digest: of the parameters, of the optimizer, or of a slot."""
 
     name: str
     placement: Placement  # where ranks have it
@@ -35,11 +35,12 @@ class DigestedLeaf(NamedTuple):
 def digested_leaves(state: TrainState) -> tuple[DigestedLeaf, ...]:
     """Return what the digests of a state are of, in order: the same on every rank."""
     setup, names = state.setup, leaf_names(state.setup.layout)
-    return tuple(
+    leaves = [
         DigestedLeaf(f"{what} {names[leaf]}", placement)
         for what, index, _, placement in _flats(state)
         for leaf in setup.layout.groups[index].leaves
-    )
+    ]
+    return (*leaves, *(DigestedLeaf(name, placement) for name, _, placement in _tensors(state)))
 
 
 Place = tuple[int, int, int, int]
@@ -49,7 +50,7 @@ Place = tuple[int, int, int, int]
 class Places(NamedTuple):
     """Where a rank has each of `digested_leaves`; it stays so from update to update."""
 
-    slots: tuple[int, ...]  # which leaves of the optimizer's record are flats
+    slots: tuple[int, ...]  # which leaves of what a state keeps are flats
     of_leaves: tuple[Place | None, ...]  # None: it has nothing of that leaf
 
 
@@ -63,15 +64,16 @@ def places_of(state: TrainState, rank: int) -> Places:
             for one in leaf_ranges(setup.layout, index, setup.part(placement, rank))
         }
         found += [held.get(leaf) for leaf in setup.layout.groups[index].leaves]
-    tree: Any = state.optimizer
+    tree: Any = (state.optimizer, state.slots)
     numbers = {id(x): i for i, x in enumerate(optree.tree_leaves(tree, namespace=NAMESPACE))}
-    return Places(tuple(numbers[id(slot.flat)] for slot in slots_of(state)), tuple(found))
+    kept = [flat for _, _, flat, _ in _flats(state)][len(state.params.flats) :]
+    return Places(tuple(numbers[id(flat)] for flat in kept), tuple(found))
 
 
 @torch.no_grad()
 def digests_of(state: TrainState, where: Places, digest: Digest) -> Tensor:
     """Return the digests [n] int64 of all that a rank holds, 0 of a leaf that it has nothing of."""
-    tree: Any = state.optimizer
+    tree: Any = (state.optimizer, state.slots)
     leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
     held = [*state.params.flats, *(leaves[i] for i in where.slots)]
     flats = [to_device(flat, state.device) for flat in held]
@@ -83,6 +85,9 @@ def digests_of(state: TrainState, where: Places, digest: Digest) -> Tensor:
         else:
             number, at, numel, start = place
             found.append(digest(flats[number][at : at + numel], start))
+    for _, x, _ in _tensors(state):
+        flat = to_device(x, state.device).reshape(-1)
+        found.append(digest(_integers(flat), 0) if flat.numel() else nothing)
     return torch.stack(found).cpu() if found else torch.zeros(0, dtype=torch.int64)
 
 
@@ -158,3 +163,27 @@ def _flats(state: TrainState) -> Iterator[tuple[str, int, Tensor, Placement]]:
         yield "parameter", index, flat, setup.params
     for name, index, flat in slots_of(state):
         yield name, index, flat, setup.optimizer_state
+    every = range(len(setup.layout.groups))
+    for name, slot in state.slots.items():
+        if isinstance(slot.value, Buffers):
+            groups = every if slot.form.leaves == "all" else setup.layout.trainable
+            for index, flat in zip(groups, slot.value.flats, strict=True):
+                if flat.numel():
+                    yield name, index, flat, slot.value.placement
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor, Placement]]:
+    """Yield (name, tensor, where ranks have it) of the slots that are parallel to no leaf."""
+    for name, slot in state.slots.items():
+        placement = slot.form.placed(state.setup.optimizer_state)
+        if slot.form.elsewhere == "own":
+            placement = Placement.PARTIAL  # of each rank its own
+        if isinstance(slot.value, dict):
+            for key in sorted(slot.value):
+                yield f"{name} {key}", slot.value[key], placement
+        elif isinstance(slot.value, Tensor):
+            yield name, slot.value, placement
+
+
+def _integers(x: Tensor) -> Tensor:
+    return x.to(torch.uint8) if x.dtype is torch.bool else x

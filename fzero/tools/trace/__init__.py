@@ -3,7 +3,6 @@
 trace(step)(state, batch) --> Trace
     print(t), t.ops            what runs, in order
     t.calls                    each op with its arguments, numbers and constants among them
-    t.kernels                  what runs at once: pointwise ops in a row are one
     t.collectives, .wire_bytes, .flops, .live_bytes   counted; op.alive: by kind
     t.diff(other)              what two ranks, or two stages, do differently
 check_spmd(step, state, args)  do all ranks make the same collectives?
@@ -15,7 +14,6 @@ from fzero.tools.trace._calls import Constant as Constant
 from fzero.tools.trace._calls import Operand as Operand
 from fzero.tools.trace._diff import TraceDiff as TraceDiff
 from fzero.tools.trace._record import Alive as Alive
-from fzero.tools.trace._record import Kernel as Kernel
 from fzero.tools.trace._record import Op as Op
 from fzero.tools.trace._record import Value as Value
 from fzero.tools.trace._spmd import check_spmd as check_spmd

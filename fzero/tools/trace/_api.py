@@ -18,6 +18,7 @@ from fzero.tools.trace._trace import Trace
 from fzero.tools.trace.ops import ops_of
 from fzero.tools.trace.program import RecordedStep, record_step
 from fzero.transforms.pipeline import Step, describe_function
+from fzero.transforms.simulate import require_stacked
 from fzero.transforms.states import flatten_states
 
 
@@ -129,18 +130,11 @@ def _checked(rank: int, axis: Axis) -> int:
 
 def _of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
     """Return the part of virtual rank `rank` of stacked arguments."""
+    require_stacked("trace", arguments, axis.size)
 
     def mine(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if not x.ndim or x.shape[0] != axis.size:
-            raise LayoutError(
-                f"trace: an argument of shape {tuple(x.shape)}; dim 0 must be the "
-                f"{axis.size} ranks.",
-                cause="one batch in the place of one for each rank.",
-                fix="give what the simulated step is given.",
-            )
         # A copy, so that bytes of one rank are counted and not of the whole stack.
-        return torch.empty_like(x[rank], requires_grad=x.requires_grad)
+        like = isinstance(x, Tensor)
+        return torch.empty_like(x[rank], requires_grad=x.requires_grad) if like else x
 
     return optree.tree_map(mine, arguments, namespace=NAMESPACE)

@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from fzero.tools.trace._constants import number_key, schedule_key, schedule_name, tensor_key
 from fzero.tools.trace._parameters import is_params
 from fzero.tools.trace._record import Op, Phase, short
-from fzero.tools.trace.alive import inputs_of, is_item, is_op
-from fzero.tools.trace.ops import COLLECTIVES, RATE, SAME, UPDATE, read_by
+from fzero.tools.trace.alive import inputs_of, is_item, is_op, root_of
+from fzero.tools.trace.ops import COLLECTIVES, RATE, UPDATE, read_by
 from fzero.tools.trace.program import RecordedStep
 
 
@@ -82,7 +82,7 @@ class _Reads:
 
     def of(self, node: fx.Node, phase: Phase) -> Operand:
         """Return what an op of a phase reads that has this node among its arguments."""
-        x, root = node.meta["val"], _root(node)
+        x, root = node.meta["val"], root_of(node)
         first = root.meta["val"]
         origin, start = self._origin(root), 0
         if x.untyped_storage()._cdata == first.untyped_storage()._cdata:
@@ -114,25 +114,13 @@ class _Reads:
         source = root
         args: Any = root.args
         if is_item(root) and args[0].target is torch.ops.fzero.all_gather.default:
-            source = _root(args[0].args[0][args[1]])
+            source = root_of(args[0].args[0][args[1]])
         if flat is None or not flat.is_whole or not is_params(self._paths.get(source, "")):
             return None
         if phase == "update" and flat.is_own_shard(x):  # the same on each rank
             return ("shard", self._paths[source]), 0
         found = flat.leaf_of(x)
         return found and (("parameter", found[0]), found[1])
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """Return the node whose elements a view has; of another node, itself."""
-    while True:
-        one: Any = node
-        of: Any = one.args[0] if is_item(node) else one
-        target = of.target
-        is_view = is_op(of) and (target in SAME or getattr(target, "is_view", False))
-        if not is_view:
-            return node
-        node = of.args[0]
 
 
 def _begin(x: Tensor) -> int:

@@ -14,7 +14,7 @@ from fzero.state import Layout, Part, Setup
 from fzero.tools.trace.alive import inputs_of
 from fzero.tools.trace.program import RecordedStep
 
-_FLAT = re.compile(r"^state.*\.params\.flats\[(\d+)\]$")
+_FLAT = re.compile(r"^(state.*)\.params\.flats\[(\d+)\]$")
 _aten = torch.ops.aten
 
 
@@ -71,10 +71,8 @@ def flats_of(
 
     events: of each collective, one for each buffer.
     """
-    setups = [state.setup for state in program.states]
+    setups = program.setups
     found: dict[int, Flat] = {}
-    rest = iter(setup for setup in setups if setup.layout.groups)
-    setup = None
 
     def note(x: Tensor, setup: Setup, index: int, *, is_whole: bool) -> None:
         if x.numel():
@@ -84,15 +82,13 @@ def flats_of(
 
     for node, path in zip(inputs_of(list(program.graph.graph.nodes)), program.inputs, strict=True):
         if match := _FLAT.match(path):
-            index = int(match[1])
-            setup = next(rest) if index == 0 else setup
-            assert setup is not None
+            setup, index = setups[match[1]], int(match[2])
             whole = node.meta["val"].numel() == setup.layout.full_numel(index)
             note(node.meta["val"], setup, index, is_whole=whole)
     for node, about in events.items():
         if node.target is torch.ops.fzero.all_gather.default:
             for x, event in zip(node.meta["val"], about, strict=True):
-                for one, index in _groups(setups, event.paths):
+                for one, index in _groups([*setups.values()], event.paths):
                     if x.numel() == one.layout.full_numel(index):
                         note(x, one, index, is_whole=True)
     return found

@@ -1,4 +1,4 @@
-"""The records of a trace: values, ops, kernels, and what is alive while an op runs."""
+"""The records of a trace: values, ops, and what is alive while an op runs."""
 
 from __future__ import annotations
 
@@ -89,30 +89,6 @@ class Op:
     def live_bytes(self) -> int:
         """Bytes of all tensors that are alive while it runs."""
         return self.alive.total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernel:
-    """What runs at once: one op, or many pointwise ones in a row, which a compiler makes one of.
-
-    reads: names of the values that it reads from outside; of a view, that of the whole value.
-    gives: the values that others need. nbytes: that it reads and writes.
-    """
-
-    ops: tuple[Op, ...]
-    reads: tuple[str, ...]
-    gives: tuple[Value, ...]
-    nbytes: int
-
-    @property
-    def name(self) -> str:
-        """The name of the op, or how many there are."""
-        return self.ops[0].name if len(self.ops) == 1 else f"{len(self.ops)} pointwise ops"
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of all of its ops."""
-        return sum(op.flops for op in self.ops)
 
 
 def short(dtype: torch.dtype) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from fzero.tools.trace._calls import CalledOp, Constant, Operand
-from fzero.tools.trace._record import Kernel, Op, Value
+from fzero.tools.trace._record import Op, Value
 
 _PHASES = ("forward", "backward", "update")
 _COLUMN = 68  # of the module names
 _WIDTH = 100
 MOST = 6
 """Of more values a line has the first and the last ones."""
-_MANY = 4
-"""From how many pointwise ops in a row they are one line: a compiler makes one kernel of them."""
 
 
 def text(
@@ -25,7 +23,7 @@ def text(
     outputs: Sequence[Value],
     calls: Sequence[CalledOp],
 ) -> str:
-    """Return a line for each kernel and collective, with its module behind "#".
+    """Return a line for each op and collective, with its module behind "#".
 
     Parameters are shown by their paths, whatever buffer they are in, and other views as parts of a
     value, "x[1]"; numbers stand among the values, as the op has them. Omitted are views, constants
@@ -152,50 +150,6 @@ def _bases(ops: Sequence[Op]) -> dict[str, str]:
             first = base.get(op.reads[0], op.reads[0])
             base.update((value.name, first) for value in op.gives)
     return base
-
-
-def runs(ops: Sequence[Op]) -> Iterator[list[Op]]:
-    """Return the ops of each line: consecutive pointwise ops together, others alone."""
-    for pointwise, some in groupby(ops, key=lambda op: op.kind == "pointwise"):
-        run = list(some)
-        if pointwise and len(run) >= _MANY:
-            yield run
-        else:
-            yield from ([op] for op in run)
-
-
-def kernels(
-    inputs: Sequence[Value], ops: Sequence[Op], outputs: Sequence[Value]
-) -> tuple[Kernel, ...]:
-    """Return the kernels of a program in its order, without views."""
-    seen = _bases(ops)
-    shown = [op for op in ops if op.kind != "view"]
-    phases = [list(some) for _, some in groupby(shown, key=lambda op: op.phase)]
-    found = [tuple(run) for some in phases for run in runs(some)]
-    needed = {seen.get(value.name, value.name) for value in outputs}
-    for run in found:
-        made = {value.name for op in run for value in op.gives}
-        needed |= {seen.get(name, name) for op in run for name in op.reads} - made
-    size = {value.name: value.nbytes for value in inputs}
-    size.update((value.name, value.nbytes) for op in ops for value in op.gives)
-    return tuple(_kernel(run, seen, needed, size) for run in found)
-
-
-def _kernel(
-    run: tuple[Op, ...], seen: dict[str, str], needed: set[str], size: dict[str, int]
-) -> Kernel:
-    made = {value.name: value for op in run for value in op.gives}
-    gives = [value for name, value in made.items() if len(run) == 1 or name in needed]
-    reads = dict.fromkeys(name for op in run for name in op.reads)
-    reads = {name: seen.get(name, name) for name in reads if seen.get(name, name) not in made}
-    # An expanded view has more elements than there are in memory. A constant has no size here.
-    moved = sum(min(size.get(name, 0), size.get(whole, 0)) for name, whole in reads.items())
-    return Kernel(
-        ops=run,
-        reads=tuple(dict.fromkeys(reads.values())),
-        gives=tuple(gives),
-        nbytes=moved + sum(value.nbytes for value in gives),
-    )
 
 
 def _line(op: Op, call: CalledOp | None, names: Mapping[str, str]) -> str:

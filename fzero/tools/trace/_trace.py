@@ -11,8 +11,8 @@ from torch import fx
 from fzero.collectives import CollectiveLog
 from fzero.tools.trace._calls import CalledOp
 from fzero.tools.trace._diff import ComparedProgram, TraceDiff, compare_ops
-from fzero.tools.trace._record import Kernel, Op, Value
-from fzero.tools.trace._text import kernels, text
+from fzero.tools.trace._record import Op, Value
+from fzero.tools.trace._text import text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +31,6 @@ class Trace:
     log: CollectiveLog = field(repr=False)
     graph: fx.GraphModule = field(repr=False, compare=False)
     calls: tuple[CalledOp, ...] = ()  # of each op with its arguments; then of each output
-
-    @property
-    def kernels(self) -> tuple[Kernel, ...]:
-        """What runs at once, in the order of the program: pointwise ops in a row are one."""
-        return kernels(self.inputs, self.ops, self.outputs)
 
     @property
     def collectives(self) -> dict[str, int]:

@@ -6,7 +6,6 @@ Storages are counted, each from the op that creates it to its last reader.
 from __future__ import annotations
 
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -17,12 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from fzero.tools.trace._record import Alive, Phase
-from fzero.tools.trace.program import RecordedStep
+from fzero.tools.trace.program import FIELD, RecordedStep
 
 KINDS = tuple(field.name for field in fields(Alive))
-
-_FIELD = re.compile(r"^state.*?\.(params|optimizer|gradients|window|step|scale)\b(\.gathered\b)?")
-"""The field of the state that a path goes through first."""
 
 _OF_FIELD = {
     "params": "parameters",
@@ -48,6 +44,22 @@ def is_item(node: fx.Node) -> bool:
 def is_op(node: fx.Node) -> bool:
     """Return whether a node is an op of the trace."""
     return node.op == "call_function" and not is_item(node)
+
+
+SAME = tuple(
+    getattr(torch.ops.aten, name).default for name in ("detach", "lift_fresh_copy", "_unsafe_view")
+)
+"""Ops that give the values of their argument."""
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """Return the node whose elements a view has; of another node, itself."""
+    while True:
+        one: Any = node
+        of: Any = one.args[0] if is_item(node) else one
+        if not is_op(of) or not (of.target in SAME or getattr(of.target, "is_view", False)):
+            return node
+        node = of.args[0]
 
 
 def alive_at(nodes: Sequence[fx.Node], kinds: Mapping[int, str]) -> list[Alive]:
@@ -109,10 +121,10 @@ def kinds_of(
 
 
 def _of_path(path: str) -> str:
-    found = _FIELD.match(path)
+    found = FIELD.match(path)
     if found is None:
         return "other"
-    return "gathered" if found[2] else _OF_FIELD.get(found[1], "other")
+    return "gathered" if found[3] else _OF_FIELD.get(found[2], "other")
 
 
 def _made_by(

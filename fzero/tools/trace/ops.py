@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from fzero.collectives import CollectiveEvent
 from fzero.tools.trace._parameters import Flat, flats_of, index_of_view
 from fzero.tools.trace._record import Op, Phase, Value
-from fzero.tools.trace.alive import alive_at, inputs_of, is_item, is_op, kinds_of
+from fzero.tools.trace.alive import SAME, alive_at, inputs_of, is_item, is_op, kinds_of
 from fzero.tools.trace.flops import flops_of
 from fzero.tools.trace.program import BACKWARD, MODULE, RecordedStep
 
@@ -28,11 +28,6 @@ UPDATE = torch.ops.fzero_optim.update.default
 
 RATE = torch.ops.fzero_optim.schedule.default
 """The op that asks a schedule for its number."""
-
-SAME = tuple(
-    getattr(torch.ops.aten, name).default for name in ("detach", "lift_fresh_copy", "_unsafe_view")
-)
-"""Ops that give the values of their argument."""
 
 
 def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[Value, ...]]:

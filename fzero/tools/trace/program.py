@@ -7,6 +7,7 @@ any number of ranks, and each collective is one op of the graph.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from fzero.context.here import abstract_rank
 from fzero.errors import PhaseError
 from fzero.machine.placeholder import LazyParam
 from fzero.ranks.mesh import Axis
-from fzero.state import NAMESPACE, TrainState
+from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.tools.trace._modules import Modules, followed_modules
 from fzero.tools.trace.recurrent import unfused_recurrence
 from fzero.transforms.states import flatten_states, is_state
@@ -38,6 +39,13 @@ BACKWARD = "backward"
 MODULE = "module"
 """What the recorder notes on a node, under "custom" of its `meta`: whether autograd runs it, and in
 which module it is."""
+
+
+_ENTRY = r"""\[(?:'[^']*'|"[^"]*"|[^\]]*)\]|\.\w+"""
+FIELD = re.compile(
+    rf"^(state(?:{_ENTRY})*?)\.(params|optimizer|gradients|window|step|scale)\b(\.gathered\b)?"
+)
+"""The state that a path is in, the field of it, and whether that is of gathered parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +63,12 @@ class RecordedStep:
     others: tuple[Any, ...]  # the leaves of the result that are no tensors; None for a tensor
     states: tuple[TrainState, ...]  # without numbers, as they go in
     rank: int
+
+    @property
+    def setups(self) -> dict[str, Setup]:
+        """The setup of each state, by its path."""
+        heads = dict.fromkeys(found[1] for path in self.inputs if (found := FIELD.match(path)))
+        return dict(zip(heads, (state.setup for state in self.states), strict=True))
 
 
 def record_step(

@@ -201,6 +201,7 @@ def test_the_whole_matrix_of_both_models_agrees() -> None:
     assert main(["certify"]) == 0
 
 
+@pytest.mark.slow
 def test_a_rule_of_whole_parameters_is_known_as_one_whoever_gives_it() -> None:
     """What one element is off, all of its parameter may be."""
     torch.manual_seed(0)
@@ -238,6 +239,7 @@ class WithNothing(torch.nn.Module):
         return self.linear(x) + self.nothing.sum() + self.fixed.sum()
 
 
+@pytest.mark.slow
 def test_a_parameter_without_elements_is_no_obstacle() -> None:
     """torch's Adafactor divides by the number of elements."""
 

@@ -77,7 +77,7 @@ SENT = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @pytest.mark.floor
-@on_ranks(2, 3, timeout_s=110)
+@on_ranks(2, pytest.param(3, marks=pytest.mark.slow), timeout_s=110)
 def test_on_several_ranks_it_has_the_bits_of_the_step_and_sends_its_bytes(
     rank: int, world_size: int
 ) -> None:
@@ -168,6 +168,7 @@ def test_other_shapes_are_other_graphs_up_to_a_bound() -> None:
     same(leaves(compiled(state, torch.ones(1))), leaves(step(state, torch.ones(1))))
 
 
+@pytest.mark.slow
 @pytest.mark.floor
 def test_inductor_computes_the_same() -> None:
     torch.manual_seed(0)
@@ -259,7 +260,7 @@ def test_a_trace_of_it_is_that_of_the_step() -> None:
     assert repr(compiled) == "compile(backend='eager') . shard(stage=0) . step_fn"
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("checkpointed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_recurrent_modules_are_compiled_as_the_products_that_they_are(checkpointed: bool) -> None:
     """mkldnn's fused LSTM has a workspace that no graph can hold, in the recomputation as well."""
     torch.manual_seed(0)

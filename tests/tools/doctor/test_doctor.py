@@ -125,14 +125,11 @@ def test_the_command_finds_this_installation_sound_and_prints_plain_text(
     told = capsys.readouterr().out
     assert "\x1b" not in told and told.isascii() and "FAULT" not in told
     assert "fzero's collectives: 121 right." in told
-    tables = told[: told.index("beware")].splitlines()
+    tables = told[: told.index("fzero's collectives: 121")].splitlines()
     assert max(map(len, tables)) <= 80
     rows = [line.split() for line in tables]
     assert rows[rows.index(["all_gather"]) + 1] == ["value", *["right"] * 7]
     assert ["reduce_scatter", "PRODUCT", *["right"] * 7] in rows
-    # What torch's own do in a loss differs by its version; by value they are right.
-    raw = rows[rows.index(["dist.all_reduce"]) + 1]
-    assert raw[0] == "right" and len(raw) == len(TRANSFORMS)
 
 
 def test_json_and_the_exit_code(

@@ -21,18 +21,18 @@ ENCODED_GRADIENTS = fzero.Compress(gradients=fzero.codecs.int8())
 ENCODED = fzero.Compress(gradients=fzero.codecs.fp8(), parameters=fzero.codecs.int8())
 AWAY = fzero.Offload(optimizer="cpu", params="cpu")
 FIRST = [
-    *(Case(stage=stage) for stage in (0, 3)),
-    Case(model="decoder", stage=3, shard=DONATES),
+    Case(stage=3),
     Case(model="decoder", stage=2, around={"micro_batches": 2, "coalesced": True}),
     Case(model="decoder", stage=3, torch_optimizer=True, around=CLIPS),
     Case(model="decoder", stage=3, around={"offload": AWAY}),
-    Case(model="decoder", stage=3, mesh=(2, 2), shard={"reshard_after_forward": False}),
     Case(model="decoder", stage=2, mesh=(2, 2), shard={"optimizer_over": "all"}),
     Case(stage=3, around={"compress": ENCODED}),
-    Case(stage=0, around={"compress": ENCODED_GRADIENTS}),
 ]
 MORE = [
-    *(Case(stage=stage) for stage in (1, 2)),
+    *(Case(stage=stage) for stage in (0, 1, 2)),
+    Case(model="decoder", stage=3, shard=DONATES),
+    Case(model="decoder", stage=3, mesh=(2, 2), shard={"reshard_after_forward": False}),
+    Case(stage=0, around={"compress": ENCODED_GRADIENTS}),
     Case(model="decoder", stage=0, shard=DONATES),
     Case(model="remat", stage=3),
     Case(model="encoder", stage=2),

@@ -7,10 +7,13 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.rank_process import ROOT
 from tests.tools.plan.fake_group import CASES, RANK, WORLD
 
 
+@pytest.mark.slow
 def test_a_plan_is_what_a_rank_of_a_fake_group_does() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.tools.plan.fake_group"],

@@ -272,6 +272,7 @@ def test_a_plan_says_what_owners_compute_and_what_they_keep() -> None:
         assert said in repr(fzero.plan.of_step(step, params, rule, x, world=2))
 
 
+@pytest.mark.slow
 def test_seventy_billion_parameters_on_1024_ranks() -> None:
     """In bf16 with fp32 masters, recomputing each block: some ten seconds of one core."""
     with torch.device("meta"):

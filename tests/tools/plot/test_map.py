@@ -11,7 +11,7 @@ from hypothesis import given
 
 import fzero
 from fzero.state import TrainState
-from fzero.tools.plot import PartitionMap, partition_map, shard_table
+from fzero.tools.plot import PartitionMap, partition_map
 from tests.ranks import run_ranks
 from tests.tools.plot.states import Case, cases, loss_fn, stacked_states
 
@@ -162,6 +162,5 @@ def one_virtual_rank() -> TrainState:
 )
 def test_what_is_no_state_to_show_is_refused(wrong: Any, error: Any, words: str) -> None:
     state: Any = wrong() if callable(wrong) else wrong
-    for show in (partition_map, shard_table):
-        with pytest.raises(error, match=words):
-            show(state)
+    with pytest.raises(error, match=words):
+        partition_map(state)

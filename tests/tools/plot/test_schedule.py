@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero.tools.plot import ScheduleDiff, schedule_diff
 from fzero.tools.trace import Op
-from tests.tools.plot.traces import assert_legible, by_hand, traced, value
+from tests.tools.plot.traces import by_hand, traced, value
 
 MARKS = {"a": ("same", "differs", "only a"), "b": ("same", "differs", "only b")}
 
@@ -67,12 +67,11 @@ def test_two_stages_and_two_ranks() -> None:
     ranks = [fzero.trace(step, rank=r)(state, torch.ones(2, 3)) for r in range(2)]
     signs_and_words = [row.cells()[0::3] for row in schedule_diff(*ranks).rows]
     assert signs_and_words == [("+", "all_reduce <dp> -> f32[3]")]
-    assert_legible(schedule_diff(*ranks).draw().figure)
     with pytest.raises(fzero.LayoutError, match=r"Fix: give what fzero.trace\(step\)"):
         schedule_diff(ranks[0], step)  # type: ignore[arg-type]
 
 
-def test_the_views_say_the_same_and_are_legible() -> None:
+def test_the_views_say_the_same() -> None:
     long = [collective("all_gather", f"layer.{i}.weight", 4) for i in range(30)]
     path = ", ".join(f"block.{i}.a_long_name.weight_${{" for i in range(9))
     other = [collective("all_reduce", path, 4), *long[:20], *long[21:25], *long[26:], long[0]]
@@ -85,7 +84,3 @@ def test_the_views_say_the_same_and_are_legible() -> None:
     assert max(map(len, lines)) <= 120
     rows = found.to_dict()["rows"]
     assert rows[0]["b"] == f"all_reduce <dp: {path}> -> f32[4]" and rows[0]["a"] is None
-    ax = found.draw()
-    assert_legible(ax.figure)
-    texts = [text.get_text() for text in ax.texts]
-    assert "16 more that are the same" in texts and texts.count("=") == 2 * 4 + 4

@@ -1,4 +1,4 @@
-"""Step timelines: planned by hand and by laws, measured on ranks, drawn so that all is named."""
+"""Step timelines: measured on ranks, and drawn so that all is named."""
 
 from __future__ import annotations
 
@@ -21,99 +21,54 @@ from fzero.tools.plot import (
     StepTimeline,
     draw_timelines,
     measured_timeline,
-    step_timeline,
 )
 from fzero.tools.plot._measured import MARK, profiled
-from fzero.tools.trace import Op
+from fzero.tools.trace import Trace
 from tests.adapter.on_ranks import on_ranks
 from tests.descends import descends
-from tests.tools.plot.traces import assert_legible, by_hand, traced, value
-
-RATES: dict[str, Any] = {
-    "link_bytes_per_s": 2.0**20,
-    "flops_per_s": 2.0**30,
-    "memory_bytes_per_s": 2.0**24,
-    "latency_s": 2.0**-10,
-}
+from tests.tools.plot.traces import assert_legible, traced
 
 
-def op(name: str, gives: str, *reads: str, numel: int = 4, **more: Any) -> Op:
-    given = (value(gives, numel),)
-    return Op(name=name, phase="forward", reads=reads, gives=given, **more)
-
-
-def gather(gives: str, reads: str, wire_bytes: int) -> Op:
-    told: dict[str, Any] = {"kind": "collective", "detail": f"dp: {gives}"}
-    return op("all_gather", gives, reads, wire_bytes=wire_bytes, **told)
-
-
-def test_a_collective_starts_where_it_is_issued_and_is_waited_for_where_it_is_read() -> None:
-    ops = [
-        gather("b", "a", 8),  # 1 + 8 / 2 = 5 s
-        gather("c", "a", 2),  # behind it: 1 + 2 / 2 = 2 s
-        op("mm", "d", "x", flops=24),  # beside them: 24 / 8 = 3 s
-        op("t", "e", "b", kind="view"),  # no time
-        op("mm", "f", "e", "d", flops=16),  # waits for b, by its view
-        op("sum", "g", "f", numel=1),  # 4 x 4 + 4 bytes, 20 / 10 = 2 s
-        op("mm", "h", "c", flops=8),  # c is there
+def laid_out(trace: Trace, **more: Any) -> StepTimeline:
+    """A timeline of the ops of a trace: a microsecond each, collectives beside what follows."""
+    ops = [op for op in trace.ops if op.kind != "view"]
+    events = [
+        StepEvent(
+            lane="collectives" if op.is_collective else "compute",
+            name=op.name,
+            start_s=1e-6 * i,
+            duration_s=1e-6,
+            phase=op.phase,
+            detail=op.detail if op.is_collective else "",
+        )
+        for i, op in enumerate(ops)
     ]
-    inputs = [value("a", 2), value("x", 4)]
-    rates = {"link_bytes_per_s": 2, "flops_per_s": 8, "memory_bytes_per_s": 10}
-    # No multiplication takes as long as its bytes unless it has the FLOPs: 3 x 16 bytes are 4.8 s.
-    rates["memory_bytes_per_s"] = 1000
-    timeline = step_timeline(by_hand(ops, inputs), latency_s=1, **rates)
-    found = [(e.name, e.lane[0:4], e.start_s, e.duration_s) for e in timeline.events]
-    assert found == [
-        ("all_gather", "coll", 0, 5),
-        ("all_gather", "coll", 5, 2),
-        ("mm", "comp", 0, 3),
-        ("mm", "comp", 5, 2),
-        ("sum", "comp", 7, 0.02),
-        ("mm", "comp", pytest.approx(7.02), 1),
+    told: dict[str, Any] = {"title": trace.title, "total_s": 1e-6 * len(ops)}
+    return StepTimeline(**{**told, "events": tuple(events), **more})
+
+
+def test_exposed_is_what_no_computation_hides() -> None:
+    """Collectives from 0 to 4 and 6 to 8, compute from 1 to 3, 2 to 3.5 and 7 to 9."""
+    told: dict[str, Any] = {"name": "x"}
+    events = [
+        *(
+            StepEvent(lane="collectives", start_s=a, duration_s=d, **told)
+            for a, d in ((0, 4), (6, 2))
+        ),
+        *(
+            StepEvent(lane="compute", start_s=a, duration_s=d, **told)
+            for a, d in ((1, 2), (2, 1.5), (7, 2))
+        ),
     ]
-    assert timeline.total_s == pytest.approx(8.02)
-    assert timeline.communication_s == 7
-    assert timeline.exposed_s == pytest.approx(2)  # from 3 to 5
-
-
-def test_an_expanded_view_is_read_once_and_a_run_of_pointwise_ops_moves_what_others_need() -> None:
-    ops = [
-        op("expand", "b", "a", numel=100, kind="view"),
-        op("mm", "c", "b", numel=4),  # a is 2 numbers, c is 4
-        *(op("mul", "defg"[i], "cdef"[i], kind="pointwise") for i in range(4)),
-        op("sum", "h", "g", numel=1),
-    ]
-    kernels = by_hand(ops, [value("a", 2)]).kernels
-    assert [(k.name, k.reads, k.nbytes) for k in kernels] == [
-        ("mm", ("a",), 4 * (2 + 4)),
-        ("4 pointwise ops", ("c",), 4 * (4 + 4)),
-        ("sum", ("g",), 4 * (4 + 1)),
-    ]
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_laws_of_a_planned_step(stage: int) -> None:
-    trace = traced(stage, layers=4)
-    timeline = step_timeline(trace, **RATES)
-    # One lane computes or waits, so the step is what is computed and what is exposed.
-    assert timeline.total_s == pytest.approx(timeline.compute_s + timeline.exposed_s)
-    count = sum(op.is_collective for op in trace.ops)
-    seconds = count * RATES["latency_s"] + trace.wire_bytes / RATES["link_bytes_per_s"]
-    assert timeline.communication_s == pytest.approx(seconds)
-    assert 0 < timeline.exposed_s <= timeline.communication_s
-    flops = sum(kernel.flops for kernel in trace.kernels)
-    assert flops == trace.flops
-    assert [event.name for event in timeline.events] == [kernel.name for kernel in trace.kernels]
-    # At stage 3 gathers are issued early: some of the communication is beside the compute.
-    hidden = timeline.communication_s - timeline.exposed_s
-    assert (hidden > 0.05 * timeline.communication_s) == (stage == 3)
-    fast = step_timeline(trace, **{**RATES, "link_bytes_per_s": 2.0**60, "latency_s": 0})
-    assert fast.exposed_s == pytest.approx(0, abs=1e-12)
-    assert fast.compute_s == pytest.approx(timeline.compute_s)
+    timeline = StepTimeline(title="by hand", events=tuple(events), total_s=9)
+    assert (timeline.communication_s, timeline.compute_s) == (6, 4.5)
+    assert timeline.exposed_s == 2.5  # from 0 to 1, from 3.5 to 4, from 6 to 7
+    said = "step 9 s; compute 4.5 s, collectives 6 s, of them exposed 2.5 s"
+    assert timeline.summary() == said
 
 
 def test_a_trace_file_has_the_events_of_all_timelines(tmp_path: Path) -> None:
-    one, two = (step_timeline(traced(stage), **RATES) for stage in (2, 3))
+    one, two = (laid_out(traced(stage)) for stage in (2, 3))
     one.to_perfetto(tmp_path / "step.json", two)
     entries = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     names = {(e["pid"], e["args"]["name"]) for e in entries if e["name"] == "process_name"}
@@ -127,14 +82,7 @@ def test_a_trace_file_has_the_events_of_all_timelines(tmp_path: Path) -> None:
         assert {e["args"]["about"] for e in mine} == {e.detail for e in timeline.events}
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"flops_per_s": 0}, {"link_bytes_per_s": "fast"}, {"latency_s": -1}]
-)
-def test_rates_that_are_none_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(
-        fzero.LayoutError, match=f"^{next(iter(wrong))}=.*\n.*\nFix: give (a number|seconds)"
-    ):
-        step_timeline(by_hand([op("mm", "b", "a")]), **{**RATES, **wrong})
+def test_what_is_no_step_and_no_timeline_is_refused() -> None:
     with pytest.raises(fzero.LayoutError, match=r"Fix: fzero.plot.measured_timeline\(step"):
         measured_timeline(lambda state: state, warmup=-1)
     with pytest.raises(fzero.LayoutError, match="draw_timelines: no timelines"):
@@ -203,32 +151,28 @@ def test_what_is_measured_on_ranks_has_collectives_and_no_waits_in_compute(rank:
 
 @pytest.mark.parametrize(("copies", "ratio"), [(1, 2.0), (12, 100.0)])
 def test_pictures_are_legible(copies: int, ratio: float) -> None:
-    once = step_timeline(traced(3), **RATES)
+    once = laid_out(traced(3))
     starts = [(i * once.total_s, event) for i in range(copies) for event in once.events]
     events = tuple(dataclasses.replace(e, start_s=start + e.start_s) for start, e in starts)
-    planned = dataclasses.replace(once, events=events, total_s=copies * once.total_s)
-    other = StepTimeline(title="x_{$", events=events[:4], total_s=ratio * planned.total_s)
-    figure = draw_timelines([planned, other])
+    one = dataclasses.replace(once, events=events, total_s=copies * once.total_s)
+    other = StepTimeline(title="x_{$", events=events[:4], total_s=ratio * one.total_s)
+    figure = draw_timelines([one, other])
     assert_legible(figure)
     first, second = (ax.get_xlim()[1] for ax in figure.axes)
-    assert first == second == pytest.approx(max(planned.total_s, other.total_s))
-    written = " ".join(text.get_text() for text in figure.axes[0].texts)
-    collectives = {event.name for event in once.events if event.lane == "collectives"}
-    assert len(collectives) == 2
-    assert all(name in written for name in collectives) or copies > 1  # where there is room
+    assert first == second == pytest.approx(max(one.total_s, other.total_s))
 
 
-def test_a_planned_step_and_a_much_longer_measured_one_have_each_an_axis() -> None:
-    planned = step_timeline(traced(3), **RATES)
-    for ratio, axes in ((8.0, 1), (90.0, 2)):
-        measured = dataclasses.replace(
-            planned, total_s=ratio * planned.total_s, source="measured", title="measured: a step"
-        )
-        figure = draw_timelines([planned, measured])
-        assert_legible(figure)
-        spans = [ax.get_xlim()[1] for ax in figure.axes]
-        assert len(set(spans)) == axes and spans[1] == measured.total_s
-        assert [("the axes differ" in ax.get_xlabel()) for ax in figure.axes] == [axes == 2] * 2
+def test_a_bar_has_its_name_where_it_fits() -> None:
+    told: dict[str, Any] = {"lane": "collectives", "duration_s": 1.0, "phase": ""}
+    about = "dp: layer.0.weight, layer.1.weight"
+    wide = StepEvent(name="all_gather", start_s=0.0, detail=about, **told)
+    less = StepEvent(name="reduce_scatter", start_s=1.0, **{**told, "duration_s": 0.1})
+    narrow = StepEvent(name="add", start_s=0.5, lane="compute", duration_s=1e-3)
+    ax = StepTimeline(title="x_{$", events=(wide, less, narrow), total_s=8.0).draw()
+    assert_legible(ax.figure)
+    assert [text.get_text() for text in ax.texts if text.get_text()] == ["all_gather"]
+    ax = StepTimeline(title="x", events=(wide,), total_s=1.0).draw()
+    assert [text.get_text() for text in ax.texts] == ["all_gather layer.0.weight +1"]
 
 
 def test_a_narrow_bar_is_seen_beside_wide_ones() -> None:
@@ -246,14 +190,15 @@ def test_a_narrow_bar_is_seen_beside_wide_ones() -> None:
 
 
 def test_the_views_say_the_same() -> None:
-    timeline = step_timeline(traced(3), **RATES)
+    timeline = laid_out(traced(3))
     lines = timeline.table().splitlines()
     assert lines[1] == timeline.summary() and len(lines) == len(timeline.events) + 3
     assert max(map(len, lines)) <= 120
-    assert timeline.to_dict()["events"][0]["detail"] == "dp: 0.weight, 0.bias"
+    details = [event["detail"] for event in timeline.to_dict()["events"]]
+    assert details[0] == "dp: 0.weight, 0.bias"
 
 
-def test_a_measured_step_has_the_phases_of_a_planned_one() -> None:
+def test_a_measured_step_has_phases() -> None:
     """A phase that is not known is called so."""
 
     def step_fn(state: Any, x: torch.Tensor) -> tuple[Any, torch.Tensor]:

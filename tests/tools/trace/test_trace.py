@@ -207,3 +207,20 @@ def test_a_simulated_rank_has_the_memory_of_one() -> None:
     first = fzero.trace(*simulated(3, 4)[:1])(*simulated(3, 4)[1:]).ops[0].alive
     assert (first.parameters, first.optimizer) == (4 * (36 + 20), 4 * 2 * (36 + 20) + 8)
     assert first.other == 4 * ROWS * INS + 8  # the batch of one rank, and the count of steps
+
+
+def test_keys_of_states_may_look_like_fields() -> None:
+    def step_fn(states: Any, x: Tensor) -> Any:
+        def loss(params: Any, x: Tensor) -> Tensor:
+            return sum((p["w"] * x).sum() for p in params.values())  # type: ignore[return-value]
+
+        states, value = fzero.grad_and_reduce(loss, states)(x)
+        return fzero.apply_gradients(states), value
+
+    keys = ("a.params", "b]", "c")
+    step = fzero.shard(step_fn, stage=dict.fromkeys(keys, 2))
+    states = step.init({key: {"w": torch.ones(2)} for key in keys}, fzero.optim.sgd(1.0))
+    trace = fzero.trace(step)(states, torch.ones(2))
+    found = {value.path: value.parameter for value in trace.inputs if value.parameter}
+    assert found == {f"state[{key!r}].params.flats[0]": "w" for key in keys}
+    assert trace.ops[0].alive.parameters == 3 * 8

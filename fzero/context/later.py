@@ -1,0 +1,72 @@
+"""Names of a package that are imported when they are first used (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+
+def importer(
+    package: str, modules: Iterable[str], names: Mapping[str, Iterable[str]] | None = None
+) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that imports some of its names at their first use.
+
+    Args:
+        package: the package's `__name__`.
+        modules: those that the package has under the last part of their own names.
+        names: {module: names in it that the package has, too}.
+
+    Raises:
+        AttributeError: by the function that is returned, for any other name.
+
+    Example:
+        >>> get = importer("fzero.tools", ["fzero.tools.plot"], {"fzero.tools.plan": ["Plan"]})
+        >>> get("plot").__name__, get("Plan").__name__
+        ('fzero.tools.plot', 'Plan')
+    """
+    paths = {path.rpartition(".")[2]: path for path in modules}
+    homes = {name: path for path, inside in (names or {}).items() for name in inside}
+
+    def get(name: str) -> Any:
+        this = sys.modules[package]
+        if name in homes:
+            value = getattr(import_module(homes[name]), name)
+        elif name in paths:
+            value = import_module(paths[name])
+        else:
+            message = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=this)
+        setattr(this, name, value)  # so that the next access does not come here
+        return value
+
+    return get
+
+
+class Alias(ModuleType):
+    """A module under a second name, imported when something is read from it.
+
+    It is an entry of `sys.modules` and no attribute of its package, which may have a function of
+    that name: `fzero.plan` is a function, and `from fzero.plan import Plan` works.
+
+    Example:
+        >>> sys.modules["fzero.pictures"] = Alias("fzero.pictures", "fzero.tools.plot")
+        >>> from fzero.pictures import partition_map
+        >>> sys.modules.pop("fzero.pictures").__name__
+        'fzero.tools.plot'
+    """
+
+    def __init__(self, name: str, module: str) -> None:
+        """Stand for `module` under `name`."""
+        super().__init__(name)
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        """Import the module, which takes this one's place, and read a name of it."""
+        if name.startswith("__") and name != "__all__":  # inspect asks all modules for __file__
+            raise AttributeError(name)
+        module = sys.modules[self.__name__] = import_module(self._module)
+        vars(self).update(vars(module))  # `import *` reads them, and so does who imported this one
+        return getattr(module, name)

@@ -1,0 +1,130 @@
+"""The points of a step, and the record of what a transform does at them.
+
+loss -> local -> wire -> reduced -> update -> updated
+each call, each call, each bucket, then once for each update
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fzero.state.codec import Codec
+from fzero.state.form import Form
+
+Needs = Literal["element", "matrix"]
+"""What a transform looks at to change an element: that element, or its whole leaf."""
+
+POINTS = ("loss", "local", "wire", "reduced", "update", "updated")
+"""The points of a step, in their order."""
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Points:
+    """What a transform does at the points of a step: pure functions, and the slots they keep.
+
+    Attributes:
+        name: of the transform; its slots are "<name>/<slot>" in a state.
+        slots: {slot: form} as pairs; None: each slot of `init` has the form of a leaf that learns.
+        init: (params, ctx) -> {slot: value}, the slots before the first update.
+        loss: (slots, value, ctx) -> value.
+        local: (slots, g, ctx) -> (slots, g).
+        wire: the codec of gradients that cross ranks.
+        reduced: (slots, grads, ctx) -> (slots, grads).
+        update: (slots, grads, ctx, rule) -> (slots, params).
+        updated: (slots, params, ctx) -> (slots, params).
+        reads: "before": the parameters before the update are kept for `updated`.
+        needs: "matrix": `reduced` and `updated` get whole leaves, on the ranks that own them.
+        excludes: the names of transforms and options that it cannot stand beside.
+        checked: the first calls that were found right, by point and rank.
+    """
+
+    name: str
+    slots: tuple[tuple[str, Form], ...] | None = None
+    init: Function | None = None
+    loss: Function | None = None
+    local: Function | None = None
+    wire: Codec | None = None
+    reduced: Function | None = None
+    update: Function | None = None
+    updated: Function | None = None
+    reads: tuple[str, ...] = ()
+    needs: Needs = "element"
+    excludes: tuple[str, ...] = ()
+    checked: set[Any] = field(default_factory=set, compare=False, repr=False)
+
+    @property
+    def at(self) -> tuple[str, ...]:
+        """The points at which it does something."""
+        return tuple(point for point in POINTS if getattr(self, point) is not None)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(self.at)})"
+
+
+When = Literal["options", "ranks", "rule", "call", "graph", "write"]
+"""When it is known that two do not go together: see `Excludes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excludes:
+    """Something that a transform cannot stand beside.
+
+    Attributes:
+        beside: what that is, as users write it.
+        when: at which moment both are known: by the "options" of a state; with its stage and
+            "ranks"; with its "rule"; in a "call" of a loss; under a "graph" of the whole step; at
+            a "write" of parameters.
+        seen: what is known then -> what an error says of it; "" where the two are not together.
+        cause: why they do not go together.
+        fix: what to do.
+    """
+
+    beside: str
+    when: When
+    seen: Callable[[Any], str]
+    cause: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builtin:
+    """What a transform of fzero's own does: functions of whole states, and of what is under way.
+
+    It is not by path, so that the multiplications of several are one, and kernels can do their
+    part. `fzero/transforms/builtins.py` has all of them, and at which point each does what.
+
+    Attributes:
+        name: of the transform or option.
+        options: of it, for ranks to compare.
+        acts: state -> whether the state has it.
+        begins: state -> state, before a loss of it is made, and before an update.
+        gathered: (states, pass) -> what is shown each group that a pass gathers, or None.
+        calls: states -> what it does in their backwards: a `CallPart`, or None.
+        decides: (running, means): an update begins: skip it, change slots.
+        units: (running, ready) -> ready, in the units of the mean gradient.
+        reduced: (self, running, ready) -> ready, in its place among those of users.
+        ready: (running, ready) -> ready, before the rule.
+        updated: (running, new state) -> new state.
+        excludes: what it cannot stand beside.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    excludes: tuple[Excludes, ...] = field(default=(), compare=False)
+    acts: Function | None = field(default=None, compare=False)
+    begins: Function | None = field(default=None, compare=False)
+    gathered: Function | None = field(default=None, compare=False)
+    calls: Function | None = field(default=None, compare=False)
+    decides: Function | None = field(default=None, compare=False)
+    units: Function | None = field(default=None, compare=False)
+    reduced: Function | None = field(default=None, compare=False)
+    ready: Function | None = field(default=None, compare=False)
+    updated: Function | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        return f"{self.name}({shown})"

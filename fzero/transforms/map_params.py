@@ -1,0 +1,238 @@
+"""`map_params`: a function of the parameters, and of what is parallel to them, leaf by leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError, PhaseError
+from fzero.machine.by_path import as_flats, by_path, leaf_paths, ranges_in
+from fzero.machine.offload import offloaded, to_device
+from fzero.machine.packing import pack
+from fzero.machine.parts import cut, gather_parts
+from fzero.optim.masters import masters_of
+from fzero.state import NAMESPACE, Buffers, Layout, Placement, Slot, TrainState
+from fzero.state.scale import multiplier
+from fzero.state.view import require_state
+from fzero.transforms._anew import with_tensors
+from fzero.transforms.agree import agree
+from fzero.transforms.donation import check_alive
+from fzero.transforms.points import stepped
+from fzero.transforms.written import returned
+
+_FINER = (Placement.REPLICATED, Placement.SHARDED, Placement.OVER_ALL)
+
+
+def map_params(fn: Callable[..., Tensor], state: TrainState, *others: Any) -> TrainState:
+    """Return the state with p' = fn(p, *others of the same leaf) in the place of each p.
+
+    `torch.utils._pytree.tree_map` over parameters that are sharded. fn is called for each leaf that
+    learns, with this rank's elements of it, 1-D; so it is elementwise. Where parameters have fp32
+    masters it is called with those, and the parameters are what they round to. All else of the
+    state stays: gradients, slots, the optimizer's state, `step`.
+
+    It is pure, and differentiable by the parameters, by others, and by what fn closes over. No
+    collective where all are placed alike; at stages 1 and 2, where parameters are whole and
+    gradients, slots and masters are shards, it is computed on shards, and one all-gather for each
+    bucket makes the parameters whole.
+
+    Args:
+        fn: (p, *others) -> p', in the shape of p; it is cast to the dtype of p.
+        state: a train state.
+        others: what is parallel to the parameters: another state of the same layout, for its
+            parameters; `other.gradients`, reduced; a slot, `state.slots["ema/mean"]`; or a pytree
+            of full tensors like the parameters.
+
+    Returns:
+        The new state.
+
+    Raises:
+        LayoutError: for what is not parallel to the parameters, for another shape returned, and
+            for bare gradients of a state with a loss scale, which are times it: give
+            `fzero.gradients(other)`.
+        PhaseError: for gradients that are not there, or not reduced.
+        DonatedError: for a state that was used up.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = fzero.init({"w": torch.tensor([1.0, 2.0])}, fzero.optim.sgd(0.1), stage=2)
+        >>> ahead, _ = fzero.grad_and_reduce(lambda p: (p["w"] ** 2).sum() / 2, state)()
+        >>> moved = fzero.map_params(lambda p, g: p + 0.5 * g, state, ahead.gradients)
+        >>> fzero.full_params(moved)
+        {'w': tensor([1.5000, 3.0000])}
+    """
+    require_state("map_params", state)
+    check_alive(state)
+    operands = [_operand(state, other) for other in others]
+    setup = state.setup
+    masters = [x for x in masters_of(state) if x.numel()] and masters_of(state)
+    base = setup.optimizer_state if masters else setup.params
+    at = max([base, *(one.placement for one in operands)], key=_FINER.index)
+    crosses = setup.axis.size > 1 and (at is not setup.params)
+    if crosses:
+        agree("map_params", [state])
+    own = stepped(state) if masters else [state.params.flats[i] for i in setup.layout.trainable]
+    parts = [cut(setup, to_device(x, state.device), base, at) for x in own]
+    new = _mapped(state, fn, at, parts, operands)
+    if masters:
+        new = gather_parts(setup, new, at, base)
+        at, state = base, _with_masters(state, masters, new)
+    learning = setup.layout.trainable
+    shards = [x.to(state.params.flats[i].dtype) for i, x in zip(learning, new, strict=True)]
+    whole = gather_parts(setup, shards, at, setup.params) if at is not setup.params else shards
+    flats, home = list(state.params.flats), setup.offload.params
+    for index, flat in zip(learning, whole, strict=True):
+        kept = flat if home is None else offloaded(home, flat, setup.offload)
+        flats[index] = kept
+    made = state.replace(params=replace(state.params, flats=tuple(flats)))
+    returned(made)
+    return made
+
+
+def _mapped(
+    state: TrainState,
+    fn: Callable[..., Tensor],
+    at: Placement,
+    parts: Sequence[Tensor],
+    operands: Sequence[Buffers],
+) -> list[Tensor]:
+    """Return this rank's parts after fn, leaf by leaf."""
+    setup = state.setup
+    ranges = ranges_in(setup, Buffers(placement=at))
+    pieces = by_path(ranges, parts)
+    rest = [
+        by_path(
+            ranges,
+            [cut(setup, to_device(x, state.device), one.placement, at) for x in one.flats],
+        )
+        for one in operands
+    ]
+    new = {path: _checked(path, p, fn(p, *(x[path] for x in rest))) for path, p in pieces.items()}
+    made = as_flats(ranges, parts, pieces, new)
+    return [x.clone() if x is old else x for x, old in zip(made, parts, strict=True)]
+
+
+def _checked(path: str, p: Tensor, new: Any) -> Tensor:
+    if not isinstance(new, Tensor) or new.shape != p.shape:
+        seen = f"{tuple(new.shape)}" if isinstance(new, Tensor) else f"a {type(new).__name__}"
+        raise LayoutError(
+            f"map_params: fn returned {seen} for {path}, of which this rank has {tuple(p.shape)}.",
+            cause="a sum, a norm or a matrix product of a part of a leaf: shards cut it anywhere.",
+            fix="compute elementwise; norms over everything come before: fzero.global_norm(state).",
+        )
+    if new.is_complex() and not p.is_complex():
+        raise LayoutError(
+            f"map_params: fn returned {new.dtype} for {path}, which is {p.dtype}.",
+            cause="a complex number in fn.",
+            fix="return a real tensor.",
+        )
+    return new.to(p.dtype)
+
+
+def _with_masters(
+    state: TrainState, masters: Sequence[Tensor], new: Sequence[Tensor]
+) -> TrainState:
+    """Return the state with new masters."""
+    pairs = zip(masters, new, strict=True)
+    made = {id(m): to_device(x, m.device, m.dtype) for m, x in pairs if m.numel()}
+    return with_tensors(state, made)
+
+
+# What is parallel to the parameters.
+
+
+def _operand(state: TrainState, other: Any) -> Buffers:
+    """Return what a user gives beside a state as flats of the groups that learn."""
+    layout = state.setup.layout
+    if isinstance(other, TrainState):
+        check_alive(other)
+        _require_layout(state, other.setup.layout, "the parameters of a state")
+        flats = tuple(other.params.flats[i] for i in layout.trainable)
+        return replace(other.params, flats=flats)
+    if isinstance(other, Slot):
+        return _learning(state, other.value, "a slot")
+    if isinstance(other, Buffers):
+        if multiplier(state.scale) is not None:
+            raise LayoutError(
+                "map_params: bare gradients of a state with a loss scale.",
+                cause="`other.gradients` is times the loss scale.",
+                fix="give fzero.gradients(other), which divides by it.",
+            )
+        return _learning(state, other, "gradients")
+    return _of_pytree(state, other)
+
+
+def _learning(state: TrainState, held: Any, what: str) -> Buffers:
+    """Return buffers of the groups that learn; raise for others."""
+    layout = state.setup.layout
+    if not isinstance(held, Buffers):
+        raise _not_parallel(f"{what} that is not parallel to the parameters")
+    if held.placement in (Placement.PARTIAL, Placement.OWNER) or not held.held:
+        raise PhaseError(
+            f"map_params: {what}, {held.placement.value}, {len(held.flats)} flats: "
+            "they are not there, or not reduced.",
+            cause="the gradients of a state before grad_and_reduce, or of one in an open window.",
+            fix="reduce them first: fzero.gradients(other) does, and gives whole ones.",
+        )
+    flats = held.flats
+    if len(flats) == len(layout.groups) != len(layout.trainable):
+        flats = tuple(flats[i] for i in layout.trainable)
+    numels = [state.setup.numel(i, held.placement) for i in layout.trainable]
+    if [x.numel() for x in flats] != numels:
+        raise _not_parallel(f"{what} of {[x.numel() for x in flats]} elements, {numels} wanted")
+    return replace(held, flats=flats)
+
+
+def _require_layout(state: TrainState, other: Layout, what: str) -> None:
+    if state.setup.layout != other:
+        raise _not_parallel(f"{what} of another layout")
+
+
+def _of_pytree(state: TrainState, tree: Any) -> Buffers:
+    """Return the flats [W l] of full tensors: in a pytree like the parameters, or by path."""
+    layout = state.setup.layout
+    paths = leaf_paths(layout)
+    if isinstance(tree, dict) and set(tree) <= set(paths) and not _is_like(layout, tree):
+        found: list[Any] = [tree.get(path) for path in paths]
+    elif _is_like(layout, tree):
+        given: Any = tree
+        slots = optree.tree_leaves(given, none_is_leaf=True, namespace=NAMESPACE)
+        numbers: Any = optree.tree_unflatten(layout.treespec, list(range(len(layout.slots))))
+        order: Any = optree.tree_leaves(numbers, none_is_leaf=True, namespace=NAMESPACE)
+        found = [None] * len(layout.leaves)
+        for number, x in zip(order, slots, strict=True):
+            found[layout.slots[number]] = x
+    else:
+        raise _not_parallel(f"a {type(tree).__name__}")
+    flats = []
+    for index in layout.trainable:
+        some = [found[i] for i in layout.groups[index].leaves]
+        for x, i in zip(some, layout.groups[index].leaves, strict=True):
+            leaf = layout.leaves[i]
+            if not isinstance(x, Tensor) or tuple(x.shape) != leaf.shape:
+                shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise _not_parallel(f"{shape} for {leaf.title}, which is {leaf.shape}")
+        dtype = torch.promote_types(some[0].dtype, some[-1].dtype)
+        flats.append(pack(layout, index, [x.to(state.device, dtype) for x in some]))
+    return Buffers(flats=tuple(flats), placement=Placement.REPLICATED)
+
+
+def _is_like(layout: Layout, tree: Any) -> bool:
+    wanted = optree.tree_unflatten(layout.treespec, list(range(len(layout.slots))))
+    return optree.tree_structure(
+        tree, none_is_leaf=True, namespace=NAMESPACE
+    ) == optree.tree_structure(wanted, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def _not_parallel(seen: str) -> LayoutError:
+    return LayoutError(
+        f"map_params: {seen}.",
+        cause="values that are not parallel to the parameters of the state.",
+        fix="give another state, its `gradients`, a slot (state.slots[...]) or a pytree of full "
+        "tensors like the parameters.",
+    )

@@ -1,0 +1,285 @@
+"""`transform`: a transform of steps of one's own, from pure functions at the points of a step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from fzero.errors import LayoutError, PhaseError
+from fzero.errors.check import require
+from fzero.machine.encode import require_codec
+from fzero.state import Form, Placement, TrainState
+from fzero.state.codec import Codec, Compress
+from fzero.state.points import POINTS, Function, Needs, Points
+from fzero.transforms.pipeline import Step, returned_pair
+from fzero.transforms.pipeline import transform as put_around
+from fzero.transforms.states import flatten_states, map_states
+
+
+class StepTransform(Points):
+    """A transform of steps: `ema(step)` is a step. What `fzero.transform` returns.
+
+    It also goes into `transforms=` of `fzero.init`, `fzero.shard` and `Engine`.
+    """
+
+    def __call__(self, fn: Callable[..., Any], /) -> Step[..., Any]:
+        """Return the step `fn(state, *args) -> (state, aux)` with this transform around it."""
+        record = self
+
+        def around(
+            inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+        ) -> tuple[Any, Any]:
+            policy = flatten_states(record.name, state)[0][0].setup.policy
+            before = policy.points
+
+            def entered(one: TrainState) -> TrainState:
+                _require_slots(one, record)
+                require_excluded([record], _names_beside(one))
+                return one.replace_policy(points=(record, *before))
+
+            changed = map_states(record.name, entered, state)
+            state, aux = returned_pair(record.name, inner, inner(changed, *args, **kwargs))
+            return map_states(
+                record.name, lambda one: one.replace_policy(points=before), state
+            ), aux
+
+        init_options: dict[str, Any] = {"transforms": (record,)}
+        if self.wire is not None:
+            init_options["compress"] = Compress(gradients=self.wire)
+        step: Any = put_around(
+            self.name,
+            fn,
+            around,
+            never_around=(self.name, *self.excludes, "shard", "simulate"),
+            right=f"fzero.shard({self.name}(step), stage=...), with one {self.name}",
+            options={},
+            init_options=init_options,
+        )
+        return step
+
+
+def _names_beside(state: TrainState) -> set[str]:
+    """Return the names of what a state has: transforms around this one, and owners of slots."""
+    around = {one.name for one in state.setup.policy.points}
+    return around | {name.partition("/")[0] for name in state.slots}
+
+
+def _require_slots(state: TrainState, record: Points) -> None:
+    """Raise `PhaseError` for a state that was made without the slots of a transform."""
+    if record.init is None or record in state.setup.transforms:
+        return
+    same = [one for one in state.setup.transforms if one.name == record.name]
+    raise PhaseError(
+        f"{record.name}: the state has no slots of this transform"
+        + (", but of another one of that name." if same else "."),
+        cause="a state from fzero.init, or from another step; or a transform that is defined "
+        "anew for each step.",
+        fix=f"make it by the init of this step, fzero.shard({record.name}(step), stage=...).init; "
+        "or give fzero.init transforms=[...]. A checkpoint of the other state can be loaded into "
+        "the new one.",
+    )
+
+
+def transform(
+    *,
+    name: str,
+    slots: Mapping[str, Form] | None = None,
+    init: Function | None = None,
+    loss: Function | None = None,
+    local: Function | None = None,
+    wire: Codec | None = None,
+    reduced: Function | None = None,
+    update: Function | None = None,
+    updated: Function | None = None,
+    reads: Sequence[str] = (),
+    needs: Needs = "element",
+    excludes: Sequence[str] = (),
+) -> StepTransform:
+    """Return a transform of steps that acts at the points of a step, and keeps slots in the state.
+
+        loss -> local -> wire -> reduced -> update -> updated
+
+    All functions are pure: they return new slots and values, and write to nothing. Values are this
+    rank's parts of each leaf, {path: 1-D tensor}, so that elementwise code is right at every stage
+    and on every number of ranks; `ctx` has sums and norms over all of them. A leaf of which a rank
+    has nothing is an empty tensor. At each point transforms act from the inside out.
+
+    Args:
+        name: of the transform: how it shows in a pipeline, and before the names of its slots.
+        slots: {slot: `fzero.Form`}; None: each slot of `init` is parallel to the leaves that learn,
+            placed as the optimizer's state, in fp32 or wider; a number is the same on all ranks.
+        init: (params, ctx) -> {slot: {path: 1-D tensor} or a number}, before the first update.
+        loss: (slots, value, ctx) -> value: what is differentiated in the place of the loss. Each
+            call; slots are read only; what `grad_and_reduce` returns is the value before it.
+        local: (slots, g, ctx) -> (slots, g): this rank's gradient of one call and one leaf,
+            `ctx.path`, in its shape, before it crosses ranks; times the loss scale, if there is
+            one. The slots are those of which a rank has whole leaves, and numbers.
+        wire: a codec of `fzero.codecs`, or one's own: how gradients cross ranks.
+        reduced: (slots, grads, ctx) -> (slots, grads): once an update; the mean gradients in the
+            units of the loss, clipped if a clip is further in.
+        update: (slots, grads, ctx, rule) -> (slots, params); rule(grads) -> params steps the
+            optimizer. Left out: rule.
+        updated: (slots, params, ctx) -> (slots, params): once an update, of what the optimizer has
+            stepped (masters, where there are any), before parameters are gathered or rounded.
+        reads: "before": `updated` may read `ctx.params`, the parameters before the update. One
+            more copy of this rank's part.
+        needs: "element"; or "matrix": `reduced` and `updated` get whole leaves in their shapes, on
+            the rank that owns each, and slots are by leaf on its owner.
+        excludes: names of transforms and options of fzero, or of other transforms, that it cannot
+            stand beside: "clip", "scale_loss", "local", "compress", "offload", "autocast".
+
+    Returns:
+        A transform: `ema(step)` is a step; `transforms=[ema]` of `fzero.init`, `fzero.shard` and
+        `Engine` takes it. `fzero.slots(state, name)` reads what it keeps.
+
+    Raises:
+        LayoutError: for arguments that do not go together; on its first call for what a function
+            returns in another shape or dtype.
+        MismatchError: on its first call, on every rank, for a value that differs by rank where its
+            form says that it is equal.
+        PhaseError: on its first call, for a function that writes in place.
+
+    Example:
+        >>> import torch, fzero
+        >>> def begin(params, ctx):
+        ...     return {"mean": {path: p.clone() for path, p in params.items()}}
+        >>> def follow(slots, params, ctx):
+        ...     mean = {path: x.lerp(params[path], 0.5) for path, x in slots["mean"].items()}
+        ...     return {"mean": mean}, params
+        >>> ema = fzero.transform(name="ema", init=begin, updated=follow)
+        >>> def step_fn(state):
+        ...     state, loss = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
+        ...     return fzero.apply_gradients(state), loss
+        >>> step = fzero.shard(ema(step_fn), stage=2)
+        >>> state, _ = step(step.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0)))
+        >>> fzero.slots(state, "ema")
+        {'mean': {'w': tensor([0.5000, 0.5000])}}
+    """
+    functions: dict[str, Any] = {"init": init, "loss": loss, "local": local, "reduced": reduced}
+    functions |= {"update": update, "updated": updated}
+    is_name = isinstance(name, str) and name.isidentifier()
+    require("transform: name", name, lambda _: is_name, "a word, as name='ema'")
+    for key, function in functions.items():
+        good = function is None or callable(function)
+        require(f"transform: {key}", function, lambda _, good=good: good, "a function, or None")
+        _require_arguments(name, key, function)
+    require("transform: needs", needs, ("element", "matrix").__contains__, '"element" or "matrix"')
+    good = all(one == "before" for one in reads)
+    require("transform: reads", reads, lambda _: good, '("before",), or ()')
+    if wire is not None:
+        require_codec("transform: wire", wire)
+    pairs = None if slots is None else tuple(slots.items())
+    record = StepTransform(
+        name=name,
+        slots=pairs,
+        wire=wire,
+        reads=tuple(reads),
+        needs=needs,
+        excludes=tuple(excludes),
+        **functions,
+    )
+    _require_together(record)
+    return record
+
+
+_ARGUMENTS = {
+    "init": ("params", "ctx"),
+    "loss": ("slots", "value", "ctx"),
+    "local": ("slots", "g", "ctx"),
+    "reduced": ("slots", "grads", "ctx"),
+    "update": ("slots", "grads", "ctx", "rule"),
+    "updated": ("slots", "params", "ctx"),
+}
+
+
+def _require_arguments(name: str, point: str, function: Function | None) -> None:
+    """Raise `LayoutError` for a function that cannot be called with what its point gives."""
+    if function is None:
+        return
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin, nobody knows
+        return
+    given = _ARGUMENTS[point]
+    try:
+        takes.bind(*given)
+    except TypeError as error:
+        raise LayoutError(
+            f"transform {name!r}: `{point}` takes {takes}.",
+            cause=f"the arguments of another point ({error}).",
+            fix=f"define it as {point}({', '.join(given)}).",
+        ) from None
+
+
+def _require_together(record: Points) -> None:
+    """Raise `LayoutError` for a transform that does nothing, or contradicts itself."""
+    name = f"transform {record.name!r}"
+    if not record.at:
+        raise LayoutError(
+            f"{name}: it does nothing.",
+            cause="no function at any point.",
+            fix=f"give one of {', '.join(POINTS)}.",
+        )
+    if record.slots and record.init is None:
+        raise LayoutError(
+            f"{name}: slots= without init=.",
+            cause="forms of values that nobody makes.",
+            fix="give init=(params, ctx) -> {slot: value}.",
+        )
+    for slot, form in record.slots or ():
+        if not isinstance(form, Form) or not isinstance(slot, str) or "/" in slot:
+            raise LayoutError(
+                f"{name}: slots={{{slot!r}: {form!r:.60}}}.",
+                cause="a placement or a dtype in the place of a form, or a name with a slash.",
+                fix="give {slot: fzero.Form(...)}.",
+            )
+        if (
+            record.needs == "matrix"
+            and form.leaves != "number"
+            and (form.leaves != "named" or form.placement is not Placement.OWNER)
+        ):
+            raise LayoutError(
+                f"{name}: the slot {slot} is {form.leaves!r}, and needs='matrix'.",
+                cause="whole matrices are on their owners, and so is what is kept of them.",
+                fix='leave slots= out, or give fzero.Form(leaves="named", '
+                "placement=fzero.Placement.OWNER).",
+            )
+    if record.needs == "matrix" and record.update is not None:
+        raise LayoutError(
+            f"{name}: `update` with needs='matrix'.",
+            cause="the rule steps this rank's parts, and not the leaves that it owns.",
+            fix="act at `reduced` or `updated`, or write a rule: fzero.optim.from_torch("
+            "..., needs='matrix').",
+        )
+
+
+def transforms_apart(transforms: Sequence[Any], beside: Sequence[str] = ()) -> tuple[Points, ...]:
+    """Return the transforms of a state; raise `LayoutError` for two of one name.
+
+    beside: the names of fzero's own transforms and options that the state has.
+    """
+    seen = set[str]()
+    for one in transforms:
+        require("transforms", one, lambda x: isinstance(x, Points), "what fzero.transform returns")
+        if one.name in seen:
+            raise LayoutError(
+                f"transforms: two are named {one.name!r}.",
+                cause="one transform twice, or two whose slots would have the same names.",
+                fix="give each a name of its own: fzero.transform(name=...).",
+            )
+        seen.add(one.name)
+    require_excluded(transforms, seen | {*beside})
+    return tuple(transforms)
+
+
+def require_excluded(transforms: Sequence[Points], beside: Collection[str]) -> None:
+    """Raise `LayoutError` for a transform beside one that it excludes."""
+    for one in transforms:
+        found = sorted({*beside}.intersection(one.excludes))
+        if found:
+            raise LayoutError(
+                f"transforms: {one.name} beside {found[0]}.",
+                cause=f"{one.name} says that it cannot stand beside it (excludes=).",
+                fix="leave one of them out.",
+            )

@@ -1,0 +1,399 @@
+"""Run what transforms do at the points of a step: from pieces to pieces, in their order.
+
+    a call      loss: value -> value            local: this rank's g of a leaf -> g
+    an update   reduced: mean gradients -> gradients
+                update: gradients, the rule -> parameters
+                updated: parameters -> parameters, before they are gathered or rounded
+
+At each point transforms act from the inside out: those around the running step, then those that
+the state was made with and that the step has not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+
+from fzero.collectives import assert_same_everywhere, told_everywhere
+from fzero.errors import CallError, LayoutError
+from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
+from fzero.machine.offload import offloaded, to_device
+from fzero.state import Buffers, Placement, Setup, TrainState
+from fzero.state.points import Builtin, Points
+from fzero.transforms.points import _check
+from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
+from fzero.transforms.points._owned import on_owners, owned_paths
+from fzero.transforms.points._running import Running
+from fzero.transforms.points._slots import given, put, stepped_by_path, value_given
+from fzero.transforms.points._slots import stepped as stepped_flats
+from fzero.transforms.prepare import settled
+
+Rule = Callable[[Pieces], Pieces]
+"""Gradients by path -> the parameters after the rule's update, by path."""
+
+
+def transforms_of(setup: Setup, point: str) -> list[Any]:
+    """Return the transforms that do something at a point, from the inside out.
+
+    They are `Points`; at `reduced` also a `Builtin`, whose place among them matters.
+    """
+    around = setup.policy.points
+    every = (*around, *(one for one in setup.transforms if one not in around))
+    return [one for one in every if getattr(one, point, None) is not None]
+
+
+def keeps_before(setup: Setup) -> bool:
+    """Whether a transform reads the parameters before the update in `updated`."""
+    return any("before" in one.reads for one in transforms_of(setup, "updated"))
+
+
+# Once for each update.
+
+
+def reduced(running: Running) -> None:
+    """Let all transforms at `reduced` act on the gradients; their slots go into the state.
+
+    Those of users are not called where the update is not made.
+    """
+    state, asked = running.old, False
+    for one in transforms_of(state.setup, "reduced"):
+        if isinstance(one, Builtin):
+            running.ready = one.reduced(one, running, running.ready)  # type: ignore[misc]
+        elif not running.kept:
+            running.ready = settled(state, running.ready)
+            gradients = _reduced_by_path(running, one, running.ready.gradients)
+            running.ready = running.ready._replace(gradients=gradients, is_shared=True)
+            asked = True
+    if asked:
+        _check.require_same_skip(running.state, running.skipped)
+    running.ready = settled(state, running.ready)
+
+
+def _reduced_by_path(running: Running, one: Points, gradients: Buffers) -> Buffers:
+    if one.needs != "matrix":
+        return _on_pieces(running, one, "reduced", gradients)
+    flats = [to_device(x, running.state.device) for x in gradients.flats]
+    made = _on_owners(running, one, "reduced", flats)
+    return Buffers(flats=made, placement=gradients.placement)
+
+
+def updated(running: Running, flats: Sequence[Tensor]) -> list[Tensor]:
+    """Return what the rule has stepped after all transforms at `updated`."""
+    held = Buffers(flats=tuple(flats), placement=running.state.setup.optimizer_state)
+    for one in transforms_of(running.state.setup, "updated"):
+        if one.needs == "matrix":
+            made = _on_owners(running, one, "updated", held.flats)
+            held = Buffers(flats=made, placement=held.placement)
+            continue
+        held = _on_pieces(running, one, "updated", held)
+    return list(held.flats)
+
+
+def _on_pieces(running: Running, one: Points, point: str, held: Buffers) -> Buffers:
+    """Run a function on this rank's parts by path."""
+    state = running.state
+    ranges = ranges_in(state.setup, held)
+    here = [to_device(x, state.device) for x in held.flats]
+    pieces, slots = by_path(ranges, here), given(state, one)
+    ctx = running.context(point, parts_of(ranges))
+    slots_after, new = _called(running, one, point, slots, pieces, ctx)
+    running.state = put(running.state, one, slots, slots_after)
+    made = as_flats(ranges, here, pieces, new)
+    home = None if running.general else state.setup.offload.gradients
+    if point != "reduced":
+        home = None  # written back where they stand
+    flats = tuple(
+        old if x is now else offloaded(home, x, state.setup.offload)
+        for old, now, x in zip(held.flats, here, made, strict=True)
+    )
+    return Buffers(flats=flats, placement=held.placement)
+
+
+def _called(
+    running: Running, one: Points, point: str, slots: Any, value: Any, ctx: Context
+) -> tuple[dict[str, Any], Any]:
+    """Call `one.point(slots, value, ctx)`; check the first call."""
+    function, state = _check.function_at(one, point), running.state
+    if not _check.is_first(state, one, point):
+        return _check.require_pair(one, point, function(slots, value, ctx))
+    with told_everywhere(state.setup.axis, what=f"{one.name}, `{point}`"):
+        copies, ctx = _check.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
+        after, new = _check.require_pair(one, point, function(*copies, ctx))
+        _check.require_unwritten(one, point, copies, ctx.shown)
+        _check.require_like(one, point, "slots", slots, after)
+        _check.require_like(one, point, _NAMES[point], value, new)
+    # What was returned as it was given is a copy here: the state goes on with its own.
+    after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
+    _check.require_equal(put(state, one, slots, after), one, point, new, running.skipped)
+    _check.passed(state, one, point)
+    return after, new
+
+
+_NAMES = {"reduced": "grads", "updated": "params", "update": "params", "local": "g"}
+
+
+def _same(copies: Any, own: Any, returned: Any) -> Any:
+    """Return what was returned, with the state's own tensors in the place of their copies."""
+    if returned is copies:
+        return own
+    if isinstance(own, Mapping):
+        return {key: _same(copies[key], own[key], returned[key]) for key in own}
+    return returned
+
+
+# The rule.
+
+
+def stepping(running: Running, rule: Callable[[Buffers], list[Tensor]]) -> Callable[..., Any]:
+    """Return the update of transforms around a rule: gradients -> what the rule has stepped.
+
+    rule: gradients -> this rank's parts of what it steps, after one update. It is called once, or
+    not at all by a transform that makes the parameters itself.
+    """
+    wrapped = rule
+    for one in transforms_of(running.state.setup, "update"):
+        wrapped = _around(running, one, wrapped)
+    return wrapped
+
+
+def _around(
+    running: Running, one: Points, rule: Callable[[Buffers], list[Tensor]]
+) -> Callable[[Buffers], list[Tensor]]:
+    def advance(gradients: Buffers) -> list[Tensor]:
+        state = running.state
+        ranges = ranges_in(state.setup, gradients)
+        here = [to_device(x, state.device) for x in gradients.flats]
+        pieces, slots = by_path(ranges, here), given(state, one)
+        old = stepped_by_path(state)[1]
+        stepped: list[list[Tensor]] = []
+
+        first = _check.is_first(state, one, "update")
+        what = f"{one.name}, `update`"
+        ctx, shown = running.context("update", parts_of(ranges)), list[Pieces]()
+
+        def rule_by_path(grads: Pieces) -> Pieces:
+            if stepped:
+                raise CallError(
+                    f"{one.name}: `update` called the rule twice.",
+                    cause="a second step from the same state, which would count as two updates.",
+                    fix="call rule(grads) once; a gradient at another point is made in the step: "
+                    "fzero.map_params and a second grad_and_reduce.",
+                )
+            _check.require_like(one, "update", "grads", pieces, grads)
+            flats = as_flats(ranges, here, pieces, grads)
+            stepped.append(rule(Buffers(flats=flats, placement=gradients.placement)))
+            made = by_path(ranges, [to_device(x, state.device) for x in stepped[0]])
+            shown.append(_check.copied(made) if first else made)
+            return dict(shown[0])
+
+        own, function = (slots, pieces), _check.function_at(one, "update")
+        if first:
+            own, ctx = _check.copied(own), ctx.watched(what)
+        with told_everywhere(state.setup.axis, what=what) if first else nullcontext():
+            after, new = _check.require_pair(one, "update", function(*own, ctx, rule_by_path))
+            if first:
+                _check.require_unwritten(one, "update", own, shown, ctx.shown)
+            after = _same(own[0], slots, after)
+            _check.require_like(one, "update", "slots", slots, after)
+            _check.require_like(one, "update", "params", old, new)
+        running.state = put(running.state, one, slots, after)
+        if first:
+            _check.require_equal(running.state, one, "update", new)
+            _check.passed(state, one, "update")
+        base = stepped[0] if stepped else stepped_flats(state)
+        now = [to_device(x, state.device) for x in base]
+        given_now = by_path(ranges, now)
+        made = as_flats(ranges, now, given_now, _same(shown[0], given_now, new) if shown else new)
+        return [b if m is n else m for b, n, m in zip(base, now, made, strict=True)]
+
+    return advance
+
+
+def _on_owners(
+    running: Running, one: Points, point: str, flats: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Run a function on whole leaves, on the ranks that own them. A collective."""
+    state = running.state
+    ranges = ranges_in(state.setup, Buffers(placement=state.setup.optimizer_state))
+    parts = whole_parts(parts_of(ranges))
+    outs = [x.clone() for x in flats]
+    slots = given(state, one)
+    after: dict[str, Any] = {
+        name: dict(value) if isinstance(value, dict) else value for name, value in slots.items()
+    }
+    function, what = _check.function_at(one, point), f"{one.name}, `{point}`"
+    first = _check.is_first(state, one, point)
+
+    def checked(some: Any, own: Any, ctx: Context) -> Any:
+        """The first call: owners have other leaves, so all are told of an error of one."""
+        with told_everywhere(state.setup.axis, what=what):
+            copies = _check.copied((some, own))
+            after, new = _check.require_pair(one, point, function(*copies, ctx.watched(what)))
+            _check.require_unwritten(one, point, copies, ctx.shown)
+        assert_same_everywhere([f"skipped: {running.skipped}"], state.setup.axis, what=what)
+        return _same(copies[0], some, after), new
+
+    def compute(wholes: list[dict[str, Tensor]]) -> Mapping[str, Tensor]:
+        own = wholes[0]
+        some = {
+            name: {path: value[path] for path in own} if isinstance(value, dict) else value
+            for name, value in after.items()
+        }
+        ctx = running.context(point, parts, whole=True)
+        if first:
+            new_slots, new = checked(some, own, ctx)
+        else:
+            new_slots, new = _check.require_pair(one, point, function(some, own, ctx))
+        _check.require_like(one, point, "slots", some, new_slots)
+        _check.require_like(one, point, _NAMES[point], own, new)
+        for name, value in new_slots.items():
+            if isinstance(value, dict):
+                after[name].update(value)
+            elif value is not after[name]:
+                raise LayoutError(
+                    f"{one.name}: `{point}` returned another number {name}.",
+                    cause="a number that is kept by a transform that needs matrices: owners are "
+                    "called batch by batch, and each has other leaves.",
+                    fix="keep what belongs to a leaf by its path.",
+                )
+        return new
+
+    on_owners(state.setup, [list(flats)], compute, outs)
+    if first:
+        _check.passed(state, one, point)
+    running.state = put(running.state, one, slots, _of_owners(state.setup, after))
+    return tuple(outs)
+
+
+def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return slots, empty where another rank owns the leaf: a stacked state has them everywhere."""
+    others = {path for path, is_mine in owned_paths(setup).items() if not is_mine}
+    return {
+        name: {k: x.new_zeros(0) if k in others and x.numel() else x for k, x in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in slots.items()
+    }
+
+
+# Each call.
+
+
+def scaled_loss(states: Sequence[TrainState], value: Tensor) -> Tensor:
+    """Return the loss that is differentiated: after all transforms at `loss`, of each state."""
+    for state in states:
+        for one in transforms_of(state.setup, "loss"):
+            function = _check.function_at(one, "loss")
+            ctx = Context(
+                state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
+            )
+            slots, first = given(state, one), _check.is_first(state, one, "loss")
+            if first:
+                slots, ctx = _check.copied(slots), ctx.watched(f"{one.name}, `loss`")
+            version = value._version
+            new = function(slots, value, ctx)
+            if first:
+                _check.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
+                _check.passed(state, one, "loss")
+            if not isinstance(new, Tensor) or new.ndim or not new.is_floating_point():
+                seen = f"a {type(new).__name__}"
+                if isinstance(new, Tensor):
+                    seen = f"{tuple(new.shape)} {new.dtype}"
+                raise LayoutError(
+                    f"{one.name}: `loss` returned {seen}.",
+                    cause="a function that reports the loss, or one that returns (slots, value).",
+                    fix="return one floating number in a tensor, made of `value`.",
+                )
+            value = new
+    return value
+
+
+class Locals:
+    """What transforms do to this rank's own gradients in one call: slots change leaf by leaf.
+
+    A function at `local` is given the slots of which this rank has the whole leaf, and numbers.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self._state, self._transforms = state, transforms_of(state.setup, "local")
+        self._given = {one.name: _given_whole(state, one) for one in self._transforms}
+        self._after = {
+            name: {k: dict(v) if isinstance(v, dict) else v for k, v in slots.items()}
+            for name, slots in self._given.items()
+        }
+        self._first = [one for one in self._transforms if _check.is_first(state, one, "local")]
+
+    def __bool__(self) -> bool:
+        return bool(self._transforms)
+
+    def __call__(self, number: int, gradient: Tensor) -> Tensor:
+        """Return the gradient of a leaf of the layout, in its shape, after all transforms."""
+        setup = self._state.setup
+        path, leaf = leaf_paths(setup.layout)[number], setup.layout.leaves[number]
+        parts = {path: LeafPart(leaf, 0, gradient.numel())}
+        for one in self._transforms:
+            ctx = Context(
+                setup,
+                self._state.step,
+                setup.axis,
+                parts,
+                device=gradient.device,
+                path=path,
+                sums=False,
+            )
+            gradient = self._of(one, path, gradient, ctx)
+        return gradient
+
+    def _of(self, one: Points, path: str, gradient: Tensor, ctx: Context) -> Tensor:
+        function = _check.function_at(one, "local")
+        after = self._after[one.name]
+        slots = {
+            k: v[path].view(gradient.shape) if isinstance(v, dict) else v for k, v in after.items()
+        }
+        if one in self._first:
+            copies = _check.copied((slots, gradient))
+            pair = function(*copies, ctx.watched(f"{one.name}, `local`"))
+            new_slots, new = _check.require_pair(one, "local", pair)
+            _check.require_unwritten(one, "local", copies, ctx.shown)
+            new_slots = _same(copies[0], slots, new_slots)
+        else:
+            new_slots, new = _check.require_pair(one, "local", function(slots, gradient, ctx))
+        _check.require_like(one, "local", "slots", slots, new_slots)
+        _check.require_like(one, "local", "g", gradient, new)
+        for name, value in new_slots.items():
+            if value is slots[name]:
+                continue
+            form = self._state.slots[f"{one.name}/{name}"].form
+            if form.placement is not Placement.PARTIAL:
+                raise LayoutError(
+                    f"{one.name}: `local` changed the slot {name}, which is equal on all ranks.",
+                    cause="each rank has its own gradient, and would have its own value then.",
+                    fix="give the slot a form with placement=fzero.Placement.PARTIAL, or change "
+                    "it in `reduced`.",
+                )
+            if isinstance(after[name], dict):
+                after[name][path] = value.reshape(-1)
+            else:
+                after[name] = value
+        return new
+
+    def put(self, state: TrainState) -> TrainState:
+        """Return the state with the slots after this call."""
+        for one in self._transforms:
+            _check.passed(state, one, "local")
+            own = {**given(state, one), **self._given[one.name]}
+            state = put(state, one, own, {**own, **self._after[one.name]})
+        return state
+
+
+def _given_whole(state: TrainState, one: Points) -> dict[str, Any]:
+    """Return the slots of which this rank has whole leaves, and the numbers."""
+    found, prefix = {}, f"{one.name}/"
+    for name, slot in state.slots.items():
+        whole = slot.form.placement in (Placement.PARTIAL, Placement.REPLICATED)
+        if name.startswith(prefix) and (whole or slot.form.leaves == "number"):
+            found[name.removeprefix(prefix)] = value_given(state, slot)
+    return found

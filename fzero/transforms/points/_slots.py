@@ -1,0 +1,296 @@
+"""The slots of transforms in a state: made by `init`, given to functions, and put back.
+
+state.slots["ema/mean"]: Slot  - given ->  {"mean": {path: this rank's elements}}
+<-  put  -
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import told_everywhere
+from fzero.context.modes import in_transform
+from fzero.errors import LayoutError
+from fzero.machine.by_path import FlatRanges, Pieces, Range, as_flats, by_path, ranges_in
+from fzero.machine.offload import offloaded, to_device
+from fzero.machine.packing import part_of
+from fzero.optim.masters import masters_of, work_tensors
+from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
+from fzero.state.points import Points
+from fzero.transforms.points._check import (
+    copied,
+    function_at,
+    is_first,
+    passed,
+    require_equal,
+    require_unwritten,
+)
+from fzero.transforms.points._context import Context, parts_of, whole_parts
+from fzero.transforms.points._owned import owned_paths, owned_wholes
+
+
+def stepped(state: TrainState) -> list[Tensor]:
+    """Return this rank's part of what the rule steps: of each flat its master, or itself."""
+    setup, rank = state.setup, state.setup.axis.rank
+    held, wanted = setup.part(setup.params, rank), setup.part(setup.optimizer_state, rank)
+    parts = [part_of(state.params.flats[i], held, wanted) for i in setup.layout.trainable]
+    masters = masters_of(state)
+    return work_tensors(parts, masters) if masters else parts
+
+
+def stepped_by_path(state: TrainState) -> tuple[tuple[FlatRanges, ...], Pieces]:
+    """Return where leaves lie in what the rule steps, and that by their paths."""
+    placed = Buffers(placement=state.setup.optimizer_state)
+    ranges = ranges_in(state.setup, placed)
+    flats = [to_device(x, state.device) for x in stepped(state)]
+    return ranges, by_path(ranges, flats)
+
+
+# Made.
+
+
+def begun_slots(state: TrainState, only: Sequence[str] | None = None) -> TrainState:
+    """Return the state with the slots of its transforms as `init` makes them.
+
+    only: the names of slots, "<transform>/<slot>", that are made; None: all that it has not.
+    """
+    made = dict(state.slots)
+    for one in state.setup.transforms:
+        wanted = [name for name in _names(one, state) if only is None or name in only]
+        if one.init is None or (only is not None and not wanted):
+            continue
+        for name, slot in _begun(state, one).items():
+            if name not in made or (only is not None and name in only):
+                made[name] = slot
+    return state.replace(slots=made)
+
+
+def _names(one: Points, state: TrainState) -> list[str]:
+    if one.slots is not None:
+        return [f"{one.name}/{name}" for name, _ in one.slots]
+    return [name for name in state.slots if name.startswith(f"{one.name}/")]
+
+
+def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
+    """Return the slots of one transform as its `init` makes them, checked."""
+    setup, (ranges, params) = state.setup, stepped_by_path(state)
+    parts, whole = parts_of(ranges), one.needs == "matrix"
+    if whole:
+        params, parts = owned_wholes(setup, stepped(state)), whole_parts(parts)
+    axis, what = setup.over(setup.optimizer_state), f"{one.name}, `init`"
+    ctx = Context(
+        setup, state.step, axis, parts, device=state.device, params=lambda: params, whole=whole
+    )
+    function, first = function_at(one, "init"), is_first(state, one, "init")
+    if not first:
+        return _as_slots(state, one, function(params, ctx), whole=whole)
+    with told_everywhere(setup.axis, what=what):
+        copies = copied(params)
+        values = function(copies, ctx.watched(what))
+        require_unwritten(one, "init", copies, ctx.shown)
+        found = _as_slots(state, one, values, whole=whole)
+    require_equal(state.replace(slots=found), one, "init", None)
+    passed(state, one, "init")
+    return found
+
+
+def _as_slots(state: TrainState, one: Points, values: Any, *, whole: bool) -> dict[str, Slot]:
+    """Return what `init` has made as slots, checked."""
+    if not isinstance(values, Mapping):
+        raise _bad_init(one, f"returned a {type(values).__name__}")
+    forms = None if one.slots is None else dict(one.slots)
+    if forms is not None and set(forms) != set(values):
+        raise _bad_init(one, f"made {sorted(values)}, and slots= has {sorted(forms)}")
+    found = {}
+    for name, value in values.items():
+        form = _form_of(value, whole=whole) if forms is None else forms[name]
+        found[f"{one.name}/{name}"] = _slot(state, one, name, form, value)
+    return found
+
+
+def _form_of(value: Any, *, whole: bool) -> Form:
+    if not isinstance(value, Mapping):
+        return Form(leaves="number")
+    return Form(leaves="named", placement=Placement.OWNER) if whole else Form()
+
+
+def _slot(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Slot:
+    """Return a slot of a value that `init` has made."""
+    setup, place = state.setup, f"{one.name}/{name}"
+    if form.leaves == "number":
+        return Slot(value=_number(state, one, name, form, value), form=form)
+    if form.leaves == "named":
+        return Slot(value=_named(state, one, place, value), form=form)
+    placement = form.placed(setup.optimizer_state)
+    ranges = ranges_in(setup, Buffers(placement=placement), every=form.leaves == "all")
+    if isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim):
+        value = _filled(ranges, value, state.device)
+    if not isinstance(value, Mapping):
+        raise _bad_init(one, f"made a {type(value).__name__} for {place}, which is by path")
+    flats = []
+    for some in ranges:
+        for leaf in some.ranges:
+            x = value.get(leaf.path)
+            if not isinstance(x, Tensor) or x.numel() != leaf.count:
+                raise _bad_init(one, _seen(place, leaf.path, x, leaf.count))
+        dtype = _dtype_of(form, [value[leaf.path] for leaf in some.ranges])
+        flat = torch.zeros(some.numel, dtype=dtype, device=state.device)
+        new = {leaf.path: _cast(one, place, leaf, value[leaf.path], dtype) for leaf in some.ranges}
+        given: dict[str, Any] = {leaf.path: None for leaf in some.ranges}
+        flats.append(_stored(state, as_flats([some], [flat], given, new)[0]))
+    extra = set(value) - {leaf.path for some in ranges for leaf in some.ranges}
+    if extra:
+        raise _bad_init(one, f"made {place}[{min(extra)!r}], and no such leaf learns")
+    return Slot(value=Buffers(flats=tuple(flats), placement=placement), form=form)
+
+
+def _filled(
+    ranges: Sequence[FlatRanges], value: float | Tensor, device: torch.device
+) -> dict[str, Tensor]:
+    """Return pieces of which every element is one number: a Python one, in the leaf's dtype."""
+
+    def of(leaf: Range) -> Tensor:
+        dtype = None if isinstance(value, Tensor) else leaf.leaf.dtype
+        floats = dtype is None or dtype.is_floating_point or dtype.is_complex
+        number = torch.as_tensor(value, device=device, dtype=dtype if floats else None)
+        return number.expand(leaf.count)
+
+    return {leaf.path: of(leaf) for some in ranges for leaf in some.ranges}
+
+
+def _named(state: TrainState, one: Points, place: str, value: Any) -> dict[str, Tensor]:
+    if not isinstance(value, Mapping):
+        raise _bad_init(one, f"made a {type(value).__name__} for {place}, which has names")
+    for key, x in value.items():
+        if not isinstance(x, Tensor):
+            raise _bad_init(one, f"made a {type(x).__name__} for {place}[{key!r}]")
+    made = {key: _stored(state, _apart(x).clone()) for key, x in value.items()}
+    if one.needs == "matrix":  # every rank knows every name
+        for path in owned_paths(state.setup):
+            made.setdefault(path, torch.zeros(0, device=state.device))
+    return dict(sorted(made.items()))
+
+
+def _seen(place: str, path: str, x: Any, numel: int) -> str:
+    seen = f"{x.numel()} elements" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+    return f"made {seen} for {place}[{path!r}], of which this rank has {numel} elements"
+
+
+def _dtype_of(form: Form, pieces: Sequence[Tensor]) -> torch.dtype:
+    """Return the dtype in which one flat of a slot is kept: of the real view."""
+    if form.dtype is not None:
+        return form.dtype.to_real() if form.dtype.is_complex else form.dtype
+    found = [x.dtype.to_real() if x.is_complex() else x.dtype for x in pieces]
+    dtype = reduce(torch.promote_types, found) if found else torch.float32
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def _cast(one: Points, place: str, leaf: Range, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a piece in the dtype of its flat: complex, if its leaf is."""
+    if not leaf.leaf.dtype.is_complex:
+        if x.is_complex():
+            raise _bad_init(one, f"made complex numbers for {place}[{leaf.path!r}], which is real")
+        return _apart(x).to(dtype, copy=True)
+    if dtype not in (torch.float32, torch.float64):
+        raise _bad_init(one, f"made {dtype} for {place}[{leaf.path!r}], which is complex")
+    return _apart(x).to(dtype.to_complex(), copy=True)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return a value without its graph; inside of a torch.func transform it depends on params."""
+    return x if in_transform() or x.requires_grad else x.detach()
+
+
+def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Tensor:
+    if isinstance(value, bool | int | float):
+        kind = {bool: torch.bool, int: torch.int64}.get(type(value), torch.float32)
+        value = torch.tensor(value, dtype=kind)
+    if not isinstance(value, Tensor):
+        raise _bad_init(one, f"made a {type(value).__name__} for the number {one.name}/{name}")
+    return _apart(value).to(state.device, form.dtype or value.dtype, copy=True)
+
+
+def _stored(state: TrainState, flat: Tensor) -> Tensor:
+    """Return a flat where the optimizer's state is stored."""
+    return offloaded(state.setup.offload.optimizer, flat, state.setup.offload)
+
+
+def _bad_init(one: Points, seen: str) -> LayoutError:
+    return LayoutError(
+        f"{one.name}: init {seen}.",
+        cause="an init that does not return {slot: {path: this rank's elements, 1-D} or a number}.",
+        fix="make each slot of `params`, e.g. {'mean': {path: p.clone() for path, p in "
+        "params.items()}}, and declare forms that differ from that in slots=.",
+    )
+
+
+# Given, and put back.
+
+
+def given(state: TrainState, one: Points) -> dict[str, Any]:
+    """Return what a function of a transform is given of its slots."""
+    found, prefix = {}, f"{one.name}/"
+    for name, slot in state.slots.items():
+        if name.startswith(prefix):
+            found[name.removeprefix(prefix)] = value_given(state, slot)
+    return found
+
+
+def value_given(state: TrainState, slot: Slot) -> Any:
+    """Return a slot's value as functions have it: by path, on the device that computes."""
+    if isinstance(slot.value, Buffers):
+        flats = [to_device(x, state.device) for x in slot.value.flats]
+        return by_path(_ranges(state.setup, slot), flats)
+    if isinstance(slot.value, dict):
+        return {key: to_device(x, state.device) for key, x in slot.value.items()}
+    return slot.value
+
+
+def _ranges(setup: Setup, slot: Slot) -> tuple[FlatRanges, ...]:
+    return ranges_in(setup, slot.value, every=slot.form.leaves == "all")
+
+
+def put(
+    state: TrainState, one: Points, before: Mapping[str, Any], after: Mapping[str, Any]
+) -> TrainState:
+    """Return the state with other values of the slots of a transform, where any is another one."""
+    changed = {}
+    for name, value in after.items():
+        if value is not before[name]:
+            slot = state.slots[f"{one.name}/{name}"]
+            changed[f"{one.name}/{name}"] = _with_value(state, slot, before[name], value)
+    return state.replace(slots={**state.slots, **changed}) if changed else state
+
+
+def _with_value(state: TrainState, slot: Slot, before: Any, value: Any) -> Slot:
+    if not isinstance(slot.value, Buffers):
+        if isinstance(value, dict):
+            value = {key: _stored(state, x) for key, x in value.items()}
+        return dataclasses.replace(slot, value=value)
+    flats = [to_device(x, state.device) for x in slot.value.flats]
+    made = as_flats(_ranges(state.setup, slot), flats, before, value)
+    kept = tuple(
+        old if x is here else _stored(state, x)
+        for old, here, x in zip(slot.value.flats, flats, made, strict=True)
+    )
+    return dataclasses.replace(slot, value=dataclasses.replace(slot.value, flats=kept))
+
+
+def without_gradients(state: TrainState) -> TrainState:
+    """Return the state without gradients, and without what belongs to them."""
+    return renewed(state.without_gradients(), "update")
+
+
+def renewed(state: TrainState, lifetime: str) -> TrainState:
+    """Return the state whose slots of this lifetime are as `init` makes them, or gone."""
+    names = [name for name, slot in state.slots.items() if slot.form.lifetime == lifetime]
+    if not names:
+        return state
+    others = {name: slot for name, slot in state.slots.items() if name not in names}
+    return begun_slots(state.replace(slots=others), names)

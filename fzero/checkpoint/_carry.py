@@ -66,18 +66,18 @@ def _carry_batch(
     rank = axis.rank
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     packed: dict[tuple[Crossing, ...], Tensor] = {(): nothing}
-    sent, coming = [], []
+    sent, arriving = [], []
     for r, other in enumerate(stocks):
         away = r != rank
         going = tuple(crossing(other.lacks, stocks[rank].has, batch)) if away else ()
         if going not in packed:  # what several ranks lack is packed once
             packed[going] = _packed(sources, going, device)
         sent.append(packed[going])
-        coming.append([*crossing(stocks[rank].lacks, other.has, batch)] if away else [])
-    sizes = [sum(_numbers_of_bytes(targets, some)) for some in coming]
+        arriving.append([*crossing(stocks[rank].lacks, other.has, batch)] if away else [])
+    sizes = [sum(_numbers_of_bytes(targets, some)) for some in arriving]
     total = sum(stop - start for start, stop in batch.values())
     flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
-    for some, received in zip(coming, flight.wait(), strict=True):
+    for some, received in zip(arriving, flight.wait(), strict=True):
         chunks = received.split([*_numbers_of_bytes(targets, some)]) if some else ()
         for one, chunk in zip(some, chunks, strict=True):
             _unpack(targets[one.name], one, chunk)

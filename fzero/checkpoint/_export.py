@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, whole_leaves
-from fzero.checkpoint._pieces import leaf_names, paths_of
 from fzero.checkpoint._safetensors import (
     INDEX,
-    Form,
     Place,
+    TensorForm,
     begin_file,
     split_files,
     write_values,
@@ -27,6 +26,7 @@ from fzero.checkpoint.driven import Driven, buffers_of
 from fzero.checkpoint.everywhere import written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
+from fzero.machine.by_path import all_paths, leaf_paths
 from fzero.state import TrainState
 
 
@@ -70,11 +70,12 @@ def export_safetensors(
     where = path_everywhere(ranks, "export_safetensors", folder)
     facts = [f"path {where}", f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
     assert_same_everywhere(facts, ranks.axis, what="the export")
-    names = leaf_names(layout)
+    names = leaf_paths(layout)
     forms = {
-        name: Form(leaf.shape, leaf.dtype) for name, leaf in zip(names, layout.leaves, strict=True)
+        name: TensorForm(leaf.shape, leaf.dtype)
+        for name, leaf in zip(names, layout.leaves, strict=True)
     }
-    forms |= {name: Form(tuple(x.shape), x.dtype) for name, x in buffers.items()}
+    forms |= {name: TensorForm(tuple(x.shape), x.dtype) for name, x in buffers.items()}
 
     places: dict[str, Place] = {}
 
@@ -132,7 +133,7 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
     held = held_by("state_dict", state)
     facts = [f"step {int(held.states[0].step)}"]
     assert_same_everywhere(facts, held.processes.axis, what="state_dict")
-    paths, by_path = paths_of(held.setup.layout), {}
+    paths, by_path = all_paths(held.setup.layout), {}
     for number, values in _whole_leaves(held):
         copied = torch.empty_like(values, device="cpu").copy_(values)
         by_path.update(dict.fromkeys(paths[number], copied))
@@ -161,17 +162,17 @@ def _whole_leaves(held: Held) -> Iterator[tuple[int, Tensor]]:
         yield from whole_leaves(held, index, flats, held.setup.params)
 
 
-def _begun(partial: Path, forms: Mapping[str, Form], max_bytes: int) -> dict[str, Place]:
+def _begun(partial: Path, forms: Mapping[str, TensorForm], max_bytes: int) -> dict[str, Place]:
     partial.mkdir(parents=True)
     shards = split_files(forms, max_bytes)
     places: dict[str, Place] = {}
-    weights = {}
+    file_of = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         places |= begin_file(partial / file, {name: forms[name] for name in names})
-        weights |= dict.fromkeys(names, file)
+        file_of |= dict.fromkeys(names, file)
     total = sum(form.nbytes for form in forms.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weights}
+    index = {"metadata": {"total_size": total}, "weight_map": file_of}
     (partial / INDEX).write_text(json.dumps(index, indent=2))
     return places
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._kept import is_owner
 from fzero.checkpoint.driven import Buffers, Driven, buffers_of, set_buffers
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import AxisError, LayoutError, PhaseError
@@ -20,6 +21,7 @@ from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.stacked import stack_ranks
+from fzero.transforms.kept import trains_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ def held_by(name: str, thing: Any, *, apart: bool = False) -> Held:
     """
     state, engine = _state_of(name, thing)
     axis = state.mesh
-    if state.window.outer is not None and not apart:
+    if trains_apart(state) and not apart:
         raise LayoutError(
             f"{name}: a state with local updates.",
             cause="replicas that train apart have parameters and optimizer states of their own; "
@@ -159,7 +161,29 @@ def stack_of(states: Sequence[Any]) -> Any:
     )
 
 
+def _with_owner(state: TrainState, rank: int) -> TrainState:
+    """Return a rank's state that has what owners keep in slots where it is the owner.
+
+    A stack shows it on each rank.
+    """
+    setup = state.setup
+    own = {
+        name: replace(
+            slot,
+            value={
+                key: x if is_owner(setup, key, rank) else x.new_empty(0)
+                for key, x in slot.value.items()
+            },
+        )
+        for name, slot in state.slots.items()
+        if slot.form.placement is Placement.OWNER
+    }
+    return state.replace(slots={**state.slots, **own}) if own else state
+
+
 def _of_stack(state: TrainState, size: int) -> Held:
     ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
-    states = tuple(state_of_rank(state, rank) for rank in ranks)
+    states = tuple(
+        _with_owner(state_of_rank(state, rank), rank % state.setup.axis.size) for rank in ranks
+    )
     return Held(processes=alone, ranks=ranks, states=states, is_stack=True)

@@ -8,16 +8,16 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._complete import make_whole, read_leaves, with_room
 from fzero.checkpoint._folders import PathLike, as_path, path_everywhere
 from fzero.checkpoint._held import held_by, require_closed
-from fzero.checkpoint._pieces import paths_of
-from fzero.checkpoint._room import make_whole, read_leaves, with_room
-from fzero.checkpoint._safetensors import Form, Place, places_in, read_values
+from fzero.checkpoint._safetensors import Place, TensorForm, places_in, read_values
 from fzero.checkpoint.everywhere import everywhere
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
+from fzero.machine.by_path import all_paths
 from fzero.state import TrainState
-from fzero.state.setup import MASTERS
+from fzero.transforms.kept import has_values
 
 Thing = TypeVar("Thing")
 
@@ -50,7 +50,7 @@ def safetensors_initializer(folder: PathLike) -> Callable[[str, Tensor], Tensor]
     places = places_in(as_path("safetensors_initializer", folder))
 
     def initializer(path: str, leaf: Tensor) -> Tensor:
-        place = _found(places, [path], Form(tuple(leaf.shape), leaf.dtype))
+        place = _found(places, [path], TensorForm(tuple(leaf.shape), leaf.dtype))
         return read_values(place).to(
             device="cpu" if leaf.is_meta else leaf.device, dtype=leaf.dtype
         )
@@ -98,28 +98,26 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
         places = places_in(where)
         layout = held.setup.layout
         found = [
-            _found(places, paths, Form(leaf.shape, leaf.dtype))
-            for paths, leaf in zip(paths_of(layout), layout.leaves, strict=True)
+            _found(places, paths, TensorForm(leaf.shape, leaf.dtype))
+            for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
         ]
         buffers = {
-            name: read_values(_found(places, [name], Form(tuple(x.shape), x.dtype)))
+            name: read_values(_found(places, [name], TensorForm(tuple(x.shape), x.dtype)))
             for name, x in held.buffers.items()
             if name in places
         }
-        made = [with_room(one) for one in held.states]
-        taken = ("params", MASTERS)
-        read_leaves(
-            held, made, lambda leaf, kind: read_values(found[leaf]) if kind in taken else None
-        )
+        pairs = zip(held.states, held.ranks, strict=True)
+        made = [with_room(one, rank, has_values) for one, rank in pairs]
+        read_leaves(held, made, has_values, lambda leaf, _: read_values(found[leaf]))
         return made, buffers
 
     with torch.no_grad():
         states, buffers = everywhere(held.processes, read, what=f"read {where}")
-        make_whole(held, states, optimizer=False)
+        make_whole(held, states, has_values)
         return held.returned(states, buffers)
 
 
-def _found(places: Mapping[str, Place], paths: list[str], wanted: Form) -> Place:
+def _found(places: Mapping[str, Place], paths: list[str], wanted: TensorForm) -> Place:
     place = next((places[path] for path in paths if path in places), None)
     if place is None:
         raise LayoutError(

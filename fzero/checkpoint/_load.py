@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._complete import completed
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._local import check_replicas_saved, completed, room_for
-from fzero.checkpoint._outer import outer_owned
-from fzero.checkpoint._owned import (
-    is_copy,
-    owned_pieces,
-    read_by,
-    share_with_replicas,
-    with_room_owned,
-)
-from fzero.checkpoint._pieces import TensorPiece, cut_shards
-from fzero.checkpoint._residual import Sums, start_pieces, with_residual
+from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._rng import rng_file, rng_setter
-from fzero.checkpoint._room import room, zeros_where
+from fzero.checkpoint._room import NewState, room_for, warn_of
 from fzero.checkpoint._save import storage
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.driven import (
@@ -48,6 +38,7 @@ from fzero.checkpoint.manifest import (
 from fzero.collectives import assert_same_everywhere
 from fzero.ranks.axis import Axis
 from fzero.state import TrainState
+from fzero.transforms.kept import APART, require_facts
 from fzero.transforms.written import returned
 
 Thing = TypeVar("Thing")
@@ -57,9 +48,8 @@ Thing = TypeVar("Thing")
 class LoadPlan:
     """What one process reads from a checkpoint and where it puts it, checked."""
 
-    states: list[TrainState]  # of each of its ranks: new ones, to be filled
-    pieces: list[TensorPiece]  # views of them, of `buffers` and of `sums`
-    sums: Sums  # of residuals
+    rooms: list[NewState]  # of each of its ranks
+    pieces: list[TensorPiece]  # views of them, and of `buffers`
     buffers: Buffers  # of an engine's module
     set_rng: Callable[[], None] | None
 
@@ -224,7 +214,8 @@ def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> Loa
     for one in held.states:
         require_closed(one)
     require_fit(saved, facts_of_state(held.states[0]), where)
-    check_replicas_saved(held.states[0], saved, where)
+    if (facts := saved.origin.get(APART)) is not None:
+        require_facts(held.states[0], facts, where, "load")
     axis, engine = held.processes.axis, held.engine
     buffers, pieces = {}, []
     if engine is not None:
@@ -233,36 +224,20 @@ def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> Loa
         buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
         require_options(engine.optimizer, saved.module["options"])
     frozen = not leaves_out(saved)
-    made: list[TrainState] = []
-    sums: Sums = []
-    make = partial(room, frozen=frozen)
-    for one, number in zip(held.states, held.ranks, strict=True):
-        new, shards = room_for(one, saved, number, make, zeros_where, frozen=frozen)
-        prefix = read_by(one, number, saved.origin)
-        new = with_room_owned(new, number, saved.slots, saved.tensors, prefix)
-        new, residual, more = with_residual(new, saved, number)
-        shared = held.is_stack and is_copy(one, number)  # see `finished`
-        pieces += [
-            *cut_shards(new.setup.layout, [*shards, *residual]),
-            *([] if shared else owned_pieces(new, number, prefix)),
-            *outer_owned(new, number),
-            *start_pieces(new, saved),
-        ]
-        made.append(new)
-        sums += more
+    rooms = [
+        room_for(one, saved, rank, frozen=frozen)
+        for one, rank in zip(held.states, held.ranks, strict=True)
+    ]
+    warn_of(rooms, saved, where, "load")
+    pieces += [piece for room in rooms for piece in room.pieces]
     set_rng = None if rng is None else rng_setter(rng, where)
-    return LoadPlan(states=made, pieces=pieces, sums=sums, buffers=buffers, set_rng=set_rng)
+    return LoadPlan(rooms=rooms, pieces=pieces, buffers=buffers, set_rng=set_rng)
 
 
 @torch.no_grad()
 def finished(held: Held, saved: Manifest, plan: LoadPlan) -> Any:
     """Return the state or engine with what was read into the pieces of a plan. A collective."""
-    states = completed(held, plan.states)
-    if held.is_stack:
-        share_with_replicas(states)
-    for total, part in plan.sums:
-        total += part
-    made = held.returned(states, plan.buffers)
+    made = held.returned(completed(held, plan.rooms), plan.buffers)
     if held.engine is not None:
         set_options(held.engine.optimizer, saved.module["options"])
     if plan.set_rng is not None:

@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._form import MANIFEST_FORM, DictForm, problems
+from fzero.checkpoint._form import MANIFEST_FORM
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._private import new_file, own_file
 from fzero.checkpoint.everywhere import damaged
 from fzero.checkpoint.manifest import Manifest
+from fzero.errors.json_form import DictForm, problems
 
 _PREFIX = struct.Struct("<8sQQII")  # mark, bytes of body and header, crc32 of body and header
 _MARK = b"fzmirr01"  # another format has another mark

@@ -50,14 +50,14 @@ def _require_way(folder: Path, name: str) -> None:
             _require(each, name, trusted, sticky=True)
 
 
-def _require(folder: Path, name: str, owners: tuple[int, ...], *, sticky: bool) -> None:
+def _require(folder: Path, name: str, users: tuple[int, ...], *, sticky: bool) -> None:
     """Raise `LayoutError` for a folder of others. sticky: others may write there as in /tmp."""
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode):
         raise _refused(folder, name, "is a link")
     if not stat.S_ISDIR(found.st_mode):
         raise _refused(folder, name, "is no folder")
-    if found.st_uid not in owners:
+    if found.st_uid not in users:
         raise _refused(folder, name, f"belongs to {_user(found.st_uid)}")
     if found.st_mode & _OTHERS and not (sticky and found.st_mode & stat.S_ISVTX):
         raise _refused(folder, name, f"can be written by others ({stat.filemode(found.st_mode)})")

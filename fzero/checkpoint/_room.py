@@ -1,61 +1,75 @@
-"""New states that are filled from files; and the gathers that complete what each rank has read."""
+"""New states that are filled from pieces: where each entry comes from, by its form.
+
+cut     the elements that this rank has
+sum     on as many ranks its own summand; else its part of the sum, and zeros
+own     its own, or its replica's, on as many of them; else it begins
+anew    its own on the same ranks at the same stage; else it begins, with a warning
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, with_counters
-from fzero.checkpoint._held import Held
-from fzero.checkpoint._pieces import shards_of
-from fzero.checkpoint._slots import Slot, optimizer_with, slots_across
+from fzero.checkpoint._kept import (
+    form_in,
+    held_part,
+    learning,
+    named_entries,
+    numel_of,
+    pieces_of,
+    place_of,
+    whole_pieces,
+)
+from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
+from fzero.checkpoint.manifest import Manifest
+from fzero.errors import explain
 from fzero.machine.offload import empty_where
-from fzero.machine.packing import leaf_ranges, part_of, shard_of
-from fzero.machine.parts import gather_parts_in_place
-from fzero.state import Buffers, Placement, Progress, Setup, TrainState
-from fzero.state.layout import as_real
-from fzero.state.scale import from_numbers, with_slot
-from fzero.state.setup import MASTERS
-from fzero.state.window import CLOSED
+from fzero.machine.packing import part_of
+from fzero.optim.entries import RULE, require_kept
+from fzero.state import Part, Placement, Setup, TrainState
+from fzero.state.entry import Entry
+from fzero.transforms.kept import (
+    APART,
+    PARAMS,
+    are_as_many,
+    begun,
+    begun_apart,
+    entries_of,
+    is_slot,
+    numbered,
+    shared_of,
+    trains_apart,
+    with_entries,
+    with_facts,
+    with_shared,
+    without_shared,
+)
+
+Sums = list[tuple[Tensor, Tensor]]
+"""What is read is added to the first of each two."""
+
+Key = tuple[str, str]  # of an entry
+Zero = Callable[[Tensor], Tensor]
+"""A tensor of the state that is given -> zeros of the new one."""
 
 
-def room(
-    state: TrainState, saved: Mapping[str, Any], *, optimizer: bool = True, frozen: bool = True
-) -> TrainState:
-    """Return an idle state like `state` with the saved numbers, and zeros for all that is read.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewState:
+    """A new state of one rank, to be filled."""
 
-    saved: the counters of a `Manifest`.
-    optimizer: False: of its slots, masters alone are read; the others stay.
-    frozen: False: parameters that do not learn are not read, and are copies of the state's.
-    """
-    made = with_room(state, optimizer=optimizer)
-    if not frozen:
-        for index, flat in enumerate(state.params.flats):
-            if index not in state.setup.layout.trainable:
-                made.params.flats[index].copy_(flat)
-    return numbered(made, saved)
-
-
-def numbered(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
-    """Return an idle state with the saved numbers, and the tensors that `state` has.
-
-    saved: the counters of a `Manifest`.
-    """
-    slots = {name: slot for name, slot in state.slots.items() if slot.form.lifetime != "update"}
-    counters = dict(saved["optimizer"])
-    counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
-    unstepped = saved.get(UNSTEPPED, ())
-    return state.replace(
-        optimizer=with_counters(state, lambda slot: slot.flat, counters, unstepped),
-        gradients=Buffers(),
-        window=CLOSED,
-        step=torch.tensor(saved["step"], dtype=torch.int64),
-        progress=Progress(),
-        slots=with_slot(slots, from_numbers(state.scale, saved["scale"])),
-    )
+    like: TrainState  # what it was made like
+    state: TrainState
+    own: int  # the rank, in its replica
+    pieces: list[TensorPiece] = field(default_factory=list)  # views of it, and of `sums`
+    sums: Sums = field(default_factory=list)
+    begins: set[Key] = field(default_factory=set)  # entries that have no saved value
+    notes: list[str] = field(default_factory=list)  # which of them, in words
 
 
 def zeros_where(x: Tensor) -> Tensor:
@@ -63,74 +77,231 @@ def zeros_where(x: Tensor) -> Tensor:
     return empty_where(x).zero_()
 
 
-def with_room(state: TrainState, *, optimizer: bool = False) -> TrainState:
-    """Return a state like `state` with zeros for its parameters and masters, to be filled.
+def room_for(
+    like: TrainState,
+    saved: Manifest,
+    rank: int,
+    zero: Zero = zeros_where,
+    *,
+    frozen: bool = True,
+    shared: bool = False,
+    more: Sequence[Entry] = (),
+) -> NewState:
+    """Return a new state like one that is given, with the saved numbers, and room for the values.
 
-    optimizer: whether its other slots are zeros, too.
+    rank: of the mesh. shared: it reads all that it holds, and not only its own part of it.
+    frozen: False: parameters that do not learn are not read, and are copies of the state's.
+    more: entries that it has beside those of `like`, of zeros.
     """
-
-    def made(slot: Slot) -> Tensor:
-        is_read = optimizer or slot.name == MASTERS
-        return zeros_where(slot.flat) if is_read else slot.flat
-
-    flats = tuple(map(zeros_where, state.params.flats))  # padding stays zero
-    return state.replace(
-        params=Buffers(flats=flats, placement=state.params.placement),
-        optimizer=optimizer_with(state, made),
-    )
-
-
-def read_leaves(
-    held: Held, states: Sequence[TrainState], values: Callable[[int, str], Tensor | None]
-) -> None:
-    """Read what this process has to read of new states, one leaf at a time.
-
-    values: (number of the leaf, params or a slot) -> the values of all its elements; None: stay.
-    """
-    for state, rank in zip(states, held.ranks, strict=True):
-        for prefix, index, part, shard in shards_of(state, rank):
-            for own in leaf_ranges(state.setup.layout, index, part):
-                found = values(own.leaf, prefix.removeprefix("optimizer/"))
-                if found is not None:
-                    whole = as_real(found).reshape(-1)
-                    own.of(shard).copy_(whole[own.start : own.stop])
-
-
-def make_whole(held: Held, states: Sequence[TrainState], *, optimizer: bool = True) -> None:
-    """Fill in what other ranks have read, one flat at a time. A collective.
-
-    states: one for each of `held.ranks`, each with its own part of every flat.
-    optimizer: False: of its slots, masters alone were read.
-    """
-    setup = states[0].setup
-    params = zip(*(one.params.flats for one in states), strict=True)
-    every = [(setup.params, list(flats)) for flats in params]
-    slots = ((name, flats) for name, _, flats in slots_across(states))
-    every += [
-        (setup.optimizer_state, flats) for name, flats in slots if optimizer or name == MASTERS
+    setup, (replica, own), facts = like.setup, place_of(like, rank), saved.origin.get(APART)
+    apart = trains_apart(like) and facts is not None
+    same = apart and facts is not None and are_as_many(like, facts)
+    numbers = saved.counters
+    if same and facts is not None:
+        numbers = facts["replicas"][replica]["counters"]
+    found = NewState(like=like, state=like, own=own)
+    reader = _Reader(found, saved, shared=shared, apart=trains_apart(like) and not same)
+    named = {one.key: (one, prefix if same else "") for one, prefix in named_entries(like, rank)}
+    made = [
+        _room_of(setup, one, reader.texts(prefix + one.name), zero)
+        for one, prefix in named.values()
     ]
-    for placement, flats in every:
-        make_parts_whole(held, setup, placement, flats)
+    state = with_entries(like, made)
+    if not frozen:
+        for i in {*range(len(setup.layout.groups))} - {*setup.layout.trainable}:
+            state.params.flats[i].copy_(like.params.flats[i])
+    state = with_entries(numbered(without_shared(state), numbers), more)
+    for one in entries_of(state, own, live=True):  # as the state has them: they are filled there
+        prefix = named[one.key][1] if one.key in named else ""
+        if same and one.name == PARAMS:
+            reader.read(_others(setup, learning(setup, one, frozen)), "")
+            one = learning(setup, one, frozen=False)
+        reader.read(learning(setup, one, frozen), prefix)
+    require_kept(state, own)
+    if apart and facts is not None:
+        state = with_facts(state, like, facts, replica if same else -1)
+        some = [_room_of(setup, one, reader.texts(one.name), zero) for one in shared_of(state, own)]
+        state = with_shared(state, some)
+        for one in shared_of(state, own):
+            reader.read(one, "", core=True)
+    return replace(found, state=state)
 
 
-def make_parts_whole(
-    held: Held, setup: Setup, placement: Placement, flats: Sequence[Tensor]
-) -> None:
-    """Fill in what other ranks have read of a flat, given as what each rank holds. A collective."""
-    if setup.part(placement, 0).count == setup.part(Placement.OVER_ALL, 0).count:
-        return  # ranks have read all that they hold
-    if held.is_stack:
-        _share(setup, placement, flats)
-    else:
-        gather_parts_in_place(setup, flats, Placement.OVER_ALL, placement)
+def _others(setup: Setup, entry: Entry) -> Entry:
+    """Return parameters without those that learn."""
+    values = {i: x for i, x in entry.values.items() if i not in setup.layout.trainable}
+    return replace(entry, values=values)
 
 
-def _share(setup: Setup, placement: Placement, flats: Sequence[Tensor]) -> None:
-    """Share between virtual ranks the parts of a flat that each has read."""
-    parts = [setup.part(placement, rank) for rank in range(len(flats))]
-    full = flats[0].new_empty(flats[0].numel() * parts[0].count)
-    for rank, flat in enumerate(flats):
-        own = setup.part(Placement.OVER_ALL, rank)
-        shard_of(full, *own).copy_(part_of(flat, parts[rank], own))
-    for part, flat in zip(parts, flats, strict=True):
-        flat.copy_(shard_of(full, *part))
+def _room_of(setup: Setup, entry: Entry, texts: Mapping[str, str], zero: Zero) -> Entry:
+    """Return an entry with zeros: what owners keep in the shapes that were saved."""
+    values: dict[Any, Tensor] = {}
+    for key, x in entry.values.items():
+        values[key] = x
+        if entry.placement is Placement.OWNER:
+            form = form_in(f"{entry.name}/{key}", texts[key]) if key in texts else None
+            shape, dtype = form or (tuple(x.shape), x.dtype)
+            shape = shape if key in entry.owned else (0,)
+            values[key] = torch.zeros(shape, dtype=dtype, device=x.device)
+        elif entry.per_leaf and entry.form.codec is not None and not x.is_floating_point():
+            values[key] = x.new_zeros(numel_of(setup, entry, key, x), dtype=torch.float32)
+        else:
+            values[key] = zero(x)
+    return replace(entry, values=values)
+
+
+class _Reader:
+    """Finds where the entries of a new state come from, and puts that into its room."""
+
+    def __init__(self, room: NewState, saved: Manifest, *, shared: bool, apart: bool) -> None:
+        self._room, self._saved, self._shared = room, saved, shared
+        self._setup, self._own = room.like.setup, room.own
+        self._apart = apart  # of other replicas than were saved
+        place = (self._setup.stage, room.like.mesh.size)
+        self._moved = place != (saved.origin["stage"], saved.origin["ranks"])
+
+    def texts(self, name: str) -> Mapping[str, str]:
+        """Return what the manifest says of the tensors of an entry."""
+        if RULE in name:
+            return self._saved.slots.get(name.replace(RULE, "", 1), {})
+        return self._saved.kept.get(name, {"values": {}})["values"]
+
+    def read(self, entry: Entry, prefix: str, *, core: bool = False) -> None:
+        """Let an entry be read, or begin. core: it is there, for the manifest was checked."""
+        name, form, room = prefix + entry.name, entry.form, self._room
+        if core or not is_slot(entry):
+            self._cut(entry, prefix)
+        elif not self._has(name) or (form.optional and not self._fits(entry, name)):
+            self._begin(entry)
+            if form.lifetime == "run" and not form.optional:
+                room.notes.append(f"it has no {entry.name}, which the state keeps")
+        elif form.elsewhere == "anew" and self._moved:
+            self._begin(entry)
+            room.notes.append(f"{entry.name} is not kept on other ranks or stages: {form.why}")
+        elif entry.placement is Placement.PARTIAL:
+            self._summand(entry, prefix)
+        elif form.elsewhere == "own" and self._apart:
+            self._begin(entry)
+        else:
+            self._cut(entry, prefix)
+
+    def _begin(self, entry: Entry) -> None:
+        self._room.begins.add(entry.key)
+
+    def _has(self, name: str) -> bool:
+        tensors = self._saved.tensors
+        known = name in self._saved.kept or name in tensors
+        return known or any(x.startswith(f"{name}/") for x in tensors)
+
+    def _fits(self, entry: Entry, name: str) -> bool:
+        """Whether named tensors have the sizes and dtypes that were saved."""
+        for key, x in entry.values.items() if entry.form.leaves == "named" else ():
+            known = self._saved.tensors.get(f"{name}/{key}", {"chunks": []})
+            numel = sum(chunk[1] for chunk in known["chunks"])
+            if (numel, known.get("dtype", str(x.dtype))) != (x.numel(), str(x.dtype)):
+                return False
+        return True
+
+    def _cut(self, entry: Entry, prefix: str) -> None:
+        shared = self._shared or not entry.per_leaf
+        self._room.pieces.extend(pieces_of(self._setup, entry, self._own, prefix, shared=shared))
+
+    def _summand(self, entry: Entry, prefix: str) -> None:
+        """Let a rank read its own summand, or its part of the sum of all of them."""
+        name, known = prefix + entry.name, {x.name for x in entries_of(self._room.like, self._own)}
+        some = (x.removeprefix(f"{name}/") for x in self._saved.tensors if x.startswith(f"{name}/"))
+        parts = {x.split("/")[0] for x in some}
+        numbers = {x for x in parts if x.isdigit()}
+        added = {x for x in parts - numbers if f"{entry.name}/{x}" not in known}
+        if numbers == {*map(str, range(self._count(entry)))}:
+            self._read(pieces_of(self._setup, entry, self._own, prefix), adds=False)
+        elif entry.form.elsewhere == "sum":
+            added |= numbers
+        else:
+            self._begin(entry)
+            if entry.form.elsewhere == "anew":
+                self._room.notes.append(f"{entry.name} is not kept here: {entry.form.why}")
+        for word in sorted(added) if entry.form.elsewhere == "sum" else ():
+            self._read(self._parts_of_sum(entry, f"{name}/{word}"), adds=True)
+
+    def _count(self, entry: Entry) -> int:
+        """Return how many summands there are of an entry on these ranks."""
+        setup, layout = self._setup, self._setup.layout
+        for index, flat in entry.values.items() if entry.per_leaf else ():
+            if numel_of(setup, entry, index, flat) != layout.full_numel(index):
+                return setup.replicas
+        return setup.axis.size
+
+    def _parts_of_sum(self, entry: Entry, name: str) -> Iterator[TensorPiece]:
+        """Yield this rank's part of a sum: of what has no parts all on the first rank."""
+        setup, own = self._setup, self._own
+        for key, x in entry.values.items():
+            if entry.per_leaf:
+                held, part = held_part(setup, entry, key, x, own)[1], self._part
+                shard = OwnShard(name, key, part, part_of(x, held, part))
+                yield from cut_shards(setup.layout, [shard])
+            elif not own:
+                yield from whole_pieces("/".join(filter(None, (name, key))), x)
+
+    @property
+    def _part(self) -> Part:
+        return self._setup.part(Placement.OVER_ALL, self._own)
+
+    def _read(self, pieces: Iterable[TensorPiece], *, adds: bool) -> None:
+        """Let pieces be read in the dtype that was saved: into what is there, or to be added."""
+        for piece in pieces:
+            here = piece.values.dtype
+            name = self._saved.tensors.get(piece.name, {}).get("dtype", str(here))
+            dtype = getattr(torch, name.removeprefix("torch."), here)
+            if not adds and dtype is here:
+                self._room.pieces.append(piece)
+            elif isinstance(dtype, torch.dtype):
+                read = torch.zeros_like(piece.values, dtype=dtype)
+                self._room.pieces.append(replace(piece, values=read))
+                self._room.sums.append((piece.values, read))
+
+
+def finished_room(room: NewState) -> TrainState:
+    """Return the state of a rank, whose elements are all there.
+
+    A collective of the ranks of its replica, where something begins anew.
+    """
+    for total, part in room.sums:
+        total += part
+    state = begun_apart(room.state, room.like)
+    if not room.begins:
+        return state
+    made = begun(state, room.like, [name for name, _ in room.begins])
+    fresh = entries_of(made, room.own, live=True)
+    copies = [
+        replace(one, values={k: x.clone() for k, x in one.values.items()})
+        for one in fresh
+        if one.key in room.begins
+    ]
+    return with_entries(state, copies)
+
+
+def warn_of(rooms: Sequence[NewState], saved: Manifest, where: object, name: str) -> None:
+    """Warn, once for each, of what begins anew, and of what is left out.
+
+    where: what is saved is. name: of the call.
+    """
+    if not rooms:
+        return
+    room = rooms[0]
+    known = {one.name for one in entries_of(room.state, room.own, live=True)}
+    known |= (
+        {one.name for one in shared_of(room.state, room.own)} if trains_apart(room.state) else set()
+    )
+    left = [
+        f"it has {one}, which the state does not keep: it is left out"
+        for one, facts in saved.kept.items()
+        if one not in known and not facts["optional"] and not one.startswith("replica/")
+    ]
+    for seen in [*room.notes, *left]:
+        text = explain(
+            f"{name}: of {where}, {seen}.",
+            cause="a transform that was added, or left out, since then; or other ranks.",
+            fix="nothing, if that is meant: what has no saved value begins as in a new state.",
+        )
+        warnings.warn(text, UserWarning, stacklevel=2)

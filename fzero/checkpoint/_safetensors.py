@@ -47,7 +47,7 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class Form(NamedTuple):
+class TensorForm(NamedTuple):
     """A tensor before its values are there."""
 
     shape: tuple[int, ...]
@@ -65,14 +65,14 @@ class Place:
 
     file: Path
     begin: int
-    form: Form
+    form: TensorForm
 
 
-def split_files(forms: Mapping[str, Form], max_bytes: int) -> list[list[str]]:
+def split_files(forms: Mapping[str, TensorForm], max_bytes: int) -> list[list[str]]:
     """Return which names share a file: in their order, a file full before the next one begins.
 
     Example:
-        >>> forms = {name: Form((4,), torch.float32) for name in "abc"}
+        >>> forms = {name: TensorForm((4,), torch.float32) for name in "abc"}
         >>> split_files(forms, 32)
         [['a', 'b'], ['c']]
     """
@@ -87,7 +87,7 @@ def split_files(forms: Mapping[str, Form], max_bytes: int) -> list[list[str]]:
     return shards
 
 
-def begin_file(file: Path, forms: Mapping[str, Form]) -> dict[str, Place]:
+def begin_file(file: Path, forms: Mapping[str, TensorForm]) -> dict[str, Place]:
     """Write the header of a file, and make room for the values; return where each one goes.
 
     Raises `LayoutError` for a dtype that the format has not.
@@ -153,11 +153,11 @@ def places_in(folder: Path) -> dict[str, Place]:
             )
         return read_file(folder / SINGLE)
     with open(index, "rb", opener=regular) as stream:
-        weights = _json(index, stream.read()).get("weight_map")
-    if not isinstance(weights, dict) or not weights:
+        file_of = _json(index, stream.read()).get("weight_map")
+    if not isinstance(file_of, dict) or not file_of:
         raise damaged(index, "has no weight_map")
     files: dict[str, dict[str, Place]] = {}
-    for name, file in weights.items():
+    for name, file in file_of.items():
         if not isinstance(file, str) or not _NAME.fullmatch(file):
             raise damaged(index, f"has {name} in {file!r:.200}, which is no file of the folder")
         if file not in files:
@@ -166,7 +166,7 @@ def places_in(folder: Path) -> dict[str, Place]:
             files[file] = read_file(folder / file)
         if name not in files[file]:
             raise damaged(folder / file, f"has no {name}, which its index says")
-    return {name: files[file][name] for name, file in weights.items()}
+    return {name: files[file][name] for name, file in file_of.items()}
 
 
 def read_file(file: Path) -> dict[str, Place]:
@@ -187,7 +187,7 @@ def _place(file: Path, name: str, entry: Any, first: int, size: int) -> Place:
     """Return where a tensor is. Raises `CheckpointError` unless that is in the file."""
     try:
         begin, end = entry["data_offsets"]
-        form = Form(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+        form = TensorForm(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
         good = all(type(n) is int and n >= 0 for n in (begin, end, *form.shape))
         good = good and end - begin == form.nbytes and first + end <= size
     except (KeyError, TypeError, ValueError):

@@ -24,11 +24,9 @@ from fzero.checkpoint._folders import (
     sweep,
 )
 from fzero.checkpoint._held import Held, held_by, require_idle
-from fzero.checkpoint._local import all_shards_of, facts_of_replicas
-from fzero.checkpoint._outer import has_owners, outer_owned, slots_of_owner
-from fzero.checkpoint._owned import Slots, owned_pieces, prefix_of, saved_pieces
-from fzero.checkpoint._pieces import TensorPiece, cut_shards
-from fzero.checkpoint._residual import residual_shards, start_pieces
+from fzero.checkpoint._kept import pieces_of_rank
+from fzero.checkpoint._pieces import TensorPiece
+from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.checkpoint.disk import sync, sync_files
 from fzero.checkpoint.driven import (
@@ -40,7 +38,7 @@ from fzero.checkpoint.driven import (
     options_of,
 )
 from fzero.checkpoint.everywhere import Ranks, everywhere, from_first, results_of_ranks
-from fzero.checkpoint.manifest import Manifest, as_extra, facts_of_state, write_manifest
+from fzero.checkpoint.manifest import Manifest, as_extra, facts_of_state, note_texts, write_manifest
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 
@@ -217,12 +215,14 @@ def draft_of(
         )
 
     draft = everywhere(ranks, prepare, what="prepare the checkpoint")
-    local = facts_of_replicas(held)
-    origin = {**draft.manifest.origin, **local}
+    facts = facts_of_replicas(held)
+    origin = {**draft.manifest.origin, **facts}
     draft = replace(draft, manifest=replace(draft.manifest, origin=origin))
-    _note_free_slots(held, draft.manifest)
+    if any_named(held.states[0]):
+        told = results_of_ranks(ranks, lambda: texts_here(held), what="prepare the checkpoint")
+        note_texts(draft.manifest, (texts for some in told for texts in some))
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
-    assert_same_everywhere([f"step {local or step}"], ranks.axis, what="the checkpoint")
+    assert_same_everywhere([f"step {facts or step}"], ranks.axis, what="the checkpoint")
     return draft
 
 
@@ -230,33 +230,6 @@ def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
     """Return what this process writes of its states, as views; buffers are not among it."""
     pairs = zip(held.states, held.ranks, strict=True)
     return [piece for one, rank in pairs for piece in pieces_of_rank(one, rank, frozen=frozen)]
-
-
-def pieces_of_rank(
-    state: TrainState, rank: int, *, frozen: bool = True, shared: bool = False
-) -> list[TensorPiece]:
-    """Return what one rank of the mesh writes of a state, as views; if `shared`, all it holds."""
-    parts = all_shards_of(state, rank, frozen=frozen, shared=shared)
-    shards = [*parts, *residual_shards(state, rank)]
-    starts = start_pieces(state) if shared or rank == 0 else []
-    prefix = prefix_of(state, rank)
-    own = owned_pieces(state, rank, prefix) if shared else saved_pieces(state, rank)
-    own += outer_owned(state, rank, saves=not shared)
-    return [*cut_shards(state.setup.layout, shards), *own, *starts]
-
-
-def _note_free_slots(held: Held, manifest: Manifest) -> None:
-    """Write into a manifest what owners alone know of their slots. A collective, if any is."""
-    if not has_owners(held.states[0]):
-        return
-
-    def own() -> list[Slots]:
-        return [slots_of_owner(x, rank) for x, rank in zip(held.states, held.ranks, strict=True)]
-
-    for some in results_of_ranks(held.processes, own, what="prepare the checkpoint"):
-        for slots in some:
-            for name, forms in slots.items():
-                manifest.slots.setdefault(name, {}).update(forms)
 
 
 def write_draft(draft: Draft, path: Path) -> None:

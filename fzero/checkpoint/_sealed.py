@@ -28,8 +28,8 @@ def read_sealed(file: Path, name: str) -> dict[str, Any]:
     `NotADirectoryError` if there is no such file.
     """
     try:
-        outer = json.loads(read_text(file))
-        body, crc = outer[name], outer["crc32"]
+        around = json.loads(read_text(file))
+        body, crc = around[name], around["crc32"]
         if _crc32(body) != crc:
             raise ValueError("its checksum is wrong")
         if not isinstance(body, dict):

@@ -10,34 +10,47 @@ import io
 import pickle
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint._held import Held
-from fzero.checkpoint._local import facts_of_replicas
-from fzero.checkpoint._outer import slots_of_owner
-from fzero.checkpoint._owned import Slots
-from fzero.checkpoint.manifest import Manifest, facts_of_state
+from fzero.checkpoint._kept import Texts, form_in, is_owner, place_of
+from fzero.checkpoint._replicas import facts_of_replicas, texts_here
+from fzero.checkpoint.manifest import Manifest, facts_of_state, kept_facts, note_texts
 from fzero.errors import LayoutError
+from fzero.machine.by_path import leaf_paths
+from fzero.machine.offload import offloaded
 from fzero.optim import TorchOptimizer
-from fzero.state import Local, Setup
-from fzero.state.scale import ScalePolicy
+from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
+from fzero.state.entry import Entry, slot_with
+from fzero.transforms.kept import APART, entries_of
+from fzero.transforms.pattern import Pattern, pattern_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
     """What a state is, on whatever ranks."""
 
-    setup: Setup
-    local: Local | None
-    policy: ScalePolicy | None  # of the loss scale
+    pattern: Pattern
     manifest: Manifest
-    device: torch.device
+    slots: dict[str, Form] = field(default_factory=dict)
+    more: dict[str, Form] = field(default_factory=dict)  # no slot, and does not live for the run
+
+    @property
+    def setup(self) -> Setup:
+        """Of the state."""
+        return self.pattern.setup
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state computes."""
+        return self.pattern.device
 
     @property
     def batch_bytes(self) -> int:
@@ -49,38 +62,99 @@ class Structure:
         return max(sizes.values(), default=0)
 
 
+class KeptHere(NamedTuple):
+    """What a rank tells of what it keeps, which others may not have."""
+
+    texts: list[Texts]
+    kept: dict[str, Any]  # as a manifest has it
+    slots: dict[str, Form]
+    more: dict[str, Form]  # of what is no slot, and does not live for the run
+
+
 def structure_of(held: Held) -> Structure:
-    """Return what the held state is. With local updates, a collective of its ranks."""
+    """Return what the held state is. With replicas that train apart, a collective of its ranks."""
     state = held.states[0]
     manifest = facts_of_state(state)
-    outer, local, counters = state.window.outer, facts_of_replicas(held), manifest.counters
-    if local:  # those of replica 0, as in a checkpoint
-        counters = local["local"]["replicas"][0]["counters"]
-    return Structure(
-        setup=state.setup,
-        local=None if outer is None else outer.local,
-        policy=None if state.scale is None else state.scale.policy,
-        manifest=replace(manifest, origin={**manifest.origin, **local}, counters=counters),
-        device=state.device,
-    )
+    facts, counters = facts_of_replicas(held), manifest.counters
+    if facts:  # those of replica 0, as in a checkpoint
+        counters = facts[APART]["replicas"][0]["counters"]
+    origin = {**manifest.origin, **facts}
+    manifest = replace(manifest, origin=origin, counters=counters)
+    return Structure(pattern=pattern_of(state), manifest=manifest)
 
 
-def slots_of_owners(held: Held) -> Slots:
-    """Return what the ranks of this process alone know of the slots that they own."""
-    found: Slots = {}
+def told_of(held: Held) -> KeptHere:
+    """Return what the ranks of this process tell."""
+    found = KeptHere(texts_here(held), {}, {}, {})
     for state, rank in zip(held.states, held.ranks, strict=True):
-        for slot, forms in slots_of_owner(state, rank).items():
-            found.setdefault(slot, {}).update(forms)
+        own = place_of(state, rank)[1]
+        found.kept.update(kept_facts(state, own, live=True))
+        found.slots.update({name: slot.form for name, slot in state.slots.items()})
+        every = entries_of(state, own, live=True)
+        found.more.update({x.name: x.form for x in every if x.form.lifetime != "run"})
     return found
 
 
-def with_slots(structure: Structure, told: Sequence[Slots]) -> Structure:
-    """Return the structure with what owners know of their slots."""
-    slots = {name: dict(forms) for name, forms in structure.manifest.slots.items()}
-    for some in told:
-        for name, forms in some.items():
-            slots.setdefault(name, {}).update(forms)
-    return replace(structure, manifest=replace(structure.manifest, slots=slots))
+def with_told(structure: Structure, told: Sequence[KeptHere]) -> Structure:
+    """Return the structure with what all ranks have told."""
+    manifest: Manifest = deepcopy(structure.manifest)
+    slots, more = dict[str, Form](), dict[str, Form]()
+    for one in told:
+        manifest.kept.update(
+            {k: deepcopy(x) for k, x in one.kept.items() if k not in manifest.kept}
+        )
+        slots |= one.slots
+        more |= one.more
+    note_texts(manifest, (texts for one in told for texts in one.texts))
+    more = {name: form for name, form in more.items() if name not in slots}
+    return replace(structure, manifest=manifest, slots=slots, more=more)
+
+
+def with_slots(structure: Structure, blank: TrainState, rank: int) -> TrainState:
+    """Return a state that was made anew with the slots that nobody makes anew, of zeros."""
+    made: dict[str, Slot] = {}
+    for name, form in structure.slots.items():
+        if name not in blank.slots:
+            entry = _blank(structure, blank, name, form, rank)
+            empty = Slot(value=Buffers(placement=entry.placement), form=form)
+            made[name] = slot_with(blank.setup, empty, entry.values)
+    return blank.replace(slots={**blank.slots, **made})
+
+
+def more_of(structure: Structure, blank: TrainState, rank: int) -> list[Entry]:
+    """Return what is no slot, and does not live for the run, of zeros."""
+    places = {x: form for x, form in structure.more.items()}
+    return [_blank(structure, blank, name, form, rank) for name, form in places.items()]
+
+
+def _blank(structure: Structure, state: TrainState, name: str, form: Form, rank: int) -> Entry:
+    setup, device = state.setup, state.device
+    texts, names = structure.manifest.kept[name]["values"], leaf_paths(setup.layout)
+    if form.leaves in ("number", "named"):
+        values: dict[Any, Tensor] = {}
+        for key, text in texts.items():
+            shape, dtype = form_in(f"{name}/{key}", text) or ((), torch.float32)
+            values[key] = torch.zeros(shape, dtype=dtype, device=device)
+        placement = form.placed(setup.optimizer_state)
+        if placement is Placement.OWNER:
+            values = {
+                key: x if is_owner(setup, key, rank) else x.new_zeros((0,))
+                for key, x in values.items()
+            }
+        return Entry(name=name, form=replace(form, placement=placement), values=values)
+    layout = setup.layout
+    placement = form.placement if form.lifetime == "run" else None
+    home = setup.offload.optimizer if form.lifetime == "run" else setup.offload.gradients
+    form = replace(form, placement=placement if placement else setup.optimizer_state)
+    values = {}
+    for i in layout.trainable if form.leaves == "learning" else range(len(layout.groups)):
+        own = (texts[names[k]] for k in layout.groups[i].leaves if names[k] in texts)
+        text = next(own, next(iter(texts.values()), "torch.float32"))  # a group may have no element
+        dtype = getattr(torch, text.removeprefix("torch."))
+        assert form.placement is not None
+        flat = torch.zeros(setup.numel(i, form.placement), dtype=dtype, device=device)
+        values[i] = offloaded(home, flat, setup.offload)
+    return Entry(name=name, form=form, values=values)
 
 
 def as_sent(structure: Structure) -> bytes:
@@ -128,7 +202,8 @@ def as_received(sent: bytes) -> Structure:
         ) from error
     if found.device.type != "cuda":
         return found
-    return replace(found, device=torch.device("cuda", torch.cuda.current_device()))
+    here = torch.device("cuda", torch.cuda.current_device())
+    return replace(found, pattern=replace(found.pattern, device=here))
 
 
 def _has_name(function: FunctionType) -> bool:

@@ -27,15 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._counters import COUNT, counters_of
-from fzero.checkpoint._owned import owned_of
 from fzero.checkpoint._pickles import read_pickle, require_dense
-from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint._tensor_slices import whole_parameter
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
+from fzero.machine.by_path import leaf_paths
+from fzero.optim.counters import COUNT, counters_of
+from fzero.optim.entries import RULE, rule_entries, slots_of
 from fzero.state import TrainState
 
 LATEST, ZERO, SLICES = "latest_universal", "zero", "tmp"
@@ -69,12 +68,16 @@ def latest(folder: Path) -> str:
 
 def require_places(caller: str, state: TrainState) -> None:
     """Raise `LayoutError` for parameters, or an optimizer state, that the layout cannot have."""
-    names = leaf_names(state.setup.layout)
+    names = leaf_paths(state.setup.layout)
     wrong = [f"parameter {name!r}" for name in names if not is_name(name)]
     slots = {slot.name: slot.name.isidentifier() for slot in slots_of(state)}
     kept = slots | {name: name in (STEP, COUNT) for name in counters_of(state)}
     wrong += [f"optimizer's {name}" for name, fits in kept.items() if not fits]
-    wrong += [f"optimizer's {one.slot}, which the owner keeps" for one in owned_of(state)]
+    wrong += [
+        f"optimizer's {one.name.removeprefix(RULE)}, which the owner keeps"
+        for one in rule_entries(state, 0)
+        if one.form.leaves == "named" and one.values
+    ]
     if wrong:
         raise LayoutError(
             f"{caller}: DeepSpeed's layout has no place for the {wrong[-1]}.",

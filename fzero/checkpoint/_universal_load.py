@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._complete import begun_slots, make_whole, read_leaves, with_room
 from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
-from fzero.checkpoint._pieces import paths_of
-from fzero.checkpoint._room import make_whole, read_leaves, room
-from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint._universal import (
     FP32,
     OPTIMIZER,
@@ -32,8 +30,11 @@ from fzero.checkpoint.driven import set_options
 from fzero.checkpoint.everywhere import Ranks, damaged, everywhere, from_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
+from fzero.machine.by_path import all_paths
+from fzero.optim.entries import RULE, slots_of
 from fzero.state import TrainState
-from fzero.state.setup import MASTERS
+from fzero.state.entry import Entry
+from fzero.transforms.kept import VALUES, has_values, numbered
 
 Thing = TypeVar("Thing")
 
@@ -101,7 +102,7 @@ def load_universal(
         for one in held.states:
             require_closed(one)
         require_places("load_universal", given)
-        slots = {slot.name for slot in slots_of(given)} - {MASTERS}
+        slots = {slot.name for slot in slots_of(given) if RULE + slot.name not in VALUES}
         return [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
 
     keys = everywhere(ranks, begin, what=f"read {where}")
@@ -119,7 +120,8 @@ def load_universal(
             lambda: _filled(source, held, shared.counters, optimizer),
             what=f"read {where}",
         )
-        make_whole(held, states, optimizer=optimizer)
+        make_whole(held, states, _reads(optimizer))
+        states = begun_slots(held, states, f"load_universal: {where / name}")
     made = held.returned(states, shared.buffers)
     if shared.options:
         set_options(given.setup.optimizer.param_groups((), 0).instance, shared.options)
@@ -132,7 +134,7 @@ def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks
     """Raise `CheckpointError` for a damaged or unknown file; the ranks share the reading."""
     source.require_there()
     names = names_in(source, state)
-    known = {path for paths in paths_of(state.setup.layout) for path in paths}
+    known = {path for paths in all_paths(state.setup.layout) for path in paths}
     for name in source.names():
         if name not in known:
             raise damaged(
@@ -153,10 +155,8 @@ def _filled(
     """Return new states with the values of the files: of each flat, this rank's own shard."""
     leaves, names = held.setup.layout.leaves, names_in(source, held.states[0])
 
-    def values(number: int, kind: str) -> Tensor | None:
-        key = FP32 if kind in ("params", MASTERS) else kind
-        if key != FP32 and not optimizer:
-            return None
+    def values(number: int, kind: str) -> Tensor:
+        key = FP32 if kind in VALUES else kind.removeprefix(RULE)
         leaf, name = leaves[number], names[number]
         found = source.values(name, key, leaf.shape)
         alike = found.is_floating_point() and leaf.dtype.is_floating_point
@@ -166,9 +166,18 @@ def _filled(
             raise damaged(source.root / ZERO / name, seen)
         return found
 
-    made = [room(old, counters, optimizer=optimizer) for old in held.states]
-    read_leaves(held, made, values)
+    reads = _reads(optimizer)
+    made = [
+        numbered(with_room(old, rank, reads), counters)
+        for old, rank in zip(held.states, held.ranks, strict=True)
+    ]
+    read_leaves(held, made, reads, values)
     return made
+
+
+def _reads(optimizer: bool) -> Callable[[Entry], bool]:
+    """Return which entries of a state are read: all of the rule's, or masters alone."""
+    return lambda one: has_values(one) or (optimizer and one.name.startswith(RULE))
 
 
 def _require_tag(tag: str | None) -> None:

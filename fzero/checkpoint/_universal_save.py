@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._counters import COUNT, counters_of
+from fzero.checkpoint._complete import warn_of_left_out
 from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
 from fzero.checkpoint._pickles import write_pickle
-from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import slots_across
 from fzero.checkpoint._universal import (
     FP32,
     LATEST,
@@ -33,6 +31,9 @@ from fzero.checkpoint.driven import Buffers, Driven, plain_options
 from fzero.checkpoint.everywhere import written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
+from fzero.machine.by_path import leaf_paths
+from fzero.optim.counters import COUNT, counters_of
+from fzero.optim.entries import slots_across
 from fzero.state import TrainState
 from fzero.state.scale import as_numbers
 from fzero.state.setup import MASTERS
@@ -84,9 +85,10 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
     """
     wait_for_earlier(raises=False)
     held = held_by("save_universal", state)
-    ranks, names = held.processes, leaf_names(held.setup.layout)
+    ranks, names = held.processes, leaf_paths(held.setup.layout)
     where = path_everywhere(ranks, "save_universal", folder)
     first, step = held.states[0], int(held.states[0].step)
+    warn_of_left_out(first, held.ranks[0])
     facts = [f"path {where}", f"tag {tag}", f"step {step}"]
     assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
 
@@ -146,7 +148,7 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
     steps: Any = counted.get(STEP, counted.get(COUNT, updates))
     numbers = range(len(groups.options))
     of_group = dict.fromkeys(numbers, 0.0)  # the most that one of its parameters took
-    for name, number in zip(leaf_names(layout), groups.of_leaf, strict=True):
+    for name, number in zip(leaf_paths(layout), groups.of_leaf, strict=True):
         if number >= 0:
             own = float(steps[name] if isinstance(steps, dict) else steps)
             of_group[number] = max(of_group[number], own)
@@ -182,7 +184,7 @@ def _model_states(state: TrainState, buffers: Buffers) -> dict[str, Any]:
     layout = state.setup.layout
     shapes = OrderedDict(
         (name, torch.Size(leaf.shape))
-        for name, leaf in zip(leaf_names(layout), layout.leaves, strict=True)
+        for name, leaf in zip(leaf_paths(layout), layout.leaves, strict=True)
         if leaf.trainable
     )
     return {

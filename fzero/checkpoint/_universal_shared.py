@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint._counters import COUNT, UNSTEPPED
 from fzero.checkpoint._options import options_for
 from fzero.checkpoint._pickles import require_dense
-from fzero.checkpoint._pieces import leaf_names, paths_of
 from fzero.checkpoint._universal import (
     OPTIMIZER,
     STATES,
@@ -23,8 +21,10 @@ from fzero.checkpoint._universal import (
 )
 from fzero.checkpoint.driven import Buffers, Driven, buffers_of
 from fzero.checkpoint.everywhere import CheckpointError, damaged
-from fzero.checkpoint.manifest import facts_of_state
+from fzero.machine.by_path import all_paths, leaf_paths
+from fzero.optim.counters import COUNT, UNSTEPPED
 from fzero.state import TrainState
+from fzero.transforms.kept import numbers_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ def names_in(source: Folder, state: TrainState) -> list[str]:
     """Return under which of its paths each leaf is there; of one that is not, the first."""
     return [
         next((path for path in paths if is_name(path) and source.holds(path)), paths[0])
-        for paths in paths_of(state.setup.layout)
+        for paths in all_paths(state.setup.layout)
     ]
 
 
@@ -53,7 +53,7 @@ def shared_of(
 ) -> SharedFacts:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
     buffers = {} if engine is None else _buffers(source, engine)
-    counters = facts_of_state(state).counters
+    counters = numbers_of(state)
     setup, file = state.setup, source.root / ZERO / OPTIMIZER
     groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
     if not (optimizer and groups.options):
@@ -64,7 +64,7 @@ def shared_of(
         for name, number in zip(names_in(source, state), groups.of_leaf, strict=True)
         if number >= 0
     ]
-    names = leaf_names(setup.layout)
+    names = leaf_paths(setup.layout)
     own = [name for name, number in zip(names, groups.of_leaf, strict=True) if number >= 0]
     step, steps = _steps(source, stepped, found)
     by_leaf = dict(zip(own, steps, strict=True))

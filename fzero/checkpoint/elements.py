@@ -3,19 +3,15 @@
 For tools that take states of other ranks apart as a checkpoint does.
 """
 
-from fzero.checkpoint._counters import counters_of as counters_of
-from fzero.checkpoint._counters import unstepped_of as unstepped_of
-from fzero.checkpoint._counters import with_counters as with_counters
 from fzero.checkpoint._held import Held as Held
 from fzero.checkpoint._held import held_by as held_by
 from fzero.checkpoint._held import stack_of as stack_of
 from fzero.checkpoint._held import state_of_rank as state_of_rank
 from fzero.checkpoint._load import fill_module as fill_module
-from fzero.checkpoint._pieces import leaf_names as leaf_names
 from fzero.checkpoint._rng import generators as generators
 from fzero.checkpoint._rng import rng_setter as rng_setter
 from fzero.checkpoint._rng import rng_text as rng_text
-from fzero.checkpoint._safetensors import Form as Form
+from fzero.checkpoint._safetensors import TensorForm as TensorForm
 from fzero.checkpoint._safetensors import begin_file as begin_file
 from fzero.checkpoint._safetensors import read_file as read_file
 from fzero.checkpoint._safetensors import read_values as read_values
@@ -23,6 +19,9 @@ from fzero.checkpoint._safetensors import write_values as write_values
 from fzero.checkpoint._save import Draft as Draft
 from fzero.checkpoint._save import draft_of as draft_of
 from fzero.checkpoint._save import write_draft as write_draft
-from fzero.checkpoint._slots import Slot as Slot
-from fzero.checkpoint._slots import slots_across as slots_across
-from fzero.checkpoint._slots import slots_of as slots_of
+from fzero.optim.counters import counters_of as counters_of
+from fzero.optim.counters import unstepped_of as unstepped_of
+from fzero.optim.counters import with_counters as with_counters
+from fzero.optim.entries import RuleSlot as RuleSlot
+from fzero.optim.entries import slots_across as slots_across
+from fzero.optim.entries import slots_of as slots_of

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fzero.collectives import gather_objects, gather_objects_beside
+from fzero.errors import CheckpointError as CheckpointError
 from fzero.errors import FzeroError
 from fzero.ranks.mesh import Axis
 
 T = TypeVar("T")
-
-
-class CheckpointError(FzeroError, OSError):
-    """A checkpoint that is missing or damaged, or could not be written; the state is still good."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

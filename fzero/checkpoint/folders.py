@@ -11,7 +11,7 @@ from fzero.checkpoint._folders import kept as kept
 from fzero.checkpoint._folders import make_folder as make_folder
 from fzero.checkpoint._folders import require_whole as require_whole
 from fzero.checkpoint._folders import sweep as sweep
-from fzero.checkpoint._form import DictForm as DictForm
-from fzero.checkpoint._form import problems as problems
 from fzero.checkpoint._sealed import put_sealed as put_sealed
 from fzero.checkpoint._sealed import read_sealed as read_sealed
+from fzero.errors.json_form import DictForm as DictForm
+from fzero.errors.json_form import problems as problems

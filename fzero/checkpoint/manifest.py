@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fzero.checkpoint._counters import COUNT, STEP, UNSTEPPED, counters_of, unstepped_of
-from fzero.checkpoint._form import MANIFEST_FORM, problems
-from fzero.checkpoint._owned import owned_slots
-from fzero.checkpoint._pieces import TensorPiece, leaf_names
+from fzero.checkpoint._form import MANIFEST_FORM
+from fzero.checkpoint._kept import Texts, named_entries, place_of, texts_of
+from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._sealed import put_sealed, read_sealed
-from fzero.checkpoint._slots import slots_of
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
-from fzero.state import TrainState
-from fzero.state.scale import as_numbers
+from fzero.errors.json_form import problems
+from fzero.machine.by_path import leaf_paths
+from fzero.optim.counters import counter_misfits
+from fzero.optim.entries import RULE, slot_facts
+from fzero.state import Placement, TrainState
+from fzero.state.entry import Entry
+from fzero.transforms.kept import entries_of, is_slot, numbers_of, shared_of, trains_apart
 
 MANIFEST, FORMAT = "checkpoint.json", 3
 LEFT_OUT = ", left out"  # what a manifest says at the end of a frozen leaf that was not saved
 _SHOWN = 8  # differences that an error lists
+_CONVERTED = tuple(f"{x}, {Placement.PARTIAL.value}" for x in ("learning", "all"))
+"""The forms of sums, which are made in the dtype of the state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +38,13 @@ class Manifest:
     origin: dict[str, Any]  # where it came from: stage, ranks, ...; only `optimizer` must fit
     leaves: dict[str, str]  # parameter path: shape, dtype, trainable or frozen (or LEFT_OUT)
     slots: dict[str, dict[str, str]]  # optimizer slot: {parameter path: dtype}
-    counters: dict[str, Any]  # `step`, those of the `optimizer` and of the loss `scale`
+    counters: dict[str, Any]  # `step`, and what else is counted
     module: dict[str, Any]  # of an engine: its module's buffers, its optimizer's options
     tensors: dict[str, Any] = field(default_factory=dict)  # where each is; see `_storage`
     data: str = ""  # name of the folder with the tensors
     files: dict[str, list[int]] = field(default_factory=dict)  # in it: [bytes, crc32]
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
+    kept: dict[str, Any] = field(default_factory=dict)  # what else is kept: its form, its dtypes
 
 
 def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
@@ -48,13 +54,6 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
     """
     unlearned = "frozen" if frozen else "frozen" + LEFT_OUT
     setup, layout = state.setup, state.setup.layout
-    names, unstepped = leaf_names(layout), unstepped_of(state)
-    slots: dict[str, dict[str, str]] = {}
-    for slot, group, flat in slots_of(state):
-        held = [names[i] for i in layout.groups[group].leaves if layout.leaves[i].numel]
-        slots.setdefault(slot, {}).update(dict.fromkeys(held, str(flat.dtype)))
-    for slot, forms in owned_slots(state).items():
-        slots.setdefault(slot, {}).update(forms)
     return Manifest(
         origin={
             "stage": setup.stage,
@@ -64,17 +63,59 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
         },
         leaves={
             name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else unlearned}"
-            for name, leaf in zip(names, layout.leaves, strict=True)
+            for name, leaf in zip(leaf_paths(layout), layout.leaves, strict=True)
         },
-        slots=slots,
-        counters={
-            "step": int(state.step),
-            "optimizer": counters_of(state),
-            "scale": as_numbers(state.scale),
-            **({UNSTEPPED: unstepped} if unstepped else {}),
-        },
+        slots=slot_facts(state),
+        counters=numbers_of(state),
         module={"buffers": {}, "options": []},
+        kept=kept_facts(state, 0),
     )
+
+
+def kept_facts(state: TrainState, rank: int, *, live: bool = False) -> dict[str, Any]:
+    """Return what a manifest says of all that a state keeps beside parameters and the rule's.
+
+    live: also of what does not live for the run.
+    """
+    return {
+        one.name: {
+            "form": form_text(one),
+            "optional": one.form.optional,
+            "values": texts_of(state.setup, one),
+        }
+        for one in entries_of(state, rank, live=live)
+        if is_slot(one)
+    }
+
+
+def form_text(entry: Entry) -> str:
+    """Return what must be alike in two forms: what it is parallel to, and whether it is a sum."""
+    partial = entry.placement is Placement.PARTIAL
+    return f"{entry.form.leaves}, {entry.placement.value}" if partial else entry.form.leaves
+
+
+def named_texts(state: TrainState, rank: int) -> Texts:
+    """Return what this rank alone knows of named tensors: what it owns, or its replica has."""
+    apart, found = trains_apart(state), named_entries(state, rank)
+    own = place_of(state, rank)[1]
+    found += [(one, "") for one in shared_of(state, own)] if apart else []
+    return {
+        prefix + one.name: texts
+        for one, prefix in found
+        if one.form.leaves == "named" and (apart or one.placement is Placement.OWNER)
+        if (texts := texts_of(state.setup, one))
+    }
+
+
+def note_texts(manifest: Manifest, told: Iterable[Texts]) -> None:
+    """Write what ranks alone know into a manifest."""
+    for name, texts in (pair for some in told for pair in some.items()):
+        if RULE in name:
+            slot = manifest.slots.setdefault(name.replace(RULE, "", 1), {})
+            slot.update({key: text for key, text in texts.items() if key not in slot})
+        else:
+            facts = {"form": "named", "optional": False, "values": {}}
+            manifest.kept.setdefault(name, facts)["values"].update(texts)
 
 
 def leaves_out(saved: Manifest) -> bool:
@@ -92,52 +133,49 @@ def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
             cause="another model, dtype, or choice of what is trainable.",
             fix="make the state from the model that was saved. Nothing was changed.",
         )
-    theirs, ours = saved.origin["optimizer"], wanted.origin["optimizer"]
-    different = [] if theirs == ours else [f"the rule: {theirs} in the checkpoint, {ours} here"]
+    rule, own = saved.origin["optimizer"], wanted.origin["optimizer"]
+    different = [] if rule == own else [f"the rule: {rule} in the checkpoint, {own} here"]
     for slot in sorted({*saved.slots, *wanted.slots}):
         inside = _differences(_known(saved.slots.get(slot, {})), wanted.slots.get(slot, {}))
         different += [f"slot {slot} of {line}" for line in inside]
-    different += [f"counter {line}" for line in _counted_differently(saved, wanted)]
+    stepped = {leaf for slot in wanted.slots.values() for leaf in slot}
+    theirs, ours = (one.counters["optimizer"] for one in (saved, wanted))
+    different += [f"counter {line}" for line in counter_misfits(theirs, ours, stepped)]
     if different:
         raise LayoutError(
             f"load: the optimizer state in {path} is not that of this state's optimizer:"
             f"{_listed(different)}",
             cause="the state was made with another optimizer than the saved one.",
-            fix=f"make the state with the optimizer that was saved ({theirs}, with the same "
+            fix=f"make the state with the optimizer that was saved ({rule}, with the same "
             "momentum and master_weights). To go on with another one, load so, and then "
             "fzero.init(fzero.full_params(loaded), other, stage=...). Nothing was changed.",
+        )
+    _require_kept_fit(saved, wanted, path)
+
+
+def _require_kept_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
+    """Raise `LayoutError` for what is kept on both sides, in other forms or dtypes."""
+    different: list[str] = []
+    for name, ours in wanted.kept.items():
+        theirs = saved.kept.get(name)
+        if theirs is None or ours["optional"]:
+            continue
+        if theirs["form"] != ours["form"]:
+            different.append(f"{name}: {theirs['form']} in the checkpoint, {ours['form']} here")
+        elif ours["form"] not in _CONVERTED:
+            inside = _differences(theirs["values"], {**theirs["values"], **ours["values"]})
+            different += [f"{name} {line}" for line in inside]
+    if different:
+        raise LayoutError(
+            f"load: what is kept in {path} has not the forms of this state:{_listed(different)}",
+            cause="a transform of the same name with other slots, shapes or dtypes.",
+            fix="give it another name, or the slots that were saved. Nothing was changed.",
         )
 
 
 def _known(slot: Mapping[str, str]) -> dict[str, str]:
     """The parameters of a slot with their elements: one of another shape is made by a step."""
     return {name: form for name, form in slot.items() if " " not in form}
-
-
-def _counted_differently(saved: Manifest, wanted: Manifest) -> Iterator[str]:
-    """Say which counters one has and the other has not.
-
-    But for a step: without one, each leaf took every update.
-    """
-    theirs, ours = (one.counters["optimizer"] for one in (saved, wanted))
-    implied = COUNT in theirs and COUNT in ours
-    named = [
-        {f"optimizer/{name}": "a number" for name in one if not (implied and name == STEP)}
-        for one in (theirs, ours)
-    ]
-    yield from _differences(*named)
-    for name, count in theirs.items():
-        if isinstance(count, dict) and name in ours:
-            own = ours[name]
-            learning = own if isinstance(own, dict) else _stepped(wanted)
-            for leaf in learning:
-                if leaf not in count:
-                    yield f"optimizer/{name} of {leaf}: nothing in the checkpoint"
-
-
-def _stepped(wanted: Manifest) -> set[str]:
-    """Return the leaves for which an optimizer keeps something."""
-    return {leaf for slot in wanted.slots.values() for leaf in slot}
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:

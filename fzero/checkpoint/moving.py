@@ -2,10 +2,10 @@
 
     old state -> the pieces that a rank holds - copied, carried -> pieces of new memory
         |                                                                   ^
-        +-> structure - setup_at, blank_state, numbered -> new state -------+
+        +-> structure - blank_at, room_for -> new state -------------------+
 
-Pieces, and the numbers beside them, are those of a checkpoint. Gradients that are held, which a
-checkpoint has no room for, go the same way.
+Pieces, and the numbers beside them, are those of a checkpoint. What lives until the update, which
+a checkpoint has no room for, goes the same way.
 """
 
 from __future__ import annotations
@@ -23,37 +23,35 @@ from fzero.checkpoint._between import between as between
 from fzero.checkpoint._between import global_ranks as global_ranks
 from fzero.checkpoint._between import on_all as on_all
 from fzero.checkpoint._carry import carry, copied
+from fzero.checkpoint._complete import on_ranks
 from fzero.checkpoint._held import Held, held_by, stack_of
-from fzero.checkpoint._local import check_replicas_saved, on_ranks, room_for, with_anchors
-from fzero.checkpoint._outer import outer_owned
-from fzero.checkpoint._owned import Slots, owned_pieces, read_by, with_room_owned
-from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
-from fzero.checkpoint._residual import Sums, start_pieces, with_residual
-from fzero.checkpoint._room import numbered
-from fzero.checkpoint._save import pieces_of_rank
-from fzero.checkpoint._slots import slots_of
+from fzero.checkpoint._kept import pieces_of_rank, place_of
+from fzero.checkpoint._pieces import TensorPiece
+from fzero.checkpoint._room import NewState, finished_room, room_for, warn_of
 from fzero.checkpoint._spans import Spans, spans_of
 from fzero.checkpoint._structure import (
+    KeptHere,
     Structure,
     as_received,
     as_sent,
-    slots_of_owners,
+    more_of,
+    told_of,
     with_slots,
+    with_told,
 )
 from fzero.checkpoint._structure import structure_of as structure_of
-from fzero.checkpoint._under_way import UnderWay, gradients_like, next_way, under_way, with_way
+from fzero.checkpoint._under_way import UnderWay, next_way, under_way, with_way
 from fzero.checkpoint.everywhere import Ranks
 from fzero.checkpoint.manifest import require_fit
 from fzero.collectives import disagreement
 from fzero.context.here import current_ranks
 from fzero.errors import AxisError, LayoutError
-from fzero.machine.packing import part_of
+from fzero.optim.entries import slots_of
 from fzero.ranks.mesh import Axis, MeshLike, Runtime
-from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.state import NAMESPACE, TrainState
 from fzero.state.alive import require_not_donated
-from fzero.state.window import CLOSED
-from fzero.transforms.init import blank_at
-from fzero.transforms.scaled import with_policy
+from fzero.transforms.kept import APART, require_facts
+from fzero.transforms.pattern import blank_at
 
 T = TypeVar("T")
 
@@ -67,17 +65,7 @@ class Said(NamedTuple):
     is_in: bool  # whether it is in the new mesh
     knows: bool  # what the state is
     asked: str  # the new stage and mesh
-    slots: Slots  # of parameters that it owns
-
-
-class Target(NamedTuple):
-    """A new state of one rank, to be filled."""
-
-    blank: TrainState  # as it began
-    state: TrainState
-    rank: int  # of the new mesh
-    wants: list[TensorPiece]  # views of it
-    sums: Sums
+    told: KeptHere | None  # what it keeps
 
 
 def first_on_old(where: Between, old: Axis | None, do: Callable[[], T]) -> T:
@@ -110,32 +98,34 @@ def moved(
     def begin() -> tuple[Structure | None, Said]:
         asked = f"stage {stage} on {where.asked}"
         if held is None:
-            return like, Said(None, where.is_in, like is not None, asked, {})
+            return like, Said(None, where.is_in, like is not None, asked, None)
         way = under_way(held.states[0])
-        return structure_of(held), Said(way, where.is_in, True, asked, slots_of_owners(held))
+        return structure_of(held), Said(way, where.is_in, True, asked, told_of(held))
 
     known, own = on_all(ranks.axis, begin)
     said = ranks.tell(own)
     if len({one.asked for one in said}) > 1:
         raise disagreement([[one.asked] for one in said], what="reshard")
-    structure = with_slots(_told(ranks, known, said), [one.slots for one in said])
+    told = [one.told for one in said if one.told is not None]
+    structure = with_told(_told(ranks, known, said), told)
     has = [] if held is None else _pieces(held.states[0], held.ranks[0])
     spans = ranks.tell(spans_of(has))
     way = next_way([(one.way, one.is_in) for one in said], ranks.axis.rank)
 
-    def prepare() -> list[Target]:
+    def prepare() -> list[NewState]:
         if not where.is_in:
             return []
         blank = _blank(structure, stage, where.mesh)
         return [_target(structure, blank, blank.mesh.rank, spans, way)]
 
     targets = on_all(ranks.axis, prepare)
-    wants = [piece for target in targets for piece in target.wants]
+    warn_of(targets, structure.manifest, _HERE, "reshard")
+    wants = [piece for target in targets for piece in target.pieces]
     holds = [] if held is None else _pieces(held.states[0], held.ranks[0], shared=True)
     lacks = ranks.tell(copied(holds, wants))
     stocks = [stock._replace(has=some) for stock, some in zip(lacks, spans, strict=True)]
     carry(has, wants, stocks, ranks.axis, structure.device, batch_bytes=structure.batch_bytes)
-    return _finished(targets[0], way) if targets else None
+    return finished_room(targets[0]) if targets else None
 
 
 def _told(ranks: Ranks, known: Structure | None, said: Sequence[Said]) -> Structure:
@@ -179,7 +169,7 @@ def moved_stack(held: Held, stage: int | None, mesh: MeshLike, size: int) -> Tra
 
 @torch.no_grad()
 def _moved_states(held: Held, stage: int | None, mesh: MeshLike, size: int) -> list[TrainState]:
-    structure = with_slots(structure_of(held), [slots_of_owners(held)])
+    structure = with_told(structure_of(held), [told_of(held)])
     pairs = [*zip(held.states, held.ranks, strict=True)]
     both = max(len(pairs), size)
     ways = [under_way(state) for state in held.states]
@@ -193,7 +183,8 @@ def _moved_states(held: Held, stage: int | None, mesh: MeshLike, size: int) -> l
         _target(structure, blank, rank, spans, next_way(said, rank))
         for rank, blank in enumerate(blanks)
     ]
-    wants = [target.wants for target in targets] + [[] for _ in range(both - size)]
+    warn_of(targets, structure.manifest, _HERE, "reshard")
+    wants = [target.pieces for target in targets] + [[] for _ in range(both - size)]
     holds += [[] for _ in range(both - len(holds))]
     stocks = [
         copied(*some)._replace(has=own) for *some, own in zip(holds, wants, spans, strict=True)
@@ -205,7 +196,7 @@ def _moved_states(held: Held, stage: int | None, mesh: MeshLike, size: int) -> l
         carry(has[rank], wants[rank], stocks, axis, structure.device, batch_bytes=batch_bytes)
 
     on_ranks(both, body)
-    return on_ranks(size, lambda rank: _finished(targets[rank], next_way(said, rank)))
+    return on_ranks(size, lambda rank: finished_room(targets[rank]))
 
 
 # One rank.
@@ -213,43 +204,28 @@ def _moved_states(held: Held, stage: int | None, mesh: MeshLike, size: int) -> l
 
 def _pieces(state: TrainState, rank: int, *, shared: bool = False) -> list[TensorPiece]:
     """Return a rank's own part of all that a state has; or all that it holds, if `shared`."""
-    gradients = cut_shards(state.setup.layout, _gradient_shards(state, rank, shared=shared))
-    return [*pieces_of_rank(state, rank, shared=shared), *gradients]
-
-
-def _gradient_shards(state: TrainState, rank: int, *, shared: bool) -> list[OwnShard]:
-    """Return a rank's part of the gradients that are held: with local updates, of its replica."""
-    setup, name = state.setup, "gradients"
-    if state.window.outer is not None:
-        replica, rank = divmod(rank, setup.layout.ranks)
-        name = f"replica/{replica}/gradients"
-    held = setup.part(setup.gradients, rank)
-    part = held if shared else setup.part(Placement.OVER_ALL, rank)
-    pairs = zip(setup.layout.trainable, state.gradients.flats, strict=False)
-    return [OwnShard(name, index, part, part_of(flat, held, part)) for index, flat in pairs]
+    return pieces_of_rank(state, rank, shared=shared, live=True)
 
 
 def _blank(structure: Structure, stage: int | None, mesh: MeshLike) -> TrainState:
     """Return a state of zeros at a stage, on a mesh that this rank is in."""
-    old, local, device = structure.setup, structure.local, structure.device
-    stage = old.stage if stage is None else stage
+    stage = structure.setup.stage if stage is None else stage
     try:
-        state = blank_at(old, stage=stage, mesh=mesh, device=device, local=local)
+        state = blank_at(structure.pattern, stage=stage, mesh=mesh)
     except LayoutError as error:
         error.add_note(
             "(A state keeps its options where it is resharded. To go on with others, use "
             "fzero.checkpoint.save, and load into a state that was made with those.)"
         )
         raise
-    state = with_policy(state, structure.policy)
     for slot in slots_of(state):  # some rules begin with other values; padding is zero
         slot.flat.zero_()
-    return state.replace(window=replace(CLOSED, outer=state.window.outer))
+    return state
 
 
 def _target(
     structure: Structure, blank: TrainState, rank: int, has: Sequence[Spans], way: UnderWay
-) -> Target:
+) -> NewState:
     """Return the new state of a rank of the new mesh, and what of it is to be filled.
 
     has: what every rank has of the old one.
@@ -260,21 +236,9 @@ def _target(
             chunks = tensors.setdefault(name, {"chunks": []})["chunks"]
             chunks += [[start, stop - start] for start, stop in some]
     saved = replace(structure.manifest, tensors=tensors)
-    check_replicas_saved(blank, saved, _HERE, "reshard")
-    state, shards = room_for(blank, saved, rank, numbered, Tensor.zero_, shared=True)
-    prefix = read_by(blank, rank, saved.origin)
-    state = with_room_owned(state, rank, saved.slots, tensors, prefix)
-    state, residual, sums = with_residual(state, saved, rank)
-    state = state.replace(gradients=gradients_like(state, way))
-    shards = [*shards, *residual, *_gradient_shards(state, rank, shared=True)]
-    wants = [*cut_shards(state.setup.layout, shards), *owned_pieces(state, rank, prefix)]
-    wants += outer_owned(state, rank)
-    wants += [piece for piece in start_pieces(state) if piece.name in tensors]
-    return Target(blank, state, rank, wants, sums)
-
-
-def _finished(target: Target, way: UnderWay) -> TrainState:
-    """Return the state, whose elements are all there."""
-    for total, part in target.sums:
-        total += part
-    return with_way(with_anchors(target.state, target.blank), way)
+    if (facts := saved.origin.get(APART)) is not None:
+        require_facts(blank, facts, _HERE, "reshard")
+    own = place_of(blank, rank)[1]
+    like, more = with_slots(structure, blank, own), more_of(structure, blank, own)
+    room = room_for(like, saved, rank, Tensor.zero_, shared=True, more=more)
+    return replace(room, state=with_way(room.state, way))

@@ -67,6 +67,19 @@ def decoded(codec: Codec, buffer: Tensor, form: WireForm, dtype: torch.dtype) ->
     return codec.decode(tuple(parts), form.numel, wide(dtype)).to(dtype)
 
 
+def decoded_row(codec: Codec, row: Tensor, numel: int) -> Tensor:
+    """One encoded row [m], of n elements -> [n] in fp32.
+
+    Example:
+        >>> from fzero.machine.codecs import int8
+        >>> row = encoded(int8(), torch.tensor([[1.0, -0.5, 0.0]]))[0].reshape(-1)
+        >>> decoded_row(int8(), row, 3)
+        tensor([ 1.0000, -0.5039,  0.0000])
+    """
+    form = encoded(codec, torch.empty((1, numel), device="meta"))[1]
+    return decoded(codec, row.view(1, -1), form, torch.float32).reshape(-1)
+
+
 def sum_of(codec: Codec, buffer: Tensor, form: WireForm, dtype: torch.dtype) -> Tensor:
     """A buffer [r, m] -> [n]: what the ranks have sent, decoded and added up in their order."""
     rows = [buffer[r : r + 1] for r in range(buffer.shape[0])]

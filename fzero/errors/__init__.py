@@ -67,6 +67,10 @@ class MismatchError(AxisError, PhaseError):
     """The ranks make different calls, or the same one with other options; all of them raise."""
 
 
+class CheckpointError(FzeroError, OSError):
+    """A checkpoint that is missing or damaged, or could not be written; the state is still good."""
+
+
 class NonFiniteError(FzeroError, ArithmeticError):
     """A loss or a gradient is NaN or infinite; no update was made. All ranks raise the same.
 

@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
 from fzero.machine.packing import leaf_ranges
+from fzero.machine.partition import named_leaves
 from fzero.state import Buffers, Layout, Part, Setup
 from fzero.state.layout import Leaf, as_complex, as_real
 
@@ -69,6 +71,16 @@ def leaf_paths(layout: Layout) -> tuple[str, ...]:
             name = f"{leaf.path}#{number}"
         names[name] = None
     return tuple(names)
+
+
+def all_paths(layout: Layout) -> list[list[str]]:
+    """Return the paths of every leaf: its name in a checkpoint first; several of a tied one."""
+    found: list[list[str]] = [[name] for name in leaf_paths(layout)]
+    marks = [torch.empty(0, device="meta") for _ in layout.slots]
+    paths = named_leaves(optree.tree_unflatten(layout.treespec, marks))[0]
+    for path, leaf in zip(paths, layout.slots, strict=True):
+        found[leaf].append(path)
+    return found
 
 
 @lru_cache(maxsize=256)  # every update asks for the same ones

@@ -9,16 +9,19 @@ A memory is a rank's own. A start is the same on all ranks, for it is made of su
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.collectives.encoded import WireForm, decoded, encoded, wide
+from fzero.collectives.encoded import decoded_row, encoded, wide
+from fzero.machine.by_path import leaf_paths
 from fzero.machine.codecs import int8
 from fzero.machine.packing import without_padding
 from fzero.machine.powersgd import Matrix, matrices_of, powersgd
-from fzero.state import Buffers, Part, Placement, Setup, TrainState
+from fzero.state import Buffers, Form, Part, Placement, Setup, TrainState
+from fzero.state.entry import Entry
 
 _BLOCKS = int8(memory=False)  # of a memory in 8 bits
 
@@ -82,12 +85,12 @@ def goes_back(setup: Setup) -> bool:
     return setup.gradients is Placement.REPLICATED
 
 
-def start_slots(state: TrainState) -> Iterator[tuple[int, Tensor]]:
+def start_slots(state: TrainState, residual: Sequence[Tensor] = ()) -> Iterator[tuple[int, Tensor]]:
     """Yield (leaf, the Q that it starts from, [n k]) of all matrices: views of the residual.
 
     Nothing if the state has no residual yet.
     """
-    flats = state.window.residual.flats[len(memories_of(state.setup)) :]
+    flats = (residual or state.window.residual.flats)[len(memories_of(state.setup)) :]
     for matrices, flat in zip(starts_of(state.setup).values(), flats, strict=False):
         pieces = flat.split([one.start_numel for one in matrices])
         for one, piece in zip(matrices, pieces, strict=True):
@@ -120,15 +123,48 @@ def residual_of(state: TrainState) -> Buffers:
     return Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
 
 
+RESIDUAL, BACK, START = "residual", "residual/back", "start"
+
+
+def residual_entries(state: TrainState) -> list[Entry]:
+    """Return what encoding has lost, and starts, as entries: as of a new state if it has none."""
+    setup, memories, flats = state.setup, memories_of(state.setup), residual_of(state).flats
+    found: dict[str, dict[int, Tensor]] = {}
+    for memory, flat in zip(memories, flats, strict=False):
+        found.setdefault(BACK if memory.back else RESIDUAL, {})[memory.group] = flat
+    lost = Form(placement=Placement.PARTIAL, elsewhere="sum", optional=True)
+    by_rank = setup.gradients is Placement.REPLICATED
+    parts = Placement.BY_RANK if by_rank else Placement.OVER_ALL
+    forms = {RESIDUAL: lost, BACK: Form(placement=parts, optional=True)}
+    coded = _BLOCKS if setup.codec is not None and setup.codec.memory is torch.int8 else None
+    made = [Entry(name=k, form=replace(forms[k], codec=coded), values=x) for k, x in found.items()]
+    if starts := dict(start_slots(state, flats)):
+        names, form = leaf_paths(setup.layout), Form(leaves="named", optional=True)
+        form = replace(form, placement=Placement.REPLICATED)
+        made.append(Entry(name=START, form=form, values={names[k]: x for k, x in starts.items()}))
+    return made
+
+
+def with_residual_entries(state: TrainState, entries: Sequence[Entry]) -> TrainState:
+    """Return the state in which those of its entries have their values."""
+    setup, own = state.setup, {one.name: one.values for one in entries}
+    flats = list(residual_of(state).flats)
+    for number, memory in enumerate(memories_of(setup)):
+        values = own.get(BACK if memory.back else RESIDUAL, {})
+        flats[number] = values.get(memory.group, flats[number])
+    first, names = len(memories_of(setup)), leaf_paths(setup.layout)
+    for number, matrices in enumerate(starts_of(setup).values(), start=first):
+        if START in own:
+            flats[number] = torch.cat([own[START][names[one.leaf]].reshape(-1) for one in matrices])
+    residual = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
+    return state.replace(window=replace(state.window, residual=residual))
+
+
 def unpacked(memory: MemorySlot, flat: Tensor) -> Tensor:
     """Return what a memory holds, [numel] in fp32 or wider: itself if it is kept so."""
     if flat.dtype is not torch.int8:
         return flat.to(wide(flat.dtype))
-    blocks = -(-memory.numel // _BLOCKS.block)
-    form = WireForm(((torch.float32, blocks), (torch.int8, memory.numel)), memory.numel)
-    if not memory.numel:
-        return flat.new_empty(0, dtype=torch.float32)
-    return decoded(_BLOCKS, flat.view(1, -1), form, torch.float32).reshape(-1)
+    return decoded_row(_BLOCKS, flat, memory.numel)
 
 
 def packed(setup: Setup, residual: Buffers) -> Buffers:

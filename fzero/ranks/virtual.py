@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def run_ranks(body: Callable[[int], Any], size: int) -> list[Any]:
 
 
 @contextmanager
-def _collected_as_in_processes(size: int) -> Iterator[None]:
+def _collected_as_in_processes(size: int) -> Generator[None, None, None]:
     """Let Python's garbage collector run as often for each rank as in a process of its own.
 
     It runs after some number of new objects and looks at those of all ranks. So its work would grow

@@ -23,6 +23,7 @@ class Placement(Enum):
     REPLICATED = "replicated"  # [S l]: every rank has the same full values
     SHARDED = "sharded"  # [l]: the s-th rank of each replica has shard s of the full values
     OVER_ALL = "sharded over all ranks"  # [l / R]: replica r has the r-th part of each shard
+    BY_RANK = "sharded over all ranks, by their numbers"  # [l / R]: rank r has the r-th part
     PARTIAL = "partial"  # [S l]: the full value is the sum of all ranks' copies
     OWNER = "owner"  # a whole tensor on the rank that owns its leaf, nothing on the others
 

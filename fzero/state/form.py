@@ -5,15 +5,19 @@ plan and draw it, so that none of them has to know what it is for:
 
     leaves      placement             the value that a rank has           its logical value
     "learning"  REPLICATED            `Buffers`, [S l] a group            the full values
-                SHARDED, OVER_ALL     [l], [l / R]                        all parts, in order
+                SHARDED               [l]                                 all parts, in order
+                OVER_ALL, BY_RANK     [l / R]                             all parts, in order
                 PARTIAL               [S l], this rank's own              the sum over ranks
+                                      or [l], this rank's shard of what   the sum over replicas
+                                      its replica has
     "all"       as above              also for groups that do not learn
     "number"    REPLICATED            one tensor of any shape             the tensor
                 PARTIAL               one tensor, this rank's own         the sum over ranks
     "named"     REPLICATED            {name: tensor of any shape}         the tensors
                 OWNER                 the same, empty but on its owner    those of the owners
 
-The logical value is what stays where the ranks change; see `Elsewhere`.
+The logical value is what stays where the ranks change; see `Elsewhere`. Two slots can be one sum:
+what "a/b" holds is a part of the sum "a" wherever a state has no slot "a/b".
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from fzero.errors import LayoutError
 from fzero.errors.check import require
 from fzero.state._record import record, static
 from fzero.state.buffers import Placement
+from fzero.state.codec import Codec
 
 Leaves = Literal["learning", "all", "number", "named"]
 """What a slot is parallel to: the leaves that learn, all leaves, or nothing (a tensor, tensors)."""
@@ -64,6 +69,10 @@ class Form:
             has what lives for the run.
         elsewhere: what becomes of it on other ranks: "cut", "sum", "own" or "anew".
         why: for "anew", the words of the warning: what is lost, and what that means.
+        codec: what its flats are encoded by, each as one row of bytes; None: they are numbers. One
+            whose dtype is floating is not encoded yet: a checkpoint brings it so.
+        optional: whether training is right without it. A checkpoint that lacks it, or has it for
+            a state that lacks it, is loaded without a warning then.
         kind: under which kind `fzero.state_bytes`, plans and pictures count it.
 
     Raises:
@@ -85,6 +94,8 @@ class Form:
     lifetime: Lifetime = "run"
     elsewhere: Elsewhere = "cut"
     why: str = ""
+    codec: Codec | None = None
+    optional: bool = False
     kind: Kind = "slots"
 
     def __post_init__(self) -> None:
@@ -150,7 +161,7 @@ def _require_together(form: Form) -> None:
             cause="an owner keeps whole tensors of single leaves, by their paths.",
             fix='give leaves="named".',
         )
-    sharded = placement in (Placement.SHARDED, Placement.OVER_ALL)
+    sharded = placement in (Placement.SHARDED, Placement.OVER_ALL, Placement.BY_RANK)
     if sharded and not per_leaf:
         raise LayoutError(
             f"Form: placement={named} with leaves={form.leaves!r}.",

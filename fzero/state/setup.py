@@ -264,6 +264,8 @@ class Setup:
         replica, shard = divmod(rank, shards)
         if placement is Placement.OVER_ALL:
             return Part(shards * self.replicas, shard * self.replicas + replica)
+        if placement is Placement.BY_RANK:
+            return Part(self.axis.size, rank)
         return Part(shards, shard) if placement is Placement.SHARDED else Part(1, 0)
 
     def numel(self, index: int, placement: Placement) -> int:

@@ -25,7 +25,6 @@ from fzero.optim import (
     TorchOptimizer,
 )
 from fzero.options import Initializer, InitOptions, Stages, takes
-from fzero.ranks.mesh import MeshLike
 from fzero.state import (
     Buffers,
     Layout,
@@ -47,7 +46,7 @@ from fzero.transforms._taken import taken_over
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.points import begun_slots
-from fzero.transforms.setup import COMPARED, plan_setup, setup_at
+from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
 from fzero.transforms.written import returned
 
@@ -291,18 +290,6 @@ def blank_state(setup: Setup, device: torch.device, *, local: Local | None = Non
         home = setup.offload.params
         held.append(flat if home is None else offloaded(home, flat, setup.offload))
     return begun_slots(begun(_state_of(setup, held), local, mesh))
-
-
-def blank_at(
-    old: Setup, *, stage: int, mesh: MeshLike, device: torch.device, local: Local | None
-) -> TrainState:
-    """Return zeros in the place of a state of setup `old`, at a stage, on a mesh of this rank.
-
-    Raises `LayoutError` for an option that does not go with the stage or with the ranks.
-    """
-    axis = mesh_for(mesh, local)
-    setup = setup_at(old, stage=stage, axis=axis, device=device, local=local)
-    return blank_state(setup, device, local=local)
 
 
 def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:

@@ -9,6 +9,7 @@ Here is the one place that multiplies by the scale of a state, and divides by it
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -16,14 +17,50 @@ from torch import Tensor
 
 from fzero.collectives import reduce_many
 from fzero.errors import PhaseError
+from fzero.errors.json_form import DictForm, integer
 from fzero.machine.offload import to_device
 from fzero.optim import unscaled
-from fzero.state import Buffers, Placement, TrainState, scale
+from fzero.state import Buffers, Form, Placement, TrainState, scale
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.entry import Entry
 from fzero.state.points import Builtin
 from fzero.state.scale import ExternalScale, LossScale, ScalePolicy
 from fzero.transforms.points import Running, transforms_of
 from fzero.transforms.prepare import Prepared, left_to_rule, multiplied
+
+SCALE_ENTRY = "scale"
+"""The entry of a state that has what its gradients were multiplied by."""
+
+SCALE_NUMBERS = DictForm(
+    may={
+        "scale": lambda x: type(x) is float and 0 < x < 3.5e38,  # as fp32 holds it
+        "good_updates": integer(0, 2**31),
+        "hysteresis_left": integer(0, 2**31),
+        "hysteresis": integer(1, 2**31),
+    }
+)
+"""What `as_numbers` gives, as a file has it."""
+
+_NUMBERS = ("scale", "good_updates", "hysteresis_left", "overflowed")
+
+
+def scale_entries(state: TrainState) -> list[Entry]:
+    """Return what the gradients of a state were multiplied by, as an entry, if there are any."""
+    held = state.scale
+    if held is None or not state.gradients.held:
+        return []
+    values = {name: getattr(held, name) for name in _NUMBERS}
+    form = Form(leaves="named", placement=Placement.REPLICATED, lifetime="update")
+    return [Entry(name=SCALE_ENTRY, form=form, values=values)]
+
+
+def with_scale_entries(state: TrainState, entries: Sequence[Entry]) -> TrainState:
+    """Return the state with the scale that its gradients were multiplied by."""
+    (one,), held = entries, state.scale
+    if held is None:
+        return state
+    numbers = {name: one.values[name] for name in _NUMBERS}
+    return _scaled_by(state, dataclasses.replace(held, is_read=True, **numbers))
 
 
 def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:

@@ -10,8 +10,8 @@ import torch
 
 import fzero
 from fzero.checkpoint import load, save
-from fzero.checkpoint._slots import roles_of
 from fzero.errors import LayoutError
+from fzero.optim.entries import roles_of
 from tests.checkpoint.states import make
 from tests.strategies import everywhere, same
 

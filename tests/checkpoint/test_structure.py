@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator
@@ -97,15 +98,10 @@ def test_every_codec_is_told(name: str) -> None:
 
 def test_local_updates_are_told() -> None:
     local = fzero.Local(every=2, outer=fzero.optim.muon(0.1))
-    assert as_received(as_sent(_with_local(local))).local == local
-
-
-def _with_local(local: Any) -> Any:
     structure, _ = sent(fzero.optim.sgd(0.1))
-    return type(structure)(
-        **{name: getattr(structure, name) for name in structure.__dataclass_fields__}
-        | {"local": local}
-    )
+    pattern = dataclasses.replace(structure.pattern, local=local)
+    told = as_received(as_sent(dataclasses.replace(structure, pattern=pattern)))
+    assert told.pattern.local == local
 
 
 class Odd:

@@ -38,7 +38,7 @@ def calls(run: Callable[[], Any]) -> Counter[str]:
         run()
     finally:
         sys.setprofile(before)
-        threading.setprofile(None)  # type: ignore[arg-type]
+        threading.setprofile(None)
     return found
 
 

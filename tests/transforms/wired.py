@@ -18,9 +18,11 @@ from torch import Tensor, nn
 import fzero
 from fzero import Compress
 from fzero.adapter import Engine
-from fzero.checkpoint._residual import residual_shards
+from fzero.checkpoint._kept import as_numbers, held_part
 from fzero.machine.packing import unpack
+from fzero.machine.residual import BACK, RESIDUAL
 from fzero.state import TrainState
+from fzero.transforms.kept import entries_of
 from tests import drivers
 from tests.drivers import each_rank as each_rank
 
@@ -150,8 +152,11 @@ def residual(state: TrainState) -> dict[str, Tensor]:
     layout, found = state.setup.layout, {}
     lost = {i: state.params.flats[0].new_zeros(layout.full_numel(i)) for i in layout.trainable}
     lost = {i: flat.to(state.setup.accumulate_dtype(i)) for i, flat in lost.items()}
-    for _, index, (count, number), values in residual_shards(state, state.setup.axis.rank):
-        lost[index].view(count, -1)[number] += values
+    setup, rank = state.setup, state.setup.axis.rank
+    kept = [one for one in entries_of(state, rank) if one.name in (RESIDUAL, BACK)]
+    for one, index, flat in ((x, *pair) for x in kept for pair in x.values.items()):
+        _, (count, number) = held_part(setup, one, index, flat, rank)
+        lost[index].view(count, -1)[number] += as_numbers(setup, one, index, flat)
     for index, flat in lost.items():
         leaves = unpack(layout, index, fzero.pmean(flat))
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.elements import Slot, counters_of, slots_of, unstepped_of, with_counters
+from fzero.checkpoint.elements import RuleSlot, counters_of, slots_of, unstepped_of, with_counters
 from fzero.errors import LayoutError
 from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut
@@ -91,7 +91,7 @@ def corners(state: TrainState, gradients: Flats, unit: float) -> list[Corner]:
     for up, of_slots in CORNERS:
         size = DISTURBANCE * unit
 
-        def slot(one: Slot, size: float = size * of_slots) -> Tensor:
+        def slot(one: RuleSlot, size: float = size * of_slots) -> Tensor:
             if one.name == MASTERS:
                 return one.flat.clone()
             return perturbed(one.flat, size, signs[place[one.group]])

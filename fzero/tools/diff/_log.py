@@ -13,7 +13,7 @@ from fzero.tools.compare import perturbed, signs_like
 from fzero.tools.diff._difference import GRADIENT, LOSS, START, UPDATE
 
 
-class Entry(NamedTuple):
+class LogEntry(NamedTuple):
     """What a loop has told once: of a parameter's path, or of "", its values."""
 
     kind: str
@@ -30,7 +30,7 @@ class Log:
     """
 
     def __init__(self, disturbance: float = 0.0) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[LogEntry] = []
         self.order: dict[str, None] = {}  # of the gradients, as a backward has made them
         self._disturbance = disturbance
 
@@ -88,13 +88,13 @@ class Log:
                 fix="call log.start(model) once, before all else.",
             )
         copies = {path: x.detach().cpu().clone() for path, x in values.items()}
-        self.entries.append(Entry(kind, copies))
+        self.entries.append(LogEntry(kind, copies))
 
     def _made(self, path: str) -> Any:
         return lambda _: self.order.setdefault(path)
 
 
-def moments(entries: list[Entry]) -> Iterator[tuple[Entry, int, int]]:
+def moments(entries: list[LogEntry]) -> Iterator[tuple[LogEntry, int, int]]:
     """Yield each entry with its step and its backward, from 1: a loss begins a backward."""
     step, backward = 1, 0
     for entry in entries:

@@ -35,7 +35,7 @@ from fzero.tools.diff._difference import (
     Moment,
     difference_of,
 )
-from fzero.tools.diff._log import Entry, Log, moments
+from fzero.tools.diff._log import Log, LogEntry, moments
 from fzero.tools.diff._run import made_in
 from fzero.tools.diff._side import Apart, Beside
 from fzero.transforms import simulate
@@ -205,11 +205,11 @@ def _bound(x: Spread, twin: Spread, unit: float) -> Tensor:
     return disturbed_bound(x.full, twin.full) + TERMS * unit * x.full.double().abs()
 
 
-def _mean(told: Sequence[Entry]) -> Tensor:
+def _mean(told: Sequence[LogEntry]) -> Tensor:
     return torch.stack([one.values[""].double() for one in told]).mean(0)
 
 
-def _spread(told: Sequence[Entry], path: str, like: Tensor) -> Spread:
+def _spread(told: Sequence[LogEntry], path: str, like: Tensor) -> Spread:
     """Return the copies of all ranks; zeros for a gradient that there is not."""
     nothing = torch.zeros_like(like)
     shape = tuple(as_real(like).shape)

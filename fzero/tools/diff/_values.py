@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.elements import Slot, counters_of, leaf_names, slots_across, with_counters
+from fzero.checkpoint.elements import RuleSlot, counters_of, leaf_names, slots_across, with_counters
 from fzero.machine.packing import leaf_ranges, pack, part_of
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.scale import with_slot
@@ -90,7 +90,7 @@ def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
         for i, flat in enumerate(state.params.flats)
     ]
 
-    def made(slot: Slot) -> Tensor:
+    def made(slot: RuleSlot) -> Tensor:
         def of(path: str, old: Tensor) -> Tensor:
             found = values.slots.get((slot.name, path))
             if found is None and slot.name == MASTERS:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fzero.checkpoint.disk import read_text, sync, sync_files
 from fzero.checkpoint.elements import (
     Draft,
-    Form,
+    TensorForm,
     begin_file,
     read_file,
     read_values,
@@ -278,7 +278,7 @@ def _write_rank(
     files = [data / name for name in rank_names(rank)]
     files[0].write_text(json.dumps(texts))
     flat = {name: x.contiguous() for name, x in tensors.items()}
-    forms = {name: Form(tuple(x.shape), x.dtype) for name, x in flat.items()}
+    forms = {name: TensorForm(tuple(x.shape), x.dtype) for name, x in flat.items()}
     places = begin_file(files[1], forms)
     for name, x in flat.items():
         write_values(places[name], x)

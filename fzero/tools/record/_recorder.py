@@ -31,12 +31,12 @@ from fzero.tools.record._digest import Digest, Places, digests_of, places, place
 from fzero.tools.record._recording import Recording
 from fzero.tools.record._records import (
     Inputs,
-    Origin,
     RecordedCall,
     RecordedForm,
     Snapshot,
     form_of,
 )
+from fzero.transforms.pattern import Pattern, pattern_of
 from fzero.transforms.written import bits_are_compared
 
 WhereParted = Literal["raise", "warn"]
@@ -63,7 +63,7 @@ class Recorder:
     def __init__(self, fn: Callable[..., Any], asked: RecorderOptions) -> None:
         self._fn, self._asked = fn, asked
         self._form: RecordedForm | None = None
-        self._origin: Origin | None = None
+        self._origin: Pattern | None = None
         self._ranks: Ranks | None = None  # the processes of the run
         self._where: dict[int, Places] = {}  # of each rank of this process
         self._number = 0  # of the next call
@@ -165,8 +165,7 @@ class Recorder:
                 cause="one recorder for two models, stages or optimizers.",
                 fix="give each its own: fzero.record(step, ...).",
             )
-        outer = held.states[0].window.outer
-        self._origin = Origin(setup=held.setup, local=None if outer is None else outer.local)
+        self._origin = pattern_of(held.states[0])
         self._ranks = held.processes
 
     def _digests(self, held: Held, digest: Digest = words) -> Tensor | None:

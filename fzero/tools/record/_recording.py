@@ -13,7 +13,8 @@ from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import LayoutError
 from fzero.ranks.axis import Axis
 from fzero.tools.record._files import read_folder, write_folder
-from fzero.tools.record._records import Origin, RecordedPart, Snapshot
+from fzero.tools.record._records import RecordedPart, Snapshot
+from fzero.transforms.pattern import Pattern
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,7 +35,7 @@ class Recording(RecordedPart):
 
     ranks: tuple[int, ...]
     step_fn: Callable[..., Any] | None = None
-    origin: Origin | None = None
+    origin: Pattern | None = None
     processes: Ranks | None = None
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor
 from fzero.checkpoint.elements import Draft, write_draft
 from fzero.checkpoint.everywhere import from_first
 from fzero.checkpoint.in_memory import REPLAY, new_folder, remove_folder
-from fzero.state import NAMESPACE, Local, Setup, TrainState
+from fzero.state import NAMESPACE, TrainState
 from fzero.tools.record._digest import DigestedLeaf, digested_leaves
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
@@ -100,14 +100,6 @@ class RecordedForm:
     def names(self) -> list[str]:
         """What has a digest, in order."""
         return [leaf.name for leaf in self.leaves]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Origin:
-    """What a recorded state is, beyond its form: what another one is planned by."""
-
-    setup: Setup
-    local: Local | None  # updates
 
 
 def form_of(state: TrainState, driver: str) -> RecordedForm:

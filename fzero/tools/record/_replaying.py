@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fzero.tools.record._digest import Digest, digests_of, places_of, words
 from fzero.tools.record._recording import Recording, require_all_ranks
 from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
 from fzero.transforms import simulate
-from fzero.transforms.init import blank_at
+from fzero.transforms.pattern import blank_at
 from fzero.transforms.pipeline import Step
 from fzero.transforms.setup import blank_params
 from fzero.transforms.shard import asked_of, sharded_as
@@ -132,15 +133,8 @@ class _OfStep(Replaying):
 
         def body() -> TrainState:
             made = self.step_fn.find_init().keywords
-            return self.step_fn.prepared(
-                blank_at(
-                    setup,
-                    stage=made["stage"],
-                    mesh=made["mesh"],
-                    device=torch.get_default_device(),
-                    local=origin.local,
-                )
-            )
+            pattern = replace(origin, device=torch.get_default_device(), policy=None)
+            return self.step_fn.prepared(blank_at(pattern, stage=made["stage"], mesh=made["mesh"]))
 
         return simulate(body, world_size=self.world_size)()
 

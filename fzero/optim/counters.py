@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from fzero.checkpoint._pieces import leaf_names
-from fzero.checkpoint._slots import Slot, counters_in, number_like, optimizer_with
+from fzero.errors.json_form import DictForm, amount, number
+from fzero.machine.by_path import leaf_paths
+from fzero.optim.entries import RuleSlot, counters_in, number_like, optimizer_with
 from fzero.state import TrainState
 
 COUNT, STEP = "count", "step"  # updates made; what Adam counts: the same number, unless it was set
 UNSTEPPED = "unstepped"  # the names of leaves that took no step yet, where others did
+
+COUNTERS = DictForm(
+    may={"step": lambda x: _each(amount, x), "count": amount}, others=lambda x: _each(number, x)
+)
+"""What `counters_of` gives, as a file has it."""
 
 Number = int | float | bool
 Count = Number | dict[str, Number]
@@ -44,9 +50,30 @@ def unstepped_of(state: TrainState) -> list[str]:
     return [name for name, path in _learning(state).items() if path in fresh]
 
 
+def counter_misfits(
+    theirs: Mapping[str, Any], ours: Mapping[str, Any], stepped: Collection[str]
+) -> Iterator[str]:
+    """Say what two records of counters do not have in common: of a saved state, and of this one.
+
+    A step is implied by a count: without one, each leaf took every update. stepped: the leaves of
+    which a rule keeps something.
+    """
+    implied = COUNT in theirs and COUNT in ours
+    left = {STEP} if implied else set[str]()
+    for name in [*ours, *(name for name in theirs if name not in ours)]:
+        if name not in left and (name in theirs) != (name in ours):
+            there, here = ("a number" if name in one else "nothing" for one in (theirs, ours))
+            yield f"optimizer/{name}: {there} in the checkpoint, {here} in the state"
+    for name, count in theirs.items():
+        if isinstance(count, dict) and name in ours:
+            for leaf in ours[name] if isinstance(ours[name], dict) else stepped:
+                if leaf not in count:
+                    yield f"optimizer/{name} of {leaf}: nothing in the checkpoint"
+
+
 def with_counters(
     state: TrainState,
-    made: Callable[[Slot], Tensor],
+    made: Callable[[RuleSlot], Tensor],
     counters: Mapping[str, Any] | None = None,
     unstepped: Collection[str] = (),
 ) -> Any:
@@ -83,5 +110,10 @@ def _of_leaf(count: Any, name: str, like: Tensor) -> Any:
 def _learning(state: TrainState) -> dict[str, str]:
     """Return {its name in a checkpoint: its path} of each leaf that learns."""
     layout = state.setup.layout
-    pairs = zip(leaf_names(layout), layout.leaves, strict=True)
+    pairs = zip(leaf_paths(layout), layout.leaves, strict=True)
     return {name: leaf.path for name, leaf in pairs if leaf.trainable}
+
+
+def _each(good: Callable[[Any], bool], value: Any) -> bool:
+    """Whether a number for all leaves, or that of each leaf by its name, is good."""
+    return all(map(good, value.values())) if type(value) is dict else good(value)

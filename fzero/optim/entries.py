@@ -1,4 +1,4 @@
-"""What the leaves of an optimizer state are: slots of the parameters, or counters. Pure.
+"""What a rule keeps, as entries of a state: slots, and what owners keep; its counters. Pure.
 
 The state may be any pytree (fzero's own record, optax's or TorchOpt's named tuples); only its
 form says what its leaves are:
@@ -10,6 +10,9 @@ form says what its leaves are:
     trainable group                        must agree
     any other number or 1-element tensor   a counter of its own
     anything else                          refused: it could not be resharded
+
+What owners keep of whole parameters has the elements of its parameter, or any shape: its first
+step makes that.
 """
 
 from __future__ import annotations
@@ -23,9 +26,11 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.everywhere import CheckpointError
-from fzero.errors import LayoutError, explain
-from fzero.state import NAMESPACE, TrainState
+from fzero.errors import CheckpointError, LayoutError, explain
+from fzero.machine.by_path import leaf_paths
+from fzero.machine.owners import owners_of
+from fzero.state import NAMESPACE, Form, Placement, TrainState
+from fzero.state.entry import Entry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +41,11 @@ class Role:
     position: int | None = None  # of a slot: which trainable group; None: a counter
 
 
-class Slot(NamedTuple):
+RULE = "optimizer/"
+"""Before the names of what a rule keeps, as an entry of a state."""
+
+
+class RuleSlot(NamedTuple):
     """A flat that an optimizer keeps for the elements of one group; an empty one is no slot."""
 
     name: str  # in a checkpoint: torch.optim's
@@ -44,14 +53,14 @@ class Slot(NamedTuple):
     flat: Tensor  # as this rank holds it
 
 
-def slots_of(state: TrainState) -> list[Slot]:
+def slots_of(state: TrainState) -> list[RuleSlot]:
     """Return all slots of the optimizer of a state, fp32 masters among them.
 
     They are the same on every rank but for the values. Raises `LayoutError` as `roles_of`.
     """
     trainable = state.setup.layout.trainable
     return [
-        Slot(role.name, trainable[role.position], leaf)
+        RuleSlot(role.name, trainable[role.position], leaf)
         for role, leaf in _pairs(state)
         if role.position is not None and leaf.numel()
     ]
@@ -61,6 +70,92 @@ def slots_across(states: Sequence[TrainState]) -> Iterator[tuple[str, int, list[
     """Yield (name, group, what each rank holds) for every slot of a state, given as its ranks'."""
     for same in zip(*map(slots_of, states), strict=True):
         yield same[0].name, same[0].group, [slot.flat for slot in same]
+
+
+def rule_entries(state: TrainState, rank: int) -> list[Entry]:
+    """Return all that the rule of a rank's state keeps, but for its counters.
+
+    Raises `LayoutError` as `slots_of`.
+    """
+    setup, found = state.setup, dict[str, dict[int, Tensor]]()
+    for name, group, flat in slots_of(state):
+        found.setdefault(name, {})[group] = flat
+    form = Form(placement=setup.optimizer_state)
+    even = [Entry(name=RULE + k, form=form, values=x) for k, x in found.items()]
+    return [*even, *_of_owners(state, rank)]
+
+
+def _of_owners(state: TrainState, rank: int) -> Iterator[Entry]:
+    """Yield what is kept of parameters with owners: {name of a parameter: empty but on its own}."""
+    setup, owners = state.setup, owners_of(state.setup)
+    if owners is None:
+        return
+    rule, names, mine = setup.optimizer, leaf_paths(setup.layout), owners.rank_of(rank)
+    form = Form(leaves="named", placement=Placement.OWNER)
+    for slot, some in rule.owned(state.optimizer).items():
+        values, owned = dict[str, Tensor](), set[str]()
+        for one, x in zip(owners.leaves, some, strict=True):
+            if slot in rule.made_by_steps(one.leaf) or slot in rule.kept_of(one.leaf):
+                values[names[one.index]] = x
+                owned |= {names[one.index]} if one.owner == mine else set()
+        yield Entry(name=RULE + slot, form=form, values=values, owned=frozenset(owned))
+
+
+def with_rule_entries(state: TrainState, entries: Sequence[Entry]) -> Any:
+    """Return the optimizer state in which those of its entries have their values."""
+    even = {one.name: one.values for one in entries if one.per_leaf}
+    owned = {one.name: one.values for one in entries if not one.per_leaf}
+    made = optimizer_with(
+        state, lambda slot: even.get(RULE + slot.name, {}).get(slot.group, slot.flat)
+    )
+    owners, rule = owners_of(state.setup), state.setup.optimizer
+    if owners is None or not owned:
+        return made
+    names = leaf_paths(state.setup.layout)
+    kept = {
+        slot: tuple(
+            owned.get(RULE + slot, {}).get(names[one.index], x)
+            for one, x in zip(owners.leaves, some, strict=True)
+        )
+        for slot, some in rule.owned(made).items()
+    }
+    return rule.with_owned(made, kept)
+
+
+def slot_facts(state: TrainState) -> dict[str, dict[str, str]]:
+    """Return {slot: {name of a leaf: its dtype}} of all that has the elements of its leaf.
+
+    The same at every stage and number of ranks. What the first step makes is not in it.
+    """
+    setup, layout = state.setup, state.setup.layout
+    names, found = leaf_paths(layout), dict[str, dict[str, str]]()
+    for slot, group, flat in slots_of(state):
+        own = [names[i] for i in layout.groups[group].leaves if layout.leaves[i].numel]
+        found.setdefault(slot, {}).update(dict.fromkeys(own, str(flat.dtype)))
+    owners = owners_of(setup)
+    for slot, some in ({} if owners is None else setup.optimizer.owned(state.optimizer)).items():
+        for one, x in zip([] if owners is None else owners.leaves, some, strict=True):
+            if slot in setup.optimizer.kept_of(one.leaf):
+                found.setdefault(slot, {})[names[one.index]] = str(x.dtype)
+    return found
+
+
+def require_kept(state: TrainState, rank: int) -> None:
+    """Raise `LayoutError` where a rank lacks what steps have made of a parameter that it owns."""
+    owners, rule = owners_of(state.setup), state.setup.optimizer
+    if owners is None or not int(state.optimizer.count):
+        return
+    fresh, owned = set(rule.unstepped(state.optimizer)), rule.owned(state.optimizer)
+    for number, one in enumerate(owners.leaves):
+        own = one.owner == owners.rank_of(rank)
+        for slot in rule.made_by_steps(one.leaf) if own else ():
+            if not owned[slot][number].numel() and one.leaf.path not in fresh:
+                name = leaf_paths(state.setup.layout)[one.index]
+                raise LayoutError(
+                    f"load: there is no {slot} of {name} in the checkpoint.",
+                    cause="the state was made with another optimizer than the saved one.",
+                    fix="make the state with the optimizer that was saved. Nothing was changed.",
+                )
 
 
 def counters_in(state: TrainState) -> dict[str, int | float | bool]:
@@ -82,7 +177,7 @@ def counters_in(state: TrainState) -> dict[str, int | float | bool]:
 
 def optimizer_with(
     state: TrainState,
-    made: Callable[[Slot], Tensor],
+    made: Callable[[RuleSlot], Tensor],
     counters: Mapping[str, Any] | None = None,
 ) -> Any:
     """Return the optimizer state with made(slot) for each slot, and a foreign one's counters.
@@ -93,7 +188,7 @@ def optimizer_with(
 
     def new(role: Role, leaf: Any) -> Any:
         if role.position is not None:
-            slot = Slot(role.name, trainable[role.position], leaf)
+            slot = RuleSlot(role.name, trainable[role.position], leaf)
             return made(slot) if leaf.numel() else leaf.clone()
         name = f"the optimizer's {role.name}"
         return leaf if counters is None else number_like(name, leaf, counters[role.name])
@@ -106,7 +201,7 @@ def optimizer_with(
 
 
 def _without_owned(state: TrainState) -> Any:
-    """The optimizer state without what owners keep, which goes with no flat; see `_owned`."""
+    """The optimizer state without what owners keep, which goes with no flat."""
     return state.setup.optimizer.with_owned(state.optimizer, {})
 
 

@@ -1,0 +1,237 @@
+"""All that a state keeps, from everything that keeps something; and a state made of it again.
+
+    entries     what has elements, with the form of each: see `fzero/state/entry.py`
+    numbers     what a manifest has room for: the step, counters, a loss scale
+    facts       what a manifest says of replicas that train apart
+
+Who saves, moves or copies states goes over these, and names nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.errors import PhaseError
+from fzero.errors.json_form import DictForm, natural, text
+from fzero.machine.residual import BACK, RESIDUAL, START, residual_entries, with_residual_entries
+from fzero.optim.counters import (
+    COUNT,
+    COUNTERS,
+    STEP,
+    UNSTEPPED,
+    counters_of,
+    unstepped_of,
+    with_counters,
+)
+from fzero.optim.entries import RULE, rule_entries, with_rule_entries
+from fzero.state import Buffers, Form, Progress, Slot, TrainState, scale
+from fzero.state.entry import Entry, entry_of, with_slots
+from fzero.state.scale import as_numbers, from_numbers, with_slot
+from fzero.state.setup import MASTERS
+from fzero.state.window import CLOSED
+from fzero.transforms import outer_kept
+from fzero.transforms.outer import anchored
+from fzero.transforms.points import begun_slots
+from fzero.transforms.scaled import (
+    SCALE_ENTRY,
+    SCALE_NUMBERS,
+    scale_entries,
+    with_scale_entries,
+)
+
+PARAMS, GRADIENTS = "params", "gradients"
+APART = "local"
+"""Under which name a manifest has the facts of replicas that train apart."""
+
+
+class Keeper(NamedTuple):
+    """Something that keeps values in a state."""
+
+    entries: Callable[[TrainState, int], Iterable[Entry]]
+    put: Callable[[TrainState, Sequence[Entry]], TrainState]
+
+
+def _params(state: TrainState, rank: int) -> list[Entry]:
+    values = dict(enumerate(state.params.flats))
+    form = Form(leaves="all", placement=state.setup.params)
+    return [Entry(name=PARAMS, form=form, values=values)]
+
+
+def _with_params(state: TrainState, entries: Sequence[Entry]) -> TrainState:
+    values = {i: x for one in entries for i, x in one.values.items()}
+    flats = tuple(values.get(i, x) for i, x in enumerate(state.params.flats))
+    return state.replace(params=replace(state.params, flats=flats))
+
+
+def _gradients(state: TrainState, rank: int) -> list[Entry]:
+    if not state.gradients.held:
+        return []
+    values = dict(zip(state.setup.layout.trainable, state.gradients.flats, strict=True))
+    form = Form(placement=state.setup.gradients, lifetime="update")
+    return [Entry(name=GRADIENTS, form=form, values=values)]
+
+
+def _with_gradients(state: TrainState, entries: Sequence[Entry]) -> TrainState:
+    flats = tuple(x for one in entries for _, x in sorted(one.values.items()))
+    return state.replace(gradients=Buffers(flats=flats, placement=state.setup.gradients))
+
+
+def _slots(state: TrainState, rank: int) -> list[Entry]:
+    """Return the slots, but for a loss scale: its numbers are those of a manifest."""
+    slots = state.slots.items()
+    return [entry_of(state.setup, name, slot) for name, slot in slots if name != scale.SLOT]
+
+
+def _with_slots(state: TrainState, entries: Sequence[Entry]) -> TrainState:
+    """Return the state with these slots; one that it has not is made of its form."""
+    empty = {
+        one.name: Slot(value=Buffers(placement=one.placement), form=one.form)
+        for one in entries
+        if one.name not in state.slots
+    }
+    return state.replace(slots=with_slots(state.setup, {**state.slots, **empty}, entries))
+
+
+_SLOTS = Keeper(_slots, _with_slots)
+_RESIDUAL = Keeper(lambda s, _: residual_entries(s), with_residual_entries)
+_SOURCES: dict[str, Keeper] = {
+    PARAMS: Keeper(_params, _with_params),
+    RULE: Keeper(rule_entries, lambda s, x: s.replace(optimizer=with_rule_entries(s, x))),
+    RESIDUAL: _RESIDUAL,
+    BACK: _RESIDUAL,
+    START: _RESIDUAL,
+    GRADIENTS: Keeper(_gradients, _with_gradients),
+    SCALE_ENTRY: Keeper(lambda s, _: scale_entries(s), with_scale_entries),
+}
+"""{name of an entry: what keeps it}; of a rule, how the names begin. All others are slots."""
+
+
+def entries_of(state: TrainState, rank: int, *, live: bool = False) -> list[Entry]:
+    """Return all that a state keeps; of replicas that train apart, what this one has of its own.
+
+    rank: whose state it is, among those of `setup.axis`. live: also what does not live for the run.
+    """
+    sources = dict.fromkeys([*_SOURCES.values(), _SLOTS])
+    found = [one for source in sources for one in source.entries(state, rank)]
+    return [one for one in found if live or one.form.lifetime == "run"]
+
+
+VALUES = (PARAMS, RULE + MASTERS)
+"""The entries that have the values of parameters."""
+
+
+def has_values(entry: Entry) -> bool:
+    """Whether it has the values of parameters."""
+    return entry.name in VALUES
+
+
+def is_slot(entry: Entry) -> bool:
+    """Whether it is neither parameters nor what a rule keeps."""
+    return entry.name != PARAMS and not entry.name.startswith(RULE)
+
+
+def with_entries(state: TrainState, entries: Iterable[Entry]) -> TrainState:
+    """Return the state in which these entries have their values; the others stay.
+
+    It gets those that it has not: gradients, and slots of any form.
+    """
+    given: dict[Keeper, list[Entry]] = {}
+    for one in entries:
+        name = RULE if one.name.startswith(RULE) else one.name
+        given.setdefault(_SOURCES.get(name, _SLOTS), []).append(one)
+    for source, some in given.items():
+        state = source.put(state, some)
+    return state
+
+
+def begun(state: TrainState, like: TrainState, names: Collection[str]) -> TrainState:
+    """Return the state with some of what it keeps as a new state of its parameters has it.
+
+    like: has what nobody makes anew: slots that were made by hand. A collective, where a transform
+    makes them by one.
+    """
+    own = {name: slot for name, slot in like.slots.items() if name in names}
+    window = replace(state.window, residual=CLOSED.residual)
+    return begun_slots(state.replace(window=window, slots={**state.slots, **own}), [*names])
+
+
+def require_movable(state: TrainState) -> None:
+    """Raise `PhaseError` for gradients of which a codec keeps what it has lost."""
+    if state.window.residual_before.held:
+        raise PhaseError(
+            "reshard: a state with gradients, and with a codec that has a memory.",
+            cause="a call between the gradient and the update of a compressed step.",
+            fix="call it after the update.",
+        )
+
+
+# Numbers.
+
+
+def numbers_of(state: TrainState) -> dict[str, Any]:
+    """Return the numbers of a state as a manifest has them."""
+    unstepped = unstepped_of(state)
+    return {
+        "step": int(state.step),
+        "optimizer": counters_of(state),
+        "scale": as_numbers(state.scale),
+        **({UNSTEPPED: unstepped} if unstepped else {}),
+    }
+
+
+def numbered(state: TrainState, numbers: Mapping[str, Any]) -> TrainState:
+    """Return an idle state with the saved numbers, and what `state` keeps for the run."""
+    counters = dict(numbers["optimizer"])
+    counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
+    unstepped = numbers.get(UNSTEPPED, ())
+    window = replace(CLOSED, residual=state.window.residual, outer=state.window.outer)
+    state = state.without_gradients()
+    return state.replace(
+        optimizer=with_counters(state, lambda slot: slot.flat, counters, unstepped),
+        gradients=Buffers(),
+        window=window,
+        step=torch.tensor(numbers["step"], dtype=torch.int64),
+        progress=Progress(),
+        slots=with_slot(state.slots, from_numbers(state.scale, numbers["scale"])),
+    )
+
+
+NUMBERS = DictForm(
+    must={"step": natural, "optimizer": COUNTERS, "scale": SCALE_NUMBERS},
+    may={UNSTEPPED: [text]},
+)
+FACTS = {APART: outer_kept.facts_form(NUMBERS)}
+"""What of it can be in a file."""
+
+
+# Replicas that train apart.
+
+shared_of, bases_of = outer_kept.shared_entries, outer_kept.base_entries
+with_shared, with_facts = outer_kept.with_shared, outer_kept.with_facts
+are_as_many, require_facts = outer_kept.are_as_many, outer_kept.require_facts
+common_facts = outer_kept.common_facts
+
+
+def trains_apart(state: TrainState) -> bool:
+    """Whether replicas have parameters, and all else, of their own between two updates of all."""
+    return state.window.outer is not None
+
+
+def replica_facts(state: TrainState) -> dict[str, Any]:
+    """Return what a replica says of itself in a manifest."""
+    return outer_kept.replica_facts(state, numbers_of(state))
+
+
+def without_shared(state: TrainState) -> TrainState:
+    """Return the state of a replica without what it has in common with others."""
+    return state.replace(window=replace(state.window, outer=None))
+
+
+def begun_apart(state: TrainState, like: TrainState) -> TrainState:
+    """Return a state with what its replicas have in common, where `like` has it: begun anew."""
+    anew = None if state.window.outer is not None else like.window.outer
+    return state if anew is None else anchored(state, anew)

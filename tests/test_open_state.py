@@ -1,0 +1,117 @@
+"""Rooms that go over what a state keeps by its forms name no feature that keeps something.
+
+A feature is a transform or a rule with numbers of its own in a state. Where a room names one, the
+next feature needs a line there, too. What is read is the syntax: identifiers, attributes, keywords
+and what is imported; words in texts and comments may say anything.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "fzero"
+
+FEATURES = {
+    "residual": "what encoding has lost of gradients",
+    "residuals": "the same",
+    "powersgd": "a codec that keeps where its factors start from",
+    "starts": "the same",
+    "compress": "codecs of gradients",
+    "outer": "local updates: the rule of the outer update",
+    "local": "local updates",
+    "anchors": "local updates: where replicas have met",
+    "anchored": "the same",
+    "coming": "local updates: what is on its way",
+    "fragments": "the same",
+    "owners": "rules that step whole matrices",
+    "masters": "what a rule keeps of 16-bit parameters",
+    "weight": "weighted gradients",
+    "weights": "the same",
+    "weighted": "the same",
+    "scale": "the loss scale",
+    "scaled": "the same",
+    "clip": "clipping",
+    "ema": "an average of parameters",
+}
+"""{a word of a name: what it is of}."""
+
+EXCEPT: dict[str, frozenset[str]] = {
+    # DeepSpeed's own format has a loss scale, and masters, by these names.
+    "checkpoint/_universal_save.py": frozenset({"scale", "masters"}),
+    "checkpoint/_universal_shared.py": frozenset({"scale"}),
+}
+"""{file: the words that it may have, because a format of others has them}."""
+
+NAMES_OF_OTHERS = {
+    "LOCAL",  # a runtime: one process alone
+    "weights_only",  # of torch.load
+    "prepare_local_plan",  # of torch.distributed.checkpoint
+    "create_local_plan",
+}
+
+ROOMS = ("checkpoint",)
+
+
+def words_of(name: str) -> set[str]:
+    """The words of a name in snake_case or CamelCase."""
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+    return {word for word in re.split(r"[._]", apart.lower()) if word}
+
+
+def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (line, name) of all that is named."""
+    for node in ast.walk(tree):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Name):
+            yield line, node.id
+        elif isinstance(node, ast.Attribute):
+            yield line, node.attr
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield line, node.name
+        elif isinstance(node, ast.arg) or (isinstance(node, ast.keyword) and node.arg):
+            yield line, node.arg
+        elif isinstance(node, ast.ImportFrom):
+            yield line, node.module or ""
+            yield from ((line, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((line, alias.name) for alias in node.names)
+
+
+def features_in(source: str, known: frozenset[str] = frozenset()) -> list[str]:
+    """Return where a file names a feature."""
+    found = names_in(ast.parse(source))
+    return [
+        f"line {line}: {name}, of {FEATURES[word]}"
+        for line, name in found
+        if name not in NAMES_OF_OTHERS
+        for word in sorted(words_of(name) & FEATURES.keys() - known)
+    ]
+
+
+FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_a_room_that_reads_forms_names_no_feature(path: Path) -> None:
+    place = path.relative_to(ROOT).as_posix()
+    assert features_in(path.read_text(), EXCEPT.get(place, frozenset())) == []
+
+
+def test_it_is_found() -> None:
+    assert features_in("x = state.window.outer") == [
+        "line 1: outer, of local updates: the rule of the outer update"
+    ]
+    assert len(features_in("from fzero.machine.residual import lost_residual")) == 2
+    assert len(features_in("def f(*, loss_scale): return g(localUpdates=1)")) == 2
+    assert features_in('x = "the outer rule"  # residual') == []
+
+
+def test_each_exception_is_used() -> None:
+    for place, words in EXCEPT.items():
+        for word in words:
+            assert features_in((ROOT / place).read_text(), words - {word}), (place, word)

@@ -239,7 +239,6 @@ class Driver:
         """Wait until every rank makes this call."""
         self.require_not_closed()
         self.running.performer.call(f"{name} of engine {self.number}")
-        self.running.take_served()
 
     def with_gradients(self, name: str, path: str = "") -> TrainState:
         """Reduce what waits on any rank; return the state, which holds all gradients then.
@@ -272,14 +271,16 @@ class Driver:
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
-
-        def now() -> list[TrainState]:
-            self.running.take_served()
-            return self.running.states
-
         name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
-        written = self.writes.since if updates else bool
-        return agree(name, now(), updates=updates, uses=updates, now=now, written=written)[0]
+        written, running = self.writes.since if updates else bool, self.running
+        return agree(
+            name,
+            running.states,
+            updates=updates,
+            uses=updates,
+            now=lambda: running.states,
+            written=written,
+        )[0]
 
     # Where it stands.
 

@@ -74,6 +74,7 @@ class Pass:
             on_gathered=on_gathered(states, weakref.ref(self)),
             on_written=on_written,
             drop_raised=drop_raised,
+            on_served=self._on_served(),
         )
         self.calls = Calls(self.states, BUILTINS, self.reducer)
         self._begin_calls()
@@ -244,7 +245,7 @@ class Pass:
         used = self.reducer.states[number].pop_used()
         return used if self.form.uses else progress.ALL
 
-    def take_served(self) -> None:
+    def _take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""
         for number in range(len(self.states)):
             self.put(number, self._with_served(number))
@@ -286,6 +287,16 @@ class Pass:
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
         self.gatherer.hold_shards(shards, [state.device for state in self.states])
+
+    def _on_served(self) -> Callable[[], None]:
+        """What takes the sums of passes that this rank has served. It holds no driver, either."""
+        held = weakref.ref(self)
+
+        def take_served() -> None:
+            if (one := held()) is not None:
+                one._take_served()
+
+        return take_served
 
     def _begin(self, phase: int, *, dropped: bool = False) -> Begin:
         count = None if self.gathers else self.reducer.unit_count

@@ -182,9 +182,12 @@ def _planned(
         reduction=compressed(axis, given),
         gathering=replace(given.gathering, persistent=_units_of(layout, small)),
         offload=as_offload(given.offload, stage, device),
-        transforms=transforms_apart(given.transforms, _options_there(given)),
+        transforms=transforms_apart(given.transforms, _options_there(given), _TAKEN),
     )
     return _checked(setup)
+
+
+_TAKEN = frozenset(one.name for one in BUILTINS if one.slots)
 
 
 def _options_there(given: SharedOptions) -> list[str]:

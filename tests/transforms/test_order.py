@@ -259,3 +259,14 @@ def test_a_function_that_raises_leaves_the_gradients_of_a_donating_step(
     fails = False
     state, _ = step(state, x)
     assert int(state.step) == 1
+
+
+@pytest.mark.parametrize("name", ["weights", "scale_loss"])
+def test_a_name_under_which_fzero_keeps_slots_is_taken(name: str) -> None:
+    mine = fzero.transform(
+        name=name,
+        init=lambda params, ctx: {"total": 0.0},
+        reduced=lambda slots, grads, ctx: (slots, grads),
+    )
+    with pytest.raises(LayoutError, match="taken"):
+        fzero.init(P, fzero.optim.sgd(1.0), stage=0, transforms=[mine])

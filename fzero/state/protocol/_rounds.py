@@ -8,11 +8,13 @@ from typing import Any
 from fzero.state import replay, residency
 from fzero.state._replaced import replaced
 from fzero.state.effects import (
+    Discard,
     Effect,
     Exchange,
     Post,
     Raise,
     Read,
+    Receive,
     Reduce,
     TakePart,
     WaitForReductions,
@@ -20,7 +22,7 @@ from fzero.state.effects import (
 from fzero.state.protocol import _tasks as tasks
 from fzero.state.protocol.events import Call, Raised
 from fzero.state.protocol.records import Awaiting, Next, Protocol
-from fzero.state.rounds import CODES, Asked, Message, MessageKind, Round, What, as_code
+from fzero.state.rounds import Asked, Message, MessageKind, Round, What, asking
 
 
 def _say(p: Protocol, message: Message, task: Any) -> Next:
@@ -80,7 +82,7 @@ def learned(p: Protocol, t: tasks.Learn, said: Round) -> Next:
     p = p.put(t.model, replaced(model, course=replaced(course, asked=True)))
     here = model.residency
     missing = tuple(u for u in model.units.persistent if u not in here.gathered)
-    asks = [tasks.Ask(t.model, What.GATHER, missing)] if missing else []
+    asks = [tasks.Ask(t.model, model.gather, missing)] if missing else []
     return p.then(*asks, tasks.Pin(t.model)), ()
 
 
@@ -96,23 +98,19 @@ def follow(p: Protocol, t: tasks.Follow) -> Next:
 
 def ask(p: Protocol, t: tasks.Ask) -> Next:
     """Ask, after the plans of other models have come to their ends."""
-    return p.then(tasks.EndOthers(t.model), tasks.AskNext(t)), ()
+    return p.then(tasks.EndOthers(t.model), tasks.AskNow(t.model, t.what, t.units)), ()
 
 
-def ask_next(p: Protocol, t: tasks.AskNext) -> Next:
+def ask_now(p: Protocol, t: tasks.AskNow) -> Next:
     """Ask for as many collectives as one message has room for."""
-    model, what, units = t.ask.model, t.ask.what, t.ask.units[t.at : t.at + CODES]
-    codes = tuple(as_code(Asked(model, what, unit)) for unit in units)
-    return _say(p, Message(MessageKind.ASK, codes=codes), t)
+    return _say(p, asking(t.model, t.what, t.units), t)
 
 
-def asked(p: Protocol, t: tasks.AskNext, said: Round) -> Next:
-    """Take part in what any rank asked for in this round."""
-    mine = frozenset(Asked(t.ask.model, t.ask.what, unit) for unit in t.ask.units)
-    p, effects = serve(p, said, mine)
-    if t.at + CODES < len(t.ask.units):
-        p = p.then(tasks.AskNext(t.ask, t.at + CODES))
-    return p, effects
+def asked(p: Protocol, t: tasks.AskNow, said: Round) -> Next:
+    """Take part in what any rank asked for in this round; ask for what is left."""
+    p, effects = serve(p, said, frozenset(Asked(t.model, t.what, unit) for unit in t.units))
+    rest = t.units[len(asking(t.model, t.what, t.units).codes or ()) :]
+    return p.then(*[tasks.AskNow(t.model, t.what, rest)] * bool(rest)), effects
 
 
 def ask_left(p: Protocol, t: tasks.AskLeft) -> Next:
@@ -137,6 +135,8 @@ def serve(p: Protocol, said: Round, mine: frozenset[Asked] = frozenset()) -> Nex
 
 def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
     if one.what is What.REDUCE:
+        if one.model not in (*p.running, *p.served):
+            p = replaced(p, served=(*p.served, one.model))
         return p, (Reduce(one.model, one.unit, mine=mine),)
     model = p.models.get(one.model)
     if model is None:  # the performer says that it is gone
@@ -168,9 +168,16 @@ def say_done(p: Protocol, t: tasks.SayDone) -> Next:
 def heard_done(p: Protocol, t: tasks.SayDone, said: Round) -> Next:
     """Take part in what other ranks need, until no rank is in a pass."""
     if said.is_over:
-        return p.then(tasks.EndOfPass(t.model, asked=said.has_asked)), (WaitForReductions(),)
+        p, effects = _over(p)
+        return p.then(tasks.EndOfPass(t.model, asked=said.has_asked)), effects
     p, effects = serve(p, said)
     return p.then(t), effects
+
+
+def _over(p: Protocol) -> Next:
+    """No rank is in a pass: what this rank has served of other passes is complete."""
+    received = (Receive(model) for model in p.served)
+    return replaced(p, served=()), (WaitForReductions(), *received)
 
 
 # Calls.
@@ -180,7 +187,7 @@ def call(p: Protocol, e: Call) -> Next:
     """Make a call together with every rank; ranks that are in a pass are served until they come."""
     if p.open is not None:
         return p.then(tasks.Learn(p.open), e), ()
-    return _say(p, Message(MessageKind.CALL, e.text, codes=e.values), e)
+    return _say(p, Message(MessageKind.CALL, e.text, int(e.has_plan), codes=e.values), e)
 
 
 def called(p: Protocol, e: Call, said: Round) -> Next:
@@ -190,15 +197,13 @@ def called(p: Protocol, e: Call, said: Round) -> Next:
         if not said.is_same and (everybody or not said.is_served):
             return differ(p)
         if everybody:
-            return replaced(p, heard=said.values), ()
+            return replaced(p, heard=said.values, met=said.is_in_order), ()
+    if said.is_over:
+        p, effects = _over(p)
+        # Those that end their pass tell what they did, if any of them has asked.
+        return p.then(e), (*effects, *(Exchange(None),) * said.has_asked)
     p, effects = serve(p, said)
-    if not said.is_over:
-        return p.then(e), effects
-    effects = (*effects, WaitForReductions())
-    if not said.has_asked:
-        return p.then(e), effects
-    # Those that end their pass tell what they did.
-    return p.then(Awaiting(tasks.HearOthers()), e), (*effects, Exchange(None))
+    return p.then(e), effects
 
 
 # Errors.
@@ -211,15 +216,22 @@ def raised(p: Protocol, e: Raised) -> Next:
 
 def heard_raised(p: Protocol, e: Raised, said: Round) -> Next:
     """All ranks have read that this one raised."""
-    return replaced(p, known=True), (WaitForReductions(),)
+    return _failed(p)
 
 
 def peers_failed(p: Protocol, said: Round) -> Next:
     """Raise, with all ranks that have read this round."""
-    p = replaced(p, agenda=(), known=True, open=None)
-    return p, (WaitForReductions(), Raise(tuple(said.failed)))
+    p, effects = _failed(replaced(p, agenda=(), open=None))
+    return p, (*effects, Raise(tuple(said.failed)))
 
 
 def differ(p: Protocol) -> Next:
     """The ranks make different calls: all of them raise."""
-    return replaced(p, agenda=(), known=True, open=None), (WaitForReductions(), Raise())
+    p, effects = _failed(replaced(p, agenda=(), open=None))
+    return p, (*effects, Raise())
+
+
+def _failed(p: Protocol) -> Next:
+    """All ranks know of an error: what this one has served of the passes is discarded, as there."""
+    dropped = (Discard(model) for model in p.served)
+    return replaced(p, known=True, served=()), (WaitForReductions(), *dropped)

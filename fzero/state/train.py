@@ -13,7 +13,7 @@ from fzero.ranks.axis import Axis
 from fzero.state import view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
-from fzero.state.form import Slot
+from fzero.state.form import Slot, undone
 from fzero.state.progress import Phase, Progress
 from fzero.state.scale import LossScale
 from fzero.state.schedule import Schedule
@@ -78,6 +78,7 @@ class TrainState:
         return self.replace(
             gradients=Buffers(),
             window=forget(self.window),
+            slots=undone(self.slots),
             progress=Progress(),
             setup=self.setup.with_weights(False),
         )

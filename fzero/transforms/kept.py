@@ -17,7 +17,7 @@ import torch
 
 from fzero.errors import PhaseError
 from fzero.errors.json_form import DictForm, natural, text
-from fzero.machine.residual import BACK, RESIDUAL, START, residual_entries, with_residual_entries
+from fzero.machine.residual import memory_slots
 from fzero.optim.counters import (
     COUNT,
     COUNTERS,
@@ -91,13 +91,9 @@ def _with_slots(state: TrainState, entries: Sequence[Entry]) -> TrainState:
 
 
 _SLOTS = Keeper(_slots, _with_slots)
-_RESIDUAL = Keeper(lambda s, _: residual_entries(s), with_residual_entries)
 _SOURCES: dict[str, Keeper] = {
     PARAMS: Keeper(_params, _with_params),
     RULE: Keeper(rule_entries, lambda s, x: s.replace(optimizer=with_rule_entries(s, x))),
-    RESIDUAL: _RESIDUAL,
-    BACK: _RESIDUAL,
-    START: _RESIDUAL,
     GRADIENTS: Keeper(_gradients, _with_gradients),
     WEIGHT: Keeper(lambda s, _: weight_entries(s), with_weight_entries),
     SCALE: Keeper(lambda s, _: scale_entries(s), with_scale_entries),
@@ -150,13 +146,13 @@ def begun(state: TrainState, like: TrainState, names: Collection[str]) -> TrainS
     makes them by one.
     """
     own = {name: slot for name, slot in like.slots.items() if name in names}
-    window = replace(state.window, residual=CLOSED.residual)
-    return begun_slots(state.replace(window=window, slots={**state.slots, **own}), [*names])
+    fresh = {k: x for k, x in memory_slots(state.setup, state.device).items() if k in names}
+    return begun_slots(state.replace(slots={**state.slots, **own, **fresh}), [*names])
 
 
 def require_movable(state: TrainState) -> None:
     """Raise `PhaseError` for gradients of which a codec keeps what it has lost."""
-    if state.window.residual_before.held:
+    if any(slot.before is not None for slot in state.slots.values()):
         raise PhaseError(
             "reshard: a state with gradients, and with a codec that has a memory.",
             cause="a call between the gradient and the update of a compressed step.",
@@ -183,7 +179,7 @@ def numbered(state: TrainState, numbers: Mapping[str, Any]) -> TrainState:
     counters = dict(numbers["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     unstepped = numbers.get(UNSTEPPED, ())
-    window = replace(CLOSED, residual=state.window.residual, outer=state.window.outer)
+    window = replace(CLOSED, outer=state.window.outer)
     return state.replace(
         optimizer=with_counters(state, lambda slot: slot.flat, counters, unstepped),
         gradients=Buffers(),

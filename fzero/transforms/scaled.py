@@ -151,7 +151,7 @@ def unless_overflow(found: Tensor, old: Any, new: Any) -> Any:
 
 def after_update(state: TrainState, found: Tensor | None) -> dict[str, Any]:
     """Return `step`, `window` and `scale` after an update; a skipped one does not count."""
-    changed = {"window": window.after_update(state.window, found)}
+    changed = {"window": window.after_update(state.window)}
     if found is None or state.scale is None:
         return {"step": state.step + 1, **changed}
     made = (1 - found).to(state.step.dtype)

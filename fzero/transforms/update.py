@@ -16,7 +16,8 @@ from fzero.machine.offload import at_home
 from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.visible import as_one_step, is_seen
-from fzero.state import Buffers, Slot, TrainState, buffers, progress, window
+from fzero.state import Buffers, Slot, TrainState, buffers, progress
+from fzero.state.form import settled, undone
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.observe import tell
@@ -175,11 +176,11 @@ def _updated(
         gradients=Buffers(),
         progress=after,
         setup=state.setup.with_weights(False),
-        slots=running.state.slots,
+        slots=settled(running.state.slots, found),
         **after_update(state, found),
     )
     if general and found is not None:
-        new = new.replace(slots=unless_overflow(found, state.slots, new.slots))
+        new = new.replace(slots=unless_overflow(found, undone(state.slots), new.slots))
     if left_out is not False:
         new = _left_out(state, new, slots, left_out)
     elif empty:
@@ -199,10 +200,9 @@ def _left_out(
     flag: whether they have, [] where that cannot be read.
     """
     if flag is True:
-        window_after = window.after_update(old.window, torch.ones(()))
-        return new.replace(step=old.step, slots=slots, window=window_after)
+        return new.replace(step=old.step, slots=undone(slots))
     skips = torch.as_tensor(flag, dtype=torch.float32, device=old.device)
-    before = old.params, old.optimizer, old.step, slots
+    before = old.params, old.optimizer, old.step, undone(slots)
     after = new.params, new.optimizer, new.step, new.slots
     params, optimizer, step, kept = unless_overflow(skips, before, after)
     return new.replace(params=params, optimizer=optimizer, step=step, slots=kept)
@@ -210,7 +210,7 @@ def _left_out(
 
 def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainState:
     """Return `new`, with all that an update changes as it was where the total weight is 0."""
-    before = old.params, old.optimizer, old.step, old.scale, old.slots
+    before = old.params, old.optimizer, old.step, old.scale, settled(old.slots)
     after = new.params, new.optimizer, new.step, new.scale, new.slots
     empty = (total == 0).to(torch.float32)
     params, optimizer, step, scale, slots = unless_overflow(empty.to(old.device), before, after)

@@ -15,6 +15,7 @@ from fzero.machine.packing import unpack
 from fzero.machine.residual import RESIDUAL, memory_flats
 from fzero.state import TrainState
 from tests.adapter.on_ranks import on_ranks
+from tests.checkpoint.forge import edit
 from tests.transforms.wired import INT8, LR, Batch, Odd, noise
 
 UPDATES = 2
@@ -173,3 +174,17 @@ def test_what_sums_have_lost_is_added_where_they_have_no_memory(tmp_path: Path) 
         other = fzero.simulate(step_of(stage, INT8, over, **options), world_size=ranks)
         loaded = load(tmp_path, begun(other))
         assert abs(lost(loaded) - lost(state)) < 1e-4 and abs(lost(state)) > 1e-3
+
+
+@pytest.mark.parametrize(("ranks", "stage", "options"), [(2, 0, {}), (3, 1, {}), (4, 2, MESH)])
+def test_a_checkpoint_of_before_that_says_no_forms_is_read(
+    ranks: int, stage: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    step = fzero.simulate(step_of(0), world_size=2)  # with a memory of sums, too
+    save(tmp_path, trained(step, begun(step), 2))
+    other = fzero.simulate(step_of(stage, **options), world_size=ranks)
+    wanted = load(tmp_path, begun(other))
+    edit(tmp_path, lambda body: body.pop("kept"))
+    found = load(tmp_path, begun(other))
+    for x, y in zip(memory_flats(found), memory_flats(wanted), strict=True):
+        assert torch.equal(x, y) and (ranks > 2 or y.any())

@@ -20,7 +20,7 @@ MAY_BE_SET = {
     ("adapter/_guard.py", "optimizer.state"): "torch's optimizer, whose state asks the engine",
     ("adapter/_guard.py", "self.optimizer.state"): "and gets its own back",
     ("optim/visible.py", "idle.state"): "a copy of torch's optimizer, which has nothing to step",
-    ("optim/_trial.py", "small.state"): "a copy of torch's optimizer, which its own way makes",
+    ("optim/_small.py", "small.state"): "a copy of torch's optimizer, which its own way makes",
     ("tools/compile/_writes.py", "output.args"): "a node of torch.fx",
     # public properties with a setter
     ("integrations/deepspeed/_checkpoint.py", "engine.state"): "Engine.state",

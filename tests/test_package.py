@@ -103,19 +103,19 @@ def test_import_loads_nothing_that_a_step_does_not_need() -> None:
 @pytest.mark.parametrize(
     ("uses", "loaded"),
     [
-        ("fzero.checkpoint.save, fzero.reshard", ["checkpoint"]),
-        ("fzero.adapter.initialize", ["adapter", "checkpoint", "integrations"]),
-        ("fzero.integrations.deepspeed.DeepSpeedEngine", ["adapter", "checkpoint", "integrations"]),
-        ("fzero.tools.plan.Planner, fzero.plan.of_step", ["checkpoint", "tools"]),
-        ("fzero.plot.partition_map, fzero.bisect", ["checkpoint", "tools"]),
-        ("dir(fzero), hasattr(fzero, '__wrapped__')", []),
+        ("dir(fzero), hasattr(fzero, 'no'), fzero.reshard", ["checkpoint"]),
+        (
+            "fzero.integrations.deepspeed.initialize, fzero.adapter.Engine",
+            ["adapter", "checkpoint", "integrations"],
+        ),
+        ("fzero.plot.partition_map, fzero.plan.of_step, fzero.bisect", ["checkpoint", "tools"]),
     ],
 )
 def test_the_parts_are_loaded_by_their_first_use(uses: str, loaded: list[str]) -> None:
     parts = "('adapter', 'checkpoint', 'integrations', 'tools')"
     found = f"*[part for part in {parts} if f'fzero.{{part}}' in sys.modules]"
     program = f"import sys, fzero; {uses}; print({found}, *{{'matplotlib'}} & {{*sys.modules}})"
-    assert set(fresh(program)) <= set(loaded)
+    assert fresh(program) == loaded
 
 
 def imported_for_checkers(package: ModuleType) -> dict[str, str]:
@@ -216,3 +216,16 @@ def test_an_interpreter_is_found_that_only_a_version_manager_has(tmp_path: Path)
     assert found.is_file() and found != shim
     missing = find("2.99")
     assert missing.returncode == 1 and "2.99" in missing.stderr
+
+
+def test_sources_are_ascii() -> None:
+    folders = ("fzero", "tests", "examples", "benchmarks")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert len(paths) > 500
+    odd = {
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in paths
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if not line.isascii()
+    }
+    assert odd == set()

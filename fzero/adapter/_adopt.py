@@ -10,7 +10,7 @@ from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError
 from fzero.state import TrainState
-from fzero.state.scale import carried
+from fzero.state.scale import carried, with_slot
 from fzero.transforms.points import begun_slots
 
 
@@ -32,7 +32,8 @@ def adopt(driver: Driver, state: TrainState) -> None:
             mine.copy_(theirs)
     driver.stand_ins.drop()
     scale = carried(own.scale, state.scale)
-    new = state.replace(params=own.params, setup=own.setup, scale=scale)
+    slots = with_slot(state.slots, scale)
+    new = state.replace(params=own.params, setup=own.setup, slots=slots)
     driver.put(begun_slots(new))  # those that the other state has not
     driver.writes.agree(driver.params.all_objects)
     driver.published()

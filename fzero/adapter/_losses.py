@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.state.scale import LossScale, multiplier, read_external
+from fzero.state.scale import LossScale, factor_in, multiplier, read_external
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.points import scaled_loss, transforms_of
 from fzero.transforms.scaled import with_value
@@ -107,7 +107,7 @@ class Losses:
         made = made.view_as(made) if held is None else made * held.scale
         if made.requires_grad:  # its hook comes before that of any output or parameter
             made.fzero_mark = mark = _Mark(self, None if held is None else held.scale, weight)
-            value = loss.detach() if self._running.finite.wanted else None
+            value = loss.detach() if self._running.calls.looks else None
             made.register_hook(lambda _: self._saw(mark, value))
         return made
 
@@ -147,7 +147,7 @@ class Losses:
             torch.autograd.backward(roots if several else roots[0], gradient, **options)
         finally:
             self._roots = self._weight = None
-            self._running.finite.losses.clear()
+            self._running.calls.drop_losses()
 
     def _as_root(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
@@ -155,7 +155,7 @@ class Losses:
 
     def _look_at(self, loss: Any, weight: Weight | None) -> None:
         """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
-        self._running.finite.loss(loss, weight)
+        self._running.calls.loss(loss, weight)
 
     def begin(self, task: int) -> Weight | None:
         """Return the weight of a backward that begins in a graph task; note it in the state.
@@ -183,19 +183,18 @@ class Losses:
         latest, owner = Losses.latest
         if owner is not None and owner is not self and latest in (task, outer_task):
             raise PhaseError(_BY_ANOTHER)
-        if self._running.states[0].scale is None and not self.acts:  # asked for each gradient
-            return
-        held = self.multiplier
-        if held is None and not self.acts:
+        by = factor_in(self._running.states[0].slots)  # asked for each gradient
+        if by is None and not self.acts:
             return
         if self._task not in (task, outer_task):
+            held = self.multiplier
             why = "a transform acts at `loss`" if held is None else f"loss_scale={_shown(held)}"
             raise PhaseError(
                 f"a backward without engine.scale; {why}.",
                 cause="plain loss.backward() where the loss that is differentiated is another one.",
                 fix="write engine.scale(loss).backward(), or engine.backward(loss).",
             )
-        if self._mark is None or (held is not None and self._mark.scale is not held.scale):
+        if self._mark is None or (by is not None and self._mark.scale is not by):
             raise PhaseError(_BEFORE)
 
     def _saw(self, mark: _Mark, value: Tensor | None) -> None:

@@ -26,9 +26,9 @@ from fzero.optim.none import without_optimizer
 from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import nonfinite, raises_together, reduce_agreed
-from fzero.transforms.norm import clip_factor, norm_of_state
-from fzero.transforms.prepare import scaled
-from fzero.transforms.scaled import with_value
+from fzero.transforms.norm import norm_of_state
+from fzero.transforms.prepare import clip_factor, scaled
+from fzero.transforms.scaled import scale_forgotten, with_value
 from fzero.transforms.weights import averaged
 
 
@@ -140,8 +140,7 @@ def zero_grad(driver: Driver) -> progress.Progress:
     driver.guard.forget_norm()
     if not driver.state.window.is_open:
         driver.call("zero_grad()")
-        if driver.state.scale is not None:
-            driver.put(driver.state.replace(scale=scale.forget(driver.state.scale)))
+        driver.put(scale_forgotten(driver.state))
     counted = driver.state.progress
     driver.stand_ins.drop()
     driver.clear()
@@ -208,7 +207,10 @@ def _without_block(now: TrainState, before: TrainState) -> TrainState:
     """
     weighted = before.setup.reduction.weighted
     return now.replace(
-        window=before.window, progress=before.progress, setup=now.setup.with_weights(weighted)
+        window=before.window,
+        progress=before.progress,
+        setup=now.setup.with_weights(weighted),
+        slots=scale.with_slot(before.slots, now.scale),
     )
 
 

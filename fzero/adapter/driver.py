@@ -36,6 +36,7 @@ from fzero.transforms.agree import Agreed, agree, raises_together, reduce_agreed
 from fzero.transforms.announcement import of_engine
 from fzero.transforms.init import begun_anew
 from fzero.transforms.pass_events import Pass
+from fzero.transforms.points import without_gradients
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 """The open driver of each parameter object, by id: a parameter has one at a time."""
@@ -219,7 +220,7 @@ class Driver:
 
     def clear(self) -> None:
         """Forget every gradient, also what an open window adds to."""
-        self.put_each(lambda state: state.without_gradients())
+        self.put_each(without_gradients)
 
     def drop_if_user_did(self) -> None:
         """Forget every gradient if somebody has set `p.grad` to None."""
@@ -238,7 +239,6 @@ class Driver:
         """Wait until every rank makes this call."""
         self.require_not_closed()
         self.running.performer.call(f"{name} of engine {self.number}")
-        self.running.take_served()
 
     def with_gradients(self, name: str, path: str = "") -> TrainState:
         """Reduce what waits on any rank; return the state, which holds all gradients then.
@@ -271,14 +271,16 @@ class Driver:
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
-
-        def now() -> list[TrainState]:
-            self.running.take_served()
-            return self.running.states
-
         name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
-        written = self.writes.since if updates else bool
-        return agree(name, now(), updates=updates, uses=updates, now=now, written=written)[0]
+        written, running = self.writes.since if updates else bool, self.running
+        return agree(
+            name,
+            running.states,
+            updates=updates,
+            uses=updates,
+            now=lambda: running.states,
+            written=written,
+        )[0]
 
     # Where it stands.
 

@@ -18,6 +18,7 @@ from fzero.machine.parts import gather_parts
 from fzero.state import Placement, TrainState
 from fzero.state.layout import Leaf, as_complex, as_real
 from fzero.state.setup import MASTERS
+from fzero.transforms.outer import NO_WRITES
 
 Slots = dict[str, Tensor]
 """{name: flat}: what the optimizer keeps for the elements of one group."""
@@ -26,13 +27,7 @@ Slots = dict[str, Tensor]
 def require_no_anchors(driver: Driver, name: str) -> None:
     """Raise `PhaseError` for a write of parameters that the anchors of local updates miss."""
     if driver.state.window.outer is not None:
-        raise PhaseError(
-            f"{name} of an engine with local updates.",
-            cause="new values for a model that replicas train apart: the next outer update would "
-            "take them for a move away from the anchors, which stay as they are.",
-            fix="write into the module before Engine(...), or load a checkpoint of "
-            "fzero.checkpoint.save into the engine: both are where all replicas start.",
-        )
+        raise PhaseError(f"{name}{NO_WRITES.seen(name)}", cause=NO_WRITES.cause, fix=NO_WRITES.fix)
 
 
 def find(driver: Driver, path: str) -> tuple[int, int]:

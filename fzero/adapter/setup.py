@@ -30,7 +30,9 @@ from fzero.state import Policy, Setup
 from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
 from fzero.state.precision import as_autocast, owners_in
 from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
+from fzero.transforms.clip import clipping
 from fzero.transforms.outer import require_local
+from fzero.transforms.points import require_excluded
 from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import (
     SharedOptions,
@@ -88,7 +90,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
         options = replace(options, **_shared(check_shared(options)))
-        require_local(options.local, options.optimizer_over)
+        require_local(options.local)
         as_policy("loss_scale", options.updating.loss_scale)
         check_stage(stage)
         _require_plain(module)
@@ -116,8 +118,10 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
     updating = options.updating
     steps = updating.micro_batches
     averages = updating.average_micro_batches
+    require_excluded(setup.transforms, _named(updating))
+    clip = clipping(max_norm=updating.max_norm)
     policy = Policy(
-        max_norm=updating.max_norm,
+        points=() if clip is None else (clip,),
         grad_scale=1.0 / steps if averages else 1.0,
         averages=averages and steps == 1,
         donate=True,
@@ -125,6 +129,17 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         check_finite=updating.check_finite,
     )
     return replace(setup, policy=policy)
+
+
+def _named(updating: Updating) -> list[str]:
+    """Return the names of the transforms that options of updates stand for."""
+    there = {
+        "clip": updating.max_norm is not None,
+        "scale_loss": updating.loss_scale is not None,
+        "check_finite": updating.check_finite,
+        "accumulate": updating.micro_batches > 1,
+    }
+    return [name for name, is_there in there.items() if is_there]
 
 
 def _shared(options: Any) -> dict[str, Any]:

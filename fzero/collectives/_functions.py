@@ -59,9 +59,11 @@ class _Linear(torch.autograd.Function):
         return None, *_Linear.apply(ctx.plan._replace(kind=_ADJOINT[ctx.plan.kind]), *dys)
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, *dxs: Tensor) -> tuple[Tensor, ...]:
+    def jvp(ctx: Any, _: Any, *dxs: Tensor | None) -> tuple[Tensor | None, ...]:
         _refuse_linearize()
-        return tuple(_Linear.apply(ctx.plan, *dxs))
+        wanted = [dx for dx in dxs if dx is not None]  # integers have none
+        done = iter(_Linear.apply(ctx.plan, *wanted) if wanted else ())
+        return tuple(None if dx is None else next(done) for dx in dxs)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, plan: LinearMap, *xs: Tensor) -> tuple[Any, Any]:

@@ -12,7 +12,7 @@ from itertools import cycle
 import torch
 
 from fzero.collectives import _alive
-from fzero.context.here import current_ranks, is_abstract
+from fzero.context.here import current_ranks
 from fzero.ranks.mesh import Axis, Runtime
 
 _LOGS: list[CollectiveLog] = []
@@ -154,7 +154,7 @@ def count_collectives() -> Iterator[CollectiveLog]:
 def _open_logs() -> list[CollectiveLog]:
     """The open logs that count what this thread issues; none on an abstract rank."""
     here = current_ranks()
-    if here is None or not is_abstract():
+    if here is None or here.stands_for is None:
         return _LOGS
     return here.kept.setdefault(CollectiveLog, [])
 

@@ -164,7 +164,7 @@ def begin_exchange(
     `said` is for logs: what this rank says, in words. An all_gather of gloo goes around a ring, one
     rank after the other; an all_to_all sends to all at once.
     """
-    filled = [*codes, *(0 for _ in range(width - len(codes)))]
+    filled = [*codes, *[0] * (width - len(codes))]
     if axis.runtime is Runtime.LOCAL:
         return given([read([filled])], axis)
     note("agree", axis, width * axis.size, torch.int64, said)

@@ -20,19 +20,12 @@ from fzero.errors import AxisError, PeerFailedError, PhaseError
 from fzero.ranks.mesh import Axis
 from fzero.state import protocol as rank
 from fzero.state.effects import (
-    Discard,
-    Drop,
     Effect,
     Exchange,
-    Free,
-    Gather,
     ModelEffect,
     Post,
     Raise,
     Read,
-    Reduce,
-    TakePart,
-    Wait,
     WaitForReductions,
 )
 from fzero.state.protocol import Answer, Broke, Call, Event, Join, Leave, Raised, Told, Units
@@ -148,8 +141,6 @@ class Performer:
 
     def _perform(self, effect: Effect) -> Answer | Told | None:
         match effect:
-            case Gather() | TakePart() | Wait() | Free() | Reduce() | Drop() | Discard():
-                self._party(effect.model).perform(effect)
             case WaitForReductions():
                 # A reduction may communicate again when it is waited for. So no rank waits for one
                 # alone, while another waits for it in a round.
@@ -166,6 +157,8 @@ class Performer:
                 return Told(tuple(self.channel.tell_each_once(value)))
             case Raise(failed):
                 raise self._error(failed)
+            case _:
+                self._party(effect.model).perform(effect)
         return None
 
     def _error(self, failed: tuple[int, ...]) -> Exception:
@@ -188,7 +181,8 @@ class Performer:
         Ranks that are in a pass are served until they come here. Raises `MismatchError` on every
         rank if the ranks make calls that differ, naming them.
         """
-        return frozenset(values[0] for values in self.call_with(text, lambda: [value]))
+        each_once = frozenset(self.call_with(text, lambda: [value]))
+        return frozenset(values[0] for values in each_once)
 
     def call_with(
         self, text: str, values: Callable[[], Sequence[int]]

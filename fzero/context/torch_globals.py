@@ -49,9 +49,12 @@ over the table, which must not change then; `sharded_init` serves all ranks by o
 """
 
 
+_C: Any = torch._C
+
+
 def _deterministic() -> tuple[bool, bool]:
-    warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    return torch.are_deterministic_algorithms_enabled(), warns
+    warns = _C._get_deterministic_algorithms_warn_only()
+    return _C._get_deterministic_algorithms(), warns
 
 
 def _set_deterministic(value: tuple[bool, bool]) -> None:
@@ -66,18 +69,17 @@ def _set_anomaly(value: tuple[bool, bool]) -> None:
     torch.autograd.set_detect_anomaly(*value)
 
 
-_cuda, _cudnn, _mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
-_C: Any = torch._C
-
+# What reads a setting is a function of torch's C++ where there is one: each turn of each rank calls
+# all of them.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_deterministic, _set_deterministic),
     (_anomaly, _set_anomaly),
     (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (_C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (_C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (_C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (_C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (_C._get_cudnn_enabled, _C._set_cudnn_enabled),
     (_C._get_cudnn_benchmark, _C._set_cudnn_benchmark),
     (_C._get_cudnn_deterministic, _C._set_cudnn_deterministic),
@@ -86,9 +88,11 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 )
 """Settings of the process: how to read and to set them."""
 
+_READ = tuple(read for read, _ in _SETTINGS)
 
-_latest: list[tuple[Any, ...]] = []
-"""The settings as they were read last: between two turns nobody changes them."""
+
+_latest: list[TorchGlobals] = []
+"""What was read last, when a turn ended: until the next one begins nobody changes it."""
 
 
 class TorchGlobals(NamedTuple):
@@ -102,25 +106,27 @@ class TorchGlobals(NamedTuple):
     @staticmethod
     def take() -> TorchGlobals:
         """Capture the current state."""
-        settings = tuple([read() for read, _ in _SETTINGS])
-        _latest[:] = [settings]
-        return TorchGlobals(
+        taken = TorchGlobals(
             torch.get_rng_state(),
             tuple([getattr(where, name) for where, name in _NAMES]),
             tuple([dict(table) if table else None for table in _TABLES]),
-            settings,
+            tuple([read() for read in _READ]),
         )
+        _latest[:] = [taken]
+        return taken
 
     def put(self) -> None:
-        """Let it be so again."""
+        """Let it be so again. What is as it was read last is not set."""
         torch.set_rng_state(self.rng)
-        for (where, name), value in zip(_NAMES, self.names, strict=True):
-            setattr(where, name, value)
-        for table, content in zip(_TABLES, self.tables, strict=True):
-            if table or content:
+        (now,) = _latest
+        for place, value, other in zip(_NAMES, self.names, now.names, strict=True):
+            if value is not other:
+                setattr(*place, value)
+        if self.tables != now.tables:
+            for table, content in zip(_TABLES, self.tables, strict=True):
                 table.clear()
                 table.update(content or {})
-        if self.settings not in _latest:
+        if self.settings != now.settings:
             for (read, change), value in zip(_SETTINGS, self.settings, strict=True):
                 if read() != value:
                     change(value)

@@ -20,6 +20,7 @@ from fzero.state.effects import (
     Free,
     Gather,
     ModelEffect,
+    Receive,
     Reduce,
     TakePart,
     Wait,
@@ -34,6 +35,7 @@ class Machine:
     number: of the model among those of the ranks. gathering: how units are gathered and planned.
     on_gathered: is told of each group that was gathered. on_written: is told which units a
     `gathered` block has written. drop_raised: drops a backward that raised without a word.
+    on_served: is called when passes of other ranks are over, of which this rank has reductions.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Machine:
         on_gathered: Callable[[int, Tensor], None] | None = None,
         on_written: Callable[[Sequence[int]], None] | None = None,
         drop_raised: Callable[[], None] | None = None,
+        on_served: Callable[[], None] | None = None,
     ) -> None:
         shared = performer_of(setups[0].axis)
         performer = shared or Performer(Channel(setups[0].axis, setups[0].axis))
@@ -55,7 +58,7 @@ class Machine:
         self.reducer = Reducer(setups, axes, devices, self.line.ready)
         self.gatherer = Gatherer(table, on_gathered)
         self.reader = Reader(self.gatherer, self.line, on_written)
-        self._drop_raised = drop_raised
+        self._drop_raised, self._on_served = drop_raised, on_served
         units = Units(
             numels=table.numels,
             persistent=gathering.persistent,
@@ -79,6 +82,9 @@ class Machine:
                 self.gatherer.free(unit)
             case Reduce(_, unit, mine):
                 self.reducer.start(unit, mine=mine)
+            case Receive():
+                if self._on_served is not None:
+                    self._on_served()
             case Drop():
                 self.reducer.discard_local()
             case Discard():

@@ -17,7 +17,7 @@ from fzero.machine.partition import identity
 from fzero.optim._kept import GroupCounts, KeptState, early_of_group, try_state
 from fzero.optim._named import NamedParameters, given_to
 from fzero.optim._precision import Precision
-from fzero.optim._trial import (
+from fzero.optim._small import (
     LARGE,
     Begin,
     is_elementwise,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.optim._kept import early_of_group
+from fzero.optim._small import numbers_of, rule_of, same_random_numbers
 from fzero.optim._torch import TorchOptimizer
-from fzero.optim._trial import numbers_of, rule_of, same_random_numbers
 from fzero.optim._usable import has_steps, known_needs
 from fzero.state.layout import Leaf, as_real, learns
 

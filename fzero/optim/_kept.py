@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.errors import LayoutError
-from fzero.optim._trial import Begin, Ran, is_number, numbers_of, run_small, same_random_numbers
+from fzero.optim._small import Begin, Ran, is_number, numbers_of, run_small, same_random_numbers
 
 
 class KeptState(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -228,12 +228,8 @@ class Muon(Optimizer):
                 params, state = [cloned(p) for p in params], copied(state)
             still = {path for path, number in now.apart if number in now.still}
             moved = [p for p in pieces if p.start < p.stop and p.leaf.path not in still]
-            options = {p.leaf: self.options_of(p.leaf, state.count) for p in pieces}
             flats = Flats(params, grads, state.masters, self.slots(state))
-            step = _Step(self, flats, device, state.count)
-            updates = step.updates(moved, options)
-            step.orthogonalize(updates, moved, owners, still)
-            step.apply(updates, moved, options)
+            _Step(self, flats, device, state.count, moved, still).run(owners)
         return list(params), after_update(state, now, None)
 
     def __repr__(self) -> str:
@@ -253,57 +249,55 @@ class _Step:
     flats: Flats
     device: torch.device | None
     count: Tensor
+    moved: Sequence[Piece]  # of the leaves that this update moves
+    still: Collection[str]  # the paths of all others
 
     def _on(self, x: Tensor) -> torch.device:
         return self.device or x.device
 
-    def updates(
-        self, moved: Sequence[Piece], options: Mapping[Leaf, Mapping[str, Any]]
-    ) -> list[Tensor]:
+    def _options(self, leaf: Leaf) -> dict[str, Any]:
+        return self.rule.options_of(leaf, self.count)
+
+    def run(self, owners: Owners | None) -> None:
+        """Move the momentum, orthogonalize what it gives, on owners, and apply that."""
+        updates = self._updates()
+        if owners is not None:
+            compute = partial(self._orthogonalized, [one.leaf for one in owners.leaves])
+            owners.at((), self._on(updates[0])).run([updates], compute, updates)
+        else:
+            wholes = {
+                k: [updates[p.index][p.start : p.start + p.leaf.numel]]
+                for k, p in enumerate(self.moved)
+            }
+            made = self._orthogonalized([p.leaf for p in self.moved], [*wholes], wholes)
+            for k, (whole,) in wholes.items():
+                whole.copy_(made[k])
+        self._apply(updates)
+
+    def _updates(self) -> list[Tensor]:
         """Move the momentum; return u of each flat."""
         made = [
             torch.zeros(p.shape, dtype=self.rule.dtype, device=self._on(p))
             for p in self.flats.params
         ]
-        for index, leaf, start, stop, _ in moved:
-            work = self.flats.steps(index)
+        for index, leaf, start, stop, _ in self.moved:
+            work, options = self.flats.steps(index), self._options(leaf)
             g = to_device(self.flats.grads[index][start:stop], self._on(work), work.dtype)
-            keep, ahead = options[leaf]["momentum"], options[leaf]["nesterov"]
-
-            u = made[index][start:stop]
-            move = partial(_moved, g=g, u=u, keep=keep, ahead=ahead)
+            keep, ahead = options["momentum"], options["nesterov"]
+            move = partial(_moved, g=g, u=made[index][start:stop], keep=keep, ahead=ahead)
             held = self.flats.slots["momentum_buffer"][index][start:stop]
             change(held, self._on(work), move)
         return made
 
-    def orthogonalize(
-        self,
-        updates: list[Tensor],
-        moved: Sequence[Piece],
-        owners: Owners | None,
-        still: set[str],
-    ) -> None:
-        """Replace u by NS(u), on the owners of whole matrices."""
-        if owners is not None:
-            leaves = [one.leaf for one in owners.leaves]
-            compute = partial(self._orthogonalized, leaves, still)
-            owners.at((), self._on(updates[0])).run([updates], compute, updates)
-            return
-        wholes = {
-            k: [updates[p.index][p.start : p.start + p.leaf.numel]] for k, p in enumerate(moved)
-        }
-        made = self._orthogonalized([p.leaf for p in moved], still, [*wholes], wholes)
-        for k, (whole,) in wholes.items():
-            whole.copy_(made[k])
-
     def _orthogonalized(
-        self, leaves: Sequence[Leaf], still: set[str], mine: list[int], wholes: Wholes
+        self, leaves: Sequence[Leaf], mine: list[int], wholes: Wholes
     ) -> dict[int, Tensor]:
+        """Return NS(u) of whole matrices."""
         made = {k: wholes[k][0] for k in mine}
         by_steps: dict[int, list[int]] = {}
         for k in mine:
-            if leaves[k].path not in still:
-                steps = self.rule.options_of(leaves[k], self.count)["ns_steps"]
+            if leaves[k].path not in self.still:
+                steps = self._options(leaves[k])["ns_steps"]
                 by_steps.setdefault(steps, []).append(k)
         for steps, some in by_steps.items():
             parts = {
@@ -316,17 +310,11 @@ class _Step:
                 made[k] = torch.cat([next(rest).reshape(-1) for _ in parts[k]])
         return made
 
-    def apply(
-        self,
-        updates: Sequence[Tensor],
-        moved: Sequence[Piece],
-        options: Mapping[Leaf, Mapping[str, Any]],
-    ) -> None:
+    def _apply(self, updates: Sequence[Tensor]) -> None:
         """Take lr r NS(u) from what is stepped, after the decay."""
-        for piece in moved:
-            o, u, home = options[piece.leaf], updates[piece.index], self.flats.steps(piece.index)
-            spans = [*self._spans(piece, o["adjust_lr"])]
-
+        for piece in self.moved:
+            o, u = self._options(piece.leaf), updates[piece.index]
+            home, spans = self.flats.steps(piece.index), [*self._spans(piece, o["adjust_lr"])]
             step = partial(_stepped, u=u, options=o, spans=spans, first=piece.start)
             change(home[piece.start : piece.stop], self._on(home), step)
         for index in range(len(self.flats.params)):

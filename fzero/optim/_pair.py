@@ -18,8 +18,8 @@ from fzero.optim._base import Base
 from fzero.optim._optimizer import Optimizer
 from fzero.optim._partition import Partition
 from fzero.optim._piece import Piece
+from fzero.optim._small import is_elementwise, small_shape
 from fzero.optim._torch import TorchOptimizer
-from fzero.optim._trial import is_elementwise, small_shape
 from fzero.optim.masters import Place, stay
 from fzero.optim.none import NoOptimizer
 from fzero.state import NAMESPACE

@@ -17,8 +17,8 @@ from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
 from fzero.optim._kept import KeptState, as_kept, as_tensor
 from fzero.optim._silent import rule_step, swapped, told
+from fzero.optim._small import fuses
 from fzero.optim._stream import Portion
-from fzero.optim._trial import fuses
 from fzero.optim._usable import not_streamed
 
 

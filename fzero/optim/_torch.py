@@ -16,7 +16,6 @@ from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind
-from fzero.optim._held import Held, kept_by, lines_of
 from fzero.optim._kept import as_kept
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
@@ -26,11 +25,14 @@ from fzero.optim._shown import shown
 from fzero.optim._step import in_order, numbers_of_group, skips
 from fzero.optim._stream import Flats
 from fzero.optim._torch_state import (
+    Held,
     Owned,
     TorchState,
     anew_of,
     as_large,
     counted_in,
+    kept_by,
+    lines_of,
     new_state,
     recounted_as,
 )

@@ -18,7 +18,10 @@ from fzero.optim._base import Base
 Needs = Literal["element", "matrix"] | None
 """What a rule reads to update an element: it alone, or its whole parameter; None: not declared."""
 
-_OF_MATRICES = (torch.optim.Adafactor, torch.optim.Muon)  # all others of torch.optim: of elements
+_ELEMENTS = ("SGD", "ASGD", "Rprop", "RMSprop", "Adagrad", "Adadelta")
+_ELEMENTS += ("Adam", "AdamW", "Adamax", "NAdam", "RAdam")
+_KNOWN: dict[type, Needs] = {getattr(torch.optim, name): "element" for name in _ELEMENTS}
+_KNOWN |= {torch.optim.Adafactor: "matrix", torch.optim.Muon: "matrix"}
 
 
 def known_needs(kind: type) -> Needs:
@@ -28,10 +31,7 @@ def known_needs(kind: type) -> Needs:
         >>> known_needs(torch.optim.Muon), known_needs(torch.optim.AdamW)
         ('matrix', 'element')
     """
-    module = f"{kind.__module__}."
-    if kind in _OF_MATRICES or module.startswith("fzero.optim."):
-        return "matrix"
-    return "element" if module.startswith("torch.optim.") else None
+    return "matrix" if kind.__module__.startswith("fzero.optim.") else _KNOWN.get(kind)
 
 
 def require_elementwise(optimizer: Base) -> None:

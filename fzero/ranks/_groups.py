@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fzero.errors import LostRankError
 from fzero.ranks._launch import attempt, local_rank, timeout
@@ -28,8 +29,13 @@ from fzero.ranks._meeting import (
     say_started,
 )
 
-_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]]
-_MADE = weakref.WeakKeyDictionary()
+_C10D: Any = dist.distributed_c10d
+"""What torch.distributed has no public name or no types for."""
+
+
+_MADE: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str]] = (
+    weakref.WeakKeyDictionary()
+)
 """Names of the groups that were made of each live group: a table of handles, as torch has one."""
 
 
@@ -47,8 +53,7 @@ _MET: Counter[tuple[int, ...]] = Counter()
 
 def resolve(name: str) -> dist.ProcessGroup:
     """Return the live group of that name; raise as torch does if there is none."""
-    found: Any = dist.distributed_c10d._resolve_process_group
-    return found(name)
+    return _C10D._resolve_process_group(name)
 
 
 def new_group(
@@ -61,7 +66,7 @@ def new_group(
     try:
         if not all_call:
             _count_alike(ranks)
-        made: Any = dist.new_group(
+        return _C10D.new_group(
             list(ranks),
             timeout=_timeout_of(like),
             backend=backend or dist.get_backend_config(like),  # torch's default: the world's
@@ -69,13 +74,12 @@ def new_group(
         )
     except RuntimeError as error:
         raise _not_made(ranks, error) from error
-    return made
 
 
 def _not_made(ranks: Sequence[int], error: RuntimeError) -> LostRankError:
     """Return the error of a group that could not be made, with the rank that held the store."""
     holder, seen = holder_of_store(), f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    store: Any = dist.distributed_c10d._get_default_store()
+    store: Any = _C10D._get_default_store()
     gone = False
     try:
         store.check(["fzero"])
@@ -99,15 +103,15 @@ def _count_alike(ranks: Sequence[int]) -> None:
     torch names a group that its own ranks make by how many groups they have. So ranks of which one
     was in more groups before would wait under other names, for ever. They meet in the store.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
-    names: Any = dist.distributed_c10d._world.pg_names
+    store: Any = _C10D._get_default_store()
+    names: Any = _C10D._world.pg_names
     mine, number = dist.get_rank(), _MET[tuple(ranks)]
     _MET[tuple(ranks)] += 1
     key = f"fzero groups {attempt(os.environ)} {number} {[*ranks]}"
     store.set(f"{key} {mine}", str(len(names)))
     most = max(int(store.get(f"{key} {rank}")) for rank in ranks)
     while len(names) < most:
-        dist.new_group([mine], backend="gloo", use_local_synchronization=True)
+        _C10D.new_group([mine], backend="gloo", use_local_synchronization=True)
 
 
 def copy_of(group: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
@@ -185,14 +189,14 @@ def start_world() -> None:
     # the addresses of those that are gone, and connects to nobody.
     again = attempt(os.environ)
     if again:
-        store = dist.PrefixStore(f"attempt {again}", store)
+        store = PrefixStore(f"attempt {again}", store)
     number = next(_STARTS)
-    roll = dist.PrefixStore(f"fzero meets {number}", store)
+    roll = PrefixStore(f"fzero meets {number}", store)
     call_roll(roll, place, limit)
     try:
         dist.init_process_group(
             backends(on_gpu),
-            store=dist.PrefixStore(f"default_pg{number or ''}", store),
+            store=PrefixStore(f"default_pg{number or ''}", store),
             rank=place.rank,
             world_size=place.size,
             timeout=limit,
@@ -216,10 +220,10 @@ def holder_of_store() -> int | None:
 
     Without torchrun, torch has rank 0 hold it.
     """
-    store: Any = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):
+    store: Any = _C10D._get_default_store()
+    while isinstance(store, PrefixStore):
         store = store.underlying_store
-    ours = isinstance(store, dist.TCPStore) and not is_of_launcher(os.environ)
+    ours = isinstance(store, TCPStore) and not is_of_launcher(os.environ)
     return 0 if ours else None
 
 
@@ -230,7 +234,7 @@ def backends(on_gpu: bool) -> str:
     return "cpu:gloo,cuda:nccl" if dist.is_gloo_available() else "nccl"
 
 
-def _stop_group(world: weakref.ref[Any], roll: dist.Store, place: MeetingPlace) -> None:
+def _stop_group(world: weakref.ref[Any], roll: Store, place: MeetingPlace) -> None:
     if not dist.is_initialized():
         return
     ours = dist.group.WORLD is world()  # and not one that was started later

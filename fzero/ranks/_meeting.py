@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 
 from fzero.errors import AxisError, LostRankError
 
@@ -61,17 +62,18 @@ def is_of_launcher(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def open_store(place: MeetingPlace, limit: datetime.timedelta) -> dist.Store:
+def open_store(place: MeetingPlace, limit: datetime.timedelta) -> Store:
     """Return the store; on the rank that holds it, at once.
 
     Raises `AxisError` on a rank that cannot open it, or does not reach it within the limit.
     """
     try:
         if not place.holds:
-            store, _, _ = next(iter(dist.rendezvous("env://", timeout=limit)))
+            torch_dist: Any = dist  # rendezvous has no types
+            store, _, _ = next(iter(torch_dist.rendezvous("env://", timeout=limit)))
             return store
         # As torch makes it, but for the wait, which would not say for whom.
-        return dist.TCPStore(
+        return TCPStore(
             place.host,
             place.port,
             place.size,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -84,6 +84,11 @@ def axis_of(mesh: MeshLike) -> Axis:
         return mesh
     if isinstance(mesh, tuple):
         return _axis_of_sizes(mesh)
+    axis = _axis_of_mesh(_device_mesh(mesh))
+    return axis.as_virtual() if is_abstract() else axis
+
+
+def _device_mesh(mesh: object) -> DeviceMesh:
     if not isinstance(mesh, DeviceMesh):
         raise AxisError(
             f"mesh is a {type(mesh).__name__}.",
@@ -91,24 +96,28 @@ def axis_of(mesh: MeshLike) -> Axis:
             fix='pass a DeviceMesh, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), or '
             "the sizes (replicas, shards) of the world's two dims.",
         )
-    axis = _axis_of_mesh(mesh)
-    return axis.as_virtual() if is_abstract() else axis
+    return mesh
+
+
+def _listed(ranks: Any) -> Any:
+    """Return a tensor of ranks as lists in lists, one for each dim."""
+    return ranks.tolist()
 
 
 def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
     if mesh.get_coordinate() is None:
         raise AxisError(
-            f"this process, rank {dist.get_rank()}, is not in the mesh {mesh.mesh.tolist()}.",
+            f"this process, rank {dist.get_rank()}, is not in the mesh {_listed(mesh.mesh)}.",
             cause="a mesh of some of the ranks, and code that all of them run.",
             fix="call this on the ranks of the mesh only, or give the others a mesh of theirs.",
         )
     names = mesh.mesh_dim_names
     if mesh.ndim == 1:
         return _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
-    ranks = mesh.mesh.flatten().tolist()
+    ranks: list[int] = _listed(mesh.mesh.flatten())
     if mesh.ndim != 2 or ranks != sorted(ranks):
         raise AxisError(
-            f"mesh has {mesh.ndim} dims {names} of the ranks {mesh.mesh.tolist()}.",
+            f"mesh has {mesh.ndim} dims {names} of the ranks {_listed(mesh.mesh)}.",
             cause="a mesh with dims of other kinds of parallelism, or with ranks in another order.",
             fix='pass one dim of it, mesh["shard"], or two, mesh["replicate", "shard"], with '
             "the ranks in ascending order, so that those of a replica follow each other.",
@@ -181,7 +190,7 @@ def ambient() -> Axis:
 
 
 @contextmanager
-def running_on(axis: Axis) -> Iterator[None]:
+def running_on(axis: Axis) -> Generator[None, None, None]:
     """Make `axis` the ambient one in this block."""
     running = _running()
     running.append(axis)

@@ -12,8 +12,10 @@ So the work of a rank does not grow with the number of ranks, and nobody copies 
 from __future__ import annotations
 
 import contextvars
+import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +38,23 @@ def run_ranks(body: Callable[[int], Any], size: int) -> list[Any]:
     modes (no_grad, autocast, the default device); afterwards the caller's state is the one that
     rank 0 reached. The first exception of any rank is raised here, with the rank in its notes.
     """
-    return _Turns(body, size).run()
+    with _collected_as_in_processes(size):
+        return _Turns(body, size).run()
+
+
+@contextmanager
+def _collected_as_in_processes(size: int) -> Generator[None, None, None]:
+    """Let Python's garbage collector run as often for each rank as in a process of its own.
+
+    It runs after some number of new objects and looks at those of all ranks. So its work would grow
+    with the square of the number of ranks.
+    """
+    new, *older = gc.get_threshold()
+    gc.set_threshold(min(new * size, 2**31 - 1), *older)
+    try:
+        yield
+    finally:
+        gc.set_threshold(new, *older)
 
 
 class _Outcome(NamedTuple):

@@ -21,9 +21,10 @@ def replaced(record: R, **changes: Any) -> R:
         3
     """
     fields = record.__dict__
-    if not changes.keys() <= fields.keys():
-        raise TypeError(f"{type(record).__name__} has no field {sorted(changes.keys() - fields)}")
     new = object.__new__(type(record))
-    new.__dict__.update(fields)
-    new.__dict__.update(changes)
+    values = new.__dict__
+    values |= fields
+    values |= changes
+    if len(values) > len(fields):
+        raise TypeError(f"{type(record).__name__} has no field {sorted(changes.keys() - fields)}")
     return new

@@ -9,6 +9,7 @@ Nothing here holds a tensor, a stream or a callable.
     of the protocol  Post  Read  Exchange  Raise                   done by the channel
                      Gather  Wait  Free  TakePart                  done by the gatherer of a model
                      Reduce  WaitForReductions  Drop  Discard      done by the reducers
+                     Receive                       done by the driver of a model
 """
 
 from __future__ import annotations
@@ -164,6 +165,13 @@ class WaitForReductions:
 
 
 @dataclass(frozen=True, slots=True)
+class Receive:
+    """Take what this rank has reduced for passes of other ranks: they are over on every rank."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
 class Drop:
     """Drop the gradients of a model that no reduction has. Waits for nothing."""
 
@@ -181,5 +189,5 @@ HookEffect = RunEpilogue | QueueCallback | DropBackward
 HookEffects = tuple[HookEffect, ...]
 PlanEffect = GatherUnit | FreeUnit | ReduceUnit
 PassEffect = AnnouncePhase | EndPhase
-ModelEffect = Gather | TakePart | Wait | Free | Reduce | Drop | Discard
+ModelEffect = Gather | TakePart | Wait | Free | Reduce | Receive | Drop | Discard
 Effect = ModelEffect | Post | Read | Exchange | Raise | WaitForReductions

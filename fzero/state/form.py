@@ -23,7 +23,7 @@ what "a/b" holds is a part of the sum "a" wherever a state has no slot "a/b".
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import optree
@@ -127,6 +127,8 @@ class Slot:
 
     before: what `value` was at the last update, where gradients since then have changed it; else
         None. It is that again where they are thrown away, or their update is skipped.
+    note: what its owner knows of it beside that, hashable and the same on every rank, such as an
+    option; it stays with the state, and is in no file.
 
     Example:
         >>> Slot(value=torch.zeros(()), form=Form(leaves="number")).value
@@ -136,12 +138,13 @@ class Slot:
     value: Any
     before: Any = None
     form: Form = static()
+    note: Any = static(default=None)
 
 
 def changed(slot: Slot, value: Any) -> Slot:
     """Return the slot with another value, which a gradient has made."""
     before = slot.value if slot.before is None else slot.before
-    return Slot(value=value, before=before, form=slot.form)
+    return replace(slot, value=value, before=before)
 
 
 def settled(slots: Mapping[str, Slot], skipped: Tensor | None = None) -> dict[str, Slot]:
@@ -149,14 +152,14 @@ def settled(slots: Mapping[str, Slot], skipped: Tensor | None = None) -> dict[st
 
     def of(slot: Slot) -> Slot:
         if skipped is None or slot.before is None:
-            return Slot(value=slot.value, form=slot.form)
+            return replace(slot, before=None)
         value: Any = optree.tree_map(
             lambda x, y: torch.where(skipped != 0, x, y),
             slot.before,
             slot.value,
             namespace=NAMESPACE,
         )
-        return Slot(value=value, form=slot.form)
+        return replace(slot, value=value, before=None)
 
     return {name: of(slot) for name, slot in slots.items()}
 
@@ -164,7 +167,7 @@ def settled(slots: Mapping[str, Slot], skipped: Tensor | None = None) -> dict[st
 def undone(slots: Mapping[str, Slot]) -> dict[str, Slot]:
     """Return slots as they were at the last update: gradients since then are thrown away."""
     return {
-        name: Slot(value=slot.value if slot.before is None else slot.before, form=slot.form)
+        name: replace(slot, value=slot.value if slot.before is None else slot.before, before=None)
         for name, slot in slots.items()
     }
 

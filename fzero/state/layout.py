@@ -91,7 +91,7 @@ def as_real(x: Tensor) -> Tensor:
 def as_complex(part: Tensor) -> Tensor:
     """Return the complex numbers [n] whose real view is `part` [2 n]."""
     wide = part.float() if part.dtype.itemsize < 4 else part  # torch has none of 16 bits
-    return torch.view_as_complex(wide.view(-1, 2))
+    return torch.view_as_complex(wide.view(-1, 2).contiguous())  # vmap makes others
 
 
 def stored_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -63,3 +63,68 @@ class Points:
 
     def __repr__(self) -> str:
         return f"{self.name}({', '.join(self.at)})"
+
+
+When = Literal["options", "ranks", "rule", "call", "graph", "write"]
+"""When it is known that two do not go together: see `Excludes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Excludes:
+    """Something that a transform cannot stand beside.
+
+    Attributes:
+        beside: what that is, as users write it.
+        when: at which moment both are known: by the "options" of a state; with its stage and
+            "ranks"; with its "rule"; in a "call" of a loss; under a "graph" of the whole step; at
+            a "write" of parameters.
+        seen: what is known then -> what an error says of it; "" where the two are not together.
+        cause: why they do not go together.
+        fix: what to do.
+    """
+
+    beside: str
+    when: When
+    seen: Callable[[Any], str]
+    cause: str
+    fix: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Builtin:
+    """What a transform of fzero's own does: functions of whole states, and of what is under way.
+
+    It is not by path, so that the multiplications of several are one, and kernels can do their
+    part. `fzero/transforms/builtins.py` has all of them, and at which point each does what.
+
+    Attributes:
+        name: of the transform or option.
+        options: of it, for ranks to compare.
+        acts: state -> whether the state has it.
+        begins: state -> state, before a loss of it is made, and before an update.
+        gathered: (states, pass) -> what is shown each group that a pass gathers, or None.
+        calls: states -> what it does in their backwards: a `CallPart`, or None.
+        decides: (running, means): an update begins: skip it, change slots.
+        units: (running, ready) -> ready, in the units of the mean gradient.
+        reduced: (self, running, ready) -> ready, in its place among those of users.
+        ready: (running, ready) -> ready, before the rule.
+        updated: (running, new state) -> new state.
+        excludes: what it cannot stand beside.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+    excludes: tuple[Excludes, ...] = field(default=(), compare=False)
+    acts: Function | None = field(default=None, compare=False)
+    begins: Function | None = field(default=None, compare=False)
+    gathered: Function | None = field(default=None, compare=False)
+    calls: Function | None = field(default=None, compare=False)
+    decides: Function | None = field(default=None, compare=False)
+    units: Function | None = field(default=None, compare=False)
+    reduced: Function | None = field(default=None, compare=False)
+    ready: Function | None = field(default=None, compare=False)
+    updated: Function | None = field(default=None, compare=False)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.options)
+        return f"{self.name}({shown})"

@@ -123,9 +123,15 @@ def gather_beside(replay: Replay, unit: int) -> Next:
 
 def leave_sync_point(replay: Replay) -> Next:
     """Leave the sync point with all ranks; free units that were gathered for another rank there."""
-    frees = tuple(FreeUnit(unit) for unit in replay.gathered_here)
-    replay, reduces = start_ready(replaced(replay, waits=False, gathered_here=()))
+    replay, frees = free_beside(replay)
+    replay, reduces = start_ready(replaced(replay, waits=False))
     return replay, (*frees, *reduces)
+
+
+def free_beside(replay: Replay) -> Next:
+    """Free the units that were gathered beside the plan."""
+    frees = tuple(FreeUnit(unit) for unit in replay.gathered_here)
+    return replaced(replay, gathered_here=()), frees
 
 
 def _next_sync_point(replay: Replay) -> int | None:

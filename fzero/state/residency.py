@@ -123,7 +123,8 @@ def pin(r: Residency, units: Collection[int]) -> Residency:
 
 def unpin(r: Residency, model: int, units: Collection[int]) -> Next:
     """Free units, also if they are pinned."""
-    return free(replaced(r, pinned=r.pinned.difference(units)), model, units)
+    pinned, seen = r.pinned.difference(units), r.seen.difference(units)
+    return free(replaced(r, pinned=pinned, seen=seen), model, units)
 
 
 def drop_inexact(r: Residency, model: int, units: Collection[int]) -> Next:
@@ -147,7 +148,7 @@ def end_backward(r: Residency, model: int, persistent: Collection[int]) -> Next:
     """Unpin what was pinned for one backward, unless a window keeps it; free what is not pinned."""
     if not r.stays:
         remain = {*persistent, *(unit for unit, _ in r.blocks)}
-        r = replaced(r, pinned=r.pinned & remain, seen=r.seen & remain)
+        r = replaced(r, pinned=r.pinned & remain, seen=r.seen.intersection(persistent))
     return release(r, model)
 
 

@@ -144,9 +144,9 @@ class Round:
         return [as_asked(code) for code in sorted(codes)]
 
     @cached_property
-    def values(self) -> list[tuple[int, ...]]:
+    def values(self) -> tuple[tuple[int, ...], ...]:
         """The numbers that each rank gives with its call, in rank order."""
-        return [message.codes for message in self._messages]
+        return tuple([message.codes for message in self._messages])
 
     @cached_property
     def is_over(self) -> bool:

@@ -20,6 +20,8 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.errors.check import is_count, is_number, require
 from fzero.state._record import record, static
+from fzero.state.buffers import Placement
+from fzero.state.form import Form, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,13 @@ class ExternalScale:
         return "ExternalScale"
 
 
+SLOT = "scale_loss/scale"
+"""The slot of a state that has its loss scale: the numbers, and as its note (policy, is_read)."""
+
+FORM = Form(leaves="named", placement=Placement.REPLICATED)
+"""Its form: the same numbers on every rank."""
+
+_NUMBERS = ("scale", "good_updates", "hysteresis_left", "overflowed")
 _SAVED = ("scale", "good_updates", "hysteresis_left")
 _HYSTERESIS = "hysteresis"  # of the policy that `hysteresis_left` was counted under
 
@@ -117,6 +126,36 @@ class LossScale:
     overflowed: Tensor  # [] bool: the last update found one, and was skipped
     policy: ScalePolicy = static()
     is_read: bool = static(default=True)  # of an external scale: since the last update
+
+
+def in_slots(slots: Mapping[str, Slot]) -> LossScale | None:
+    """Return the loss scale among the slots of a state; None if losses are not scaled."""
+    slot = slots.get(SLOT)
+    if slot is None:
+        return None
+    policy, is_read = slot.note
+    return LossScale(**slot.value, policy=policy, is_read=is_read)
+
+
+def factor_in(slots: Mapping[str, Slot]) -> Tensor | None:
+    """Return what losses are multiplied by, []; None for 1."""
+    slot = slots.get(SLOT)
+    return None if slot is None or slot.note[0] == StaticScale(1.0) else slot.value["scale"]
+
+
+def with_slot(slots: Mapping[str, Slot], scale: LossScale | None) -> dict[str, Slot]:
+    """Return slots with this loss scale; without any for None.
+
+    Example:
+        >>> first = begin(StaticScale(8.0), torch.device("cpu"))
+        >>> in_slots(with_slot({}, first)).scale, with_slot(with_slot({}, first), None)
+        (tensor(8.), {})
+    """
+    others = {name: slot for name, slot in slots.items() if name != SLOT}
+    if scale is None:
+        return others
+    values = {name: getattr(scale, name) for name in _NUMBERS}
+    return {**others, SLOT: Slot(value=values, form=FORM, note=(scale.policy, scale.is_read))}
 
 
 def as_policy(name: str, scale: Any) -> ScalePolicy | None:

@@ -15,7 +15,7 @@ from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.codec import Codec, Over, cast
 from fzero.state.layout import Layout, Part
 from fzero.state.offload import Offload
-from fzero.state.points import Points
+from fzero.state.points import Builtin, Points
 from fzero.state.schedule import Limits
 from fzero.state.stateful_update import ParamGroups as ParamGroups
 from fzero.state.stateful_update import SavedNames as SavedNames
@@ -88,15 +88,13 @@ Observer = Callable[[str, Any, Any], Any]
 class Policy:
     """What the transforms around the running step asked for; neutral between steps."""
 
-    max_norm: float | None = None  # clip: bound of the global gradient norm
-    max_value: float | None = None  # clip: bound of each element of the gradient, before the norm
     grad_scale: float = 1.0  # accumulate: 1 / micro-batches
     defer_update: bool = False  # accumulate: not the last micro-batch
     donate: bool = False  # shard: buffers may be overwritten
     averages: bool = False  # the update divides by the number of backwards
     autocast: torch.dtype | None = None  # autocast: in which losses are computed
     check_finite: bool = False  # check_finite: an update raises what is not finite
-    points: tuple[Points, ...] = ()  # transforms around the running step, from the inside out
+    points: tuple[Points | Builtin, ...] = ()  # transforms around the step, from the inside out
     observer: Observer | None = field(default=None, repr=False)  # not what ranks compare
 
     @property
@@ -191,6 +189,11 @@ class Setup:
         if weighted == self.reduction.weighted:
             return self
         return replace(self, reduction=replace(self.reduction, weighted=weighted))
+
+    @property
+    def idle(self) -> Setup:
+        """The setup of the state when it holds no gradients."""
+        return self.with_weights(False)
 
     @property
     def codec(self) -> Codec | None:

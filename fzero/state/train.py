@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.errors import CallError
 from fzero.ranks.axis import Axis
-from fzero.state import view
+from fzero.state import scale, view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
 from fzero.state.form import Slot, undone
@@ -34,11 +34,15 @@ class TrainState:
     optimizer: Any  # the optimizer's own record
     window: Window
     step: Tensor  # [] int64: updates made; on the CPU, or with a loss scale on its device
-    scale: LossScale | None = None  # None: losses are not scaled
     slots: dict[str, Slot] = dataclasses.field(default_factory=dict)  # {"<transform>/<slot>": ...}
     progress: Progress = static()
     schedule: Schedule = static(default=Schedule())  # stage 3: in which order units are gathered
     setup: Setup = static()
+
+    @property
+    def scale(self) -> LossScale | None:
+        """The loss scale; None if losses are not scaled."""
+        return scale.in_slots(self.slots)
 
     @property
     def stage(self) -> int:
@@ -74,13 +78,22 @@ class TrainState:
         return self.replace(setup=dataclasses.replace(self.setup, policy=policy))
 
     def without_gradients(self) -> TrainState:
-        """Return the state without any gradient, reduced or waiting; an open window stays open."""
+        """Return the state without any gradient, reduced or waiting; an open window stays open.
+
+        Slots that live until the update go, too, but for those that a transform has made.
+        """
+        makers = {one.name for one in self.setup.transforms}
+        kept = {
+            name: slot
+            for name, slot in self.slots.items()
+            if slot.form.lifetime != "update" or name.partition("/")[0] in makers
+        }
         return self.replace(
+            slots=undone(kept),
             gradients=Buffers(),
             window=forget(self.window),
-            slots=undone(self.slots),
             progress=Progress(),
-            setup=self.setup.with_weights(False),
+            setup=self.setup.idle,
         )
 
     __iter__: ClassVar[None] = None  # else Python would ask __getitem__

@@ -18,13 +18,11 @@ class Window:
 
     `pending` is PARTIAL: this rank's own sum; in a closed window (an engine's, after `no_sync`) it
     waits for the next reduction. `gathered` holds full parameters for the length of the window when
-    stage 3 was asked to keep them (else it is empty). `weight`: the sum of the weights of this
-    rank's gradients since the update, and how many of them are none. `outer`: of local updates,
+    stage 3 was asked to keep them (else it is empty). `outer`: of local updates,
     what the next outer update starts from.
     """
 
     pending: Buffers
-    weight: Tensor | None = None  # [2] fp64: see `fzero/transforms/weights.py`
     gathered: tuple[Tensor, ...] = ()
     outer: Outer | None = None  # None: replicas have equal parameters after each update
     is_open: bool = static(default=False)  # the gradient of the next backward waits in it
@@ -72,9 +70,9 @@ def close(window: Window) -> Window:
 
 def after_update(window: Window) -> Window:
     """Return the window after an update."""
-    return replace(window, weight=None, is_settled=window.is_open)
+    return replace(window, is_settled=window.is_open)
 
 
 def forget(window: Window) -> Window:
     """Return the window without gradients: they are thrown away, pending or reduced."""
-    return replace(window, pending=CLOSED.pending, weight=None)
+    return replace(window, pending=CLOSED.pending)

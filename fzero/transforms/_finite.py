@@ -24,18 +24,22 @@ from fzero.errors import NonFiniteError, PhaseError
 from fzero.machine.packing import unpack_groups
 from fzero.ranks.mesh import world
 from fzero.state import TrainState, progress
+from fzero.state.points import Builtin, Excludes
 from fzero.state.progress import NonFinite
 from fzero.transforms._differentiate import Result
 from fzero.transforms.observe import tell
+from fzero.transforms.points import CallPart, Changed
 from fzero.transforms.weights import Weight, counted_loss
 
 
-class FiniteCheck:
+class FiniteCheck(CallPart):
     """What one backward after another brings to some states, if their policy is to look at it.
 
     The gradients of a state with a loss scale are not looked at: there an overflow is a step that
     is skipped, and nothing to raise.
     """
+
+    looks = True
 
     def __init__(self, states: Sequence[TrainState]) -> None:
         self._wanted = [state.setup.policy.check_finite for state in states]
@@ -44,13 +48,15 @@ class FiniteCheck:
             for wanted, state in zip(self._wanted, states, strict=True)
         ]
         self._observed = {i: s for i, s in enumerate(states) if s.setup.policy.observer}
-        self.losses: list[Tensor] = []  # [2] each: smallest, largest
+        self._losses: list[Tensor] = []  # [2] each: smallest, largest
         self._gradients: list[tuple[int, int, Tensor]] = []  # (state, leaf, [2]) as they were made
+        self._found: list[NonFinite | None] = []
 
-    @property
-    def wanted(self) -> bool:
-        """Whether any state is to be looked at."""
-        return any(self._wanted) or bool(self._observed)
+    @classmethod
+    def of(cls, states: Sequence[TrainState]) -> FiniteCheck | None:
+        """Return the check of some states; None if no policy is to look at anything."""
+        policies = [state.setup.policy for state in states]
+        return cls(states) if any(one.check_finite or one.observer for one in policies) else None
 
     def loss(self, x: Any, weight: Weight | None = None) -> None:
         """A loss is about to be differentiated, without its scale. One of weight 0 may be NaN."""
@@ -59,7 +65,7 @@ class FiniteCheck:
         for state in self._observed.values():
             tell("loss", state, (x, weight))
         if any(self._wanted) and isinstance(x, Tensor) and x.is_floating_point() and x.numel():
-            self.losses.append(_bounds(x))
+            self._losses.append(_bounds(x))
 
     def gradient(self, state: int, leaf: int, gradient: Tensor) -> Tensor:
         """The backward has made the gradient of one leaf of a state; return what is reduced."""
@@ -70,19 +76,31 @@ class FiniteCheck:
             self._gradients.append((state, leaf, _bounds(gradient)))
         return gradient
 
-    def gradient_of(self, state: int, leaf: int, p: Tensor) -> None:
-        """The same of `p.grad`. Keeps no gradient: the reducer frees it as it takes it."""
-        assert p.grad is not None
-        if (told := self.gradient(state, leaf, p.grad)) is not p.grad:
-            p.grad = told
+    def change(self, number: int) -> Changed | None:
+        """Return what looks at each gradient of a state. Keeps none: the reducer frees them."""
+        if not (self._whole[number] or number in self._observed):
+            return None
+        return lambda leaf, gradient, dtype: self.gradient(number, leaf, gradient)
+
+    def settles(self) -> None:
+        """The backward is over. The host waits."""
+        self._found = self.taken()
+
+    def ends(self, number: int, state: TrainState) -> TrainState:
+        """Return the state that knows what the backward, which is not counted yet, has brought."""
+        return with_found(state, self._found[number])
+
+    def drop_losses(self) -> None:
+        """Forget losses whose backward is over."""
+        self._losses.clear()
 
     def drop(self) -> None:
         """The backward raised."""
-        self.losses, self._gradients = [], []
+        self._losses, self._gradients = [], []
 
     def taken(self) -> list[NonFinite | None]:
         """Return, and forget, the first for each state that is not finite. The host waits."""
-        losses, made = self.losses, self._gradients
+        losses, made = self._losses, self._gradients
         self.drop()
         good = _are_finite([*losses, *(bounds for _, _, bounds in made)])
         bad_loss = not all(good[: len(losses)])
@@ -108,11 +126,7 @@ def require_values(states: Sequence[TrainState]) -> None:
     wanted = any(state.setup.policy.check_finite for state in states)
     flats = [flat for state in states for flat in state.params.flats]
     if wanted and (in_transform() or is_recorded(flats)):
-        raise PhaseError(
-            "check_finite: grad_and_reduce inside a torch.func transform or a trace.",
-            cause="a transform around a step that checks; no value can be read in there.",
-            fix="leave check_finite out there, and look at what comes out of the transform.",
-        )
+        raise PhaseError(_UNREADABLE.seen(states), cause=_UNREADABLE.cause, fix=_UNREADABLE.fix)
 
 
 def found_at_once(states: Sequence[TrainState], result: Result) -> list[NonFinite | None]:
@@ -120,8 +134,7 @@ def found_at_once(states: Sequence[TrainState], result: Result) -> list[NonFinit
 
     The last leaf counts as the first one, as it is in most backwards.
     """
-    check = FiniteCheck(states)
-    if not check.wanted:
+    if (check := FiniteCheck.of(states)) is None:
         return [None for _ in states]
     check.loss(result.value)
     for number, (state, grads) in enumerate(zip(states, result.grads, strict=True)):
@@ -192,3 +205,15 @@ def _are_finite(bounds: Sequence[Tensor]) -> list[bool]:
         for i, (low, high) in zip(indices, read, strict=True):
             good[i] = math.isfinite(low) and math.isfinite(high)
     return good
+
+
+_UNREADABLE = Excludes(
+    beside="a transform of torch.func, or a trace, around the step",
+    when="graph",
+    seen=lambda _: "check_finite: grad_and_reduce inside a torch.func transform or a trace.",
+    cause="a transform around a step that checks; no value can be read in there.",
+    fix="leave check_finite out there, and look at what comes out of the transform.",
+)
+
+CHECK = Builtin(name="check_finite", calls=FiniteCheck.of, excludes=(_UNREADABLE,))
+"""A look at losses and gradients, for `check_finite` and observers."""

@@ -82,9 +82,7 @@ def as_read(state: TrainState) -> TrainState:
     waits = replace(CLOSED, gathered=state.window.gathered, is_open=state.window.is_open)
     # What is recorded of the pass is apart from that of passes that differentiate by this state.
     counted = replace(state.progress, backwards=state.progress.backwards + 1)
-    return state.replace(
-        setup=setup, gradients=Buffers(), window=waits, scale=None, progress=counted
-    )
+    return state.replace(setup=setup, gradients=Buffers(), window=waits, slots={}, progress=counted)
 
 
 def after_reading(state: TrainState, read: TrainState) -> TrainState:

@@ -13,13 +13,14 @@ from fzero.machine.packing import pack
 from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.layout import Leaf
+from fzero.state.scale import with_slot
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.observe import tell_added
 from fzero.transforms.receive import mean_of, receive
 from fzero.transforms.scaled import times_scale, with_value
-from fzero.transforms.weights import require_no_weights
+from fzero.transforms.weights import own_weight, require_no_weights, with_own_weight
 from fzero.transforms.written import returned
 
 
@@ -115,9 +116,11 @@ def _given_by(state: TrainState, other: TrainState) -> TrainState:
         gradients=other.gradients,
         window=other.window,
         progress=other.progress,
-        scale=other.scale,
+        slots=with_slot(state.slots, other.scale),
         setup=mine.with_weights(theirs.reduction.weighted),
     )
+    if (weight := own_weight(other)) is not None:
+        new = with_own_weight(new, weight)
     returned(new, gradients=True)
     return new
 

@@ -32,8 +32,8 @@ from fzero.state.scale import ExternalScale
 from fzero.transforms._finite import first_report, report_of
 from fzero.transforms.receive import add_means, filled, reduce_window
 
-Row = Sequence[int]
-"""What one rank says of a state: (flags and backwards, digest of the leaves that it left out)."""
+Row = tuple[int, ...]
+"""What one rank says: for each state (flags and backwards, digest of the leaves it left out)."""
 
 _WAITS, _REDUCED, _BAD, _WRITTEN, _WEIGHTED, _BACKWARDS = 1, 2, 4, 8, 16, 32
 
@@ -95,12 +95,11 @@ def agree(
             numbers = partial(_numbers, here, some, uses=uses, written=written)
             said = performer.call_with(text, numbers)
             for k, i in enumerate(some):
-                rows = [row[width * k : width * (k + 1)] for row in said]
-                found[i] = _together(here()[i], rows, performer)
+                found[i] = _together(here()[i], said, slice(width * k, width * (k + 1)), performer)
     for i in range(len(states)):
         if i not in found:
-            own = _numbers(here, [i], uses=uses, written=written)
-            found[i] = _together(here()[i], [own], None)
+            own = tuple(_numbers(here, [i], uses=uses, written=written))
+            found[i] = _together(here()[i], [own], slice(None), None)
     return [found[i] for i in range(len(states))]
 
 
@@ -251,17 +250,25 @@ def _digest(bits: int) -> int:
 # What it means.
 
 
-def _together(state: TrainState, rows: Sequence[Row], performer: Performer | None) -> Agreed:
-    """Return what is true on all ranks, from what each has said of a state."""
+def _together(
+    state: TrainState, said: Sequence[Row], of_state: slice, performer: Performer | None
+) -> Agreed:
+    """Return what is true on all ranks, from what each has said of a state in a part of its row.
+
+    Ranks that say the same are one here, so that this work does not grow with their number.
+    """
+    rows = {row[of_state] for row in frozenset(said)}
     flags = [row[0] for row in rows]
     if len({flag & _REDUCED for flag in flags}) > 1:
-        raise _dropped_by_some([bool(flag & _REDUCED) for flag in flags])
+        raise _dropped_by_some([bool(row[of_state][0] & _REDUCED) for row in said])
+    if not _have_weights_alike(flags):
+        raise _weighted_by_some([row[of_state][0] for row in said])
     return Agreed(
         waits=any(flag & _WAITS for flag in flags),
         reduced=bool(flags[0] & _REDUCED),
         bad=any(flag & _BAD for flag in flags),
         written=any(flag & _WRITTEN for flag in flags),
-        weighted=_are_weighted(flags),
+        weighted=any(flag & _WEIGHTED for flag in flags),
         backwards=max(flag // _BACKWARDS for flag in flags),
         unused=_unused_by_all(state, [row[1] for row in rows if len(row) > 1], performer),
     )
@@ -286,18 +293,25 @@ def _indices(bits: int) -> tuple[int, ...]:
     return from_bits(bits) if bits else ()
 
 
-def _are_weighted(flags: Sequence[int]) -> bool:
-    """Whether gradients have weights: those of all ranks that have any, or of none."""
+def _is_plain(flag: int) -> bool:
+    """Whether a rank holds gradients, and they have no weights."""
+    return not flag & _WEIGHTED and flag >= _BACKWARDS
+
+
+def _have_weights_alike(flags: Sequence[int]) -> bool:
+    """Whether gradients of all ranks that hold any have weights, or those of none."""
+    return not (any(flag & _WEIGHTED for flag in flags) and any(map(_is_plain, flags)))
+
+
+def _weighted_by_some(flags: Sequence[int]) -> MismatchError:
     weighted = [bool(flag & _WEIGHTED) for flag in flags]
-    plain = [not w and flag >= _BACKWARDS for w, flag in zip(weighted, flags, strict=True)]
-    if any(weighted) and any(plain):
-        raise MismatchError(
-            f"rank {weighted.index(True)} holds gradients with weights, and rank "
-            f"{plain.index(True)} holds gradients without.",
-            cause="weight= on some ranks only.",
-            fix="give weight= to every call of an update, on every rank, or to none (0 is one).",
-        )
-    return any(weighted)
+    plain = [_is_plain(flag) for flag in flags]
+    return MismatchError(
+        f"rank {weighted.index(True)} holds gradients with weights, and rank "
+        f"{plain.index(True)} holds gradients without.",
+        cause="weight= on some ranks only.",
+        fix="give weight= to every call of an update, on every rank, or to none (0 is one).",
+    )
 
 
 def _dropped_by_some(held: Sequence[bool]) -> MismatchError:

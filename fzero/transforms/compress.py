@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 from fzero.errors import PhaseError
 from fzero.errors.check import called_as
 from fzero.machine.encode import require_codec
+from fzero.machine.powersgd import powersgd
 from fzero.state import TrainState
-from fzero.state.codec import Codec, Compress, Over
+from fzero.state.codec import Codec, Compress, Over, cast
+from fzero.state.points import Builtin, Excludes
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.points import CallPart
+from fzero.transforms.receive import NOT_DIFFERENTIABLE, lend_residuals, with_lost
 from fzero.transforms.states import flatten_states
+from fzero.transforms.together import Requested
 
 
 @overload
@@ -123,3 +128,114 @@ def _require_made_for(state: TrainState, record: Compress) -> None:
             fix="make it by the init of this step, step.init(params, optimizer), and load what "
             "was saved into it.",
         )
+
+
+class _Encoding(CallPart):
+    """What encoding has lost of gradients goes from the states to their next backward, and back."""
+
+    def __init__(self, states: Sequence[TrainState]) -> None:
+        self._states = states
+
+    def attached(self, reducer: Any) -> None:
+        """Let its encoders read what the states have lost so far."""
+        self._reducer = reducer
+        lend_residuals(reducer, self._states)
+
+    def reduced(self, number: int, state: TrainState) -> TrainState:
+        """Return the state with what reductions have lost."""
+        return with_lost(state, self._reducer.encoder(number))
+
+
+def _encodings(states: Sequence[TrainState]) -> _Encoding | None:
+    return _Encoding(states) if any(one.setup.encodes_gradients for one in states) else None
+
+
+def _two_wires(options: Any) -> str:
+    wires = [one for one in options.transforms if one.wire is not None]
+    if not wires or (len(wires) == 1 and options.compress in (None, wire_of(wires[0]))):
+        return ""
+    return f"transforms: a codec at `wire` of {wires[0].name}, and another one beside it."
+
+
+def _predivided(options: Any) -> str:
+    factor, codec = options.reduction.gradient_predivide_factor, _asked(options).gradients
+    if factor == 1 or isinstance(codec, cast | None):
+        return ""
+    return f"gradient_predivide_factor={factor!r} with compress: gradients={codec}."
+
+
+def _nothing_gathered(asked: Requested) -> str:
+    codec = _asked(asked.options).parameters
+    there = codec is not None and asked.stage != 3
+    return f"compress: parameters={codec} at stage {asked.stage}." if there else ""
+
+
+def _cut_matrices(asked: Requested) -> str:
+    held = _asked(asked.options)
+    factors = isinstance(held.gradients, powersgd)
+    there = factors and held.over != "all" and asked.axis.shards.size > 1
+    return f"compress: gradients={held.gradients}, over={held.over!r}." if there else ""
+
+
+def _no_replicas(asked: Requested) -> str:
+    axis = asked.axis
+    over = asked.options.local is None and _asked(asked.options).over == "replicas"
+    there = over and axis.size > 1 and (axis.dims is None or asked.stage == 0)
+    return f'compress: over="replicas" at stage {asked.stage} on {axis}.' if there else ""
+
+
+def _asked(options: Any) -> Compress:
+    """Return what crosses ranks encoded, by the option or by a transform."""
+    wires = [wire_of(one) for one in options.transforms if one.wire is not None]
+    return options.compress or (wires[0] if wires else Compress())
+
+
+def wire_of(transform: Any) -> Compress:
+    """Return what a transform with a codec at `wire` asks for."""
+    return Compress(gradients=transform.wire)
+
+
+_EXCLUDES = (
+    Excludes(
+        beside="a transform with a codec at `wire`",
+        when="options",
+        seen=_two_wires,
+        cause="two transforms with a codec, or one beside compress=.",
+        fix="leave one of them out: a gradient crosses ranks in one form.",
+    ),
+    Excludes(
+        beside="gradient_predivide_factor",
+        when="options",
+        seen=_predivided,
+        cause="a factor against overflow, and a codec that has scales of its own.",
+        fix="leave one of them out.",
+    ),
+    Excludes(
+        beside="stages 0 to 2, for parameters",
+        when="ranks",
+        seen=_nothing_gathered,
+        cause="only stage 3 gathers parameters for a forward or a backward; what stages 1 "
+        "and 2 gather after an update is the parameters themselves.",
+        fix="use stage=3, or leave it out.",
+    ),
+    Excludes(
+        beside='over="replicas", for powersgd on several shards',
+        when="ranks",
+        seen=_cut_matrices,
+        cause="what crosses replicas is a shard, which cuts matrices at any element.",
+        fix='leave over= out: factors then cross all ranks; or give over="replicas" another '
+        "codec, as fzero.codecs.int8().",
+    ),
+    Excludes(
+        beside='a mesh of one dim, or stage 0, for over="replicas"',
+        when="ranks",
+        seen=_no_replicas,
+        cause="a mesh of one dim or one replica, whose ranks all have other shards; or stage "
+        "0, where gradients are reduced over all ranks at once.",
+        fix='give a mesh of two dims at stage 1, 2 or 3, or leave it out: over="all".',
+    ),
+    NOT_DIFFERENTIABLE,
+)
+
+COMPRESS = Builtin(name="compress", calls=_encodings, excludes=_EXCLUDES)
+"""Codecs of gradients, at the points of a step."""

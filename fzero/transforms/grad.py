@@ -181,7 +181,7 @@ def _by_autograd(
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
                 learned = scaled_loss([one for one in states if one.setup.layout.trainable], loss)
         for one in passes:
-            one.finite.loss(loss, call.weight)
+            one.calls.loss(loss, call.weight)
             one.end_forward()
             one.begin_backward(weight=call.weight)
         scale, rest = scales_of(states)

@@ -153,7 +153,7 @@ def init(  # noqa: D417 {options}
         given = {**options, "autocast": autocast, "offload": offload, "local": local}
         given |= {"compress": compress, "transforms": transforms}
         chosen = check_shared(grouped(SharedOptions, given))
-        require_local(chosen.local, chosen.optimizer_over)
+        require_local(chosen.local)
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:

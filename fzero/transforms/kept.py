@@ -17,7 +17,9 @@ import torch
 
 from fzero.errors import PhaseError
 from fzero.errors.json_form import DictForm, natural, text
-from fzero.machine.residual import memory_slots
+from fzero.machine.by_path import leaf_paths
+from fzero.machine.owners import every_leaf_owned
+from fzero.machine.residual import BACK, RESIDUAL, START, memory_slots
 from fzero.optim.counters import (
     COUNT,
     COUNTERS,
@@ -28,16 +30,20 @@ from fzero.optim.counters import (
     with_counters,
 )
 from fzero.optim.entries import RULE, rule_entries, with_rule_entries
-from fzero.state import Buffers, Form, Progress, Slot, TrainState
+from fzero.state import Buffers, Form, Progress, Setup, Slot, TrainState, scale
 from fzero.state.entry import Entry, entry_of, with_slots
-from fzero.state.scale import as_numbers, from_numbers
+from fzero.state.scale import as_numbers, from_numbers, with_slot
 from fzero.state.setup import MASTERS
 from fzero.state.window import CLOSED
 from fzero.transforms import outer_kept
 from fzero.transforms.outer import anchored
 from fzero.transforms.points import begun_slots
-from fzero.transforms.scaled import SCALE, SCALE_NUMBERS, scale_entries, with_scale_entries
-from fzero.transforms.weights import WEIGHT, weight_entries, with_weight_entries
+from fzero.transforms.scaled import (
+    SCALE_ENTRY,
+    SCALE_NUMBERS,
+    scale_entries,
+    with_scale_entries,
+)
 
 PARAMS, GRADIENTS = "params", "gradients"
 APART = "local"
@@ -77,7 +83,9 @@ def _with_gradients(state: TrainState, entries: Sequence[Entry]) -> TrainState:
 
 
 def _slots(state: TrainState, rank: int) -> list[Entry]:
-    return [entry_of(state.setup, name, slot) for name, slot in state.slots.items()]
+    """Return the slots, but for a loss scale: its numbers are those of a manifest."""
+    slots = state.slots.items()
+    return [entry_of(state.setup, name, slot) for name, slot in slots if name != scale.SLOT]
 
 
 def _with_slots(state: TrainState, entries: Sequence[Entry]) -> TrainState:
@@ -95,8 +103,7 @@ _SOURCES: dict[str, Keeper] = {
     PARAMS: Keeper(_params, _with_params),
     RULE: Keeper(rule_entries, lambda s, x: s.replace(optimizer=with_rule_entries(s, x))),
     GRADIENTS: Keeper(_gradients, _with_gradients),
-    WEIGHT: Keeper(lambda s, _: weight_entries(s), with_weight_entries),
-    SCALE: Keeper(lambda s, _: scale_entries(s), with_scale_entries),
+    SCALE_ENTRY: Keeper(lambda s, _: scale_entries(s), with_scale_entries),
 }
 """{name of an entry: what keeps it}; of a rule, how the names begin. All others are slots."""
 
@@ -150,6 +157,23 @@ def begun(state: TrainState, like: TrainState, names: Collection[str]) -> TrainS
     return begun_slots(state.replace(slots={**state.slots, **own, **fresh}), [*names])
 
 
+def follows_setup(name: str) -> bool:
+    """Whether the setup of a state alone decides that it has a slot: it may have none elsewhere."""
+    return name in (RESIDUAL, BACK, START, scale.SLOT)
+
+
+def owning_ranks(setup: Setup) -> int:
+    """Return how many ranks own whole tensors: those that share the optimizer's state."""
+    return every_leaf_owned(setup).axis.size
+
+
+def is_owner(setup: Setup, key: str, rank: int) -> bool:
+    """Whether a rank owns a named tensor: that of a leaf that learns; of others the first rank."""
+    owners, paths = every_leaf_owned(setup), leaf_paths(setup.layout)
+    found = (one.owner for one in owners.leaves if paths[one.index] == key)
+    return next(found, 0) == owners.rank_of(rank)
+
+
 def require_movable(state: TrainState) -> None:
     """Raise `PhaseError` for gradients of which a codec keeps what it has lost."""
     if any(slot.before is not None for slot in state.slots.values()):
@@ -180,13 +204,14 @@ def numbered(state: TrainState, numbers: Mapping[str, Any]) -> TrainState:
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     unstepped = numbers.get(UNSTEPPED, ())
     window = replace(CLOSED, outer=state.window.outer)
+    state = state.without_gradients()
     return state.replace(
         optimizer=with_counters(state, lambda slot: slot.flat, counters, unstepped),
         gradients=Buffers(),
         window=window,
         step=torch.tensor(numbers["step"], dtype=torch.int64),
         progress=Progress(),
-        scale=from_numbers(state.scale, numbers["scale"]),
+        slots=with_slot(state.slots, from_numbers(state.scale, numbers["scale"])),
     )
 
 

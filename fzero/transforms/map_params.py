@@ -70,7 +70,7 @@ def map_params(fn: Callable[..., Tensor], state: TrainState, *others: Any) -> Tr
     check_alive(state)
     operands = [_operand(state, other) for other in others]
     setup = state.setup
-    masters = masters_of(state)
+    masters = [x for x in masters_of(state) if x.numel()] and masters_of(state)
     base = setup.optimizer_state if masters else setup.params
     at = max([base, *(one.placement for one in operands)], key=_FINER.index)
     crosses = setup.axis.size > 1 and (at is not setup.params)

@@ -65,8 +65,3 @@ def norm_of(state: TrainState, flats: Iterable[Tensor], placement: Placement) ->
 def _square_sum(flat: Tensor) -> Tensor:
     wide = torch.promote_types(flat.dtype, torch.float32)
     return torch.linalg.vector_norm(flat, dtype=wide).square()
-
-
-def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / |g|): the factor that torch.nn.utils.clip_grad_norm_ uses."""
-    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

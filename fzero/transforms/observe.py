@@ -7,7 +7,7 @@
     added       (leaf, gradient, mean)     the same by `add_gradients`, without a scale
     reduced     (`Buffers`, weight)        an update begins: the means over ranks; or the sums, and
                                            the sum of all weights
-    prepared    gradients, factor, norm    they are divided by the loss scale, and clipped
+    prepared    `Prepared`                 what the rule gets: in the units of the loss, clipped
     updated     None, or who skips it      the state is the one after the update
 
 Nothing is told under a torch.func transform, where tensors have no values. An observer copies what
@@ -26,9 +26,12 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform
 from fzero.machine.packing import unpack_groups
-from fzero.state import TrainState
+from fzero.state import Buffers, TrainState
+from fzero.state.points import Builtin
 from fzero.state.setup import Observer
 from fzero.transforms.pipeline import Step, returned_pair
+from fzero.transforms.points import Running
+from fzero.transforms.prepare import Prepared
 from fzero.transforms.states import map_states
 
 
@@ -51,6 +54,21 @@ def tell_added(state: TrainState, flats: Sequence[Tensor], *, reduced: bool) -> 
         tell("added", state, (leaf, gradient, reduced))
 
 
+def _on_gathered(
+    states: Sequence[TrainState], running: Callable[[], Any]
+) -> Callable[[int, Tensor], None] | None:
+    """Return what tells observers of each group that a pass has gathered."""
+    if not any(state.setup.policy.observer for state in states):
+        return None
+
+    def saw(group: int, flat: Tensor) -> None:
+        if (one := running()) is not None:
+            number, index = one.gatherer.table.state_of(group)
+            tell("gathered", one.states[number], (index, flat))
+
+    return saw
+
+
 def observe(fn: Callable[..., Any], observers: Sequence[Observer]) -> Step[..., Any]:
     """Run `fn(state, *args) -> (state, aux)`; the i-th observer is told of the i-th state."""
 
@@ -63,3 +81,26 @@ def observe(fn: Callable[..., Any], observers: Sequence[Observer]) -> Step[..., 
         return map_states("observe", lambda s: s.replace_policy(observer=None), state), aux
 
     return Step("observe", fn, around, options={})
+
+
+def _begins(running: Running, means: Buffers) -> None:
+    tell("reduced", running.old, (means, running.total))
+
+
+def _prepared(running: Running, ready: Prepared) -> Prepared:
+    return tell("prepared", running.old, ready, default=ready)
+
+
+def _updated(running: Running, new: TrainState) -> TrainState:
+    return tell("updated", new, running.overflow, default=new)
+
+
+OBSERVE = Builtin(
+    name="observe",
+    acts=lambda state: state.setup.policy.observer is not None,
+    gathered=_on_gathered,
+    decides=_begins,
+    ready=_prepared,
+    updated=_updated,
+)
+"""An observer, at the points of an update."""

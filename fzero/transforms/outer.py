@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError
 from fzero.errors.check import require
 from fzero.machine.offload import offloaded, to_device, write_back
 from fzero.machine.packing import part_of
@@ -27,6 +26,7 @@ from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.masters import masters_of, work_tensors
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
 from fzero.state import Buffers, Local, Outer, Setup, TrainState, outer
+from fzero.state.points import Builtin, Excludes
 from fzero.transforms._anew import with_new_slots, with_tensors
 from fzero.transforms.donation import donates
 from fzero.transforms.outer_count import agreed
@@ -34,6 +34,7 @@ from fzero.transforms.outer_rule import DEFAULT_OUTER as DEFAULT_OUTER
 from fzero.transforms.outer_rule import masked, outer_owners, outer_pieces, require_outer
 from fzero.transforms.outer_sum import sum_over_replicas
 from fzero.transforms.receive import not_differentiable
+from fzero.transforms.together import Requested
 
 
 def mesh_for(mesh: MeshLike, local: object) -> Axis:
@@ -41,21 +42,14 @@ def mesh_for(mesh: MeshLike, local: object) -> Axis:
     return axis_of(mesh) if local is None else mesh_of_replicas(mesh)
 
 
-def require_local(local: Any, optimizer_over: str) -> None:
-    """Raise `LayoutError` for a bad `local=`, and for options that do not go with it."""
+def require_local(local: Any) -> None:
+    """Raise `LayoutError` for a bad `local=`."""
     if local is None:
         return
     wanted = "fzero.Local(every=...), or None"
     require("local", local, lambda x: isinstance(x, Local), wanted)
     if local.outer is not None:
         require_outer(local.outer)
-    if optimizer_over != "shard":
-        raise LayoutError(
-            f"optimizer_over={optimizer_over!r} with local updates.",
-            cause="replicas that train apart have optimizer states of their own, which no other "
-            "replica can hold a part of.",
-            fix="leave optimizer_over out: the ranks of each replica share its optimizer state.",
-        )
 
 
 def on_replica(setup: Setup, local: Local | None) -> Setup:
@@ -266,3 +260,91 @@ def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> Tr
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _over_all(options: Any) -> str:
+    there = options.local is not None and options.optimizer_over != "shard"
+    return f"optimizer_over={options.optimizer_over!r} with local updates." if there else ""
+
+
+def _codec_in_a_replica(asked: Requested) -> str:
+    codec, over = _codec_of(asked)
+    there = codec is not None and over != "replicas"
+    return f"compress: gradients={codec}, over={over!r} with local updates." if there else ""
+
+
+def _codec_with_memory(asked: Requested) -> str:
+    codec = _codec_of(asked)[0]
+    there = codec is not None and codec.memory is not False
+    return f"compress: gradients={codec}, with a memory, with local updates." if there else ""
+
+
+def _codec_of(asked: Requested) -> tuple[Any, str]:
+    """Return the codec of gradients beside local updates, and for which ranks; None for none."""
+    options = asked.options
+    if options.local is None or options.compress is None:
+        return None, "all"
+    return options.compress.gradients, options.compress.over
+
+
+def _rule_of_all(known: tuple[Any, Any]) -> str:
+    rule, options = known
+    there = options.local is not None and not (rule.elementwise or rule.leafwise)
+    return f"local updates with {rule!r}, which needs all parameters at once." if there else ""
+
+
+NO_WRITES = Excludes(
+    beside="a write of a parameter of an engine",
+    when="write",
+    seen=lambda _: " of an engine with local updates.",
+    cause="new values for a model that replicas train apart: the next outer update would "
+    "take them for a move away from the anchors, which stay as they are.",
+    fix="write into the module before Engine(...), or load a checkpoint of "
+    "fzero.checkpoint.save into the engine: both are where all replicas start.",
+)
+"""Of writes after which anchors and parameters would be of two models."""
+
+_EXCLUDES = (
+    NO_WRITES,
+    Excludes(
+        beside='optimizer_over="all"',
+        when="options",
+        seen=_over_all,
+        cause="replicas that train apart have optimizer states of their own, which no other "
+        "replica can hold a part of.",
+        fix="leave optimizer_over out: the ranks of each replica share its optimizer state.",
+    ),
+    Excludes(
+        beside='a codec of gradients with over="all"',
+        when="ranks",
+        seen=_codec_in_a_replica,
+        cause="what crosses replicas is how far they have moved; gradients stay in a replica.",
+        fix='give over="replicas": the codec then encodes what crosses them.',
+    ),
+    Excludes(
+        beside="a codec of gradients with a memory",
+        when="ranks",
+        seen=_codec_with_memory,
+        cause="error feedback is for gradients; a replica that has met the others starts anew "
+        "from the anchors.",
+        fix="give the codec memory=False.",
+    ),
+    Excludes(
+        beside="a rule that needs all parameters",
+        when="rule",
+        seen=_rule_of_all,
+        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
+        "foreign (init, update) pair that is not elementwise: what it keeps belongs to no "
+        "parameter, and is not kept by replica.",
+        fix="use a rule that needs an element (AdamW) or a matrix (fzero.optim.muon, soap, "
+        "from_torch(..., needs='matrix')), or leave local updates out.",
+    ),
+)
+
+LOCAL = Builtin(
+    name="local",
+    acts=lambda state: state.window.outer is not None,
+    updated=lambda running, new: after_local_update(new, general=running.general),
+    excludes=_EXCLUDES,
+)
+"""Local updates, at the points of a step."""

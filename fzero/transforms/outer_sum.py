@@ -17,30 +17,9 @@ from torch import Tensor
 
 from fzero.collectives import reduce_many, start_all_to_all, start_gather
 from fzero.collectives.encoded import decoded, encoded, sum_of
-from fzero.errors import LayoutError
 from fzero.ranks.mesh import Axis
-from fzero.state import Local, Setup
-from fzero.state.codec import Codec, Compress
-
-
-def require_moves_encoded(local: Local | None, compress: Compress | None) -> None:
-    """Raise `LayoutError` for a codec of gradients that local updates do not go with."""
-    codec = None if compress is None or local is None else compress.gradients
-    if codec is None or compress is None:
-        return
-    if compress.over != "replicas":
-        raise LayoutError(
-            f"compress: gradients={codec}, over={compress.over!r} with local updates.",
-            cause="what crosses replicas is how far they have moved; gradients stay in a replica.",
-            fix='give over="replicas": the codec then encodes what crosses them.',
-        )
-    if codec.memory is not False:
-        raise LayoutError(
-            f"compress: gradients={codec}, with a memory, with local updates.",
-            cause="error feedback is for gradients; a replica that has met the others starts anew "
-            "from the anchors.",
-            fix="give the codec memory=False.",
-        )
+from fzero.state import Setup
+from fzero.state.codec import Codec
 
 
 def sum_over_replicas(setup: Setup, moved: Sequence[Tensor], replicas: Axis) -> list[Tensor]:

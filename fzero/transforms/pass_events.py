@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from fzero.collectives import Performer
@@ -34,21 +33,18 @@ from fzero.state.protocol import (
     Settle,
     WindowEnded,
 )
-from fzero.transforms._finite import FiniteCheck, with_found
 from fzero.transforms.announcement import PassForm, begin_of, kept_beyond
-from fzero.transforms.observe import tell
-from fzero.transforms.points import Locals, renewed, transforms_of
+from fzero.transforms.builtins import BUILTINS, on_gathered
+from fzero.transforms.points import Calls
 from fzero.transforms.receive import (
     add_means,
     filled,
-    lend_residuals,
     part_of_update,
     put,
     receive,
     receive_local,
-    with_lost,
+    waiting,
 )
-from fzero.transforms.weights import Weight, counted, require_no_weights, weighing
 
 
 class Pass:
@@ -70,19 +66,18 @@ class Pass:
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
         self.owner = [*differ, *lazy, 0][0]  # whose schedule has the programs of the pass
-        self.finite = FiniteCheck(states)
-        self.weight: Weight | None = None  # of the backward under way
-        self.locals: list[Locals] = []  # what transforms do to this rank's own gradients
         self.machine = Machine(
             form.number,
             setups,
             [state.device for state in states],
             setups[self.owner].gathering,
-            on_gathered=self._observer(),
+            on_gathered=on_gathered(states, weakref.ref(self)),
             on_written=on_written,
             drop_raised=drop_raised,
+            on_served=self._on_served(),
         )
-        lend_residuals(self.reducer, self.states)
+        self.calls = Calls(self.states, BUILTINS, self.reducer)
+        self._begin_calls()
         if self.gathers:
             self._hold_shards()
             adopted = self.gatherer.adopt([state.window.gathered for state in states])
@@ -134,8 +129,8 @@ class Pass:
         Nothing is where all parameters are held: ranks may then run as many forwards as they like.
         """
         self.put_aside()
-        self._begin_locals()
-        self.finite.drop()  # a loss whose backward brought nothing
+        self.calls.drop()  # a loss whose backward brought nothing
+        self._begin_calls()
         # What comes inside of it is put aside.
         self.reducer.begin([(state.setup, True) for state in self.states])
         if self.gathers:
@@ -147,7 +142,7 @@ class Pass:
         self.performer.send(EndForward(self.form.number))
 
     def begin_backward(
-        self, *, silent: bool = False, dropped: bool = False, weight: Weight | None = None
+        self, *, silent: bool = False, dropped: bool = False, weight: float | Tensor | None = None
     ) -> None:
         """Announce that gradients will be reduced, times `weight` if the states have weights.
 
@@ -155,8 +150,7 @@ class Pass:
         concerns no other rank. `dropped`: this rank has just thrown away what it held.
         """
         self.put_aside()
-        self._begin_locals()
-        self.weight = weight
+        self._begin_calls(weight)
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         if not (silent := silent and not self.gathers):
             self._reduce_waiting()
@@ -171,12 +165,8 @@ class Pass:
     def _reduce_waiting(self) -> None:
         """Add gradients that wait in a closed window to the coming reductions."""
         for number, state in enumerate(self.states):
-            pending, share = state.window.pending, state.setup.gradient_share
-            if pending.held and not state.window.is_open:
-                # all of it is multiplied by the share: by the encoder, or by `receive`
-                flats = pending.flats if share == 1.0 else [x / share for x in pending.flats]
-                waited = zip(state.setup.layout.trainable, flats, strict=True)
-                self.reducer.add_waiting(number, dict(waited))
+            if state.window.pending.held and not state.window.is_open:
+                self.reducer.add_waiting(number, waiting(state))
 
     def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
         """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
@@ -191,25 +181,14 @@ class Pass:
 
     def take(self, state: int, leaf: int, p: Tensor) -> None:
         """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
-        assert p.grad is not None
-        acts = self.locals and self.locals[state]
-        if self.weight is None and not acts:
-            self.finite.gradient_of(state, leaf, p)
-            self.reducer.pop_grad(state, leaf, p)
-            return
-        look = partial(self.finite.gradient, state, leaf)
-        changed = _looked_at(look) if self.weight is None else weighing(self.weight, look)
-        if acts:
-            changed = _after(partial(self.locals[state], leaf), changed)
-        self.reducer.pop_grad(state, leaf, p, changed)
+        changed = self._changes[state]
+        self.reducer.pop_grad(state, leaf, p, changed and partial(changed, leaf))
 
-    def _begin_locals(self) -> None:
-        """A backward begins: transforms act on its gradients, with new slots of a backward."""
-        self.locals = []
-        if any(transforms_of(state.setup, "local") for state in self.states):
-            for number, state in enumerate(self.states):
-                self.put(number, renewed(state, "backward"))
-            self.locals = [Locals(state) for state in self.states]
+    def _begin_calls(self, weight: float | Tensor | None = None) -> None:
+        """A backward, or a forward, begins: look up what is done to each gradient."""
+        for number, state in enumerate(self.states):
+            self.put(number, self.calls.begins(number, state, weight))
+        self._changes = [self.calls.change(number) for number in range(len(self.states))]
 
     def put_aside(self) -> None:
         """Move gradients that came outside of a pass into the window.
@@ -218,14 +197,12 @@ class Pass:
         """
         if not self.reducer.received:
             return
-        bad = self.finite.taken()
+        self.calls.settles()
         for number, state in enumerate(self.states):
             found = self.reducer.states[number].pop_local()
             if found:
-                require_no_weights(state, "a backward inside of a forward")
-                state = self.locals[number].put(state) if self.locals else state
+                state = self.calls.put_aside(number, state)
                 flats = filled(state, found, Placement.PARTIAL)
-                state = with_found(state, bad[number])
                 used = progress.saw_use(state.progress, self._used(number))
                 state = state.replace(progress=used)
                 self.put(number, put(state, part_of_update(state, flats)))
@@ -238,7 +215,8 @@ class Pass:
         """
         self.performer.send(Finish(self.form.number, self.reducer.unreduced()))
         self._after_pass()
-        new, bad = [], self.finite.taken()
+        self.calls.settles()
+        new: list[TrainState] = []
         for number, state in enumerate(self.states):
             waits = state.window.is_open
             if waits:
@@ -249,15 +227,14 @@ class Pass:
                 continue
             if state.window.pending.held and not waits:
                 state = state.replace(window=window.pop(state.window)[0])
-            state = with_lost(state, self.reducer.encoder(number))
-            state, used = with_found(state, bad[number]), self._used(number)
-            state = self.locals[number].put(state) if self.locals else state
+            state = self.calls.ends(number, self.calls.reduced(number, state))
+            used = self._used(number)
             if means:
                 flats = filled(state, means, state.setup.gradients)
                 state = receive(state, flats, used=used, reduced=True)
             else:  # on one rank, or in a window
                 state = receive_local(state, self.reducer, number, used=used)
-            new.append(counted(state, self.weight))
+            new.append(state)
         for number, state in enumerate(new):  # all of them, or none
             self.put(number, state)
         self.reducer.settle()
@@ -268,7 +245,7 @@ class Pass:
         used = self.reducer.states[number].pop_used()
         return used if self.form.uses else progress.ALL
 
-    def take_served(self) -> None:
+    def _take_served(self) -> None:
         """Add what other ranks reduced while this one served them: it is every rank's gradient."""
         for number in range(len(self.states)):
             self.put(number, self._with_served(number))
@@ -276,7 +253,7 @@ class Pass:
     def _with_served(self, number: int) -> TrainState:
         if not (means := self.reducer.pop_means(number)):
             return self.states[number]
-        state = with_lost(self.states[number], self.reducer.encoder(number))
+        state = self.calls.reduced(number, self.states[number])
         flats = filled(state, means, state.setup.gradients)
         return add_means(state, part_of_update(state, flats, reduced=True))
 
@@ -288,7 +265,7 @@ class Pass:
 
     def fail(self, error: BaseException) -> None:
         """The pass raised: end it in step with the other ranks, and tell them if they must know."""
-        self.finite.drop()
+        self.calls.drop()
         with suppress(AxisError):  # the others know of it already
             self.performer.send(Failed(self.form.number, astray=isinstance(error, AxisError)))
         self.performer.send(GiveUp(self.form.number))
@@ -311,19 +288,15 @@ class Pass:
         shards = [state.params.flats for state in self.states]
         self.gatherer.hold_shards(shards, [state.device for state in self.states])
 
-    def _observer(self) -> Callable[[int, Tensor], None] | None:
-        """What is called with each group that was gathered, if anybody looks."""
-        if not any(state.setup.policy.observer for state in self.states):
-            return None
-        # From a placeholder no way may lead to a driver: see `Driver`.
+    def _on_served(self) -> Callable[[], None]:
+        """What takes the sums of passes that this rank has served. It holds no driver, either."""
         held = weakref.ref(self)
 
-        def saw_gathered(group: int, flat: Tensor) -> None:
+        def take_served() -> None:
             if (one := held()) is not None:
-                number, index = one.gatherer.table.state_of(group)
-                tell("gathered", one.states[number], (index, flat))
+                one._take_served()
 
-        return saw_gathered
+        return take_served
 
     def _begin(self, phase: int, *, dropped: bool = False) -> Begin:
         count = None if self.gathers else self.reducer.unit_count
@@ -346,22 +319,3 @@ class Pass:
                 state = self.states[number]
                 kept = replace(state.window, gathered=gathered)
                 self.put(number, state.replace(window=kept))
-
-
-Changed = Callable[[Tensor, torch.dtype], Tensor]
-"""(gradient, the dtype in which gradients add up) -> what is added up in its place."""
-
-
-def _looked_at(look: Callable[[Tensor], object]) -> Changed:
-    """Return what shows a gradient to somebody, and gives it on."""
-
-    def seen(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        look(gradient)
-        return gradient
-
-    return seen
-
-
-def _after(first: Callable[[Tensor], Tensor], then: Changed) -> Changed:
-    """Return what changes a gradient by `first`, and what comes of it by `then`."""
-    return lambda gradient, dtype: then(first(gradient), dtype)

@@ -1,4 +1,4 @@
-"""Reduced gradients as an optimizer steps them: without the scale, divided, bounded and clipped."""
+"""Gradients on their way from a state to its rule: multiplied in place where they are used up."""
 
 from __future__ import annotations
 
@@ -11,24 +11,30 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.machine.offload import change, offloaded, to_device
-from fzero.optim import require_ordered
 from fzero.state import Buffers, TrainState
-from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.scale import multiplier
-from fzero.transforms.donation import donates, take_over
-from fzero.transforms.norm import clip_factor, norm_of
-from fzero.transforms.scaled import without_scale
-from fzero.transforms.weights import divisor_of, share
+from fzero.transforms.donation import donates, take_over, undo_take_over
 
 
 class Prepared(NamedTuple):
-    """Gradients to step from."""
+    """Gradients to step from.
+
+    Attributes:
+        gradients: as they are so far.
+        rest: what they are multiplied by yet, together: see `settled`.
+        norm: before clipping, if they are clipped.
+        grad_scale: what the rule has still to divide by.
+        own: those of the state, if they were written to.
+        factor: what `own` was multiplied by.
+        is_shared: others may have these tensors, too: they are not written to.
+    """
 
     gradients: Buffers
-    factor: Any  # what those of the state were multiplied by, if it was `in_place`
-    in_place: bool
-    norm: Tensor | None  # before clipping, if they are clipped
-    grad_scale: Tensor | None = None  # what the optimizer has still to divide by
+    rest: Any = 1.0
+    norm: Tensor | None = None
+    grad_scale: Tensor | None = None
+    own: Buffers | None = None
+    factor: Any = 1.0
+    is_shared: bool = False
 
 
 def fulls_of(state: TrainState) -> list[Tensor]:
@@ -42,80 +48,89 @@ def is_general(state: TrainState, gradients: Sequence[Tensor]) -> bool:
     return in_transform() or is_recorded(fulls) or wants_graph([*fulls, *gradients])
 
 
-def prepared(state: TrainState, held: Buffers, total: Tensor | None, *, divides: bool) -> Prepared:
-    """g factor, factor = share / scale min(1, max_norm / |g share / scale|); the norm if it clips.
+def multiplied(state: TrainState, ready: Prepared, factor: Tensor | float) -> Prepared:
+    """g factor, in place if the state donates."""
+    times = torch.Tensor.mul, torch.Tensor.mul_
+    return _changed(state, ready, times, partial(_like, factor), ready.factor * factor)
 
-    After weighted calls 1 / total takes the place of the share.
 
-    In place where the gradients are used up anyway, and no element is bounded. If the optimizer
-    `divides` and nothing is clipped, the scale is left to it.
-    """
-    max_norm, max_value = state.setup.policy.max_norm, state.setup.policy.max_value
-    norm = None
-    gradients, in_place, grad_scale = held, True, None
-    factor: Any = 1.0
-    by = multiplier(state.scale)
-    if by is not None and divides and max_norm is None and max_value is None:
-        grad_scale = by.scale
-        if donates(state):  # the kernel divides in their memory: nobody else is to see that
-            gradients = take_over(held)
-    elif by is not None:
-        factor = by.scale.double().reciprocal()
-        in_place = max_value is None and all(x.dtype not in SIXTEEN_BIT for x in held.flats)
-        if in_place:
-            gradients = scaled(state, held, factor)
-        else:  # 16 bits may not hold them without the scale
-            flats = tuple(without_scale(state, flat) for flat in held.flats)
-            gradients = Buffers(flats=flats, placement=held.placement)
-    if total is not None:
-        division = torch.Tensor.div, torch.Tensor.div_
-        gradients = _combined(state, gradients, division, partial(divisor_of, total))
-        factor = factor / total
-    rest: Any = 1.0 if total is not None else share(state)
-    if max_value is not None:
-        require_ordered("clip: max_value", state.setup.layout.leaves)
-        gradients, in_place = _bounded(state, gradients, max_value / rest), False
-    if max_norm is not None:
-        norm = norm_of(state, gradients.flats, gradients.placement) * rest
-        rest = rest * clip_factor(norm, max_norm)
+def divided_by(
+    state: TrainState, ready: Prepared, total: Tensor, divisor: Callable[[Tensor], Tensor]
+) -> Prepared:
+    """g / divisor(g), in place if the state donates. total: what that is, but where it is 0."""
+    division = torch.Tensor.div, torch.Tensor.div_
+    return _changed(state, ready, division, divisor, ready.factor / total)
+
+
+def settled(state: TrainState, ready: Prepared) -> Prepared:
+    """Multiply by what waits in `rest`: once for all of it."""
+    rest = ready.rest
     if isinstance(rest, Tensor) or rest != 1.0:
-        gradients, factor = scaled(state, gradients, rest), factor * rest
-    in_place = in_place and gradients is not held
-    return Prepared(gradients, factor, in_place, norm, grad_scale)
+        ready = multiplied(state, ready, rest)._replace(rest=1.0)
+    return ready
 
 
-def _bounded(state: TrainState, gradients: Buffers, bound: float) -> Buffers:
-    """max(-bound, min(g, bound)), in new memory."""
-    flats = tuple(to_device(flat, state.device).clamp(-bound, bound) for flat in gradients.flats)
-    return Buffers(flats=flats, placement=gradients.placement)
+def left_to_rule(state: TrainState, ready: Prepared, scale: Tensor) -> Prepared:
+    """Let the rule divide by `scale`, in the memory of the state if that donates."""
+    if donates(state):  # nobody else is to see that
+        owned: Buffers = take_over(ready.gradients)
+        ready = ready._replace(gradients=owned, own=owned)
+    return ready._replace(grad_scale=scale)
+
+
+def clipped_to(ready: Prepared, norm: Tensor, max_norm: float) -> Prepared:
+    """g min(1, max_norm / |g|), which waits in `rest`."""
+    return ready._replace(norm=norm, rest=ready.rest * clip_factor(norm, max_norm))
+
+
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / |g|): the factor that torch.nn.utils.clip_grad_norm_ uses."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
+def given_back(state: TrainState, ready: Prepared) -> None:
+    """Undo what was done to the gradients of a state that goes on: the rule raised."""
+    if ready.own is None:
+        return
+    factor: Any = 1 / ready.factor
+    for flat in ready.own.flats:
+        change(flat, state.device, partial(Tensor.mul_, other=_like(factor, flat)))
+    undo_take_over(state.gradients, ready.own)
 
 
 def scaled(state: TrainState, gradients: Buffers, factor: Tensor | float) -> Buffers:
-    """g factor, in place if the state donates."""
-
-    def of(flat: Tensor) -> Any:
-        return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
-
-    return _combined(state, gradients, (torch.Tensor.mul, torch.Tensor.mul_), of)
+    """g factor of the gradients of a state, in place if it donates."""
+    return multiplied(state, Prepared(gradients), factor).gradients
 
 
-def _combined(
+def _like(factor: Tensor | float, flat: Tensor) -> Any:
+    return factor.to(flat.dtype) if isinstance(factor, Tensor) else factor
+
+
+def _changed(
     state: TrainState,
-    gradients: Buffers,
+    ready: Prepared,
     operations: tuple[Callable[..., Tensor], Callable[..., Tensor]],
     operand: Callable[[Tensor], Any],
-) -> Buffers:
-    """op(g, operand(g)), by the second of two operations, in place, if the state donates."""
-    device, offload = state.device, state.setup.offload
+    factor: Any,
+) -> Prepared:
+    """op(g, operand(g)), by the second of two operations, in place, if the state donates.
+
+    factor: what the state's own are multiplied by then.
+    """
+    device, offload, gradients = state.device, state.setup.offload, ready.gradients
     apart, in_place = operations
-    if donates(state):
+    if donates(state) and not ready.is_shared:
         owned: Buffers = take_over(gradients)
         for flat in owned.flats:
             change(flat, device, partial(in_place, other=operand(flat)))
-        return owned
+        if gradients is (state.gradients if ready.own is None else ready.own):
+            return ready._replace(gradients=owned, own=owned, factor=factor)
+        return ready._replace(gradients=owned)
     general = is_general(state, gradients.flats)
     home = None if general else offload.gradients
     flats = (apart(to_device(flat, device), operand(flat)) for flat in gradients.flats)
-    return Buffers(
-        flats=tuple(offloaded(home, flat, offload) for flat in flats), placement=gradients.placement
+    made = tuple(offloaded(home, flat, offload) for flat in flats)
+    return ready._replace(
+        gradients=Buffers(flats=made, placement=gradients.placement), is_shared=False
     )

@@ -20,6 +20,7 @@ from fzero.machine.residual import Lent, with_memories
 from fzero.ranks.mesh import Runtime
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.state.codec import Codec
+from fzero.state.points import Excludes
 from fzero.transforms.donation import add_donated, donates, take_over
 
 
@@ -80,6 +81,16 @@ def part_of_update(
     """
     scale = 1.0 if reduced and state.setup.encodes_gradients else state.setup.gradient_share
     return flats if scale == 1.0 else [flat * scale for flat in flats]
+
+
+def waiting(state: TrainState) -> dict[int, Tensor]:
+    """Return gradients that wait in a window as a backward brings them: {group: [W l]}.
+
+    All of it is multiplied by the share: by an encoder, or by `receive`.
+    """
+    share, flats = state.setup.gradient_share, state.window.pending.flats
+    flats = flats if share == 1.0 else [x / share for x in flats]
+    return dict(zip(state.setup.layout.trainable, flats, strict=True))
 
 
 def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
@@ -176,16 +187,25 @@ def with_lost(state: TrainState, encoder: GradientEncoder | None) -> TrainState:
     return with_memories(state, {} if encoder is None else encoder.changed())
 
 
+NOT_DIFFERENTIABLE = Excludes(
+    beside="a transform of torch.func, or a trace, around the step",
+    when="graph",
+    seen=lambda known: (
+        f"compress({known[0]}={known[1]}), and the step is differentiated, mapped "
+        "or traced as a whole, or its gradient does not come from a backward of its own."
+    ),
+    cause="a torch.func transform around grad_and_reduce, arguments that require grad, or "
+    "fzero.add_gradients(reduced=False) outside of a coalescing window.",
+    fix="leave the codec out there; transforms inside the loss are fine. In a window, "
+    "add_gradients is too.",
+)
+"""Of codecs: an encoding has no derivative."""
+
+
 def not_differentiable(option: str, codec: Codec) -> PhaseError:
     """Return the error for a step with encoded values under a transform of torch.func."""
-    return PhaseError(
-        f"compress({option}={codec}), and the step is differentiated, mapped or traced as a "
-        "whole, or its gradient does not come from a backward of its own.",
-        cause="a torch.func transform around grad_and_reduce, arguments that require grad, or "
-        "fzero.add_gradients(reduced=False) outside of a coalescing window.",
-        fix="leave the codec out there; transforms inside the loss are fine. In a window, "
-        "add_gradients is too.",
-    )
+    one = NOT_DIFFERENTIABLE
+    return PhaseError(one.seen((option, codec)), cause=one.cause, fix=one.fix)
 
 
 def mean_of(setup: Setup, local: Sequence[Tensor]) -> list[Tensor]:

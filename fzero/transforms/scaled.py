@@ -1,7 +1,8 @@
 """What a loss scale does in a step: losses times it, gradients by it, nothing from an overflow.
 
     grad_and_reduce   loss x scale -> backward -> gradients x scale, which the state holds
-    update            found_inf(gradients) -> gradients / scale -> the optimizer, unless found
+    decides           found_inf(gradients) -> the next scale; no update, if found
+    units             gradients / scale, or left to the rule
 
 Here is the one place that multiplies by the scale of a state, and divides by it.
 """
@@ -10,9 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -21,11 +20,15 @@ from fzero.errors import PhaseError
 from fzero.errors.json_form import DictForm, integer
 from fzero.machine.offload import to_device
 from fzero.optim import unscaled
-from fzero.state import NAMESPACE, Buffers, Form, Placement, TrainState, scale, window
+from fzero.state import Buffers, Form, Placement, TrainState, scale
+from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.entry import Entry
+from fzero.state.points import Builtin
 from fzero.state.scale import ExternalScale, LossScale, ScalePolicy
+from fzero.transforms.points import Running, transforms_of
+from fzero.transforms.prepare import Prepared, left_to_rule, multiplied
 
-SCALE = "scale"
+SCALE_ENTRY = "scale"
 """The entry of a state that has what its gradients were multiplied by."""
 
 SCALE_NUMBERS = DictForm(
@@ -48,7 +51,7 @@ def scale_entries(state: TrainState) -> list[Entry]:
         return []
     values = {name: getattr(held, name) for name in _NUMBERS}
     form = Form(leaves="named", placement=Placement.REPLICATED, lifetime="update")
-    return [Entry(name=SCALE, form=form, values=values)]
+    return [Entry(name=SCALE_ENTRY, form=form, values=values)]
 
 
 def with_scale_entries(state: TrainState, entries: Sequence[Entry]) -> TrainState:
@@ -57,7 +60,7 @@ def with_scale_entries(state: TrainState, entries: Sequence[Entry]) -> TrainStat
     if held is None:
         return state
     numbers = {name: one.values[name] for name in _NUMBERS}
-    return state.replace(scale=dataclasses.replace(held, is_read=True, **numbers))
+    return _scaled_by(state, dataclasses.replace(held, is_read=True, **numbers))
 
 
 def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
@@ -76,12 +79,25 @@ def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
             cause="scale_loss around a part of a step, or two of them between two updates.",
             fix="put one fzero.scale_loss around the whole step.",
         )
-    return state.replace(scale=scale.begin(policy, state.device))
+    return _scaled_by(state, scale.begin(policy, state.device))
 
 
 def with_value(state: TrainState) -> TrainState:
     """Return a state whose scale is known: the user's was read, if it had to be."""
-    return state if state.scale is None else state.replace(scale=scale.read_external(state.scale))
+    held = state.scale
+    if held is None or held.is_read:
+        return state
+    return _scaled_by(state, scale.read_external(held))
+
+
+def scale_forgotten(state: TrainState) -> TrainState:
+    """Return the state after its gradients were thrown away: a scale of the user's is read anew."""
+    held = state.scale
+    return state if held is None else _scaled_by(state, scale.forget(held))
+
+
+def _scaled_by(state: TrainState, held: LossScale | None) -> TrainState:
+    return state.replace(slots=scale.with_slot(state.slots, held))
 
 
 def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -137,22 +153,35 @@ def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
     return found
 
 
-def unless_overflow(found: Tensor, old: Any, new: Any) -> Any:
-    """Return `old` where there was an overflow, else `new`: two pytrees of one structure."""
-    skips = found != 0
-
-    def of(before: Any, after: Any) -> Any:
-        if before is after or not isinstance(after, Tensor):
-            return after
-        return torch.where(skips, before, after)
-
-    return optree.tree_map(of, old, new, namespace=NAMESPACE)
+def _decides(running: Running, means: Buffers) -> None:
+    """Look for an overflow: it is no update, and in any case the scale goes on."""
+    held = running.old.scale
+    assert held is not None
+    found = found_inf(running.old, means, held)
+    running.state = _scaled_by(running.state, scale.after_update(held, found))
+    running.leave_out(found, overflows=True)
 
 
-def after_update(state: TrainState, found: Tensor | None) -> dict[str, Any]:
-    """Return `step`, `window` and `scale` after an update; a skipped one does not count."""
-    changed = {"window": window.after_update(state.window)}
-    if found is None or state.scale is None:
-        return {"step": state.step + 1, **changed}
-    made = (1 - found).to(state.step.dtype)
-    return {"step": state.step + made, "scale": scale.after_update(state.scale, found), **changed}
+def _units(running: Running, ready: Prepared) -> Prepared:
+    """g / scale. Left to a rule that looks for the overflow, if nobody has to see them before."""
+    state = running.old
+    by = scale.multiplier(state.scale)
+    if by is None:
+        return ready
+    if running.by_rule and not transforms_of(state.setup, "reduced"):
+        return left_to_rule(state, ready, by.scale)
+    if all(x.dtype not in SIXTEEN_BIT for x in ready.gradients.flats):
+        return multiplied(state, ready, by.scale.double().reciprocal())
+    # 16 bits may not hold them without the scale
+    flats = tuple(without_scale(state, flat) for flat in ready.gradients.flats)
+    return ready._replace(gradients=Buffers(flats=flats, placement=ready.gradients.placement))
+
+
+SCALE = Builtin(
+    name="scale_loss",
+    acts=lambda state: scale.SLOT in state.slots,
+    begins=with_value,
+    decides=_decides,
+    units=_units,
+)
+"""A loss scale, at the points of a step."""

@@ -34,9 +34,11 @@ from fzero.state.codec import Compress
 from fzero.state.layout import LayoutOptions
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, owners_of
+from fzero.transforms.builtins import BUILTINS
 from fzero.transforms.outer_rule import bound_outer
 from fzero.transforms.points import transforms_apart
 from fzero.transforms.state_options import SharedOptions, bucket_at, compressed
+from fzero.transforms.together import Requested, require_together
 
 COMPARED = "the layout of the parameters"
 """What ranks compare before a state is made, and what an error before that is told as."""
@@ -72,7 +74,7 @@ def plan_setup(
         require_apart([HeldTensor(path, x) for path, x in named.items()])
         parts = stage > 0 and axis.size > 1
         chosen = _bound(optimizer, named, parts=parts)
-        _require_leafwise_apart(chosen, options)
+        require_together(BUILTINS, "rule", (chosen, options))
         owners = owners or {path: owners_of(p) for path, p in named.items()}
         outer = bound_outer(options.local, named)
         lowered = None if autocast is None else _lowered(autocast, named, owners)
@@ -149,6 +151,7 @@ def _planned(
     both.
     """
     chosen, outer = rules
+    require_together(BUILTINS, "ranks", Requested(stage, axis, given))
     small = _small(sizes, given.gathering.persistence_threshold_numel, stage, axis)
     layout = make(
         ranks=axis.shards.size,
@@ -176,12 +179,18 @@ def _planned(
         layout=replace(_encoded(layout, given.compress), options=asked),
         optimizer=chosen,
         optimizer_over=given.optimizer_over,
-        reduction=compressed(stage, axis, given),
+        reduction=compressed(axis, given),
         gathering=replace(given.gathering, persistent=_units_of(layout, small)),
         offload=as_offload(given.offload, stage, device),
-        transforms=transforms_apart(given.transforms),
+        transforms=transforms_apart(given.transforms, _options_there(given)),
     )
     return _checked(setup)
+
+
+def _options_there(given: SharedOptions) -> list[str]:
+    """Return the names of options that are like transforms, where they are given."""
+    names = ("autocast", "compress", "local", "offload")
+    return [name for name in names if getattr(given, name) is not None]
 
 
 def _kept(rule: Any, layout: Layout) -> tuple[int, ...]:
@@ -233,19 +242,6 @@ def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> Shard
     if parts and not chosen.elementwise:
         require_leafwise(chosen)
     return chosen
-
-
-def _require_leafwise_apart(chosen: ShardOptimizer, options: SharedOptions) -> None:
-    """Raise `LayoutError` for a rule that needs more than a parameter, beside local updates."""
-    if options.local is not None and not (chosen.elementwise or chosen.leafwise):
-        raise LayoutError(
-            f"local updates with {chosen!r}, which needs all parameters at once.",
-            cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
-            "foreign (init, update) pair that is not elementwise: what it keeps belongs to no "
-            "parameter, and is not kept by replica.",
-            fix="use a rule that needs an element (AdamW) or a matrix (fzero.optim.muon, soap, "
-            "from_torch(..., needs='matrix')), or leave local updates out.",
-        )
 
 
 def _bucket(stage: int, options: SharedOptions) -> int | None:

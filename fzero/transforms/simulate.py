@@ -47,10 +47,10 @@ def simulate(
     collectives and with W = 1 it is the identity up to the leading dim.
 
     The work of a rank does not grow with W: what a collective gives is made once, and copied for
-    each rank. Its memory is a thread, and the tensors that a process of it would hold. For init, a
-    step and full parameters of a small MLP at stage 3 that is 4 to 9 ms and 0.3 MiB a rank
-    (benchmarks/virtual_ranks.py); from some hundred ranks on, a third of the time is Python's
-    garbage collector, which looks at the objects of all ranks.
+    each rank, and Python's garbage collector runs as often for a rank as in a process of its own.
+    Its memory is a thread, and the tensors that a process of it would hold. For init, a step and
+    full parameters of a small MLP at stage 3 that is 5 to 8 ms and 0.4 MiB a rank
+    (benchmarks/virtual_ranks.py).
 
     Differentiate inside `fn`.
 

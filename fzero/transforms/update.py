@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -13,21 +12,18 @@ from torch import Tensor
 
 from fzero.collectives import about
 from fzero.machine.offload import at_home
-from fzero.machine.owners import owners_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.visible import as_one_step, is_seen
-from fzero.state import Buffers, Slot, TrainState, buffers, progress
-from fzero.state.form import settled, undone
+from fzero.state import Buffers, TrainState, buffers, progress, window
+from fzero.state.form import settled
+from fzero.state.points import Points
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
+from fzero.transforms.builtins import acting
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
-from fzero.transforms.observe import tell
-from fzero.transforms.outer import after_local_update
-from fzero.transforms.points import Running, reduced, renewed, transforms_of
-from fzero.transforms.prepare import fulls_of, is_general, prepared, scaled
-from fzero.transforms.scaled import after_update, found_inf, unless_overflow, with_value
+from fzero.transforms.points import Running, reduced, transforms_of
+from fzero.transforms.prepare import Prepared, fulls_of, given_back, is_general
 from fzero.transforms.states import S, flatten_states
-from fzero.transforms.stepping import Stepping
-from fzero.transforms.weights import NOTHING, is_nothing, total_weight
+from fzero.transforms.stepping import Stepping, rule_options
 from fzero.transforms.written import require_unwritten, returned
 
 
@@ -63,7 +59,7 @@ def apply_gradients(state: S) -> S:
     for one in states:
         check_alive(one)
         require_unwritten(one, optimizer=True)
-    states = [with_value(one) for one in states]
+    states = [_begun(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
     said = agree("apply_gradients", due, updates=True)
     require_held(said, "apply_gradients")
@@ -80,17 +76,6 @@ def _apply(state: TrainState, said: Iterator[Agreed]) -> TrainState:
     if state.setup.policy.defer_update:
         return state.replace(progress=progress.defer_update(state.progress))
     return update(reduce_agreed(state, next(said)))[0]
-
-
-class _Decided(NamedTuple):
-    """What is known of an update before it is made."""
-
-    total: Tensor | None  # of weights
-    general: bool  # whether it is to be differentiated, mapped or traced
-    found: Tensor | None  # whether there was an overflow, with a loss scale
-    skips: bool  # whether the optimizer leaves an overflowing update out by itself
-    empty: bool  # the total weight is 0
-    kept: bool  # nothing is stepped
 
 
 def update(
@@ -112,154 +97,117 @@ def update(
     Both drivers come here: no rank is asked, what waited is reduced. Raises `PhaseError` if there
     are no gradients. If the optimizer raises, the state is as it was.
 
-    The host reads no overflow if the optimizer `skips`, or if the update is differentiated or
-    traced; else it reads one number.
+    The host reads no overflow if the rule looks for it itself, or if the update is differentiated
+    or traced; else it reads one number.
     """
-    state = with_value(state)
-    decided = _decided(state)
+    running = _decided(_begun(state))
 
     def all_of_it() -> tuple[TrainState, Tensor | None]:
-        new, norm = _updated(state if begin is None else begin(), decided, unused)
+        if begin is not None:
+            running.old = begin()
+            running.state = running.old.replace(slots=running.state.slots)
+        new, norm = _updated(running, unused)
         if end is not None:
             end(new)
         return new, norm
 
-    if decided.kept or decided.general:  # the latter torch.optim refuses
+    if running.kept or running.general:  # the latter torch.optim refuses
         return all_of_it()
-    shown = decided.found if decided.skips else None
+    shown = running.overflow if running.by_rule else None
     return as_one_step(state.setup.optimizer.of_torch, all_of_it, found_inf=shown)
 
 
-def _decided(state: TrainState) -> _Decided:
-    total = total_weight(state)
+def _begun(state: TrainState) -> TrainState:
+    for begins in acting(state, "begins"):
+        state = begins(state)
+    return state
+
+
+def _decided(state: TrainState) -> Running:
+    """Return an update that begins: whether it is made, as far as that is known."""
     means = buffers.require_reduced(state.gradients)
     general = is_general(state, means.flats)
-    empty = is_nothing(state, total, general=general)
-    tell("reduced", state, (means, total))
-    found = None if state.scale is None else found_inf(state, means, state.scale)
-    skips = found is not None and not general and _skips(state)
-    kept = empty or (found is not None and not skips and not general and bool(found))
-    return _Decided(total, general, found, skips, empty, kept)
+    running = Running(state, state, general, Prepared(means))
+    for decides in reversed(acting(state, "decides")):
+        decides(running, means)
+    running.read(lambda: _leaves_out(state))
+    return running
 
 
-def _updated(
-    state: TrainState, decided: _Decided, unused: Sequence[int]
-) -> tuple[TrainState, Tensor | None]:
+def _leaves_out(state: TrainState) -> bool:
+    """Whether the optimizer skips an overflowing update by itself, without a host read.
+
+    Not if hooks or transforms would see a step: a skipped update is none, so the host must know.
+    """
+    for point in ("reduced", "update", "updated"):
+        if any(isinstance(one, Points) for one in transforms_of(state.setup, point)):
+            return False
+    rule = state.setup.optimizer
+    seen = any(is_seen(bound.instance) for bound in rule.of_torch)
+    return not seen and rule.skips(fulls_of(state), state.optimizer)
+
+
+def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tensor | None]:
+    state = running.old
     after = progress.saw_update(state.progress)
-    total, general, found, skips, empty, kept = decided
-    held = buffers.require_reduced(state.gradients)
-    ready = prepared(state, held, total, divides=skips)
-    ready = tell("prepared", state, ready, default=ready)
-    running = Running(state, general=general)
+    running.ready = Prepared(buffers.require_reduced(state.gradients))
     try:
-        gradients = ready.gradients if kept else reduced(running, ready.gradients)
-        slots = running.state.slots  # those that stay where a transform skips the update
-        left_out = running.skipped
-        kept = kept or left_out is True
-        advance = partial(_advance, state, running, unused=unused)
-        if kept:
-            if empty:
-                warnings.warn(NOTHING, UserWarning, stacklevel=3)
-            params, optimizer = _kept(state)
-        elif general and found is not None:
-            params, optimizer = _where_finite(state, gradients, found, running)
-        else:
-            told = (found, ready.grad_scale) if skips else None
-            params, optimizer = advance(gradients, general=general, told=told)
+        for units in acting(state, "units"):
+            running.ready = units(running, running.ready)
+        reduced(running)
+        for hands_on in acting(state, "ready"):
+            running.ready = hands_on(running, running.ready)
+        if running.skipped is not False:
+            running.leave_out(running.skipped)
+        params, optimizer = _stepped(running, unused)
     except BaseException:
-        if ready.in_place and donates(state):
-            undo_take_over(state.gradients, scaled(state, ready.gradients, 1 / ready.factor))
+        given_back(state, running.ready)
         raise
     new = state.replace(
         params=params,
         optimizer=optimizer,
         gradients=Buffers(),
         progress=after,
-        setup=state.setup.with_weights(False),
-        slots=settled(running.state.slots, found),
-        **after_update(state, found),
+        setup=state.setup.idle,
+        slots=settled(running.state.slots, running.lost()),
+        window=window.after_update(state.window),
     )
-    if general and found is not None:
-        new = new.replace(slots=unless_overflow(found, undone(state.slots), new.slots))
-    if left_out is not False:
-        new = _left_out(state, new, slots, left_out)
-    elif empty:
-        new = new.replace(step=state.step, scale=state.scale)
-    elif total is not None and general:
-        new = _where_counted(state, new, total)
-    new = renewed(after_local_update(new, general=general), "update")
-    new = tell("updated", new, found, default=new)
-    return new if general else at_home(new), ready.norm
+    new = running.selected(new)
+    for updated in acting(new, "updated"):
+        new = updated(running, new)
+    return new if running.general else at_home(new), running.ready.norm
 
 
-def _left_out(
-    old: TrainState, new: TrainState, slots: dict[str, Slot], flag: Tensor | bool
-) -> TrainState:
-    """Return the state after an update that transforms have left out: it has `slots`.
-
-    flag: whether they have, [] where that cannot be read.
-    """
-    if flag is True:
-        return new.replace(step=old.step, slots=undone(slots))
-    skips = torch.as_tensor(flag, dtype=torch.float32, device=old.device)
-    before = old.params, old.optimizer, old.step, undone(slots)
-    after = new.params, new.optimizer, new.step, new.slots
-    params, optimizer, step, kept = unless_overflow(skips, before, after)
-    return new.replace(params=params, optimizer=optimizer, step=step, slots=kept)
-
-
-def _where_counted(old: TrainState, new: TrainState, total: Tensor) -> TrainState:
-    """Return `new`, with all that an update changes as it was where the total weight is 0."""
-    before = old.params, old.optimizer, old.step, old.scale, settled(old.slots)
-    after = new.params, new.optimizer, new.step, new.scale, new.slots
-    empty = (total == 0).to(torch.float32)
-    params, optimizer, step, scale, slots = unless_overflow(empty.to(old.device), before, after)
-    return new.replace(params=params, optimizer=optimizer, step=step, scale=scale, slots=slots)
-
-
-def _skips(state: TrainState) -> bool:
-    """Whether the optimizer skips an overflowing update by itself, without a host read.
-
-    Not if hooks or transforms would see a step: a skipped update is none, so the host must know.
-    """
-    if any(transforms_of(state.setup, point) for point in ("reduced", "update", "updated")):
-        return False
-    rule = state.setup.optimizer
-    seen = any(is_seen(bound.instance) for bound in rule.of_torch)
-    return not seen and rule.skips(fulls_of(state), state.optimizer)
-
-
-def _kept(state: TrainState) -> tuple[Buffers, Any]:
-    """The parameters and the optimizer state of a skipped update: the old ones, used up as ever."""
-    held: Any = (state.params, state.optimizer)
-    return take_over(held) if donates(state) else held
-
-
-def _where_finite(
-    state: TrainState, gradients: Buffers, found: Tensor, running: Running
-) -> tuple[Buffers, Any]:
-    """Compute the update by formulas; keep the old values where there was an overflow."""
-    # Zeros in the place of infinities: what is not chosen must have finite derivatives, too.
-    zeroed = (torch.where(found != 0, torch.zeros_like(g), g) for g in gradients.flats)
-    finite = Buffers(flats=tuple(zeroed), placement=gradients.placement)
-    made: Any = _advance(state, running, finite, general=True)
-    return unless_overflow(found, (state.params, state.optimizer), made)
+def _stepped(running: Running, unused: Sequence[int]) -> tuple[Buffers, Any]:
+    """Return parameters and optimizer after the rule; the old ones if the update is skipped."""
+    state, ready = running.old, running.ready
+    gradients = ready.gradients
+    if running.kept:
+        for text in dict.fromkeys(one.says for one in running.skips if one.known and one.says):
+            warnings.warn(text, UserWarning, stacklevel=4)
+        held: Any = (state.params, state.optimizer)
+        return take_over(held) if donates(state) else held  # used up as ever
+    if running.general and (overflow := running.overflow) is not None:
+        # Zeros in the place of infinities: what is not chosen must have finite derivatives, too.
+        zeroed = (torch.where(overflow != 0, torch.zeros_like(g), g) for g in gradients.flats)
+        gradients = Buffers(flats=tuple(zeroed), placement=gradients.placement)
+    told = (running.overflow, ready.grad_scale) if running.by_rule else None
+    return _advance(running, gradients, told=told, unused=unused)
 
 
 def _advance(
-    state: TrainState,
     running: Running,
     gradients: Buffers,
     *,
-    general: bool,
     told: tuple[Tensor | None, Tensor | None] | None = None,
     unused: Sequence[int] = (),
 ) -> tuple[Buffers, Any]:
     """Run the optimizer, and what transforms do around and after it, on this rank's shards.
 
-    Then make the parameters whole again. told: (found_inf, grad_scale), for an optimizer that
-    `skips`.
+    Then make the parameters whole again. told: (found_inf, grad_scale), for an optimizer that looks
+    for an overflow itself.
     """
+    state = running.old
     setup, layout = state.setup, state.setup.layout
     owned = donates(state)
     held, optimizer = state.params, state.optimizer
@@ -269,22 +217,16 @@ def _advance(
     whole, part = setup.params, setup.optimizer_state
     splits = part is not whole
     shards = [cut(setup, full, whole, part) for full in fulls] if splits else fulls
-    options: dict[str, Any] = {"differentiable": general, "owned": owned}
-    if not setup.offload.neutral:
-        options["device"] = state.device
-    if unused:
-        options["unused"] = frozenset(layout.leaves[i].path for i in unused)
-    if (owners := owners_of(setup)) is not None:
-        options["owners"] = owners.at(fulls if setup.stage in (1, 2) else (), state.device)
+    options = rule_options(setup, fulls, state.device, unused)
+    options |= {"differentiable": running.general, "owned": owned}
     if told is not None:
         options["found_inf"], options["grad_scale"] = told
     placed = state.replace(params=held, optimizer=optimizer)
-    stepping = Stepping(placed, running, shards, options)
+    step = Stepping(placed, running, shards, options)
     try:
-        new, optimizer = stepping.made(gradients)
+        new, optimizer = step.made(gradients)
     except BaseException:
         undo_take_over((state.params, state.optimizer), (held, optimizer))
-        stepping.undo()
         raise
     if splits and setup.axis.size > 1:
         with about(lambda: layout.paths(layout.trainable)):

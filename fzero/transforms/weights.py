@@ -1,7 +1,7 @@
 """Weighted gradients: sum(w g) / sum(w) over calls, micro-batches and ranks, divided once.
 
-    call       w g in the accumulation dtype -> added up, or reduced as a sum; w -> `window.weight`
-    update     total = sum over ranks of `window.weight` -> gradients / total -> the optimizer
+    call       w g in the accumulation dtype -> added up, or reduced as a sum; w -> the slot `SLOT`
+    update     total = sum over ranks of it -> gradients / total -> the optimizer
 
 Beside the sum of weights a rank counts how many of them are none: negative, infinite, NaN. Values
 of tensors are read in the update alone, which reads the total anyway; it is NaN if there are any.
@@ -13,8 +13,8 @@ between are weighted. So no rank must know a count of tokens before it has compu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +24,28 @@ from fzero.collectives import reduce_many
 from fzero.context.here import has_no_values
 from fzero.context.modes import holds, in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.state import Form, Placement, TrainState
-from fzero.state.entry import Entry
-
-WEIGHT = "weight"
-"""The entry of a state that has the sum of the weights of this rank's gradients."""
+from fzero.machine.offload import to_device
+from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
+from fzero.state.points import Builtin, Excludes
+from fzero.transforms.points import CallPart, Changed, Running
+from fzero.transforms.prepare import Prepared, divided_by
+from fzero.transforms.together import require_together
 
 Weight = float | Tensor
 """The weight of one call on one rank: a number of 0 or more, or a scalar tensor."""
+
+SLOT = "weights/total"
+"""The slot of a state that has the sum of the weights of this rank's gradients since the update,
+and how many of them are none: [2] fp64. A state without weights has none."""
+
+FORM = Form(
+    leaves="number",
+    placement=Placement.PARTIAL,
+    lifetime="update",
+    elsewhere="sum",
+    kind="window",
+)
+"""Its form: each rank has the weights of its own calls."""
 
 _ADVANTAGE = (
     "A weight counts examples or tokens, and is 0 or more. What may be negative multiplies the "
@@ -74,22 +88,7 @@ def with_weights(state: TrainState, name: str) -> TrainState:
             cause="weighted and unweighted calls between two updates.",
             fix=_FIX,
         )
-    wires = {setup.communication_dtype(i) for i in setup.layout.trainable}
-    crosses = setup.axis.size > 1
-    if setup.reduction.reduce_op == "sum":
-        raise _unfit(name, 'reduce_op="sum"', "leave it out: weights say what a sum is divided by")
-    if setup.policy.averages:
-        raise _unfit(name, "average_micro_batches=True", "leave it out: weights average exactly")
-    if setup.remembers:
-        raise LayoutError(
-            f"{name}: a weight beside compress(gradients={setup.codec}), which has a memory.",
-            cause="what a sum of w g has lost counts by the sum of w of its own update, which is "
-            "known at its end, and would be divided by that of the next.",
-            fix="use a codec without a memory: fzero.codecs.bf16(), or memory=False.",
-        )
-    if crosses and torch.float16 in wires:
-        fix = "fzero.codecs.bf16(), or cast(torch.float32)"
-        raise _unfit(name, "gradients that cross ranks in fp16", f"use {fix}: w g may overflow")
+    require_together((WEIGHTS,), "call", setup, f"{name}: ")
     return state.replace(setup=setup.with_weights(True))
 
 
@@ -102,14 +101,6 @@ def require_no_weights(state: TrainState, name: str) -> None:
             cause="weighted and unweighted calls between two updates.",
             fix=_FIX,
         )
-
-
-def _unfit(name: str, option: str, fix: str) -> LayoutError:
-    return LayoutError(
-        f"{name}: a weight beside {option}.",
-        cause="two ways to say what a sum of gradients is divided by, or a wire too small for it.",
-        fix=f"{fix}.",
-    )
 
 
 def times_weight(gradient: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -127,17 +118,32 @@ def times_weight(gradient: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor
     return selected * by
 
 
-def weighing(
-    weight: Weight, look: Callable[[Tensor], object]
-) -> Callable[[Tensor, torch.dtype], Tensor]:
-    """Return what makes w g of a gradient, in a dtype; `look` sees the product."""
+class _Weighing(CallPart):
+    """Makes w g of the gradients of a backward that has a weight, and counts w."""
 
-    def weighed(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-        product = times_weight(gradient, weight, dtype)
-        look(product)
-        return product
+    def __init__(self, states: Sequence[TrainState]) -> None:
+        self._weight: Weight | None = None
 
-    return weighed
+    def begins(self, number: int, state: TrainState, weight: Weight | None) -> TrainState:
+        """A backward of this weight begins."""
+        self._weight = weight
+        return state
+
+    def change(self, number: int) -> Changed | None:
+        """Return what makes w g of a gradient, in the dtype in which gradients add up."""
+        weight = self._weight
+        if weight is None:
+            return None
+        return lambda leaf, gradient, dtype: times_weight(gradient, weight, dtype)
+
+    def ends(self, number: int, state: TrainState) -> TrainState:
+        """The state has the gradients: count their weight."""
+        return counted(state, self._weight)
+
+    def put_aside(self, number: int, state: TrainState) -> TrainState:
+        """Raise `PhaseError` where those before have a weight."""
+        require_no_weights(state, "a backward inside of a forward")
+        return state
 
 
 def counted_loss(loss: Tensor, weight: Weight | None) -> Tensor:
@@ -156,9 +162,19 @@ def counted(state: TrainState, weight: Weight | None) -> TrainState:
         return state
     own = torch.as_tensor(weight, dtype=torch.float64, device=state.device)
     own = torch.stack([own, (~(own.detach() >= 0) | own.detach().isinf()).to(own.dtype)])
-    before = state.window.weight
-    total = own if before is None else before + own
-    return state.replace(window=replace(state.window, weight=total))
+    before = own_weight(state)
+    return with_own_weight(state, own if before is None else before + own)
+
+
+def with_own_weight(state: TrainState, weight: Tensor) -> TrainState:
+    """Return the state with these weights of this rank's gradients, [2]: see `SLOT`."""
+    return state.replace(slots={**state.slots, SLOT: Slot(value=weight, form=FORM)})
+
+
+def own_weight(state: TrainState) -> Tensor | None:
+    """Return the weights of this rank's calls; None if it made none with a weight."""
+    slot = state.slots.get(SLOT)
+    return None if slot is None else to_device(slot.value, state.device)
 
 
 def total_weight(state: TrainState) -> Tensor | None:
@@ -168,7 +184,7 @@ def total_weight(state: TrainState) -> Tensor | None:
     """
     if not state.setup.reduction.weighted:
         return None
-    own = state.window.weight
+    own = own_weight(state)
     if own is None:  # this rank made no call
         own = torch.zeros(2, dtype=torch.float64, device=state.device)
     both = reduce_many([own], state.setup.axis, ordered=state.setup.reduction.ordered)[0]
@@ -192,7 +208,7 @@ def is_nothing(state: TrainState, total: Tensor | None, *, general: bool) -> boo
 
 
 def _no_weight(state: TrainState) -> LayoutError:
-    own = state.window.weight
+    own = own_weight(state)
     mine = 0 if own is None or in_transform() else int(own[1])
     return LayoutError(
         "a weight since the last update is negative, infinite or NaN: "
@@ -234,24 +250,103 @@ def share(state: TrainState) -> float:
     return 1 / max(state.progress.backwards, 1) if state.setup.policy.averages else 1.0
 
 
-NOTHING = explain(
+def _decides(running: Running, means: Buffers) -> None:
+    """Find the total weight: where it is 0 nothing is updated, and nothing else changes."""
+    state = running.old
+    running.total = total = total_weight(state)
+    empty: Any = is_nothing(state, total, general=running.general)
+    if running.general and total is not None:
+        empty = (total == 0).to(state.device, torch.float32)
+    running.leave_out(empty, says=_NOTHING)
+
+
+def _units(running: Running, ready: Prepared) -> Prepared:
+    """sum(w g) / sum(w)."""
+    total = running.total
+    assert total is not None
+    return divided_by(running.old, ready, total, partial(divisor_of, total))
+
+
+def _averages(running: Running, ready: Prepared) -> Prepared:
+    """g / backwards."""
+    return ready._replace(rest=ready.rest * share(running.old))
+
+
+_NOTHING = explain(
     "the weights of all calls since the last update are 0 on every rank: the update is skipped. "
     "Parameters, optimizer, step and schedule are as they were.",
     cause="a batch in which every label is masked.",
     fix="leave such batches out, or go on: nothing was changed.",
 )
 
-
-def weight_entries(state: TrainState) -> list[Entry]:
-    """Return the weights of a state's gradients as an entry, if they have some."""
-    if state.window.weight is None:
-        return []
-    placed = {"placement": Placement.PARTIAL, "elsewhere": "sum"}
-    form = Form(leaves="number", lifetime="update", **placed)
-    return [Entry(name=WEIGHT, form=form, values={"": state.window.weight})]
+_TWO_DIVISORS = "two ways to say what a sum of gradients is divided by, or a wire too small for it."
 
 
-def with_weight_entries(state: TrainState, entries: Sequence[Entry]) -> TrainState:
-    """Return the state with these weights of its gradients."""
-    (one,) = entries
-    return state.replace(window=replace(state.window, weight=one.values[""]))
+def _crosses_in_fp16(setup: Setup) -> str:
+    crosses = setup.axis.size > 1
+    wires = {setup.communication_dtype(i) for i in setup.layout.trainable}
+    small = crosses and torch.float16 in wires
+    return "a weight beside gradients that cross ranks in fp16." if small else ""
+
+
+def _remembers(setup: Setup) -> str:
+    held = f"a weight beside compress(gradients={setup.codec}), which has a memory."
+    return held if setup.remembers else ""
+
+
+def _averages_too(setup: Setup) -> str:
+    return "a weight beside average_micro_batches=True." if setup.policy.averages else ""
+
+
+def _sums(setup: Setup) -> str:
+    return 'a weight beside reduce_op="sum".' if setup.reduction.reduce_op == "sum" else ""
+
+
+_EXCLUDES = (
+    Excludes(
+        beside='reduce_op="sum"',
+        when="call",
+        seen=_sums,
+        cause=_TWO_DIVISORS,
+        fix="leave it out: weights say what a sum is divided by.",
+    ),
+    Excludes(
+        beside="average_micro_batches=True",
+        when="call",
+        seen=_averages_too,
+        cause=_TWO_DIVISORS,
+        fix="leave it out: weights average exactly.",
+    ),
+    Excludes(
+        beside="a codec of gradients with a memory",
+        when="call",
+        seen=_remembers,
+        cause="what a sum of w g has lost counts by the sum of w of its own update, which is "
+        "known at its end, and would be divided by that of the next.",
+        fix="use a codec without a memory: fzero.codecs.bf16(), or memory=False.",
+    ),
+    Excludes(
+        beside="gradients that cross ranks in fp16",
+        when="call",
+        seen=_crosses_in_fp16,
+        cause=_TWO_DIVISORS,
+        fix="use fzero.codecs.bf16(), or cast(torch.float32): w g may overflow.",
+    ),
+)
+
+WEIGHTS = Builtin(
+    name="weights",
+    acts=lambda state: state.setup.reduction.weighted,
+    calls=_Weighing,
+    decides=_decides,
+    units=_units,
+    excludes=_EXCLUDES,
+)
+"""Weights of calls, at the points of a step."""
+
+AVERAGE = Builtin(
+    name="average_micro_batches",
+    acts=lambda state: state.setup.policy.averages,
+    units=_averages,
+)
+"""The mean over backwards of an update, at the points of a step."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import fzero
 from fzero.adapter import Engine, gathered
 from fzero.errors import AxisError, LayoutError, MismatchError, PeerFailedError, PhaseError
 from fzero.integrations import deepspeed
@@ -278,3 +279,26 @@ def test_a_question_of_gradients_on_one_rank_alone_raises_on_both(rank: int, nam
         ASKED[name](engine) if rank == 0 else engine.full_parameters()
     assert ASKED[name](engine) is None
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_pass_that_failed_leaves_nothing_with_a_rank_that_served_it(stage: int) -> None:
+    """The gradients of it that were reduced while the rank waited in step() are not used later."""
+
+    def weights(fails: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 1, bias=False))
+        engine = Engine(module, torch.optim.SGD(module.parameters(), lr=1.0), stage=stage)
+        if fails and fzero.axis_index() == 0:
+            x = fails_in_backward(torch.ones(2, 4).requires_grad_(), ValueError("own"))
+            with pytest.raises(ValueError, match="own"):
+                engine.backward(100 * engine(x).sum())
+        elif fails:
+            with pytest.raises(PeerFailedError):
+                engine.step()
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+        return list(fzero.full_params(engine.state).values())
+
+    after, expected = (fzero.simulate(weights, world_size=2)(fails) for fails in (True, False))
+    assert all(map(torch.equal, after[0] + after[1], expected[0] + expected[1]))

@@ -171,7 +171,7 @@ def _train_on(rank: int, size: int, folder: Path, stage: int) -> None:
 
 
 @pytest.mark.xdist_group("gloo")
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_ranks_train_while_they_save(stage: int, tmp_path: Path) -> None:
     run_ranks(_train_on, 2, tmp_path, stage, timeout_s=120)
 

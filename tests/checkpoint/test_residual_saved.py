@@ -187,4 +187,5 @@ def test_a_checkpoint_of_before_that_says_no_forms_is_read(
     edit(tmp_path, lambda body: body.pop("kept"))
     found = load(tmp_path, begun(other))
     for x, y in zip(memory_flats(found), memory_flats(wanted), strict=True):
-        assert torch.equal(x, y) and (ranks > 2 or y.any())
+        assert torch.equal(x, y)
+    assert any(flat.any() for flat in memory_flats(wanted))

@@ -182,6 +182,23 @@ def test_a_rule_that_projects_where_a_gradient_is_orthogonal_is_seen(
     assert not bound.elementwise and bound.leafwise
 
 
+class Rectified(torch.optim.SGD):
+    """As Ralamb and its like: a plain rule in the first five steps, with a norm from then on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            p.grad /= 1.0 if state["step"] < 6 else p.grad.norm()
+        return super().step(closure)
+
+
+def test_a_rule_that_is_plain_in_its_first_steps_is_seen() -> None:
+    bound = from_torch(functools.partial(Rectified, lr=0.1)).bind(matrix())
+    assert not bound.elementwise and bound.leafwise
+
+
 @pytest.mark.parametrize("cls", [torch.optim.Muon, torch.optim.Adafactor])
 def test_torchs_rules_for_matrices_are_not_declared_to_need_elements(cls: Any) -> None:
     """Adafactor steps a flat shard without an error: as a vector, by another rule."""

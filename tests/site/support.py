@@ -17,6 +17,7 @@ from fzero.errors import LayoutError
 from fzero.optim import from_torch, require_elementwise, require_leafwise, require_real_views
 from fzero.options import DRIVERS, REQUIRED, Option
 from fzero.options import OPTIONS as TABLE
+from fzero.transforms.builtins import BUILTINS
 from tests.site.tables import ROOT, table
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -100,6 +101,11 @@ def tables() -> str:
     parts = {
         "Versions": ("", table(("", "needed"), list(_versions()))),
         "Which transform may stand around which": ("Row around column.", _orders()),
+        "What does not go together": (
+            "As each feature declares it; one function checks it for both drivers, at the moment "
+            "when both are known.",
+            _excluded(),
+        ),
         "Every option": (
             "Its default, the stages at which it changes anything, who takes it, and the key of "
             "DeepSpeed's config that sets it.",
@@ -182,6 +188,33 @@ def _orders() -> str:
     rows = [[f"`{outer}`", *(found[outer, inner][:3] for inner in names)] for outer in names]
     rows = [[cell.rstrip(":") for cell in row] for row in rows]
     return table(["", *(f"`{name}`" for name in names)], rows)
+
+
+_WHEN = {
+    "options": "a state is made",
+    "ranks": "a state is made",
+    "rule": "a state is made",
+    "call": "a gradient is made",
+    "graph": "a gradient is made",
+    "write": "it is written",
+}
+_SPOKEN = {"weights": "`weight=` of a call"}
+
+
+def _excluded() -> str:
+    """Return what fzero's own features declare that they cannot stand beside."""
+    rows = [
+        [
+            _SPOKEN.get(one.name, f"`{one.name}`"),
+            pair.beside,
+            _WHEN[pair.when],
+            pair.cause.removesuffix("."),
+            pair.fix.removesuffix("."),
+        ]
+        for one in BUILTINS
+        for pair in one.excludes
+    ]
+    return table(["", "beside", "refused when", "why", "what to do"], rows)
 
 
 def _options() -> str:

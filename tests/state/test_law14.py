@@ -3,109 +3,182 @@ gets it, all ranks start the same collectives in one order, nobody waits for eve
 anywhere ends every rank in an error that names it.
 
 Ranks use units in other orders, skip some, run other numbers of passes, call other functions, or
-fail at any event. See `world.py` for the model of rounds and collectives.
+fail at any event, or in the middle of what an event asks for; then all of them end, or all go on.
+See `world.py` for the model of rounds and collectives, `cases.py` for what ranks do.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from fzero.state.pass_state import BACKWARD, FORWARD
-from fzero.state.protocol import Units
-from fzero.state.schedule import Limits
-from tests.state.rank import Rank
-from tests.state.world import SYNC, Dead, Fault, OwnError, PeersFailed, Steps, World
+from tests.state.cases import (
+    STEPS,
+    Astray,
+    Block,
+    Case,
+    Evaluation,
+    OnePass,
+    Passes,
+    Script,
+    Window,
+    case_of,
+    cases,
+)
+from tests.state.driver import Driver
+from tests.state.world import SYNC, AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, World
 
-STEPS = 3  # the first one records, the others replay
-
-
-@dataclass(frozen=True)
-class OnePass:
-    """A forward and a backward of one model on one rank.
-
-    uses: units and sync points of the forward. backward: ("use", unit) or ("gradient", unit,
-    whether it is complete).
-    """
-
-    model: int
-    uses: tuple[Any, ...]
-    backward: tuple[tuple[Any, ...], ...]
+ERRORS = (OwnError, PeersFailed, Dead, AllAstray)
 
 
-@dataclass(frozen=True)
-class Script:
-    """What one rank does: in each step some passes, inside each other or not, then a call."""
+class Actor:
+    """A driver that does what a script says."""
 
-    steps: tuple[tuple[tuple[OnePass, ...], ...], ...]
-    calls: tuple[str, ...]
-    fails_at: int = -1  # the event
+    def __init__(self, rank: Driver, script: Script, *, lives: bool) -> None:
+        self.rank, self.script, self.lives = rank, script, lives
+        self.events = 0
+        rank.breaks_in, rank.breaks = script.breaks_in, script.breaks
 
-
-@dataclass(frozen=True)
-class Case:
-    """A world, what its ranks do, and who moves next."""
-
-    world: dict[str, Any]
-    scripts: tuple[Script, ...]
-    order: tuple[int, ...]
-    repeats: bool = False  # all ranks do the same, in each step
-
-
-def follow(rank: Rank, script: Script) -> Steps:
-    """Do what a script says."""
-    events, inside = 0, list[int]()
-
-    def check() -> None:
-        nonlocal events
-        if events == script.fails_at:
+    def check(self) -> None:
+        """Raise at the event at which this rank fails."""
+        self.events += 1
+        if self.events - 1 == self.script.fails_at:
             raise OwnError
-        events += 1
 
-    try:
-        for passes, text in zip(script.steps, script.calls, strict=True):
-            for together in passes:
-                for one in together:  # forwards, one after another; then one backward of all
-                    check()
-                    inside.append(one.model)
-                    yield from rank.begin(one.model, FORWARD)
-                    for unit in one.uses:
-                        check()
-                        yield from rank.use(one.model, [unit])
-                    check()
-                    yield from rank.end_forward(one.model)
-                for one in together:
-                    check()
-                    yield from rank.begin(one.model, BACKWARD)
-                for one in together:
-                    for kind, unit, *more in one.backward:
-                        check()
-                        if kind == "use":
-                            yield from rank.use(one.model, [unit])
-                        else:
-                            yield from rank.gradient(one.model, unit, complete=more[0])
-                for one in together:
-                    check()
-                    yield from rank.finish(one.model)
-                inside.clear()
-            check()
-            yield from rank.call(text)
-            yield from rank.update()
-    except (OwnError, PeersFailed, Dead) as error:
-        yield from rank.fail(dict.fromkeys(inside), error)
-        raise
+    def run(self) -> Steps:
+        """Make all the steps."""
+        for number, (items, text) in enumerate(
+            zip(self.script.steps, self.script.calls, strict=True)
+        ):
+            try:
+                yield from self.step(number, items, text)
+            except ERRORS as error:
+                if not self.lives or isinstance(error, Dead):
+                    raise
+                yield from self.rank.recover(error)
+
+    def step(self, number: int, items: tuple[Any, ...], text: str) -> Steps:
+        """The items of a step, and its call."""
+        try:
+            yield from self.items(items)
+            self.check()
+        except OwnError as error:
+            if not self.lives or error.crosses:
+                raise
+            yield from self.rank.fails_alone()  # and makes the call
+        if number == self.script.raises_at:
+            yield from self.rank.raised()
+            raise OwnError
+        yield from self.rank.call(text, number)
+        yield from self.rank.update()
+
+    def items(self, items: tuple[Any, ...]) -> Steps:
+        """Some items, one after another."""
+        for item in items:
+            self.check()
+            match item:
+                case Passes(passes):
+                    yield from self.passes(passes)
+                case Evaluation():
+                    yield from self.evaluation(item)
+                case Window(model, inner):
+                    self.rank.open_window(model)
+                    yield from self.items(inner)
+                    yield from self.rank.close_window(model)
+                case Block():
+                    yield from self.block(item)
+                case Astray(model):
+                    yield from self.rank.begin(model, FORWARD)
+                    error = AllAstray()
+                    yield from self.rank.fail([model], error)
+                    raise error
+
+    def block(self, block: Block) -> Steps:
+        """Units are gathered, and read in another order than they were gathered."""
+        rank = self.rank
+        yield from rank.open_block(block.model, block.units)
+        try:
+            for unit in reversed(block.units):
+                yield from rank.use(block.model, unit)
+                rank.require_blocks()
+            yield from self.items(block.items)
+            rank.require_blocks()
+        except ERRORS:
+            yield from rank.close_block()
+            raise
+        yield from rank.close_block()
+
+    def evaluation(self, one: Evaluation) -> Steps:
+        """A forward alone."""
+        rank = self.rank
+        rank.evaluates.add(one.model)
+        try:
+            yield from rank.begin(one.model, FORWARD, exact=one.exact)
+            yield from self.uses(one.model, one.uses)
+            yield from rank.end_forward(one.model)
+            yield from rank.finish_forward(one.model)
+        except ERRORS as error:
+            yield from rank.fail([one.model], error)
+            raise
+        finally:
+            rank.evaluates.discard(one.model)
+
+    def uses(self, model: int, uses: tuple[Any, ...]) -> Steps:
+        """What a forward does."""
+        for use in uses:
+            self.check()
+            match use:
+                case int():
+                    yield from self.rank.use(model, use)
+                case Block():
+                    yield from self.block(use)
+                case Evaluation():
+                    yield from self.evaluation(use)
+                case _:
+                    assert use == SYNC
+                    yield from self.rank.sync()
+        self.check()
+
+    def passes(self, passes: tuple[OnePass, ...]) -> Steps:
+        """Forwards, one after another; then one backward of all."""
+        rank, inside = self.rank, list[int]()
+        try:
+            for one in passes:
+                inside.append(one.model)
+                yield from rank.begin(one.model, FORWARD)
+                yield from self.uses(one.model, one.uses)
+                yield from rank.end_forward(one.model)
+            for one in passes:
+                self.check()
+                yield from rank.begin(one.model, BACKWARD)
+            for one in passes:
+                for kind, unit, *more in one.backward:
+                    self.check()
+                    if kind == "use":
+                        yield from rank.use(one.model, unit)
+                    else:
+                        yield from rank.gradient(one.model, unit, complete=more[0])
+            for one in passes:
+                self.check()
+                yield from rank.finish(one.model)
+                inside.remove(one.model)
+        except ERRORS as error:
+            yield from rank.fail(inside, error)
+            raise
 
 
 def run(case: Case) -> tuple[World, list[BaseException | None]]:
     """Run a case; the laws that hold at each event are checked on the way."""
-    world = World(**case.world, make=Rank)
-    scripts = [follow(rank, script) for rank, script in zip(world.ranks, case.scripts, strict=True)]
+    world = World(**case.world, make=Driver)
+    pairs = zip(world.ranks, case.scripts, strict=True)
+    scripts = [Actor(rank, script, lives=case.lives).run() for rank, script in pairs]
     return world, world.run(scripts, case.order)
 
 
@@ -122,6 +195,7 @@ def require(case: Case) -> None:
         return
     if raised != [None] * world.size:
         raise Fault("nobody raises", str(raised))
+    _require_together(world)
     _require_sums(world)
     if case.repeats and any(rank.asked[-1] for rank in world.ranks):
         raise Fault("no questions", f"{[rank.asked for rank in world.ranks]} rounds that ask")
@@ -138,9 +212,27 @@ def _require_named(raised: list[BaseException | None], failed: set[int]) -> None
             raise Fault("a failure is named", f"ranks {failed} failed, rank {rank}: {error!r}")
 
 
+def _require_together(world: World) -> None:
+    """Where ranks go on, a step fails on all of them, with an error that names who has raised."""
+    for step in range(STEPS):
+        errors = [rank.errors[step] for rank in world.ranks]
+        failed = {r for r, error in enumerate(errors) if isinstance(error, OwnError)}
+        for rank, error in enumerate(errors):
+            named = isinstance(error, PeersFailed) and {*error.ranks} <= failed
+            if isinstance(error, AllAstray):
+                continue
+            if any(errors) and rank not in failed and not named:
+                raise Fault("a failure is named", f"step {step}, rank {rank}: {errors}")
+            alone = any(one.alone[step] for one in world.ranks)
+            if named and not error.ranks and not alone:
+                raise Fault("a failure is named", f"step {step}, rank {rank}: {errors}")
+
+
 def _require_sums(world: World) -> None:
     """Each gradient of any rank is in the sums of every rank, once."""
     for step, model in itertools.product(range(STEPS), range(len(world.units))):
+        if world.ranks[0].taken[step] is None:
+            continue
         wanted = sum((rank.brought[step][model] for rank in world.ranks), Counter[str]())
         for rank in world.ranks:
             got = rank.taken[step][model]
@@ -150,124 +242,61 @@ def _require_sums(world: World) -> None:
                 raise Fault("one sum", f"{where}: {seen}")
 
 
-# Cases.
+SAMPLES: dict[str, dict[str, Any]] = {
+    "in step": {},
+    "they repeat": {"repeats": True},
+    "some are out": {"served": True},
+    "one fails": {"fails": True},
+    "all go on": {"fails": True, "lives": True},
+}
+"""Kinds of cases: no rank fails, one does and it is over, or all go on after it."""
+
+CASES = 80
+"""Of each kind in a run of the tests."""
 
 
-@st.composite
-def units_of_models(draw: st.DrawFn) -> tuple[Units, ...]:
-    found = []
-    for _ in range(draw(st.integers(1, 2))):
-        count = draw(st.integers(1, 6))
-        numbers = range(count)
-        bounded, gathers = draw(st.booleans()), draw(st.integers(0, 3)) > 0
-        found.append(
-            Units(
-                numels=tuple(draw(st.integers(1, 3)) for _ in numbers),
-                persistent=tuple(u for u in numbers if gathers and draw(st.integers(0, 4)) == 0),
-                rounds=frozenset(u for u in numbers if draw(st.booleans())),
-                bounded=frozenset(numbers) if bounded else frozenset(),
-                limits=Limits(
-                    prefetch_numel=draw(st.sampled_from([0, 1, 4])), keeps=draw(st.booleans())
-                ),
-                gathers=gathers,
-            )
-        )
-    return tuple(found)
+def require_all(kind: str, count: int = CASES) -> None:
+    """Run the first `count` cases of a kind; the fault of the first that breaks a law names it."""
+    for number in range(count):
+        case = case_of(Random(f"{kind} {number}"), **SAMPLES[kind])
+        try:
+            require(case)
+        except Fault as fault:
+            fault.add_note(f"case {number} of {kind!r}")
+            raise
 
 
-@st.composite
-def passes(draw: st.DrawFn, model: int, units: Units, syncs: int) -> OnePass:
-    unit = st.integers(0, len(units.numels) - 1)
-    uses: list[Any] = []
-    for part in range(syncs + 1):
-        uses += [SYNC] if part else []
-        uses += draw(st.lists(unit, max_size=7))
-    backward: list[tuple[Any, ...]] = []
-    for one in draw(st.permutations(range(len(units.numels)))):
-        kind = draw(st.sampled_from(["nothing", "partial", "complete", "complete", "complete"]))
-        if kind == "nothing":
-            continue
-        backward.append(("use", one))
-        backward.append(("gradient", one, kind == "complete"))
-    return OnePass(model, tuple(uses), tuple(backward))
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_all_laws(kind: str) -> None:
+    require_all(kind)
 
 
-@st.composite
-def cases(draw: st.DrawFn, *, served: bool | None = None, fails: bool = False) -> Case:
-    size = draw(st.integers(1, 4))
-    units = draw(units_of_models())
-    served = draw(st.booleans()) if served is None else served
-    replicas = draw(st.sampled_from([1, 2])) if size == 4 else 1
-    alike = draw(st.booleans())  # every rank does the same
-    repeats = alike and draw(st.booleans())
-    scripts: list[list[Any]] = [[] for _ in range(size)]
-    for step in range(STEPS):
-        if repeats and step:
-            for mine in scripts:
-                mine.append(mine[0])
-            continue
-        count = draw(st.integers(1, 2))
-        by_rank: list[list[tuple[OnePass, ...]]] = [[] for _ in range(size)]
-        for _ in range(count):
-            both = len(units) == 2 and draw(st.booleans())
-            models = [0, 1] if both else [draw(st.integers(0, len(units) - 1))]
-            together = all(len(mine) == len(by_rank[0]) for mine in by_rank)
-            syncs = draw(st.sampled_from([0, 0, 1, 3])) if together else 0
-            out = served and not syncs and not alike
-            first: tuple[OnePass, ...] | None = None
-            for rank in range(size):
-                if out and draw(st.integers(0, 4)) == 0:
-                    continue  # this rank makes the call already
-                if first is None or not alike:
-                    first = tuple(draw(passes(m, units[m], syncs)) for m in models)
-                by_rank[rank].append(first)
-        for rank in range(size):
-            scripts[rank].append(tuple(by_rank[rank]))
-    fails_at = [-1] * size
-    if fails:
-        fails_at[draw(st.integers(0, size - 1))] = draw(st.integers(0, 40))
-    order = draw(st.lists(st.integers(0, 3), max_size=400))
-    return Case(
-        world={"size": size, "units": units, "served": served, "replicas": replicas},
-        scripts=tuple(
-            Script(tuple(mine), ("step",) * STEPS, fails_at[rank])
-            for rank, mine in enumerate(scripts)
-        ),
-        order=tuple(order),
-        repeats=repeats and not fails and len(units) == 1,  # two end the plans of each other
-    )
-
-
-@given(case=cases())
-def test_every_rank_gets_what_it_wants_and_every_gradient_is_summed_once(case: Case) -> None:
+@given(case=cases() | cases(fails=True) | cases(fails=True, lives=True))
+def test_all_laws_of_cases_that_shrink(case: Case) -> None:
     require(case)
 
 
-@given(case=cases(served=True))
-def test_so_it_is_where_a_message_has_room_for_one_collective(case: Case) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fzero.state.protocol._rounds.CODES", 1)
-        require(case)
-
-
-@given(case=cases(served=True, fails=True))
-def test_a_failure_at_any_event_ends_every_rank_in_an_error_that_names_it(case: Case) -> None:
-    require(case)
-
-
-@given(case=cases(served=True), step=st.integers(0, STEPS - 1), data=st.data())
-def test_ranks_that_make_different_calls_all_raise(
-    case: Case, step: int, data: st.DataObject
+def test_so_it_is_where_a_message_has_room_for_one_collective(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    size = case.world["size"]
-    odd = data.draw(st.integers(0, size - 1))
+    monkeypatch.setattr("fzero.state.protocol._rounds.CODES", 1)
+    for number in range(CASES // 5):
+        require(case_of(Random(number), served=True))
+
+
+@pytest.mark.parametrize("step", range(STEPS))
+def test_ranks_that_make_different_calls_all_raise(step: int) -> None:
     calls = tuple("save" if i == step else "step" for i in range(STEPS))
-    scripts = [
-        Script(script.steps, calls) if rank == odd else script
-        for rank, script in enumerate(case.scripts)
-    ]
-    _, raised = run(Case(case.world, tuple(scripts), case.order))
-    if size == 1:
-        assert raised == [None]
-        return
-    assert all(isinstance(error, PeersFailed) and error.ranks == () for error in raised), raised
+    for number in range(CASES // 10):
+        case = case_of(Random(number), served=True)
+        size = case.world["size"]
+        odd = number % size
+        scripts = [
+            replace(script, calls=calls) if rank == odd else script
+            for rank, script in enumerate(case.scripts)
+        ]
+        _, raised = run(replace(case, scripts=tuple(scripts)))
+        if size == 1:
+            assert raised == [None]
+            continue
+        assert all(isinstance(error, PeersFailed) and error.ranks == () for error in raised), raised

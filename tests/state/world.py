@@ -11,8 +11,9 @@ that a gradient which is lost, or comes twice, is seen.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 from fzero.state.protocol import Units
@@ -44,6 +45,12 @@ class OwnError(Exception):
     """What a rank raises in its own loss. `crosses`: the others hear of it, by its pass."""
 
     crosses = False
+
+
+class AllAstray(Exception):
+    """An error of the communication that every rank raises at one place."""
+
+    ranks = ()
 
 
 class Dead(Exception):
@@ -88,6 +95,8 @@ class World:
     make: Callable[[World, int], Any]  # a rank
     served: bool = True
     replicas: int = 1
+    functional: Sequence[bool] = ()  # of each model: a record for each pass, or one of an engine
+    stays: bool = False  # whether a window keeps what it has gathered
 
     def __post_init__(self) -> None:
         everyone = tuple(range(self.size))
@@ -110,17 +119,20 @@ class World:
         self.ended: set[int] = set()
         self.rows: dict[tuple[int, int], Any] = {}  # what a rank has said, by (rank, number)
 
-    def run(self, scripts: Sequence[Steps], order: Iterable[int]) -> list[BaseException | None]:
+    def run(self, scripts: Sequence[Steps], order: int) -> list[BaseException | None]:
         """Let the ranks run, one move at a time; return what each has raised."""
         waits: list[Callable[[], bool]] = [lambda: True] * self.size
         raised: list[BaseException | None] = [None] * self.size
-        choices = iter(order)
+        chance = Random(order)
         for _ in range(MOST_MOVES):
             if len(self.ended) == self.size:
                 return raised
             here = [r for r in range(self.size) if r not in self.ended]
             able = [r for r in here if waits[r]()]
-            rank = able[next(choices, 0) % len(able)] if able else self._with_a_dead_peer(here)
+            if not able:
+                rank = self._with_a_dead_peer(here)
+            else:
+                rank = chance.choice(able) if order else able[0]
             try:
                 waits[rank] = next(scripts[rank]) if able else scripts[rank].throw(Dead())
             except StopIteration:

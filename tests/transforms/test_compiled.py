@@ -69,7 +69,9 @@ def alone(world_size: int) -> dict[str, Tensor]:
 
 
 @gloo
-@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    "stage", [pytest.param(s, marks=[pytest.mark.slow] * (s < 2)) for s in range(4)]
+)
 def test_a_compiled_loss_is_one_graph_and_trains_bit_for_bit(stage: int) -> None:
     wanted = alone(2)
     for found, breaks in run_ranks(trained, 2, stage, "loss", timeout_s=120):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
+from tests.drivers import each_rank
 from tests.transforms.test_evaluate import (
     APPLY,
     DEPTH,
@@ -18,7 +19,6 @@ from tests.transforms.test_evaluate import (
     RULE,
     WIDTH,
     X,
-    on_ranks,
     sent,
 )
 
@@ -50,7 +50,7 @@ def test_what_is_only_read_comes_back_and_sends_no_gradient(stage: Any, wrt: Any
         assert counts["reduce_scatter"] + counts["all_reduce"] == DEPTH * WIDTH * WIDTH
         return loss
 
-    on_ranks(body, 2)
+    each_rank(body, 2)
 
 
 def test_a_gan_of_half_steps_asks_for_nothing_from_its_second_update_on() -> None:
@@ -70,7 +70,7 @@ def test_a_gan_of_half_steps_asks_for_nothing_from_its_second_update_on() -> Non
         assert known[0] == known[1] == known[2]
         return losses
 
-    on_ranks(body, 2)
+    each_rank(body, 2)
 
 
 def test_wrt_under_a_transform_and_with_a_scale() -> None:
@@ -120,4 +120,4 @@ def test_a_frozen_teacher_has_no_gradients_and_is_not_stepped(stage: int) -> Non
         assert not all(torch.equal(after["g"][path], PARAMS[path]) for path in PARAMS)
         return loss
 
-    on_ranks(body, 2)
+    each_rank(body, 2)

@@ -21,6 +21,7 @@ from fzero.checkpoint.everywhere import Ranks, from_first
 from fzero.checkpoint.manifest import leaves_out, read_manifest
 from fzero.errors import LayoutError
 from fzero.state import TrainState
+from fzero.state.scale import with_slot
 
 PathLike = str | os.PathLike[str]
 _LATEST = "latest"
@@ -153,7 +154,8 @@ def _keep_optimizer(
     """Restore the optimizer state from before the load; masters are set to the parameters."""
     loaded = engine.state
     step = loaded.step if counters else before.step
-    engine.state = loaded.replace(optimizer=before.optimizer, scale=before.scale, step=step)
+    slots = with_slot(loaded.slots, before.scale)
+    engine.state = loaded.replace(optimizer=before.optimizer, slots=slots, step=step)
     driver = engine._driver
     driver.writes.masters.take(driver.state, range(len(driver.state.setup.layout.groups)))
     set_options(engine.optimizer, options)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fzero.state._replaced import replaced
-from fzero.state.effects import Effect, Free, Gather, Post, Reduce, TakePart, Wait
+from fzero.state.effects import Effect, Exchange, Free, Gather, Post, Reduce, TakePart, Wait
 from fzero.state.protocol import _pass, _plan, _rounds
 from fzero.state.protocol import _tasks as tasks
 from fzero.state.protocol._plan import SYNC as SYNC
@@ -84,6 +84,8 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
     if protocol.undone and not isinstance(event, Failed | GiveUp):
         collected += protocol.undone  # the other ranks have started these collectives
         protocol = replaced(protocol, undone=())
+    if isinstance(event, Told) and not _expects_values(protocol):
+        return protocol, ()  # of an exchange in which this rank takes part only
     if isinstance(event, Answer | Told):
         waiting, *rest = protocol.agenda
         protocol, effects = _resume(replaced(protocol, agenda=tuple(rest)), waiting.task, event)
@@ -98,11 +100,14 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
     return protocol, tuple(collected)
 
 
+def _expects_values(protocol: Protocol) -> bool:
+    waiting = protocol.agenda[0] if protocol.agenda else None
+    return isinstance(waiting, Awaiting) and isinstance(waiting.task, tasks.EndOfPass)
+
+
 def _resume(protocol: Protocol, task: Any, event: Answer | Told) -> Next:
     if isinstance(event, Told):
-        if isinstance(task, tasks.EndOfPass):
-            return _pass.told(protocol, task, event)
-        return protocol, ()
+        return _pass.told(protocol, task, event)
     if event.round.failed and not isinstance(task, Raised):
         return _rounds.peers_failed(protocol, event.round)
     return _ANSWERED[type(task)](protocol, task, event.round)
@@ -110,11 +115,16 @@ def _resume(protocol: Protocol, task: Any, event: Answer | Told) -> Next:
 
 def _broke(protocol: Protocol, event: Broke) -> Protocol:
     """An effect raised: give up the rest of its event, except what other ranks wait for."""
-    units = Gather | TakePart | Wait | Free | Reduce
-    undone = tuple(x for x in event.undone if isinstance(x, units))
+    kept = Gather | TakePart | Wait | Free | Reduce
+    undone: list[Effect] = []
+    for effect in event.undone:
+        if isinstance(effect, kept):
+            undone.append(effect)
+        elif isinstance(effect, Exchange):  # the others have nothing of this pass from here
+            undone.append(Exchange(None))
     unposted = any(isinstance(x, Post) for x in event.undone)
     still_open = None if unposted else protocol.open
-    return replaced(protocol, agenda=(), undone=undone, open=still_open)
+    return replaced(protocol, agenda=(), undone=tuple(undone), open=still_open)
 
 
 _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
@@ -154,6 +164,7 @@ _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
     tasks.AskNext: _rounds.ask_next,
     tasks.AskLeft: _rounds.ask_left,
     tasks.Arrive: _plan.arrive,
+    tasks.Meet: _plan.meet,
     tasks.Depart: _plan.depart,
     tasks.EndOfForward: _pass.end_of_forward,
     tasks.SayDone: _rounds.say_done,

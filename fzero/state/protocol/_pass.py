@@ -38,6 +38,9 @@ def leave(p: Protocol, event: e.Leave) -> Next:
 def begin(p: Protocol, event: e.Begin) -> Next:
     """Begin a forward or backward; announce it if it gathers or reduces anything."""
     model, resident = p.models[event.model], p.models[event.model].residency
+    frees = ()
+    if not event.rounds:  # a window may have brought rounded values
+        resident, frees = residency.drop_inexact(resident, event.model, resident.gathered)
     reads = model.units.gathers and len(resident.pinned) < len(model.units.numels)
     if event.announcement.place[1] == FORWARD:
         p = replaced(p, known=False)  # an error of the pass before does not concern this one
@@ -53,7 +56,8 @@ def begin(p: Protocol, event: e.Begin) -> Next:
     course = replaced(model.course, announcement=event.announcement)
     resident = replaced(resident, stays=event.stays)
     model = replaced(model, phase=to[0], course=course, residency=resident, rounds=event.rounds)
-    return _crossing(p.put(event.model, model), event.model, to[1])
+    p, _ = _crossing(p.put(event.model, model), event.model, to[1])
+    return p, frees
 
 
 def first_gradient(p: Protocol, event: e.FirstGradient) -> Next:

@@ -32,18 +32,15 @@ def use(p: Protocol, e: Use) -> Next:
 def reach(p: Protocol, t: tasks.Reach) -> Next:
     """Record the use of a unit, and go to it in the plan, which gathers it ahead of its use."""
     model, unit = p.models[t.model], t.unit
-    resident, frees = model.residency, tuple[Effect, ...]()
-    if not model.rounds:
-        resident, frees = residency.drop_inexact(resident, t.model, [unit])
-    held = unit in resident.gathered
-    resident, course = residency.touch(resident, unit), model.course
+    held = unit in model.residency.gathered
+    resident, course = residency.touch(model.residency, unit), model.course
     if unit not in resident.seen:
         course = course.did_also(unit)
         if model.units.limits.keeps:
             resident = replaced(resident, seen=resident.seen | {unit})
     if course.replay is None or course.replay.waits:
         p = p.put(t.model, replaced(model, residency=resident, course=course))
-        return p.then(tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)), frees
+        return p.then(tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)), ()
     # What is complete may start behind what this use frees.
     ready = replay.complete(course.replay, course.due)
     there = replay.use(ready, unit, held=held)
@@ -52,7 +49,7 @@ def reach(p: Protocol, t: tasks.Reach) -> Next:
         course = replaced(course, replay=ready, due=(), asked=True)
         p = p.put(t.model, replaced(model, residency=resident, course=course))
         after = tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)
-        return p.then(tasks.Walk(t.model), *after), frees
+        return p.then(tasks.Walk(t.model), *after), ()
     # The plan is followed: nobody has to be asked on the way.
     place, planned = there or (ready, ())
     place, starts = replay.start_ready(place)
@@ -60,7 +57,7 @@ def reach(p: Protocol, t: tasks.Reach) -> Next:
     resident, course, effects = _done(model, t.model, resident, course, (*planned, *starts))
     resident, waits = residency.wait(resident, t.model, [unit])
     p = p.put(t.model, replaced(model, residency=resident, course=course))
-    return p, (*frees, *effects, *waits)
+    return p, (*effects, *waits)
 
 
 def obtain(p: Protocol, t: tasks.Obtain) -> Next:
@@ -76,8 +73,7 @@ def obtain(p: Protocol, t: tasks.Obtain) -> Next:
         p = p.put(t.model, replaced(model, residency=resident))
     else:  # the rest of what is here belongs to the plan
         p, frees = go_on(p, t.model, replay.gather_beside(model.course.replay, t.unit))
-    what = What.GATHER if model.rounds else What.GATHER_EXACT
-    return p.then(tasks.Ask(t.model, what, (t.unit,)), t), frees
+    return p.then(tasks.Ask(t.model, model.gather, (t.unit,)), t), frees
 
 
 def ready(p: Protocol, e: Ready) -> Next:
@@ -162,16 +158,25 @@ def arrive(p: Protocol, t: tasks.Arrive) -> Next:
         tasks.Walk(t.model),
         tasks.ReduceDue(t.model),
         tasks.EndOthers(t.model),
-        Call(SYNC, t.values),
+        tasks.Meet(t.model, t.values),
         tasks.Depart(t.model, had_plan),
     ), ()
+
+
+def meet(p: Protocol, t: tasks.Meet) -> Next:
+    """Wait for the other ranks; say whether this one is at a sync point of a plan."""
+    has_plan = p.models[t.model].course.replay is not None
+    return p.then(Call(SYNC, t.values, has_plan)), ()
 
 
 def depart(p: Protocol, t: tasks.Depart) -> Next:
     """Leave the sync point: from here on all ranks follow one order again."""
     model, course = p.models[t.model], p.models[t.model].course
-    if course.replay is not None:
+    if course.replay is not None and p.met:
         return go_on(p, t.model, replay.leave_sync_point(course.replay))
+    if course.replay is not None:  # a rank that came from another pass does not follow the plan
+        p, frees = go_on(p, t.model, replay.free_beside(course.replay))
+        return p.then(tasks.ClosePlan(t.model)), frees
     asked = course.asked or t.had_plan  # which did not have this sync point
     return p.put(t.model, replaced(model, course=replaced(course, asked=asked))), ()
 

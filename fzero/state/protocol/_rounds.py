@@ -8,11 +8,13 @@ from typing import Any
 from fzero.state import replay, residency
 from fzero.state._replaced import replaced
 from fzero.state.effects import (
+    Discard,
     Effect,
     Exchange,
     Post,
     Raise,
     Read,
+    Receive,
     Reduce,
     TakePart,
     WaitForReductions,
@@ -80,7 +82,7 @@ def learned(p: Protocol, t: tasks.Learn, said: Round) -> Next:
     p = p.put(t.model, replaced(model, course=replaced(course, asked=True)))
     here = model.residency
     missing = tuple(u for u in model.units.persistent if u not in here.gathered)
-    asks = [tasks.Ask(t.model, What.GATHER, missing)] if missing else []
+    asks = [tasks.Ask(t.model, model.gather, missing)] if missing else []
     return p.then(*asks, tasks.Pin(t.model)), ()
 
 
@@ -137,6 +139,8 @@ def serve(p: Protocol, said: Round, mine: frozenset[Asked] = frozenset()) -> Nex
 
 def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
     if one.what is What.REDUCE:
+        if one.model not in (*p.running, *p.served):
+            p = replaced(p, served=(*p.served, one.model))
         return p, (Reduce(one.model, one.unit, mine=mine),)
     model = p.models.get(one.model)
     if model is None:  # the performer says that it is gone
@@ -168,9 +172,16 @@ def say_done(p: Protocol, t: tasks.SayDone) -> Next:
 def heard_done(p: Protocol, t: tasks.SayDone, said: Round) -> Next:
     """Take part in what other ranks need, until no rank is in a pass."""
     if said.is_over:
-        return p.then(tasks.EndOfPass(t.model, asked=said.has_asked)), (WaitForReductions(),)
+        p, effects = _over(p)
+        return p.then(tasks.EndOfPass(t.model, asked=said.has_asked)), effects
     p, effects = serve(p, said)
     return p.then(t), effects
+
+
+def _over(p: Protocol) -> Next:
+    """No rank is in a pass: what this rank has served of other passes is complete."""
+    received = (Receive(model) for model in p.served)
+    return replaced(p, served=()), (WaitForReductions(), *received)
 
 
 # Calls.
@@ -180,7 +191,7 @@ def call(p: Protocol, e: Call) -> Next:
     """Make a call together with every rank; ranks that are in a pass are served until they come."""
     if p.open is not None:
         return p.then(tasks.Learn(p.open), e), ()
-    return _say(p, Message(MessageKind.CALL, e.text, codes=e.values), e)
+    return _say(p, Message(MessageKind.CALL, e.text, int(e.has_plan), codes=e.values), e)
 
 
 def called(p: Protocol, e: Call, said: Round) -> Next:
@@ -190,15 +201,13 @@ def called(p: Protocol, e: Call, said: Round) -> Next:
         if not said.is_same and (everybody or not said.is_served):
             return differ(p)
         if everybody:
-            return replaced(p, heard=tuple(said.values)), ()
+            return replaced(p, heard=said.values, met=said.is_in_order), ()
+    if said.is_over:
+        p, effects = _over(p)
+        # Those that end their pass tell what they did, if any of them has asked.
+        return p.then(e), (*effects, *(Exchange(None),) * said.has_asked)
     p, effects = serve(p, said)
-    if not said.is_over:
-        return p.then(e), effects
-    effects = (*effects, WaitForReductions())
-    if not said.has_asked:
-        return p.then(e), effects
-    # Those that end their pass tell what they did.
-    return p.then(Awaiting(tasks.HearOthers()), e), (*effects, Exchange(None))
+    return p.then(e), effects
 
 
 # Errors.
@@ -211,15 +220,22 @@ def raised(p: Protocol, e: Raised) -> Next:
 
 def heard_raised(p: Protocol, e: Raised, said: Round) -> Next:
     """All ranks have read that this one raised."""
-    return replaced(p, known=True), (WaitForReductions(),)
+    return _failed(p)
 
 
 def peers_failed(p: Protocol, said: Round) -> Next:
     """Raise, with all ranks that have read this round."""
-    p = replaced(p, agenda=(), known=True, open=None)
-    return p, (WaitForReductions(), Raise(tuple(said.failed)))
+    p, effects = _failed(replaced(p, agenda=(), open=None))
+    return p, (*effects, Raise(tuple(said.failed)))
 
 
 def differ(p: Protocol) -> Next:
     """The ranks make different calls: all of them raise."""
-    return replaced(p, agenda=(), known=True, open=None), (WaitForReductions(), Raise())
+    p, effects = _failed(replaced(p, agenda=(), open=None))
+    return p, (*effects, Raise())
+
+
+def _failed(p: Protocol) -> Next:
+    """All ranks know of an error: what this one has served of the passes is discarded, as there."""
+    dropped = (Discard(model) for model in p.served)
+    return replaced(p, known=True, served=()), (WaitForReductions(), *dropped)

@@ -121,6 +121,14 @@ class Arrive:
 
 
 @dataclass(frozen=True, slots=True)
+class Meet:
+    """Wait for the other ranks at a sync point."""
+
+    model: int
+    values: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Depart:
     """Leave a sync point, to which this rank came by a plan or not: all ranks have come."""
 
@@ -148,11 +156,6 @@ class EndOfPass:
 
     model: int
     asked: bool
-
-
-@dataclass(frozen=True, slots=True)
-class HearOthers:
-    """Take part where others exchange what they did."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,11 +158,13 @@ class Raised:
 class Call:
     """A call that every rank makes together; the values of all ranks are in `Protocol.heard`.
 
-    values: of this rank; None for those that the caller has when they are posted.
+    values: of this rank; None for those that the caller has when they are posted. has_plan: whether
+    this rank is at a sync point of a plan.
     """
 
     text: str
     values: tuple[int, ...] | None = ()
+    has_plan: bool = False
 
 
 @dataclass(frozen=True, slots=True)

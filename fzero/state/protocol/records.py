@@ -12,7 +12,7 @@ from fzero.state.pass_state import PassState
 from fzero.state.protocol.events import Announcement
 from fzero.state.replay import Replay
 from fzero.state.residency import Residency, Units
-from fzero.state.rounds import Message
+from fzero.state.rounds import Message, What
 from fzero.state.schedule import Events, Place, Program
 
 
@@ -65,6 +65,11 @@ class Model:
     residency: Residency = field(default_factory=Residency)
     rounds: bool = False
 
+    @property
+    def gather(self) -> What:
+        """How ranks ask for what is gathered now."""
+        return What.GATHER if self.rounds else What.GATHER_EXACT
+
     def is_inexact(self, unit: int) -> bool:
         """Whether a gather that starts now rounds the values of a unit."""
         return self.rounds and unit in self.units.rounds
@@ -86,8 +91,10 @@ class Protocol:
         running: the models in a pass, in the order in which their passes began.
         open: the model whose announcement was posted and not read; None if there is none.
         posted: the last message of this rank.
+        served: models that are in no pass here, of which reductions of other ranks' pass run.
         known: whether the last round ended in an error, on every rank.
         heard: the values of each rank in the last call.
+        met: whether all ranks came to the last call by a plan, which is then the same, or none did.
         agenda: what is still to do of the event that is handled, the next task first.
         undone: effects that an error in another effect has prevented: the next event does them
             first, unless the pass is given up.
@@ -103,8 +110,10 @@ class Protocol:
     running: tuple[int, ...] = ()
     open: int | None = None
     posted: Message | None = None
+    served: tuple[int, ...] = ()
     known: bool = False
     heard: tuple[tuple[int, ...], ...] = ()
+    met: bool = True
     agenda: tuple[Any, ...] = ()
     undone: tuple[Effect, ...] = ()
 

@@ -59,45 +59,42 @@ class _Number(NamedTuple):
     size: float  # of the largest number of its kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Wanted:
-    """The expected updates, those of one process."""
+def check(what: str, wanted: Sequence[ExpectedUpdate], ranks: Sequence[Sequence[Seen]]) -> Check:
+    """Compare "loss", "norm", or the parameters (any other name) with those of one process."""
+    numbers = {"loss": _losses, "norm": _norms}.get(what, _params)
+    first, top, compared = None, 0.0, False
+    for k, update in enumerate(wanted):
+        for one in numbers(update, [seen[k] for seen in ranks]):
+            allowed = largest([torch.as_tensor(one.bound)])
+            compared, top = True, max(top, allowed / max(one.size, 1e-300))
+            first = first or _difference(k + 1, one)
+    return Check(what=what, compared=compared, bound=top, difference=first)
 
-    updates: Sequence[ExpectedUpdate]
 
-    def check(self, what: str, ranks: Sequence[Sequence[Seen]]) -> Check:
-        """Compare "loss", "norm", or the parameters (any other name)."""
-        numbers = {"loss": self._losses, "norm": self._norms}.get(what, self._params)
-        first, top, compared = None, 0.0, False
-        for k, update in enumerate(self.updates):
-            for one in numbers(update, [seen[k] for seen in ranks]):
-                allowed = largest([torch.as_tensor(one.bound)])
-                compared, top = True, max(top, allowed / max(one.size, 1e-300))
-                first = first or _difference(k + 1, one)
-        return Check(what=what, compared=compared, bound=top, difference=first)
-
-    def _params(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
-        """Yield the parameters of each rank with those expected, after an update."""
-        size = largest([*update.params.values()])
-        for path in update.params:
-            for rank, seen in enumerate(ranks):
-                found = seen.params.get(path)
-                wanted = _of_dtype(update, path, found)
-                yield _Number(rank, path, found, wanted, _bound(update, path, wanted), size)
-
-    def _losses(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
-        """Yield the mean loss of each rank with that expected."""
-        size, bound = largest([update.losses]), update.losses_reach
+def _params(update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    """Yield the parameters of each rank with those expected, after an update."""
+    size = largest([*update.params.values()])
+    for path in update.params:
         for rank, seen in enumerate(ranks):
-            found = torch.stack(seen.losses).double().mean() if seen.losses else None
-            yield _Number(rank, "", found, update.losses[rank].mean(), bound, size)
+            found = seen.params.get(path)
+            wanted = _of_dtype(update, path, found)
+            yield _Number(rank, path, found, wanted, _bound(update, path, wanted), size)
 
-    def _norms(self, update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
-        """Yield the norms of the ranks whose driver reports them, with that expected."""
-        for rank, seen in enumerate(ranks):
-            if seen.norm is not None:
-                found, wanted = torch.tensor([seen.norm, update.norm], dtype=torch.float64)
-                yield _Number(rank, "", found, wanted, update.norm_reach, update.norm)
+
+def _losses(update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    """Yield the mean loss of each rank with that expected."""
+    size, bound = largest([update.losses]), update.losses_reach
+    for rank, seen in enumerate(ranks):
+        found = torch.stack(seen.losses).double().mean() if seen.losses else None
+        yield _Number(rank, "", found, update.losses[rank].mean(), bound, size)
+
+
+def _norms(update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
+    """Yield the norms of the ranks whose driver reports them, with that expected."""
+    for rank, seen in enumerate(ranks):
+        if seen.norm is not None:
+            found, wanted = torch.tensor([seen.norm, update.norm], dtype=torch.float64)
+            yield _Number(rank, "", found, wanted, update.norm_reach, update.norm)
 
 
 def _bound(update: ExpectedUpdate, path: str, wanted: Tensor) -> Tensor | float:

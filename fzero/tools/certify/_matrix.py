@@ -19,11 +19,11 @@ from fzero.optim import from_torch
 from fzero.options import takes
 from fzero.ranks.virtual import run_ranks
 from fzero.tools.certify._axes import AXES, AxisValue, Cell, restricted
-from fzero.tools.certify._compare import Wanted
+from fzero.tools.certify._compare import check
 from fzero.tools.certify._cover import covering
 from fzero.tools.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
 from fzero.tools.certify._process import OptimizerOf, Process, require_repeatable
-from fzero.tools.certify._reference import CopyGradient, one_process
+from fzero.tools.certify._reference import CopyGradient, ExpectedUpdate, one_process
 from fzero.tools.certify._report import CellResult, Report
 from fzero.tools.certify._subject import Loss, Subject, subject_of, tensors_of
 from fzero.tools.certify._task import Task, Wire
@@ -223,10 +223,10 @@ class _Matrix:
         wanted = self.wanted(task, self.rule(cell), cell.max_norm)
         gradients = self.wanted(_first_update(job).task, CopyGradient, cell.max_norm)
         checks = (
-            wanted.check("loss", trained),
-            gradients.check("gradient", shown),
-            wanted.check("norm", trained),
-            wanted.check("update", trained),
+            check("loss", wanted, trained),
+            check("gradient", gradients, shown),
+            check("norm", wanted, trained),
+            check("update", wanted, trained),
         )
         return CellResult(at=cell.at, checks=checks, error=_parted(trained))
 
@@ -234,14 +234,15 @@ class _Matrix:
         run = functools.partial(run_on_rank, job, optimizer)
         return self.on_ranks(run, job.task.world)
 
-    def _wanted(self, task: Task, optimizer: OptimizerOf, max_norm: float | None) -> Wanted:
+    def _wanted(
+        self, task: Task, optimizer: OptimizerOf, max_norm: float | None
+    ) -> list[ExpectedUpdate]:
         mixes = _mixes(optimizer, self.subject.copy(task.precision.dtype))
-        updates = one_process(self.subject, task, optimizer, max_norm=max_norm, mixes=mixes)
-        return Wanted(updates=updates)
+        return one_process(self.subject, task, optimizer, max_norm=max_norm, mixes=mixes)
 
     def _max_norm(self, task: Task) -> float:
         """Return half the norm of the first update, so that clipping acts."""
-        norm = self.wanted(task, self.optimizer, None).updates[0].norm
+        norm = self.wanted(task, self.optimizer, None)[0].norm
         if norm:
             return norm / 2
         raise LayoutError(

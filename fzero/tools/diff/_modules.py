@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -40,11 +40,8 @@ class Event(NamedTuple):
     tensors: list[Tensor | None]  # None: a parameter that is not here
 
 
-@dataclass(slots=True, eq=False)
-class Trail:
-    """The events of one forward, in order."""
-
-    events: dict[EventKey, Event] = field(default_factory=dict)
+Trail = dict[EventKey, Event]
+"""The events of one forward, in order."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,7 +79,7 @@ class Trails:
         rank = rank_here()
         self._ended.add(rank)
         self._open.pop(rank, None)  # of a forward that has raised
-        return self._trails.get(rank, Trail())
+        return self._trails.get(rank, {})
 
     def _enters(self, module: nn.Module, args: Any) -> None:
         if _is_apart():
@@ -91,14 +88,14 @@ class Trails:
         if rank in self._ended:
             self._ended.remove(rank)
             self._trails.pop(rank, None)
-        trail = self._trails.setdefault(rank, Trail())
+        trail = self._trails.setdefault(rank, {})
         stack = self._open.setdefault(rank, [])
         caller = stack[-1] if stack else None
         names = caller.names if caller else {id(x): name for name, x in module.named_modules()}
         path = (names.get(id(module)) if caller else "") or type(module).__name__
-        number = sum(key.path == path and not key.returns for key in trail.events)
+        number = sum(key.path == path and not key.returns for key in trail)
         key = EventKey(path, number, False)
-        trail.events[key] = Event(caller.key.path if caller else None, _copied(args))
+        trail[key] = Event(caller.key.path if caller else None, _copied(args))
         stack.append(_Entered(module, key, names))
 
     def _returns(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -108,9 +105,9 @@ class Trails:
         while stack[-1].module is not module:  # whose forward has raised
             stack.pop()
         key, trail = stack.pop().key, self._trails[rank_here()]
-        caller, given = trail.events[key]
-        trail.events[key] = Event(caller, given + _copied(kwargs))  # by name: seen only now
-        trail.events[key._replace(returns=True)] = Event(caller, _copied(out))
+        caller, given = trail[key]
+        trail[key] = Event(caller, given + _copied(kwargs))  # by name: seen only now
+        trail[key._replace(returns=True)] = Event(caller, _copied(out))
 
 
 class Divergence(NamedTuple):
@@ -127,10 +124,10 @@ def first_difference(a: Trail, b: Trail, twin: Trail, unit: float) -> Divergence
 
     None if the input of the outermost module differs: the difference is older.
     """
-    for place, (key, event) in enumerate(a.events.items()):
-        if key not in b.events or key not in twin.events:
+    for place, (key, event) in enumerate(a.items()):
+        if key not in b or key not in twin:
             continue
-        for x, y, z in zip(event.tensors, b.events[key].tensors, twin.events[key].tensors):  # noqa: B905
+        for x, y, z in zip(event.tensors, b[key].tensors, twin[key].tensors):  # noqa: B905
             found = _apart(x, y, z, unit)
             if found is None:
                 continue

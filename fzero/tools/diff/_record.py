@@ -33,7 +33,7 @@ class Backward:
     counts: float | None = None  # the weight that the step gave it; None: it gave none
     loss: Tensor | None  # None: gradients that were added by hand
     gradients: dict[int, Tensor] = field(default_factory=dict)  # leaf -> its part of the update's
-    trail: Trail = field(default_factory=Trail)  # what modules made before the loss
+    trail: Trail = field(default_factory=dict)  # what modules made before the loss
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

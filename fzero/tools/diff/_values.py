@@ -12,6 +12,7 @@ from torch import Tensor
 from fzero.checkpoint.elements import RuleSlot, counters_of, leaf_names, slots_across, with_counters
 from fzero.machine.packing import leaf_ranges, pack, part_of
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
+from fzero.state.scale import with_slot
 from fzero.state.setup import MASTERS
 from fzero.tools.compare import Copy, Spread, perturbed, signs_like
 
@@ -99,12 +100,13 @@ def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
         return flat_of(setup, slot.group, setup.optimizer_state, rank, of, slot.flat)
 
     counted = counters_of(state) | counters_of(values.state)
-    scale = values.state.scale
+    theirs = values.state.scale
+    scale = theirs if theirs is not None and _same_policy(state, values.state) else state.scale
     return state.replace(
         params=Buffers(flats=tuple(params), placement=setup.params),
         optimizer=with_counters(state, made, counted),
         step=values.state.step.to(state.step, copy=True),
-        scale=scale if scale is not None and _same_policy(state, values.state) else state.scale,
+        slots=with_slot(state.slots, scale),
     )
 
 

@@ -73,8 +73,8 @@ def _token(x: Any) -> Hashable:
         return id(x.__func__)
     if isinstance(x, bytearray | memoryview) or _is_of_numpy(x):
         return bytes(x) if len(bytes(x)) < _SMALL else id(x)
-    if hasattr(x, "bit_generator"):
-        return repr(x.bit_generator.state)
+    if (generator := _bits_of(x)) is not None:
+        return repr(generator.state)
     if isinstance(x, types.GeneratorType):
         return id(x), x.gi_frame and x.gi_frame.f_lasti
     if type(x).__module__ in ("builtins", "itertools") and hasattr(x, "__next__"):
@@ -85,6 +85,16 @@ def _token(x: Any) -> Hashable:
 def _is_of_numpy(x: Any) -> bool:
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(x, numpy.ndarray | numpy.generic)
+
+
+def _bits_of(x: Any) -> Any:
+    """Return the generator of bits that an object of numpy is, or has; None for others."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None:
+        return None
+    if isinstance(x, numpy.random.Generator):
+        return x.bit_generator
+    return x if isinstance(x, numpy.random.BitGenerator) else None
 
 
 def _numbers(x: Tensor) -> Hashable:

@@ -4,21 +4,27 @@
 `Locals` run those of a state; `begun_slots` makes the slots of a new one.
 """
 
+from fzero.transforms.points._calls import CallPart as CallPart
+from fzero.transforms.points._calls import Calls as Calls
+from fzero.transforms.points._calls import Changed as Changed
 from fzero.transforms.points._context import Context as Context
 from fzero.transforms.points._define import StepTransform as StepTransform
+from fzero.transforms.points._define import require_excluded as require_excluded
 from fzero.transforms.points._define import transform as transform
 from fzero.transforms.points._define import transforms_apart as transforms_apart
 from fzero.transforms.points._run import Locals as Locals
-from fzero.transforms.points._run import Running as Running
-from fzero.transforms.points._run import is_unchecked as is_unchecked
 from fzero.transforms.points._run import keeps_before as keeps_before
 from fzero.transforms.points._run import reduced as reduced
 from fzero.transforms.points._run import scaled_loss as scaled_loss
 from fzero.transforms.points._run import stepping as stepping
 from fzero.transforms.points._run import transforms_of as transforms_of
 from fzero.transforms.points._run import updated as updated
+from fzero.transforms.points._running import Running as Running
+from fzero.transforms.points._running import Skip as Skip
+from fzero.transforms.points._running import unless as unless
 from fzero.transforms.points._slots import begun_slots as begun_slots
 from fzero.transforms.points._slots import renewed as renewed
 from fzero.transforms.points._slots import stepped as stepped
 from fzero.transforms.points._slots import stepped_by_path as stepped_by_path
 from fzero.transforms.points._slots import value_given as value_given
+from fzero.transforms.points._slots import without_gradients as without_gradients

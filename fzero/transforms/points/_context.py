@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import assert_same_everywhere, reduce_many
+from fzero.context.here import has_no_values
 from fzero.errors import CallError, LayoutError
 from fzero.machine.by_path import FlatRanges, Pieces
 from fzero.ranks.mesh import Axis
@@ -34,6 +35,7 @@ class Skipping(Protocol):
     """An update that may be left out."""
 
     skipped: Any
+    general: bool
 
     def skip(self, flag: Any) -> None:
         """Leave it out if `flag` is true."""
@@ -140,7 +142,9 @@ class Context:
                 cause="a comparison of each element, in the place of one of a sum or a norm.",
                 fix="give one flag, the same on every rank: ctx.skip(ctx.norm(grads) > bound).",
             )
-        self._running.skip(flag)
+        planned = isinstance(flag, Tensor) and not self._running.general and has_no_values(flag)
+        if not planned:  # a plan is of an update that is made
+            self._running.skip(flag)
 
     @property
     def skipped(self) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from fzero.errors import LayoutError, PhaseError
@@ -34,6 +35,7 @@ class StepTransform(Points):
 
             def entered(one: TrainState) -> TrainState:
                 _require_slots(one, record)
+                require_excluded([record], _names_beside(one))
                 return one.replace_policy(points=(record, *before))
 
             changed = map_states(record.name, entered, state)
@@ -55,6 +57,12 @@ class StepTransform(Points):
             init_options=init_options,
         )
         return step
+
+
+def _names_beside(state: TrainState) -> set[str]:
+    """Return the names of what a state has: transforms around this one, and owners of slots."""
+    around = {one.name for one in state.setup.policy.points}
+    return around | {name.partition("/")[0] for name in state.slots}
 
 
 def _require_slots(state: TrainState, record: Points) -> None:
@@ -118,7 +126,8 @@ def transform(
             more copy of this rank's part.
         needs: "element"; or "matrix": `reduced` and `updated` get whole leaves in their shapes, on
             the rank that owns each, and slots are by leaf on its owner.
-        excludes: names of transforms that it cannot be put around.
+        excludes: names of transforms and options of fzero, or of other transforms, that it cannot
+            stand beside: "clip", "scale_loss", "local", "compress", "offload", "autocast".
 
     Returns:
         A transform: `ema(step)` is a step; `transforms=[ema]` of `fzero.init`, `fzero.shard` and
@@ -154,6 +163,7 @@ def transform(
     for key, function in functions.items():
         good = function is None or callable(function)
         require(f"transform: {key}", function, lambda _, good=good: good, "a function, or None")
+        _require_arguments(name, key, function)
     require("transform: needs", needs, ("element", "matrix").__contains__, '"element" or "matrix"')
     good = all(one == "before" for one in reads)
     require("transform: reads", reads, lambda _: good, '("before",), or ()')
@@ -171,6 +181,35 @@ def transform(
     )
     _require_together(record)
     return record
+
+
+_ARGUMENTS = {
+    "init": ("params", "ctx"),
+    "loss": ("slots", "value", "ctx"),
+    "local": ("slots", "g", "ctx"),
+    "reduced": ("slots", "grads", "ctx"),
+    "update": ("slots", "grads", "ctx", "rule"),
+    "updated": ("slots", "params", "ctx"),
+}
+
+
+def _require_arguments(name: str, point: str, function: Function | None) -> None:
+    """Raise `LayoutError` for a function that cannot be called with what its point gives."""
+    if function is None:
+        return
+    try:
+        takes = inspect.signature(function)
+    except (TypeError, ValueError):  # of a builtin, nobody knows
+        return
+    given = _ARGUMENTS[point]
+    try:
+        takes.bind(*given)
+    except TypeError as error:
+        raise LayoutError(
+            f"transform {name!r}: `{point}` takes {takes}.",
+            cause=f"the arguments of another point ({error}).",
+            fix=f"define it as {point}({', '.join(given)}).",
+        ) from None
 
 
 def _require_together(record: Points) -> None:
@@ -215,8 +254,11 @@ def _require_together(record: Points) -> None:
         )
 
 
-def transforms_apart(transforms: Sequence[Any]) -> tuple[Points, ...]:
-    """Return the transforms of a state; raise `LayoutError` for two of one name."""
+def transforms_apart(transforms: Sequence[Any], beside: Sequence[str] = ()) -> tuple[Points, ...]:
+    """Return the transforms of a state; raise `LayoutError` for two of one name.
+
+    beside: the names of fzero's own transforms and options that the state has.
+    """
     seen = set[str]()
     for one in transforms:
         require("transforms", one, lambda x: isinstance(x, Points), "what fzero.transform returns")
@@ -227,12 +269,17 @@ def transforms_apart(transforms: Sequence[Any]) -> tuple[Points, ...]:
                 fix="give each a name of its own: fzero.transform(name=...).",
             )
         seen.add(one.name)
+    require_excluded(transforms, seen | {*beside})
+    return tuple(transforms)
+
+
+def require_excluded(transforms: Sequence[Points], beside: Collection[str]) -> None:
+    """Raise `LayoutError` for a transform beside one that it excludes."""
     for one in transforms:
-        beside = seen.intersection(one.excludes)
-        if beside:
+        found = sorted({*beside}.intersection(one.excludes))
+        if found:
             raise LayoutError(
-                f"transforms: {one.name} beside {min(beside)}.",
+                f"transforms: {one.name} beside {found[0]}.",
                 cause=f"{one.name} says that it cannot stand beside it (excludes=).",
                 fix="leave one of them out.",
             )
-    return tuple(transforms)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -23,69 +22,27 @@ from fzero.errors import CallError, LayoutError
 from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
 from fzero.machine.offload import offloaded, to_device
 from fzero.state import Buffers, Placement, Setup, TrainState
-from fzero.state.points import Points
+from fzero.state.points import Builtin, Points
 from fzero.transforms.points import _check
 from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
-from fzero.transforms.points._owned import on_owners
+from fzero.transforms.points._owned import on_owners, owned_paths
+from fzero.transforms.points._running import Running
 from fzero.transforms.points._slots import given, put, stepped_by_path, value_given
 from fzero.transforms.points._slots import stepped as stepped_flats
+from fzero.transforms.prepare import settled
 
 Rule = Callable[[Pieces], Pieces]
 """Gradients by path -> the parameters after the rule's update, by path."""
 
 
-def transforms_of(setup: Setup, point: str) -> list[Points]:
-    """Return the transforms that do something at a point, from the inside out."""
+def transforms_of(setup: Setup, point: str) -> list[Any]:
+    """Return the transforms that do something at a point, from the inside out.
+
+    They are `Points`; at `reduced` also a `Builtin`, whose place among them matters.
+    """
     around = setup.policy.points
     every = (*around, *(one for one in setup.transforms if one not in around))
-    return [one for one in every if getattr(one, point) is not None]
-
-
-@dataclass(slots=True)
-class Running:
-    """An update under way: the state whose slots change, and what functions have asked for."""
-
-    state: TrainState
-    general: bool  # whether it is differentiated, mapped or traced
-    skipped: Any = False  # whether it is not made: a bool, or a tensor [] where none can be read
-    before: Pieces | None = None  # the parameters before it, for transforms that read them
-
-    def skip(self, flag: Any) -> None:
-        """Make no update if `flag` is true; the host reads it, unless the update is general."""
-        read = flag.reshape(()).bool() if self.general and isinstance(flag, Tensor) else bool(flag)
-        self.skipped = read | self.skipped
-
-    def context(self, point: str, parts: Mapping[str, LeafPart], *, whole: bool = False) -> Context:
-        """Return what a function at a point may know."""
-        state = self.state
-        setup = state.setup
-        reads: Callable[[], Pieces] | None = None
-        if point in ("reduced", "update"):
-            reads = lambda: stepped_by_path(state)[1]  # noqa: E731
-        elif point == "updated" and self.before is not None:
-            kept = self.before
-            reads = lambda: kept  # noqa: E731
-        running = self if point == "reduced" else None
-        axis = setup.over(setup.optimizer_state)
-        return Context(
-            setup,
-            state.step,
-            axis,
-            parts,
-            device=state.device,
-            params=reads,
-            running=running,
-            whole=whole,
-        )
-
-
-def is_unchecked(state: TrainState, *points: str) -> bool:
-    """Whether a function at one of some points was not called yet on this rank."""
-    return any(
-        _check.is_first(state, one, point)
-        for point in points
-        for one in transforms_of(state.setup, point)
-    )
+    return [one for one in every if getattr(one, point, None) is not None]
 
 
 def keeps_before(setup: Setup) -> bool:
@@ -96,20 +53,31 @@ def keeps_before(setup: Setup) -> bool:
 # Once for each update.
 
 
-def reduced(running: Running, gradients: Buffers) -> Buffers:
-    """Return the gradients after all transforms at `reduced`; their slots go into the state."""
-    for one in transforms_of(running.state.setup, "reduced"):
-        assert one.reduced is not None
-        if one.needs == "matrix":
-            flats = [to_device(x, running.state.device) for x in gradients.flats]
-            gradients = Buffers(
-                flats=_on_owners(running, one, "reduced", flats), placement=gradients.placement
-            )
-            continue
-        gradients = _on_pieces(running, one, "reduced", gradients)
-    if transforms_of(running.state.setup, "reduced"):
+def reduced(running: Running) -> None:
+    """Let all transforms at `reduced` act on the gradients; their slots go into the state.
+
+    Those of users are not called where the update is not made.
+    """
+    state, asked = running.old, False
+    for one in transforms_of(state.setup, "reduced"):
+        if isinstance(one, Builtin):
+            running.ready = one.reduced(one, running, running.ready)  # type: ignore[misc]
+        elif not running.kept:
+            running.ready = settled(state, running.ready)
+            gradients = _reduced_by_path(running, one, running.ready.gradients)
+            running.ready = running.ready._replace(gradients=gradients, is_shared=True)
+            asked = True
+    if asked:
         _check.require_same_skip(running.state, running.skipped)
-    return gradients
+    running.ready = settled(state, running.ready)
+
+
+def _reduced_by_path(running: Running, one: Points, gradients: Buffers) -> Buffers:
+    if one.needs != "matrix":
+        return _on_pieces(running, one, "reduced", gradients)
+    flats = [to_device(x, running.state.device) for x in gradients.flats]
+    made = _on_owners(running, one, "reduced", flats)
+    return Buffers(flats=made, placement=gradients.placement)
 
 
 def updated(running: Running, flats: Sequence[Tensor]) -> list[Tensor]:
@@ -296,8 +264,19 @@ def _on_owners(
     on_owners(state.setup, [list(flats)], compute, outs)
     if first:
         _check.passed(state, one, point)
-    running.state = put(running.state, one, slots, after)
+    running.state = put(running.state, one, slots, _of_owners(state.setup, after))
     return tuple(outs)
+
+
+def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
+    """Return slots, empty where another rank owns the leaf: a stacked state has them everywhere."""
+    others = {path for path, is_mine in owned_paths(setup).items() if not is_mine}
+    return {
+        name: {k: x.new_zeros(0) if k in others and x.numel() else x for k, x in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in slots.items()
+    }
 
 
 # Each call.

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.collectives import told_everywhere
+from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
-from fzero.machine.by_path import FlatRanges, Pieces, as_flats, by_path, ranges_in
+from fzero.machine.by_path import FlatRanges, Pieces, Range, as_flats, by_path, ranges_in
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.packing import part_of
 from fzero.optim.masters import masters_of, work_tensors
@@ -133,16 +135,15 @@ def _slot(state: TrainState, one: Points, name: str, form: Form, value: Any) -> 
         raise _bad_init(one, f"made a {type(value).__name__} for {place}, which is by path")
     flats = []
     for some in ranges:
-        pieces = [value.get(one.path) for one in some.ranges]
-        dtype = _dtype_of(form, pieces)
-        flat = torch.zeros(some.numel, dtype=dtype, device=state.device)
         for leaf in some.ranges:
             x = value.get(leaf.path)
             if not isinstance(x, Tensor) or x.numel() != leaf.count:
                 raise _bad_init(one, _seen(place, leaf.path, x, leaf.count))
-        new = {leaf.path: _cast(value[leaf.path], dtype) for leaf in some.ranges}
-        given = {leaf.path: None for leaf in some.ranges}
-        flats.append(_stored(state, as_flats([some], [flat], given, new)[0]))  # type: ignore[arg-type]
+        dtype = _dtype_of(form, [value[leaf.path] for leaf in some.ranges])
+        flat = torch.zeros(some.numel, dtype=dtype, device=state.device)
+        new = {leaf.path: _cast(one, place, leaf, value[leaf.path], dtype) for leaf in some.ranges}
+        given: dict[str, Any] = {leaf.path: None for leaf in some.ranges}
+        flats.append(_stored(state, as_flats([some], [flat], given, new)[0]))
     extra = set(value) - {leaf.path for some in ranges for leaf in some.ranges}
     if extra:
         raise _bad_init(one, f"made {place}[{min(extra)!r}], and no such leaf learns")
@@ -152,9 +153,15 @@ def _slot(state: TrainState, one: Points, name: str, form: Form, value: Any) -> 
 def _filled(
     ranges: Sequence[FlatRanges], value: float | Tensor, device: torch.device
 ) -> dict[str, Tensor]:
-    """Return pieces of which every element is one number."""
-    number = torch.as_tensor(value, device=device)
-    return {leaf.path: number.expand(leaf.count) for some in ranges for leaf in some.ranges}
+    """Return pieces of which every element is one number: a Python one, in the leaf's dtype."""
+
+    def of(leaf: Range) -> Tensor:
+        dtype = None if isinstance(value, Tensor) else leaf.leaf.dtype
+        floats = dtype is None or dtype.is_floating_point or dtype.is_complex
+        number = torch.as_tensor(value, device=device, dtype=dtype if floats else None)
+        return number.expand(leaf.count)
+
+    return {leaf.path: of(leaf) for some in ranges for leaf in some.ranges}
 
 
 def _named(state: TrainState, one: Points, place: str, value: Any) -> dict[str, Tensor]:
@@ -163,7 +170,7 @@ def _named(state: TrainState, one: Points, place: str, value: Any) -> dict[str, 
     for key, x in value.items():
         if not isinstance(x, Tensor):
             raise _bad_init(one, f"made a {type(x).__name__} for {place}[{key!r}]")
-    made = {key: _stored(state, x.detach().clone()) for key, x in value.items()}
+    made = {key: _stored(state, _apart(x).clone()) for key, x in value.items()}
     if one.needs == "matrix":  # every rank knows every name
         for path in owned_paths(state.setup):
             made.setdefault(path, torch.zeros(0, device=state.device))
@@ -175,20 +182,29 @@ def _seen(place: str, path: str, x: Any, numel: int) -> str:
     return f"made {seen} for {place}[{path!r}], of which this rank has {numel} elements"
 
 
-def _dtype_of(form: Form, pieces: Sequence[Any]) -> torch.dtype:
+def _dtype_of(form: Form, pieces: Sequence[Tensor]) -> torch.dtype:
     """Return the dtype in which one flat of a slot is kept: of the real view."""
-    found = next((x.dtype for x in pieces if isinstance(x, Tensor)), torch.float32)
-    if found.is_complex:
-        found = found.to_real()
     if form.dtype is not None:
-        return form.dtype
-    return torch.promote_types(found, torch.float32) if found.is_floating_point else found
+        return form.dtype.to_real() if form.dtype.is_complex else form.dtype
+    found = [x.dtype.to_real() if x.is_complex() else x.dtype for x in pieces]
+    dtype = reduce(torch.promote_types, found) if found else torch.float32
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    x = x.detach() if not x.requires_grad else x
-    wanted = dtype.to_complex() if x.is_complex() else dtype
-    return x.to(wanted, copy=True)
+def _cast(one: Points, place: str, leaf: Range, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a piece in the dtype of its flat: complex, if its leaf is."""
+    if not leaf.leaf.dtype.is_complex:
+        if x.is_complex():
+            raise _bad_init(one, f"made complex numbers for {place}[{leaf.path!r}], which is real")
+        return _apart(x).to(dtype, copy=True)
+    if dtype not in (torch.float32, torch.float64):
+        raise _bad_init(one, f"made {dtype} for {place}[{leaf.path!r}], which is complex")
+    return _apart(x).to(dtype.to_complex(), copy=True)
+
+
+def _apart(x: Tensor) -> Tensor:
+    """Return a value without its graph; inside of a torch.func transform it depends on params."""
+    return x if in_transform() or x.requires_grad else x.detach()
 
 
 def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Tensor:
@@ -197,7 +213,7 @@ def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -
         value = torch.tensor(value, dtype=kind)
     if not isinstance(value, Tensor):
         raise _bad_init(one, f"made a {type(value).__name__} for the number {one.name}/{name}")
-    return value.detach().to(state.device, form.dtype or value.dtype, copy=True)
+    return _apart(value).to(state.device, form.dtype or value.dtype, copy=True)
 
 
 def _stored(state: TrainState, flat: Tensor) -> Tensor:
@@ -266,7 +282,15 @@ def _with_value(state: TrainState, slot: Slot, before: Any, value: Any) -> Slot:
     return dataclasses.replace(slot, value=dataclasses.replace(slot.value, flats=kept))
 
 
+def without_gradients(state: TrainState) -> TrainState:
+    """Return the state without gradients, and without what belongs to them."""
+    return renewed(state.without_gradients(), "update")
+
+
 def renewed(state: TrainState, lifetime: str) -> TrainState:
-    """Return the state whose slots of this lifetime are as `init` makes them."""
+    """Return the state whose slots of this lifetime are as `init` makes them, or gone."""
     names = [name for name, slot in state.slots.items() if slot.form.lifetime == lifetime]
-    return begun_slots(state, names) if names else state
+    if not names:
+        return state
+    others = {name: slot for name, slot in state.slots.items() if name not in names}
+    return begun_slots(state.replace(slots=others), names)

@@ -83,6 +83,7 @@ def counted() -> Any:
 
 
 GLOBAL, HELD, DRAWN = [0], torch.zeros(()), np.random.default_rng(0)
+BITS = np.random.PCG64(0)
 NUMBERS, ENDLESS, ONES = itertools.count(), counted(), iter([1] * 10_000)
 
 
@@ -113,6 +114,7 @@ def from_data(x: Tensor) -> Tensor:
         lambda x: next(ENDLESS),
         lambda x: next(ONES),
         lambda x: 2 if DRAWN.random() > 1 else 1,
+        lambda x: 2 if BITS.random_raw() < 0 else 1,
         lambda x: 2 if random.random() > 1 else 1,
         lambda x: random.random(),
     ],

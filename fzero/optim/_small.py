@@ -23,6 +23,7 @@ from fzero.optim._silent import rule_step
 
 LARGE = 130  # some rules factor matrices of 128 and more only
 SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
+LATER = (1.0, 1.0, 1.0, 1.0)  # of more steps: some rules are plain ones in the first five
 _RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats, in 24ths
 
 Rule = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], list[float]]]
@@ -173,12 +174,15 @@ def is_elementwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bo
     numel = torch.Size(shape).numel()
     ranks = [[(a * numel // 24, b * numel // 24) for a, b in parts] for parts in _RANKS]
     alone = [[(0, (a, b)) for a, b in spans if a < b] for spans in ranks]
-    return _agrees(rule, device, shape, [parts for parts in alone if parts])
+    return _agrees(rule, device, shape, [parts for parts in alone if parts], (*SIZES, *LATER))
 
 
 def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
-    """Whether two small leaves are updated together as each of them is alone."""
-    return _agrees(rule, device, shape, [[(0, None)], [(1, None)]])
+    """Whether two small leaves are updated together as each of them is alone.
+
+    In few steps: matrices that are iterated in one batch round in another way than each alone.
+    """
+    return _agrees(rule, device, shape, [[(0, None)], [(1, None)]], SIZES)
 
 
 def sees_no_other(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
@@ -193,14 +197,21 @@ def sees_no_other(rule: Rule, device: torch.device, shape: Sequence[int]) -> boo
 
 
 def _agrees(
-    rule: Rule, device: torch.device, shape: Sequence[int], alone: Sequence[Sequence[_Part]]
+    rule: Rule,
+    device: torch.device,
+    shape: Sequence[int],
+    alone: Sequence[Sequence[_Part]],
+    sizes: Sequence[float],
 ) -> bool:
-    """Whether small leaves are updated together as in runs that have some parts of them each."""
+    """Whether small leaves are updated together as in runs that have some parts of them each.
+
+    sizes: of the gradients of each step.
+    """
     dtype, tolerance = (torch.float64, 1e-9) if device.type == "cpu" else (torch.float32, 1e-4)
     count = 1 + max(leaf for parts in alone for leaf, _ in parts)
     leaves, *steps = (
         [size * numbers_of(shape, count * k + i).to(device, dtype) for i in range(count)]
-        for k, size in enumerate((1.0, *SIZES))
+        for k, size in enumerate((1.0, *sizes))
     )
     # Some rules project where a gradient is orthogonal to its values, row by row (AdamP).
     steps[0] = [_turned(x) for x in leaves]

@@ -1,0 +1,332 @@
+"""A driver of one rank of law 14: it sends the events of passes, blocks, windows and updates."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from fzero.state import schedule
+from fzero.state.effects import Effect
+from fzero.state.pass_state import BACKWARD, FORWARD
+from fzero.state.protocol import SYNC as USERS
+from fzero.state.protocol import (
+    Adopt,
+    Announcement,
+    Begin,
+    Call,
+    Changed,
+    EndForward,
+    Enter,
+    Failed,
+    Finish,
+    FinishForward,
+    FirstGradient,
+    GiveUp,
+    Hold,
+    Join,
+    Leave,
+    LetGo,
+    Raised,
+    Ready,
+    Settle,
+    SyncPoint,
+    Use,
+    WindowEnded,
+)
+from tests.state.rank import Rank, Value
+from tests.state.world import AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, World
+
+MOST = 4
+"""Units of a model that are here at once, where one is gathered early: of a plan the one in use and
+the next one; where a rank asks at a sync point, the one that it asked for and the one before it."""
+
+
+class Driver(Rank):
+    """A rank whose driver sends events: an engine, or calls of `grad_and_reduce`."""
+
+    def __init__(self, world: World, number: int) -> None:
+        super().__init__(world, number)
+        count = len(world.units)
+        # Of each model: of its passes, and of its evaluations.
+        self.schedules = [[schedule.Schedule(), schedule.Schedule()] for _ in range(count)]
+        self.evaluates: set[int] = set()
+        self.pending: list[dict[int, set[str]]] = [{} for _ in range(count)]  # of an open window
+        self.carried: list[dict[int, Value]] = [{} for _ in range(count)]  # by a window
+        self.taken: list[list[Counter[str]] | None] = []  # by an update; None after a failure
+        self.errors: list[BaseException | None] = [None]  # that ended a step
+        self.alone = [False]  # whether an error in it concerned no other rank
+        self.asked: list[int] = []  # rounds with a question, before each update
+        self.brought: list[list[Counter[str]]] = [[Counter() for _ in range(count)]]
+        self.complete: set[tuple[int, int]] = set()
+        self.passes = [0] * count
+        self.windows: set[int] = set()  # models with an open one
+        self.blocks: list[tuple[int, tuple[int, ...]]] = []
+        self.named = 0  # gradients that autograd has made
+
+    # A pass.
+
+    def begin(self, model: int, phase: int, *, exact: bool = False) -> Steps:
+        """Begin a phase, as a Pass does."""
+        if self.world.functional[model] and phase == FORWARD:
+            self._join_again(model)
+        units, place = self.world.units[model], (self.passes[model], phase)
+        in_window = model in self.windows
+        program = schedule.backwards(len(units.numels))
+        if units.gathers:
+            program = schedule.expected(self.schedules[model][model in self.evaluates], *place)
+        text = f"model {model}, {'in a window' if in_window else 'at once'}"
+        said = Announcement(text=text, place=place, program=program, served=self.world.served)
+        silent = phase == BACKWARD and not units.gathers and self.world.served  # an engine
+        if phase == BACKWARD and not silent:
+            self._reduce_waiting(model)
+        event = Begin(
+            model,
+            said,
+            sums=not in_window,
+            stays=in_window and self.world.stays,
+            rounds=not exact,
+            silent=silent,
+        )
+        yield from self.send(event)
+
+    def _reduce_waiting(self, model: int) -> None:
+        """Gradients of a window that was closed are reduced with those that come."""
+        if model in self.windows:
+            return
+        for unit, names in self.pending[model].items():
+            self.gradients.setdefault((model, unit), set()).update(names)
+            self.brought[-1][model].update(names)
+        self.pending[model] = {}
+
+    def _join_again(self, model: int) -> None:
+        """Each call has a record of its own; a window carries what it has gathered."""
+        for kind in (Leave(model), Join(model, self.world.units[model])):
+            self._at_once(kind)
+        for values in (self.here, self.flights):
+            for place in [place for place in values if place[0] == model]:
+                del values[place]
+        carried = self.carried[model] if self.world.units[model].gathers else {}
+        self.here |= {(model, unit): value for unit, value in carried.items()}
+        self._at_once(Adopt(model, tuple(sorted(carried))))
+
+    def _at_once(self, event: Join | Leave | Adopt) -> None:
+        todo: list[Effect] = [*self._effects(event)]
+        if todo:
+            raise Fault("an event ends", f"{event} asks for {todo}")
+
+    def use(self, model: int, unit: int) -> Steps:
+        """Read a unit."""
+        if not self.world.units[model].gathers:
+            return
+        yield from self.send(Use(model, unit))
+        self.require_values(model, [unit])
+        self.require_room(model)
+
+    def require_values(self, model: int, units: Iterable[int]) -> None:
+        """What is read is here, of this update, and exact where it must be."""
+        exact = not self.protocol.models[model].rounds
+        for unit in units:
+            value = self.here.get((model, unit))
+            if value is None:
+                raise Fault("what is wanted is here", f"rank {self.number} reads unit {unit}")
+            if value.version != self.version:
+                raise Fault("nothing stale is read", f"rank {self.number} reads {unit}: {value}")
+            if exact and not value.exact:
+                raise Fault("nothing rounded is read", f"rank {self.number} reads {unit}: {value}")
+
+    def require_room(self, model: int) -> None:
+        """Without `keeps` there are few units here at once."""
+        record = self.protocol.models[model]
+        if record.units.limits.keeps:
+            return
+        loose = [u for m, u in [*self.here, *self.flights] if m == model]
+        loose = [u for u in loose if u not in record.residency.pinned]
+        if len(loose) > MOST + max(0, record.units.limits.prefetch_numel - 1):
+            raise Fault("memory", f"rank {self.number} holds units {loose}")
+
+    def sync(self) -> Steps:
+        """A collective of the user's: all ranks hear what each says of it."""
+        met = False
+        for number in self.protocol.running:
+            yield from self.send(SyncPoint(number, (self.number,)))
+            met = met or self.world.units[number].gathers
+        if not met:
+            yield from self.send(Call(USERS, (self.number,)))
+        if self.protocol.heard != tuple((rank,) for rank in range(self.world.size)):
+            raise Fault("all are heard", f"rank {self.number} hears {self.protocol.heard}")
+
+    def end_forward(self, model: int) -> Steps:
+        """The end of a forward that a backward may follow."""
+        yield from self.send(EndForward(model))
+
+    def gradient(self, model: int, unit: int, *, complete: bool) -> Steps:
+        """Autograd makes a gradient of a unit: the last one if it is `complete`."""
+        if self.protocol.models[model].phase.silent:
+            self._reduce_waiting(model)
+            yield from self.send(FirstGradient(model))
+        name = f"{self.number}.{self.named}"
+        self.named += 1
+        if model in self.windows:
+            self.pending[model].setdefault(unit, set()).add(name)
+            return
+        self.gradients.setdefault((model, unit), set()).add(name)
+        self.brought[-1][model][name] += 1
+        if complete:
+            self.complete.add((model, unit))
+            answered = self.protocol.open != model or self._all_posted()
+            yield from self.send(Ready(model, unit, answered))
+
+    def finish(self, model: int) -> Steps:
+        """The end of a backward."""
+        left = sorted(unit for m, unit in self.gradients if m == model)
+        complete = tuple((unit, (model, unit) in self.complete) for unit in left)
+        self.complete = {key for key in self.complete if key[0] != model}
+        yield from self.send(Finish(model, complete))
+        yield from self._after_pass(model)
+
+    def finish_forward(self, model: int) -> Steps:
+        """The end of a forward that no backward follows."""
+        yield from self.send(FinishForward(model))
+        yield from self._after_pass(model, counts=False)
+
+    def _after_pass(self, model: int, *, counts: bool = True) -> Steps:
+        learned = self.protocol.models[model].course.learned
+        for (index, phase), program in learned.items():
+            known = self.schedules[model]
+            which = model in self.evaluates
+            known[which] = schedule.with_program(known[which], index, phase, program)
+        if counts:
+            self.receive(model)
+            self.passes[model] += 1
+        carries = self.world.functional[model] and self.world.stays
+        if carries and counts and model in self.windows:
+            yield from self.send(Settle(model))
+            pinned = self.protocol.models[model].residency.pinned
+            units = sorted(pinned) if self.world.units[model].gathers else []
+            self.carried[model] = {unit: self.here[model, unit] for unit in units}
+        self._require_freed(model)
+
+    def _require_freed(self, model: int) -> None:
+        """Between passes there is what is persistent, what blocks hold, and what a window keeps."""
+        kept = set(self.world.units[model].persistent)
+        kept |= {unit for number, units in self.blocks if number == model for unit in units}
+        if model in self.windows and self.world.stays:
+            return
+        here = {unit for number, unit in self.here if number == model}
+        if not here <= kept and model not in self.protocol.running:
+            raise Fault("a pass frees", f"rank {self.number} keeps {here - kept} of model {model}")
+
+    # Between passes.
+
+    def open_block(self, model: int, units: Sequence[int]) -> Steps:
+        """Gather units and keep them, as `with gathered(...):` does."""
+        yield from self.send(Enter(model, tuple(units)))
+        resident = self.protocol.models[model].residency
+        missing = any(unit not in resident.gathered for unit in units)
+        yield from self.send(Call(f"gathered {model} {[*units]}", (int(missing),)))
+        missing = any(values[0] for values in self.protocol.heard)
+        yield from self.send(Hold(model, tuple(units), missing))
+        self.blocks.append((model, tuple(units)))
+        self.require_blocks()
+
+    def require_blocks(self) -> None:
+        """All that blocks hold is here, exactly."""
+        for model, units in self.blocks:
+            for unit in units:
+                value = self.here.get((model, unit))
+                if value is None or not value.exact:
+                    raise Fault("a block holds", f"rank {self.number} has {value} of {unit}")
+
+    def close_block(self) -> Steps:
+        """The end of a block."""
+        model, units = self.blocks.pop()
+        yield from self.send(LetGo(model, units))
+
+    def open_window(self, model: int) -> None:
+        """Gradients stay on this rank until it is closed."""
+        self.windows.add(model)
+
+    def close_window(self, model: int) -> Steps:
+        """The window ends: on all ranks at one place."""
+        self.windows.discard(model)
+        self.carried[model] = {}
+        if self.world.functional[model]:
+            return
+        yield from self.send(WindowEnded(model))
+        self._require_freed(model)
+
+    def call(self, text: str, *values: int) -> Steps:
+        """A call of all ranks; what was served of gradients is here afterwards."""
+        yield from self.send(Call(text, values))
+        heard = self.protocol.heard
+        if len(heard) != self.world.size or heard[self.number] != values:
+            raise Fault("all are heard", f"rank {self.number} hears {heard}")
+        return heard
+
+    def update(self) -> Steps:
+        """An update takes what was summed, and changes the parameters."""
+        self.version += 1
+        for model, units in enumerate(self.world.units):
+            self.carried[model] = {}
+            if units.gathers:
+                yield from self.send(Changed(model))
+                if any(number == model for number, _ in [*self.here, *self.flights]):
+                    raise Fault("nothing stale is read", f"rank {self.number} has {self.here}")
+        self._next_step(self.reduced)
+
+    def _next_step(self, taken: list[Counter[str]] | None) -> None:
+        self.taken.append(taken)
+        self.errors.append(None)
+        self.alone.append(False)
+        self.asked.append(self.asks)
+        self.asks = 0
+        self.reduced = [Counter() for _ in self.world.units]
+        self.brought.append([Counter() for _ in self.world.units])
+        self.passes = [0 for _ in self.world.units]
+
+    # Failures.
+
+    def fail(self, models: Iterable[int], error: BaseException) -> Steps:
+        """As a driver: keep in step, tell the others, forget the pass."""
+        astray = isinstance(error, PeersFailed | Dead | AllAstray)
+        models, self.breaks_in = list(models), -1
+        for (model, _), names in self.gradients.items():
+            if model in models:  # what no reduction has is dropped
+                self.brought[-1][model].subtract(names)
+                self.brought[-1][model] = +self.brought[-1][model]
+        if isinstance(error, OwnError):
+            crosses = any(self.protocol.models[model].phase.crosses for model in models)
+            error.crosses = error.crosses or crosses
+        for model in models:
+            with suppress(PeersFailed, Dead):
+                yield from self.send(Failed(model, astray))
+            yield from self.send(GiveUp(model))
+            self.complete = {key for key in self.complete if key[0] != model}
+            self._require_forgotten(model)
+
+    def _require_forgotten(self, model: int) -> None:
+        lasts = {key for key in [*self.here, *self.flights, *self.gradients] if key[0] == model}
+        if lasts:
+            raise Fault("a pass that is given up goes", f"rank {self.number} keeps {lasts}")
+
+    def raised(self) -> Steps:
+        """This rank raises before a call, and tells the others."""
+        yield from self.send(Raised())
+
+    def fails_alone(self) -> Steps:
+        """An error that concerns no other rank was caught: go on to the next call."""
+        self.alone[-1] = True
+        yield from self._close_windows()
+
+    def recover(self, error: BaseException) -> Steps:
+        """After an error: the user throws the gradients away, and goes on with the next step."""
+        self.errors[-1] = error
+        yield from self._close_windows()
+        self.gradients.clear()
+        self._next_step(None)
+
+    def _close_windows(self) -> Steps:
+        for model in sorted(self.windows):
+            yield from self.close_window(model)
+        self.pending = [{} for _ in self.world.units]

@@ -182,12 +182,9 @@ def _planned(
         reduction=compressed(axis, given),
         gathering=replace(given.gathering, persistent=_units_of(layout, small)),
         offload=as_offload(given.offload, stage, device),
-        transforms=transforms_apart(given.transforms, _options_there(given), _TAKEN),
+        transforms=transforms_apart(given.transforms, _options_there(given)),
     )
     return _checked(setup)
-
-
-_TAKEN = frozenset(one.name for one in BUILTINS if one.slots)
 
 
 def _options_there(given: SharedOptions) -> list[str]:

@@ -279,22 +279,13 @@ def _require_together(record: Points) -> None:
         )
 
 
-def transforms_apart(
-    transforms: Sequence[Any], beside: Sequence[str] = (), taken: Collection[str] = ()
-) -> tuple[Points, ...]:
+def transforms_apart(transforms: Sequence[Any], beside: Sequence[str] = ()) -> tuple[Points, ...]:
     """Return the transforms of a state; raise `LayoutError` for two of one name.
 
-    beside: the names of fzero's own transforms and options that the state has. taken: names under
-    which fzero keeps slots.
+    beside: the names of fzero's own transforms and options that the state has.
     """
     seen = set[str]()
     for one in transforms:
-        if getattr(one, "name", None) in taken:
-            raise LayoutError(
-                f"transforms: the name {one.name!r} is taken.",
-                cause="fzero keeps slots of its own under that name.",
-                fix="give another one: fzero.transform(name=...).",
-            )
         require("transforms", one, lambda x: isinstance(x, Points), "what fzero.transform returns")
         if one.name in seen:
             raise LayoutError(

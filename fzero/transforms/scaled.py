@@ -158,7 +158,7 @@ def _decides(running: Running, means: Buffers) -> None:
     held = running.old.scale
     assert held is not None
     found = found_inf(running.old, means, held)
-    running.state = _scaled_by(running.state, scale.after_update(held, found))
+    running.put(_scaled_by(running.state, scale.after_update(held, found)))
     running.leave_out(found, overflows=True)
 
 

@@ -68,7 +68,7 @@ class Stepping:
             return self._advance(gradients)
         running, state = self._running, self._state
         before = self._shards, self._optimizer
-        running.state = running.state.replace(params=state.params, optimizer=state.optimizer)
+        running.put(running.state.replace(params=state.params, optimizer=state.optimizer))
         if keeps_before(state.setup):
             running.before = stepped_by_path(state)[1]
 

@@ -105,7 +105,7 @@ def update(
     def all_of_it() -> tuple[TrainState, Tensor | None]:
         if begin is not None:
             running.old = begin()
-            running.state = running.old.replace(slots=running.state.slots)
+            running.put(running.old.replace(slots=running.state.slots))
         new, norm = _updated(running, unused)
         if end is not None:
             end(new)

@@ -100,7 +100,7 @@ def _on_pieces(running: Running, one: Points, point: str, held: Buffers) -> Buff
     pieces, slots = by_path(ranges, here), given(state, one)
     ctx = running.context(one, point, parts_of(ranges))
     slots_after, new = _called(running, one, point, slots, pieces, ctx)
-    running.state = put(running.state, one, slots, slots_after)
+    running.put(put(running.state, one, slots, slots_after))
     made = as_flats(ranges, here, pieces, new)
     home = None if running.general else state.setup.offload.gradients
     if point != "reduced":
@@ -199,7 +199,7 @@ def _around(
             after = _same(own[0], slots, after)
             _check.require_like(one, "update", "slots", slots, after)
             _check.require_like(one, "update", "params", old, new)
-        running.state = put(running.state, one, slots, after)
+        running.put(put(running.state, one, slots, after))
         if first:
             _check.require_equal(running.state, one, "update", new)
             _check.passed(state, one, "update")
@@ -264,7 +264,7 @@ def _on_owners(
     on_owners(state.setup, [list(flats)], compute, outs)
     if first:
         _check.passed(state, one, point)
-    running.state = put(running.state, one, slots, _of_owners(state.setup, after))
+    running.put(put(running.state, one, slots, _of_owners(state.setup, after)))
     return tuple(outs)
 
 

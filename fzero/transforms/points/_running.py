@@ -65,6 +65,10 @@ class Running:
     before: Pieces | None = None  # the parameters before it, for transforms that read them
     by_rule: bool = False  # the rule leaves an overflow out by itself
 
+    def put(self, state: TrainState) -> None:
+        """Go on with another record of the state."""
+        self.state = state
+
     def leave_out(self, flag: bool | Tensor, *, overflows: bool = False, says: str = "") -> None:
         """Make no update if `flag` is true; the slots stay as they are now."""
         known = flag if isinstance(flag, bool) else None

@@ -200,8 +200,8 @@ for _room, _module in (
 ):
     sys.modules[f"fzero.{_module}"] = importlib.import_module(f"fzero.{_room}.{_module}")
 for _module in ("certify", "compile", "diff", "doctor", "plan", "plot", "prove", "trace"):
-    sys.modules[f"fzero.{_module}"] = later.Alias(f"fzero.{_module}", f"fzero.tools.{_module}")
-sys.modules["fzero.adapter.deepspeed"] = later.Alias(
+    sys.modules[f"fzero.{_module}"] = later.SecondName(f"fzero.{_module}", f"fzero.tools.{_module}")
+sys.modules["fzero.adapter.deepspeed"] = later.SecondName(
     "fzero.adapter.deepspeed", "fzero.integrations.deepspeed"
 )
 

@@ -225,7 +225,7 @@ def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> Loa
         require_options(engine.optimizer, saved.module["options"])
     frozen = not leaves_out(saved)
     rooms = [
-        room_for(one, saved, rank, frozen=frozen)
+        room_for(one.without_gradients(), saved, rank, frozen=frozen)
         for one, rank in zip(held.states, held.ranks, strict=True)
     ]
     warn_of(rooms, saved, where, "load")

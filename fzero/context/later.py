@@ -45,14 +45,14 @@ def importer(
     return get
 
 
-class Alias(ModuleType):
+class SecondName(ModuleType):
     """A module under a second name, imported when something is read from it.
 
     It is an entry of `sys.modules` and no attribute of its package, which may have a function of
     that name: `fzero.plan` is a function, and `from fzero.plan import Plan` works.
 
     Example:
-        >>> sys.modules["fzero.pictures"] = Alias("fzero.pictures", "fzero.tools.plot")
+        >>> sys.modules["fzero.pictures"] = SecondName("fzero.pictures", "fzero.tools.plot")
         >>> from fzero.pictures import partition_map
         >>> sys.modules.pop("fzero.pictures").__name__
         'fzero.tools.plot'

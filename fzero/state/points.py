@@ -100,10 +100,11 @@ class Builtin:
     Attributes:
         name: of the transform or option.
         options: of it, for ranks to compare.
+        slots: {slot: form} as pairs: "<name>/<slot>" in a state.
         acts: state -> whether the state has it.
         begins: state -> state, before a loss of it is made, and before an update.
         gathered: (states, pass) -> what is shown each group that a pass gathers, or None.
-        calls: states -> what it does in their backwards: a `CallPart`, or None.
+        calls: (states, reducer) -> what it does in their backwards: a `CallPart`, or None.
         decides: (running, means): an update begins: skip it, change slots.
         units: (running, ready) -> ready, in the units of the mean gradient.
         reduced: (self, running, ready) -> ready, in its place among those of users.
@@ -114,6 +115,7 @@ class Builtin:
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
+    slots: tuple[tuple[str, Form], ...] = ()
     excludes: tuple[Excludes, ...] = field(default=(), compare=False)
     acts: Function | None = field(default=None, compare=False)
     begins: Function | None = field(default=None, compare=False)

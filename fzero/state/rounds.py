@@ -100,6 +100,12 @@ def as_asked(code: int) -> Asked:
     return Asked(model, What(what), unit)
 
 
+def asking(model: int, what: What, units: Sequence[int]) -> Message:
+    """Return the message that asks for the first of these units, as many as it has room for."""
+    codes = tuple(as_code(Asked(model, what, unit)) for unit in units[:CODES])
+    return Message(MessageKind.ASK, codes=codes)
+
+
 class Round:
     """What all ranks said in one round: a row of numbers from each, in rank order.
 

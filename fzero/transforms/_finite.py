@@ -53,7 +53,7 @@ class FiniteCheck(CallPart):
         self._found: list[NonFinite | None] = []
 
     @classmethod
-    def of(cls, states: Sequence[TrainState]) -> FiniteCheck | None:
+    def of(cls, states: Sequence[TrainState], reducer: Any = None) -> FiniteCheck | None:
         """Return the check of some states; None if no policy is to look at anything."""
         policies = [state.setup.policy for state in states]
         return cls(states) if any(one.check_finite or one.observer for one in policies) else None

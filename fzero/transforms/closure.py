@@ -8,7 +8,7 @@ graph. And a step whose functions name no update makes none.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from types import CodeType, FunctionType, MemberDescriptorType, MethodType, ModuleType
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.state.points import Points
 from fzero.transforms.pipeline import Step
 
 MOST = 64
@@ -42,7 +43,7 @@ class _Held:
     __hash__ = None  # type: ignore[assignment]
 
 
-def values_read(step: Callable[..., Any]) -> list[Any]:
+def values_read(step: Callable[..., Any], transforms: Sequence[Any] = ()) -> list[Any]:
     """Return the numbers, strings and tensors that a step reads, in one order.
 
     Those in the cells, defaults and globals that the code of its functions names; in attributes of
@@ -50,13 +51,16 @@ def values_read(step: Callable[..., Any]) -> list[Any]:
     nn.Module, its numbers and flags and those of its submodules. All of it through functions,
     partials, methods and transforms of fzero.
 
+    transforms: of the states that the step is given.
+
     Example:
         >>> def make(rate):
         ...     return lambda state, x: (state, x * rate)
         >>> values_read(make(0.5))
         [0.5]
     """
-    return [x for x in _reached(step) if type(x) is not FunctionType]
+    found = _reached(step) + [x for one in transforms for x in _reached(one)]
+    return [x for x in found if type(x) is not FunctionType]
 
 
 def reaches(step: Callable[..., Any], fn: Callable[..., Any]) -> bool:
@@ -73,7 +77,7 @@ def reaches(step: Callable[..., Any], fn: Callable[..., Any]) -> bool:
     return any(x is fn for x in found) or any(fn.__name__ in _names(x.__code__) for x in mine)
 
 
-def _reached(step: Callable[..., Any]) -> list[Any]:
+def _reached(step: Any) -> list[Any]:
     """Return the functions that a step reaches, and the values that it reads."""
     found: list[Any] = []
     _look(step, frozenset(), {}, found)
@@ -108,7 +112,9 @@ def _parts(x: Any, names: frozenset[str]) -> Iterator[Any]:
     if isinstance(x, FunctionType):
         yield from _of_function(x, names)
     elif isinstance(x, Step):
-        yield x.inner
+        yield from (x.inner, *x.init_options.get("transforms", ()))
+    elif isinstance(x, Points):
+        yield from (getattr(x, point) for point in x.at)
     elif isinstance(x, functools.partial):
         yield from (x.func, *x.args, *x.keywords.values())
     elif isinstance(x, MethodType):

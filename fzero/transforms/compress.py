@@ -133,21 +133,18 @@ def _require_made_for(state: TrainState, record: Compress) -> None:
 class _Encoding(CallPart):
     """What encoding has lost of gradients goes from the states to their next backward, and back."""
 
-    def __init__(self, states: Sequence[TrainState]) -> None:
-        self._states = states
-
-    def attached(self, reducer: Any) -> None:
-        """Let its encoders read what the states have lost so far."""
+    def __init__(self, states: Sequence[TrainState], reducer: Any) -> None:
         self._reducer = reducer
-        lend_residuals(reducer, self._states)
+        lend_residuals(reducer, states)
 
     def reduced(self, number: int, state: TrainState) -> TrainState:
         """Return the state with what reductions have lost."""
         return with_lost(state, self._reducer.encoder(number))
 
 
-def _encodings(states: Sequence[TrainState]) -> _Encoding | None:
-    return _Encoding(states) if any(one.setup.encodes_gradients for one in states) else None
+def _encodings(states: Sequence[TrainState], reducer: Any) -> _Encoding | None:
+    encodes = any(one.setup.encodes_gradients for one in states)
+    return _Encoding(states, reducer) if encodes else None
 
 
 def _two_wires(options: Any) -> str:

@@ -199,7 +199,7 @@ def numbers_of(state: TrainState) -> dict[str, Any]:
 
 
 def numbered(state: TrainState, numbers: Mapping[str, Any]) -> TrainState:
-    """Return an idle state with the saved numbers, and what `state` keeps for the run."""
+    """Return a state with the saved numbers, without gradients, and with what `state` keeps."""
     counters = dict(numbers["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     unstepped = numbers.get(UNSTEPPED, ())

@@ -179,6 +179,7 @@ def _units(running: Running, ready: Prepared) -> Prepared:
 
 SCALE = Builtin(
     name="scale_loss",
+    slots=(("scale", scale.FORM),),
     acts=lambda state: scale.SLOT in state.slots,
     begins=with_value,
     decides=_decides,

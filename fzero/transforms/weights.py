@@ -121,7 +121,7 @@ def times_weight(gradient: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor
 class _Weighing(CallPart):
     """Makes w g of the gradients of a backward that has a weight, and counts w."""
 
-    def __init__(self, states: Sequence[TrainState]) -> None:
+    def __init__(self, states: Sequence[TrainState], reducer: Any) -> None:
         self._weight: Weight | None = None
 
     def begins(self, number: int, state: TrainState, weight: Weight | None) -> TrainState:
@@ -336,6 +336,7 @@ _EXCLUDES = (
 
 WEIGHTS = Builtin(
     name="weights",
+    slots=(("total", FORM),),
     acts=lambda state: state.setup.reduction.weighted,
     calls=_Weighing,
     decides=_decides,

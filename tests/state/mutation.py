@@ -291,15 +291,14 @@ def main(argv: Sequence[str]) -> None:
     every = [mutant for module in chosen for mutant in mutants(module)]
     some, checks, begin = every[args.first :: args.every], all_checks(), time.monotonic()
     survivors = 0
-    for mutant in some:
+    for number, mutant in enumerate(some, 1):
         if not caught(mutant, checks):
             survivors += 1
             print(mutant, flush=True)
-    ratio = 1 - survivors / max(1, len(some))
-    seconds = time.monotonic() - begin
-    print(
-        f"{len(some)} mutants of {len(every)}, {survivors} not caught: {ratio:.1%}, {seconds:.0f} s"
-    )
+        if number % 10 == 0 or number == len(some):
+            ratio, seconds = 1 - survivors / number, time.monotonic() - begin
+            seen = f"{number} mutants of {len(every)}, {survivors} not caught"
+            print(f"{seen}: {ratio:.1%}, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -279,7 +279,7 @@ def test_all_laws_of_cases_that_shrink(case: Case) -> None:
 def test_so_it_is_where_a_message_has_room_for_one_collective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fzero.state.protocol._rounds.CODES", 1)
+    monkeypatch.setattr("fzero.state.rounds.CODES", 1)
     for number in range(CASES // 5):
         require(case_of(Random(number), served=True))
 

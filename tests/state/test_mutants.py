@@ -44,8 +44,8 @@ MUTANTS: dict[str, Edit] = {
     ),
     "a rank asks while another model's plan runs": Edit(
         "protocol._rounds",
-        "return p.then(tasks.EndOthers(t.model), tasks.AskNext(t)), ()",
-        "return p.then(tasks.AskNext(t)), ()",
+        "return p.then(tasks.EndOthers(t.model), tasks.AskNow(t.model, t.what, t.units)), ()",
+        "return p.then(tasks.AskNow(t.model, t.what, t.units)), ()",
         ("in step", 1),
     ),
     "a pass begins while another model's plan runs": Edit(

@@ -259,3 +259,9 @@ def test_a_function_that_raises_leaves_the_gradients_of_a_donating_step(
     fails = False
     state, _ = step(state, x)
     assert int(state.step) == 1
+
+
+@pytest.mark.parametrize("name", [one.name for one in BUILTINS if one.slots])
+def test_a_name_under_which_fzero_keeps_slots_is_taken(name: str) -> None:
+    with pytest.raises(LayoutError, match="taken"):
+        fzero.transform(name=name, reduced=lambda slots, grads, ctx: (slots, grads))

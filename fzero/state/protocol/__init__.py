@@ -161,7 +161,7 @@ _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
     tasks.Reach: _plan.reach,
     tasks.Obtain: _plan.obtain,
     tasks.Ask: _rounds.ask,
-    tasks.AskNext: _rounds.ask_next,
+    tasks.AskNow: _rounds.ask_now,
     tasks.AskLeft: _rounds.ask_left,
     tasks.Arrive: _plan.arrive,
     tasks.Meet: _plan.meet,
@@ -175,7 +175,7 @@ _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
 
 _ANSWERED: dict[type, Callable[[Protocol, Any, Any], Next]] = {
     tasks.Learn: _rounds.learned,
-    tasks.AskNext: _rounds.asked,
+    tasks.AskNow: _rounds.asked,
     tasks.SayDone: _rounds.heard_done,
     Call: _rounds.called,
     Raised: _rounds.heard_raised,

@@ -22,7 +22,7 @@ from fzero.state.effects import (
 from fzero.state.protocol import _tasks as tasks
 from fzero.state.protocol.events import Call, Raised
 from fzero.state.protocol.records import Awaiting, Next, Protocol
-from fzero.state.rounds import CODES, Asked, Message, MessageKind, Round, What, as_code
+from fzero.state.rounds import Asked, Message, MessageKind, Round, What, asking
 
 
 def _say(p: Protocol, message: Message, task: Any) -> Next:
@@ -98,23 +98,19 @@ def follow(p: Protocol, t: tasks.Follow) -> Next:
 
 def ask(p: Protocol, t: tasks.Ask) -> Next:
     """Ask, after the plans of other models have come to their ends."""
-    return p.then(tasks.EndOthers(t.model), tasks.AskNext(t)), ()
+    return p.then(tasks.EndOthers(t.model), tasks.AskNow(t.model, t.what, t.units)), ()
 
 
-def ask_next(p: Protocol, t: tasks.AskNext) -> Next:
+def ask_now(p: Protocol, t: tasks.AskNow) -> Next:
     """Ask for as many collectives as one message has room for."""
-    model, what, units = t.ask.model, t.ask.what, t.ask.units[t.at : t.at + CODES]
-    codes = tuple(as_code(Asked(model, what, unit)) for unit in units)
-    return _say(p, Message(MessageKind.ASK, codes=codes), t)
+    return _say(p, asking(t.model, t.what, t.units), t)
 
 
-def asked(p: Protocol, t: tasks.AskNext, said: Round) -> Next:
-    """Take part in what any rank asked for in this round."""
-    mine = frozenset(Asked(t.ask.model, t.ask.what, unit) for unit in t.ask.units)
-    p, effects = serve(p, said, mine)
-    if t.at + CODES < len(t.ask.units):
-        p = p.then(tasks.AskNext(t.ask, t.at + CODES))
-    return p, effects
+def asked(p: Protocol, t: tasks.AskNow, said: Round) -> Next:
+    """Take part in what any rank asked for in this round; ask for what is left."""
+    p, effects = serve(p, said, frozenset(Asked(t.model, t.what, unit) for unit in t.units))
+    rest = t.units[len(asking(t.model, t.what, t.units).codes or ()) :]
+    return p.then(*[tasks.AskNow(t.model, t.what, rest)] * bool(rest)), effects
 
 
 def ask_left(p: Protocol, t: tasks.AskLeft) -> Next:

@@ -98,11 +98,12 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class AskNext:
-    """Ask for as many of them as a message has room for, from the `at`-th one on."""
+class AskNow:
+    """Ask in the next round, and in those after it for what a message has no room for."""
 
-    ask: Ask
-    at: int = 0
+    model: int
+    what: What
+    units: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from fzero.tools.compile._run import (
 from fzero.transforms.closure import values_read
 from fzero.transforms.module_copy import Template, modes_asked
 from fzero.transforms.pipeline import P, R, Step, require_order
+from fzero.transforms.states import is_state
 
 
 def compile(
@@ -105,7 +106,7 @@ def compile(
         if is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
             return inner(*args, **kwargs)
         _require_real_ranks()
-        key = _key(arguments), values_read(inner)
+        key = _key(arguments), values_read(inner, _transforms_of(arguments))
         found = _known(graphs, key)
         if found is None and len(graphs) >= max_graphs:
             warnings.warn(_MANY.format(max_graphs), UserWarning, stacklevel=4)
@@ -132,6 +133,12 @@ def _known(graphs: list[_Graph], key: Any) -> Compiled | None:
     alike = ((modes, one) for known, modes, one in graphs if known == key)
     now = (one for modes, one in alike if all(x.modes() == before for x, before in modes))
     return next(now, None)
+
+
+def _transforms_of(arguments: Any) -> list[Any]:
+    """Return the transforms that the states among the arguments were made with."""
+    parts = optree.tree_leaves(arguments, is_leaf=is_state, namespace=NAMESPACE)
+    return [one for state in filter(is_state, parts) for one in state.setup.transforms]
 
 
 def _key(arguments: Any) -> Any:

@@ -59,6 +59,8 @@ def root_of(node: fx.Node) -> fx.Node:
         of: Any = one.args[0] if is_item(node) else one
         if not is_op(of) or not (of.target in SAME or getattr(of.target, "is_view", False)):
             return node
+        if not isinstance(of.args[0], fx.Node):  # a constant: lift_fresh_copy(2j)
+            return node
         node = of.args[0]
 
 

@@ -32,9 +32,6 @@ class CallPart:
     looks = False
     """Whether it is shown losses."""
 
-    def attached(self, reducer: Any) -> None:
-        """The reducer of these gradients was made."""
-
     def begins(self, number: int, state: TrainState, weight: Any) -> TrainState:
         """A backward begins, or a forward, in which one may run: return the state for it."""
         return state
@@ -93,12 +90,10 @@ class Calls:
     def __init__(
         self, states: Sequence[TrainState], builtins: Sequence[Builtin], reducer: Any
     ) -> None:
-        made = [one.calls(states) for one in reversed(builtins) if one.calls is not None]
+        made = [one.calls(states, reducer) for one in reversed(builtins) if one.calls is not None]
         self._parts: list[CallPart] = [part for part in made if part is not None]
         if any(transforms_of(state.setup, "local") for state in states):
             self._parts.insert(0, _ByPath(states))
-        for part in self._parts:
-            part.attached(reducer)
 
     @property
     def looks(self) -> bool:

@@ -7,16 +7,17 @@ ranks                values are equal where the form, or the placement, says so
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import optree
 from torch import Tensor
 
-from fzero.collectives import assert_same_everywhere
+from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.context.here import is_abstract
 from fzero.context.modes import in_transform, is_recorded
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import LayoutError, MismatchError, PhaseError
 from fzero.machine.packing import digest
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
 from fzero.state.points import Function, Points
@@ -27,6 +28,21 @@ def is_first(state: TrainState, one: Points, point: str) -> bool:
     if in_transform() or is_recorded(state.params.flats) or is_abstract():
         return False
     return _key(state.setup, point) not in one.checked
+
+
+@contextmanager
+def told(setup: Setup, what: str) -> Iterator[None]:
+    """Tell the other ranks of an error in a first call, for which they wait in its checks.
+
+    Not of one that ranks have from each other: a sum of `ctx` that not all of them make.
+    """
+    try:
+        yield
+    except MismatchError:
+        raise
+    except Exception:
+        with told_everywhere(setup.axis, what=what):
+            raise
 
 
 def passed(state: TrainState, one: Points, point: str) -> None:

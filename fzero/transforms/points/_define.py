@@ -156,6 +156,12 @@ def transform(
         >>> fzero.slots(state, "ema")
         {'mean': {'w': tensor([0.5000, 0.5000])}}
     """
+    if name in _TAKEN:
+        raise LayoutError(
+            f"transform: name={name!r} is taken.",
+            cause="the name of a transform of fzero's, or of what every state keeps.",
+            fix=f"give another one: name='my_{name}'.",
+        )
     functions: dict[str, Any] = {"init": init, "loss": loss, "local": local, "reduced": reduced}
     functions |= {"update": update, "updated": updated}
     is_name = isinstance(name, str) and name.isidentifier()
@@ -182,6 +188,13 @@ def transform(
     _require_together(record)
     return record
 
+
+_TAKEN = (
+    *("accumulate", "autocast", "check_finite", "clip", "coalesce", "compress", "evaluate"),
+    *("local", "offload", "remat", "scale_loss", "shard", "simulate", "weights"),
+    *("gradients", "masters", "optimizer", "outer", "params", "residual", "window"),
+)
+"""Names that would be read as those of fzero's own."""
 
 _ARGUMENTS = {
     "init": ("params", "ctx"),

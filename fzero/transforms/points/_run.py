@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.collectives import assert_same_everywhere, told_everywhere
+from fzero.collectives import assert_same_everywhere
 from fzero.errors import CallError, LayoutError
 from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
 from fzero.machine.offload import offloaded, to_device
@@ -119,7 +119,7 @@ def _called(
     function, state = _check.function_at(one, point), running.state
     if not _check.is_first(state, one, point):
         return _check.require_pair(one, point, function(slots, value, ctx))
-    with told_everywhere(state.setup.axis, what=f"{one.name}, `{point}`"):
+    with _check.told(state.setup, f"{one.name}, `{point}`"):
         copies, ctx = _check.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
         after, new = _check.require_pair(one, point, function(*copies, ctx))
         _check.require_unwritten(one, point, copies, ctx.shown)
@@ -192,7 +192,7 @@ def _around(
         own, function = (slots, pieces), _check.function_at(one, "update")
         if first:
             own, ctx = _check.copied(own), ctx.watched(what)
-        with told_everywhere(state.setup.axis, what=what) if first else nullcontext():
+        with _check.told(state.setup, what) if first else nullcontext():
             after, new = _check.require_pair(one, "update", function(*own, ctx, rule_by_path))
             if first:
                 _check.require_unwritten(one, "update", own, shown, ctx.shown)
@@ -229,7 +229,7 @@ def _on_owners(
 
     def checked(some: Any, own: Any, ctx: Context) -> Any:
         """The first call: owners have other leaves, so all are told of an error of one."""
-        with told_everywhere(state.setup.axis, what=what):
+        with _check.told(state.setup, what):
             copies = _check.copied((some, own))
             after, new = _check.require_pair(one, point, function(*copies, ctx.watched(what)))
             _check.require_unwritten(one, point, copies, ctx.shown)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.collectives import told_everywhere
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.machine.by_path import FlatRanges, Pieces, Range, as_flats, by_path, ranges_in
@@ -30,6 +29,7 @@ from fzero.transforms.points._check import (
     passed,
     require_equal,
     require_unwritten,
+    told,
 )
 from fzero.transforms.points._context import Context, parts_of, whole_parts
 from fzero.transforms.points._owned import owned_paths, owned_wholes
@@ -90,7 +90,7 @@ def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     function, first = function_at(one, "init"), is_first(state, one, "init")
     if not first:
         return _as_slots(state, one, function(params, ctx), whole=whole)
-    with told_everywhere(setup.axis, what=what):
+    with told(setup, what):
         copies = copied(params)
         values = function(copies, ctx.watched(what))
         require_unwritten(one, "init", copies, ctx.shown)

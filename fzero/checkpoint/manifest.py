@@ -46,6 +46,10 @@ class Manifest:
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
     kept: dict[str, Any] = field(default_factory=dict)  # what else is kept: its form, its dtypes
 
+    def as_json(self) -> dict[str, Any]:
+        """Return its fields; without `kept` where there is nothing, as before there were slots."""
+        return {key: value for key, value in asdict(self).items() if value or key != "kept"}
+
 
 def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
     """Return the facts of a state, the same for every stage and number of ranks but `origin`.
@@ -196,7 +200,7 @@ def write_manifest(manifest: Manifest, path: Path) -> None:
 
     It is written into its own data folder first, where no other writer writes.
     """
-    body = {"format": FORMAT, **asdict(manifest)}
+    body = {"format": FORMAT, **manifest.as_json()}
     put_sealed(path / MANIFEST, "checkpoint", body, through=path / manifest.data / MANIFEST)
 
 

@@ -15,7 +15,7 @@ class Base:
 
     __slots__ = ()
 
-    counts_by_leaf: ClassVar[bool] = False
+    counts_by_leaf: bool = False
     """Whether each leaf has counters of its own, which `counted` and `recounted` know."""
 
     @property

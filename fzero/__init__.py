@@ -43,6 +43,7 @@ from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.transforms import (
+    Context,
     accumulate,
     add_gradients,
     apply_gradients,
@@ -105,6 +106,7 @@ __all__ = [
     "Claim",
     "CollectiveLog",
     "Compress",
+    "Context",
     "Difference",
     "DonatedError",
     "DynamicScale",

@@ -23,6 +23,7 @@ from fzero.transforms.local import local as local
 from fzero.transforms.map_params import map_params as map_params
 from fzero.transforms.norm import global_norm as global_norm
 from fzero.transforms.offload import offload as offload
+from fzero.transforms.points import Context as Context
 from fzero.transforms.points import transform as transform
 from fzero.transforms.remat import remat as remat
 from fzero.transforms.replicas import check_replicas as check_replicas

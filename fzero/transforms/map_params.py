@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import optree
 import torch
@@ -28,6 +28,14 @@ from fzero.transforms.written import returned
 _FINER = (Placement.REPLICATED, Placement.SHARDED, Placement.OVER_ALL)
 
 
+@overload
+def map_params(fn: Callable[[Tensor], Tensor], state: TrainState) -> TrainState: ...
+@overload
+def map_params(
+    fn: Callable[[Tensor, Tensor], Tensor], state: TrainState, other: Any, /
+) -> TrainState: ...
+@overload
+def map_params(fn: Callable[..., Tensor], state: TrainState, *others: Any) -> TrainState: ...
 def map_params(fn: Callable[..., Tensor], state: TrainState, *others: Any) -> TrainState:
     """Return the state with p' = fn(p, *others of the same leaf) in the place of each p.
 

@@ -543,6 +543,14 @@ def test_law_7_an_engine_goes_on_where_a_function_raised(
     assert all(torch.equal(got[1]["mean"][k], want[1]["mean"][k]) for k in want[1]["mean"])
 
 
+def test_the_parameters_before_are_not_there_because_another_transform_reads_them() -> None:
+    """It had them as long as the other one was there."""
+    other = fzero.transform(name="other", updated=lambda s, p, ctx: (s, dict(p)), reads=("before",))
+    reader = after(lambda s, p, ctx: ctx.params, "updated")
+    with pytest.raises(CallError, match=r"ctx\.params: the parameters before the update"):
+        stepped(lambda step: reader(other(step)))
+
+
 # On real processes.
 
 

@@ -149,7 +149,8 @@ class Net(nn.Module):
         self.tied = self.b
 
     def forward(self, x: Tensor) -> Tensor:
-        return loss_fn(dict(self.named_parameters()), x) + 0 * self.unused.sum()
+        own = dict(self.named_parameters())
+        return loss_fn(own, x) + 0 * own["unused"].sum()
 
 
 def by_engine(
@@ -431,7 +432,7 @@ def test_a_compiled_step_sees_another_number_in_a_function() -> None:
     for step in (fzero.shard(made(step_fn), stage=0), fzero.shard(step_fn, stage=0)):
         rate = 1.0
         compiled = fzero.compile(step, backend="eager")
-        options = {} if step.names()[1:] else {"transforms": [made]}
+        options: dict[str, Any] = {} if step.names()[1:] else {"transforms": [made]}
         state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=0, **options)
         state, _ = compiled(state)
         rate = 4.0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fzero
 from fzero import LayoutError, Placement
+from fzero.adapter import Engine
 from fzero.transforms.points._normal import normal
 from tests.covering import covered
 from tests.ranks import run_ranks
@@ -21,7 +22,10 @@ from tests.transforms.page import MADE
 from tests.transforms.test_written_transforms import (
     LR,
     ROWS,
+    SIX,
+    Net,
     batches,
+    by_engine,
     close,
     full,
     kept_of,
@@ -30,6 +34,7 @@ from tests.transforms.test_written_transforms import (
     plain,
     run,
     sgd,
+    six,
     values,
     with_others,
 )
@@ -344,3 +349,67 @@ def test_processes_have_the_numbers_of_plain_torch() -> None:
             close(kept["ema"], ones[-1].kept)
             close(kept["outliers"], ones[0].kept)
             assert step == 5
+
+
+# In an engine.
+
+
+RULES: dict[str, Any] = {
+    "sgd": lambda params: torch.optim.SGD(params, 0.05),
+    "momentum": lambda params: torch.optim.SGD(params, 0.05, momentum=0.5),
+    "adamw": lambda params: torch.optim.AdamW(params, 0.01),
+    "adagrad": lambda params: torch.optim.Adagrad(params, 0.01),
+}
+
+
+@covered(rule=sorted(RULES), stage=range(4))
+def test_an_optimizer_has_the_state_that_it_has_without_a_transform(rule: str, stage: int) -> None:
+    """Where one acts behind the rule, that makes new tensors, which are written back."""
+
+    def ended(transforms: list[Any]) -> Any:
+        module = Net()
+        optimizer = RULES[rule]([*module.parameters()])
+        engine = Engine(module, optimizer, stage=stage, transforms=transforms)
+        for x in batches(3):
+            engine.backward(engine(x))
+            engine.step()
+        engine.close()
+        return module.state_dict(), optimizer.state_dict()["state"]
+
+    (want, kept), (got, mine) = ended([]), ended([page.names["ema"]])
+    assert all(torch.equal(got[k], p) for k, p in want.items())
+    assert kept.keys() == mine.keys()
+    for number, slots in kept.items():
+        same = {k: torch.as_tensor(x) for k, x in mine[number].items() if x is not None}
+        assert all(torch.equal(same[k], torch.as_tensor(x)) for k, x in slots.items() if k in same)
+        assert same.keys() == {k for k, x in slots.items() if x is not None}
+
+
+@pytest.mark.parametrize("home", [{"optimizer": "cpu"}, {"optimizer": "cpu", "gradients": "cpu"}])
+@pytest.mark.parametrize("stage", range(4))
+def test_an_engine_with_state_elsewhere_has_the_numbers_of_plain_torch(
+    stage: int, home: dict[str, Any]
+) -> None:
+    given = batches(6, wild=4)
+    got, kept, _ = by_engine(six(), 2, stage, given, offload=fzero.Offload(**home))
+    want, ones = plain(list(SIX), given)
+    close(got, want)
+    for kind, one in zip(SIX, ones, strict=True):
+        if one.kept is not None:
+            close(kept[kind], one.kept, kind)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_whole_matrices_are_those_of_plain_torch(stage: int) -> None:
+    class Spectral(page.Plain):
+        def reduced(self, step: int, grads: Any, params: Any) -> Any:
+            def of(g: Tensor) -> Tensor:
+                return g / torch.linalg.matrix_norm(g, 2).clamp(min=1.0) if g.ndim == 2 else g
+
+            return {k: of(g) if g.numel() else g for k, g in grads.items()}
+
+    given = [10 * x for x in batches(3)]
+    state = run([page.names["spectral"], page.names["ema"]], 2, stage, given)
+    ema = MADE["ema"][1]()
+    close(full(state, 2), page.trained([Spectral(), ema], values(), loss_fn, given, sgd))
+    close(kept_of(state, "ema", 2), ema.kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, overload
 
 import optree
 import torch
@@ -161,7 +161,11 @@ class Context:
         sums = [x.sum(dtype=_wide(x)) for x in leaves]
         return self._over_ranks("sum", _total(sums, self._device))
 
-    def norm(self, tree: Mapping[str, Tensor], by: By = "all") -> Any:
+    @overload
+    def norm(self, tree: Mapping[str, Tensor], by: Literal["all"] = "all") -> Tensor: ...
+    @overload
+    def norm(self, tree: Mapping[str, Tensor], by: Literal["leaf", "row"]) -> dict[str, Tensor]: ...
+    def norm(self, tree: Mapping[str, Tensor], by: By = "all") -> Tensor | dict[str, Tensor]:
         """The norm sqrt(sum |x|^2) over all pieces. A collective where ranks have parts.
 
         tree: {path: this rank's elements}. by: "all" for one number, [], on every rank alike;

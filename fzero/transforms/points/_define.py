@@ -6,15 +6,26 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import require
+from fzero.machine.by_path import Pieces
 from fzero.machine.encode import require_codec
 from fzero.state import Form, Placement, TrainState
 from fzero.state.codec import Codec, Compress
 from fzero.state.points import POINTS, Function, Needs, Points
-from fzero.transforms.pipeline import Step, returned_pair
+from fzero.transforms.pipeline import P, R, Step, returned_pair
 from fzero.transforms.pipeline import transform as put_around
+from fzero.transforms.points._context import Context
 from fzero.transforms.states import flatten_states, map_states
+
+Slots = dict[str, Any]
+"""{slot: pieces, a number, or named tensors}."""
+Returned = Mapping[str, Any]
+Made = Mapping[str, Tensor]
+OnPieces = Callable[[Slots, Pieces, Context], tuple[Returned, Made]]
+Rule = Callable[[Made], Pieces]
 
 
 class StepTransform(Points):
@@ -23,7 +34,7 @@ class StepTransform(Points):
     It also goes into `transforms=` of `fzero.init`, `fzero.shard` and `Engine`.
     """
 
-    def __call__(self, fn: Callable[..., Any], /) -> Step[..., Any]:
+    def __call__(self, fn: Callable[P, R], /) -> Step[P, R]:
         """Return the step `fn(state, *args) -> (state, aux)` with this transform around it."""
         record = self
 
@@ -85,13 +96,13 @@ def transform(
     *,
     name: str,
     slots: Mapping[str, Form] | None = None,
-    init: Function | None = None,
-    loss: Function | None = None,
-    local: Function | None = None,
+    init: Callable[[Pieces, Context], Mapping[str, Any]] | None = None,
+    loss: Callable[[Slots, Tensor, Context], Tensor] | None = None,
+    local: Callable[[Slots, Tensor, Context], tuple[Returned, Tensor]] | None = None,
     wire: Codec | None = None,
-    reduced: Function | None = None,
-    update: Function | None = None,
-    updated: Function | None = None,
+    reduced: OnPieces | None = None,
+    update: Callable[[Slots, Pieces, Context, Rule], tuple[Returned, Made]] | None = None,
+    updated: OnPieces | None = None,
     reads: Sequence[str] = (),
     needs: Needs = "element",
     excludes: Sequence[str] = (),
@@ -103,7 +114,9 @@ def transform(
     All functions are pure: they return new slots and values, and write to nothing. Values are this
     rank's parts of each leaf, {path: 1-D tensor}, so that elementwise code is right at every stage
     and on every number of ranks; `ctx` has sums and norms over all of them. A leaf of which a rank
-    has nothing is an empty tensor. At each point transforms act from the inside out.
+    has nothing is an empty tensor. At each point transforms act from the inside out. `ctx` is a
+    `fzero.Context`. One that raises leaves the state as it was: around the rule, and after it, new
+    tensors are made, and a donated state is written to when all functions have returned.
 
     Args:
         name: of the transform: how it shows in a pipeline, and before the names of its slots.
@@ -122,8 +135,7 @@ def transform(
             optimizer. Left out: rule.
         updated: (slots, params, ctx) -> (slots, params): once an update, of what the optimizer has
             stepped (masters, where there are any), before parameters are gathered or rounded.
-        reads: "before": `updated` may read `ctx.params`, the parameters before the update. One
-            more copy of this rank's part.
+        reads: "before": `updated` may read `ctx.params`, the parameters before the update.
         needs: "element"; or "matrix": `reduced` and `updated` get whole leaves in their shapes, on
             the rank that owns each, and slots are by leaf on its owner.
         excludes: names of transforms and options of fzero, or of other transforms, that it cannot
@@ -196,7 +208,7 @@ _TAKEN = (
 )
 """Names that would be read as those of fzero's own."""
 
-_ARGUMENTS = {
+_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "init": ("params", "ctx"),
     "loss": ("slots", "value", "ctx"),
     "local": ("slots", "g", "ctx"),

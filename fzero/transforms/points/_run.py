@@ -98,7 +98,7 @@ def _on_pieces(running: Running, one: Points, point: str, held: Buffers) -> Buff
     ranges = ranges_in(state.setup, held)
     here = [to_device(x, state.device) for x in held.flats]
     pieces, slots = by_path(ranges, here), given(state, one)
-    ctx = running.context(point, parts_of(ranges))
+    ctx = running.context(one, point, parts_of(ranges))
     slots_after, new = _called(running, one, point, slots, pieces, ctx)
     running.state = put(running.state, one, slots, slots_after)
     made = as_flats(ranges, here, pieces, new)
@@ -172,7 +172,7 @@ def _around(
 
         first = _check.is_first(state, one, "update")
         what = f"{one.name}, `update`"
-        ctx, shown = running.context("update", parts_of(ranges)), list[Pieces]()
+        ctx, shown = running.context(one, "update", parts_of(ranges)), list[Pieces]()
 
         def rule_by_path(grads: Pieces) -> Pieces:
             if stepped:
@@ -242,7 +242,7 @@ def _on_owners(
             name: {path: value[path] for path in own} if isinstance(value, dict) else value
             for name, value in after.items()
         }
-        ctx = running.context(point, parts, whole=True)
+        ctx = running.context(one, point, parts, whole=True)
         if first:
             new_slots, new = checked(some, own, ctx)
         else:

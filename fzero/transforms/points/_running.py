@@ -22,6 +22,7 @@ from torch import Tensor
 from fzero.machine.by_path import Pieces
 from fzero.state import NAMESPACE, Slot, TrainState
 from fzero.state.form import undone
+from fzero.state.points import Points
 from fzero.transforms.points._context import Context, LeafPart
 from fzero.transforms.points._slots import stepped_by_path
 from fzero.transforms.prepare import Prepared
@@ -100,14 +101,16 @@ class Running:
             replace(one, known=bool(one.flag)) if one.known is None else one for one in self.skips
         ]
 
-    def context(self, point: str, parts: Mapping[str, LeafPart], *, whole: bool = False) -> Context:
-        """Return what a function at a point may know."""
+    def context(
+        self, one: Points, point: str, parts: Mapping[str, LeafPart], *, whole: bool = False
+    ) -> Context:
+        """Return what a function of a transform at a point may know."""
         state = self.state
         setup = state.setup
         reads: Callable[[], Pieces] | None = None
         if point in ("reduced", "update"):
             reads = lambda: stepped_by_path(state)[1]  # noqa: E731
-        elif point == "updated" and self.before is not None:
+        elif self.before is not None and "before" in one.reads:
             kept = self.before
             reads = lambda: kept  # noqa: E731
         running = self if point == "reduced" else None

@@ -223,3 +223,30 @@ def test_a_block_that_raises_takes_its_weights_with_it(stage: int) -> None:
     ((alone(torch.ones(1, 3))[:, 0]) ** 2).mean().backward()
     for found in fzero.simulate(body, world_size=2)():
         assert all(torch.equal(one, alone.weight.grad) for one in found)
+
+
+class Nested(nn.Module):
+    """A module whose forward runs a backward, from its second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.nests = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.nests:
+            (self.w * x).sum().backward()
+        return (self.w * x).sum()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_backward_inside_of_a_forward_has_not_the_weight_of_an_earlier_step(stage: int) -> None:
+    module = Nested()
+    trained = Engine(module, torch.optim.SGD(module.parameters(), lr=1.0), stage=stage)
+    trained.backward(trained(torch.ones(3)), weight=4.0)
+    trained.step()
+    before = fzero.full_params(trained.state)["w"]
+    module.nests = True
+    trained.backward(trained(torch.ones(3)))
+    trained.step()
+    assert torch.equal(before - fzero.full_params(trained.state)["w"], torch.full((3,), 2.0))

@@ -73,8 +73,8 @@ def names_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield line, node.attr
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield line, node.name
-        elif isinstance(node, ast.arg) or (isinstance(node, ast.keyword) and node.arg):
-            yield line, node.arg
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield line, node.arg or ""
         elif isinstance(node, ast.ImportFrom):
             yield line, node.module or ""
             yield from ((line, alias.name) for alias in node.names)

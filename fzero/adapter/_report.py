@@ -82,13 +82,12 @@ def report(state: TrainState, running: Pass) -> MemoryReport:
 
 def _slots(state: TrainState, kind: str) -> list[Any]:
     """Return the tensors of slots that are counted under a kind."""
-    held: Any = [slot.value for slot in state.slots.values() if slot.form.kind == kind]
+    held: Any = [slot for slot in state.slots.values() if slot.form.kind == kind]
     return optree.tree_leaves(held, namespace=NAMESPACE)
 
 
 def _waiting(window: Window) -> list[Tensor]:
-    kinds = (window.pending, window.residual, window.residual_before)
-    return [flat for kind in kinds for flat in kind.flats]
+    return list(window.pending.flats)
 
 
 def _bytes(values: Iterable[Any]) -> dict[torch.dtype, int]:

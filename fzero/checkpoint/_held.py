@@ -10,7 +10,6 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._kept import is_owner
 from fzero.checkpoint.driven import Buffers, Driven, buffers_of, set_buffers
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import AxisError, LayoutError, PhaseError
@@ -21,7 +20,7 @@ from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.stacked import stack_ranks
-from fzero.transforms.kept import trains_apart
+from fzero.transforms.kept import is_owner, trains_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,11 +23,17 @@ from fzero.checkpoint._pieces import BLOCK_NUMEL, OwnShard, TensorPiece, blocks,
 from fzero.collectives.encoded import decoded_row
 from fzero.errors import CheckpointError, LayoutError
 from fzero.machine.by_path import leaf_paths
-from fzero.machine.owners import every_leaf_owned
 from fzero.machine.packing import part_of
 from fzero.state import Part, Placement, Setup, TrainState
 from fzero.state.entry import Entry
-from fzero.transforms.kept import PARAMS, bases_of, entries_of, shared_of, trains_apart
+from fzero.transforms.kept import (
+    PARAMS,
+    bases_of,
+    entries_of,
+    owning_ranks,
+    shared_of,
+    trains_apart,
+)
 
 _TEXT = re.compile(r"(torch\.\w+) \[([0-9, ]*)\]")
 
@@ -135,18 +141,6 @@ def writes(setup: Setup, entry: Entry, key: str, rank: int, *, shared: bool = Fa
 def is_copy(setup: Setup, rank: int) -> bool:
     """Whether a rank owns what one of the first replica owns, with equal values."""
     return rank >= owning_ranks(setup)
-
-
-def owning_ranks(setup: Setup) -> int:
-    """Return how many ranks own whole tensors: those that share the optimizer's state."""
-    return every_leaf_owned(setup).axis.size
-
-
-def is_owner(setup: Setup, key: str, rank: int) -> bool:
-    """Whether a rank owns a named tensor: that of a leaf that learns; of others the first rank."""
-    owners, paths = every_leaf_owned(setup), leaf_paths(setup.layout)
-    found = (one.owner for one in owners.leaves if paths[one.index] == key)
-    return next(found, 0) == owners.rank_of(rank)
 
 
 def held_part(

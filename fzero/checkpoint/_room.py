@@ -85,13 +85,14 @@ def room_for(
     *,
     frozen: bool = True,
     shared: bool = False,
+    live: bool = False,
     more: Sequence[Entry] = (),
 ) -> NewState:
     """Return a new state like one that is given, with the saved numbers, and room for the values.
 
     rank: of the mesh. shared: it reads all that it holds, and not only its own part of it.
     frozen: False: parameters that do not learn are not read, and are copies of the state's.
-    more: entries that it has beside those of `like`, of zeros.
+    live: it has what lives until the update, too: slots of `like`, and `more` entries of zeros.
     """
     setup, (replica, own), facts = like.setup, place_of(like, rank), saved.origin.get(APART)
     apart = trains_apart(like) and facts is not None
@@ -110,7 +111,10 @@ def room_for(
     if not frozen:
         for i in {*range(len(setup.layout.groups))} - {*setup.layout.trainable}:
             state.params.flats[i].copy_(like.params.flats[i])
-    state = with_entries(numbered(without_shared(state), numbers), more)
+    state = numbered(without_shared(state), numbers)
+    if live:  # its setup says what gradients are that it holds
+        state = state.replace(setup=setup, slots={**like.slots, **state.slots})
+        state = with_entries(state, more)
     for one in entries_of(state, own, live=True):  # as the state has them: they are filled there
         prefix = named[one.key][1] if one.key in named else ""
         if same and one.name == PARAMS:

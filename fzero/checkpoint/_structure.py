@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._held import Held
-from fzero.checkpoint._kept import Texts, form_in, is_owner, place_of
+from fzero.checkpoint._kept import Texts, form_in, place_of
 from fzero.checkpoint._replicas import facts_of_replicas, texts_here
 from fzero.checkpoint.manifest import Manifest, facts_of_state, kept_facts, note_texts
 from fzero.errors import LayoutError
@@ -29,7 +29,7 @@ from fzero.machine.offload import offloaded
 from fzero.optim import TorchOptimizer
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.entry import Entry, slot_with
-from fzero.transforms.kept import APART, entries_of
+from fzero.transforms.kept import APART, entries_of, follows_setup, is_owner
 from fzero.transforms.pattern import Pattern, pattern_of
 
 
@@ -89,7 +89,8 @@ def told_of(held: Held) -> KeptHere:
     for state, rank in zip(held.states, held.ranks, strict=True):
         own = place_of(state, rank)[1]
         found.kept.update(kept_facts(state, own, live=True))
-        found.slots.update({name: slot.form for name, slot in state.slots.items()})
+        slots = {k: slot for k, slot in state.slots.items() if not follows_setup(k)}
+        found.slots.update({name: slot.form for name, slot in slots.items()})
         every = entries_of(state, own, live=True)
         found.more.update({x.name: x.form for x in every if x.form.lifetime != "run"})
     return found

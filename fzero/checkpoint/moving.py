@@ -240,5 +240,5 @@ def _target(
         require_facts(blank, facts, _HERE, "reshard")
     own = place_of(blank, rank)[1]
     like, more = with_slots(structure, blank, own), more_of(structure, blank, own)
-    room = room_for(like, saved, rank, Tensor.zero_, shared=True, more=more)
+    room = room_for(like, saved, rank, Tensor.zero_, shared=True, live=True, more=more)
     return replace(room, state=with_way(room.state, way))

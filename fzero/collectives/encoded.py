@@ -74,7 +74,7 @@ def decoded_row(codec: Codec, row: Tensor, numel: int) -> Tensor:
         >>> from fzero.machine.codecs import int8
         >>> row = encoded(int8(), torch.tensor([[1.0, -0.5, 0.0]]))[0].reshape(-1)
         >>> decoded_row(int8(), row, 3)
-        tensor([ 1.0000, -0.5039,  0.0000])
+        tensor([ 1.0000, -0.4963,  0.0000])
     """
     form = encoded(codec, torch.empty((1, numel), device="meta"))[1]
     return decoded(codec, row.view(1, -1), form, torch.float32).reshape(-1)

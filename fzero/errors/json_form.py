@@ -15,15 +15,15 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DictForm:
     """The form of a dict."""
 
-    must: Mapping[str, Any] = field(default_factory=dict)  # what is in it
-    may: Mapping[str, Any] = field(default_factory=dict)  # what can be in it
+    must: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what is in it
+    may: Mapping[str, Any] = field(default_factory=dict[str, Any])  # what can be in it
     others: Any = None  # the form of all else in it; None: there is nothing else
     names: str = ".*"  # a pattern of the names of the others
 
@@ -36,7 +36,7 @@ def problems(value: Any, form: Any, place: str) -> Iterator[str]:
         >>> list(problems({"step": -1, "names": ["a", 7]}, form, "it"))
         ['it/step is -1', 'it/names/1 is 7']
     """
-    if isinstance(form, DictForm) and isinstance(value, dict):
+    if isinstance(form, DictForm) and _is_dict(value):
         known = {**form.must, **form.may}
         for name in form.must:
             if name not in value:
@@ -47,14 +47,26 @@ def problems(value: Any, form: Any, place: str) -> Iterator[str]:
                 yield from problems(one, known.get(name, form.others), f"{place}/{name}")
             else:
                 yield f"{place} has the name {name!r:.80}, which save does not write"
-    elif isinstance(form, list | tuple) and isinstance(value, list):
-        forms = form if isinstance(form, tuple) else form * len(value)
+    elif (_is_list(form) or _is_tuple(form)) and _is_list(value):
+        forms = form if _is_tuple(form) else [*form] * len(value)
         if len(forms) != len(value):
             yield f"{place} is {value!r:.80}"
         for place_in, (one, its) in enumerate(zip(value, forms, strict=False)):
             yield from problems(one, its, f"{place}/{place_in}")
     elif not callable(form) or not form(value):
         yield f"{place} is {value!r:.80}"
+
+
+def _is_dict(value: object) -> TypeGuard[dict[str, Any]]:
+    return isinstance(value, dict)  # of JSON: its names are texts
+
+
+def _is_list(value: object) -> TypeGuard[list[Any]]:
+    return isinstance(value, list)
+
+
+def _is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
+    return isinstance(value, tuple)
 
 
 def integer(low: int, high: int) -> Callable[[Any], bool]:
@@ -82,5 +94,10 @@ def natural(value: Any) -> bool:
     return integer(0, 2**63)(value)
 
 
-ANYTHING = DictForm(others=lambda _: True)
+def anything(_: Any) -> bool:
+    """Whether it is there."""
+    return True
+
+
+ANYTHING = DictForm(others=anything)
 TEXTS = DictForm(others=text)

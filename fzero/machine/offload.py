@@ -163,7 +163,10 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
             state.window, pending=window, outer=of(offload.optimizer)(state.window.outer)
         ),
         optimizer=of(offload.optimizer)(state.optimizer),
-        slots=of(offload.optimizer)(state.slots),
+        slots={
+            name: slot if slot.form.kind == "window" else of(offload.optimizer)(slot)
+            for name, slot in state.slots.items()
+        },
     )
 
 

@@ -1,14 +1,15 @@
 """What encoding has lost of gradients so far: the memories of a state, and the starts of factors.
 
-    window.residual.flats    one for each of `memories_of`: e of a group, on one of its ways;
-                             then one for each of `starts_of`: Q of the matrices of a group
+    slots["residual"]         e of each group, of gradients on their way to their sum
+    slots["residual/back"]    e of this rank's part of the sums, on their way back
+    slots["start"]            {leaf: where its factors start from, Q [n k]}
 
 A memory is a rank's own. A start is the same on all ranks, for it is made of sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -20,21 +21,20 @@ from fzero.machine.by_path import leaf_paths
 from fzero.machine.codecs import int8
 from fzero.machine.packing import without_padding
 from fzero.machine.powersgd import Matrix, matrices_of, powersgd
-from fzero.state import Buffers, Form, Part, Placement, Setup, TrainState
-from fzero.state.entry import Entry
+from fzero.state import Buffers, Form, Part, Placement, Setup, Slot, TrainState, form
 
 _BLOCKS = int8(memory=False)  # of a memory in 8 bits
 
 
 class Lent(NamedTuple):
-    """What a state has of `window.residual`, and in which units its gradients come.
+    """What a state lends of its memories, and in which units its gradients come.
 
     One rule for all ways: what is encoded, crosses ranks and is remembered are gradients as an
     update adds them up, so each is multiplied by its share before it is encoded. The loss scale, of
     which the next one may be another, is in what crosses, and not in what is remembered.
     """
 
-    flats: Sequence[Tensor]
+    state: TrainState
     scale: Tensor | float = 1.0  # the loss scale, which the gradients have
     share: float = 1.0  # of an update, which they do not have yet: 1 / micro-batches of accumulate
 
@@ -85,16 +85,11 @@ def goes_back(setup: Setup) -> bool:
     return setup.gradients is Placement.REPLICATED
 
 
-def start_slots(state: TrainState, residual: Sequence[Tensor] = ()) -> Iterator[tuple[int, Tensor]]:
-    """Yield (leaf, the Q that it starts from, [n k]) of all matrices: views of the residual.
-
-    Nothing if the state has no residual yet.
-    """
-    flats = (residual or state.window.residual.flats)[len(memories_of(state.setup)) :]
-    for matrices, flat in zip(starts_of(state.setup).values(), flats, strict=False):
-        pieces = flat.split([one.start_numel for one in matrices])
-        for one, piece in zip(matrices, pieces, strict=True):
-            yield one.leaf, piece
+def start_slots(state: TrainState) -> Iterator[tuple[int, Tensor]]:
+    """Yield (leaf, the Q that it starts from, [n k]) of all matrices; nothing if it has none."""
+    names = {path: leaf for leaf, path in enumerate(leaf_paths(state.setup.layout))}
+    if START in state.slots:
+        yield from ((names[path], q) for path, q in state.slots[START].value.items())
 
 
 def starts_of(setup: Setup) -> dict[int, list[Matrix]]:
@@ -106,58 +101,89 @@ def starts_of(setup: Setup) -> dict[int, list[Matrix]]:
     return {i: some for i, some in found.items() if some}
 
 
-def residual_of(state: TrainState) -> Buffers:
-    """Return what encoding has lost of gradients, and starts: as of a new state if it has none."""
-    setup, memories = state.setup, memories_of(state.setup)
-    if state.window.residual.held or not memories:
-        return state.window.residual
-    flats = []
-    for group, _, numel in memories:
-        dtype = setup.memory_dtype(group)
-        size = _BLOCKS.wire_bytes(numel) if dtype is torch.int8 else numel
-        flats.append(torch.zeros(size, dtype=dtype, device=state.device))
-    for group, matrices in starts_of(setup).items():
-        first = [powersgd.start(one.columns, one.rank, state.device) for one in matrices]
-        flat = torch.cat([x.reshape(-1) for x in first])
-        flats.append(flat.to(wide(setup.accumulate_dtype(group))))
-    return Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
-
-
 RESIDUAL, BACK, START = "residual", "residual/back", "start"
 
 
-def residual_entries(state: TrainState) -> list[Entry]:
-    """Return what encoding has lost, and starts, as entries: as of a new state if it has none."""
-    setup, memories, flats = state.setup, memories_of(state.setup), residual_of(state).flats
-    found: dict[str, dict[int, Tensor]] = {}
-    for memory, flat in zip(memories, flats, strict=False):
-        found.setdefault(BACK if memory.back else RESIDUAL, {})[memory.group] = flat
-    lost = Form(placement=Placement.PARTIAL, elsewhere="sum", optional=True)
+def memory_slots(setup: Setup, device: torch.device) -> dict[str, Slot]:
+    """Return the slots of a new state that remembers: nothing was lost. {} if it does not."""
+    found: dict[str, list[Tensor]] = {}
+    for group, back, numel in memories_of(setup):
+        dtype = setup.memory_dtype(group)
+        size = _BLOCKS.wire_bytes(numel) if dtype is torch.int8 else numel
+        flat = torch.zeros(size, dtype=dtype, device=device)
+        found.setdefault(BACK if back else RESIDUAL, []).append(flat)
     by_rank = setup.gradients is Placement.REPLICATED
     parts = Placement.BY_RANK if by_rank else Placement.OVER_ALL
-    forms = {RESIDUAL: lost, BACK: Form(placement=parts, optional=True)}
     coded = _BLOCKS if setup.codec is not None and setup.codec.memory is torch.int8 else None
-    made = [Entry(name=k, form=replace(forms[k], codec=coded), values=x) for k, x in found.items()]
-    if starts := dict(start_slots(state, flats)):
-        names, form = leaf_paths(setup.layout), Form(leaves="named", optional=True)
-        form = replace(form, placement=Placement.REPLICATED)
-        made.append(Entry(name=START, form=form, values={names[k]: x for k, x in starts.items()}))
+    forms = {
+        RESIDUAL: Form(
+            placement=Placement.PARTIAL, elsewhere="sum", codec=coded, optional=True, kind="window"
+        ),
+        BACK: Form(placement=parts, codec=coded, optional=True, kind="window"),
+    }
+    made = {
+        name: Slot(
+            value=Buffers(flats=tuple(flats), placement=forms[name].placed(parts)),
+            form=forms[name],
+        )
+        for name, flats in found.items()
+    }
+    paths, starts = leaf_paths(setup.layout), dict[str, Tensor]()
+    for group, matrices in starts_of(setup).items():
+        kept = wide(setup.accumulate_dtype(group))
+        for one in matrices:
+            first = powersgd.start(one.columns, one.rank, device)
+            starts[paths[one.leaf]] = first.reshape(-1).to(kept)
+    if starts:
+        form = Form(leaves="named", placement=Placement.REPLICATED, optional=True, kind="window")
+        made[START] = Slot(value=starts, form=form)
     return made
 
 
-def with_residual_entries(state: TrainState, entries: Sequence[Entry]) -> TrainState:
-    """Return the state in which those of its entries have their values."""
-    setup, own = state.setup, {one.name: one.values for one in entries}
-    flats = list(residual_of(state).flats)
-    for number, memory in enumerate(memories_of(setup)):
-        values = own.get(BACK if memory.back else RESIDUAL, {})
-        flats[number] = values.get(memory.group, flats[number])
-    first, names = len(memories_of(setup)), leaf_paths(setup.layout)
-    for number, matrices in enumerate(starts_of(setup).values(), start=first):
-        if START in own:
-            flats[number] = torch.cat([own[START][names[one.leaf]].reshape(-1) for one in matrices])
-    residual = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
-    return state.replace(window=replace(state.window, residual=residual))
+def remembering(state: TrainState) -> TrainState:
+    """Return the state with the slots of its memories, new ones if it has none."""
+    if RESIDUAL in state.slots or not memories_of(state.setup):
+        return state
+    return state.replace(slots={**state.slots, **memory_slots(state.setup, state.device)})
+
+
+def memory_flats(state: TrainState) -> list[Tensor]:
+    """Return the memories, as `memories_of` orders them, then the starts of each of `starts_of`."""
+    slots, setup = remembering(state).slots, state.setup
+    lost = [x for name in (RESIDUAL, BACK) if name in slots for x in slots[name].value.flats]
+    paths = leaf_paths(setup.layout)
+    return [
+        *lost,
+        *(
+            torch.cat([slots[START].value[paths[one.leaf]] for one in matrices], -1)
+            for matrices in starts_of(setup).values()
+        ),
+    ]
+
+
+def with_memories(state: TrainState, changed: Mapping[int, Tensor]) -> TrainState:
+    """Return the state after a reduction. changed: {number in `memory_flats`: what it is now}."""
+    if not changed:
+        return state
+    setup, slots, paths = state.setup, remembering(state).slots, leaf_paths(state.setup.layout)
+    memories, made = memories_of(setup), dict(slots)
+    for name in (RESIDUAL, BACK):
+        numbers = [k for k, one in enumerate(memories) if one.back == (name == BACK)]
+        if numbers:
+            old = slots[name].value.flats
+            flats = (
+                changed.get(k, _packed(x, setup.memory_dtype(memories[k].group)))
+                for k, x in zip(numbers, old, strict=True)
+            )
+            made[name] = form.changed(slots[name], replace(slots[name].value, flats=tuple(flats)))
+    starts = dict(slots[START].value) if START in slots else {}
+    for number, matrices in enumerate(starts_of(setup).values(), start=len(memories)):
+        if number in changed:
+            pieces = changed[number].split([one.start_numel for one in matrices])
+            starts |= {paths[one.leaf]: x for one, x in zip(matrices, pieces, strict=True)}
+    if starts:
+        made[START] = form.changed(slots[START], starts)
+    return state.replace(slots=made)
 
 
 def unpacked(memory: MemorySlot, flat: Tensor) -> Tensor:
@@ -165,15 +191,6 @@ def unpacked(memory: MemorySlot, flat: Tensor) -> Tensor:
     if flat.dtype is not torch.int8:
         return flat.to(wide(flat.dtype))
     return decoded_row(_BLOCKS, flat, memory.numel)
-
-
-def packed(setup: Setup, residual: Buffers) -> Buffers:
-    """Return a residual as the codec says that it is kept: a checkpoint brings it unpacked."""
-    memories = memories_of(setup)
-    pairs = zip(memories, residual.flats, strict=False)
-    flats = [_packed(flat, setup.memory_dtype(memory.group)) for memory, flat in pairs]
-    starts = residual.flats[len(memories) :]
-    return Buffers(flats=(*flats, *starts), placement=residual.placement)
 
 
 def _packed(flat: Tensor, dtype: torch.dtype) -> Tensor:
@@ -211,7 +228,7 @@ class Memories:
         if not self._held:
             assert self._lent is not None
             lent = self._lent()
-            self._held, self._scale = list(lent.flats), lent.scale
+            self._held, self._scale = memory_flats(lent.state), lent.scale
         return self._held[number]
 
     def shared(self, values: Tensor, slot: int | None) -> Tensor:

@@ -98,7 +98,7 @@ def slot_with(setup: Setup, slot: Slot, values: Values) -> Slot:
     elif slot.form.leaves != "named":
         flats = tuple(values[i] for i in _groups(setup, slot.form)) if values else ()
         value = replace(slot.value, flats=flats)
-    return replace(slot, value=value)
+    return replace(slot, value=value, before=None)
 
 
 def with_slots(

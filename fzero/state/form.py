@@ -22,14 +22,17 @@ what "a/b" holds is a part of the sum "a" wherever a state has no slot "a/b".
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import optree
 import torch
+from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.errors.check import require
-from fzero.state._record import record, static
+from fzero.state._record import NAMESPACE, record, static
 from fzero.state.buffers import Placement
 from fzero.state.codec import Codec
 
@@ -122,7 +125,9 @@ class Form:
 class Slot:
     """One value of a state, and its form. `value` is what the table in this file says.
 
-    `note`: what its owner knows of it beside that, hashable and the same on every rank, such as an
+    before: what `value` was at the last update, where gradients since then have changed it; else
+        None. It is that again where they are thrown away, or their update is skipped.
+    note: what its owner knows of it beside that, hashable and the same on every rank, such as an
     option; it stays with the state, and is in no file.
 
     Example:
@@ -131,8 +136,40 @@ class Slot:
     """
 
     value: Any
+    before: Any = None
     form: Form = static()
     note: Any = static(default=None)
+
+
+def changed(slot: Slot, value: Any) -> Slot:
+    """Return the slot with another value, which a gradient has made."""
+    before = slot.value if slot.before is None else slot.before
+    return replace(slot, value=value, before=before)
+
+
+def settled(slots: Mapping[str, Slot], skipped: Tensor | None = None) -> dict[str, Slot]:
+    """Return slots after an update; where that was `skipped` ([], not 0), they are as before."""
+
+    def of(slot: Slot) -> Slot:
+        if skipped is None or slot.before is None:
+            return replace(slot, before=None)
+        value: Any = optree.tree_map(
+            lambda x, y: torch.where(skipped != 0, x, y),
+            slot.before,
+            slot.value,
+            namespace=NAMESPACE,
+        )
+        return replace(slot, value=value, before=None)
+
+    return {name: of(slot) for name, slot in slots.items()}
+
+
+def undone(slots: Mapping[str, Slot]) -> dict[str, Slot]:
+    """Return slots as they were at the last update: gradients since then are thrown away."""
+    return {
+        name: replace(slot, value=slot.value if slot.before is None else slot.before, before=None)
+        for name, slot in slots.items()
+    }
 
 
 def _is_placement(x: Any) -> bool:

@@ -13,7 +13,7 @@ from fzero.ranks.axis import Axis
 from fzero.state import scale, view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
-from fzero.state.form import Slot
+from fzero.state.form import Slot, undone
 from fzero.state.progress import Phase, Progress
 from fzero.state.scale import LossScale
 from fzero.state.schedule import Schedule
@@ -89,7 +89,7 @@ class TrainState:
             if slot.form.lifetime != "update" or name.partition("/")[0] in makers
         }
         return self.replace(
-            slots=kept,
+            slots=undone(kept),
             gradients=Buffers(),
             window=forget(self.window),
             progress=Progress(),

@@ -50,7 +50,7 @@ def _kinds(state: Any) -> dict[str, Any]:
         "window": [state.window],
     }
     for slot in state.slots.values():
-        found.setdefault(slot.form.kind, []).append(slot.value)
+        found.setdefault(slot.form.kind, []).append(slot)
     return found
 
 
@@ -125,7 +125,7 @@ def _rows(state: Any) -> list[tuple[str, str]]:
         if state.window.is_open
         else "closed",
     }
-    places["window"] += ", with a residual" if state.window.residual.held else ""
+    places["window"] += ", with a residual" if "residual" in state.slots else ""
     if (outer := state.window.outer) is not None:
         places["window"] += f", with anchors, {outer.updates} of {outer.local.every} updates"
     shown = [name for name, slot in state.slots.items() if slot.form.kind == "slots"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from fzero.errors import PhaseError
@@ -18,17 +17,12 @@ class Window:
     """A coalescing window: whether it is open, and the gradients that wait in it.
 
     `pending` is PARTIAL: this rank's own sum; in a closed window (an engine's, after `no_sync`) it
-    waits for the next reduction. `gathered` holds full parameters for the length
-    of the window when stage 3 was asked to keep them (else it is empty). `residual` is PARTIAL,
-    too: what encoding has lost of this rank's gradients, and then of its part of their sums where
-    those are encoded, without the loss scale;
-    `residual_before`: as it was at the last update, while gradients since then are held. `outer`:
-    of local updates, what the next outer update starts from.
+    waits for the next reduction. `gathered` holds full parameters for the length of the window when
+    stage 3 was asked to keep them (else it is empty). `outer`: of local updates,
+    what the next outer update starts from.
     """
 
     pending: Buffers
-    residual: Buffers = Buffers(placement=Placement.PARTIAL)
-    residual_before: Buffers = Buffers(placement=Placement.PARTIAL)
     gathered: tuple[Tensor, ...] = ()
     outer: Outer | None = None  # None: replicas have equal parameters after each update
     is_open: bool = static(default=False)  # the gradient of the next backward waits in it
@@ -74,35 +68,11 @@ def close(window: Window) -> Window:
     return replace(window, gathered=(), is_open=False, length=0, is_settled=False)
 
 
-# What encoding has lost.
-
-
-def with_residual(window: Window, before: Buffers, after: Buffers) -> Window:
-    """Return the window after a reduction, with the residual before and after it."""
-    at_update = window.residual_before if window.residual_before.held else before
-    return replace(window, residual=after, residual_before=at_update)
-
-
-def after_update(window: Window, skipped: Tensor | None = None) -> Window:
-    """Return the window after an update; where that was `skipped` ([], not 0), nothing was lost."""
-    now, before = window.residual, window.residual_before
-    if skipped is not None and before.held:
-        pairs = zip(before.flats, now.flats, strict=True)
-        now = replace(now, flats=tuple(torch.where(skipped != 0, x, y) for x, y in pairs))
-    settled = window.is_open
-    residual = {"residual": now, "residual_before": CLOSED.residual_before}
-    return replace(window, **residual, is_settled=settled)
+def after_update(window: Window) -> Window:
+    """Return the window after an update."""
+    return replace(window, is_settled=window.is_open)
 
 
 def forget(window: Window) -> Window:
-    """Return the window without gradients: they are thrown away, pending or reduced.
-
-    What reductions have lost of them goes, too, and what those have sent of earlier ones is back.
-    """
-    before = window.residual_before if window.residual_before.held else window.residual
-    return replace(
-        window,
-        pending=CLOSED.pending,
-        residual=before,
-        residual_before=CLOSED.residual_before,
-    )
+    """Return the window without gradients: they are thrown away, pending or reduced."""
+    return replace(window, pending=CLOSED.pending)

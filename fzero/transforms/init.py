@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import optree
@@ -18,7 +17,7 @@ from fzero.machine.owners import owners_of
 from fzero.machine.packing import pack
 from fzero.machine.partition import leaves_of, unit_of
 from fzero.machine.parts import cut
-from fzero.machine.residual import residual_of
+from fzero.machine.residual import remembering
 from fzero.optim import (
     NoOptimizer,
     Optimizer,
@@ -303,4 +302,4 @@ def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:
         progress=Progress(),
         setup=setup,
     )
-    return state.replace(window=replace(CLOSED, residual=residual_of(state)))
+    return remembering(state)

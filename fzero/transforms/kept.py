@@ -17,7 +17,9 @@ import torch
 
 from fzero.errors import PhaseError
 from fzero.errors.json_form import DictForm, natural, text
-from fzero.machine.residual import BACK, RESIDUAL, START, residual_entries, with_residual_entries
+from fzero.machine.by_path import leaf_paths
+from fzero.machine.owners import every_leaf_owned
+from fzero.machine.residual import BACK, RESIDUAL, START, memory_slots
 from fzero.optim.counters import (
     COUNT,
     COUNTERS,
@@ -28,7 +30,7 @@ from fzero.optim.counters import (
     with_counters,
 )
 from fzero.optim.entries import RULE, rule_entries, with_rule_entries
-from fzero.state import Buffers, Form, Progress, Slot, TrainState, scale
+from fzero.state import Buffers, Form, Progress, Setup, Slot, TrainState, scale
 from fzero.state.entry import Entry, entry_of, with_slots
 from fzero.state.scale import as_numbers, from_numbers, with_slot
 from fzero.state.setup import MASTERS
@@ -97,13 +99,9 @@ def _with_slots(state: TrainState, entries: Sequence[Entry]) -> TrainState:
 
 
 _SLOTS = Keeper(_slots, _with_slots)
-_RESIDUAL = Keeper(lambda s, _: residual_entries(s), with_residual_entries)
 _SOURCES: dict[str, Keeper] = {
     PARAMS: Keeper(_params, _with_params),
     RULE: Keeper(rule_entries, lambda s, x: s.replace(optimizer=with_rule_entries(s, x))),
-    RESIDUAL: _RESIDUAL,
-    BACK: _RESIDUAL,
-    START: _RESIDUAL,
     GRADIENTS: Keeper(_gradients, _with_gradients),
     SCALE_ENTRY: Keeper(lambda s, _: scale_entries(s), with_scale_entries),
 }
@@ -155,13 +153,30 @@ def begun(state: TrainState, like: TrainState, names: Collection[str]) -> TrainS
     makes them by one.
     """
     own = {name: slot for name, slot in like.slots.items() if name in names}
-    window = replace(state.window, residual=CLOSED.residual)
-    return begun_slots(state.replace(window=window, slots={**state.slots, **own}), [*names])
+    fresh = {k: x for k, x in memory_slots(state.setup, state.device).items() if k in names}
+    return begun_slots(state.replace(slots={**state.slots, **own, **fresh}), [*names])
+
+
+def follows_setup(name: str) -> bool:
+    """Whether the setup of a state alone decides that it has a slot: it may have none elsewhere."""
+    return name in (RESIDUAL, BACK, START, scale.SLOT)
+
+
+def owning_ranks(setup: Setup) -> int:
+    """Return how many ranks own whole tensors: those that share the optimizer's state."""
+    return every_leaf_owned(setup).axis.size
+
+
+def is_owner(setup: Setup, key: str, rank: int) -> bool:
+    """Whether a rank owns a named tensor: that of a leaf that learns; of others the first rank."""
+    owners, paths = every_leaf_owned(setup), leaf_paths(setup.layout)
+    found = (one.owner for one in owners.leaves if paths[one.index] == key)
+    return next(found, 0) == owners.rank_of(rank)
 
 
 def require_movable(state: TrainState) -> None:
     """Raise `PhaseError` for gradients of which a codec keeps what it has lost."""
-    if state.window.residual_before.held:
+    if any(slot.before is not None for slot in state.slots.values()):
         raise PhaseError(
             "reshard: a state with gradients, and with a codec that has a memory.",
             cause="a call between the gradient and the update of a compressed step.",
@@ -188,7 +203,8 @@ def numbered(state: TrainState, numbers: Mapping[str, Any]) -> TrainState:
     counters = dict(numbers["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     unstepped = numbers.get(UNSTEPPED, ())
-    window = replace(CLOSED, residual=state.window.residual, outer=state.window.outer)
+    window = replace(CLOSED, outer=state.window.outer)
+    state = state.without_gradients()
     return state.replace(
         optimizer=with_counters(state, lambda slot: slot.flat, counters, unstepped),
         gradients=Buffers(),

@@ -16,7 +16,7 @@ from fzero.machine import Reducer
 from fzero.machine.factors import GradientEncoder
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
-from fzero.machine.residual import Lent, packed, residual_of
+from fzero.machine.residual import Lent, with_memories
 from fzero.ranks.mesh import Runtime
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.state.codec import Codec
@@ -174,23 +174,17 @@ def lend_residuals(reducer: Reducer, states: Sequence[TrainState]) -> None:
 
 
 def _lent(state: TrainState, share: float = 1.0) -> Lent:
-    """Return a state's residual, and what gradients have, and have not yet, that are to be encoded.
+    """Return a state's memories, and what gradients have, and have not yet, that are to be encoded.
 
     `share`: what those are still multiplied by to be gradients of the state.
     """
     scale = 1.0 if state.scale is None else state.scale.scale
-    return Lent(residual_of(state).flats, scale, share)
+    return Lent(state, scale, share)
 
 
 def with_lost(state: TrainState, encoder: GradientEncoder | None) -> TrainState:
     """Return the state with what encoding has lost since it was lent the residual."""
-    changed = {} if encoder is None else encoder.changed()
-    if not changed:
-        return state
-    before = packed(state.setup, residual_of(state))
-    flats = tuple(changed.get(number, flat) for number, flat in enumerate(before.flats))
-    after = Buffers(flats=flats, placement=Placement.PARTIAL)
-    return state.replace(window=window.with_residual(state.window, before, after))
+    return with_memories(state, {} if encoder is None else encoder.changed())
 
 
 NOT_DIFFERENTIABLE = Excludes(

@@ -15,6 +15,7 @@ from fzero.machine.offload import at_home
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.visible import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress, window
+from fzero.state.form import settled
 from fzero.state.points import Points
 from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
 from fzero.transforms.builtins import acting
@@ -168,8 +169,8 @@ def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tenso
         gradients=Buffers(),
         progress=after,
         setup=state.setup.idle,
-        slots=running.state.slots,
-        window=window.after_update(state.window, running.lost()),
+        slots=settled(running.state.slots, running.lost()),
+        window=window.after_update(state.window),
     )
     new = running.selected(new)
     for updated in acting(new, "updated"):

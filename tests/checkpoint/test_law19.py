@@ -146,7 +146,7 @@ def test_what_lives_until_the_update_is_carried_live_and_not_saved(tmp_path: Pat
     same(meaning(moved), meaning(state))
     save(tmp_path, state)
     like = with_slot(make(PARAMS, stage=3, ranks=3), form, seed=2)
-    same(meaning(load(tmp_path, like)), meaning(like))
+    assert NAME not in load(tmp_path, like).slots  # as in every state without gradients
 
 
 @given(st.sampled_from(["learning", "number", "named"]), st.booleans(), st.integers(0, 3))

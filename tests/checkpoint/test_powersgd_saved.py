@@ -14,7 +14,7 @@ from fzero import codecs
 from fzero.checkpoint import Mirror, load, save
 from fzero.checkpoint.elements import state_of_rank
 from fzero.machine.packing import unpack
-from fzero.machine.residual import start_slots
+from fzero.machine.residual import memory_flats, start_slots
 from tests.checkpoint.test_residual_saved import begun, step_of, trained
 
 POWER = codecs.powersgd(rank=2)
@@ -28,7 +28,7 @@ def test_training_goes_on_from_a_checkpoint_with_the_same_bits(stage: int, tmp_p
     found, wanted = (trained(step, s, 3, 2) for s in (load(tmp_path, begun(step)), state))
     for x, y in zip(found.params.flats, wanted.params.flats, strict=True):
         assert torch.equal(x, y)
-    for x, y in zip(found.window.residual.flats, wanted.window.residual.flats, strict=True):
+    for x, y in zip(memory_flats(found), memory_flats(wanted), strict=True):
         assert torch.equal(x, y)
 
 
@@ -50,7 +50,7 @@ def test_on_other_ranks_sums_are_what_they_were_and_factors_start_where_they_did
 def whole(state: Any) -> dict[str, Tensor]:
     """{path: sum_r e_r; the start} of a stacked state."""
     layout, found = state.setup.layout, {}
-    for index, flat in zip(layout.trainable, state.window.residual.flats, strict=False):
+    for index, flat in zip(layout.trainable, memory_flats(state), strict=False):
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
         found.update(zip(paths, unpack(layout, index, flat.sum(0)), strict=True))
     first = state_of_rank(state, 0)
@@ -64,5 +64,5 @@ def test_a_mirror_keeps_it(stage: int, tmp_path: Path) -> None:
     Mirror(tmp_path, every=1).update(state)
     restored, _ = Mirror(tmp_path, every=1).restore(begun(step))
     found, wanted = (trained(step, s, 3, 2) for s in (restored, state))
-    for x, y in zip(found.window.residual.flats, wanted.window.residual.flats, strict=True):
+    for x, y in zip(memory_flats(found), memory_flats(wanted), strict=True):
         assert torch.equal(x, y)

@@ -12,8 +12,10 @@ from torch import Tensor
 import fzero
 from fzero.checkpoint import load, save, save_async
 from fzero.machine.packing import unpack
+from fzero.machine.residual import RESIDUAL, memory_flats
 from fzero.state import TrainState
 from tests.adapter.on_ranks import on_ranks
+from tests.checkpoint.forge import edit
 from tests.transforms.wired import INT8, LR, Batch, Odd, noise
 
 UPDATES = 2
@@ -44,7 +46,7 @@ def trained(step: Any, state: Any, ranks: int, first: int = 0) -> Any:
 def whole(state: TrainState) -> dict[str, Tensor]:
     """{path: sum_r e_r} of a stacked state."""
     layout, found = state.setup.layout, {}
-    for index, flat in zip(layout.trainable, state.window.residual.flats, strict=True):
+    for index, flat in zip(layout.trainable, memory_flats(state), strict=True):
         leaves = unpack(layout, index, flat.sum(0))
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
         found.update(zip(paths, leaves, strict=True))
@@ -63,7 +65,7 @@ def test_on_as_many_ranks_training_goes_on_with_the_same_bits(
     found = trained(step, loaded, 3, UPDATES)
     for mine, theirs in (
         (found.params.flats, wanted.params.flats),
-        (found.window.residual.flats, wanted.window.residual.flats),
+        (memory_flats(found), memory_flats(wanted)),
     ):
         for x, y in zip(mine, theirs, strict=True):
             assert torch.equal(x, y)
@@ -88,10 +90,10 @@ def test_what_one_side_does_not_have_is_left_out_or_zero(tmp_path: Path) -> None
     plain = fzero.simulate(step_of(2, None), world_size=2)
     save(tmp_path / "with", trained(step, begun(step), 2))
     save(tmp_path / "without", trained(plain, begun(plain), 2))
-    assert not load(tmp_path / "with", begun(plain)).window.residual.held
+    assert RESIDUAL not in load(tmp_path / "with", begun(plain)).slots
     loaded = load(tmp_path / "without", trained(step, begun(step), 2))
-    assert loaded.window.residual.held
-    assert not any(flat.any() for flat in loaded.window.residual.flats)
+    assert RESIDUAL in loaded.slots
+    assert not any(flat.any() for flat in memory_flats(loaded))
 
 
 @on_ranks(2)
@@ -103,7 +105,7 @@ def test_an_engine_on_gloo_goes_on_with_the_same_bits(rank: int, tmp_path: Path)
     load(tmp_path, second)
     for engine in (first, second):
         train(engine, noise(rank, UPDATES))
-    mine, theirs = (torch.cat(e.state.window.residual.flats) for e in (first, second))
+    mine, theirs = (torch.cat(memory_flats(e.state)) for e in (first, second))
     assert torch.equal(mine, theirs) and mine.any()
     found, wanted = first.full_parameters(), second.full_parameters()
     assert all(torch.equal(found[path], wanted[path]) for path in wanted)
@@ -140,9 +142,9 @@ def test_every_memory_is_saved_and_goes_on_with_the_same_bits(
     state = trained(step, begun(step), ranks)
     save(tmp_path, state)
     loaded = load(tmp_path, begun(step))
-    lost = state.window.residual.flats
+    lost = memory_flats(state)
     assert lost[0].any() and sum(bool(flat[0].any()) for flat in lost[len(lost) // 2 :])
-    for x, y in zip(lost, loaded.window.residual.flats, strict=True):
+    for x, y in zip(lost, memory_flats(loaded), strict=True):
         assert torch.equal(x, y)
 
 
@@ -153,17 +155,17 @@ def test_a_memory_of_8_bits_goes_on_as_it_was_saved(tmp_path: Path) -> None:
         save(tmp_path / str(kept), state)
         loaded = load(tmp_path / str(kept), begun(step))
         wanted, found = trained(step, state, 2, UPDATES), trained(step, loaded, 2, UPDATES)
-        assert {flat.dtype for flat in found.window.residual.flats} == {kept}
+        assert {flat.dtype for flat in memory_flats(found)} == {kept}
         for x, y in zip(found.params.flats, wanted.params.flats, strict=True):
             assert torch.equal(x, y)
         other = fzero.simulate(step_of(2, fzero.codecs.int4()), world_size=3)
         loaded = load(tmp_path / str(kept), begun(other))
-        assert loaded.window.residual.flats[0].dtype is torch.float32
+        assert memory_flats(loaded)[0].dtype is torch.float32
 
 
 def test_what_sums_have_lost_is_added_where_they_have_no_memory(tmp_path: Path) -> None:
     def lost(state: TrainState) -> float:
-        return float(sum(flat.double().sum() for flat in state.window.residual.flats))
+        return float(sum(flat.double().sum() for flat in memory_flats(state)))
 
     step = fzero.simulate(step_of(0), world_size=2)
     state = trained(step, begun(step), 2)
@@ -172,3 +174,18 @@ def test_what_sums_have_lost_is_added_where_they_have_no_memory(tmp_path: Path) 
         other = fzero.simulate(step_of(stage, INT8, over, **options), world_size=ranks)
         loaded = load(tmp_path, begun(other))
         assert abs(lost(loaded) - lost(state)) < 1e-4 and abs(lost(state)) > 1e-3
+
+
+@pytest.mark.parametrize(("ranks", "stage", "options"), [(2, 0, {}), (3, 1, {}), (4, 2, MESH)])
+def test_a_checkpoint_of_before_that_says_no_forms_is_read(
+    ranks: int, stage: int, options: dict[str, Any], tmp_path: Path
+) -> None:
+    step = fzero.simulate(step_of(0), world_size=2)  # with a memory of sums, too
+    save(tmp_path, trained(step, begun(step), 2))
+    other = fzero.simulate(step_of(stage, **options), world_size=ranks)
+    wanted = load(tmp_path, begun(other))
+    edit(tmp_path, lambda body: body.pop("kept"))
+    found = load(tmp_path, begun(other))
+    for x, y in zip(memory_flats(found), memory_flats(wanted), strict=True):
+        assert torch.equal(x, y)
+    assert any(flat.any() for flat in memory_flats(wanted))

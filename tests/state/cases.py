@@ -13,6 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fzero.state.protocol import Units
+from fzero.state.rounds import CODES
 from fzero.state.schedule import Limits
 from tests.state.world import SYNC
 
@@ -93,8 +94,8 @@ class Script:
 class Case:
     """A world, what its ranks do, and who moves next.
 
-    lives: ranks go on with the next step after a failure. repeats: the last steps are the same, on
-    all ranks.
+    room: how many collectives a message asks for. lives: ranks go on with the next step after a
+    failure. repeats: the last steps are the same, on all ranks.
     """
 
     world: dict[str, Any]
@@ -102,6 +103,7 @@ class Case:
     order: int  # 0 is by rank, others are seeds
     repeats: bool = False
     lives: bool = False
+    room: int = CODES
 
 
 @dataclass
@@ -305,6 +307,7 @@ def case_of(
         order=random.randrange(2**16),
         repeats=repeats,  # two models end each other's plans
         lives=lives,
+        room=random.choice([1, CODES]),
     )
 
 

@@ -209,6 +209,9 @@ class Driver(Rank):
 
     def _require_freed(self, model: int) -> None:
         """Between passes there is what is persistent, what blocks hold, and what a window keeps."""
+        record = self.protocol.models[model]
+        if record.rounds or record.phase.runs:
+            raise Fault("a pass ends", f"rank {self.number}: {record}")
         kept = set(self.world.units[model].persistent)
         kept |= {unit for number, units in self.blocks if number == model for unit in units}
         if model in self.windows and self.world.stays:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -204,6 +205,12 @@ def _nothing(node: Any) -> None:
         node.value = ast.IfExp(ast.Constant(True), ast.Tuple([], ast.Load()), node.value)
 
 
+def nothing(module: str) -> Mutant:
+    """Return the mutant that changes nothing: it must not be caught."""
+    path = Path(str(importlib.import_module(module).__file__))
+    return Mutant(module, "", 0, "nothing", ast.parse(path.read_text()))
+
+
 # One mutant at a time.
 
 
@@ -268,7 +275,8 @@ def all_checks() -> list[Callable[[], object]]:
     files = [str(here / f"test_{name}.py") for name in UNIT_TESTS]
 
     def unit_tests() -> None:
-        if pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files]):
+        plain = ["--assert=plain", "-W", "ignore"]  # this process has imported all of it
+        if pytest.main(["-x", "-q", "-p", "no:cacheprovider", *plain, *files]):
             raise AssertionError
 
     few = [lambda kind=kind: test_law14.require_all(kind, 25) for kind in test_law14.SAMPLES]
@@ -290,6 +298,9 @@ def main(argv: Sequence[str]) -> None:
     chosen = [one for one in ROOM if not args.modules or one.rpartition(".")[2] in args.modules]
     every = [mutant for module in chosen for mutant in mutants(module)]
     some, checks, begin = every[args.first :: args.every], all_checks(), time.monotonic()
+    Random(0).shuffle(some)  # a run that is stopped has seen some of everything
+    if caught(nothing(chosen[0]), checks):
+        raise SystemExit("the tests fail without a mutant")
     survivors = 0
     for number, mutant in enumerate(some, 1):
         if not caught(mutant, checks):

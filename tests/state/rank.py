@@ -59,7 +59,7 @@ class Rank:
         self.reduced: list[Counter[str]] = [Counter() for _ in world.units]  # in the states
         self.round = -1
         self.unread = False  # the last round
-        self.asks = 0  # rounds since the last update in which this rank asked for a collective
+        self.asks = 0  # rounds with a question of this rank and exchanges, since the last update
         self.breaks_in, self.breaks = -1, ""  # effects of this kind until one raises
 
     # Events.
@@ -194,6 +194,7 @@ class Rank:
     def _exchange(self, value: Any) -> Steps:
         world, rank = self.world, self.number
         k = world.channel.start(rank, "exchange")
+        self.asks += 1
         world.rows[rank, k] = value
         yield lambda: world.channel.is_over(k)
         found: list[Any] = []

@@ -179,7 +179,9 @@ def run(case: Case) -> tuple[World, list[BaseException | None]]:
     world = World(**case.world, make=Driver)
     pairs = zip(world.ranks, case.scripts, strict=True)
     scripts = [Actor(rank, script, lives=case.lives).run() for rank, script in pairs]
-    return world, world.run(scripts, case.order)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fzero.state.rounds.CODES", case.room)
+        return world, world.run(scripts, case.order)
 
 
 def require(case: Case) -> None:
@@ -274,14 +276,6 @@ def test_all_laws(kind: str) -> None:
 @given(case=cases() | cases(fails=True) | cases(fails=True, lives=True))
 def test_all_laws_of_cases_that_shrink(case: Case) -> None:
     require(case)
-
-
-def test_so_it_is_where_a_message_has_room_for_one_collective(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("fzero.state.rounds.CODES", 1)
-    for number in range(CASES // 5):
-        require(case_of(Random(number), served=True))
 
 
 @pytest.mark.parametrize("step", range(STEPS))

@@ -12,7 +12,7 @@ from torch import Tensor
 import fzero
 from fzero import Compress, codecs
 from fzero.machine.codecs import Codec
-from fzero.machine.residual import memories_of
+from fzero.machine.residual import memories_of, memory_flats
 from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.transforms.codecs_tried import EVERY, REMEMBERING, Signs, each_codec
@@ -115,7 +115,7 @@ def test_both_drivers_hold_the_same_bits(codec: Any, place: Any) -> None:
         mine, theirs = (
             driver(rank, noise, stage, 2, compress=compress, **options) for driver in BOTH
         )
-        flats = [[*s.params.flats, *s.window.residual.flats] for s in (mine, theirs)]
+        flats = [[*s.params.flats, *memory_flats(s)] for s in (mine, theirs)]
         for x, y in zip(*flats, strict=True):
             assert torch.equal(x, y)
 
@@ -150,7 +150,7 @@ def test_a_small_memory_loses_its_rounding_and_no_more(
 
     def body(rank: int) -> None:
         state = by_engine(rank, noise, stage, 4, compress=compress)
-        assert {flat.dtype for flat in state.window.residual.flats} == {dtype}
+        assert {flat.dtype for flat in memory_flats(state)} == {dtype}
         elements = sum(memory.numel for memory in memories_of(state.setup))
         held = fzero.state_bytes(state)["window"]
         assert dtype.itemsize <= held / elements < 1.05 * dtype.itemsize
@@ -166,7 +166,7 @@ def test_a_small_memory_loses_its_rounding_and_no_more(
         theirs = by_function(
             rank, lambda r, step: overflowing(r, 2 * step), stage, 2, compress=compress
         )
-        for x, y in zip(mine.window.residual.flats, theirs.window.residual.flats, strict=True):
+        for x, y in zip(memory_flats(mine), memory_flats(theirs), strict=True):
             assert torch.equal(x, y) and x.any()
 
     each_rank(skips, 2)
@@ -210,7 +210,7 @@ def all_places(rank: int) -> Tensor:
         by_engine(rank, noise, stage, 2, compress=compress, **options)
         for stage, options, compress in tried
     ]
-    flats = [x for s in states for x in (*s.params.flats, *s.window.residual.flats)]
+    flats = [x for s in states for x in (*s.params.flats, *memory_flats(s))]
     return torch.cat([flat.flatten() for flat in flats])
 
 

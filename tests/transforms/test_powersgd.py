@@ -11,7 +11,7 @@ from torch import Tensor
 import fzero
 from fzero import Compress, codecs
 from fzero.adapter import Engine
-from fzero.machine.residual import start_slots
+from fzero.machine.residual import memory_flats, start_slots
 from tests.covering import covered
 from tests.transforms import test_residual as wrong
 from tests.transforms.test_compress import BOTH, MESH, PARTS
@@ -74,7 +74,7 @@ def test_both_drivers_hold_the_same_bits(place: Any) -> None:
         mine, theirs = (
             driver(rank, noise, stage, 2, compress=ENCODED, **options) for driver in BOTH
         )
-        flats = [[*s.params.flats, *s.window.residual.flats] for s in (mine, theirs)]
+        flats = [[*s.params.flats, *memory_flats(s)] for s in (mine, theirs)]
         for x, y in zip(*flats, strict=True):
             assert torch.equal(x, y)
 
@@ -147,7 +147,7 @@ def test_a_skipped_update_leaves_no_trace(driver: Any, stage: int) -> None:
             compress=ENCODED,
         )
         assert int(mine.step) == 2
-        flats = [[*s.params.flats, *s.window.residual.flats] for s in (mine, theirs)]
+        flats = [[*s.params.flats, *memory_flats(s)] for s in (mine, theirs)]
         for x, y in zip(*flats, strict=True):
             assert torch.equal(x, y) and x.isfinite().all()
 
@@ -174,7 +174,7 @@ def test_a_backward_that_raises_leaves_no_trace(stage: int) -> None:
                 engine(noise(rank, step)).backward()
                 engine.step()
             state = engine.state
-            found.append([*state.params.flats, *state.window.residual.flats])
+            found.append([*state.params.flats, *memory_flats(state)])
         return found
 
     for mine, theirs in zip(*each_rank(body, 2), strict=True):
@@ -191,7 +191,7 @@ def test_a_nan_stays_out_of_what_is_kept_and_is_seen_in_the_gradient() -> None:
     def body(rank: int) -> None:
         for driver in BOTH:
             state = with_gradients(driver, rank, bad, 2, compress=ENCODED)
-            assert all(flat.isfinite().all() for flat in state.window.residual.flats)
+            assert all(flat.isfinite().all() for flat in memory_flats(state))
             found = fzero.gradients(state)
             assert found["wide"].isnan().all() and found["blocks.1.bias"].isfinite().all()
 
@@ -224,7 +224,7 @@ def test_what_ranks_differ_by_does_not_add_up() -> None:
 
         def body(rank: int, steps: int = steps) -> Tensor:
             state = by_function(rank, lambda r, _: noise(r, 0), 1, steps, compress=ENCODED)
-            return state.window.residual.flats[0].abs().max()
+            return memory_flats(state)[0].abs().max()
 
         left.append(float(each_rank(body, 2).max()))
     assert left[1] < 1.5 * left[0]
@@ -237,7 +237,7 @@ def test_small_memories_keep_their_dtype() -> None:
 
         def body(rank: int, compress: Any = compress, dtype: Any = dtype) -> Tensor:
             state = by_engine(rank, noise, 2, 3, compress=compress)
-            kept = state.window.residual.flats[: len(state.setup.layout.trainable)]
+            kept = memory_flats(state)[: len(state.setup.layout.trainable)]
             assert {flat.dtype for flat in kept} == {dtype}
             found, lost = moved(state), residual(state)
             off = [(found[p] + lost[p] - wanted[p]).abs().max() for p in USED]

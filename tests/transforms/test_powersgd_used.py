@@ -13,6 +13,7 @@ import fzero
 from fzero import Compress, codecs
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
+from fzero.machine.residual import memory_flats
 from tests.ranks import run_ranks
 from tests.transforms.test_compress import MESH
 from tests.transforms.wired import (
@@ -31,7 +32,7 @@ def weights_of(rank: int, world_size: int = 2) -> Tensor:
         by_engine(rank, noise, 0, 3, compress=ENCODED),
         by_engine(rank, noise, 3, 3, compress=ENCODED),
     ]
-    flats = [x for s in states for x in (*s.params.flats, *s.window.residual.flats)]
+    flats = [x for s in states for x in (*s.params.flats, *memory_flats(s))]
     return torch.cat([flat.flatten() for flat in flats])
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import PhaseError
+from fzero.machine.residual import memory_flats
 from fzero.state import Layout, TrainState
 from tests.covering import covered
 from tests.ranks import run_ranks
@@ -152,7 +153,7 @@ def test_both_drivers_hold_the_same_bits(case: Any, more: dict[str, Any]) -> Non
     def body(rank: int) -> None:
         mine = by_engine(rank, noise, stage, **options, **more)
         theirs = by_function(rank, noise, stage, **options, **more)
-        flats = [[*s.params.flats, *s.window.residual.flats] for s in (mine, theirs)]
+        flats = [[*s.params.flats, *memory_flats(s)] for s in (mine, theirs)]
         for x, y in zip(*flats, strict=True):
             assert torch.equal(x, y)
 
@@ -176,7 +177,7 @@ def all_cases(rank: int) -> Tensor:
         for driver in (by_engine, by_function)
         for stage, options in CASES
     ]
-    flats = [x for s in states for x in (*values_of(s), *s.window.residual.flats)]
+    flats = [x for s in states for x in (*values_of(s), *memory_flats(s))]
     return torch.cat([flat.flatten() for flat in flats])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 import fzero
 from fzero.adapter import Engine
 from fzero.machine.codecs import Codec
+from fzero.machine.residual import memory_flats
 from fzero.state import TrainState
 from tests.covering import covered
 from tests.transforms.wired import (
@@ -36,7 +37,7 @@ ENCODED = GRADIENTS["compress"]
 
 
 def lost(state: TrainState) -> list[Tensor]:
-    return [flat.clone() for flat in state.window.residual.flats]
+    return [flat.clone() for flat in memory_flats(state)]
 
 
 def same(mine: list[Tensor], theirs: list[Tensor]) -> bool:
@@ -56,7 +57,9 @@ def test_a_state_counts_its_residual_and_stays_as_it_was() -> None:
         with pytest.raises(ZeroDivisionError):
             fzero.grad_and_reduce(lambda p: apply(p, noise(rank, 0)) + 1 / 0, after)()
         updated = fzero.apply_gradients(after)
-        assert same(lost(updated), lost(after)) and not updated.window.residual_before.held
+        assert same(lost(updated), lost(after)) and not any(
+            slot.before for slot in updated.slots.values()
+        )
 
     each_rank(body, 2)
 
@@ -203,7 +206,7 @@ def test_a_unit_that_is_reduced_twice_in_a_backward_sends_its_residual_once() ->
             state, _ = fzero.grad_and_reduce(loss, state)()
         (index,) = [i for i, g in enumerate(state.setup.layout.groups) if g.name == "a"]
         at = state.setup.layout.trainable.index(index)
-        left = fzero.pmean(state.window.residual.flats[at])[:700]
+        left = fzero.pmean(memory_flats(state)[at])[:700]
         found = fzero.gradients(state)["a"]["w"]
         torch.testing.assert_close(found + left, 4 * 1.5 * x, rtol=0, atol=1e-12)
 
@@ -291,5 +294,5 @@ def test_what_crosses_and_what_is_remembered_are_in_the_units_of_the_update(
             wanted = wanted - total / 2
     found = fzero.simulate(fzero.full_params, world_size=2)(state)
     torch.testing.assert_close(found, wanted.expand(2, 5), rtol=0, atol=1e-12)
-    kept = state.window.residual.flats[0][:, :5]
+    kept = memory_flats(state)[0][:, :5]
     torch.testing.assert_close(kept, left, rtol=0, atol=1e-12)

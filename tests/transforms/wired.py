@@ -20,7 +20,7 @@ from fzero import Compress
 from fzero.adapter import Engine
 from fzero.checkpoint._kept import as_numbers, held_part
 from fzero.machine.packing import unpack
-from fzero.machine.residual import BACK, RESIDUAL
+from fzero.machine.residual import BACK, RESIDUAL, memory_flats
 from fzero.state import TrainState
 from fzero.transforms.kept import entries_of
 from tests import drivers
@@ -181,7 +181,7 @@ def check_encoded(
         driver(rank, noise, stage, steps, device=device, **options)
         for driver in (by_engine, by_function)
     )
-    flats = [[*one.params.flats, *one.window.residual.flats] for one in (mine, theirs)]
+    flats = [[*one.params.flats, *memory_flats(one)] for one in (mine, theirs)]
     for x, y in zip(*flats, strict=True):
         assert torch.equal(x, y)
     found, lost = moved(mine), residual(mine)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.elements import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.tools.compare import TERMS, Copy, Found, Spread, disturbed_bound, first_apart, whole_leaf
 from fzero.tools.diff._difference import GATHER, GRADIENT, LOSS, MODULE
 from fzero.tools.diff._modules import Divergence, first_difference
@@ -26,7 +26,7 @@ def gathers(pair: SidePair) -> Iterator[Apart]:
 
 def _gathers(side: Side, unit: float) -> Iterator[Apart]:
     held = side.params[0]
-    layout, names = side.setup.layout, leaf_names(side.setup.layout)
+    layout, names = side.setup.layout, leaf_paths(side.setup.layout)
     for rank, seen in enumerate(side.seen):
         for backward, index, flat in seen.gathered:
             group = layout.groups[index]
@@ -128,7 +128,7 @@ def _module(pair: SidePair, apart: Apart) -> Apart | None:
 def _terms_at(side: Side, path: str, backward: int) -> list[Tensor]:
     """Return each rank's term of the loss, or of a leaf's gradient; 0 if it has none."""
     layout = side.setup.layout
-    leaf = leaf_names(layout).index(path) if path else -1
+    leaf = leaf_paths(layout).index(path) if path else -1
     zeros = torch.zeros(layout.leaves[leaf].stored_shape if path else (), dtype=torch.float64)
     found = []
     for seen in side.seen:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from fzero.checkpoint.elements import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.tools.compare import TERMS, Spread, first_apart, largest, of_terms, replicas_apart
 from fzero.tools.diff._difference import REPLICA
 from fzero.tools.diff._side import Apart, Side, summed
@@ -40,14 +40,14 @@ class SidePair:
         found: dict[str, tuple[int, ...]] = {}
         for side in (self.a, self.b):
             layout = side.setup.layout
-            for path, leaf in zip(leaf_names(layout), layout.leaves, strict=True):
+            for path, leaf in zip(leaf_paths(layout), layout.leaves, strict=True):
                 if leaf.trainable and leaf.numel:
                     found[path] = leaf.stored_shape
         return found
 
     def in_backward(self) -> dict[str, tuple[int, ...]]:
         """The same leaves in the order in which the backwards of a made their gradients."""
-        names, learning = leaf_names(self.a.setup.layout), self.learning()
+        names, learning = leaf_paths(self.a.setup.layout), self.learning()
         backwards = (one for seen in self.a.seen for one in seen.backwards)
         made = dict.fromkeys(names[leaf] for one in backwards for leaf in one.gradients)
         return {path: learning[path] for path in [*made, *learning] if path in learning}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.elements import leaf_names
+from fzero.machine.by_path import leaf_paths
 from fzero.state import Setup, TrainState
 from fzero.tools.compare import Found, Spread
 from fzero.tools.diff._difference import operation_of
@@ -74,7 +74,7 @@ class Side:
     @cached_property
     def gradient_terms(self) -> dict[str, list[Tensor]]:
         """For each leaf, the flat terms of its gradient: of all ranks and backwards."""
-        names = leaf_names(self.setup.layout)
+        names = leaf_paths(self.setup.layout)
         found: dict[str, list[Tensor]] = {}
         for seen in self.seen:
             for one in seen.backwards:

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.elements import RuleSlot, counters_of, leaf_names, slots_across, with_counters
+from fzero.checkpoint.elements import RuleSlot, counters_of, slots_across, with_counters
+from fzero.machine.by_path import leaf_paths
 from fzero.machine.packing import leaf_ranges, pack, part_of
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.scale import with_slot
@@ -23,7 +24,7 @@ def spread(
     setup: Setup, groups: Sequence[int], flats: Sequence[Sequence[Tensor]], placement: Placement
 ) -> dict[str, Spread]:
     """Split the ranks' parts of some groups, flats[rank][k], into leaves: {path: copies}."""
-    layout, names = setup.layout, leaf_names(setup.layout)
+    layout, names = setup.layout, leaf_paths(setup.layout)
     copies: dict[int, list[Copy]] = {}
     for k, index in enumerate(groups):
         for rank, some in enumerate(flats):
@@ -127,7 +128,7 @@ def flat_of(
     setup: Setup, index: int, placement: Placement, rank: int, of: Any, like: Tensor
 ) -> Tensor:
     """Return a rank's part of a flat with leaves of(path, old); `like` if one returns `old`."""
-    layout, names = setup.layout, leaf_names(setup.layout)
+    layout, names = setup.layout, leaf_paths(setup.layout)
     group = layout.groups[index]
     old = like.new_empty(0)
     leaves = [of(names[i], old) for i in group.leaves]

@@ -38,11 +38,6 @@ def buffers_held(state: Any) -> list[BufferKind]:
         found.append(_buffers("gathered", gathered, every))
     if state.window.pending.held:
         found.append(_buffers("window", state.window.pending, layout.trainable))
-    if state.window.residual.held:
-        there = state.window.residual.flats[: len(layout.trainable)]  # the others: of sums
-        place = Placement.PARTIAL if state.setup.reduction.over == "all" else state.setup.params
-        lost = Buffers(flats=there, placement=place)
-        found.append(_buffers("residual", lost, layout.trainable))
     for name, slot in state.slots.items():
         if isinstance(slot.value, Buffers) and slot.value.held:
             groups = every if slot.form.leaves == "all" else layout.trainable

@@ -16,7 +16,8 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.elements import leaf_names, slots_of
+from fzero.checkpoint.elements import slots_of
+from fzero.machine.by_path import leaf_paths
 from fzero.machine.offload import to_device
 from fzero.machine.packing import leaf_ranges
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
@@ -34,7 +35,7 @@ class DigestedLeaf(NamedTuple):
 
 def digested_leaves(state: TrainState) -> tuple[DigestedLeaf, ...]:
     """Return what the digests of a state are of, in order: the same on every rank."""
-    setup, names = state.setup, leaf_names(state.setup.layout)
+    setup, names = state.setup, leaf_paths(state.setup.layout)
     leaves = [
         DigestedLeaf(f"{what} {names[leaf]}", placement)
         for what, index, _, placement in _flats(state)

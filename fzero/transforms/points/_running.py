@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fzero.machine.by_path import Pieces
 from fzero.state import NAMESPACE, Slot, TrainState
+from fzero.state.form import undone
 from fzero.state.points import Points
 from fzero.transforms.points._context import Context, LeafPart
 from fzero.transforms.points._slots import stepped_by_path
@@ -133,9 +134,9 @@ class Running:
         new = new.replace(step=self._step())
         for one in reversed(self.skips):
             if one.known is True:  # its parameters and its rule are the old ones already
-                new = new.replace(slots=one.slots)
+                new = new.replace(slots=undone(one.slots))
             elif one.known is None and not (one.overflows and self.by_rule):
-                before = old.params, old.optimizer, one.slots
+                before = old.params, old.optimizer, undone(one.slots)
                 after = new.params, new.optimizer, new.slots
                 params, optimizer, slots = unless(one.flag, before, after)
                 new = new.replace(params=params, optimizer=optimizer, slots=slots)

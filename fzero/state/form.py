@@ -125,10 +125,13 @@ class Form:
 class Slot:
     """One value of a state, and its form. `value` is what the table in this file says.
 
-    before: what `value` was at the last update, where gradients since then have changed it; else
-        None. It is that again where they are thrown away, or their update is skipped.
-    note: what its owner knows of it beside that, hashable and the same on every rank, such as an
-    option; it stays with the state, and is in no file.
+    Attributes:
+        value: by the form.
+        before: what `value` was at the last update, where gradients since then have changed it;
+            else None. It is that again where they are thrown away, or their update is skipped.
+        form: what others must know of it.
+        note: what its owner knows of it beside that, hashable and the same on every rank, such as
+            an option; it stays with the state, and is in no file.
 
     Example:
         >>> Slot(value=torch.zeros(()), form=Form(leaves="number")).value

@@ -43,7 +43,8 @@ def look_up(name: str) -> Any:
 
 def public_names(module: str) -> list[str]:
     """The names that the `__init__` of a part gives again, `from x import name as name`."""
-    path = importlib.import_module(module).__file__
+    hasattr(importlib.import_module(module), "__all__")  # a second name is imported now
+    path = sys.modules[module].__file__
     assert path is not None
     found = [
         alias.name

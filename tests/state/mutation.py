@@ -284,7 +284,7 @@ def all_checks() -> list[Callable[[], object]]:
     return [*few, unit_tests, *rest]
 
 
-UNIT_TESTS = ("broken_effects", "pass_state", "replay")
+UNIT_TESTS = ("broken_effects", "transitions", "pass_state", "replay")
 """Files of tests of the room beside the laws."""
 
 

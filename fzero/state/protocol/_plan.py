@@ -40,21 +40,17 @@ def reach(p: Protocol, t: tasks.Reach) -> Next:
             resident = replaced(resident, seen=resident.seen | {unit})
     if course.replay is None or course.replay.waits:
         p = p.put(t.model, replaced(model, residency=resident, course=course))
-        return p.then(tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)), ()
-    # What is complete may start behind what this use frees.
-    ready = replay.complete(course.replay, course.due)
-    there = replay.use(ready, unit, held=held)
+        return p.then(tasks.Obtain(t.model, unit)), ()
+    there = replay.use(course.replay, unit, held=held)
     if there is None and not resident.has(unit):
         # It is asked for at the next sync point, or at the end of the plan.
-        course = replaced(course, replay=ready, due=(), asked=True)
+        course = replaced(course, asked=True)
         p = p.put(t.model, replaced(model, residency=resident, course=course))
-        after = tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)
-        return p.then(tasks.Walk(t.model), *after), ()
+        return p.then(tasks.Walk(t.model), tasks.Obtain(t.model, unit)), ()
     # The plan is followed: nobody has to be asked on the way.
-    place, planned = there or (ready, ())
-    place, starts = replay.start_ready(place)
-    course = replaced(course, replay=place, due=())
-    resident, course, effects = _done(model, t.model, resident, course, (*planned, *starts))
+    place, planned = there or (course.replay, ())
+    course = replaced(course, replay=place)
+    resident, course, effects = _done(model, t.model, resident, course, planned)
     resident, waits = residency.wait(resident, t.model, [unit])
     p = p.put(t.model, replaced(model, residency=resident, course=course))
     return p, (*effects, *waits)
@@ -63,7 +59,7 @@ def reach(p: Protocol, t: tasks.Reach) -> Next:
 def obtain(p: Protocol, t: tasks.Obtain) -> Next:
     """Wait for a unit; ask the other ranks for it first unless it is gathered or in flight."""
     model, resident = p.models[t.model], p.models[t.model].residency
-    if resident.has(t.unit) or not model.course.asks:
+    if resident.has(t.unit):
         resident, waits = residency.wait(resident, t.model, [t.unit])
         return p.put(t.model, replaced(model, residency=resident)), waits
     if model.course.replay is None:
@@ -83,12 +79,12 @@ def ready(p: Protocol, e: Ready) -> Next:
     with one bucket to scatter at most.
     """
     model = p.models[e.model]
-    course, due = model.course.did_also(~e.unit), (*model.course.due, e.unit)
+    course = model.course.did_also(~e.unit)
     if p.open != e.model and not course.asks:
         assert course.replay is not None
-        p = p.put(e.model, replaced(model, course=replaced(course, due=())))
-        return go_on(p, e.model, replay.start_ready(replay.complete(course.replay, due)))
-    course = replaced(course, due=due)
+        p = p.put(e.model, replaced(model, course=course))
+        return go_on(p, e.model, replay.start_ready(replay.complete(course.replay, [e.unit])))
+    course = replaced(course, due=(*course.due, e.unit))
     p = p.put(e.model, replaced(model, course=course))
     waits = not model.units.gathers and p.open == e.model and not e.answered
     if waits and sum(unit in model.units.bounded for unit in course.due) <= 1:
@@ -156,7 +152,6 @@ def arrive(p: Protocol, t: tasks.Arrive) -> Next:
     p = p.put(t.model, replaced(model, course=course, residency=resident))
     return p.then(
         tasks.Walk(t.model),
-        tasks.ReduceDue(t.model),
         tasks.EndOthers(t.model),
         tasks.Meet(t.model, t.values),
         tasks.Depart(t.model, had_plan),

@@ -201,6 +201,16 @@ def test_what_was_served_before_an_error_is_discarded_once() -> None:
     assert one.protocol.served == ()
 
 
+def test_what_was_served_is_received_once() -> None:
+    one = One(TWO_BUCKETS)
+    asked = [*ASKS, 1 + as_code(Asked(1, What.REDUCE, 0))]
+    one.protocol, _ = advance(one.protocol, Call("step"))
+    one.protocol, _ = advance(one.protocol, Answer(Round([one.row(), asked])))
+    effects = one.send(Answer(Round([one.row(), [MessageKind.DONE, 0, 0, 1]])))
+    assert effects[:2] == [WaitForReductions(), Receive(1)]
+    assert one.protocol.served == ()
+
+
 def test_a_rank_that_heard_of_an_error_asks_for_nothing() -> None:
     one = One(TWO_BUCKETS)
     one.begin(*backwards(2).events, phase=1)
@@ -285,12 +295,12 @@ def test_a_use_that_begins_the_next_phase_is_recorded_there() -> None:
 
 
 def test_a_use_between_the_phases_is_not_recorded() -> None:
-    one = One(units(1))
+    one = One(units(2))
     one.begin(0)
     one.send(Use(1, 0))
     one.send(EndForward(1))
-    one.send(Hold(1, (0,), missing=True))
-    one.send(Use(1, 0))
+    one.send(Hold(1, (0, 1), missing=True))
+    one.send(Use(1, 1))
     assert one.did() == (0,)
 
 

@@ -152,10 +152,10 @@ def _phases_of(number: int, values: tuple[Any, ...]) -> list[Phases]:
 def failed(p: Protocol, event: e.Failed) -> Next:
     """The pass raised on this rank: end it in step with the others; tell them if they must know."""
     model = p.models[event.model]
-    phase, in_step, tells = pass_state.fail(model.phase, known=p.known, astray=event.astray)
+    _, in_step, tells = pass_state.fail(model.phase, known=p.known, astray=event.astray)
     course = replaced(model.course, due=())
     undone = p.undone if in_step else ()
-    p = replaced(p.put(event.model, replaced(model, phase=phase, course=course)), undone=())
+    p = replaced(p.put(event.model, replaced(model, course=course)), undone=())
     steps = [tasks.EndPlan(event.model)] if in_step else []
     more = [tasks.EndOthers(event.model), e.Raised()] if tells else []
     return p.then(*steps, *more), (Drop(event.model), *undone)

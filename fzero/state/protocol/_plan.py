@@ -79,12 +79,7 @@ def ready(p: Protocol, e: Ready) -> Next:
     with one bucket to scatter at most.
     """
     model = p.models[e.model]
-    course = model.course.did_also(~e.unit)
-    if p.open != e.model and not course.asks:
-        assert course.replay is not None
-        p = p.put(e.model, replaced(model, course=course))
-        return go_on(p, e.model, replay.start_ready(replay.complete(course.replay, [e.unit])))
-    course = replaced(course, due=(*course.due, e.unit))
+    course = replaced(model.course.did_also(~e.unit), due=(*model.course.due, e.unit))
     p = p.put(e.model, replaced(model, course=course))
     waits = not model.units.gathers and p.open == e.model and not e.answered
     if waits and sum(unit in model.units.bounded for unit in course.due) <= 1:

@@ -304,6 +304,16 @@ def test_a_use_between_the_phases_is_not_recorded() -> None:
     assert one.did() == (0,)
 
 
+@pytest.mark.parametrize("rounds", [False, True])
+def test_values_are_rounded_in_a_pass_that_rounds(rounds: bool) -> None:
+    one = One(Units(numels=(4,), rounds=frozenset([0])))
+    one.begin(0, rounds=rounds)
+    assert Gather(1, 0, exact=not rounds) in one.send(Use(1, 0))
+    one = One(Units(numels=(4,), rounds=frozenset([0])))
+    one.begin(program=False, rounds=rounds)
+    assert Gather(1, 0, exact=not rounds) in one.send(Use(1, 0))
+
+
 # Which units go first, and how far a plan is followed.
 
 

@@ -90,13 +90,10 @@ def ready(p: Protocol, e: Ready) -> Next:
 def reduce_due(p: Protocol, t: tasks.ReduceDue) -> Next:
     """Start the reductions that are due as the plan has them, or ask for them."""
     model, course = p.models[t.model], p.models[t.model].course
-    due = course.due
-    p = p.put(t.model, replaced(model, course=replaced(course, due=()))) if due else p
-    if due and course.asks:
-        return p.then(tasks.Ask(t.model, What.REDUCE, due)), ()
-    if course.replay is None:
-        return p, ()
-    return go_on(p, t.model, replay.start_ready(replay.complete(course.replay, due)))
+    p = p.put(t.model, replaced(model, course=replaced(course, due=())))
+    if course.replay is None or course.replay.waits:  # the others come to a round
+        return p.then(tasks.Ask(t.model, What.REDUCE, course.due)), ()
+    return go_on(p, t.model, replay.start_ready(replay.complete(course.replay, course.due)))
 
 
 def walk(p: Protocol, t: tasks.Walk) -> Next:

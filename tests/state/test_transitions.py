@@ -31,6 +31,7 @@ from fzero.state.protocol import (
     Call,
     Course,
     EndForward,
+    Enter,
     Failed,
     Finish,
     FinishForward,
@@ -432,6 +433,28 @@ def test_what_was_learned_is_told_once() -> None:
     one.send(Use(1, 0))
     assert not has_asked(one)
     assert one.course == Course()
+
+
+def test_what_was_learned_is_not_told_by_a_pass_of_which_nobody_heard() -> None:
+    one = One(TWO_BUCKETS)
+    one.begin(phase=1, program=False)
+    assert has_asked(one)
+    assert one.course.learned
+    one.begin(phase=1, silent=True)
+    assert one.send(Finish(1)) == []
+    assert not one.course.learned
+
+
+# Two models.
+
+
+def test_a_block_ends_the_plan_of_another_model() -> None:
+    one = One(units(2))
+    one.send(Join(2, units(1)))
+    one.begin(0, 1)
+    one.send(Use(1, 0))
+    assert one.send(Enter(2, (0,))) == [Free(1, 0), Gather(1, 1, exact=True)]
+    assert one.course.replay is None
 
 
 # A model that has left.

@@ -48,7 +48,7 @@ from fzero.state.protocol import (
     Use,
     advance,
 )
-from fzero.state.rounds import Asked, Message, MessageKind, Round, What, as_code, row_of
+from fzero.state.rounds import CODES, Asked, Message, MessageKind, Round, What, as_code, row_of
 from fzero.state.schedule import Limits, Program, backwards
 
 TWO_BUCKETS = Units(numels=(4, 4), bounded=frozenset([0, 1]), gathers=False)
@@ -445,6 +445,17 @@ def test_what_was_learned_is_not_told_by_a_pass_of_which_nobody_heard() -> None:
     assert not one.course.learned
 
 
+def test_what_another_rank_asked_for_in_the_same_round_is_not_asked_for_again() -> None:
+    one = One(Units(numels=(4,) * (CODES + 2), gathers=False))
+    one.begin(phase=1, program=False)
+    one.send(Call("a collective of the user's"))  # reads the announcement
+    theirs = [*ASKS, 1 + as_code(Asked(1, What.REDUCE, CODES))]
+    effects = one.send(Finish(1, tuple((unit, False) for unit in range(CODES + 2))), theirs)
+    reduced = [effect.unit for effect in effects if isinstance(effect, Reduce)]
+    assert reduced == [*range(CODES + 2)]
+    assert all(effect.mine for effect in effects if isinstance(effect, Reduce))
+
+
 # Two models.
 
 
@@ -455,6 +466,17 @@ def test_a_block_ends_the_plan_of_another_model() -> None:
     one.send(Use(1, 0))
     assert one.send(Enter(2, (0,))) == [Free(1, 0), Gather(1, 1, exact=True)]
     assert one.course.replay is None
+
+
+def test_a_bucket_that_a_rank_has_kept_is_reduced_before_a_pass_of_another_model() -> None:
+    one = One(TWO_BUCKETS)
+    one.send(Join(2, units(1)))
+    one.begin(phase=1, program=False)
+    assert one.send(Ready(1, 0, answered=False)) == []
+    said = Announcement(text="pass of 2", place=(0, 0), served=True)
+    effects = one.send(Begin(2, said, sums=True))
+    assert [type(effect) for effect in effects] == [Read, Post, Read, Reduce, Post]
+    assert one.course.due == ()
 
 
 # A model that has left.

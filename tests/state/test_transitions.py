@@ -259,6 +259,14 @@ def test_a_use_is_recorded_once_while_the_unit_is_the_current_one() -> None:
     assert one.send(Use(1, 0)) == []
 
 
+def test_a_use_that_the_plan_lacks_is_recorded_once() -> None:
+    one = One(units(2))
+    one.begin(0)
+    for unit in (0, 1, 1):
+        one.send(Use(1, unit))
+    assert one.did() == (0, 1)
+
+
 def test_a_use_is_recorded_once_in_a_pass_that_keeps_what_is_gathered() -> None:
     one = One(units(2, keeps=True))
     one.begin(0, 1)

@@ -27,6 +27,7 @@ from fzero.state import TrainState, buffers, progress, scale
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import nonfinite, raises_together, reduce_agreed
 from fzero.transforms.norm import norm_of_state
+from fzero.transforms.points import renewed
 from fzero.transforms.prepare import clip_factor, scaled
 from fzero.transforms.scaled import scale_forgotten, with_value
 from fzero.transforms.weights import averaged
@@ -178,7 +179,7 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
     driver.require_no_window(name)
     driver.wait()
     opened = open_window(replace(driver.state.window, pending=CLOSED.pending))
-    driver.enter_window(driver.state.replace(window=opened))
+    driver.enter_window(renewed(driver.state, "window").replace(window=opened))
     good = False
     try:
         yield

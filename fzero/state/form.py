@@ -51,8 +51,8 @@ updates, goes on with its own on as many of them; else it begins as `init` makes
 begins as `init` makes it, with a warning that says `why`.
 """
 
-Kind = Literal["slots", "window", "gradients", "optimizer"]
-"""The kinds of what a state keeps beside its parameters."""
+Kind = Literal["slots", "window", "gradients", "optimizer", "numbers"]
+"""The kinds of what a state keeps beside its parameters; "numbers": a few, which nobody counts."""
 
 _LEAVES = ("learning", "all", "number", "named")
 _LIFETIMES = ("backward", "window", "update", "run")

@@ -19,6 +19,9 @@ Needs = Literal["element", "matrix"]
 POINTS = ("loss", "local", "wire", "reduced", "update", "updated")
 """The points of a step, in their order."""
 
+COMPARED = ("max_norm", "max_value")
+"""The options of built-in transforms that ranks compare a line each, also where one has none."""
+
 Function = Callable[..., Any]
 
 

@@ -103,7 +103,7 @@ class ExternalScale:
 SLOT = "scale_loss/scale"
 """The slot of a state that has its loss scale: the numbers, and as its note (policy, is_read)."""
 
-FORM = Form(leaves="named", placement=Placement.REPLICATED)
+FORM = Form(leaves="named", placement=Placement.REPLICATED, kind="numbers")
 """Its form: the same numbers on every rank."""
 
 _NUMBERS = ("scale", "good_updates", "hysteresis_left", "overflowed")

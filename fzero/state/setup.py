@@ -15,7 +15,7 @@ from fzero.state.buffers import SIXTEEN_BIT, Placement
 from fzero.state.codec import Codec, Over, cast
 from fzero.state.layout import Layout, Part
 from fzero.state.offload import Offload
-from fzero.state.points import Builtin, Points
+from fzero.state.points import COMPARED, Builtin, Points
 from fzero.state.schedule import Limits
 from fzero.state.stateful_update import ParamGroups as ParamGroups
 from fzero.state.stateful_update import SavedNames as SavedNames
@@ -100,7 +100,9 @@ class Policy:
     @property
     def options(self) -> list[str]:
         """What ranks must have in common to update together: each option as a line."""
-        return [f"{one.name}={getattr(self, one.name)}" for one in fields(self) if one.repr]
+        bounds = dict(pair for one in self.points for pair in getattr(one, "options", ()))
+        lines = [f"{name}={bounds.get(name)}" for name in COMPARED]
+        return [*lines, *(f"{x.name}={getattr(self, x.name)}" for x in fields(self) if x.repr)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

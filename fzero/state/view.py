@@ -50,7 +50,8 @@ def _kinds(state: Any) -> dict[str, Any]:
         "window": [state.window],
     }
     for slot in state.slots.values():
-        found.setdefault(slot.form.kind, []).append(slot)
+        if slot.form.kind != "numbers":
+            found.setdefault(slot.form.kind, []).append(slot)
     return found
 
 

@@ -13,6 +13,7 @@ from fzero.state import TrainState, window
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
+from fzero.transforms.points import renewed
 from fzero.transforms.states import S, flatten_states, map_states
 
 
@@ -89,6 +90,7 @@ def coalesce(
 def _open(state: TrainState, length: int) -> TrainState:
     check_alive(state)
     opened = window.open_window(state.window, length)
+    state = renewed(state, "window")
     return state.replace(window=window.saw_backward(opened, state.progress.backwards))
 
 

@@ -323,6 +323,35 @@ def test_values_are_rounded_in_a_pass_that_rounds(rounds: bool) -> None:
     assert Gather(1, 0, exact=not rounds) in one.send(Use(1, 0))
 
 
+def reads_exactly(one: One) -> bool:
+    """Whether a read outside of a pass replaces the rounded values of unit 0."""
+    effects = one.send(Use(1, 0))
+    return Free(1, 0) in effects and Gather(1, 0, exact=True) in effects
+
+
+KEPT = Units(numels=(4,), rounds=frozenset([0]), limits=Limits(keeps=True))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_read_between_the_phases_is_exact(again: bool) -> None:
+    one = One(KEPT)
+    for _ in range(1 + again):  # the second forward gathers nothing
+        one.begin(0, stays=True)
+        one.send(Use(1, 0))
+        one.send(EndForward(1))
+    assert reads_exactly(one)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_read_behind_a_pass_in_a_window_is_exact(again: bool) -> None:
+    one = One(KEPT)
+    for _ in range(1 + again):  # the second backward gathers nothing
+        one.begin(0, phase=1, sums=False, stays=True)
+        one.send(Use(1, 0))
+        one.send(Finish(1))
+    assert reads_exactly(one)
+
+
 # Which units go first, and how far a plan is followed.
 
 

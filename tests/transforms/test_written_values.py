@@ -413,3 +413,40 @@ def test_whole_matrices_are_those_of_plain_torch(stage: int) -> None:
     ema = MADE["ema"][1]()
     close(full(state, 2), page.trained([Spectral(), ema], values(), loss_fn, given, sgd))
     close(kept_of(state, "ema", 2), ema.kept)
+
+
+def test_a_slot_that_lives_for_a_window_begins_where_one_opens() -> None:
+    """In both drivers: it counts the backwards of its window, and not those of earlier ones."""
+
+    def count(slots: Any, g: Tensor, ctx: fzero.Context) -> Any:
+        return {"calls": slots["calls"] + 1}, g
+
+    form = fzero.Form(
+        leaves="number",
+        placement=fzero.Placement.PARTIAL,
+        elsewhere="own",
+        lifetime="window",
+    )
+    counts = fzero.transform(
+        name="counts", slots={"calls": form}, init=lambda params, ctx: {"calls": 0}, local=count
+    )
+
+    def step_fn(state: Any, xs: Tensor) -> Any:
+        for x in xs:
+            state, _ = fzero.grad_and_reduce(lambda p, x: (p * x).sum(), state)(x)
+        return fzero.apply_gradients(state), None
+
+    step = fzero.shard(fzero.coalesce(counts(step_fn)), stage=2)
+    state = step.init(torch.ones(2), fzero.optim.sgd(0.1))
+    model = torch.nn.Linear(2, 1, bias=False)
+    sgd = torch.optim.SGD(model.parameters(), 0.1)
+    engine = Engine(model, sgd, stage=2, transforms=[counts])
+    for calls in (3, 2):
+        state, _ = step(state, torch.ones(calls))
+        with engine.coalesce():
+            for _ in range(calls):
+                model(torch.ones(1, 2)).sum().backward()
+        engine.step()
+        assert state.slots["counts/calls"].value == calls
+        assert engine.state.slots["counts/calls"].value == calls
+    engine.close()

@@ -85,7 +85,9 @@ def end_of_forward(p: Protocol, t: tasks.EndOfForward) -> Next:
 
 
 def _after_forward(model: Model) -> Model:
-    return replaced(model, phase=pass_state.end_forward(model.phase), rounds=False)
+    resident = replaced(model.residency, current=-1)  # its values may be rounded
+    phase = pass_state.end_forward(model.phase)
+    return replaced(model, phase=phase, residency=resident, rounds=False)
 
 
 def finish_forward(p: Protocol, event: e.FinishForward) -> Next:
@@ -115,7 +117,9 @@ def _ending(
     model = p.models[number]
     course = replaced(model.course, left=left, learned={})
     if EndPhase not in map(type, effects):
-        return p.put(number, replaced(model, course=course, rounds=False)), ()
+        resident = replaced(model.residency, current=-1)
+        model = replaced(model, course=course, residency=resident, rounds=False)
+        return p.put(number, model), ()
     # Recorded here, for the rest of the plan may reduce them: else it would be forgotten next time.
     for unit in (unit for unit, complete in left if not complete):
         course = course.did_also(~unit)
@@ -127,7 +131,8 @@ def _ending(
 def end_of_pass(p: Protocol, t: tasks.EndOfPass) -> Next:
     """All ranks have ended the pass: free the units that were kept for it."""
     model, did = p.models[t.model], p.models[t.model].course.did
-    resident, frees = residency.end_backward(model.residency, t.model, model.units.persistent)
+    resident = replaced(model.residency, current=-1)
+    resident, frees = residency.end_backward(resident, t.model, model.units.persistent)
     model = replaced(model, course=Course(), residency=resident, rounds=False)
     p = p.put(t.model, model).without(t.model)
     if not t.asked:

@@ -32,28 +32,31 @@ def use(p: Protocol, e: Use) -> Next:
 def reach(p: Protocol, t: tasks.Reach) -> Next:
     """Record the use of a unit, and go to it in the plan, which gathers it ahead of its use."""
     model, unit = p.models[t.model], t.unit
-    held = unit in model.residency.gathered
-    resident, course = residency.touch(model.residency, unit), model.course
+    resident, frees = model.residency, tuple[Effect, ...]()
+    if not model.rounds:  # a read outside of a pass, of a unit that the pass has rounded
+        resident, frees = residency.drop_inexact(resident, t.model, [unit])
+    held = unit in resident.gathered
+    resident, course = residency.touch(resident, unit), model.course
     if unit not in resident.seen:
         course = course.did_also(unit)
         if model.units.limits.keeps:
             resident = replaced(resident, seen=resident.seen | {unit})
     if course.replay is None or course.replay.waits:
         p = p.put(t.model, replaced(model, residency=resident, course=course))
-        return p.then(tasks.Obtain(t.model, unit)), ()
+        return p.then(tasks.Obtain(t.model, unit)), frees
     there = replay.use(course.replay, unit, held=held)
     if there is None and not resident.has(unit):
         # It is asked for at the next sync point, or at the end of the plan.
         course = replaced(course, asked=True)
         p = p.put(t.model, replaced(model, residency=resident, course=course))
-        return p.then(tasks.Walk(t.model), tasks.Obtain(t.model, unit)), ()
+        return p.then(tasks.Walk(t.model), tasks.Obtain(t.model, unit)), frees
     # The plan is followed: nobody has to be asked on the way.
     place, planned = there or (course.replay, ())
     course = replaced(course, replay=place)
     resident, course, effects = _done(model, t.model, resident, course, planned)
     resident, waits = residency.wait(resident, t.model, [unit])
     p = p.put(t.model, replaced(model, residency=resident, course=course))
-    return p, (*effects, *waits)
+    return p, (*frees, *effects, *waits)
 
 
 def obtain(p: Protocol, t: tasks.Obtain) -> Next:

@@ -79,7 +79,8 @@ def _mark(watch: MemoryWatch, tree: Any) -> None:
         watch.mark("masters", list(masters_of(state)))
         watch.mark("window", state.window)
         for slot in state.slots.values():
-            watch.mark(slot.form.kind, slot)
+            if slot.form.kind != "numbers":
+                watch.mark(slot.form.kind, slot)
         watch.mark("gradients", state.gradients)
 
 

@@ -152,6 +152,9 @@ def of_leaves(leaves: Sequence[DigestedLeaf], rows: Tensor, shards: int) -> Tens
     """
     found = []
     for leaf, column in zip(leaves, rows.unbind(1), strict=True):
+        if leaf.placement is Placement.OWNER:  # virtual ranks are shown what one of them has
+            found.append(column[column.ne(0).to(torch.int8).argmax()])
+            continue
         counts = {Placement.REPLICATED: 1, Placement.SHARDED: shards}.get(leaf.placement, len(rows))
         found.append(column[:counts].sum())
     return torch.stack(found) if found else rows.new_zeros(0)

@@ -17,6 +17,7 @@ from fzero.checkpoint.everywhere import from_first
 from fzero.checkpoint.in_memory import REPLAY, new_folder, remove_folder
 from fzero.state import NAMESPACE, TrainState
 from fzero.tools.record._digest import DigestedLeaf, digested_leaves
+from fzero.transforms.kept import trains_apart
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 """(args, kwargs) of a step on one rank, after the state or the engine."""
@@ -111,7 +112,7 @@ def form_of(state: TrainState, driver: str) -> RecordedForm:
         shards=setup.layout.ranks,
         leaves=digested_leaves(state),
         driver=driver,
-        apart=state.window.outer is not None,
+        apart=trains_apart(state),
     )
 
 

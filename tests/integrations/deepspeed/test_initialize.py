@@ -48,6 +48,7 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "reduce_op": "mean",
         "gradient_predivide_factor": 1.0,
         "compress": None,
+        "transforms": (),
         "master_weights": True,
         "state_dtype": None,
         "stochastic_rounding": False,

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
 from torch import Tensor
@@ -165,12 +166,16 @@ def test_a_residual_that_is_lost_is_found_where_gradients_repeat(
     monkeypatch.setattr(
         Encoder,
         "remembers_by",
-        lambda self, lent: remembers_by(
-            self, lambda: lent()._replace(flats=[torch.zeros_like(x) for x in lent().flats])
-        ),
+        lambda self, lent: remembers_by(self, lambda: _forgetful(lent())),
     )
     (cell,) = run().failures
     assert "w[" in cell.describe()
+
+
+def _forgetful(lent: Any) -> Any:
+    """What a state lends, without what it remembers."""
+    slots = optree.tree_map(torch.zeros_like, lent.state.slots, namespace="fzero")
+    return lent._replace(state=lent.state.replace(slots=slots))
 
 
 class Stalls(fzero.adapter.Engine):

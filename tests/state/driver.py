@@ -140,8 +140,10 @@ class Driver(Rank):
         record = self.protocol.models[model]
         if record.units.limits.keeps:
             return
-        loose = [u for m, u in [*self.here, *self.flights] if m == model]
-        loose = [u for u in loose if u not in record.residency.pinned]
+        if model in self.windows and self.world.stays:
+            return
+        kept = self._kept(model)
+        loose = [u for m, u in [*self.here, *self.flights] if m == model and u not in kept]
         if len(loose) > MOST + max(0, record.units.limits.prefetch_numel - 1):
             raise Fault("memory", f"rank {self.number} holds units {loose}")
 
@@ -159,6 +161,9 @@ class Driver(Rank):
     def end_forward(self, model: int) -> Steps:
         """The end of a forward that a backward may follow."""
         yield from self.send(EndForward(model))
+        record = self.protocol.models[model]
+        if record.rounds or record.phase.runs:
+            raise Fault("a pass ends", f"rank {self.number}: {record}")
 
     def gradient(self, model: int, unit: int, *, complete: bool) -> Steps:
         """Autograd makes a gradient of a unit: the last one if it is `complete`."""
@@ -210,15 +215,22 @@ class Driver(Rank):
     def _require_freed(self, model: int) -> None:
         """Between passes there is what is persistent, what blocks hold, and what a window keeps."""
         record = self.protocol.models[model]
-        if record.rounds or record.phase.runs:
+        phase, course = record.phase, record.course
+        if record.rounds or phase.runs or phase.gathered or phase.silent:
             raise Fault("a pass ends", f"rank {self.number}: {record}")
-        kept = set(self.world.units[model].persistent)
-        kept |= {unit for number, units in self.blocks if number == model for unit in units}
+        if course.did or course.place or course.asked or course.replay or course.left:
+            raise Fault("a pass ends", f"rank {self.number}: {course}")
+        kept = self._kept(model)
         if model in self.windows and self.world.stays:
             return
         here = {unit for number, unit in self.here if number == model}
         if not here <= kept and model not in self.protocol.running:
             raise Fault("a pass frees", f"rank {self.number} keeps {here - kept} of model {model}")
+
+    def _kept(self, model: int) -> set[int]:
+        """Units that are persistent, and those that blocks hold."""
+        kept = set(self.world.units[model].persistent)
+        return kept.union(*(units for number, units in self.blocks if number == model))
 
     # Between passes.
 
@@ -272,6 +284,8 @@ class Driver(Rank):
         self.version += 1
         for model, units in enumerate(self.world.units):
             self.carried[model] = {}
+            if not self.world.functional[model]:
+                self._require_freed(model)
             if units.gathers:
                 yield from self.send(Changed(model))
                 if any(number == model for number, _ in [*self.here, *self.flights]):

@@ -133,7 +133,7 @@ MUTANTS: dict[str, Edit] = {
     ),
     "nobody asks for what the plan lacks": Edit(
         "protocol._plan",
-        "    if resident.has(t.unit) or not model.course.asks:",
+        "    if resident.has(t.unit):",
         "    if True:",
     ),
     "a pass that is given up leaves its announcement open": Edit(
@@ -162,8 +162,8 @@ MUTANTS: dict[str, Edit] = {
     ),
     "stale units stay pinned": Edit(
         "protocol._pass",
-        "(model.residency, event.model, pinned=True)",
-        "(model.residency, event.model)",
+        "(model.residency, event.model, pinned=True)\n    return",
+        "(model.residency, event.model)\n    return",
         ("they repeat", 0),
     ),
     "a sync point that the plan lacks is not learned": Edit(

@@ -78,14 +78,16 @@ def end_forward(p: Protocol, event: e.EndForward) -> Next:
 def end_of_forward(p: Protocol, t: tasks.EndOfForward) -> Next:
     """Free what the forward gathered, unless it stays for the backward."""
     model = _after_forward(p.models[t.model])
-    resident, frees = residency.release(replaced(model.residency, current=-1), t.model)
+    resident, frees = residency.release(model.residency, t.model)
     course = replaced(model.course, place=None)
     model = replaced(model, residency=resident, course=course)
     return p.put(t.model, model).without(t.model), frees
 
 
 def _after_forward(model: Model) -> Model:
-    return replaced(model, phase=pass_state.end_forward(model.phase), rounds=False)
+    resident = replaced(model.residency, current=-1)  # its values may be rounded
+    phase = pass_state.end_forward(model.phase)
+    return replaced(model, phase=phase, residency=resident, rounds=False)
 
 
 def finish_forward(p: Protocol, event: e.FinishForward) -> Next:
@@ -115,7 +117,9 @@ def _ending(
     model = p.models[number]
     course = replaced(model.course, left=left, learned={})
     if EndPhase not in map(type, effects):
-        return p.put(number, replaced(model, course=course, rounds=False)), ()
+        resident = replaced(model.residency, current=-1)
+        model = replaced(model, course=course, residency=resident, rounds=False)
+        return p.put(number, model), ()
     # Recorded here, for the rest of the plan may reduce them: else it would be forgotten next time.
     for unit in (unit for unit, complete in left if not complete):
         course = course.did_also(~unit)
@@ -127,10 +131,9 @@ def _ending(
 def end_of_pass(p: Protocol, t: tasks.EndOfPass) -> Next:
     """All ranks have ended the pass: free the units that were kept for it."""
     model, did = p.models[t.model], p.models[t.model].course.did
-    course = replaced(model.course, did={}, place=None, asked=False, replay=None, left=())
     resident = replaced(model.residency, current=-1)
     resident, frees = residency.end_backward(resident, t.model, model.units.persistent)
-    model = replaced(model, course=course, residency=resident, rounds=False)
+    model = replaced(model, course=Course(), residency=resident, rounds=False)
     p = p.put(t.model, model).without(t.model)
     if not t.asked:
         return p, frees
@@ -154,10 +157,10 @@ def _phases_of(number: int, values: tuple[Any, ...]) -> list[Phases]:
 def failed(p: Protocol, event: e.Failed) -> Next:
     """The pass raised on this rank: end it in step with the others; tell them if they must know."""
     model = p.models[event.model]
-    phase, in_step, tells = pass_state.fail(model.phase, known=p.known, astray=event.astray)
-    course = replaced(model.course, due=(), left=())
+    _, in_step, tells = pass_state.fail(model.phase, known=p.known, astray=event.astray)
+    course = replaced(model.course, due=())
     undone = p.undone if in_step else ()
-    p = replaced(p.put(event.model, replaced(model, phase=phase, course=course)), undone=())
+    p = replaced(p.put(event.model, replaced(model, course=course)), undone=())
     steps = [tasks.EndPlan(event.model)] if in_step else []
     more = [tasks.EndOthers(event.model), e.Raised()] if tells else []
     return p.then(*steps, *more), (Drop(event.model), *undone)
@@ -166,8 +169,7 @@ def failed(p: Protocol, event: e.Failed) -> Next:
 def give_up(p: Protocol, event: e.GiveUp) -> Next:
     """Forget the pass."""
     model = p.models[event.model]
-    resident = replaced(model.residency, current=-1)
-    resident, frees = residency.release(resident, event.model, pinned=True)
+    resident, frees = residency.release(model.residency, event.model, pinned=True)
     model = Model(units=model.units, phase=PassState(), course=Course(), residency=resident)
     p = replaced(p.put(event.model, model).without(event.model), undone=())
     p = replaced(p, open=None) if p.open == event.model else p

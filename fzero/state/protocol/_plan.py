@@ -43,21 +43,17 @@ def reach(p: Protocol, t: tasks.Reach) -> Next:
             resident = replaced(resident, seen=resident.seen | {unit})
     if course.replay is None or course.replay.waits:
         p = p.put(t.model, replaced(model, residency=resident, course=course))
-        return p.then(tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)), frees
-    # What is complete may start behind what this use frees.
-    ready = replay.complete(course.replay, course.due)
-    there = replay.use(ready, unit, held=held)
+        return p.then(tasks.Obtain(t.model, unit)), frees
+    there = replay.use(course.replay, unit, held=held)
     if there is None and not resident.has(unit):
         # It is asked for at the next sync point, or at the end of the plan.
-        course = replaced(course, replay=ready, due=(), asked=True)
+        course = replaced(course, asked=True)
         p = p.put(t.model, replaced(model, residency=resident, course=course))
-        after = tasks.ReduceDue(t.model), tasks.Obtain(t.model, unit)
-        return p.then(tasks.Walk(t.model), *after), frees
+        return p.then(tasks.Walk(t.model), tasks.Obtain(t.model, unit)), frees
     # The plan is followed: nobody has to be asked on the way.
-    place, planned = there or (ready, ())
-    place, starts = replay.start_ready(place)
-    course = replaced(course, replay=place, due=())
-    resident, course, effects = _done(model, t.model, resident, course, (*planned, *starts))
+    place, planned = there or (course.replay, ())
+    course = replaced(course, replay=place)
+    resident, course, effects = _done(model, t.model, resident, course, planned)
     resident, waits = residency.wait(resident, t.model, [unit])
     p = p.put(t.model, replaced(model, residency=resident, course=course))
     return p, (*frees, *effects, *waits)
@@ -66,7 +62,7 @@ def reach(p: Protocol, t: tasks.Reach) -> Next:
 def obtain(p: Protocol, t: tasks.Obtain) -> Next:
     """Wait for a unit; ask the other ranks for it first unless it is gathered or in flight."""
     model, resident = p.models[t.model], p.models[t.model].residency
-    if resident.has(t.unit) or not model.course.asks:
+    if resident.has(t.unit):
         resident, waits = residency.wait(resident, t.model, [t.unit])
         return p.put(t.model, replaced(model, residency=resident)), waits
     if model.course.replay is None:
@@ -86,12 +82,7 @@ def ready(p: Protocol, e: Ready) -> Next:
     with one bucket to scatter at most.
     """
     model = p.models[e.model]
-    course, due = model.course.did_also(~e.unit), (*model.course.due, e.unit)
-    if p.open != e.model and not course.asks:
-        assert course.replay is not None
-        p = p.put(e.model, replaced(model, course=replaced(course, due=())))
-        return go_on(p, e.model, replay.start_ready(replay.complete(course.replay, due)))
-    course = replaced(course, due=due)
+    course = replaced(model.course.did_also(~e.unit), due=(*model.course.due, e.unit))
     p = p.put(e.model, replaced(model, course=course))
     waits = not model.units.gathers and p.open == e.model and not e.answered
     if waits and sum(unit in model.units.bounded for unit in course.due) <= 1:
@@ -102,13 +93,10 @@ def ready(p: Protocol, e: Ready) -> Next:
 def reduce_due(p: Protocol, t: tasks.ReduceDue) -> Next:
     """Start the reductions that are due as the plan has them, or ask for them."""
     model, course = p.models[t.model], p.models[t.model].course
-    due = course.due
-    p = p.put(t.model, replaced(model, course=replaced(course, due=()))) if due else p
-    if due and course.asks:
-        return p.then(tasks.Ask(t.model, What.REDUCE, due)), ()
-    if course.replay is None:
-        return p, ()
-    return go_on(p, t.model, replay.start_ready(replay.complete(course.replay, due)))
+    p = p.put(t.model, replaced(model, course=replaced(course, due=())))
+    if course.replay is None or course.replay.waits:  # the others come to a round
+        return p.then(tasks.Ask(t.model, What.REDUCE, course.due)), ()
+    return go_on(p, t.model, replay.start_ready(replay.complete(course.replay, course.due)))
 
 
 def walk(p: Protocol, t: tasks.Walk) -> Next:
@@ -159,7 +147,6 @@ def arrive(p: Protocol, t: tasks.Arrive) -> Next:
     p = p.put(t.model, replaced(model, course=course, residency=resident))
     return p.then(
         tasks.Walk(t.model),
-        tasks.ReduceDue(t.model),
         tasks.EndOthers(t.model),
         tasks.Meet(t.model, t.values),
         tasks.Depart(t.model, had_plan),

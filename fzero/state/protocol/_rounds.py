@@ -40,7 +40,7 @@ def announce(p: Protocol, t: tasks.Announce) -> Next:
     said = course.announcement
     assert said is not None
     did = {**course.did, said.place: ()}
-    course = replaced(course, did=did, place=said.place, replay=None)
+    course = replaced(course, did=did, place=said.place)
     here = replaced(model.residency, current=-1)
     here, frees = residency.release(here, t.model)
     # What is here already is part of what ranks must have in common to follow one plan.
@@ -109,7 +109,7 @@ def ask_now(p: Protocol, t: tasks.AskNow) -> Next:
 def asked(p: Protocol, t: tasks.AskNow, said: Round) -> Next:
     """Take part in what any rank asked for in this round; ask for what is left."""
     p, effects = serve(p, said, frozenset(Asked(t.model, t.what, unit) for unit in t.units))
-    rest = t.units[len(asking(t.model, t.what, t.units).codes or ()) :]
+    rest = tuple(unit for unit in t.units if Asked(t.model, t.what, unit) not in said.asked)
     return p.then(*[tasks.AskNow(t.model, t.what, rest)] * bool(rest)), effects
 
 
@@ -119,7 +119,7 @@ def ask_left(p: Protocol, t: tasks.AskLeft) -> Next:
     if not course.left:
         return p, ()
     units = tuple(unit for unit, _ in course.left)
-    course = replaced(course, asked=True, left=())
+    course = replaced(course, asked=True)
     p = p.put(t.model, replaced(model, course=course))
     return p.then(tasks.Ask(t.model, What.REDUCE, units)), ()
 

@@ -40,11 +40,6 @@ class Course:
     left: tuple[tuple[int, bool], ...] = ()
     learned: Mapping[Place, Program] = field(default_factory=dict)
 
-    @property
-    def asks(self) -> bool:
-        """Whether the other ranks come to a round before the plan goes on."""
-        return self.replay is None or self.replay.waits
-
     def did_also(self, event: int) -> Course:
         """Record a use or a reduction."""
         if self.place is None:

@@ -8,10 +8,11 @@ from torch import Tensor
 
 from fzero.collectives import gather_objects, reduce_many
 from fzero.errors import LayoutError
-from fzero.machine.by_path import by_path, ranges_of
+from fzero.machine.by_path import by_path, leaf_paths, ranges_of
 from fzero.machine.offload import to_device
 from fzero.machine.parts import gather_parts
-from fzero.state import Buffers, Form, Part, Placement, Slot, TrainState
+from fzero.optim.entries import RULE, rule_entries
+from fzero.state import Buffers, Part, Placement, Slot, TrainState
 from fzero.state.view import require_state
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
@@ -44,9 +45,16 @@ def slots(state: TrainState, name: str) -> dict[str, Any]:
     """
     require_state("slots", state)
     check_alive(state)
-    found = _of_optimizer(state) if name == "optimizer" else _of_transform(state, name)
+    if name != "optimizer":
+        found = _of_transform(state, name)
+        agree(f"slots of {name}", [state])
+        return {slot: whole(state, value) for slot, value in found.items()}
+    kept = _of_optimizer(state)
     agree(f"slots of {name}", [state])
-    return {slot: whole(state, value) for slot, value in found.items()}
+    return {
+        slot: _shaped(state, {k: x for one in some for k, x in whole(state, one).items()})
+        for slot, some in kept.items()
+    }
 
 
 def _of_transform(state: TrainState, name: str) -> dict[str, Slot]:
@@ -62,17 +70,28 @@ def _of_transform(state: TrainState, name: str) -> dict[str, Slot]:
     return found
 
 
-def _of_optimizer(state: TrainState) -> dict[str, Slot]:
-    """Return what the rule keeps for each element, under its names in a checkpoint."""
-    rule, layout = state.setup.optimizer, state.setup.layout
-    names = rule.saved_names(state.optimizer, layout.leaves).parts
-    placed = state.setup.optimizer_state
-    held = {
-        names.get(name, name): Buffers(flats=tuple(flats), placement=placed)
-        for name, flats in rule.slots(state.optimizer).items()
-        if any(x.numel() for x in flats)
+def _of_optimizer(state: TrainState) -> dict[str, list[Slot]]:
+    """Return what the rule keeps, under its names in a checkpoint: in flats, and by owners."""
+    learning, found = state.setup.layout.trainable, dict[str, list[Slot]]()
+    for one in rule_entries(state, state.setup.axis.rank):
+        value: Any = dict(one.values)
+        if one.per_leaf:
+            like = next(iter(value.values()))
+            flats = tuple(value.get(i, like.new_empty(0)) for i in learning)
+            value = Buffers(flats=flats, placement=one.placement)
+        name = one.name.removeprefix(RULE)
+        found.setdefault(name, []).append(Slot(value=value, form=one.form))
+    return found
+
+
+def _shaped(state: TrainState, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return what owners keep: in the shape of its leaf what has an element for each of it."""
+    layout = state.setup.layout
+    leaves = dict(zip(leaf_paths(layout), layout.leaves, strict=True))
+    return {
+        path: leaves[path].of(x.reshape(-1)) if x.numel() == leaves[path].numel else x
+        for path, x in values.items()
     }
-    return {name: Slot(value=value, form=Form()) for name, value in held.items()}
 
 
 def whole(state: TrainState, slot: Slot) -> Any:

@@ -450,3 +450,23 @@ def test_a_slot_that_lives_for_a_window_begins_where_one_opens() -> None:
         assert state.slots["counts/calls"].value == calls
         assert engine.state.slots["counts/calls"].value == calls
     engine.close()
+
+
+@pytest.mark.parametrize("stage, world", [(0, 1), (0, 2), (2, 2), (3, 3)])
+def test_what_owners_keep_of_the_optimizer_is_read_whole(stage: int, world: int) -> None:
+    params = {"w": torch.arange(12.0).view(4, 3), "b": torch.ones(3)}
+
+    def ranks_part() -> dict[str, Tensor]:
+        rules = {"matrices": fzero.optim.muon(0.1), "rest": fzero.optim.sgd(0.1, momentum=0.5)}
+        rule = fzero.optim.partition(rules, lambda leaf: "rest" if leaf.path == "b" else "matrices")
+        state = fzero.init(params, rule, stage=stage)
+        state, _ = fzero.grad_and_reduce(lambda p: (p["w"] ** 2).sum() + p["b"].sum(), state)()
+        found = fzero.slots(fzero.apply_gradients(state), "optimizer")
+        return found["momentum_buffer"]
+
+    found = fzero.simulate(ranks_part, world_size=world)()
+    for rank in range(world):
+        assert torch.equal(found["b"][rank], torch.ones(3))
+        assert found["w"][rank].shape == (4, 3)
+        ratio = found["w"][rank] / found["w"][rank][0, 1]  # of a gradient 2 w, times a factor
+        assert torch.allclose(ratio, params["w"])

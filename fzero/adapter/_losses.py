@@ -13,7 +13,7 @@ from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.scale import LossScale, factor_in, multiplier, read_external
 from fzero.transforms.pass_events import Pass
-from fzero.transforms.points import scaled_loss, transforms_of
+from fzero.transforms.points import loss_learned, transforms_of
 from fzero.transforms.scaled import with_value
 from fzero.transforms.weights import (
     Weight,
@@ -103,7 +103,7 @@ class Losses:
             return loss
         if self.is_scaled(loss):
             raise PhaseError(_TWICE)
-        made: Any = scaled_loss(self._running.states[:1], loss) if self.acts else loss
+        made: Any = loss_learned(self._running.states[:1], loss) if self.acts else loss
         made = made.view_as(made) if held is None else made * held.scale
         if made.requires_grad:  # its hook comes before that of any output or parameter
             made.fzero_mark = mark = _Mark(self, None if held is None else held.scale, weight)

@@ -24,7 +24,7 @@ from fzero.transforms._differentiate import (
 )
 from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms.agree import agree
-from fzero.transforms.points import Locals, scaled_loss
+from fzero.transforms.points import Locals, loss_learned
 from fzero.transforms.receive import mean_of, not_differentiable, receive
 from fzero.transforms.scaled import scales_of
 from fzero.transforms.weights import Weight, counted, counted_loss, times_weight
@@ -48,7 +48,7 @@ def grad_by_func(
     acting = [one for one in states if one.setup.layout.trainable]
 
     def learned(loss: Tensor) -> Tensor:
-        loss = scaled_loss(acting, loss)
+        loss = loss_learned(acting, loss)
         return loss if scale is None else loss * scale
 
     try:

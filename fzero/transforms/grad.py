@@ -39,7 +39,7 @@ from fzero.transforms.announcement import functional
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.points import scaled_loss
+from fzero.transforms.points import loss_learned
 from fzero.transforms.scaled import scales_of, with_value
 from fzero.transforms.states import S, flatten_states
 from fzero.transforms.weights import (
@@ -179,7 +179,7 @@ def _by_autograd(
             params = [params for params, _ in made]
             with explains_writes(params):
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
-                learned = scaled_loss([one for one in states if one.setup.layout.trainable], loss)
+                learned = loss_learned([one for one in states if one.setup.layout.trainable], loss)
         for one in passes:
             one.calls.loss(loss, call.weight)
             one.end_forward()

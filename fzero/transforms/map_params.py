@@ -22,7 +22,7 @@ from fzero.state.view import require_state
 from fzero.transforms._anew import with_tensors
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
-from fzero.transforms.points import stepped
+from fzero.transforms.points import stepped_parts
 from fzero.transforms.written import returned
 
 _FINER = (Placement.REPLICATED, Placement.SHARDED, Placement.OVER_ALL)
@@ -84,7 +84,9 @@ def map_params(fn: Callable[..., Tensor], state: TrainState, *others: Any) -> Tr
     crosses = setup.axis.size > 1 and (at is not setup.params)
     if crosses:
         agree("map_params", [state])
-    own = stepped(state) if masters else [state.params.flats[i] for i in setup.layout.trainable]
+    own = (
+        stepped_parts(state) if masters else [state.params.flats[i] for i in setup.layout.trainable]
+    )
     parts = [cut(setup, to_device(x, state.device), base, at) for x in own]
     new = _mapped(state, fn, at, parts, operands)
     if masters:

@@ -21,9 +21,8 @@ from torch import Tensor
 
 from fzero.errors.check import require
 from fzero.machine.offload import offloaded, to_device, write_back
-from fzero.machine.packing import part_of
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
-from fzero.optim.masters import masters_of, work_tensors
+from fzero.optim.masters import masters_of
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
 from fzero.state import Buffers, Local, Outer, Setup, TrainState, outer
 from fzero.state.points import Builtin, Excludes
@@ -33,6 +32,7 @@ from fzero.transforms.outer_count import agreed
 from fzero.transforms.outer_rule import DEFAULT_OUTER as DEFAULT_OUTER
 from fzero.transforms.outer_rule import masked, outer_owners, outer_pieces, require_outer
 from fzero.transforms.outer_sum import sum_over_replicas
+from fzero.transforms.points import stepped_parts
 from fzero.transforms.receive import not_differentiable
 from fzero.transforms.together import Requested
 
@@ -79,7 +79,7 @@ def anchored(state: TrainState, held: Outer) -> TrainState:
     """Return a state whose anchors are at its parameters, with an outer rule that begins anew."""
     offload = state.setup.offload
     setup = state.setup
-    anchors, made = [x.to(_wide(x.dtype), copy=True) for x in _stepped(state)], []
+    anchors, made = [x.to(_wide(x.dtype), copy=True) for x in stepped_parts(state)], []
     for fragment in range(held.local.fragments):
         numbers = held.local.numbers_in(fragment, len(anchors))
         owners, pieces = outer_owners(setup, numbers), outer_pieces(setup, numbers)
@@ -128,7 +128,7 @@ def after_local_update(state: TrainState, *, general: bool) -> TrainState:
 def _departed(state: TrainState, due: int, general: bool) -> TrainState:
     """Return the state with the mean move of a fragment, which comes. A collective."""
     held, setup = _held(state), state.setup
-    stepped = [to_device(x, state.device) for x in _stepped(state)]
+    stepped = [to_device(x, state.device) for x in stepped_parts(state)]
     said = agreed(held, due, stepped, general=general)
     numbers = held.local.numbers_in(due, len(stepped))
     anchors, coming = held.anchors.flats, list(held.coming)
@@ -148,7 +148,7 @@ def _departed(state: TrainState, due: int, general: bool) -> TrainState:
     if not said.all_finite:  # all replicas write, for virtual ranks make the same collectives
         values = dict(enumerate(stepped if said.finite else anchors)) | values
     if not said.finite:  # other fragments are not either, or would not be after the next update
-        state = with_new_slots(state, _stepped(state))
+        state = with_new_slots(state, stepped_parts(state))
     owned = donates(state) and not general
     return _written(state, values, owned=owned) if values else state
 
@@ -186,7 +186,7 @@ def _arrived(state: TrainState, due: int, general: bool) -> TrainState:
     )
     values = {k: anchors[k] for k in numbers}
     if share := held.local.mixing:
-        stepped = _stepped(state)
+        stepped = stepped_parts(state)
         values = {k: _mixed(state, stepped[k], x, share) for k, x in values.items()}
     return _written(_with(state, after), values, owned=donates(state) and not general)
 
@@ -212,16 +212,6 @@ def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
 
 def _with(state: TrainState, held: Outer) -> TrainState:
     return state.replace(window=replace(state.window, outer=held))
-
-
-def _stepped(state: TrainState) -> list[Tensor]:
-    """What the optimizer steps of the flats that learn, this rank's part: masters or parameters."""
-    setup = state.setup
-    rank = setup.axis.rank
-    held, wanted = setup.part(setup.params, rank), setup.part(setup.optimizer_state, rank)
-    parts = [part_of(state.params.flats[i], held, wanted) for i in setup.layout.trainable]
-    masters = masters_of(state)
-    return work_tensors(parts, masters) if masters else parts
 
 
 def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> TrainState:

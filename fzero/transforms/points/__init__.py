@@ -1,6 +1,6 @@
 """The points of a step: what transforms do there, and the slots that they keep in a state.
 
-`transform` makes one from pure functions; `reduced`, `stepping`, `updated`, `scaled_loss` and
+`transform` makes one from pure functions; `reduced`, `stepping`, `updated`, `loss_learned` and
 `Locals` run those of a state; `begun_slots` makes the slots of a new one.
 """
 
@@ -14,8 +14,8 @@ from fzero.transforms.points._define import transform as transform
 from fzero.transforms.points._define import transforms_apart as transforms_apart
 from fzero.transforms.points._run import Locals as Locals
 from fzero.transforms.points._run import keeps_before as keeps_before
+from fzero.transforms.points._run import loss_learned as loss_learned
 from fzero.transforms.points._run import reduced as reduced
-from fzero.transforms.points._run import scaled_loss as scaled_loss
 from fzero.transforms.points._run import stepping as stepping
 from fzero.transforms.points._run import transforms_of as transforms_of
 from fzero.transforms.points._run import updated as updated
@@ -24,7 +24,7 @@ from fzero.transforms.points._running import Skip as Skip
 from fzero.transforms.points._running import unless as unless
 from fzero.transforms.points._slots import begun_slots as begun_slots
 from fzero.transforms.points._slots import renewed as renewed
-from fzero.transforms.points._slots import stepped as stepped
 from fzero.transforms.points._slots import stepped_by_path as stepped_by_path
+from fzero.transforms.points._slots import stepped_parts as stepped_parts
 from fzero.transforms.points._slots import value_given as value_given
 from fzero.transforms.points._slots import without_gradients as without_gradients

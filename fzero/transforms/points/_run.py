@@ -27,8 +27,13 @@ from fzero.transforms.points import _check
 from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
 from fzero.transforms.points._owned import on_owners, owned_paths
 from fzero.transforms.points._running import Running
-from fzero.transforms.points._slots import given, put, stepped_by_path, value_given
-from fzero.transforms.points._slots import stepped as stepped_flats
+from fzero.transforms.points._slots import (
+    given,
+    put,
+    stepped_by_path,
+    stepped_parts,
+    value_given,
+)
 from fzero.transforms.prepare import settled
 
 Rule = Callable[[Pieces], Pieces]
@@ -102,9 +107,8 @@ def _on_pieces(running: Running, one: Points, point: str, held: Buffers) -> Buff
     slots_after, new = _called(running, one, point, slots, pieces, ctx)
     running.put(put(running.state, one, slots, slots_after))
     made = as_flats(ranges, here, pieces, new)
-    home = None if running.general else state.setup.offload.gradients
-    if point != "reduced":
-        home = None  # written back where they stand
+    stored = point == "reduced" and not running.general  # parameters are written where they stand
+    home = state.setup.offload.gradients if stored else None
     flats = tuple(
         old if x is now else offloaded(home, x, state.setup.offload)
         for old, now, x in zip(held.flats, here, made, strict=True)
@@ -203,7 +207,7 @@ def _around(
         if first:
             _check.require_equal(running.state, one, "update", new)
             _check.passed(state, one, "update")
-        base = stepped[0] if stepped else stepped_flats(state)
+        base = stepped[0] if stepped else stepped_parts(state)
         now = [to_device(x, state.device) for x in base]
         given_now = by_path(ranges, now)
         made = as_flats(ranges, now, given_now, _same(shown[0], given_now, new) if shown else new)
@@ -282,7 +286,7 @@ def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
 # Each call.
 
 
-def scaled_loss(states: Sequence[TrainState], value: Tensor) -> Tensor:
+def loss_learned(states: Sequence[TrainState], value: Tensor) -> Tensor:
     """Return the loss that is differentiated: after all transforms at `loss`, of each state."""
     for state in states:
         for one in transforms_of(state.setup, "loss"):

@@ -35,7 +35,7 @@ from fzero.transforms.points._context import Context, parts_of, whole_parts
 from fzero.transforms.points._owned import owned_paths, owned_wholes
 
 
-def stepped(state: TrainState) -> list[Tensor]:
+def stepped_parts(state: TrainState) -> list[Tensor]:
     """Return this rank's part of what the rule steps: of each flat its master, or itself."""
     setup, rank = state.setup, state.setup.axis.rank
     held, wanted = setup.part(setup.params, rank), setup.part(setup.optimizer_state, rank)
@@ -48,7 +48,7 @@ def stepped_by_path(state: TrainState) -> tuple[tuple[FlatRanges, ...], Pieces]:
     """Return where leaves lie in what the rule steps, and that by their paths."""
     placed = Buffers(placement=state.setup.optimizer_state)
     ranges = ranges_in(state.setup, placed)
-    flats = [to_device(x, state.device) for x in stepped(state)]
+    flats = [to_device(x, state.device) for x in stepped_parts(state)]
     return ranges, by_path(ranges, flats)
 
 
@@ -82,7 +82,7 @@ def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     setup, (ranges, params) = state.setup, stepped_by_path(state)
     parts, whole = parts_of(ranges), one.needs == "matrix"
     if whole:
-        params, parts = owned_wholes(setup, stepped(state)), whole_parts(parts)
+        params, parts = owned_wholes(setup, stepped_parts(state)), whole_parts(parts)
     axis, what = setup.over(setup.optimizer_state), f"{one.name}, `init`"
     ctx = Context(
         setup, state.step, axis, parts, device=state.device, params=lambda: params, whole=whole

@@ -21,9 +21,10 @@ from fzero.transforms.donation import check_alive
 def slots(state: TrainState, name: str) -> dict[str, Any]:
     """Return {slot: {path: its whole value}} of what the transform `name` keeps in a state.
 
-    Of the optimizer, for name="optimizer", moments, masters, and what the owners of matrices keep, in
-    any shape: all but its counters, under the names of a checkpoint. A number is a tensor in the place of the dict. What each rank has a summand of is the sum; what each rank
-    has of its own ("own") is this rank's.
+    Of the optimizer, for name="optimizer", moments, masters, and what the owners of matrices keep,
+    in any shape: all but its counters, under the names of a checkpoint. A number is a tensor in the
+    place of the dict. What each rank has a summand of is the sum; what each rank has of its own
+    ("own") is this rank's.
 
     Args:
         state: a train state; `engine.state` of an engine.

@@ -40,6 +40,7 @@ from fzero.machine import codecs
 from fzero.ranks.mesh import Axis, axis_index, axis_size, world
 from fzero.state import DynamicScale, Form, Local, Placement, TrainState, state_bytes
 from fzero.state.codec import Compress
+from fzero.state.fold_in import fold_in
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
 from fzero.transforms import (
@@ -151,6 +152,7 @@ __all__ = [
     "count_collectives",
     "diff",
     "evaluate",
+    "fold_in",
     "full_gradients",
     "full_params",
     "functionalize",

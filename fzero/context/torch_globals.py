@@ -17,6 +17,8 @@ from torch.nn.modules import module
 from torch.nn.utils import parametrize
 from torch.utils import _device, _python_dispatch, checkpoint
 
+from fzero.context.generators import of_devices
+
 _NAMES: tuple[tuple[Any, str], ...] = (
     (eager_transforms, "JVP_NESTING"),
     # parametrize.cached(): keyed by id(module), which a module made later may have again
@@ -96,9 +98,9 @@ _latest: list[TorchGlobals] = []
 
 
 class TorchGlobals(NamedTuple):
-    """What one rank has, and the random state of the CPU."""
+    """What one rank has, and the random states of the CPU and of the CUDA devices in use."""
 
-    rng: torch.Tensor
+    rng: tuple[torch.Tensor, ...]
     names: tuple[Any, ...]
     tables: tuple[dict[Any, Any] | None, ...]  # None: empty
     settings: tuple[Any, ...]
@@ -107,7 +109,7 @@ class TorchGlobals(NamedTuple):
     def take() -> TorchGlobals:
         """Capture the current state."""
         taken = TorchGlobals(
-            torch.get_rng_state(),
+            tuple([generator.get_state() for generator in of_devices()]),
             tuple([getattr(where, name) for where, name in _NAMES]),
             tuple([dict(table) if table else None for table in _TABLES]),
             tuple([read() for read in _READ]),
@@ -117,7 +119,8 @@ class TorchGlobals(NamedTuple):
 
     def put(self) -> None:
         """Let it be so again. What is as it was read last is not set."""
-        torch.set_rng_state(self.rng)
+        for generator, state in zip(of_devices(), self.rng, strict=False):
+            generator.set_state(state)
         (now,) = _latest
         for place, value, other in zip(_NAMES, self.names, now.names, strict=True):
             if value is not other:

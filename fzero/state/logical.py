@@ -36,7 +36,6 @@ def carried(rank: int, size: int, logical_ranks: int) -> range:
             f"logical_ranks={logical_ranks}, and there are {size} ranks.",
             cause="more processes than the run was begun for: each rank carries at least one "
             "logical rank.",
-            fix=f"start {logical_ranks} ranks or fewer, or another run with logical_ranks={size} or "
-            "more.",
+            fix=f"start {logical_ranks} ranks or fewer, or begin a run with logical_ranks={size}.",
         )
     return share(rank, size, logical_ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import lcm
 from typing import NamedTuple
 
 import torch
@@ -17,25 +18,34 @@ ALIGNMENT_BYTES = 16
 tensors that start elsewhere take slower ones. A flat itself starts on more than that."""
 
 
-def in_order(numels: Sequence[int], ranks: int, alignment: int = 1) -> tuple[tuple[int, ...], int]:
+def in_order(
+    numels: Sequence[int], ranks: int, alignment: int = 1, *, block: int = 1
+) -> tuple[tuple[int, ...], int]:
     """Place leaves one behind the other; each leaf, and each shard, starts on the alignment.
 
     Returns (offset of each leaf, shard_numel); `alignment` is in elements. A leaf is padded by less
     than `alignment` elements, and the end of the flat by less than `ranks alignment`. On one rank
     no shard starts behind the first, so its end is not padded.
 
+    With a `block` each leaf and each shard consists of whole blocks, also on one rank: they start
+    on a multiple of both, and what follows is padding to the end of a block.
+
     Example:
         >>> in_order([3, 4], 2, alignment=4)
         ((0, 4), 4)
         >>> in_order([3, 4], 1, alignment=4)
         ((0, 4), 8)
+        >>> in_order([3, 5], 1, alignment=4, block=8)
+        ((0, 8), 16)
     """
+    alignment = lcm(alignment, block)
     offsets, end = [], 0
     for numel in numels:
         offsets.append(_rounded_up(end, alignment))
         end = offsets[-1] + numel
     shard_numel = -(-end // ranks)
-    return tuple(offsets), _rounded_up(shard_numel, alignment) if ranks > 1 else shard_numel
+    padded = ranks > 1 or block > 1
+    return tuple(offsets), _rounded_up(shard_numel, alignment) if padded else shard_numel
 
 
 def _rounded_up(numel: int, alignment: int) -> int:

@@ -55,6 +55,7 @@ def plan_layout(
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
     lowered: Callable[[str], torch.dtype | None] | None = None,
+    block: int = 1,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
 
@@ -65,7 +66,8 @@ def plan_layout(
     `bucket_bytes` (stages 0 to 2) consecutive leaves share a bucket up to that size; without it
     (stage 3) the leaves of one `unit(path)` share a group. If they are not `grouped` (the default
     on one rank) each leaf is a group of its own: there is no collective to save, and no copy to
-    make. Within a group, leaves and shards start on a multiple of 16 bytes.
+    make. Within a group, leaves and shards start on a multiple of 16 bytes, and consist of whole
+    blocks of `block` elements.
 
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
@@ -96,6 +98,7 @@ def plan_layout(
         unit=unit,
         kind=kind,
         lowered=lowered,
+        block=block,
     )
 
 
@@ -109,6 +112,7 @@ def regrouped(
     unit: Callable[[str], str] = unit_of,
     kind: Callable[[str], Hashable] | None = None,
     lowered: Callable[[str], torch.dtype | None] | None = None,
+    block: int = 1,
 ) -> Layout:
     """Return a layout of the same leaves in the groups that `plan_layout` makes of these options.
 
@@ -132,10 +136,11 @@ def regrouped(
         members = list(_by_size(leaves, bucket_bytes, alike))
         names = [f"bucket {i}" for i in range(len(members))]
     groups = tuple(
-        _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower)
+        _group(name, [(i, leaves[i]) for i in ids], (ranks, replicas), lower, block)
         for name, ids in zip(names, members, strict=True)
     )
-    return replace(layout, groups=groups, ranks=ranks)
+    asked = replace(layout.options, block=block)
+    return replace(layout, groups=groups, ranks=ranks, options=asked)
 
 
 def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
@@ -312,11 +317,13 @@ def _group(
     members: Sequence[tuple[int, Leaf]],
     cuts: tuple[int, int],
     lowered: Callable[[str], torch.dtype | None],
+    block: int,
 ) -> Group:
     first = members[0][1]
     dtype, parts = stored_dtype(first.dtype), prod(cuts)
     alignment = ALIGNMENT_BYTES // dtype.itemsize
-    offsets, part_numel = in_order([leaf.numel for _, leaf in members], parts, alignment)
+    numels = [leaf.numel for _, leaf in members]
+    offsets, part_numel = in_order(numels, parts, alignment, block=block)
     return Group(
         name=name,
         dtype=dtype,

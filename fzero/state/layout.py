@@ -56,8 +56,8 @@ class Group:
     """Leaves that travel together in one flat buffer [ranks * shard_numel].
 
     `offsets[i]` is where leaf `leaves[i]` starts; what no leaf covers is padding, always zero. It
-    is there so that each leaf, and each shard, starts on a multiple of 16 bytes; on a mesh of two
-    dims, each replica's part of a shard, too.
+    is there so that each leaf, and each shard, starts on a multiple of 16 bytes, and of the block
+    of `LayoutOptions`; on a mesh of two dims, each replica's part of a shard, too.
     `communication_dtype`: in which its gradients, and at stage 3 its values, cross ranks under
     autocast; None for its own. `codec`: what encodes its values at stage 3, where they are floats.
     """
@@ -130,6 +130,15 @@ def from_bits(bits: int) -> tuple[int, ...]:
     return tuple(i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1")
 
 
+BLOCK = 64
+"""The block of a layout whose numbers must not depend on where a leaf is cut.
+
+Kernels compute most elements of a tensor with vector instructions, and the few at its end one by
+one, which rounds otherwise in some of them. A shard of whole blocks has no such end: the longest
+vectors that a kernel of torch takes at once, two of 512 bits, have 64 elements of 16 bits.
+"""
+
+
 class Part(NamedTuple):
     """Part `index` of the `count` equal parts of a flat: what a rank holds of it."""
 
@@ -149,6 +158,7 @@ class LayoutOptions:
     kept: tuple[int, ...] = ()  # of each leaf: the elements that its owner keeps, if it has one
     outer_kept: tuple[int, ...] = ()  # the same, of the outer rule
     outer: Any = None  # of local updates: the rule of the outer update, bound to these leaves
+    block: int = 1  # leaves and shards consist of whole blocks of so many elements: see `BLOCK`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Layout, Local, Setup
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import Compress
-from fzero.state.layout import LayoutOptions
+from fzero.state.layout import BLOCK
 from fzero.state.offload import Offload, as_offload
 from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, owners_of
 from fzero.transforms.builtins import BUILTINS
@@ -81,7 +81,8 @@ def plan_setup(
         make = partial(_layout_of, owners, params, trainable=trainable, lowered=lowered)
         sizes = {path: x.numel() for path, x in named.items()}
         place: Any = {"stage": stage, "axis": axis, "device": _device(named)}
-        setup = _planned(make, sizes, units, (chosen, outer), **place, given=options)
+        place |= {"given": options, "block": block_of(options)}
+        setup = _planned(make, sizes, units, (chosen, outer), **place)
         said = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
         said += [] if outer is None else outer.describe(setup.layout.leaves)
         said += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()
@@ -130,7 +131,8 @@ def setup_at(
     make = partial(regrouped, layout, lowered=lower.get)
     place: Any = {"stage": stage, "axis": axis, "device": device}
     outer = None if local is None else asked.outer
-    made = _planned(make, sizes, units.__getitem__, (chosen, outer), **place, given=given)
+    place |= {"given": given, "block": asked.block}
+    made = _planned(make, sizes, units.__getitem__, (chosen, outer), **place)
     return replace(made, policy=old.policy)
 
 
@@ -144,11 +146,12 @@ def _planned(
     axis: Axis,
     device: torch.device,
     given: SharedOptions,
+    block: int,
 ) -> Setup:
     """Return the checked setup of parameters of these sizes, whose leaves `make` groups.
 
     rules: the optimizer, and of local updates the outer rule: a flat has leaves that are alike to
-    both.
+    both. block: of how many elements leaves and shards consist.
     """
     chosen, outer = rules
     require_together(BUILTINS, "ranks", Requested(stage, axis, given))
@@ -163,6 +166,7 @@ def _planned(
         kind=chosen.group_of
         if outer is None
         else lambda path: (chosen.group_of(path), outer.group_of(path)),
+        block=block,
     )
     asked = replace(
         layout.options,
@@ -185,6 +189,11 @@ def _planned(
         transforms=transforms_apart(given.transforms, _options_there(given)),
     )
     return _checked(setup)
+
+
+def block_of(given: SharedOptions) -> int:
+    """Return of how many elements leaves and shards consist: a `BLOCK` with logical ranks."""
+    return BLOCK if getattr(given, "logical_ranks", None) else 1
 
 
 def _options_there(given: SharedOptions) -> list[str]:
@@ -282,8 +291,8 @@ def blank_params(layout: Layout) -> Any:
 def _layout_of(owners: Mapping[str, Owners], params: Any, **options: Any) -> Layout:
     """Return the layout of parameters, which knows who owns them."""
     layout = plan_layout(params, **options)
-    asked = LayoutOptions(owners=tuple(tuple(owners[leaf.path]) for leaf in layout.leaves))
-    return replace(layout, options=asked)
+    names = tuple(tuple(owners[leaf.path]) for leaf in layout.leaves)
+    return replace(layout, options=replace(layout.options, owners=names))
 
 
 def _lowered(

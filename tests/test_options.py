@@ -14,11 +14,25 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine, LeafSpec
+from fzero.adapter.setup import OLDER
 from fzero.errors import CallError, LayoutError
 from fzero.integrations.deepspeed._keys import KeyUse
 from fzero.integrations.deepspeed._zero_keys import KEYS
-from fzero.options import DRIVERS, OPTIONS, REQUIRED, InitOptions, StateOptions, taken_by
+from fzero.options import (
+    DRIVERS,
+    OPTIONS,
+    REQUIRED,
+    EngineOptions,
+    InitOptions,
+    ModuleOptions,
+    SharedOptions,
+    StepOptions,
+    Updating,
+    grouped,
+    taken_by,
+)
 from fzero.state import Gathering, Reduction
+from fzero.state.option import options_in
 from fzero.tools.certify._axes import AXES
 from tests.descends import descends
 
@@ -28,8 +42,12 @@ FUNCTIONS: dict[str, Any] = {
     "Engine": Engine.__init__,
     "plan": type(fzero.plan).__call__,
 }
-UNPACKED: dict[str, Any] = dict.fromkeys(("init", "shard", "plan"), InitOptions)
-UNPACKED["Engine"] = StateOptions
+UNPACKED: dict[str, Any] = {
+    "init": InitOptions,
+    "shard": StepOptions,
+    "Engine": EngineOptions,
+    "plan": StepOptions,
+}
 OF_ONE_MODEL = {("Engine", "stage"): int, ("plan", "stage"): Any}
 """An engine has one module, and so one stage; `plan` hands a pytree on to `shard`."""
 CERTIFY: Any = fzero.certify
@@ -44,7 +62,9 @@ def test_the_signature_of_a_driver_says_what_the_table_says(driver: str) -> None
     taken = {one.name: one for one in taken_by(driver)}
     unpacked = typing.get_type_hints(UNPACKED[driver])
     assert {name for name in {*written, *unpacked} if name in OPTIONS} == {*taken}
-    assert {*unpacked} <= {*OPTIONS}
+    older = OLDER if driver == "Engine" else {}
+    assert {*unpacked} - {*older} <= {*OPTIONS}
+    assert all(unpacked[old] == OPTIONS[name].type for old, name in older.items())
     for name, one in taken.items():
         assert hints[name] == OF_ONE_MODEL.get((driver, name), one.type), name
         if name in written:
@@ -65,10 +85,25 @@ def test_help_shows_each_option_with_its_default(driver: str) -> None:
         assert f" {one.name}: {one.only}{one.help}" in words
 
 
-def test_the_records_of_a_state_have_the_defaults_of_the_table() -> None:
-    for record in (Reduction(), Gathering()):
-        for name in (one.name for one in fields(record) if one.metadata.get("given", True)):
+def test_an_option_is_a_field_of_one_record_which_has_its_default() -> None:
+    records = [
+        SharedOptions(gathering=Gathering(), reduction=Reduction()),
+        ModuleOptions(),
+        Updating(),
+    ]
+    declared = [one.name for record in records for one in options_in(type(record))]
+    assert len({*declared}) == len(declared)
+    carried = [one for record in (*records, Gathering(), Reduction()) for one in fields(record)]
+    assert {one.name for one in carried if "option" in one.metadata} == {*declared}
+    assert {*OPTIONS} - {*declared} == {"stage", "mesh", "initializer", "donate"}
+    for record in (*records, Gathering(), Reduction()):
+        for name in (one.name for one in fields(record) if "option" in one.metadata):
             assert getattr(record, name) == OPTIONS[name].default, name
+
+
+def test_what_is_no_option_of_a_record_cannot_be_set_by_a_keyword() -> None:
+    made = grouped(SharedOptions, {"ordered": True, "weighted": True, "persistent": (1,)})
+    assert made.reduction == Reduction(ordered=True) and made.gathering == Gathering()
 
 
 def test_a_driver_without_an_option_has_a_reason_and_every_option_has_a_driver() -> None:

@@ -7,7 +7,6 @@ is in `driver`, what all ranks do together in `boundary`, reading and writing by
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any, Self, Unpack
 
 import torch
@@ -24,17 +23,12 @@ from fzero.adapter._report import MemoryReport, described, report
 from fzero.adapter._reshard import reshard
 from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
-from fzero.adapter.setup import OLDER, EngineOptions, options_of, planned, scale_of
+from fzero.adapter.setup import OLDER, options_of, planned, scale_of
 from fzero.context.modes import explains_inference
 from fzero.machine.compiled import DISABLED_FRAMES
-from fzero.options import Own, Scale, documents, takes
+from fzero.options import EngineOptions, documents, takes
 from fzero.ranks.mesh import Axis, MeshLike
-from fzero.state import HookState, Local, TrainState, progress
-from fzero.state.codec import Compress
-from fzero.state.leaf_modules import LeafSpec
-from fzero.state.offload import Offload
-from fzero.state.points import Points
-from fzero.state.precision import Autocast
+from fzero.state import HookState, TrainState, progress
 from fzero.transforms.outer import mesh_for
 from fzero.transforms.weights import Weight
 
@@ -98,29 +92,15 @@ class Engine(_as_module.NamesOfModule):
         optimizer: Any = None,
         *,
         stage: int,
-        autocast: Autocast | torch.dtype | None = None,
-        offload: Offload | None = None,
-        local: Local | None = None,
-        compress: Compress | None = None,
-        transforms: Sequence[Points] = (),
-        leaf_modules: LeafSpec | None = None,
-        own: Own = (),
-        micro_batches: int = 1,
-        average_micro_batches: bool = False,
-        max_norm: float | None = None,
-        loss_scale: Scale = None,
-        check_finite: bool = False,
-        master_weights: bool = True,
-        state_dtype: torch.dtype | None = None,
-        stochastic_rounding: bool = False,
         **options: Unpack[EngineOptions],
     ) -> None:
-        self.options = options_of(locals() | options)
+        self.options = options_of(options)
+        local = self.options.local
         axis = mesh_for(options.get("mesh"), local)
         setup = planned(module, optimizer, stage, axis, self.options)
         self.module = module
-        params = ModuleParameters(module, setup.layout, self.options.own)
-        first = begun_state(params, setup, local, scale_of(loss_scale, setup))
+        params = ModuleParameters(module, setup.layout, self.options.module.own)
+        first = begun_state(params, setup, local, scale_of(self.options.updating.loss_scale, setup))
         self._driver = Driver(params, first)
 
     @property

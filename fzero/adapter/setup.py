@@ -24,72 +24,49 @@ from fzero.machine.memory import Holder, require_own_memory
 from fzero.machine.partition import unit_of
 from fzero.machine.subclasses import require_classes
 from fzero.optim import NoOptimizer, ShardOptimizer, as_optimizer, from_torch
-from fzero.options import Own, Scale, StateOptions
+from fzero.options import ModuleOptions, Scale, SharedOptions, Updating, grouped, one_record
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Setup
-from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
+from fzero.state.leaf_modules import ModuleInfo, class_name, find_leaf_modules
 from fzero.state.precision import as_autocast, owners_in
 from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
 from fzero.transforms.clip import clipping
 from fzero.transforms.outer import require_local
 from fzero.transforms.points import require_excluded
 from fzero.transforms.setup import COMPARED, plan_setup
-from fzero.transforms.state_options import (
-    SharedOptions,
-    check_shared,
-    check_stage,
-    given_of,
-    grouped,
-)
+from fzero.transforms.state_options import check_shared, check_stage
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of the parameters that learn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Updating:
-    """What `step` does with gradients."""
-
-    master_weights: bool = True
-    state_dtype: torch.dtype | None = None
-    stochastic_rounding: bool = False
-    max_norm: float | None = None
-    micro_batches: int = 1
-    average_micro_batches: bool = False
-    check_finite: bool = False
-    loss_scale: Scale = None  # what `fzero.scale_loss` takes; None: what autocast needs, or 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Options(SharedOptions):
     """What `Engine(...)` takes besides the module, the optimizer, the stage and the mesh."""
 
+    module: ModuleOptions
     updating: Updating
-    leaf_modules: LeafSpec | None
-    own: Own = ()
-    units: Callable[[str], str] | None = None
 
 
 OLDER = {"gradient_accumulation_steps": "micro_batches"}
 """Older spelling -> option."""
 
 
-class EngineOptions(StateOptions, total=False):
-    """What `Engine` shares with functional steps, and the older spelling of `micro_batches`."""
-
-    gradient_accumulation_steps: int
-
-
 def options_of(given: Mapping[str, Any]) -> Options:
     """Return the options of `Engine(...)` in their groups, unchecked, of all that it was given."""
-    return grouped(Options, given, updating=Updating(**given_of(Updating, given)))
+    return grouped(
+        Options,
+        given,
+        module=one_record(ModuleOptions, given),
+        updating=one_record(Updating, given),
+    )
 
 
 def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: Options) -> Setup:
     """Check module, optimizer and options; return the setup of the engine's state."""
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
-        options = replace(options, **_shared(check_shared(options)))
+        options = check_shared(options)
         require_local(options.local)
         as_policy("loss_scale", options.updating.loss_scale)
         check_stage(stage)
@@ -100,7 +77,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         autocast = as_autocast(options.autocast)
         unit, warning = _units(module, options)
         chosen = _as_optimizer(optimizer, options)
-        beside = _beside(module, axis, options.own)
+        beside = _beside(module, axis, options.module.own)
     _require_own(module, axis)
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)
@@ -109,8 +86,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         chosen,
         stage=stage,
         axis=axis,
-        options=options,
-        units=unit,
+        options=replace(options, units=unit),
         owners=owners_in(module),
         beside=beside,
     )
@@ -140,11 +116,6 @@ def _named(updating: Updating) -> list[str]:
         "accumulate": updating.micro_batches > 1,
     }
     return [name for name, is_there in there.items() if is_there]
-
-
-def _shared(options: Any) -> dict[str, Any]:
-    """Return the options that a check may have completed."""
-    return {"compress": options.compress}
 
 
 def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:
@@ -224,7 +195,7 @@ def _compared(options: Options) -> str:
 
 def _units(module: nn.Module, options: Options) -> tuple[Callable[[str], str], str]:
     """Return path -> unit, where a leaf module is one unit; and what to warn about."""
-    spec, others = options.leaf_modules, options.units or unit_of
+    spec, others = options.module.leaf_modules, options.units or unit_of
     if spec is None:
         return others, ""
     tree = [

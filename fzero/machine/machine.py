@@ -14,6 +14,7 @@ from fzero.machine.reader import Reader
 from fzero.machine.reduce import Reducer
 from fzero.machine.unit_table import UnitTable
 from fzero.state import Setup
+from fzero.state.communication import Gathering
 from fzero.state.effects import (
     Discard,
     Drop,
@@ -26,7 +27,6 @@ from fzero.state.effects import (
     Wait,
 )
 from fzero.state.protocol import Units
-from fzero.state.setup import Gathering
 
 
 class Machine:

@@ -12,8 +12,8 @@ from fzero.errors import LayoutError
 from fzero.errors.check import check_flags, require
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import cast
+from fzero.state.communication import Reduction
 from fzero.state.layout import Leaf, stored_dtype
-from fzero.state.setup import Reduction
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 

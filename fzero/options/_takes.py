@@ -1,4 +1,4 @@
-"""Build a driver's signature, docstring and errors from the table of options."""
+"""Make the table of options, and of it a driver's signature, docstring and errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import Any, ParamSpec, TypeVar
 
 from fzero.errors import CallError
 from fzero.errors.check import called_as, unknown_option
-from fzero.options._of_drivers import OF_DRIVERS
-from fzero.options._of_state import OF_STATE
-from fzero.options._record import Option
+from fzero.options._records import RECORDS
+from fzero.state.option import Option, options_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type)
 
-OPTIONS: Mapping[str, Option] = {one.name: one for one in (*OF_STATE, *OF_DRIVERS)}
-"""Every option, by name."""
+OPTIONS: Mapping[str, Option] = {one.name: one for kind in RECORDS for one in options_in(kind)}
+"""Every option, by name, as the field of its record declares it."""
 
 _CODEC = (
     "fzero.compress(step, {0}) for a step, compress=fzero.Compress({0}) for Engine, init and plan"

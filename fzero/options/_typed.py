@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
 
 from fzero.ranks.mesh import MeshLike
-from fzero.state import OptimizerOver, ReduceOp, Reshard
+from fzero.state import Local, OptimizerOver, ReduceOp, Reshard
+from fzero.state.codec import Compress
+from fzero.state.leaf_modules import LeafSpec
+from fzero.state.offload import Offload
+from fzero.state.points import Points
+from fzero.state.precision import Autocast
 from fzero.state.scale import DynamicScale
 
 Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
@@ -49,7 +54,41 @@ class StateOptions(TypedDict, total=False):
     gradient_predivide_factor: float
 
 
-class InitOptions(StateOptions, total=False):
-    """What `init`, `shard` and `plan` share."""
+class StepOptions(StateOptions, total=False):
+    """What `shard` takes beside the stage, and `plan`: both make a step of pure functions."""
 
     trainable: Trainable
+    donate: bool
+
+
+class _TransformOptions(StateOptions, total=False):
+    """What drivers that make a state themselves take: steps have a transform for each."""
+
+    autocast: Autocast | torch.dtype | None
+    offload: Offload | None
+    local: Local | None
+    compress: Compress | None
+    transforms: Sequence[Points]
+
+
+class InitOptions(_TransformOptions, total=False):
+    """What `init` takes beside the stage."""
+
+    trainable: Trainable
+    initializer: Initializer | None
+
+
+class EngineOptions(_TransformOptions, total=False):
+    """What `Engine` takes beside the stage; the last is the older spelling of `micro_batches`."""
+
+    leaf_modules: LeafSpec | None
+    own: Own
+    micro_batches: int
+    average_micro_batches: bool
+    max_norm: float | None
+    loss_scale: Scale
+    check_finite: bool
+    master_weights: bool
+    state_dtype: torch.dtype | None
+    stochastic_rounding: bool
+    gradient_accumulation_steps: int

@@ -20,6 +20,10 @@ from fzero.state._record import record as record
 from fzero.state._record import static as static
 from fzero.state.buffers import Buffers as Buffers
 from fzero.state.buffers import Placement as Placement
+from fzero.state.communication import Gathering as Gathering
+from fzero.state.communication import ReduceOp as ReduceOp
+from fzero.state.communication import Reduction as Reduction
+from fzero.state.communication import Reshard as Reshard
 from fzero.state.effects import DropBackward as DropBackward
 from fzero.state.effects import QueueCallback as QueueCallback
 from fzero.state.effects import RunEpilogue as RunEpilogue
@@ -40,12 +44,8 @@ from fzero.state.scale import LossScale as LossScale
 from fzero.state.schedule import Limits as Limits
 from fzero.state.schedule import Program as Program
 from fzero.state.schedule import Schedule as Schedule
-from fzero.state.setup import Gathering as Gathering
 from fzero.state.setup import OptimizerOver as OptimizerOver
 from fzero.state.setup import Policy as Policy
-from fzero.state.setup import ReduceOp as ReduceOp
-from fzero.state.setup import Reduction as Reduction
-from fzero.state.setup import Reshard as Reshard
 from fzero.state.setup import Setup as Setup
 from fzero.state.train import TrainState as TrainState
 from fzero.state.view import state_bytes as state_bytes

@@ -12,65 +12,18 @@ from torch import Tensor
 
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.buffers import SIXTEEN_BIT, Placement
-from fzero.state.codec import Codec, Over, cast
+from fzero.state.codec import Codec
+from fzero.state.communication import Gathering as Gathering
+from fzero.state.communication import Reduction as Reduction
 from fzero.state.layout import Layout, Part
 from fzero.state.offload import Offload
 from fzero.state.points import COMPARED, Builtin, Points
-from fzero.state.schedule import Limits
 from fzero.state.stateful_update import ParamGroups as ParamGroups
 from fzero.state.stateful_update import SavedNames as SavedNames
 from fzero.state.stateful_update import StatefulUpdate as StatefulUpdate
 
 OptimizerOver = Literal["shard", "all"]
 """Which ranks of a mesh of two dims share masters and optimizer states: one replica's, or all."""
-
-Reshard = bool | Literal["window"]
-"""Whether stage 3 lets a unit go after its use: True, or False: after the backward, or "window"."""
-
-ReduceOp = Literal["mean", "sum"]
-"""How the gradients of the ranks are combined."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """How gradients cross ranks."""
-
-    ordered: bool = False  # sum in rank order on every backend
-    overlap: bool = True  # reduce beside the backward
-    contiguous_gradients: bool = False  # copy each gradient into its bucket as it comes
-    accumulate_dtype: torch.dtype | None = None  # None: fp32 for 16-bit parameters, else theirs
-    reduce_op: ReduceOp = "mean"
-    gradient_predivide_factor: float = 1.0  # divides before the sum, and is made up for after it
-    # How they are encoded, and for which ranks; None: in the dtype of the parameters.
-    codec: Codec | None = field(default=None, metadata={"given": False})
-    over: Over = field(default="all", metadata={"given": False})
-    # Gradients since the last update are sums of w g, which the update divides by the sum of w.
-    weighted: bool = field(default=False, metadata={"given": False})
-
-    @property
-    def cast(self) -> torch.dtype | None:
-        """The dtype in which gradients add up on the wire, if a codec says nothing but that."""
-        codec = self.codec
-        return codec.dtype if isinstance(codec, cast) and self.over == "all" else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gathering:
-    """How stage 3 gets full parameters."""
-
-    reshard_after_forward: Reshard = True
-    prefetch_numel: int = 1  # gathered early: the next unit, and more while they fit; 0: none
-    persistence_threshold_numel: int = 0  # leaves of at most so many are in units of their own
-    # Units that stay whole from one update to the next: found when the state is planned.
-    persistent: tuple[int, ...] = field(default=(), metadata={"given": False})
-
-    @property
-    def limits(self) -> Limits:
-        """What the schedule is planned by."""
-        return Limits(
-            prefetch_numel=self.prefetch_numel, keeps=self.reshard_after_forward is not True
-        )
-
 
 MASTERS = "masters"
 """The slot of an optimizer that has the fp32 copies of 16-bit parameters."""

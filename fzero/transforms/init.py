@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Unpack, overload
 
 import optree
@@ -15,7 +16,7 @@ from fzero.errors import LayoutError
 from fzero.machine.offload import offloaded
 from fzero.machine.owners import owners_of
 from fzero.machine.packing import pack
-from fzero.machine.partition import leaves_of, unit_of
+from fzero.machine.partition import leaves_of
 from fzero.machine.parts import cut
 from fzero.machine.residual import remembering
 from fzero.optim import (
@@ -23,7 +24,7 @@ from fzero.optim import (
     Optimizer,
     TorchOptimizer,
 )
-from fzero.options import Initializer, InitOptions, Stages, takes
+from fzero.options import Initializer, InitOptions, SharedOptions, Stages, grouped, takes
 from fzero.state import (
     Buffers,
     Layout,
@@ -34,10 +35,6 @@ from fzero.state import (
     Setup,
     TrainState,
 )
-from fzero.state.codec import Compress
-from fzero.state.offload import Offload
-from fzero.state.points import Points
-from fzero.state.precision import Autocast
 from fzero.state.window import CLOSED
 from fzero.transforms._closed_over import watch
 from fzero.transforms._models import models_of, require_params
@@ -46,7 +43,7 @@ from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.points import begun_slots
 from fzero.transforms.setup import COMPARED, plan_setup
-from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
+from fzero.transforms.state_options import check_shared, check_stages
 from fzero.transforms.written import returned
 
 OneOptimizer = (
@@ -60,12 +57,6 @@ def init(
     optimizer: OneOptimizer,
     *,
     stage: int,
-    autocast: Autocast | torch.dtype | None = None,
-    initializer: Initializer | None = None,
-    offload: Offload | None = None,
-    local: Local | None = None,
-    compress: Compress | None = None,
-    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> TrainState: ...
 @overload
@@ -74,12 +65,6 @@ def init(
     optimizer: Any,
     *,
     stage: Stages,
-    autocast: Autocast | torch.dtype | None = None,
-    initializer: Initializer | None = None,
-    offload: Offload | None = None,
-    local: Local | None = None,
-    compress: Compress | None = None,
-    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> Any: ...
 @takes("init", "init(params, optimizer, stage=2)")
@@ -88,12 +73,6 @@ def init(  # noqa: D417 {options}
     optimizer: Any,
     *,
     stage: Stages,
-    autocast: Autocast | torch.dtype | None = None,
-    initializer: Initializer | None = None,
-    offload: Offload | None = None,
-    local: Local | None = None,
-    compress: Compress | None = None,
-    transforms: Sequence[Points] = (),
     **options: Unpack[InitOptions],
 ) -> Any:
     """Return a train state for `params`, partitioned as `stage` says.
@@ -146,28 +125,20 @@ def init(  # noqa: D417 {options}
         >>> {name: state.stage for name, state in states.items()}
         {'g': 0, 'd': 3}
     """
+    local = options.get("local")
     axis = mesh_for(options.get("mesh"), local)
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
         require_params(params)
-        given = {**options, "autocast": autocast, "offload": offload, "local": local}
-        given |= {"compress": compress, "transforms": transforms}
-        chosen = check_shared(grouped(SharedOptions, given))
+        chosen = check_shared(grouped(SharedOptions, options))
         require_local(chosen.local)
         models, treespec = models_of(params, optimizer, check_stages("init", stage))
 
     def one(params: Any, optimizer: Any, stage: int) -> TrainState:
         frozen = isinstance(optimizer, NoOptimizer)
-        setup = plan_setup(
-            params,
-            optimizer,
-            stage=stage,
-            axis=axis,
-            options=chosen,
-            units=options.get("units") or unit_of,
-            trainable=(lambda _: False) if frozen else options.get("trainable"),
-        )
-        return _filled(setup, params, initializer, local)
+        asked = replace(chosen, trainable=lambda _: False) if frozen else chosen
+        setup = plan_setup(params, optimizer, stage=stage, axis=axis, options=asked)
+        return _filled(setup, params, options.get("initializer"), local)
 
     made = [one(*model) for model in models]
     returned(*made)

@@ -27,6 +27,7 @@ from fzero.optim import (
     require_precision,
     require_real_views,
 )
+from fzero.options import SharedOptions
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Layout, Local, Setup
 from fzero.state.buffers import SIXTEEN_BIT
@@ -37,7 +38,7 @@ from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, ow
 from fzero.transforms.builtins import BUILTINS
 from fzero.transforms.outer_rule import bound_outer
 from fzero.transforms.points import transforms_apart
-from fzero.transforms.state_options import SharedOptions, bucket_at, compressed
+from fzero.transforms.state_options import bucket_at, compressed
 from fzero.transforms.together import Requested, require_together
 
 COMPARED = "the layout of the parameters"
@@ -51,8 +52,6 @@ def plan_setup(
     stage: int,
     axis: Axis,
     options: SharedOptions,
-    units: Callable[[str], str] = unit_of,
-    trainable: Callable[[str], bool] | None = None,
     owners: Mapping[str, Owners] | None = None,
     beside: Sequence[str] = (),
 ) -> Setup:
@@ -78,9 +77,10 @@ def plan_setup(
         owners = owners or {path: owners_of(p) for path, p in named.items()}
         outer = bound_outer(options.local, named)
         lowered = None if autocast is None else _lowered(autocast, named, owners)
-        make = partial(_layout_of, owners, params, trainable=trainable, lowered=lowered)
+        make = partial(_layout_of, owners, params, trainable=options.trainable, lowered=lowered)
         sizes = {path: x.numel() for path, x in named.items()}
         place: Any = {"stage": stage, "axis": axis, "device": _device(named)}
+        units = options.units or unit_of
         place |= {"given": options, "block": block_of(options)}
         setup = _planned(make, sizes, units, (chosen, outer), **place)
         said = [*facts(setup, autocast), f"local updates: {options.local}", *beside]

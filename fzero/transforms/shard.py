@@ -10,7 +10,7 @@ from typing import Any, Unpack, overload
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.machine.compiled import DISABLED_FRAMES
-from fzero.options import OPTIONS, InitOptions, Stages, takes
+from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, takes
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import TrainState
 from fzero.transforms._models import stages_of
@@ -27,25 +27,24 @@ from fzero.transforms.pipeline import (
     returned_pair,
     transform,
 )
-from fzero.transforms.state_options import SharedOptions, check_shared, check_stages, grouped
+from fzero.transforms.state_options import check_shared, check_stages
 from fzero.transforms.states import flatten_states, map_states
 from fzero.transforms.update import apply_gradients
 
 
 @overload
 def shard(
-    fn: Callable[P, R], /, *, stage: Stages, donate: bool = False, **options: Unpack[InitOptions]
+    fn: Callable[P, R], /, *, stage: Stages, **options: Unpack[StepOptions]
 ) -> Step[P, R]: ...
 @overload
-def shard(*, stage: Stages, donate: bool = False, **options: Unpack[InitOptions]) -> Transform: ...
+def shard(*, stage: Stages, **options: Unpack[StepOptions]) -> Transform: ...
 @takes("shard", "shard(step, stage=2)")
 def shard(  # noqa: D417 {options}
     fn: Callable[..., Any] | None = None,
     /,
     *,
     stage: Stages,
-    donate: bool = False,
-    **options: Unpack[InitOptions],
+    **options: Unpack[StepOptions],
 ) -> Step[..., Any] | Transform:
     """Run `fn(state, *args) -> (state, aux)` on states partitioned as ZeRO `stage` says.
 
@@ -92,9 +91,11 @@ def shard(  # noqa: D417 {options}
         {'w': tensor([0.5000, 0.5000])}
     """
     stage = check_stages("shard", stage)
-    for name, value in {**options, "donate": donate}.items():
+    for name, value in options.items():
         OPTIONS[name].require(value)
     check_shared(grouped(SharedOptions, options))
+    of_init: dict[str, Any] = {**options}
+    donate = of_init.pop("donate", False)
     leftovers = _Leftovers()
 
     def around(
@@ -112,7 +113,7 @@ def shard(  # noqa: D417 {options}
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
     def init_of(inner: Any) -> Callable[..., Any]:
-        return functools.partial(init, stage=stage, **options, **init_options_of(inner))
+        return functools.partial(init, stage=stage, **of_init, **init_options_of(inner))
 
     return transform(
         "shard",
@@ -120,7 +121,7 @@ def shard(  # noqa: D417 {options}
         around,
         never_around=("shard", "simulate"),
         right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
-        options=_shown(stage, donate, options),
+        options=_shown(stage, donate, of_init),
         init_of=init_of,
     )
 

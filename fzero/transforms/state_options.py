@@ -1,63 +1,25 @@
-"""The options of a state as a record, and which of them go together."""
+"""Which values of options a state may have, and which of them go together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import optree
-import torch
 
 from fzero.machine.encode import require_codec
-from fzero.options import BUCKET_BYTES, OPTIONS, check_values
+from fzero.options import BUCKET_BYTES, OPTIONS, SharedOptions, check_values
 from fzero.ranks.mesh import Axis
-from fzero.state import NAMESPACE, Gathering, Local, OptimizerOver, Reduction
+from fzero.state import NAMESPACE, Reduction
 from fzero.state.codec import Compress
-from fzero.state.offload import Offload
-from fzero.state.points import Points
-from fzero.state.precision import Autocast
 from fzero.transforms.builtins import BUILTINS
 from fzero.transforms.compress import wire_of
 from fzero.transforms.together import require_together
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedOptions:
-    """The options that both drivers share, as a record that a state is planned from."""
-
-    optimizer_over: OptimizerOver = "shard"
-    bucket_bytes: int | None = None
-    autocast: Autocast | torch.dtype | None = None
-    offload: Offload | None = None
-    local: Local | None = None
-    compress: Compress | None = None
-    transforms: Sequence[Points] = ()
-    reduction: Reduction
-    gathering: Gathering
+OptionsT = TypeVar("OptionsT", bound=SharedOptions)
 
 
-def grouped(kind: type, given: Mapping[str, Any], **more: Any) -> Any:
-    """Build an options record of this kind from keyword options."""
-    return kind(
-        reduction=Reduction(**given_of(Reduction, given)),
-        gathering=Gathering(**given_of(Gathering, given)),
-        **given_of(kind, given),
-        **more,
-    )
-
-
-def given_of(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword options that are fields of a record."""
-    return {name: given[name] for name in field_names(kind) if name in given}
-
-
-def field_names(kind: type) -> list[str]:
-    """Return the names of the fields of a record that a user may give."""
-    return [one.name for one in fields(kind) if one.metadata.get("given", True)]
-
-
-def check_shared(options: SharedOptions) -> SharedOptions:
+def check_shared(options: OptionsT) -> OptionsT:
     """Return the options; raise `LayoutError`, naming the option, for a value out of range.
 
     A transform with a codec at `wire` says `compress`.

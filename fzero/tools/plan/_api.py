@@ -10,7 +10,7 @@ import torch
 from fzero.errors import LayoutError
 from fzero.errors.check import is_count, is_positive, require
 from fzero.optim import adamw
-from fzero.options import InitOptions, takes
+from fzero.options import StepOptions, takes
 from fzero.state.codec import Compress
 from fzero.state.offload import Offload
 from fzero.state.precision import Autocast
@@ -50,11 +50,10 @@ class Planner:
         autocast: Autocast | torch.dtype | None = None,
         offload: Offload | None = None,
         compress: Compress | None = None,
-        donate: bool = False,
         rank: int = 0,
         device: str | None = None,
         rates: Rates | None = None,
-        **options: Unpack[InitOptions],
+        **options: Unpack[StepOptions],
     ) -> Plan:
         """Return what one training step of `model` takes on each of `world` ranks.
 
@@ -117,7 +116,7 @@ class Planner:
             lowered=autocast,
             away=offload,
             encoded=compress,
-            options={"stage": stage, "donate": donate, **options},
+            options={"stage": stage, **options},
         )
         optimizer = adamw(3e-4) if optimizer is None else optimizer
         kind = device or device_of(module)

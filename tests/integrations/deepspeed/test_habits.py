@@ -160,7 +160,7 @@ def test_leaf_modules_that_were_marked_are_leaves() -> None:
     vars(models[0][0])["_z3_leaf"] = True  # as deepspeed.utils.set_z3_leaf_modules marks it
     zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     marked, plain = (initialize(one, config=merged(SGD, zero)) for one in models)
-    assert [one.options.leaf_modules.names for one in (marked, plain)] == [("0",), ()]
+    assert [one.options.module.leaf_modules.names for one in (marked, plain)] == [("0",), ()]
 
 
 @at_places(2)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from fzero.adapter._life import Life, Serves
 from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import PhaseError
 from fzero.machine.memoryless import ADDRESS, EXPORT, STORAGE, Memoryless, memoryless
-from fzero.machine.written import filled, flat, run_watched, tells_nothing, written_by
+from fzero.machine.written import flat, run_watched, tells_nothing, written_by
 
 _ATEN = torch.ops.aten
 _NORMS = (_ATEN.linalg_vector_norm.default, _ATEN._foreach_norm.Scalar)
@@ -282,8 +283,8 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
         found.append((x, x.values()))
         return found[-1][1]
 
-    given, options = filled([args, list(kwargs.values())], fill)
-    call = partial(func, *given, **dict(zip(kwargs, options, strict=True)))
+    given, options = optree.tree_map(fill, (args, kwargs))
+    call = partial(func, *given, **options)
     if not tells_nothing(func):
         return call()
     result, before = run_watched(call, [values for _, values in found])

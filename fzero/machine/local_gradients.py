@@ -50,7 +50,11 @@ class LocalGradients:
         setup, encoder = self.setup, self.encoder
         if setup.reduction.over == "replicas":
             encoder = None  # until it is reduced over the shards
-        gradient = self._popped(index) if mine else None
+        gradient, bucket = None, self.buckets[index]
+        if mine and _in_place(setup):
+            gradient = bucket.pop_owned(setup.divides_first(index))
+        elif mine:
+            gradient = bucket.pop()
         if gradient is None:
             dtype = setup.communication_dtype(index)
             numel = setup.layout.full_numel(index)
@@ -60,11 +64,6 @@ class LocalGradients:
         if encoder is None:
             return setup.sent(index, gradient)
         return encoder.sent(index, gradient)
-
-    def _popped(self, index: int) -> Tensor | None:
-        if _in_place(self.setup):
-            return self.buckets[index].pop_owned(self.setup.divides_first(index))
-        return self.buckets[index].pop()
 
     def add_sum(self, index: int, got: Tensor) -> None:
         """Divide a sum over ranks by W, unless packing did; add it to the mean of the group."""

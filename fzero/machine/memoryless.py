@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fzero.errors import FzeroError
-from fzero.machine.written import filled, flat
+from fzero.machine.written import flat
 
 ADDRESS, STORAGE, EXPORT = "the address", "the storage", "an export by DLPack"
 
@@ -104,7 +105,7 @@ def _looking(name: str, collective: Any) -> Any:
         for x in flat(given[:1]):  # outputs come first
             if isinstance(x, Memoryless):
                 x.begin_write(f"c10d.{name}_")
-        return collective(group, *(filled(list(given), _with_values)), **options)
+        return collective(group, *optree.tree_map(_with_values, given), **options)
 
     return looks
 

@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.context.modes import is_recorded
-from fzero.state.layout import Layout, Part, as_real
+from fzero.state.layout import Layout, Leaf, Part, as_real
 
 ALIGNMENT_BYTES = 16
 """Where leaves and shards may start in a flat: vectorized CUDA kernels load 16 bytes at once, and
@@ -57,16 +57,12 @@ def pack(layout: Layout, index: int, tensors: Sequence[Tensor]) -> Tensor:
 
     A group of one leaf without padding is only reshaped, not copied.
     """
-    group = layout.groups[index]
-    pieces, end = [], 0
-    tensors = [as_real(tensor) for tensor in tensors]
-    for tensor, offset in zip(tensors, group.offsets, strict=True):
-        if offset > end:
-            pieces.append(tensor.new_zeros(offset - end))
-        pieces.append(tensor.reshape(-1))
-        end = offset + tensor.numel()
-    if layout.full_numel(index) > end:
-        pieces.append(tensors[0].new_zeros(layout.full_numel(index) - end))
+    real = [as_real(tensor) for tensor in tensors]
+    left = iter(real)
+    pieces = [
+        real[0].new_zeros(numel) if leaf is None else next(left).reshape(-1)
+        for numel, leaf in _pieces(layout, index)
+    ]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
@@ -80,7 +76,9 @@ def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     if len(leaves) == 1 and leaves[0].numel == layout.full_numel(index):
         same = tuple(flat.shape) == leaves[0].shape is leaves[0].stored_shape
         return [flat if same else leaves[0].of(flat)]  # a view would cost a copy in backward
-    return _cut(layout, index, flat)[0]
+    pieces = _pieces(layout, index)
+    cut = flat.split([numel for numel, _ in pieces])
+    return [leaf.of(x) for x, (_, leaf) in zip(cut, pieces, strict=True) if leaf is not None]
 
 
 def unpack_groups(layout: Layout, flats: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -91,25 +89,18 @@ def unpack_groups(layout: Layout, flats: Mapping[int, Tensor]) -> dict[int, Tens
     return found
 
 
-def _cut(layout: Layout, index: int, flat: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Cut the flat buffer of group `index` by one split: its leaves, and what pads them."""
-    group = layout.groups[index]
-    sizes, is_leaf, end = [], [], 0
+def _pieces(layout: Layout, index: int) -> list[tuple[int, Leaf | None]]:
+    """Return what is in the flat of group `index`, in order: elements of a leaf, or of padding."""
+    group, end = layout.groups[index], 0
+    pieces: list[tuple[int, Leaf | None]] = []
     for leaf, offset in zip(group.leaves, group.offsets, strict=True):
-        numel = layout.leaves[leaf].numel
         if offset > end:
-            sizes.append(offset - end)
-            is_leaf.append(False)
-        sizes.append(numel)
-        is_leaf.append(True)
-        end = offset + numel
-    if flat.numel() > end:
-        sizes.append(flat.numel() - end)
-        is_leaf.append(False)
-    pieces = flat.split(sizes)
-    parts = [piece for piece, kept in zip(pieces, is_leaf, strict=True) if kept]
-    padding = [piece for piece, kept in zip(pieces, is_leaf, strict=True) if not kept]
-    return [layout.leaves[i].of(x) for i, x in zip(group.leaves, parts, strict=True)], padding
+            pieces.append((offset - end, None))
+        pieces.append((layout.leaves[leaf].numel, layout.leaves[leaf]))
+        end = offset + layout.leaves[leaf].numel
+    if layout.full_numel(index) > end:
+        pieces.append((layout.full_numel(index) - end, None))
+    return pieces
 
 
 def shard_of(full: Tensor, ranks: int, rank: int) -> Tensor:
@@ -190,18 +181,17 @@ def pack_copied(
     if len(given) == len(tensors) and divisor in (None, 1.0) and not alone:
         return pack(layout, index, given)
     flat = as_real(like).new_empty(layout.full_numel(index))
-    leaves, padding = _cut(layout, index, flat)
-    for piece in padding:
-        piece.zero_()
-    for leaf, tensor in zip(leaves, tensors, strict=True):
-        if tensor is None:
-            leaf.zero_()
+    pieces, left = _pieces(layout, index), iter(tensors)
+    for x, (_, leaf) in zip(flat.split([numel for numel, _ in pieces]), pieces, strict=True):
+        tensor = None if leaf is None else next(left)
+        if leaf is None or tensor is None:
+            x.zero_()
         elif divisor in (None, 1.0):
-            leaf.copy_(tensor)
+            leaf.of(x).copy_(tensor)
         elif tensor.is_contiguous():
-            torch.div(tensor, divisor, out=leaf)
+            torch.div(tensor, divisor, out=leaf.of(x))
         else:  # only a copy transposes fast; then divided while it is in the processor's cache
-            leaf.copy_(tensor).div_(divisor)
+            leaf.of(x).copy_(tensor).div_(divisor)
     return flat
 
 

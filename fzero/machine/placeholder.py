@@ -6,10 +6,10 @@ kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gat
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
+import optree
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,7 +19,7 @@ from fzero.errors import LayoutError
 from fzero.machine._autocast import Cast, autocast_of_call, run_as_called
 from fzero.machine.compiled import CompiledRead, Traced
 from fzero.machine.memoryless import STORAGE, Memoryless, memoryless
-from fzero.machine.written import filled, run_watched, tells_nothing, written_by
+from fzero.machine.written import run_watched, tells_nothing, written_by
 from fzero.state.layout import Leaf
 
 _View = Callable[[Tensor], Tensor]
@@ -82,7 +82,10 @@ class LazyParam(Memoryless):
 
     def full(self) -> Tensor:
         """Return the values, gathered."""
-        return _values(self.reader, self.where, self.views, self.dtype)
+        x = self.reader.leaf(*self.where)
+        for view in self.views:
+            x = view(x)
+        return x.to(self.dtype)
 
     def _seen(self, meta: Tensor, *more: _Replay) -> LazyParam:
         """A view of it: its values are those of this one, seen through `more` as well."""
@@ -166,10 +169,8 @@ class LazyParam(Memoryless):
         if isinstance(self.reader, Traced):
             return self.reader.token
         if self.read is None:
-            # Not self.full: a reference to itself would keep the placeholder alive.
-            self.read = CompiledRead(
-                functools.partial(_values, self.reader, self.where, self.views, self.dtype)
-            )
+            # Of another one: a reference to itself would keep the placeholder alive.
+            self.read = CompiledRead(self._seen(self.meta).full)
         return self.read.token
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -201,8 +202,13 @@ class LazyParam(Memoryless):
             with unseen():
                 return args[0]._seen(args[0].meta.to(cast.dtype), cast)
         found: list[tuple[LazyParam, Tensor]] = []
-        given, options = filled([args, list(kwargs.values())], functools.partial(_fill, found))
-        options = dict(zip(kwargs, options, strict=True))
+
+        def fill(x: Any) -> Any:
+            if isinstance(x, cls):
+                found.append((x, x.full()))
+            return found[-1][1] if isinstance(x, cls) else x
+
+        given, options = optree.tree_map(fill, (args, kwargs))
 
         def call() -> Any:
             return run_as_called(func, given, options, lower) if lower else func(*given, **options)
@@ -255,15 +261,6 @@ def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:
         return func(placeholder.meta, *args, **kwargs)
 
 
-def _values(
-    reader: Gathers, where: tuple[int, int], views: Sequence[_View], dtype: torch.dtype
-) -> Tensor:
-    x = reader.leaf(*where)
-    for view in views:
-        x = view(x)
-    return x.to(dtype)
-
-
 def _by_autocast(x: Any, options: Any, lower: Mapping[str, torch.dtype]) -> bool:
     """Whether this copy is what autocast makes of a parameter for an operator.
 
@@ -273,15 +270,6 @@ def _by_autocast(x: Any, options: Any, lower: Mapping[str, torch.dtype]) -> bool
     if not lower or not isinstance(x, LazyParam) or in_forward_mode():
         return False
     return options == {"dtype": lower.get(x.device.type)} and not isinstance(x.reader, Traced)
-
-
-def _fill(found: list[tuple[LazyParam, Tensor]], x: Any) -> Any:
-    """The values of a placeholder, which are noted; anything else as it is."""
-    if not isinstance(x, LazyParam):
-        return x
-    values = x.full()
-    found.append((x, values))
-    return values
 
 
 def _watched(func: Any, call: Callable[[], Any], found: Sequence[tuple[LazyParam, Tensor]]) -> Any:

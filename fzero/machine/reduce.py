@@ -136,7 +136,7 @@ class Reducer:
             self._wait_for_oldest()
         local = [one.sent(i, mine=mine) for i in indices]
         with about(lambda: one.setup.layout.paths(indices)):
-            flight = one.route[0].start(local)
+            flight = one.route[0].start(local, one.route[0].axis)
         self._flights.append((unit, flight))
         if not one.setup.reduction.overlap:
             self.wait_all()
@@ -160,11 +160,11 @@ class Reducer:
             for index, got in zip(indices, received, strict=True):
                 one.add_sum(index, got)
             return
-        start, sent = one.route[hop + 1]
+        start, axis, sent = one.route[hop + 1]
         if sent is not None:
             received = [sent(i, got) for i, got in zip(indices, received, strict=True)]
         with about(lambda: one.setup.layout.paths(indices)):
-            self._rest.append((unit, hop + 1, start(received)))
+            self._rest.append((unit, hop + 1, start(received, axis)))
 
     def wait_all(self) -> None:
         """Wait for all that was started. All ranks are at one place."""
@@ -199,10 +199,6 @@ class Reducer:
         """Whether all of a unit's gradients are here."""
         state, indices = self._units[unit]
         return all(self.states[state].buckets[i].is_full for i in indices)
-
-    def pop_means(self, state: int) -> dict[int, Tensor]:
-        """Return, and forget, the means of a state: {group: its part of this rank}."""
-        return self.states[state].pop_means()
 
     def discard_local(self) -> None:
         """Discard what this backward has brought and no reduction has. Waits for nothing."""

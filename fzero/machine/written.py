@@ -71,13 +71,6 @@ def flat(given: Any) -> list[Any]:
     return [x for one in given for x in (flat(one) if isinstance(one, list | tuple) else [one])]
 
 
-def filled(given: Any, fill: Callable[[Any], Any]) -> Any:
-    """Return arguments of an operator, each replaced by `fill` of it: in lists of lists, too."""
-    if isinstance(given, list | tuple):
-        return [filled(one, fill) for one in given]
-    return fill(given)
-
-
 def run_watched(call: Callable[[], Any], values: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
     """Call; return its result, and what was in those of the `values` that it has written.
 

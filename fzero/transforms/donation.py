@@ -36,8 +36,19 @@ def take_over(tree: Any) -> Any:
     it, and no read of it can see memory that changes under it. Copies (`torch.clone`) live on.
     """
     empties: dict[Any, Any] = {}
+
+    def take(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or not tensor.numel():
+            return tensor
+        kind = (tensor.dtype, tensor.device)
+        if kind not in empties:
+            empties[kind] = tensor.new_empty(0)
+        alias = tensor.detach()
+        tensor.set_(empties[kind])
+        return alias
+
     with torch.no_grad():
-        return optree.tree_map(lambda leaf: _take(leaf, empties), tree, namespace=NAMESPACE)
+        return optree.tree_map(take, tree, namespace=NAMESPACE)
 
 
 def undo_take_over(old: Any, taken: Any) -> None:
@@ -89,14 +100,3 @@ def empty(tensor: Tensor, nothing: Any) -> None:
     """Let go of what `tensor` holds: it is as empty as `nothing` from now on."""
     with torch.no_grad():
         tensor.set_(nothing)
-
-
-def _take(tensor: Any, empties: dict[Any, Any]) -> Any:
-    if not isinstance(tensor, Tensor) or not tensor.numel():
-        return tensor
-    kind = (tensor.dtype, tensor.device)
-    if kind not in empties:
-        empties[kind] = tensor.new_empty(0)
-    alias = tensor.detach()
-    tensor.set_(empties[kind])
-    return alias

@@ -221,7 +221,7 @@ class Pass:
             waits = state.window.is_open
             if waits:
                 state = self._with_served(number)
-            means = self.reducer.pop_means(number)
+            means = self.reducer.states[number].pop_means()
             if not (means or counts or self.reducer.states[number].has_any):
                 new.append(state)
                 continue
@@ -251,7 +251,7 @@ class Pass:
             self.put(number, self._with_served(number))
 
     def _with_served(self, number: int) -> TrainState:
-        if not (means := self.reducer.pop_means(number)):
+        if not (means := self.reducer.states[number].pop_means()):
             return self.states[number]
         state = self.calls.reduced(number, self.states[number])
         flats = filled(state, means, state.setup.gradients)

@@ -159,7 +159,7 @@ def means_over_ranks(
     for unit in reversed(range(reducer.unit_count)):
         reducer.start(unit)
     reducer.wait_all()
-    return with_lost(state, encoder), reducer.pop_means(0)
+    return with_lost(state, encoder), reducer.states[0].pop_means()
 
 
 def lend_residuals(reducer: Reducer, states: Sequence[TrainState]) -> None:

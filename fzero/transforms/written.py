@@ -66,11 +66,10 @@ def returned(*states: TrainState, gradients: bool = False) -> None:
     if in_transform() or is_recorded(()):
         return
     for state in states:
-        _count(state.gradients.flats)
-        _count(state.window.pending.flats)
+        held: list[Any] = [*state.gradients.flats, *state.window.pending.flats]
         if not gradients:
-            _count(state.params.flats)
-            _count(_kept(state))
+            held += [*state.params.flats, *_kept(state)]
+        _count(held)
 
 
 def _kept(state: TrainState) -> list[Any]:
@@ -104,15 +103,10 @@ def require_unwritten(state: TrainState, *, optimizer: bool = False) -> None:
     """
     if _HERE.looking:
         return
-    _compare(state, state.params.flats)
-    _compare(state, state.gradients.flats)
-    _compare(state, state.window.pending.flats)
+    held: list[Any] = [*state.params.flats, *state.gradients.flats, *state.window.pending.flats]
     if optimizer:
-        _compare(state, _kept(state))
-
-
-def _compare(state: TrainState, tensors: Iterable[Any]) -> None:
-    for x in tensors:
+        held += _kept(state)
+    for x in held:
         found = _COUNTS.get(id(x))
         if found is None or found.count == x._version or found() is not x:
             continue

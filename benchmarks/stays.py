@@ -113,8 +113,10 @@ def _is_function(frame: FrameType) -> bool:
     if not code.co_filename.startswith(_ON_THE_WAY) or code.co_name in _EXPRESSIONS:
         return False
     above = frame.f_back
-    inside = code.co_filename.startswith(_COLLECTIVES) and above is not None
-    return not (inside and above.f_code.co_filename.startswith(_COLLECTIVES))
+    return above is None or not (
+        code.co_filename.startswith(_COLLECTIVES)
+        and above.f_code.co_filename.startswith(_COLLECTIVES)
+    )
 
 
 def _is_answer(x: Any) -> bool:

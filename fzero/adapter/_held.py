@@ -283,7 +283,8 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
         found.append((x, x.values()))
         return found[-1][1]
 
-    given, options = optree.tree_map(fill, (args, kwargs))
+    of_call: Any = (args, kwargs)
+    given, options = optree.tree_map(fill, of_call)
     call = partial(func, *given, **options)
     if not tells_nothing(func):
         return call()

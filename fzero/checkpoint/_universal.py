@@ -5,12 +5,10 @@
                                          the optimizer keeps; each {"param": [shape], ...} or, from
                                          stage 3, [numel]; step.pt: a number
     folder/<tag>/zero/optimizer_state.pt param groups, and more that all parameters share
-    folder/<tag>/*model_states.pt        buffers, counters, and how tensor-parallel ranks cut
+    folder/<tag>/*model_states.pt        buffers, counters
 
-A parameter may lie there in slices, one for each tensor-parallel rank, each in parts of the
-data-parallel ranks: as the converter has them, in its folder `tmp`, before it joins them.
+A conversion that was cut off has a parameter in slices, which are refused:
 
-    folder/<tag>/zero/<parameter>/<tensor-parallel rank>/fp32.<data-parallel rank>, ...
     folder/<tag>/tmp/<parameter>/<tensor-parallel rank>/fp32.<data-parallel rank>, ...
 
 Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py and checkpoint/universal_checkpoint.py.
@@ -28,7 +26,6 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._pickles import read_pickle, require_dense
-from fzero.checkpoint._tensor_slices import whole_parameter
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
@@ -103,6 +100,17 @@ class Folder:
         if self.root.is_symlink() or not (self.root / ZERO).is_dir():
             raise damaged(self.root, f"has no folder {ZERO}")
 
+    def require_joined(self, name: str) -> None:
+        """Raise `CheckpointError` for a parameter in slices, which only the converter can join."""
+        slices = (f"{part}/{name}/*/{FP32}.*" for part in (ZERO, SLICES))
+        if self.file(name, FP32) is None and any(any(self.root.glob(some)) for some in slices):
+            raise CheckpointError(
+                f"{self.root}: {name} is there in slices of tensor-parallel ranks.",
+                cause="a conversion by DeepSpeed's ds_to_universal that was cut off: it joins "
+                "them last.",
+                fix="let ds_to_universal convert the checkpoint again, to the end.",
+            )
+
     def holds(self, name: str) -> bool:
         """Whether there is a folder of the parameter `name`."""
         return any((self.root / part / name).is_dir() for part in (ZERO, SLICES))
@@ -115,45 +123,35 @@ class Folder:
                 found.append(folder.name)
         return found
 
-    def files(self, name: str, key: str) -> list[Path]:
-        """Return the files that have `key` of a parameter: one, or those of its slices."""
-        whole = self.root / ZERO / name / f"{key}.pt"
-        if whole.is_symlink() or whole.exists():  # whatever it is: who reads it looks at it
-            return [whole]
-        for part in (ZERO, SLICES):
-            if found := sorted((self.root / part / name).glob(f"*/{key}.*"), key=_place):
-                return found
-        return []
+    def file(self, name: str, key: str) -> Path | None:
+        """Return the file that has `key` of a parameter, if there is one."""
+        file = self.root / ZERO / name / f"{key}.pt"
+        there = file.is_symlink() or file.exists()  # whatever it is: who reads it looks at it
+        return file if there else None
 
     def values(self, name: str, key: str, shape: tuple[int, ...]) -> Tensor:
         """Return `key` of a parameter, whole and flat; of a file, only what is used is read.
 
         Raises `CheckpointError`, naming file and parameter, for another shape, and for none.
         """
-        whole, files = self.root / ZERO / name / f"{key}.pt", self.files(name, key)
-        if files == [whole]:
-            return _fitted(whole, read_pickle(whole), shape)
-        if files:
-            return _fitted(files[0].parents[1], self._joined(files[0].parents[1], files), shape)
+        file = self.root / ZERO / name / f"{key}.pt"
+        if self.file(name, key) is not None:
+            return _fitted(file, read_pickle(file), shape)
         found = self._frozen(name) if key == FP32 else None
         if found is None:
-            raise damaged(whole, "is missing")
-        return _fitted(whole, found, shape)
+            raise damaged(file, "is missing")
+        return _fitted(file, found, shape)
 
     def step(self, name: str) -> float | None:
         """Return how often a parameter was updated, by its files; None if they do not say."""
-        found: dict[float, Path] = {}
-        for file in self.files(name, STEP):
-            value = read_pickle(file)
-            value = value.get("param") if isinstance(value, dict) else value
-            found[as_step(file, value)] = file
-        if len(found) > 1:
-            (one, file), (two, other) = list(found.items())[:2]
-            raise damaged(file, f"has step {one:g}, {other.name} beside it has {two:g}")
-        return next(iter(found), None)
+        file = self.file(name, STEP)
+        if file is None:
+            return None
+        value = read_pickle(file)
+        return as_step(file, value.get("param") if isinstance(value, dict) else value)
 
     def states(self) -> list[Mapping[str, Any]]:
-        """Return what the model states of rank 0 hold, for each tensor-parallel rank; none: []."""
+        """Return what the model states of rank 0 hold, one for each of its files."""
         # At stages 1 and 2 one file has them, at stage 3 each rank a file of its own.
         return self._read("mp_rank_*") or self._read("zero_pp_rank_0_mp_rank_*")
 
@@ -162,37 +160,6 @@ class Folder:
             found = sorted(self.root.glob(f"{files}{STATES}"), key=_numbers)
             self._states[files] = [dict_in(file) for file in found]
         return self._states[files]
-
-    def _joined(self, where: Path, files: list[Path]) -> Any:
-        """Return a parameter of which there are slices, in folders of `where`."""
-        states, name = self.states(), where.name
-        given = states[0].get("checkpoint_parallel_dimensions", {}) if states else {}
-        ranks: dict[int, list[Path]] = {}
-        for file in files:
-            ranks.setdefault(_place(file)[0], []).append(file)
-        size = given.get("tp_degree", len(states) or len(ranks))
-        if sorted(ranks) != list(range(size)):
-            seen = f"has slices of the tensor-parallel ranks {sorted(ranks)}, {size} were saved"
-            raise damaged(where, seen)
-        try:
-            slices = [self._slice(name, rank, size, some) for rank, some in sorted(ranks.items())]
-            info = states[0].get("universal_checkpoint_info") if states else None
-            return whole_parameter(name, slices, info or {})
-        except CheckpointError:
-            raise
-        except Exception as error:  # of what the files say: anything can be wrong with it
-            raise damaged(where, f"cannot be joined: {error}") from None
-
-    def _slice(self, name: str, rank: int, size: int, files: list[Path]) -> Tensor:
-        parts = [require_dense(file, read_pickle(file)) for file in files]
-        for state in self.states()[rank::size]:  # of each pipeline stage, one after another
-            shapes = state.get("param_shapes", ())
-            for some in shapes if isinstance(shapes, list | tuple) else (shapes,):
-                if name in some:
-                    return torch.cat([part.reshape(-1) for part in parts]).reshape(some[name])
-        if len(parts) > 1:
-            raise ValueError(f"no model states say the shape of rank {rank}'s slice")
-        return parts[0]
 
     def _frozen(self, name: str) -> Tensor | None:
         """Return a frozen parameter, of which stage 3 keeps a part in each rank's model states."""
@@ -229,14 +196,6 @@ def _fitted(where: Path, found: Any, shape: tuple[int, ...]) -> Tensor:
         rows = values.new_zeros(shape[0] - here[0], *shape[1:])
         return torch.cat([values, rows]).reshape(-1)
     raise damaged(where, f"has a parameter of {here}, which is {shape} in the state")
-
-
-def _place(file: Path) -> tuple[int, int]:
-    """Return the tensor-parallel rank and the data-parallel one of a slice's file."""
-    rank, part = file.parent.name, file.suffix[1:]
-    if not (rank.isdecimal() and (part.isdecimal() or part == "pt")):
-        raise damaged(file, "is no slice of a parameter: its name has no ranks")
-    return int(rank), int(part) if part.isdecimal() else 0
 
 
 def _numbers(file: Path) -> list[int]:

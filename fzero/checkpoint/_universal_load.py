@@ -53,8 +53,7 @@ def load_universal(
     scale that adapts itself takes the saved one. Of an engine's module the buffers are set.
 
     A frozen parameter, and one whose padded vocabulary is larger than the saved one (it grows by
-    zeros), is taken, too. A parameter that lies there in the slices that tensor-parallel ranks had,
-    as DeepSpeed's converter extracts them, is joined as `universal_checkpoint_info` says.
+    zeros), is taken, too.
 
     Each rank reads the elements that it keeps, from one parameter at a time. Everything goes into
     new memory first; the state or the engine is changed when all is read, on all ranks. The
@@ -140,7 +139,10 @@ def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks
             raise damaged(
                 source.root / ZERO / name, "is a parameter that this state has not, with moments"
             )
-    files = [file for name in names for key in keys for file in source.files(name, key)]
+    for name in names:
+        source.require_joined(name)
+    held = (source.file(name, key) for name in names for key in keys)
+    files = [file for file in held if file is not None]
     files += [source.root / ZERO / OPTIMIZER] if STEP in keys else []
     files += sorted(source.root.glob(f"*{STATES}"))
     for number, file in enumerate(files):

@@ -99,7 +99,8 @@ _OF_LISTS = ("allgather", "gather", "scatter", "reduce_scatter")
 
 def _looking(name: str, collective: Any) -> Any:
     @functools.wraps(collective)
-    def looks(group: Any, *given: Any, **options: Any) -> Any:
+    def looks(group: Any, *of_call: Any, **options: Any) -> Any:
+        given: Any = of_call
         if not any(isinstance(x, Memoryless) for x in flat(given)):
             return collective(group, *given, **options)
         for x in flat(given[:1]):  # outputs come first

@@ -208,7 +208,8 @@ class LazyParam(Memoryless):
                 found.append((x, x.full()))
             return found[-1][1] if isinstance(x, cls) else x
 
-        given, options = optree.tree_map(fill, (args, kwargs))
+        of_call: Any = (args, kwargs)
+        given, options = optree.tree_map(fill, of_call)
 
         def call() -> Any:
             return run_as_called(func, given, options, lower) if lower else func(*given, **options)

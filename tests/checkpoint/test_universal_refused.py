@@ -86,6 +86,20 @@ def _linked_folder(root: Path) -> None:
     (root / "zero" / "weight").symlink_to(root.parent / "elsewhere")
 
 
+def _unjoined(place: str) -> Callable[[Path], None]:
+    """A conversion that was cut off before it joined the slices of tensor-parallel ranks."""
+
+    def move(root: Path) -> None:
+        held = root / "zero" / "weight"
+        files = [(file.stem, file.read_bytes()) for file in held.iterdir()]
+        shutil.rmtree(held)
+        (root / place / "weight" / "0").mkdir(parents=True)
+        for name, content in files:
+            (root / place / "weight" / "0" / f"{name}.01").write_bytes(content)
+
+    return move
+
+
 FP32, AVG, STEP, SHARED = (
     "zero/weight/fp32.pt", "zero/bias/exp_avg.pt", "zero/bias/step.pt", "zero/optimizer_state.pt",
 )  # fmt: skip
@@ -138,6 +152,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a link": (_linked, r"fp32.pt is a link: it would be read from elsewhere"),
     "a linked folder": (_linked_folder, r"zero/weight is a link"),
+    "slices apart": (_unjoined("tmp"), "weight is there in slices of tensor-parallel ranks"),
+    "slices in their place": (_unjoined("zero"), "weight is there in slices of tensor-parallel r"),
     "model states": (
         lambda root: _cut("mp_rank_00_model_states.pt", 99)(root), r"mp_rank_00_model_states.pt is",
     ),

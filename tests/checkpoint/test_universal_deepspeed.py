@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,13 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import fzero
 from fzero.adapter import Engine
 from fzero.checkpoint import load_universal, save_universal
 from tests.checkpoint.by_deepspeed import adamw, loss_of, net, rows
-from tests.checkpoint.test_universal_slices import CUTS, folder_of_slices, state_of
 from tests.ranks import spawn_script
-from tests.strategies import same
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None,
@@ -109,30 +105,3 @@ def test_deepspeed_to_fzero_and_back(stage: int, then: int, dtype: str, tmp_path
             _same({**wanted, **found}, wanted)
     rates = [(group["lr"], group["weight_decay"]) for group in facts["options"]]
     assert rates == ([(0.01, 0.01), (0.02, 0.0)] if then < 3 else [(0.01, 0.01)] * 2)
-
-
-MERGE = """
-import sys, torch
-from deepspeed.checkpoint.ds_to_universal import merge_tp_slices
-for name, info, folder, shapes in torch.load(sys.argv[1], weights_only=True):
-    sizes = [torch.Size(shape) for shape in shapes]
-    merge_tp_slices(info, f"{folder}/zero", f"{folder}/tmp", len(shapes), (name, sizes))
-"""
-
-
-def test_slices_are_joined_as_deepspeed_joins_them(tmp_path: Path) -> None:
-    asked = []
-    for how, (name, info, slices, _) in CUTS.items():
-        root = folder_of_slices(tmp_path / how, name, info, slices)
-        asked.append((name, info, str(root), [list(one.shape) for one in slices]))
-    found = {how: load_universal(tmp_path / how, state_of(CUTS[how][0], stage=0)) for how in CUTS}
-    torch.save(asked, tmp_path / "asked.pt")
-    command = [sys.executable, "-c", MERGE, str(tmp_path / "asked.pt")]
-    env = os.environ | {"DS_ACCELERATOR": "cpu"}
-    ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=110)
-    assert ended.returncode == 0, ended.stderr[-4000:]
-    for how, (name, *_) in CUTS.items():
-        shutil.rmtree(tmp_path / how / "u" / "tmp")
-        state = load_universal(tmp_path / how, state_of(name, stage=0))
-        same(fzero.full_params(state), fzero.full_params(found[how]))
-        same(state.optimizer, found[how].optimizer)

@@ -50,8 +50,7 @@ EXCEPT: dict[str, frozenset[str]] = {
 NAMES_OF_OTHERS = {
     "LOCAL",  # a runtime: one process alone
     "weights_only",  # of torch.load
-    "prepare_local_plan",  # of torch.distributed.checkpoint
-    "create_local_plan",
+    "create_local_plan",  # of torch.distributed.checkpoint
     "ScaledTranslation",  # of matplotlib
     "dpi_scale_trans",
     "clip_on",

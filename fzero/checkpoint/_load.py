@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
+from fzero.checkpoint._chunks import read_pieces
 from fzero.checkpoint._complete import completed
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import NewState, room_for, warn_of
-from fzero.checkpoint._save import storage
 from fzero.checkpoint.disk import read_text
 from fzero.checkpoint.driven import (
     Buffers,
@@ -29,14 +29,15 @@ from fzero.checkpoint.driven import (
 )
 from fzero.checkpoint.everywhere import everywhere, from_first
 from fzero.checkpoint.manifest import (
+    MANIFEST,
     Manifest,
     facts_of_state,
     leaves_out,
     read_manifest,
     require_fit,
+    require_tensors,
 )
 from fzero.collectives import assert_same_everywhere
-from fzero.ranks.axis import Axis
 from fzero.state import TrainState
 from fzero.transforms.kept import APART, require_facts
 from fzero.transforms.written import returned
@@ -145,16 +146,19 @@ def load_with_extra(
         saved = from_first(ranks, begin, what=f"read {where}")
         folder, axis = where / saved.data, ranks.axis
 
-        def prepare() -> tuple[LoadPlan, Any]:
+        def prepare() -> LoadPlan:
             require_whole(folder, saved.files, axis.rank, axis.size)
             file = folder / rng_file(axis.rank)
             text = read_text(file) if rng and file.name in saved.files else None
             plan = planned(held, saved, where, rng=text)
-            return plan, storage().index_of(saved, plan.pieces, where)
+            require_tensors(saved, plan.pieces, where / MANIFEST)
+            return plan
 
         with torch.no_grad():
-            plan, index = everywhere(ranks, prepare, what=f"read {where}")
-            storage().read_pieces(plan.pieces, folder, index, axis)
+            plan = everywhere(ranks, prepare, what=f"read {where}")
+            everywhere(
+                ranks, lambda: read_pieces(plan.pieces, folder, saved), what=f"read {folder}"
+            )
             made: Any = finished(held, saved, plan)
     is_state: bool = isinstance(made, TrainState)
     if is_state:
@@ -200,8 +204,8 @@ def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
         same = saved.origin["ranks"] == size
         require_options(engine.optimizer, saved.module["options"])
         buffers, pieces = blank_buffers(engine.module, saved.module["buffers"], rank, same)
-        index = storage().index_of(saved, pieces, where)
-        storage().read_pieces(pieces, where / saved.data, index, Axis(size=1))
+        require_tensors(saved, pieces, where / MANIFEST)
+        read_pieces(pieces, where / saved.data, saved)
     set_buffers(engine.module, buffers)
     set_options(engine.optimizer, saved.module["options"])
 

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._chunks import chunks_of
 from fzero.checkpoint._form import MANIFEST_FORM
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._private import new_file, own_file
@@ -254,25 +255,15 @@ def read_pieces(
 ) -> None:
     """Fill the values of pieces from copies, {name in the manifest: bytes}."""
     for piece in pieces:
-        for name, target, begin, nbytes in _overlaps(piece, saved):
-            source = memories[name][begin : begin + nbytes]
+        for chunk, target, at in chunks_of(saved, piece):
+            begin = chunk.offset + at * target.dtype.itemsize
+            source = memories[chunk.file][begin : begin + target.nbytes]
             target.copy_(source.view(target.dtype))
 
 
 def names_of(pieces: Sequence[TensorPiece], saved: Manifest) -> set[str]:
     """Return the copies that pieces are read from."""
-    return {name for piece in pieces for name, *_ in _overlaps(piece, saved)}
-
-
-def _overlaps(piece: TensorPiece, saved: Manifest) -> Iterator[tuple[str, Tensor, int, int]]:
-    """Yield (copy, the part of the piece that it has, its first byte, its bytes)."""
-    first, size = piece.start, piece.values.dtype.itemsize
-    last = first + piece.values.numel()
-    for start, numel, name, begin, _ in saved.tensors[piece.name]["chunks"]:
-        low, high = max(first, start), min(last, start + numel)
-        if low < high:
-            target = piece.values[low - first : high - first]
-            yield name, target, begin + (low - start) * size, (high - low) * size
+    return {chunk.file for piece in pieces for chunk, *_ in chunks_of(saved, piece)}
 
 
 def _tensor_of(memory: mmap.mmap) -> Tensor:

@@ -26,7 +26,7 @@ from fzero.checkpoint._mirror_find import HostCopy, missing, newest_of, source_f
 from fzero.checkpoint._mirror_home import Home, copies_in, sweep
 from fzero.checkpoint._mirror_hosts import restarts
 from fzero.checkpoint.everywhere import CheckpointError, damaged, everywhere, results_of_ranks
-from fzero.checkpoint.manifest import Manifest, misfits
+from fzero.checkpoint.manifest import Manifest, require_tensors
 from fzero.collectives import exchange_beside
 from fzero.errors import explain
 
@@ -53,9 +53,7 @@ def restored(home: Home, held: Held) -> Restored | None:
 
     def prepare() -> LoadPlan:
         plan = planned(held, saved, where, rng=rng)
-        for piece in {piece.name: piece for piece in plan.pieces}.values():
-            for wrong in misfits(saved, piece):
-                raise damaged(where, f"does not fit {piece.name}: {wrong}")
+        require_tensors(saved, plan.pieces, where)
         return plan
 
     def read() -> None:

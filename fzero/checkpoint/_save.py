@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -41,13 +40,6 @@ from fzero.checkpoint.everywhere import Ranks, everywhere, from_first, results_o
 from fzero.checkpoint.manifest import Manifest, as_extra, facts_of_state, note_texts, write_manifest
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
-
-
-def storage() -> ModuleType:
-    """Import DCP only when it is needed: who never saves need not wait for it."""
-    from fzero.checkpoint import _storage
-
-    return _storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,7 +245,10 @@ def write_draft(draft: Draft, path: Path) -> None:
 
             own = differing_buffers(results_of_ranks(ranks, begin, what=f"write {path}"))
             more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
-            tensors = storage().write_pieces([*draft.pieces, *more], path / data, ranks.axis)
+            # It imports DCP, which is slow: who never saves need not wait for it.
+            from fzero.checkpoint._storage import write_pieces
+
+            tensors = write_pieces([*draft.pieces, *more], path / data, ranks.axis)
             module = {**draft.manifest.module, "buffers": own}
             whole = replace(draft.manifest, data=data, module=module, tensors=tensors)
             _commit(ranks, path, whole)

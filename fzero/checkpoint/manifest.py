@@ -229,7 +229,17 @@ def read_manifest(path: Path) -> Manifest:
     return Manifest(**body)
 
 
-def misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
+def require_tensors(saved: Manifest, pieces: Iterable[TensorPiece], where: object) -> None:
+    """Raise `CheckpointError` unless the tensors of all pieces are whole in the files of `saved`.
+
+    where: the manifest is.
+    """
+    for piece in {piece.name: piece for piece in pieces}.values():
+        for wrong in _misfits(saved, piece):
+            raise damaged(where, f"does not fit {piece.name}: {wrong}")
+
+
+def _misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
     """Say what is wrong with the tensor of a piece in the manifest."""
     if piece.name not in saved.tensors:
         yield "the manifest does not have it"

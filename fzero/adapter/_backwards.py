@@ -39,7 +39,7 @@ class TakesGradients(Protocol):
         ...
 
     def received(
-        self, leaf: int, p: Any, task: int, outer_task: int | None, *, first: bool = False
+        self, leaf: int, p: Any, task: int, around: int | None, *, first: bool = False
     ) -> None:
         """Parameter `p`, which is `leaf`, has its gradient: see `Driver.received`."""
         ...

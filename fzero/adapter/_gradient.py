@@ -17,7 +17,7 @@ from fzero.adapter._torch_hooks import in_backward
 from fzero.machine.offload import change
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
-from fzero.transforms.scaled import times_scale
+from fzero.transforms.builtins import times_factor
 from fzero.transforms.weights import unaveraged
 
 
@@ -171,4 +171,4 @@ def as_held(state: TrainState, index: int, bound: Any) -> Any:
         return None
     dtype = state.setup.accumulate_dtype(index)
     bound = torch.as_tensor(bound, dtype=dtype, device=state.device)
-    return times_scale(state, [unaveraged(state, bound)])[0]
+    return times_factor(state, [unaveraged(state, bound)])[0]

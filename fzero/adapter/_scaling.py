@@ -1,4 +1,4 @@
-"""Methods of an engine that scale its losses."""
+"""Methods of an engine by which users scale its losses."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.adapter.driver import Driver
-from fzero.transforms.weights import Weight
+from fzero.state.call import Weight
 
 
 def scale(driver: Driver, loss: Tensor, *, weight: Weight | None = None) -> Tensor:
@@ -20,14 +20,14 @@ def scale(driver: Driver, loss: Tensor, *, weight: Weight | None = None) -> Tens
     this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
     """
     driver.require_not_closed()
-    return driver.losses.scaled(loss, weight)
+    return driver.losses.learned(loss, weight)
 
 
 def scale_if_loss(driver: Driver, x: Any) -> Any:
     """Return `scale(x)` of a loss that was not scaled yet; anything else as it is."""
-    return scale(driver, x) if driver.losses.is_unscaled(x) else x
+    return scale(driver, x) if driver.losses.is_plain(x) else x
 
 
 def needs_scaler(driver: Driver) -> bool:
     """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
-    return driver.losses.multiplier is not None or driver.losses.acts
+    return driver.losses.are_others

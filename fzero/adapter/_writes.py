@@ -18,7 +18,7 @@ from fzero.adapter._module import ModuleParameters
 from fzero.collectives import Performer
 from fzero.errors import PhaseError
 from fzero.machine.packing import digest
-from fzero.state import Setup
+from fzero.state import Setup, TrainState
 from fzero.transforms.replicas import unequal
 
 _version = attrgetter("_version")
@@ -42,6 +42,10 @@ class Writes:
         self._begun: list[int] = []
         self._alone = alone
         self.settle()
+
+    def follow(self, state: TrainState) -> None:
+        """Let the masters of a state follow what was written to its parameters."""
+        self.masters.follow(state)
 
     def published(self) -> None:
         """An update has written all parameters, and their masters."""

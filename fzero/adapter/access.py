@@ -23,9 +23,10 @@ from fzero.machine.partition import identity
 from fzero.machine.placeholder import LazyParam
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
+from fzero.transforms.builtins import times_factor
 from fzero.transforms.norm import norm_of_state
 from fzero.transforms.receive import filled
-from fzero.transforms.scaled import times_scale, without_scale
+from fzero.transforms.scaled import without_scale
 from fzero.transforms.weights import averaged, unaveraged
 
 # Gradients.
@@ -296,7 +297,7 @@ def _held(state: TrainState, gradient: Any) -> Any:
     """The other way round; what is no tensor is refused where it is written."""
     if not isinstance(gradient, Tensor):
         return gradient
-    return times_scale(state, [unaveraged(state, gradient)])[0]
+    return times_factor(state, [unaveraged(state, gradient)])[0]
 
 
 def _memory_of(value: Any) -> Any:

@@ -9,28 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from fzero.adapter._gradient import as_held
 from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
 from fzero.errors import CallError, PhaseError
-from fzero.errors.check import is_number, require
-from fzero.machine.offload import change
-from fzero.optim import NoOptimizer, require_ordered
+from fzero.optim import NoOptimizer
 from fzero.optim.none import without_optimizer
-from fzero.state import TrainState, buffers, progress, scale
+from fzero.state import Placement, TrainState, buffers, progress
 from fzero.state.window import CLOSED, open_window
-from fzero.transforms.agree import nonfinite, raises_together, reduce_agreed
-from fzero.transforms.norm import norm_of_state
+from fzero.transforms.agree import raises_together, reduce_agreed, refused
+from fzero.transforms.builtins import begun, forgotten
 from fzero.transforms.points import renewed
-from fzero.transforms.prepare import clip_factor, scaled
-from fzero.transforms.scaled import scale_forgotten, with_value
-from fzero.transforms.weights import averaged
 
 
 def call_step(driver: Driver, every: int) -> bool:
@@ -67,13 +57,13 @@ def _step(driver: Driver) -> None:
         if (error := driver.writes.error()) is not None:
             raise error
         driver.stand_ins.require_taken()
-        driver.put(with_value(driver.state))
+        driver.put(begun(driver.state))
     said = driver.agreed("step()", updates=True)
     with raises_together(driver.axis):
         driver.guard.require_same_groups()
     if said.written:
         driver.writes.compare(driver.running.performer)
-    if error := nonfinite([driver.state], None, [said]):
+    if error := refused([driver.state], None, [said]):
         raise error
     state = reduce_agreed(driver.state, said, used=0)
     driver.put(state)  # if the optimizer raises, this is what the engine has
@@ -84,7 +74,7 @@ def _step(driver: Driver) -> None:
         """After the step pre hooks, which may write to gradients and to parameters."""
         if driver.guard.has_pre_hooks:
             driver.stand_ins.require_none_replaced()
-        driver.writes.masters.follow(driver.state)
+        driver.writes.follow(driver.state)
         return driver.state
 
     def end(new: TrainState) -> None:
@@ -96,42 +86,6 @@ def _step(driver: Driver) -> None:
     driver.guard.update(state, said.unused, begin, end)
 
 
-def clip_grad_norm_(driver: Driver, max_norm: float) -> Tensor:
-    """Scale the gradients so that their global norm is at most `max_norm`; return it before.
-
-    g <- g min(1, max_norm / (|g| + 1e-6)). A collective. `max_norm=` of the engine does the
-    same at every update.
-    """
-    good = max_norm == float("inf") or (is_number(max_norm) and max_norm >= 0)
-    require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
-    held = driver.reduced(f"clip_grad_norm_({max_norm})")
-    state = driver.state
-    norm = averaged(state, norm_of_state(state, state.gradients))
-    if not held:  # as torch.nn.utils.clip_grad_norm_: nothing to scale
-        return norm
-    gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
-    driver.put(state.replace(gradients=gradients))
-    driver.stand_ins.gradients.changed()
-    return norm
-
-
-@torch.no_grad()
-def clip_grad_value_(driver: Driver, clip_value: float) -> None:
-    """Bound each element of the reduced gradients: g <- max(-clip_value, min(g, clip_value)).
-
-    What torch.nn.utils.clip_grad_value_ does to the gradients of one process: that works, too.
-    """
-    good = is_number(clip_value) and clip_value >= 0
-    name = "clip_grad_value_(): clip_value"
-    require(name, clip_value, lambda _: good, "a number of 0 or more")
-    require_ordered("clip_grad_value_()", driver.state.setup.layout.leaves)
-    state = driver.with_gradients(f"clip_grad_value_({clip_value})")
-    for index, flat in zip(state.setup.layout.trainable, state.gradients.flats, strict=True):
-        low, high = (as_held(state, index, bound) for bound in (-clip_value, clip_value))
-        change(flat, state.device, partial(Tensor.clamp_, min=low, max=high))
-    driver.stand_ins.gradients.changed()
-
-
 def zero_grad(driver: Driver) -> progress.Progress:
     """Throw away every gradient; return the progress from before. No collective in a window."""
     driver.require_not_closed()
@@ -141,7 +95,7 @@ def zero_grad(driver: Driver) -> progress.Progress:
     driver.guard.forget_norm()
     if not driver.state.window.is_open:
         driver.call("zero_grad()")
-        driver.put(scale_forgotten(driver.state))
+        driver.put(forgotten(driver.state))
     counted = driver.state.progress
     driver.stand_ins.drop()
     driver.clear()
@@ -202,16 +156,17 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
 
 
 def _without_block(now: TrainState, before: TrainState) -> TrainState:
-    """Return the state without what a block that raised has brought, its weights among it.
+    """Return the state without what a block that raised has brought.
 
-    What it took part in that other ranks reduced is every rank's, and stays.
+    What it took part in that other ranks reduced is every rank's, and stays; so do slots that are
+    the same on every rank, which this block alone cannot have changed.
     """
-    weighted = before.setup.reduction.weighted
+    alike = {k: x for k, x in now.slots.items() if x.form.placement is Placement.REPLICATED}
     return now.replace(
         window=before.window,
         progress=before.progress,
-        setup=now.setup.with_weights(weighted),
-        slots=scale.with_slot(before.slots, now.scale),
+        setup=replace(now.setup, reduction=before.setup.reduction),
+        slots={**before.slots, **alike},
     )
 
 

@@ -173,15 +173,15 @@ class Driver:
         self.running.begin_backward(silent=True, dropped=dropped, weight=weight)
 
     def received(
-        self, leaf: int, p: Any, task: int, outer_task: int | None, *, first: bool = False
+        self, leaf: int, p: Any, task: int, around: int | None, *, first: bool = False
     ) -> None:
         """A parameter got a gradient: it goes into its bucket, unless it must not be used.
 
-        task: the graph task that brought it. outer_task: the one that began the backward. first:
+        task: the graph task that brought it. around: the one that began the backward. first:
         it may be the first one of the backward.
         """
         try:
-            self.losses.require(task, outer_task)
+            self.losses.require(task, around)
             if first and self.running.phase.silent:
                 self.running.first_gradient()
             if isinstance(p.grad, HeldGradient):

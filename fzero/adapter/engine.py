@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.adapter import _as_module, _scaling, access, boundary
+from fzero.adapter import _as_module, _clipping, _scaling, access, boundary
 from fzero.adapter._adopt import adopt
 from fzero.adapter._close import close
 from fzero.adapter._kept_masters import begun_state
@@ -29,8 +29,9 @@ from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import EngineOptions, documents, takes
 from fzero.ranks.mesh import Axis, MeshLike
 from fzero.state import HookState, TrainState, progress
+from fzero.state.call import Weight
 from fzero.transforms.outer import mesh_for
-from fzero.transforms.weights import Weight
+from fzero.transforms.scaled import next_scale
 
 
 @documents
@@ -192,7 +193,7 @@ class Engine(_as_module.NamesOfModule):
 
         `engine.state.scale.scale` is the tensor, for which it does not wait.
         """
-        return self._driver.losses.loss_scale
+        return next_scale(self._driver.state)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -209,8 +210,8 @@ class Engine(_as_module.NamesOfModule):
 
     coalesce = of_driver(boundary.coalesce)
     no_sync = of_driver(boundary.no_sync)
-    clip_grad_norm_ = of_driver(boundary.clip_grad_norm_)
-    clip_grad_value_ = of_driver(boundary.clip_grad_value_)
+    clip_grad_norm_ = of_driver(_clipping.clip_grad_norm_)
+    clip_grad_value_ = of_driver(_clipping.clip_grad_value_)
     close = of_driver(close)
 
     @torch._disable_dynamo

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from fzero import checkpoint
 from fzero.adapter import DynamicScale, Engine, gathered
 from fzero.integrations import _shared as shared
+from fzero.state.call import Weight
 from fzero.transforms.state_options import check_stage
-from fzero.transforms.weights import Weight
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

@@ -68,6 +68,29 @@ class Points:
         return f"{self.name}({', '.join(self.at)})"
 
 
+At = Literal["pass", "call", "update"]
+"""Where ranks compare facts: a pass begins, they make a call together, an update begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """Something that a rank says of the gradients of a state where ranks agree: yes, or no.
+
+    Attributes:
+        of: state -> whether this rank says so.
+        unlike: (a rank that says so, one that holds gradients and does not) -> the error that all
+            ranks raise then; None: ranks may differ.
+        heard: state -> state, where any rank says so.
+        raises: (states, their treespec, those of which any rank says so) -> the error that all
+            ranks raise before an update of them; None: no error.
+    """
+
+    of: Callable[[Any], bool]
+    unlike: Callable[[int, int], Exception] | None = None
+    heard: Callable[[Any], Any] | None = None
+    raises: Callable[[Any, Any, Any], Exception | None] | None = None
+
+
 When = Literal["options", "ranks", "rule", "call", "graph", "write"]
 """When it is known that two do not go together: see `Excludes`."""
 
@@ -105,7 +128,12 @@ class Builtin:
         options: of it, for ranks to compare.
         slots: {slot: form} as pairs: "<name>/<slot>" in a state.
         acts: state -> whether the state has it.
+        facts: (state, where) -> lines of text that ranks must have in common; where: see `At`.
+        flag: what each rank says of its gradients where ranks agree.
+        called: (state, `GivenCall`) -> state, or an error: a call brings it gradients.
         begins: state -> state, before a loss of it is made, and before an update.
+        factor: state -> what its losses, and so its gradients, are multiplied by: [], None for 1.
+        forgets: state -> state: all ranks have thrown its gradients away.
         gathered: (states, pass) -> what is shown each group that a pass gathers, or None.
         calls: (states, reducer) -> what it does in their backwards: a `CallPart`, or None.
         decides: (running, means): an update begins: skip it, change slots.
@@ -121,6 +149,11 @@ class Builtin:
     slots: tuple[tuple[str, Form], ...] = ()
     excludes: tuple[Excludes, ...] = field(default=(), compare=False)
     acts: Function | None = field(default=None, compare=False)
+    facts: Callable[[Any, At], list[str]] | None = field(default=None, compare=False)
+    flag: Flag | None = field(default=None, compare=False)
+    called: Function | None = field(default=None, compare=False)
+    factor: Function | None = field(default=None, compare=False)
+    forgets: Function | None = field(default=None, compare=False)
     begins: Function | None = field(default=None, compare=False)
     gathered: Function | None = field(default=None, compare=False)
     calls: Function | None = field(default=None, compare=False)

@@ -135,9 +135,8 @@ class Setup:
     @property
     def differentiates_as(self) -> str:
         """What ranks must have in common to reduce a gradient together."""
-        how = "gradients times weights" if self.reduction.weighted else "gradients"
         low = "" if self.policy.autocast is None else f", autocast {self.policy.autocast}"
-        return f"{how} x {self.gradient_share}{low}"
+        return f"gradients x {self.gradient_share}{low}"
 
     def with_weights(self, weighted: bool) -> Setup:
         """Return the setup of a state whose gradients have weights, or have none."""

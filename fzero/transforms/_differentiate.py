@@ -18,7 +18,7 @@ from torch import Tensor
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.machine.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
-from fzero.transforms.weights import Weight
+from fzero.state.call import Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

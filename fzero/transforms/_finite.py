@@ -18,18 +18,17 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import Performer
-from fzero.context.modes import in_transform, is_recorded
+from fzero.collectives import Performer, performer_of
+from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import NonFiniteError, PhaseError
-from fzero.machine.packing import unpack_groups
 from fzero.ranks.mesh import world
 from fzero.state import TrainState, progress
-from fzero.state.points import Builtin, Excludes
+from fzero.state.call import Weight
+from fzero.state.points import Builtin, Excludes, Flag
 from fzero.state.progress import NonFinite
-from fzero.transforms._differentiate import Result
 from fzero.transforms.observe import tell
 from fzero.transforms.points import CallPart, Changed
-from fzero.transforms.weights import Weight, counted_loss
+from fzero.transforms.weights import counted_loss
 
 
 class FiniteCheck(CallPart):
@@ -54,8 +53,13 @@ class FiniteCheck(CallPart):
 
     @classmethod
     def of(cls, states: Sequence[TrainState], reducer: Any = None) -> FiniteCheck | None:
-        """Return the check of some states; None if no policy is to look at anything."""
+        """Return the check of some states; None if no policy is to look at anything.
+
+        reducer: None under a transform of torch.func, where no value can be read.
+        """
         policies = [state.setup.policy for state in states]
+        if reducer is None:
+            _require_values(states)
         return cls(states) if any(one.check_finite or one.observer for one in policies) else None
 
     def loss(self, x: Any, weight: Weight | None = None) -> None:
@@ -70,7 +74,7 @@ class FiniteCheck(CallPart):
     def gradient(self, state: int, leaf: int, gradient: Tensor) -> Tensor:
         """The backward has made the gradient of one leaf of a state; return what is reduced."""
         if state in self._observed:
-            told = leaf, gradient
+            told = leaf, gradient.detach()
             gradient = tell("gradient", self._observed[state], told, default=gradient)
         if self._whole[state] and gradient.numel():
             self._gradients.append((state, leaf, _bounds(gradient)))
@@ -88,7 +92,10 @@ class FiniteCheck(CallPart):
 
     def ends(self, number: int, state: TrainState) -> TrainState:
         """Return the state that knows what the backward, which is not counted yet, has brought."""
-        return with_found(state, self._found[number])
+        found = self._found[number]
+        if found is None:
+            return state
+        return state.replace(progress=progress.saw_nonfinite(state.progress, found))
 
     def drop_losses(self) -> None:
         """Forget losses whose backward is over."""
@@ -121,7 +128,7 @@ class FiniteCheck(CallPart):
         return found
 
 
-def require_values(states: Sequence[TrainState]) -> None:
+def _require_values(states: Sequence[TrainState]) -> None:
     """Raise `PhaseError` where a state is to be looked at, and nothing can be read."""
     wanted = any(state.setup.policy.check_finite for state in states)
     flats = [flat for state in states for flat in state.params.flats]
@@ -129,31 +136,24 @@ def require_values(states: Sequence[TrainState]) -> None:
         raise PhaseError(_UNREADABLE.seen(states), cause=_UNREADABLE.cause, fix=_UNREADABLE.fix)
 
 
-def found_at_once(states: Sequence[TrainState], result: Result) -> list[NonFinite | None]:
-    """Find what is not finite among gradients that torch.func returned at once.
+def _error_of(
+    states: Sequence[TrainState],
+    treespec: optree.PyTreeSpec | None,
+    bad: Sequence[TrainState],
+) -> NonFiniteError | None:
+    """Return the error for the first that is not finite on any rank. An exchange.
 
-    The last leaf counts as the first one, as it is in most backwards.
+    bad: the states of which a rank says so.
     """
-    if (check := FiniteCheck.of(states)) is None:
-        return [None for _ in states]
-    check.loss(result.value)
-    for number, (state, grads) in enumerate(zip(states, result.grads, strict=True)):
-        layout, flats = state.setup.layout, (flat.detach().reshape(-1) for flat in grads)
-        made = unpack_groups(layout, dict(zip(layout.trainable, flats, strict=True)))
-        for leaf in sorted(made, reverse=True):
-            check.gradient(number, leaf, made[leaf])
-    return check.taken()
+    found = _report_of(states, treespec)
+    for axis, state in {state.setup.axis: state for state in bad}.items():
+        asks = not needs_func(state.params.flats)
+        found = _first_report(performer_of(axis) if asks else None, found)
+    return found
 
 
-def with_found(state: TrainState, found: NonFinite | None) -> TrainState:
-    """Return a state that knows what the backward, which is not counted yet, has brought."""
-    if found is None:
-        return state
-    return state.replace(progress=progress.saw_nonfinite(state.progress, found))
-
-
-def report_of(
-    states: Sequence[TrainState], treespec: optree.PyTreeSpec | None = None
+def _report_of(
+    states: Sequence[TrainState], treespec: optree.PyTreeSpec | None
 ) -> NonFiniteError | None:
     """Return the error for the first that this rank's backwards brought to states, at an update.
 
@@ -175,7 +175,7 @@ def report_of(
     return NonFiniteError(int(state.step), rank, noted.what, path, noted.backward)
 
 
-def first_report(performer: Performer | None, own: NonFiniteError | None) -> NonFiniteError | None:
+def _first_report(performer: Performer | None, own: NonFiniteError | None) -> NonFiniteError | None:
     """Return the first that any rank reports, the same on every rank. An exchange."""
     told = [own] if performer is None else performer.tell(own)
     found = [error for error in told if error is not None]
@@ -215,5 +215,10 @@ _UNREADABLE = Excludes(
     fix="leave check_finite out there, and look at what comes out of the transform.",
 )
 
-CHECK = Builtin(name="check_finite", calls=FiniteCheck.of, excludes=(_UNREADABLE,))
+CHECK = Builtin(
+    name="check_finite",
+    flag=Flag(of=lambda state: state.progress.nonfinite is not None, raises=_error_of),
+    calls=FiniteCheck.of,
+    excludes=(_UNREADABLE,),
+)
 """A look at losses and gradients, for `check_finite` and observers."""

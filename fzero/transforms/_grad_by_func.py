@@ -22,12 +22,10 @@ from fzero.transforms._differentiate import (
     by_func,
     versions_of,
 )
-from fzero.transforms._finite import found_at_once, require_values, with_found
 from fzero.transforms.agree import agree
-from fzero.transforms.points import Locals, loss_learned
+from fzero.transforms.builtins import BUILTINS, factors_of
+from fzero.transforms.points import Calls, Changed, loss_learned
 from fzero.transforms.receive import mean_of, not_differentiable, receive
-from fzero.transforms.scaled import scales_of
-from fzero.transforms.weights import Weight, counted, counted_loss, times_weight
 
 
 def grad_by_func(
@@ -37,19 +35,20 @@ def grad_by_func(
 
     Raises `PhaseError` if the loss wrote to a parameter.
     """
-    require_values(states)
+    calls = Calls(states, BUILTINS, None)
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
     agree("grad_and_reduce of arguments that require grad", crosses)
-    held = [with_full(state) for state in states]
-    scale, rest = scales_of(states)
+    begun = [calls.begins(i, state, call.weight) for i, state in enumerate(states)]
+    held = [with_full(state) for state in begun]
+    by, rest = factors_of(states)
     fulls = [flat for _, some in held for flat in some]
     versions = versions_of(fulls)
     acting = [one for one in states if one.setup.layout.trainable]
 
     def learned(loss: Tensor) -> Tensor:
         loss = loss_learned(acting, loss)
-        return loss if scale is None else loss * scale
+        return loss if by is None else loss * by
 
     try:
         sources = [_source(*one) for one in held]
@@ -60,44 +59,35 @@ def grad_by_func(
         raise
     if versions_of(fulls) != versions:
         raise PhaseError(WROTE)
-    locally = [
-        _after_locals(state, some) for (state, _), some in zip(held, result.grads, strict=True)
+    calls.loss(result.value, call.weight)
+    grads = [
+        _changed(state, some, calls.change(i))
+        for i, ((state, _), some) in enumerate(zip(held, result.grads, strict=True))
     ]
-    held = [(state, some) for (state, _), (_, some) in zip(locally, held, strict=True)]
-    grads = [_times_weight(state, some, call.weight) for state, some in locally]
-    seen = Result(
-        grads=tuple(map(tuple, grads)), value=counted_loss(result.value, call.weight), aux=None
-    )
-    made = zip(held, found_at_once(states, seen), grads, rest, strict=True)
-    new = [_received(with_found(one, bad), some, by) for (one, _), bad, some, by in made]
-    return [counted(state, call.weight) for state in new], result
+    calls.settles()
+    new = [calls.ends(i, state) for i, (state, _) in enumerate(held)]
+    pairs = zip(new, grads, rest, strict=True)
+    return [_received(state, some, factor) for state, some, factor in pairs], result
 
 
-def _after_locals(
-    state: TrainState, grads: Sequence[Tensor]
-) -> tuple[TrainState, Sequence[Tensor]]:
-    """Return the gradient of each group after the transforms at `local`, and the state's slots."""
-    locals_ = Locals(state)
-    if not locals_:
-        return state, grads
-    layout = state.setup.layout
-    flats = [g.reshape(-1) for g in grads]
-    leaves = unpack_groups(layout, dict(zip(layout.trainable, flats, strict=True)))
-    made = {leaf: locals_(leaf, g) for leaf, g in leaves.items()}
-    packed = [
+def _changed(
+    state: TrainState, grads: Sequence[Tensor], change: Changed | None
+) -> Sequence[Tensor]:
+    """Return what transforms make of the gradient of each group, the last leaf first.
+
+    As it is in most backwards.
+    """
+    if change is None:
+        return grads
+    layout, setup = state.setup.layout, state.setup
+    made: dict[int, Tensor] = {}
+    for index, flat in reversed([*zip(layout.trainable, grads, strict=True)]):
+        dtype = setup.accumulate_dtype(index)
+        leaves = unpack_groups(layout, {index: flat.reshape(-1)})
+        made |= {leaf: change(leaf, leaves[leaf], dtype) for leaf in reversed(leaves)}
+    return [
         pack(layout, i, [made[leaf] for leaf in layout.groups[i].leaves]) for i in layout.trainable
     ]
-    return locals_.put(state), packed
-
-
-def _times_weight(
-    state: TrainState, grads: Sequence[Tensor], weight: Weight | None
-) -> Sequence[Tensor]:
-    """Return w g of each group, in the dtype in which gradients add up."""
-    if weight is None:
-        return grads
-    dtypes = map(state.setup.accumulate_dtype, state.setup.layout.trainable)
-    return [times_weight(g, weight, dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
 
 def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
@@ -136,10 +126,10 @@ def _received(
 ) -> TrainState:
     """Add this rank's own gradients: leave them in the open window, or reduce them now."""
     setup = state.setup
-    local = [
+    own = [
         g.reshape(-1).to(setup.accumulate_dtype(i))
         for i, g in zip(setup.layout.trainable, grads, strict=True)
     ]
     if factor is not None:
-        local = [g * factor.to(g.dtype) for g in local]
-    return receive(state, local if state.window.is_open else mean_of(setup, local))
+        own = [g * factor.to(g.dtype) for g in own]
+    return receive(state, own if state.window.is_open else mean_of(setup, own))

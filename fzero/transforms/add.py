@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -12,15 +13,15 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.machine.packing import pack
 from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.state.call import GivenCall
 from fzero.state.layout import Leaf
-from fzero.state.scale import with_slot
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree
+from fzero.transforms.builtins import begun, called, facts, times_factor
 from fzero.transforms.donation import check_alive
+from fzero.transforms.kept import entries_of, with_entries
 from fzero.transforms.observe import tell_added
 from fzero.transforms.receive import mean_of, receive
-from fzero.transforms.scaled import times_scale, with_value
-from fzero.transforms.weights import own_weight, require_no_weights, with_own_weight
 from fzero.transforms.written import returned
 
 
@@ -47,7 +48,8 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     Raises:
         LayoutError: for another structure or shape, for None as the gradient of a leaf that
             learns, for a state of which none does, for a reduced gradient in a window, where it
-            would be reduced again, and for a state of another layout, stage or mesh.
+            would be reduced again, and for a state of another layout, stage or mesh, or with other
+            options of reductions.
         PhaseError: for the gradients of another state, if this one has gradients, or that one none.
         DonatedError: for a state that was used up.
 
@@ -69,19 +71,18 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
             cause="the window reduces all that is in it when it closes.",
             fix="add this rank's own gradient (reduced=False), or add it outside of it.",
         )
-    require_no_weights(state, "add_gradients")
-    state = with_value(state)
+    state = begun(called(state, GivenCall("add_gradients")))
     given = _flats(state, grads)
     tell_added(state, given, reduced=reduced)
-    times = times_scale(state, given)
-    local: Any = [x.to(flat.dtype) for x, flat in zip(times, given, strict=True)]
+    times = times_factor(state, given)
+    own: Any = [x.to(flat.dtype) for x, flat in zip(times, given, strict=True)]
     if not waits:
         agree(f"add_gradients(reduced={reduced})", [state])
     if not waits and not reduced:
-        local = mean_of(setup, local)
+        own = mean_of(setup, own)
     elif not waits:
-        local = [cut(setup, flat, Placement.REPLICATED, setup.gradients) for flat in local]
-    new = receive(state, local)
+        own = [cut(setup, flat, Placement.REPLICATED, setup.gradients) for flat in own]
+    new = receive(state, own)
     returned(new, gradients=True)
     return new
 
@@ -103,12 +104,11 @@ def _given_by(state: TrainState, other: TrainState) -> TrainState:
             cause="a second call between two updates, or a state from before grad_and_reduce.",
             fix="add to the gradients of a state by fzero.gradients(other), reduced=True.",
         )
-    if (mine.reduction, state.window.is_open) != (
-        mine.with_weights(False).reduction,
-        other.window.is_open,
-    ) or (state.scale and state.scale.policy) != (other.scale and other.scale.policy):
+    known = facts(state, "call"), state.window.is_open, mine.reduction
+    if known != (facts(other, "call"), other.window.is_open, theirs.idle.reduction):
         raise LayoutError(
-            "add_gradients: the gradients of a state with another loss scale or window.",
+            "add_gradients: the gradients of a state with another loss scale or window, or that "
+            "are reduced in another way.",
             cause="a state that did not come from this one.",
             fix="give fzero.gradients(other), whole ones, with reduced=True.",
         )
@@ -116,11 +116,10 @@ def _given_by(state: TrainState, other: TrainState) -> TrainState:
         gradients=other.gradients,
         window=other.window,
         progress=other.progress,
-        slots=with_slot(state.slots, other.scale),
-        setup=mine.with_weights(theirs.reduction.weighted),
+        setup=replace(mine, reduction=theirs.reduction),
     )
-    if (weight := own_weight(other)) is not None:
-        new = with_own_weight(new, weight)
+    entries = entries_of(other, theirs.axis.rank, live=True)
+    new = with_entries(new, [one for one in entries if one.form.lifetime == "update"])
     returned(new, gradients=True)
     return new
 

@@ -1,12 +1,14 @@
 """What all ranks say before they go on together with some states: one round, for both drivers.
 
-    as text      the call, and what must be equal: stage, options and loss scale; for an update
-                 also which one it is, the optimizer and its rates. Ranks that differ all raise
-    as numbers   what each rank holds of gradients, which may differ: all ranks go on with what is
-                 true of any of them
+    as text      the call, and what must be equal: stage, options, and the facts of transforms; for
+                 an update also which one it is, the optimizer and its rates. Ranks that differ all
+                 raise
+    as numbers   what each rank holds of gradients, and the flags of transforms, which may differ:
+                 all ranks go on with what is true of any of them
 
 Whether something is reduced or updated is decided by `Agreed`, never by what one rank holds. What
-an update comes to depend on belongs into `_facts` or `_numbers`, and both drivers have it.
+an update comes to depend on belongs into `_facts` or `_numbers`; what a transform says into the
+`facts` and the `flag` of its `Builtin`. Both drivers have it then.
 """
 
 from __future__ import annotations
@@ -22,20 +24,22 @@ from torch import Tensor
 
 from fzero.collectives import Performer, performer_of
 from fzero.context.modes import needs_func, wants_graph
-from fzero.errors import MismatchError, NonFiniteError
+from fzero.errors import MismatchError
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Progress, TrainState, progress, window
 from fzero.state.layout import from_bits
 from fzero.state.rounds import CODES
-from fzero.state.scale import ExternalScale
-from fzero.transforms._finite import first_report, report_of
+from fzero.transforms.builtins import BUILTINS, facts
 from fzero.transforms.receive import add_means, filled, reduce_window
 
 Row = tuple[int, ...]
 """What one rank says: for each state (flags and backwards, digest of the leaves it left out)."""
 
-_WAITS, _REDUCED, _BAD, _WRITTEN, _WEIGHTED, _BACKWARDS = 1, 2, 4, 8, 16, 32
+_WAITS, _REDUCED, _WRITTEN = 1, 2, 4
+_SAY = [(one.name, one.flag) for one in BUILTINS if one.flag is not None]
+_FLAGS = [(8 << k, name, flag) for k, (name, flag) in enumerate(_SAY)]
+_BACKWARDS = 8 << len(_FLAGS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,10 +48,9 @@ class Agreed:
 
     waits: bool  # some of any rank wait to be reduced
     reduced: bool  # reduced ones are held
-    bad: bool  # a loss or a gradient of any rank is not finite
     written: bool  # parameters of any rank were written since all ranks had them equal
-    weighted: bool  # the gradients have weights
     backwards: int  # of the rank that made the most
+    flags: frozenset[str] = frozenset()  # the transforms whose flag any rank has
     unused: tuple[int, ...] = ()  # leaves that no rank has used, where that was asked for
 
     @property
@@ -115,8 +118,9 @@ def reduce_agreed(state: TrainState, said: Agreed, used: int = progress.ALL) -> 
     `used`: what this rank counts as used of what another one brought. A collective if any rank has
     something that waits.
     """
-    if said.weighted:
-        state = state.replace(setup=state.setup.with_weights(True))
+    for _, name, flag in _FLAGS:
+        if name in said.flags and flag.heard is not None:
+            state = flag.heard(state)
     after = progress.of_all_ranks(state.progress, said.backwards, used)
     if after is not state.progress:
         state = state.replace(progress=after)
@@ -129,20 +133,19 @@ def reduce_agreed(state: TrainState, said: Agreed, used: int = progress.ALL) -> 
     return add_means(state, filled(state, {}, state.setup.gradients))
 
 
-def nonfinite(
+def refused(
     states: Sequence[TrainState], treespec: optree.PyTreeSpec | None, said: Sequence[Agreed]
-) -> NonFiniteError | None:
-    """Return the error for the first that is not finite on any rank. An exchange if any is.
+) -> Exception | None:
+    """Return the error for which a transform of any rank makes no update. An exchange if any does.
 
     treespec: of the tree that the states are in, None for one state. said: of those that are due.
     """
     due = [state for state in states if not state.setup.policy.defer_update]
-    bad = {state.setup.axis: state for state, one in zip(due, said, strict=True) if one.bad}
-    found = report_of(states, treespec) if bad else None
-    for axis, state in bad.items():
-        asks = not needs_func(state.params.flats)
-        found = first_report(performer_of(axis) if asks else None, found)
-    return found
+    for _, name, flag in _FLAGS:
+        which = [state for state, one in zip(due, said, strict=True) if name in one.flags]
+        if which and flag.raises is not None:
+            return flag.raises(states, treespec, which)
+    return None
 
 
 @contextmanager
@@ -183,9 +186,9 @@ def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
     lines = [f"stage {state.setup.stage}, {graph}", *_options(state.setup.policy)]
     if counts:
         lines.append(f"{state.progress.reductions} reductions since the update")
-    lines.append(f"loss scale {state.scale and state.scale.policy}")
+    lines += facts(state, "update" if updates else "call")
     if updates:
-        lines += _values(state)
+        lines += [f"update {int(state.step)}"] if _is_on_host(state.step) else []
         lines += state.setup.optimizer.describe((), state.step)
     return lines
 
@@ -193,20 +196,6 @@ def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
 @lru_cache(maxsize=64)
 def _options(policy: Policy) -> tuple[str, ...]:
     return tuple(policy.options)
-
-
-def _values(state: TrainState) -> list[str]:
-    """The numbers of an update that a rank may have for itself, where no device is read for them.
-
-    With a loss scale the step is on its device; that scale is one that all ranks have found alike,
-    unless the user sets it.
-    """
-    scale = state.scale
-    if scale is None:
-        return [f"update {int(state.step)}"] if _is_on_host(state.step) else []
-    if isinstance(scale.policy, ExternalScale) and not lacks_value(scale.scale):
-        return [f"the loss scale is {float(scale.scale)}"]
-    return []
 
 
 def _is_on_host(x: Tensor) -> bool:
@@ -225,8 +214,8 @@ def _numbers(
     for i in some:
         state = states[i]
         flags = _WAITS * state.window.pending.held + _REDUCED * state.gradients.held
-        flags += _BAD * (state.progress.nonfinite is not None) + _WRITTEN * bool(written())
-        flags += _WEIGHTED * state.setup.reduction.weighted
+        flags += _WRITTEN * bool(written())
+        flags += sum(bit for bit, _, flag in _FLAGS if flag.of(state))
         numbers.append(flags + _BACKWARDS * state.progress.backwards)
         if uses:
             numbers.append(_digest(_unused(state)))
@@ -261,15 +250,16 @@ def _together(
     flags = [row[0] for row in rows]
     if len({flag & _REDUCED for flag in flags}) > 1:
         raise _dropped_by_some([bool(row[of_state][0] & _REDUCED) for row in said])
-    if not _have_weights_alike(flags):
-        raise _weighted_by_some([row[of_state][0] for row in said])
+    for bit, _, one in _FLAGS:
+        if one.unlike is not None and all(_who(flags, bit)):
+            have, lack = _who([row[of_state][0] for row in said], bit)
+            raise one.unlike(have[0], lack[0])
     return Agreed(
         waits=any(flag & _WAITS for flag in flags),
         reduced=bool(flags[0] & _REDUCED),
-        bad=any(flag & _BAD for flag in flags),
         written=any(flag & _WRITTEN for flag in flags),
-        weighted=any(flag & _WEIGHTED for flag in flags),
         backwards=max(flag // _BACKWARDS for flag in flags),
+        flags=frozenset(name for bit, name, _ in _FLAGS if any(flag & bit for flag in flags)),
         unused=_unused_by_all(state, [row[1] for row in rows if len(row) > 1], performer),
     )
 
@@ -293,25 +283,11 @@ def _indices(bits: int) -> tuple[int, ...]:
     return from_bits(bits) if bits else ()
 
 
-def _is_plain(flag: int) -> bool:
-    """Whether a rank holds gradients, and they have no weights."""
-    return not flag & _WEIGHTED and flag >= _BACKWARDS
-
-
-def _have_weights_alike(flags: Sequence[int]) -> bool:
-    """Whether gradients of all ranks that hold any have weights, or those of none."""
-    return not (any(flag & _WEIGHTED for flag in flags) and any(map(_is_plain, flags)))
-
-
-def _weighted_by_some(flags: Sequence[int]) -> MismatchError:
-    weighted = [bool(flag & _WEIGHTED) for flag in flags]
-    plain = [_is_plain(flag) for flag in flags]
-    return MismatchError(
-        f"rank {weighted.index(True)} holds gradients with weights, and rank "
-        f"{plain.index(True)} holds gradients without.",
-        cause="weight= on some ranks only.",
-        fix="give weight= to every call of an update, on every rank, or to none (0 is one).",
-    )
+def _who(ranks: Sequence[int], bit: int) -> tuple[list[int], list[int]]:
+    """Return which ranks say so of their gradients, and which hold some and do not."""
+    have = [rank for rank, flags in enumerate(ranks) if flags & bit]
+    lack = [rank for rank, flags in enumerate(ranks) if not flags & bit and flags >= _BACKWARDS]
+    return have, lack
 
 
 def _dropped_by_some(held: Sequence[bool]) -> MismatchError:

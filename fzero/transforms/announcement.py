@@ -10,6 +10,7 @@ from fzero.errors import PhaseError
 from fzero.ranks.mesh import Runtime
 from fzero.state import TrainState, schedule
 from fzero.state.protocol import Announcement, Begin
+from fzero.transforms.builtins import facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +105,7 @@ def _text(form: PassForm, states: Sequence[TrainState], *, dropped: bool) -> str
         setup = state.setup
         place = "in a window" if state.window.is_open else "at once"
         lines.append(f"stage {setup.stage}, reduced {place}, {setup.differentiates_as}")
-        lines.append(f"loss scale {state.scale and state.scale.policy}")
+        lines += facts(state, "pass")
         if not form.served:
             lines.append(f"after {state.progress.reductions} reductions since the update")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """fzero's own transforms as records, and where each acts among the points of a step.
 
-                a backward                 an update: decides   units      updated
-    SCALE                                  3 overflow?          1 / s
+                a loss, a backward         an update: decides   units      updated
+    SCALE       1 s L                      3 overflow?          1 / s
     LOCAL                                                                  1 outer update
     SLOTS                                                                  2 until the update
     OBSERVE                                2 tells                         3 tells
@@ -21,8 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fzero.state import TrainState
-from fzero.state.points import Builtin
+from fzero.state.call import GivenCall
+from fzero.state.points import At, Builtin
 from fzero.transforms._finite import CHECK
 from fzero.transforms.compress import COMPRESS
 from fzero.transforms.observe import OBSERVE
@@ -53,10 +57,74 @@ def on_gathered(states: Sequence[TrainState], running: Callable[[], Any]) -> Any
 
 _AT: dict[str, list[tuple[Any, Any]]] = {
     point: [(one.acts, getattr(one, point)) for one in BUILTINS if getattr(one, point) is not None]
-    for point in ("begins", "decides", "units", "ready", "updated")
+    for point in ("begins", "factor", "forgets", "decides", "units", "ready", "updated")
 }
 
 
 def acting(state: TrainState, point: str) -> list[Any]:
     """Return what those of a state do at a point, from the inside out."""
     return [function for acts, function in _AT[point] if acts(state)]
+
+
+# Before a backward, and where ranks agree.
+
+
+def called(state: TrainState, call: GivenCall) -> TrainState:
+    """Return a state to which a call brings gradients; raise if they do not go with its others."""
+    for one in BUILTINS:
+        if one.called is not None:
+            state = one.called(state, call)
+    return state
+
+
+def begun(state: TrainState) -> TrainState:
+    """Return a state of which a loss is made, or an update begins."""
+    for begins in acting(state, "begins"):
+        state = begins(state)
+    return state
+
+
+def forgotten(state: TrainState) -> TrainState:
+    """Return a state after all ranks have thrown its gradients away."""
+    for forgets in acting(state, "forgets"):
+        state = forgets(state)
+    return state
+
+
+def facts(state: TrainState, at: At) -> list[str]:
+    """Return what ranks must have in common of a state, a line each."""
+    return [line for one in BUILTINS if one.facts is not None for line in one.facts(state, at)]
+
+
+def factor_of(state: TrainState) -> Tensor | None:
+    """Return what losses of a state, and so its gradients, are multiplied by: []; None for 1."""
+    for factor in acting(state, "factor"):
+        if (by := factor(state)) is not None:
+            return by
+    return None
+
+
+def factors_of(states: Sequence[TrainState]) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Return what to multiply a loss by, and then the gradient of each state by; None for 1.
+
+    A loss has one factor, that of the first state that has one. Gradients of another state are
+    then multiplied by its own factor over that one.
+    """
+    factors = [factor_of(state) for state in states]
+    by = next((x for x in factors if x is not None), None)
+    if by is None:
+        return None, factors
+    ones = [by.new_ones(()) if x is None else x for x in factors]
+    return by, [None if x is by else x / by for x in ones]
+
+
+def times_factor(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return gradients that no loss has brought, times the factor that those of a loss have.
+
+    In fp32 if they are of 16 bits, which may not hold them with it.
+    """
+    by = factor_of(state)
+    if by is None:
+        return flats
+    wide = [flat.to(torch.promote_types(flat.dtype, torch.float32)) for flat in flats]
+    return [flat * by.to(flat.dtype) for flat in wide]

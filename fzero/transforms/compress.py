@@ -143,7 +143,8 @@ class _Encoding(CallPart):
 
 
 def _encodings(states: Sequence[TrainState], reducer: Any) -> _Encoding | None:
-    encodes = any(one.setup.encodes_gradients for one in states)
+    """Return what encoding does; None without a codec, and under torch.func, where none can be."""
+    encodes = reducer is not None and any(one.setup.encodes_gradients for one in states)
     return _Encoding(states, reducer) if encodes else None
 
 

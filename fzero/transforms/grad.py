@@ -21,6 +21,7 @@ from fzero.machine.compiled import MADE_FRAMES, without_dynamo
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
+from fzero.state.call import GivenCall, Weight
 from fzero.transforms._closed_over import backward_of
 from fzero.transforms._differentiate import (
     WROTE,
@@ -36,18 +37,12 @@ from fzero.transforms._grad_by_func import grad_by_func
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning, learns_nothing
 from fzero.transforms.announcement import functional
+from fzero.transforms.builtins import begun, called, factors_of
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
-from fzero.transforms.scaled import scales_of, with_value
 from fzero.transforms.states import S, flatten_states
-from fzero.transforms.weights import (
-    Weight,
-    require_no_weights,
-    require_weight,
-    with_weights,
-)
 from fzero.transforms.written import returned
 
 
@@ -114,8 +109,7 @@ def grad_and_reduce(
     for one in states:
         check_alive(one)
     learns = learning(wrt, state, states)
-    if weight is not None:
-        require_weight("grad_and_reduce", weight)
+    given = GivenCall("grad_and_reduce", weight)
 
     @without_dynamo
     @functools.wraps(fn, updated=())
@@ -129,7 +123,7 @@ def grad_and_reduce(
             check_alive(one)
         with running_on(states[0].setup.axis), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
-            known = [_begun(one, weight) if by else as_read(one) for one, by in pairs]
+            known = [called(begun(one), given) if by else as_read(one) for one, by in pairs]
             call = GradientCall(loss_of, has_aux=has_aux, weight=weight)
             new, result = _differentiate(call, known, (args, kwargs))
         new = [
@@ -141,14 +135,6 @@ def grad_and_reduce(
         return optree.tree_unflatten(treespec, new), value
 
     return differentiated
-
-
-def _begun(state: TrainState, weight: Weight | None) -> TrainState:
-    """Return a state as the pass of a call takes it."""
-    if weight is None:
-        require_no_weights(state, "grad_and_reduce")
-        return with_value(state)
-    return with_weights(with_value(state), "grad_and_reduce")
 
 
 def _differentiate(
@@ -184,13 +170,13 @@ def _by_autograd(
             one.calls.loss(loss, call.weight)
             one.end_forward()
             one.begin_backward(weight=call.weight)
-        scale, rest = scales_of(states)
+        by, rest = factors_of(states)
         for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
             _listen(leaves, passes[number], position, factor)
         if versions_of(flats) != versions:
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
-        _backward(learned, scale, passes, learning=learning)
+        _backward(learned, by, passes, learning=learning)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]
@@ -206,14 +192,14 @@ def _by_autograd(
     return [new[number][position] for number, position in places], result
 
 
-def _backward(loss: Tensor, scale: Any, passes: Sequence[Pass], *, learning: bool) -> None:
-    """Run the backward of a loss, times its scale; warn, or raise, where nothing can learn by it.
+def _backward(loss: Tensor, by: Tensor | None, passes: Sequence[Pass], *, learning: bool) -> None:
+    """Run the backward of a loss, times `by`; warn, or raise, where nothing can learn by it.
 
     learning: whether the states have leaves to differentiate by.
     """
     if loss.requires_grad:
         with backward_of(loss):
-            torch.autograd.backward(loss, None if scale is None else scale.to(loss))
+            torch.autograd.backward(loss, None if by is None else by.to(loss))
         if learning and not any(one.reducer.received for one in passes):
             warnings.warn(_BY_NOTHING, UserWarning, stacklevel=5 + MADE_FRAMES)
     elif learning:

@@ -20,10 +20,11 @@ from fzero.errors import PhaseError
 from fzero.errors.json_form import DictForm, integer
 from fzero.machine.offload import to_device
 from fzero.optim import unscaled
+from fzero.optim.recorded import lacks_value
 from fzero.state import Buffers, Form, Placement, TrainState, scale
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.entry import Entry
-from fzero.state.points import Builtin
+from fzero.state.points import At, Builtin
 from fzero.state.scale import ExternalScale, LossScale, ScalePolicy
 from fzero.transforms.points import Running, transforms_of
 from fzero.transforms.prepare import Prepared, left_to_rule, multiplied
@@ -47,7 +48,7 @@ _NUMBERS = ("scale", "good_updates", "hysteresis_left", "overflowed")
 def scale_entries(state: TrainState) -> list[Entry]:
     """Return what the gradients of a state were multiplied by, as an entry, if there are any."""
     held = state.scale
-    if held is None or not state.gradients.held:
+    if held is None or not (state.gradients.held or state.window.pending.held):
         return []
     values = {name: getattr(held, name) for name in _NUMBERS}
     form = Form(leaves="named", placement=Placement.REPLICATED, lifetime="update")
@@ -82,7 +83,7 @@ def with_policy(state: TrainState, policy: ScalePolicy | None) -> TrainState:
     return _scaled_by(state, scale.begin(policy, state.device))
 
 
-def with_value(state: TrainState) -> TrainState:
+def _with_value(state: TrainState) -> TrainState:
     """Return a state whose scale is known: the user's was read, if it had to be."""
     held = state.scale
     if held is None or held.is_read:
@@ -90,7 +91,13 @@ def with_value(state: TrainState) -> TrainState:
     return _scaled_by(state, scale.read_external(held))
 
 
-def scale_forgotten(state: TrainState) -> TrainState:
+def next_scale(state: TrainState) -> float:
+    """Return the scale of the next loss; 1.0 without one. The host waits for the device."""
+    held = state.scale
+    return 1.0 if held is None else float(scale.read_external(held).scale)
+
+
+def _forgotten(state: TrainState) -> TrainState:
     """Return the state after its gradients were thrown away: a scale of the user's is read anew."""
     held = state.scale
     return state if held is None else _scaled_by(state, scale.forget(held))
@@ -100,39 +107,10 @@ def _scaled_by(state: TrainState, held: LossScale | None) -> TrainState:
     return state.replace(slots=scale.with_slot(state.slots, held))
 
 
-def times_scale(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return gradients, that no scaled loss brought, times the scale of a state.
-
-    In fp32 if they are of 16 bits, which may not hold them with it.
-    """
-    held = scale.multiplier(state.scale)
-    if held is None:
-        return flats
-    wide = [flat.to(torch.promote_types(flat.dtype, torch.float32)) for flat in flats]
-    return [flat * held.scale.to(flat.dtype) for flat in wide]
-
-
 def without_scale(state: TrainState, flat: Tensor) -> Tensor:
     """Return a gradient that a state holds divided by its scale; in fp32 for one of 16 bits."""
     here, held = to_device(flat, state.device), scale.multiplier(state.scale)
     return here if held is None else unscaled(here, held.scale)
-
-
-def scales_of(states: Sequence[TrainState]) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Return what to multiply a loss by, and then the gradient of each state by; None for 1.
-
-    A loss has one scale, that of the first state that has one. Gradients of another state are
-    then multiplied by its own scale over that one.
-    """
-    scaled = [state for state in states if state.scale is not None]
-    if not scaled:
-        return None, [None for _ in states]
-    first = scaled[0]
-    assert first.scale is not None
-    by = first.scale.scale
-    ones = [by.new_ones(()) if s.scale is None else s.scale.scale for s in states]
-    rest = [None if s is first else one / by for s, one in zip(states, ones, strict=True)]
-    return by, rest
 
 
 def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
@@ -151,6 +129,18 @@ def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
         ordered = state.setup.reduction.ordered
         found = reduce_many([found], state.setup.axis, ordered=ordered)[0].clamp(max=1)
     return found
+
+
+def _facts(state: TrainState, at: At) -> list[str]:
+    """Return the policy; of the user's own scale at an update its value, where no device is read.
+
+    Of any other scale all ranks have found the same.
+    """
+    held = state.scale
+    lines = [f"loss scale {held and held.policy}"]
+    if at == "update" and held is not None and isinstance(held.policy, ExternalScale):
+        lines += [] if lacks_value(held.scale) else [f"the loss scale is {float(held.scale)}"]
+    return lines
 
 
 def _decides(running: Running, means: Buffers) -> None:
@@ -181,7 +171,10 @@ SCALE = Builtin(
     name="scale_loss",
     slots=(("scale", scale.FORM),),
     acts=lambda state: scale.SLOT in state.slots,
-    begins=with_value,
+    facts=_facts,
+    factor=lambda state: scale.factor_in(state.slots),
+    forgets=_forgotten,
+    begins=_with_value,
     decides=_decides,
     units=_units,
 )

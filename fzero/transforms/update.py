@@ -17,8 +17,8 @@ from fzero.optim.visible import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress, window
 from fzero.state.form import settled
 from fzero.state.points import Points
-from fzero.transforms.agree import Agreed, agree, nonfinite, reduce_agreed, require_held
-from fzero.transforms.builtins import acting
+from fzero.transforms.agree import Agreed, agree, reduce_agreed, refused, require_held
+from fzero.transforms.builtins import acting, begun
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.points import Running, reduced, transforms_of
 from fzero.transforms.prepare import Prepared, fulls_of, given_back, is_general
@@ -59,12 +59,12 @@ def apply_gradients(state: S) -> S:
     for one in states:
         check_alive(one)
         require_unwritten(one, optimizer=True)
-    states = [_begun(one) for one in states]
+    states = [begun(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
     said = agree("apply_gradients", due, updates=True)
     require_held(said, "apply_gradients")
-    if bad := nonfinite(states, treespec, said):
-        raise bad
+    if error := refused(states, treespec, said):
+        raise error
     rest = iter(said)
     made = [_apply(one, rest) for one in states]
     returned(*made)
@@ -100,7 +100,7 @@ def update(
     The host reads no overflow if the rule looks for it itself, or if the update is differentiated
     or traced; else it reads one number.
     """
-    running = _decided(_begun(state))
+    running = _decided(begun(state))
 
     def all_of_it() -> tuple[TrainState, Tensor | None]:
         if begin is not None:
@@ -115,12 +115,6 @@ def update(
         return all_of_it()
     shown = running.overflow if running.by_rule else None
     return as_one_step(state.setup.optimizer.of_torch, all_of_it, found_inf=shown)
-
-
-def _begun(state: TrainState) -> TrainState:
-    for begins in acting(state, "begins"):
-        state = begins(state)
-    return state
 
 
 def _decided(state: TrainState) -> Running:

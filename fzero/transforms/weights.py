@@ -23,16 +23,14 @@ from torch import Tensor
 from fzero.collectives import reduce_many
 from fzero.context.here import has_no_values
 from fzero.context.modes import holds, in_transform, is_recorded
-from fzero.errors import LayoutError, PhaseError, explain
+from fzero.errors import LayoutError, MismatchError, PhaseError, explain
 from fzero.machine.offload import to_device
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
-from fzero.state.points import Builtin, Excludes
+from fzero.state.call import ADVANTAGE, GivenCall, Weight
+from fzero.state.points import At, Builtin, Excludes, Flag
 from fzero.transforms.points import CallPart, Changed, Running
 from fzero.transforms.prepare import Prepared, divided_by
 from fzero.transforms.together import require_together
-
-Weight = float | Tensor
-"""The weight of one call on one rank: a number of 0 or more, or a scalar tensor."""
 
 SLOT = "weights/total"
 """The slot of a state that has the sum of the weights of this rank's gradients since the update,
@@ -47,53 +45,32 @@ FORM = Form(
 )
 """Its form: each rank has the weights of its own calls."""
 
-_ADVANTAGE = (
-    "A weight counts examples or tokens, and is 0 or more. What may be negative multiplies the "
-    "loss: `loss = advantage * negative_log_likelihood` with weight=1, or the number of tokens"
-)
 _FIX = "give weight= to every call of an update, on every rank, or to none."
 
 
-def require_weight(name: str, weight: Any) -> None:
-    """Raise `LayoutError` for what is no weight. The values of a tensor are not read."""
-    if isinstance(weight, Tensor):
-        good = weight.dim() == 0 and not weight.is_complex() and weight.dtype != torch.bool
-        seen = f"a tensor of {weight.dtype}, shape {[*weight.shape]}"
-    else:
-        number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        good = number and math.isfinite(weight) and weight >= 0
-        seen = repr(weight)
-    if not good:
-        raise LayoutError(
-            f"{name}: weight={seen}.",
-            cause="weights of single examples or tokens, a mask, or a count that is negative.",
-            fix="give the sum of the weights of this call: a finite number of 0 or more, or a "
-            f"tensor without dims, e.g. weight=mask.sum(). {_ADVANTAGE}.",
-        )
+def _called(state: TrainState, call: GivenCall) -> TrainState:
+    """Return a state that is about to get the gradient of a call, with a weight or without one.
 
-
-def with_weights(state: TrainState, name: str) -> TrainState:
-    """Return a state that is about to get a weighted gradient.
-
-    Raises `PhaseError` if it holds gradients without weights, and `LayoutError` for options that
+    Raises `PhaseError` if it holds gradients of the other kind, and `LayoutError` for options that
     do not go with weights.
     """
-    setup = state.setup
+    setup, before = state.setup, state.progress.backwards
+    if call.weight is None:
+        return _without_weight(state, call.name)
     if setup.reduction.weighted:
         return state
-    if state.progress.backwards:
+    if before:
         raise PhaseError(
-            f"{name}: a weight, and the state holds gradients of {state.progress.backwards} calls "
-            "without one.",
+            f"{call.name}: a weight, and the state holds gradients of {before} calls without one.",
             cause="weighted and unweighted calls between two updates.",
             fix=_FIX,
         )
-    require_together((WEIGHTS,), "call", setup, f"{name}: ")
-    return state.replace(setup=setup.with_weights(True))
+    require_together((WEIGHTS,), "call", setup, f"{call.name}: ")
+    return _weighted(state)
 
 
-def require_no_weights(state: TrainState, name: str) -> None:
-    """Raise `PhaseError` for a gradient without a weight, where those before have one."""
+def _without_weight(state: TrainState, name: str) -> TrainState:
+    """Return the state; raise `PhaseError` where gradients before this one have a weight."""
     if state.setup.reduction.weighted:
         raise PhaseError(
             f"{name}: no weight, and the state holds gradients of {state.progress.backwards} "
@@ -101,6 +78,25 @@ def require_no_weights(state: TrainState, name: str) -> None:
             cause="weighted and unweighted calls between two updates.",
             fix=_FIX,
         )
+    return state
+
+
+def _weighted(state: TrainState) -> TrainState:
+    return state.replace(setup=state.setup.with_weights(True))
+
+
+def _facts(state: TrainState, at: At) -> list[str]:
+    """Return how a backward is reduced: at an update, a rank may hold nothing."""
+    weighted = state.setup.reduction.weighted
+    return [f"gradients {'with' if weighted else 'without'} weights"] if at == "pass" else []
+
+
+def _by_some(have: int, lack: int) -> MismatchError:
+    return MismatchError(
+        f"rank {have} holds gradients with weights, and rank {lack} holds gradients without.",
+        cause="weight= on some ranks only.",
+        fix="give weight= to every call of an update, on every rank, or to none (0 is one).",
+    )
 
 
 def times_weight(gradient: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -142,8 +138,7 @@ class _Weighing(CallPart):
 
     def put_aside(self, number: int, state: TrainState) -> TrainState:
         """Raise `PhaseError` where those before have a weight."""
-        require_no_weights(state, "a backward inside of a forward")
-        return state
+        return _without_weight(state, "a backward inside of a forward")
 
 
 def counted_loss(loss: Tensor, weight: Weight | None) -> Tensor:
@@ -163,12 +158,8 @@ def counted(state: TrainState, weight: Weight | None) -> TrainState:
     own = torch.as_tensor(weight, dtype=torch.float64, device=state.device)
     own = torch.stack([own, (~(own.detach() >= 0) | own.detach().isinf()).to(own.dtype)])
     before = own_weight(state)
-    return with_own_weight(state, own if before is None else before + own)
-
-
-def with_own_weight(state: TrainState, weight: Tensor) -> TrainState:
-    """Return the state with these weights of this rank's gradients, [2]: see `SLOT`."""
-    return state.replace(slots={**state.slots, SLOT: Slot(value=weight, form=FORM)})
+    slot = Slot(value=own if before is None else before + own, form=FORM)
+    return state.replace(slots={**state.slots, SLOT: slot})
 
 
 def own_weight(state: TrainState) -> Tensor | None:
@@ -214,7 +205,7 @@ def _no_weight(state: TrainState) -> LayoutError:
         "a weight since the last update is negative, infinite or NaN: "
         f"{mine} of those of this rank are. Nothing was updated.",
         cause="advantages or returns as weights, or a mean over no tokens.",
-        fix=f"{_ADVANTAGE}. Throw these gradients away: engine.zero_grad(), or go on with the "
+        fix=f"{ADVANTAGE}. Throw these gradients away: engine.zero_grad(), or go on with the "
         "state from before them.",
     )
 
@@ -338,6 +329,9 @@ WEIGHTS = Builtin(
     name="weights",
     slots=(("total", FORM),),
     acts=lambda state: state.setup.reduction.weighted,
+    facts=_facts,
+    flag=Flag(of=lambda state: state.setup.reduction.weighted, unlike=_by_some, heard=_weighted),
+    called=_called,
     calls=_Weighing,
     decides=_decides,
     units=_units,

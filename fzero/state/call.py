@@ -1,0 +1,59 @@
+"""What a user says of one call of a loss, beside its arguments."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fzero.errors import LayoutError
+
+Weight = float | Tensor
+"""The weight of one call on one rank: a number of 0 or more, or a scalar tensor."""
+
+ADVANTAGE = (
+    "A weight counts examples or tokens, and is 0 or more. What may be negative multiplies the "
+    "loss: `loss = advantage * negative_log_likelihood` with weight=1, or the number of tokens"
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GivenCall:
+    """A call that brings gradients, and what a user says of it.
+
+    Attributes:
+        name: of the call, for errors.
+        weight: of these gradients; None: they have none.
+
+    Raises:
+        LayoutError: for what is no weight. The values of a tensor are not read.
+
+    Example:
+        >>> GivenCall("grad_and_reduce", weight=3.0).weight
+        3.0
+    """
+
+    name: str
+    weight: Weight | None = None
+
+    def __post_init__(self) -> None:
+        """Check the weight."""
+        weight = self.weight
+        if weight is None:
+            return
+        if isinstance(weight, Tensor):
+            good = weight.dim() == 0 and not weight.is_complex() and weight.dtype != torch.bool
+            seen = f"a tensor of {weight.dtype}, shape {[*weight.shape]}"
+        else:
+            number = isinstance(weight, int | float) and not isinstance(weight, bool)
+            good = number and math.isfinite(weight) and weight >= 0
+            seen = repr(weight)
+        if not good:
+            raise LayoutError(
+                f"{self.name}: weight={seen}.",
+                cause="weights of single examples or tokens, a mask, or a count that is negative.",
+                fix="give the sum of the weights of this call: a finite number of 0 or more, or a "
+                f"tensor without dims, e.g. weight=mask.sum(). {ADVANTAGE}.",
+            )

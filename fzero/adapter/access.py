@@ -48,17 +48,16 @@ def full_gradients(driver: Driver) -> dict[str, Tensor]:
 
 def full_gradient(driver: Driver, path: str) -> Tensor:
     """`full_gradients()[path]`, gathering only its group."""
-    where = parts.find_learning(driver, path)
-    return whole_gradient(driver.with_gradients("full_gradient()", path), *where)
+    place = parts.find_learning(driver, path)
+    return whole_gradient(driver.with_gradients("full_gradient()", path), place)
 
 
 def set_full_gradient(driver: Driver, path: str, value: Tensor) -> None:
     """Make `value` (the same on every rank) the gradient that the update will use."""
-    number, index, position = parts.find_learning(driver, path)
+    place = parts.find_learning(driver, path)
     state = driver.with_gradients("set_full_gradient()", path)
-    value = _held(state, value)
-    parts.write(state, index, position, state.gradients.flats[number], value)
-    _saw_use(driver, index, position)
+    place.write(state, place.flat_of(state, state.gradients.flats), _held(state, value))
+    _saw_use(driver, place)
     driver.stand_ins.gradients.changed()
 
 
@@ -68,10 +67,9 @@ def local_gradient(driver: Driver, path: str) -> Tensor:
     At stage 0 that is all of it. No collective, so only what has been reduced already.
     """
     driver.wait()
-    number, index, position = parts.find_learning(driver, path)
-    state = driver.state
+    place, state = parts.find_learning(driver, path), driver.state
     flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
-    return used(state, parts.piece_of(state, index, position, flats[number]))
+    return used(state, place.piece(state, place.flat_of(state, flats)))
 
 
 def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
@@ -81,17 +79,15 @@ def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
     has been reduced yet.
     """
     driver.wait()
-    number, index, position = parts.find_learning(driver, path)
-    state = driver.state
+    place, state = parts.find_learning(driver, path), driver.state
     if not state.gradients.held:
         raise PhaseError(
             f"set_local_gradient() {path}: there are no reduced gradients.",
             cause="no backward ran since the last update, or it ran in a window.",
             fix="call it between the backward and step(), outside of a window.",
         )
-    value = _held(state, value)
-    parts.write_piece(state, index, position, state.gradients.flats[number], value)
-    _saw_use(driver, index, position)
+    place.write_piece(state, place.flat_of(state, state.gradients.flats), _held(state, value))
+    _saw_use(driver, place)
     driver.stand_ins.gradients.changed()
 
 
@@ -152,31 +148,26 @@ def state_dict(driver: Driver) -> dict[str, Any]:
 
 def full_parameter(driver: Driver, path: str) -> Tensor:
     """`full_parameters()[path]`, gathering only its group."""
-    index, position = parts.find(driver, path)
+    place = parts.find(driver, path)
     driver.call(f"full_parameter() {path}")
-    state = driver.state
-    return parts.leaves_of(state, index, parts.stepped(state, index))[position].clone()
+    return place.whole(driver.state, parts.stepped(driver.state, place.group)).clone()
 
 
 @torch.no_grad()
 def set_full_parameter(driver: Driver, path: str, value: Tensor) -> None:
     """Make `value` (the same on every rank) the parameter, and that of its master copy."""
     parts.require_no_anchors(driver, "set_full_parameter()")
-    index, position = parts.find(driver, path)
+    place = parts.find(driver, path)
     driver.call(f"set_full_parameter() {path}")
-    state = driver.state
-    parts.write(state, index, position, state.params.flats[index], value)
-    master = parts.master_of(state, index)
-    if master is not None:
-        parts.write(state, index, position, master, value)
+    for part in parts.values_of(driver.state, place.group):
+        place.write(driver.state, part, value)
     driver.running.changed()
 
 
 def local_parameter(driver: Driver, path: str) -> Tensor:
     """This rank's piece of the parameter, as the optimizer steps it: 1-D. No collective."""
-    index, position = parts.find(driver, path)
-    state = driver.state
-    return parts.piece_of(state, index, position, parts.stepped(state, index)).clone()
+    place, state = parts.find(driver, path), driver.state
+    return place.piece(state, parts.stepped(state, place.group)).clone()
 
 
 @torch.no_grad()
@@ -187,18 +178,16 @@ def set_local_parameter(driver: Driver, path: str, value: Tensor) -> None:
     each rank has all of the parameter, and the ranks would differ.
     """
     parts.require_no_anchors(driver, "set_local_parameter()")
-    index, position = parts.find(driver, path)
+    place = parts.find(driver, path)
     driver.wait()
-    state = driver.state
-    if state.stage != 3:
+    if driver.state.stage != 3:
         raise LayoutError(
-            f"set_local_parameter() {path} at stage {state.stage}.",
+            f"set_local_parameter() {path} at stage {driver.state.stage}.",
             cause="a call for stage 3; below it each rank has the whole parameter.",
             fix="call set_full_parameter() on every rank.",
         )
-    held, master = state.params.flats[index], parts.master_of(state, index)
-    for part in (held,) if master is None else (held, master):
-        parts.write_piece(state, index, position, part, value)
+    for part in parts.values_of(driver.state, place.group):
+        place.write_piece(driver.state, part, value)
     driver.running.changed()
 
 
@@ -210,8 +199,8 @@ def local_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
 
     A scalar ("step") as it is. Of a parameter that is updated whole, its owner has all.
     """
-    index, position, held, alone, *_ = parts.named_state(driver, path, name)
-    piece = held if alone else parts.piece_of(driver.state, index, position, held)
+    place, held, alone, *_ = parts.named_state(driver, path, name)
+    piece = held if alone else place.piece(driver.state, held)
     return piece.clone()
 
 
@@ -221,7 +210,7 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
 
     At stage 0, and of a scalar, every rank has to set the same.
     """
-    index, position, held, alone, counts, owned = parts.named_state(driver, path, name)
+    place, held, alone, counts, owned = parts.named_state(driver, path, name)
     if counts:
         parts.count(driver, path, name, value)
     elif owned:
@@ -229,19 +218,17 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
     elif alone:
         parts.write_whole(path, held, value)
     else:
-        state = driver.state
-        parts.write_piece(state, index, position, held, torch.as_tensor(value))
+        place.write_piece(driver.state, held, torch.as_tensor(value))
     parts.begin(driver, path)
 
 
 def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
     """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-    index, position, held, alone, _, owned = parts.named_state(driver, path, name)
+    place, held, alone, _, owned = parts.named_state(driver, path, name)
     driver.call(f"full_optimizer_state() {path} {name}")
     if owned:
         return whole_values(driver.state, owned)[name]
-    whole = held if alone else parts.leaves_of(driver.state, index, held)[position]
-    return whole.clone()
+    return (held if alone else place.whole(driver.state, held)).clone()
 
 
 def full_optimizer_states(driver: Driver) -> dict[str, dict[str, Any]]:
@@ -261,7 +248,7 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
     A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
     keeps in its param group, which is that of all parameters of the group.
     """
-    index, position, held, alone, counts, owned = parts.named_state(driver, path, name)
+    place, held, alone, counts, owned = parts.named_state(driver, path, name)
     driver.call(f"set_full_optimizer_state() {path} {name}")
     if counts:
         parts.count(driver, path, name, value)
@@ -271,21 +258,20 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
     elif alone:
         parts.write_whole(path, held, value)
     else:
-        parts.write(driver.state, index, position, held, torch.as_tensor(value))
+        place.write(driver.state, held, torch.as_tensor(value))
     parts.begin(driver, path)
 
 
-def _saw_use(driver: Driver, index: int, position: int) -> None:
+def _saw_use(driver: Driver, place: parts.ParameterPlace) -> None:
     """A parameter has a gradient that was written: an update steps it."""
-    state = driver.state
-    leaf = state.setup.layout.groups[index].leaves[position]
-    driver.put(state.replace(progress=progress.saw_use(state.progress, as_bits([leaf]))))
+    state, used_now = driver.state, as_bits([place.number])
+    driver.put(state.replace(progress=progress.saw_use(state.progress, used_now)))
 
 
-def whole_gradient(state: TrainState, number: int, index: int, position: int) -> Tensor:
-    """The gradient of one leaf, as `parts.find_learning` says where it is. A collective."""
-    flat = used(state, state.gradients.flats[number])
-    return parts.leaves_of(state, index, flat)[position].clone()
+def whole_gradient(state: TrainState, place: parts.ParameterPlace) -> Tensor:
+    """The gradient of one parameter. A collective."""
+    flat = used(state, place.flat_of(state, state.gradients.flats))
+    return place.whole(state, flat).clone()
 
 
 def used(state: TrainState, gradient: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +30,74 @@ def require_no_anchors(driver: Driver, name: str) -> None:
         raise PhaseError(f"{name}{NO_WRITES.seen(name)}", cause=NO_WRITES.cause, fix=NO_WRITES.fix)
 
 
-def find(driver: Driver, path: str) -> tuple[int, int]:
-    """Return the group of the parameter at `path`, and its position in it."""
+class ParameterPlace(NamedTuple):
+    """Where one parameter is in a state. A `part` is what this rank holds of its group."""
+
+    leaf: Leaf
+    number: int  # of the leaf
+    group: int
+    position: int  # in the group
+
+    def flat_of(self, state: TrainState, flats: Sequence[Tensor]) -> Tensor:
+        """Return that of its group, of flats of the groups that learn."""
+        return flats[state.setup.layout.trainable.index(self.group)]
+
+    def whole(self, state: TrainState, part: Tensor) -> Tensor:
+        """Return its full values, of a part as the optimizer has it. A collective."""
+        return leaves_of(state, self.group, part)[self.position]
+
+    def piece(self, state: TrainState, part: Tensor) -> Tensor:
+        """Return what a part has of it: 1-D."""
+        piece = to_device(self._range(state, part).of(part.detach()), state.device)
+        return as_complex(piece) if self.leaf.dtype.is_complex else piece
+
+    def write(self, state: TrainState, part: Tensor, value: Tensor) -> None:
+        """Write its full `value` into a part."""
+        if not isinstance(value, Tensor) or tuple(value.shape) != self.leaf.shape:
+            seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise LayoutError(
+                f"{self.leaf.path} has the shape {self.leaf.shape}, the new value {seen}.",
+                cause="a flattened or transposed value.",
+                fix="give the full value, in the shape of the parameter.",
+            )
+        here = self._range(state, part)
+        with torch.no_grad():
+            here.of(part).copy_(self._stored(value)[here.start : here.stop])
+
+    def write_piece(self, state: TrainState, part: Tensor, value: Tensor) -> None:
+        """Write what this rank has of it, 1-D, into a part."""
+        held = self._range(state, part).of(part)
+        numel = held.numel() // (2 if self.leaf.dtype.is_complex else 1)
+        if not isinstance(value, Tensor) or value.numel() != numel:
+            seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise LayoutError(
+                f"this rank has {numel} elements of {self.leaf.path}, the new value {seen}.",
+                cause="the full value, or the piece of another rank.",
+                fix="give as many elements as the getter of the same name returns here.",
+            )
+        with torch.no_grad():
+            held.copy_(self._stored(value))
+
+    def _stored(self, value: Tensor) -> Tensor:
+        """The elements of a value as a flat has them."""
+        value, dtype = value.detach(), self.leaf.dtype
+        if not dtype.is_complex:
+            return value.reshape(-1)
+        return as_real(value.to(torch.promote_types(value.dtype, dtype))).reshape(-1)
+
+    def _range(self, state: TrainState, part: Tensor) -> LeafRange:
+        """Return what a part has of it."""
+        setup = state.setup
+        placements = setup.params, setup.optimizer_state  # those of all that a state has
+        numel = part.numel()
+        held = next((x for x in placements if setup.numel(self.group, x) == numel), setup.params)
+        found = leaf_ranges(setup.layout, self.group, setup.part(held, setup.axis.rank))
+        nothing = LeafRange(self.position, self.number, 0, 0, 0)
+        return next((one for one in found if one.position == self.position), nothing)
+
+
+def find(driver: Driver, path: str) -> ParameterPlace:
+    """Return where the parameter at `path` is."""
     layout = driver.state.setup.layout
     leaf = next((i for i, paths in driver.params.paths.items() if path in paths), None)
     if leaf is None:
@@ -41,20 +107,19 @@ def find(driver: Driver, path: str) -> tuple[int, int]:
             fix=f"use one of {[leaf.path for leaf in layout.leaves][:6]} ...",
         )
     index = next(i for i, group in enumerate(layout.groups) if leaf in group.leaves)
-    return index, layout.groups[index].leaves.index(leaf)
+    return ParameterPlace(layout.leaves[leaf], leaf, index, layout.groups[index].leaves.index(leaf))
 
 
-def find_learning(driver: Driver, path: str) -> tuple[int, int, int]:
-    """Return (its number among the groups that learn, group, position) of a parameter."""
-    index, position = find(driver, path)
-    trainable = driver.state.setup.layout.trainable
-    if index not in trainable:
+def find_learning(driver: Driver, path: str) -> ParameterPlace:
+    """Return where a parameter is that learns."""
+    place = find(driver, path)
+    if not place.leaf.trainable:
         raise PhaseError(
             f"{path} has no gradient: it did not require grad when the engine was made.",
             cause="a frozen parameter.",
             fix="ask for a parameter that learns.",
         )
-    return trainable.index(index), index, position
+    return place
 
 
 def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
@@ -63,42 +128,6 @@ def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
     held, whole = setup.optimizer_state, Placement.REPLICATED
     here = to_device(part.detach(), state.device)
     return unpack(setup.layout, index, gather_parts(setup, [here], held, whole)[0])
-
-
-def piece_of(state: TrainState, index: int, position: int, part: Tensor) -> Tensor:
-    """Return what this rank's part of a group has of one leaf: 1-D."""
-    piece = to_device(_leaf_range(state, index, position, part).of(part.detach()), state.device)
-    return as_complex(piece) if _leaf(state, index, position).dtype.is_complex else piece
-
-
-def write(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
-    """Write the full `value` of one leaf into what this rank holds of its group."""
-    leaf = _leaf(state, index, position)
-    if not isinstance(value, Tensor) or tuple(value.shape) != leaf.shape:
-        seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise LayoutError(
-            f"{leaf.path} has the shape {leaf.shape}, the new value {seen}.",
-            cause="a flattened or transposed value.",
-            fix="give the full value, in the shape of the parameter.",
-        )
-    here = _leaf_range(state, index, position, part)
-    with torch.no_grad():
-        here.of(part).copy_(_stored(leaf, value)[here.start : here.stop])
-
-
-def write_piece(state: TrainState, index: int, position: int, part: Tensor, value: Tensor) -> None:
-    """Write what this rank has of one leaf, 1-D, into its part of a group."""
-    held, leaf = _leaf_range(state, index, position, part).of(part), _leaf(state, index, position)
-    numel = held.numel() // (2 if leaf.dtype.is_complex else 1)
-    if not isinstance(value, Tensor) or value.numel() != numel:
-        seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        raise LayoutError(
-            f"this rank has {numel} elements of {leaf.path}, the new value {seen}.",
-            cause="the full value, or the piece of another rank.",
-            fix="give as many elements as the getter of the same name returns here.",
-        )
-    with torch.no_grad():
-        held.copy_(_stored(leaf, value))
 
 
 def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
@@ -115,29 +144,6 @@ def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
         held.copy_(given.detach().reshape(held.shape))
 
 
-def _leaf(state: TrainState, index: int, position: int) -> Leaf:
-    layout = state.setup.layout
-    return layout.leaves[layout.groups[index].leaves[position]]
-
-
-def _stored(leaf: Leaf, value: Tensor) -> Tensor:
-    """The elements of a value as a flat has them."""
-    value = value.detach()
-    if not leaf.dtype.is_complex:
-        return value.reshape(-1)
-    return as_real(value.to(torch.promote_types(value.dtype, leaf.dtype))).reshape(-1)
-
-
-def _leaf_range(state: TrainState, index: int, position: int, part: Tensor) -> LeafRange:
-    """Return what `part`, which this rank holds of a group, has of one leaf."""
-    setup, layout = state.setup, state.setup.layout
-    placements = setup.params, setup.optimizer_state  # those of all that a state has
-    held = next((x for x in placements if setup.numel(index, x) == part.numel()), setup.params)
-    found = leaf_ranges(layout, index, setup.part(held, setup.axis.rank))
-    nothing = LeafRange(position, layout.groups[index].leaves[position], 0, 0, 0)
-    return next((one for one in found if one.position == position), nothing)
-
-
 def stepped(state: TrainState, index: int) -> Tensor:
     """Return this rank's part of a group as its optimizer steps it: the master, if it has one."""
     part, master = own_part(state, state.params.flats[index]), master_of(state, index)
@@ -152,6 +158,12 @@ def master_of(state: TrainState, index: int) -> Tensor | None:
     """Return the fp32 copy of this rank's part of a group, if there is one."""
     master = slots_of_group(state, index).get(MASTERS)
     return None if master is None or not master.numel() else master
+
+
+def values_of(state: TrainState, index: int) -> list[Tensor]:
+    """Return this rank's parts of a group that have its parameters: the master, too."""
+    held, master = state.params.flats[index], master_of(state, index)
+    return [held] if master is None else [held, master]
 
 
 def slots_of_group(state: TrainState, index: int) -> Slots:
@@ -181,27 +193,19 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Ten
             cause="the parameter is frozen, or was not given to the optimizer.",
             fix="ask for a parameter that the optimizer steps.",
         )
-    index = find_learning(driver, path)[1]
-    empty = not state.setup.numel(index, state.setup.optimizer_state)
+    place = find_learning(driver, path)
+    empty = not state.setup.numel(place.group, state.setup.optimizer_state)
     rule: Any = state.setup.optimizer
     odd = rule.odd_slots
     slots = {
         name: flat
-        for name, flat in slots_of_group(state, index).items()
+        for name, flat in slots_of_group(state, place.group).items()
         if name != MASTERS and (flat.numel() or empty)
     }
     scalars = {name: slots.pop(name) for name in odd.intersection(slots)}
-    leaf = _path_of_leaf(driver, path)
-    owned = owned_values(state, leaf)
+    owned = owned_values(state, place.leaf.path)
     slots = {name: flat for name, flat in slots.items() if name not in owned}
-    return slots, {**rule.counters(state.optimizer, leaf), **scalars, **owned}
-
-
-def _path_of_leaf(driver: Driver, path: str) -> str:
-    """Return the path by which the layout knows a parameter that may have several."""
-    index, position = find(driver, path)
-    layout = driver.state.setup.layout
-    return layout.leaves[layout.groups[index].leaves[position]].path
+    return slots, {**rule.counters(state.optimizer, place.leaf.path), **scalars, **owned}
 
 
 def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
@@ -226,7 +230,7 @@ def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
 
 def count(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
     """Make `value` counter `name` of one parameter; of its param group, if it is kept there."""
-    state, leaf = driver.state, _path_of_leaf(driver, path)
+    state, leaf = driver.state, find(driver, path).leaf.path
     rule: Any = state.setup.optimizer
     if rule.shares(leaf, name):
         write_whole(path, rule.counters(state.optimizer, leaf)[name], value)
@@ -245,7 +249,7 @@ def begin(driver: Driver, path: str) -> None:
     """Note that the optimizer has a state of a parameter: its first step does not make it."""
     state = driver.state
     rule: Any = state.setup.optimizer
-    made = rule.begun(state.optimizer, _learning(state), _path_of_leaf(driver, path))
+    made = rule.begun(state.optimizer, _learning(state), find(driver, path).leaf.path)
     driver.put(state.replace(optimizer=made))
 
 
@@ -256,8 +260,7 @@ def _learning(state: TrainState) -> list[str]:
 class Named(NamedTuple):
     """What is held of one state of one parameter."""
 
-    group: int
-    position: int
+    place: ParameterPlace
     held: Tensor  # of its whole group, or of it alone where it has another shape: "step"
     alone: bool
     counts: bool  # whether it is a counter
@@ -266,7 +269,7 @@ class Named(NamedTuple):
 
 def named_state(driver: Driver, path: str, name: str) -> Named:
     """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
-    _, index, position = find_learning(driver, path)
+    place = find_learning(driver, path)
     slots, scalars = optimizer_states(driver, path)
     if name not in slots and name not in scalars:
         raise LayoutError(
@@ -275,7 +278,7 @@ def named_state(driver: Driver, path: str, name: str) -> Named:
             fix="use one of those.",
         )
     alone = name in scalars
-    leaf = _path_of_leaf(driver, path)
+    leaf = place.leaf.path
     owned = leaf if name in owned_values(driver.state, leaf) else ""
     counts = alone and not owned and name not in driver.state.setup.optimizer.odd_slots
-    return Named(index, position, scalars[name] if alone else slots[name], alone, counts, owned)
+    return Named(place, scalars[name] if alone else slots[name], alone, counts, owned)

@@ -29,7 +29,7 @@ from fzero.adapter.access import (
     whole_gradient,
 )
 from fzero.adapter.driver import OWNERS, Driver
-from fzero.adapter.parts import find, find_learning
+from fzero.adapter.parts import ParameterPlace, find, find_learning
 from fzero.errors import LayoutError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack
@@ -53,21 +53,21 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     driver, path, learns = _of(param)
     if not learns:
         return None
-    where = find_learning(driver, path)
+    place = find_learning(driver, path)
     if driver.state.window.is_open:
-        return _pending(driver, *where)
+        return _pending(driver, place)
     held = driver.reduced("safe_get_full_grad()", path)
-    return whole_gradient(driver.state, *where) if held else None
+    return whole_gradient(driver.state, place) if held else None
 
 
-def _pending(driver: Driver, number: int, index: int, position: int) -> Tensor | None:
+def _pending(driver: Driver, place: ParameterPlace) -> Tensor | None:
     """Return the local gradient accumulated in an open window; None without one."""
     driver.wait()
     state = driver.state
     if not state.window.pending.held:
         return None
-    flat = to_device(state.window.pending.flats[number], state.device)
-    return used(state, unpack(state.setup.layout, index, flat)[position]).clone()
+    flat = to_device(place.flat_of(state, state.window.pending.flats), state.device)
+    return used(state, unpack(state.setup.layout, place.group, flat)[place.position]).clone()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -168,7 +168,7 @@ def _of(param: Any) -> tuple[Driver, str, bool]:
             "model, or of an engine that was closed.",
             fix="take it from engine.module.parameters().",
         )
-    return driver, path, find(driver, path)[0] in driver.state.setup.layout.trainable
+    return driver, path, find(driver, path).leaf.trainable
 
 
 def _wide(value: Tensor) -> Tensor:

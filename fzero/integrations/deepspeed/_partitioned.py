@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.adapter.driver import OWNERS, Driver
-from fzero.adapter.parts import find, piece_of
+from fzero.adapter.parts import find
 from fzero.machine.placeholder import LazyParam
 
 _DRIVERS: weakref.WeakSet[Driver] = weakref.WeakSet()  # of engines that have these names
@@ -45,9 +45,9 @@ def _place(p: Any, name: str) -> tuple[Driver, int, str]:
 
 
 def _shard(driver: Driver, path: str) -> Tensor:
-    index, position = find(driver, path)
+    place = find(driver, path)
     state = driver.state
-    return piece_of(state, index, position, state.params.flats[index]).clone()
+    return place.piece(state, state.params.flats[place.group]).clone()
 
 
 def _persists(driver: Driver, p: Tensor) -> bool:

@@ -75,7 +75,7 @@ from fzero.transforms import (
 from fzero.transforms.functionalize import functionalize
 
 if typing.TYPE_CHECKING:  # what `__getattr__` imports
-    from fzero import adapter, checkpoint
+    from fzero import adapter, checkpoint, data
     from fzero import integrations as integrations
     from fzero import tools as tools
     from fzero.checkpoint import reshard
@@ -150,6 +150,7 @@ __all__ = [
     "compile",
     "compress",
     "count_collectives",
+    "data",
     "diff",
     "evaluate",
     "fold_in",
@@ -216,6 +217,7 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
         [
             "fzero.adapter",
             "fzero.checkpoint",
+            "fzero.data",
             "fzero.integrations",
             "fzero.tools",
             "fzero.tools.plot",

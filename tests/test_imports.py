@@ -23,6 +23,7 @@ ROOMS = (
     "context",
     "ranks",
     "state",
+    "data",
     "options",
     "collectives",
     "machine",

@@ -34,7 +34,7 @@ def test_every_function_and_class_of_the_package_is_public() -> None:
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
     assert bound == set(fzero.__all__) - modules
-    assert modules == {"adapter", "checkpoint", "codecs", "optim", "plot", "state"}
+    assert modules == {"adapter", "checkpoint", "codecs", "data", "optim", "plot", "state"}
 
 
 def test_a_file_of_graphs_is_gone_and_the_error_says_what_takes_its_place() -> None:
@@ -74,6 +74,7 @@ def fresh(program: str) -> list[str]:
 NOT_FOR_A_STEP = [
     "fzero.adapter",
     "fzero.checkpoint",
+    "fzero.data",
     "fzero.integrations",
     "fzero.tools",
     "hypothesis",

@@ -1,0 +1,218 @@
+"""The ids of an order for torch.utils.data.DataLoader, and its batches with the order after each.
+
+A loader asks for ids ahead of what is trained on. So no position is read from it: the order that
+comes with a batch is counted where the batch is handed out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from fzero.context.generators import seeded
+from fzero.data.order import Order, ranks_here
+from fzero.errors import CallError, LayoutError, check
+from fzero.state.fold_in import fold_in
+
+_WORKERS, _ROWS = int.from_bytes(b"workers"), int.from_bytes(b"rows")  # for seeds of their own
+_OF_ORDER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
+
+
+class BatchSampler(Sampler[list[int]]):
+    """The ids of this rank's batches from an order on: `batch_sampler=` of a DataLoader.
+
+    Each iteration begins at `order` again, and `order` does not move: keep the order of what was
+    trained on by `order.after()` for each batch, or use `fzero.data.batches`, which does it.
+
+    Args:
+        order: of the first batch.
+        epochs: where it ends: before the first batch of this epoch. Left out, it never ends.
+        ranks: the logical ranks that get rows; left out, those that this rank of the world carries.
+
+    Raises:
+        LayoutError: if there are more ranks than logical ranks, or for a logical rank out of range.
+
+    Example:
+        >>> import fzero, torch
+        >>> order = fzero.data.Order(8, batch_size=2, logical_ranks=2, shuffle=False)
+        >>> sampler = fzero.data.BatchSampler(order, epochs=1)
+        >>> loader = torch.utils.data.DataLoader(torch.arange(8), batch_sampler=sampler)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+    """
+
+    def __init__(
+        self, order: Order, *, epochs: int | None = None, ranks: Iterable[int] | None = None
+    ) -> None:
+        """Take the ids from `order` on."""
+        _require_order("BatchSampler", order)
+        wanted = "the number of the first epoch that is not to be loaded, or None"
+        check.require("epochs", epochs, lambda x: x is None or check.is_count(x, least=0), wanted)
+        self.order, self.epochs = order, epochs
+        here = ranks_here(order.logical_ranks) if ranks is None else order.checked(ranks)
+        self.ranks = tuple(here)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Give the ids of each batch."""
+        order = self.order
+        while self.epochs is None or order.epoch < self.epochs:
+            ids, order = order.next(self.ranks)
+            yield ids
+
+    def __len__(self) -> int:
+        """Return the number of batches. Raises `TypeError` if it never ends."""
+        if self.epochs is None:
+            raise TypeError("a BatchSampler without epochs= never ends, and has no length")
+        return max(self.epochs * self.order.batches_per_epoch - self.order.position, 0)
+
+
+def batches(
+    dataset: Any,
+    order: Order,
+    *,
+    epochs: int | None = None,
+    ranks: Iterable[int] | None = None,
+    **options: Any,
+) -> Iterator[tuple[Any, Order]]:
+    """Return an iterator over this rank's batches, each with the order after it.
+
+    A DataLoader loads them, with workers and prefetch if its options say so. The order that comes
+    with a batch stands behind that batch, whatever was loaded ahead: saved after the update, it is
+    where training goes on.
+
+    What the data set draws from torch's generator of the CPU, for augmentations for one, is a
+    function of the seed, the position and the logical rank: the same with any workers, on any
+    number of ranks. Python's and NumPy's generators are not set so.
+
+    Args:
+        dataset: with rows by number, as many as `order.length`. For what a worker knows of itself,
+            `get_worker_info().dataset`, it is the attribute `dataset`.
+        order: of the first batch.
+        epochs: where it ends: before the first batch of this epoch. Left out, it never ends.
+        ranks: the logical ranks that get rows; left out, those that this rank of the world carries.
+        options: of the DataLoader: `num_workers`, `collate_fn`, `pin_memory` and so on. Its own
+            `generator`, if it is left out, begins at a seed of the order and the rank.
+
+    Returns:
+        An iterator of pairs (batch, order). Where this rank has no rows (a short last batch), the
+        tensors of the batch have 0 rows, and what is no tensor is that of row 0.
+
+    Raises:
+        LayoutError: for an iterable data set, one of another length, and as `BatchSampler` does.
+        CallError: for an option that the order decides: `batch_size`, `shuffle`, `sampler`,
+            `batch_sampler`, `drop_last`; for `in_order=False`.
+
+    Example:
+        >>> import fzero, torch
+        >>> rows = torch.arange(8)
+        >>> order = fzero.data.Order(len(rows), batch_size=2, logical_ranks=2, shuffle=False)
+        >>> for batch, order in fzero.data.batches(rows, order, epochs=1):
+        ...     print(batch.tolist(), order.position, order.epoch)
+        [0, 1, 2, 3] 1 0
+        [4, 5, 6, 7] 2 1
+    """
+    _require_order("batches", order)
+    _require_rows(dataset, order)
+    _require_options(options)
+    sampler = BatchSampler(order, epochs=epochs, ranks=ranks)
+    end = 2**63 if epochs is None else epochs * order.batches_per_epoch
+    if options.get("generator") is None:
+        place = fold_in(order.seed, _WORKERS, order.position, *sampler.ranks[:1])
+        options["generator"] = torch.Generator().manual_seed(place)
+    rows = _Batches(dataset, order, sampler.ranks)
+    collate = _Collate(dataset, options.pop("collate_fn", None) or default_collate)
+    positions: Any = range(order.position, end)
+    loader: Any = DataLoader(
+        rows, batch_size=None, sampler=positions, collate_fn=collate, **options
+    )
+    return _paired(loader, order)
+
+
+def _paired(loader: Iterable[Any], order: Order) -> Iterator[tuple[Any, Order]]:
+    for batch in loader:
+        order = order.after()
+        yield batch, order
+
+
+class _Batches(Dataset[list[Any]]):
+    """The rows of each batch by its position; of each logical rank with its own random numbers."""
+
+    def __init__(self, dataset: Any, order: Order, ranks: tuple[int, ...]) -> None:
+        self.dataset, self.order, self.ranks = dataset, order, ranks
+        self.several = getattr(dataset, "__getitems__", None)
+
+    def __getitem__(self, position: int) -> list[Any]:
+        order = dataclasses.replace(self.order, position=position)
+        found: list[Any] = []
+        for rank, ids in zip(self.ranks, order.parts(self.ranks), strict=True):
+            place = fold_in(order.seed, _ROWS, position, rank)
+            with seeded(place, torch.device("cpu")):
+                if ids and self.several is not None:
+                    found += self.several(ids)
+                else:
+                    found += [self.dataset[row] for row in ids]
+        return found
+
+
+class _Collate:
+    """A collate function that makes a batch of no rows, too."""
+
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
+        self.dataset, self.collate = dataset, collate
+
+    def __call__(self, rows: list[Any]) -> Any:
+        if rows:
+            return self.collate(rows)
+        with seeded(0, torch.device("cpu")):  # the row's random numbers are nobody's
+            batch = self.collate([self.dataset[0]])
+        return optree.tree_map(lambda x: x[:0] if isinstance(x, Tensor) else x, batch)
+
+
+def _require_order(name: str, order: Any) -> None:
+    if not isinstance(order, Order):
+        raise CallError(
+            f"{name}: order is a {type(order).__name__}.",
+            cause="a list of ids, a saved dict, or the two arguments the other way round.",
+            fix="give fzero.data.Order(len(dataset), batch_size=..., logical_ranks=..., seed=...), "
+            "at a saved position by its resumed(saved).",
+        )
+
+
+def _require_rows(dataset: Any, order: Order) -> None:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise LayoutError(
+            f"batches: {type(dataset).__name__} has no rows by number.",
+            cause="an iterable data set or a stream: nobody can ask it for a row, so where it "
+            "stands is no number.",
+            fix="give a data set with __len__ and __getitem__. A stream of your own can read the "
+            "rows that `ids, order = order.next()` names, or keep its position in extra=.",
+        )
+    if hasattr(dataset, "__len__") and len(dataset) != order.length:
+        raise LayoutError(
+            f"batches: the data set has {len(dataset)} rows, and the order is of {order.length}.",
+            cause="the order of another split, or a data set that has grown since.",
+            fix="give fzero.data.Order(len(dataset), ...).",
+        )
+
+
+def _require_options(options: dict[str, Any]) -> None:
+    for name in _OF_ORDER:
+        if name in options:
+            raise CallError(
+                f"batches: {name}={options[name]!r:.80} is not an option here.",
+                cause="a call of DataLoader, whose batches the order now decides.",
+                fix="give batch_size=, shuffle=, drop_last= to fzero.data.Order.",
+            )
+    if options.get("in_order") is False:
+        raise CallError(
+            "batches: in_order=False.",
+            cause="the batch of whichever worker is first: which rows were trained on would be no "
+            "position.",
+            fix="leave it out.",
+        )

@@ -1,0 +1,233 @@
+"""`Order`: which rows of a data set come next, and for whom. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fzero.data.permutation import keys_of, permuted
+from fzero.errors import LayoutError, check
+from fzero.ranks.mesh import ambient
+from fzero.state.logical import carried, share
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where a run stands in its data: `ids, order = order.next()`, for any number of ranks.
+
+    Batch k of an epoch has the rows k B to (k + 1) B - 1 of the epoch's order, where B is
+    `batch_size` times `logical_ranks`; logical rank l has `batch_size` of them, from row
+    l `batch_size` of the batch on. A rank has the rows of the logical ranks that it carries, in
+    their order. So what all ranks have together does not depend on how many they are. Epochs
+    follow each other without end.
+
+    Nothing but these integers is held: the shuffled order is a permutation that is computed row by
+    row (about 8 us), also for 10**12 rows. It is a function of the seed and of the epoch.
+
+    Args:
+        length: the number of rows, at least 1.
+        batch_size: rows of a logical rank in a batch.
+        logical_ranks: how many logical ranks the run has; the number of ranks, or more.
+        seed: of the shuffled orders.
+        shuffle: False: each epoch goes over the rows from 0 on.
+        drop_last: whether an epoch leaves out the rows at its end that are less than a batch
+            (others in each epoch, if they are shuffled). False: its last batch is short, and cut
+            over the logical ranks as evenly as can be: sizes differ by at most 1, the first ones
+            have more, and some may have no rows. A mean over rows then needs the numbers of rows
+            as `weight=`.
+        position: how many batches of the run were taken, over all epochs.
+
+    Raises:
+        LayoutError: for a number out of range, and with `drop_last` for fewer rows than a batch.
+
+    Example:
+        >>> import fzero
+        >>> order = fzero.data.Order(10, batch_size=2, logical_ranks=2, seed=0)
+        >>> ids, order = order.next()
+        >>> ids
+        [4, 0, 5, 1]
+        >>> order.epoch, order.position, order.batches_per_epoch
+        (0, 1, 2)
+    """
+
+    length: int
+    _: dataclasses.KW_ONLY
+    batch_size: int
+    logical_ranks: int
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = True
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse numbers of which no order can be made."""
+        for name, least in (("length", 1), ("batch_size", 1), ("logical_ranks", 1)):
+            _require_count(name, getattr(self, name), least)
+        _require_count("seed", self.seed, 0)
+        _require_count("position", self.position, 0)
+        check.check_flags(shuffle=self.shuffle, drop_last=self.drop_last)
+        if not self.batches_per_epoch:
+            whole = self.batch_size * self.logical_ranks
+            raise LayoutError(
+                f"Order: length={self.length} is less than a batch of {whole} rows "
+                f"(batch_size={self.batch_size}, logical_ranks={self.logical_ranks}), and "
+                "drop_last=True leaves it out.",
+                cause="a small data set, or the rows of all ranks as batch_size, which is that of "
+                "one logical rank.",
+                fix="give drop_last=False, or a smaller batch_size.",
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """How many batches an epoch has."""
+        whole, rest = divmod(self.length, self.batch_size * self.logical_ranks)
+        return whole + (rest > 0 and not self.drop_last)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next batch, from 0."""
+        return self.position // self.batches_per_epoch
+
+    def next(self, ranks: Iterable[int] | None = None) -> tuple[list[int], Order]:
+        """Return the ids of this rank's rows in the next batch, and the order after it.
+
+        Args:
+            ranks: the logical ranks to give rows to, in this order; left out, those that this rank
+                of the world carries.
+
+        Returns:
+            `(ids, order)`: those of each logical rank after the other. They are `batch_size` for
+            each, but for the last batch of an epoch without `drop_last`, which may give none.
+
+        Raises:
+            LayoutError: if there are more ranks than logical ranks, or for a logical rank out of
+                range.
+
+        Example:
+            >>> import fzero
+            >>> order = fzero.data.Order(5, batch_size=2, logical_ranks=2, drop_last=False)
+            >>> first, order = order.next()
+            >>> last, order = order.next()
+            >>> first, last, order.epoch
+            ([4, 0, 3, 1], [2], 1)
+        """
+        return [row for part in self.parts(ranks) for row in part], self.after()
+
+    def parts(self, ranks: Iterable[int] | None = None) -> list[list[int]]:
+        """Return the ids of the next batch by logical rank: a list for each of `ranks`.
+
+        Args:
+            ranks: as for `next`; `range(order.logical_ranks)` is all of them.
+
+        Raises:
+            LayoutError: as `next`.
+
+        Example:
+            >>> import fzero
+            >>> order = fzero.data.Order(8, batch_size=2, logical_ranks=3, shuffle=False)
+            >>> order.parts(range(3)), order.parts([1])
+            ([[0, 1], [2, 3], [4, 5]], [[2, 3]])
+        """
+        whole = self.batch_size * self.logical_ranks
+        start = self.position % self.batches_per_epoch * whole
+        count = min(whole, self.length - start)
+        here = ranks_here(self.logical_ranks) if ranks is None else self.checked(ranks)
+        shares = [share(rank, self.logical_ranks, count) for rank in here]
+        rows = [range(start + one.start, start + one.stop) for one in shares]
+        if not self.shuffle:
+            return [[*one] for one in rows]
+        keys = keys_of(self.seed, self.epoch)
+        return [[permuted(row, self.length, keys) for row in one] for one in rows]
+
+    def after(self) -> Order:
+        """Return the order after the next batch, as `next` does.
+
+        Example:
+            >>> import fzero
+            >>> fzero.data.Order(8, batch_size=2, logical_ranks=3).after().position
+            1
+        """
+        return dataclasses.replace(self, position=self.position + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the order as a dict that JSON can hold, for `extra=` of a checkpoint or a mirror.
+
+        Example:
+            >>> import fzero
+            >>> order = fzero.data.Order(8, batch_size=2, logical_ranks=2, position=3)
+            >>> order.state_dict()["position"]
+            3
+        """
+        return dataclasses.asdict(self)
+
+    def resumed(self, saved: Mapping[str, Any] | None) -> Order:
+        """Return this order at the position that was saved, on any number of ranks.
+
+        Args:
+            saved: what `state_dict` gave; None, of a run that has saved nothing yet: this order.
+
+        Raises:
+            LayoutError: if it was saved of an order that has other rows: another length,
+                `batch_size`, number of logical ranks or seed.
+
+        Example:
+            >>> import fzero
+            >>> order = fzero.data.Order(8, batch_size=2, logical_ranks=2)
+            >>> extra = {"order": order.after().state_dict()}
+            >>> order.resumed(extra.get("order")).position, order.resumed(None).position
+            (1, 0)
+        """
+        if saved is None:
+            return self
+        mine = self.state_dict()
+        given: Any = dict(saved) if isinstance(saved, Mapping) else {}
+        if given.keys() != mine.keys():
+            raise LayoutError(
+                f"Order.resumed: {saved!r:.200} is no saved order.",
+                cause="the whole of `extra` in the place of its entry, or a position that another "
+                "loader saved.",
+                fix='save extra={"order": order.state_dict()}, and give resumed(extra["order"]).',
+            )
+        there = dataclasses.replace(self, **given)  # and so it is checked
+        if dataclasses.replace(there, position=self.position) != self:
+            names = [name for name in mine if name != "position" and mine[name] != given[name]]
+            saved_as = ", ".join(f"{name}={given[name]!r}" for name in names)
+            raise LayoutError(
+                f"Order.resumed: the order was saved with {saved_as}; here it has "
+                f"{', '.join(f'{name}={mine[name]!r}' for name in names)}.",
+                cause="another data set or other options than those of the run that saved it: the "
+                "rows that come next would not be those that it has left.",
+                fix="give the options of that run; the number of ranks may be another one. A new "
+                "Order begins at its first batch.",
+            )
+        return there
+
+    def checked(self, ranks: Iterable[int]) -> list[int]:
+        """Return the logical ranks as a list. Raises `LayoutError` for one that is none."""
+        found = [*ranks]
+        for rank in found:
+            check.require(
+                "logical rank",
+                rank,
+                lambda x: check.is_count(x, least=0) and x < self.logical_ranks,
+                f"an int of 0 to {self.logical_ranks - 1}",
+            )
+        return found
+
+
+def ranks_here(logical_ranks: int) -> range:
+    """Return the logical ranks that this rank carries."""
+    axis = ambient()
+    return carried(axis.rank, axis.size, logical_ranks)
+
+
+def _require_count(name: str, value: Any, least: int) -> None:
+    check.require(
+        f"Order: {name}",
+        value,
+        lambda x: check.is_count(x, least) and x < 2**63,
+        f"an int of {least} or more, below 2**63",
+        cause="a float of a division, a tensor, or a data set without rows.",
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, NoReturn, TypeVar, dataclass_transform
 
 import optree.dataclasses
 import torch.utils._pytree as torch_pytree
@@ -14,6 +14,10 @@ NAMESPACE = "fzero"
 def static(**options: Any) -> Any:
     """Return a field that lives in the treespec: compared and hashed, never mapped over."""
     return optree.dataclasses.field(pytree_node=False, **options)
+
+
+def _refuse(record: Any, name: str, value: Any) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
 
 
 _T = TypeVar("_T")
@@ -56,4 +60,5 @@ def record(cls: type[_T]) -> type[_T]:
         return made(**found, **dict(zip(statics, kept, strict=True)))
 
     torch_pytree.register_pytree_node(made, flatten, unflatten)
+    made.__setattr__ = _refuse  # that of a slotted dataclass fails with a TypeError
     return made

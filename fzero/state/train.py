@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, Generic, NoReturn, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from fzero.errors import CallError
 from fzero.ranks.axis import Axis
@@ -20,13 +21,20 @@ from fzero.state.schedule import Schedule
 from fzero.state.setup import Setup
 from fzero.state.window import Window, forget
 
+ParamsT_co = TypeVar("ParamsT_co", covariant=True, default=Any)
+"""The pytree of full parameters that a state was made of."""
+
 
 @record
-class TrainState:
+class TrainState(Generic[ParamsT_co]):
     """Everything that training carries from step to step, as this rank holds it.
 
     Immutable: every function of fzero returns a new state. A pytree, for optree (namespace
     "fzero") and for torch.func; `setup` and `progress` are static.
+
+    To a type checker it is generic in the pytree of its parameters: `fzero.init` makes a
+    `TrainState[P]` of parameters of type P, whose `full_params` and `gradients` are P, and so is
+    what `grad_and_reduce` gives the loss. `TrainState` alone is `TrainState[Any]`.
     """
 
     params: Buffers
@@ -68,16 +76,16 @@ class TrainState:
             return Phase.LOCAL
         return Phase.READY if self.gradients.held else Phase.IDLE
 
-    def replace(self, **changes: Any) -> TrainState:
+    def replace(self, **changes: Any) -> Self:
         """Return a state with some fields changed; this one stays as it is."""
         return dataclasses.replace(self, **changes)
 
-    def replace_policy(self, **changes: Any) -> TrainState:
+    def replace_policy(self, **changes: Any) -> Self:
         """Return a state with some fields of `setup.policy` changed: what a transform asks for."""
         policy = dataclasses.replace(self.setup.policy, **changes)
         return self.replace(setup=dataclasses.replace(self.setup, policy=policy))
 
-    def without_gradients(self) -> TrainState:
+    def without_gradients(self) -> Self:
         """Return the state without any gradient, reduced or waiting; an open window stays open.
 
         Slots that live until the update go, too, but for those that a transform has made.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import optree
 from torch import Tensor
@@ -19,10 +19,14 @@ from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.outer import anchors_of
 from fzero.transforms.scaled import without_scale
-from fzero.transforms.states import flatten_states
+from fzero.transforms.states import ParamsT, flatten_states
 from fzero.transforms.weights import divided, total_weight
 
 
+@overload
+def full_params(state: TrainState[ParamsT], *, replica: bool = False) -> ParamsT: ...
+@overload
+def full_params(state: Any, *, replica: bool = False) -> Any: ...
 def full_params(state: Any, *, replica: bool = False) -> Any:
     """Return copies of the parameters, whole on every rank: p = concat_r(p_r).
 
@@ -60,6 +64,10 @@ def full_params(state: Any, *, replica: bool = False) -> Any:
     return optree.tree_unflatten(treespec, [_full_params(one, replica) for one in states])
 
 
+@overload
+def gradients(state: TrainState[ParamsT]) -> ParamsT: ...
+@overload
+def gradients(state: Any) -> Any: ...
 def gradients(state: Any) -> Any:
     """Return copies of the mean gradients, whole on every rank: g = (1/W) sum_r g_r.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate
+from typing import Any, Concatenate, overload
 
 import optree
 import torch
@@ -30,9 +30,15 @@ from fzero.transforms.announcement import PassForm
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.states import flatten_states
+from fzero.transforms.states import ParamsT, flatten_states
 
 
+@overload
+def evaluate(
+    fn: Callable[Concatenate[ParamsT, P], R], state: TrainState[ParamsT]
+) -> Callable[P, R]: ...
+@overload
+def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]: ...
 @called_as("evaluate(fn, state)(batch)")
 def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]:
     """Return e: e(*args) = fn(params, *args), without gradient.

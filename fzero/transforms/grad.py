@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Concatenate
+from typing import Any, Concatenate, overload
 
 import optree
 import torch
@@ -42,10 +42,28 @@ from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
-from fzero.transforms.states import S, flatten_states
+from fzero.transforms.states import ParamsT, S, flatten_states
 from fzero.transforms.written import returned
 
 
+@overload
+def grad_and_reduce(
+    fn: Callable[Concatenate[ParamsT, P], R],
+    state: TrainState[ParamsT],
+    *,
+    has_aux: bool = False,
+    wrt: Any = None,
+    weight: Weight | None = None,
+) -> Callable[P, tuple[TrainState[ParamsT], R]]: ...
+@overload
+def grad_and_reduce(
+    fn: Callable[Concatenate[Any, P], R],
+    state: S,
+    *,
+    has_aux: bool = False,
+    wrt: Any = None,
+    weight: Weight | None = None,
+) -> Callable[P, tuple[S, R]]: ...
 @called_as("grad_and_reduce(loss, state)(batch)")
 def grad_and_reduce(
     fn: Callable[Concatenate[Any, P], R],

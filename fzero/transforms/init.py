@@ -44,6 +44,7 @@ from fzero.transforms.pieces import pieces_of
 from fzero.transforms.points import begun_slots
 from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import check_shared, check_stages
+from fzero.transforms.states import ParamsT
 from fzero.transforms.written import returned
 
 OneOptimizer = (
@@ -53,12 +54,12 @@ OneOptimizer = (
 
 @overload
 def init(
-    params: Any,
+    params: ParamsT,
     optimizer: OneOptimizer,
     *,
     stage: int,
     **options: Unpack[InitOptions],
-) -> TrainState: ...
+) -> TrainState[ParamsT]: ...
 @overload
 def init(
     params: Any,

@@ -23,20 +23,27 @@ from fzero.transforms._anew import with_tensors
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 from fzero.transforms.points import stepped_parts
+from fzero.transforms.states import ParamsT
 from fzero.transforms.written import returned
 
 _FINER = (Placement.REPLICATED, Placement.SHARDED, Placement.OVER_ALL)
 
 
 @overload
-def map_params(fn: Callable[[Tensor], Tensor], state: TrainState) -> TrainState: ...
+def map_params(
+    fn: Callable[[Tensor], Tensor], state: TrainState[ParamsT]
+) -> TrainState[ParamsT]: ...
 @overload
 def map_params(
-    fn: Callable[[Tensor, Tensor], Tensor], state: TrainState, other: Any, /
-) -> TrainState: ...
+    fn: Callable[[Tensor, Tensor], Tensor], state: TrainState[ParamsT], other: Any, /
+) -> TrainState[ParamsT]: ...
 @overload
-def map_params(fn: Callable[..., Tensor], state: TrainState, *others: Any) -> TrainState: ...
-def map_params(fn: Callable[..., Tensor], state: TrainState, *others: Any) -> TrainState:
+def map_params(
+    fn: Callable[..., Tensor], state: TrainState[ParamsT], *others: Any
+) -> TrainState[ParamsT]: ...
+def map_params(
+    fn: Callable[..., Tensor], state: TrainState[ParamsT], *others: Any
+) -> TrainState[ParamsT]:
     """Return the state with p' = fn(p, *others of the same leaf) in the place of each p.
 
     `torch.utils._pytree.tree_map` over parameters that are sharded. fn is called for each leaf that

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
 
 import torch
 
@@ -13,7 +13,10 @@ from fzero.errors.check import refuse_module
 from fzero.state import TrainState
 
 P = ParamSpec("P")  # the arguments of a step
+Q = ParamSpec("Q")  # those after the state
 R = TypeVar("R")  # what it returns
+S = TypeVar("S")  # the state, or a pytree of states, that it is given
+ParamsT = TypeVar("ParamsT")  # the pytree of parameters of a state
 Around = Callable[..., Any]  # (inner, state, *args, **kwargs) -> what inner returns
 
 
@@ -57,6 +60,12 @@ class Step(Generic[P, R]):
         """Call the transformed function, with its own calling convention."""
         return self._around(self.inner, *args, **kwargs)
 
+    @overload
+    def init(
+        self: Step[Concatenate[S, Q], R], params: Any, optimizer: Any, **options: Any
+    ) -> S: ...
+    @overload
+    def init(self, params: Any, optimizer: Any, **options: Any) -> Any: ...
     def init(self, params: Any, optimizer: Any, **options: Any) -> Any:
         """Return a new state for this step, partitioned as its `fzero.shard` says.
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
 
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
+from fzero.transforms.pipeline import ParamsT as ParamsT
+from fzero.transforms.pipeline import S as S
 from fzero.transforms.pipeline import returned_pair
-
-S = TypeVar("S")  # a state, or a pytree of them
 
 
 def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTreeSpec]:

@@ -53,6 +53,8 @@ def test_a_record_is_changed_by_replace_only() -> None:
     state = a_state()
     with pytest.raises(AttributeError):
         state.step = torch.ones(())
+    with pytest.raises(dataclasses.FrozenInstanceError, match="steps"):
+        state.steps = torch.ones(())  # a name that it does not have
     new = state.replace(step=state.step + 1)
     assert (int(new.step), int(state.step)) == (1, 0)
     assert new.params is state.params

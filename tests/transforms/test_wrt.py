@@ -54,7 +54,7 @@ def test_what_is_only_read_comes_back_and_sends_no_gradient(stage: Any, wrt: Any
 
 
 def test_a_gan_of_half_steps_asks_for_nothing_from_its_second_update_on() -> None:
-    def step_fn(states: Any, x: Tensor) -> Any:
+    def step_fn(states: dict[str, fzero.TrainState], x: Tensor) -> Any:
         found, of_d = fzero.grad_and_reduce(pair_loss, states, wrt="d")(x)
         states = {**found, "d": fzero.apply_gradients(found["d"])}
         found, of_g = fzero.grad_and_reduce(lambda p, x: -pair_loss(p, x), states, wrt="g")(x)

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import eq, is_
 from typing import Any, NamedTuple
 
@@ -69,6 +70,13 @@ class ModuleParameters:
                 else:  # made under sharded_init; or somebody moved it, a stand-in of p.grad, too
                     p.grad = p.grad if p.device == own.device else None
                     self._assign(path, in_place_of(p, own))
+
+    def follow(self, setup: Setup, index: int, flat: Tensor) -> None:
+        """Let a group's parameters have the memory of its new flat; where ranks cut it, none."""
+        if setup.gathers_by_unit:
+            self.let_go(index)
+        else:
+            self.have(index, unpack(setup.layout, index, flat))
 
     @torch.no_grad()
     def let_go(self, index: int) -> None:
@@ -202,14 +210,7 @@ def moved(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainS
     for path, buffer in params.module.named_buffers():
         if not is_own(path, params.own):
             buffer.copy_(broadcast([buffer], setup.axis, 0)[0])
-
-    def done(index: int, flat: Tensor) -> None:
-        if setup.gathers_by_unit:
-            params.let_go(index)
-        else:
-            params.have(index, unpack(setup.layout, index, flat))
-
-    return filled_state(setup, params.values, done, local=local)
+    return filled_state(setup, params.values, partial(params.follow, setup), local=local)
 
 
 @contextmanager

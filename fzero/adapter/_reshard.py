@@ -25,7 +25,6 @@ from fzero.collectives import assert_same_everywhere, broadcast
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
 from fzero.machine.beside import is_own
-from fzero.machine.packing import unpack
 from fzero.machine.subclasses import require_classes
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Leaf, TrainState
@@ -114,10 +113,7 @@ def _installed(driver: Driver, state: TrainState) -> Driver:
     _let_go(driver)
     with free_to_swap(driver.module):
         for index, flat in enumerate(state.params.flats):
-            if setup.gathers_by_unit:
-                params.let_go(index)
-            else:
-                params.have(index, unpack(setup.layout, index, flat))
+            params.follow(setup, index, flat)
     made = Driver(params, state)
     made.show_gradients()
     return made

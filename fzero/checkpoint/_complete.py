@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.checkpoint._held import Held
@@ -129,6 +130,13 @@ def read_leaves(
                 for own in leaf_ranges(setup.layout, index, part):
                     whole = as_real(values(own.leaf, one.name)).reshape(-1)
                     own.of(shard).copy_(whole[own.start : own.stop])
+
+
+def are_alike(saved: torch.dtype, own: torch.dtype) -> bool:
+    """Return whether values of a file may be converted: floating ones, or complex ones."""
+    both = saved, own
+    alike = all(x.is_floating_point for x in both) or all(x.is_complex for x in both)
+    return alike or saved is own
 
 
 def begun_slots(held: Held, states: Sequence[TrainState], where: str) -> list[TrainState]:

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._complete import make_whole, read_leaves, with_room
+from fzero.checkpoint._complete import are_alike, make_whole, read_leaves, with_room
 from fzero.checkpoint._folders import PathLike, as_path, path_everywhere
 from fzero.checkpoint._held import held_by, require_closed
 from fzero.checkpoint._safetensors import Place, TensorForm, places_in, read_values
@@ -126,9 +126,7 @@ def _found(places: Mapping[str, Place], paths: list[str], wanted: TensorForm) ->
             fix="pass the files of this model.",
         )
     form = place.form
-    alike = all(dtype.is_floating_point for dtype in (form.dtype, wanted.dtype))
-    alike = alike or all(dtype.is_complex for dtype in (form.dtype, wanted.dtype))
-    if form.shape != wanted.shape or not (alike or form.dtype is wanted.dtype):
+    if form.shape != wanted.shape or not are_alike(form.dtype, wanted.dtype):
         raise LayoutError(
             f"{paths[0]} is {form.shape} {form.dtype} in {place.file.name}, "
             f"{wanted.shape} {wanted.dtype} in the model.",

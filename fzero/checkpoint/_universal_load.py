@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._complete import begun_slots, make_whole, read_leaves, with_room
+from fzero.checkpoint._complete import are_alike, begun_slots, make_whole, read_leaves, with_room
 from fzero.checkpoint._folders import PathLike, path_everywhere
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pickles import require_own, require_sound
@@ -161,9 +161,7 @@ def _filled(
         key = FP32 if kind in VALUES else kind.removeprefix(RULE)
         leaf, name = leaves[number], names[number]
         found = source.values(name, key, leaf.shape)
-        alike = found.is_floating_point() and leaf.dtype.is_floating_point
-        alike = alike or (found.is_complex() and leaf.dtype.is_complex)
-        if not alike and found.dtype is not leaf.dtype:
+        if not are_alike(found.dtype, leaf.dtype):
             seen = f"has {name} as {found.dtype}, {leaf.dtype} in the state"
             raise damaged(source.root / ZERO / name, seen)
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -37,6 +38,13 @@ class Driven(Protocol):
     def optimizer(self) -> torch.optim.Optimizer | None:
         """The torch.optim optimizer, if it has one."""
         ...
+
+
+def idle(engine: Driven) -> Driven:
+    """Return a view of an engine, to be saved, without gradients that wait for an update."""
+    state = engine.state.without_gradients()
+    view: Any = SimpleNamespace(module=engine.module, optimizer=engine.optimizer, state=state)
+    return view
 
 
 def buffers_of(module: nn.Module) -> Buffers:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero import checkpoint
 from fzero.adapter import Engine, gathered
+from fzero.checkpoint.driven import idle
 from fzero.errors import LayoutError
 
 FOLDER = "fzero"
@@ -85,9 +85,7 @@ def save(path: Any, engine: Engine) -> None:
 
     Random generators are left out, too: the libraries save them. A collective.
     """
-    state = engine.state.without_gradients()
-    idle: Any = SimpleNamespace(module=engine.module, optimizer=engine.optimizer, state=state)
-    checkpoint.save(path, idle, rng=False)
+    checkpoint.save(path, idle(engine), rng=False)
 
 
 def save_engines(folder: Any, engines: Sequence[Engine]) -> None:

@@ -5,35 +5,23 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from fzero.adapter.engine import Engine
 from fzero.checkpoint import load_with_extra
 from fzero.checkpoint import save as save_to
 from fzero.checkpoint.disk import is_there, put_text, read_text
-from fzero.checkpoint.driven import options_of, set_options
+from fzero.checkpoint.driven import idle, options_of, set_options
 from fzero.checkpoint.everywhere import Ranks, from_first
 from fzero.checkpoint.manifest import leaves_out, read_manifest
 from fzero.errors import LayoutError
-from fzero.state import TrainState
 from fzero.state.scale import with_slot
 
 PathLike = str | os.PathLike[str]
 _LATEST = "latest"
-
-
-@dataclass
-class _Idle:
-    """A view of an engine that leaves out gradients that wait for an update."""
-
-    module: nn.Module
-    state: TrainState
-    optimizer: torch.optim.Optimizer | None
 
 
 def save(
@@ -50,8 +38,7 @@ def save(
     engine: a `DeepSpeedEngine`. frozen: whether parameters that do not learn are saved.
     """
     _require("save_checkpoint", folder)
-    state = engine.state
-    if backwards := state.progress.backwards:
+    if backwards := engine.state.progress.backwards:
         warnings.warn(
             f"save_checkpoint: the gradients of {backwards} backwards wait for an update. They are "
             "not in the checkpoint; the engine goes on with them.",
@@ -66,8 +53,7 @@ def save(
         "global_steps": engine.global_steps,
         "global_samples": engine.global_samples,
     }
-    idle = _Idle(engine.module, state.without_gradients(), engine.optimizer)
-    save_to(Path(folder) / name, idle, extra=extra, frozen=frozen)
+    save_to(Path(folder) / name, idle(engine), extra=extra, frozen=frozen)
     if latest:
         file = Path(folder) / _LATEST
         from_first(

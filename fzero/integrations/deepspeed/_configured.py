@@ -10,6 +10,7 @@ import torch
 from fzero.adapter.engine import Engine
 from fzero.integrations.deepspeed._batch import Batch
 from fzero.integrations.deepspeed._precision import low_dtype
+from fzero.integrations.deepspeed._schedules import lrs_of, momenta_of
 
 
 class Configured(Engine):
@@ -50,13 +51,11 @@ class Configured(Engine):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each param group."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [float(group["lr"]) for group in groups]
+        return lrs_of(self.optimizer)
 
     def get_mom(self) -> list[Any]:
         """The momentum of each param group, or its betas; 0 without both."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+        return momenta_of(self.optimizer)
 
     def gradient_clipping(self) -> float:
         """The norm to which an update clips; 0 if it does not."""

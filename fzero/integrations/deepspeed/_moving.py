@@ -13,7 +13,6 @@ from torch import Tensor
 
 from fzero.adapter.driver import Driver
 from fzero.checkpoint.elements import slots_of
-from fzero.machine.packing import unpack
 from fzero.state import TrainState
 from fzero.state.setup import MASTERS
 
@@ -63,8 +62,7 @@ def _tensors(state: TrainState, kinds: Sequence[str]) -> Iterable[Tensor]:
 def _rebind(driver: Driver) -> None:
     """Below stage 3, make the module's parameters views of the flats again, after those moved."""
     if not driver.state.setup.gathers_by_unit:
-        layout = driver.state.setup.layout
         for index, flat in enumerate(driver.state.params.flats):
-            driver.params.have(index, unpack(layout, index, flat))
+            driver.params.follow(driver.state.setup, index, flat)
         driver.params.remember()
     driver.published()

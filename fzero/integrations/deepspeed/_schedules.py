@@ -39,7 +39,7 @@ class ConfiguredSchedule:
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of each param group, which the next update uses."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return lrs_of(self.optimizer)
 
     def get_lr(self) -> list[float]:
         """Return `get_last_lr()`."""
@@ -47,8 +47,7 @@ class ConfiguredSchedule:
 
     def get_mom(self) -> list[Any]:
         """The momentum of each param group now, or its betas; 0 without both."""
-        groups = self.optimizer.param_groups
-        return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
+        return momenta_of(self.optimizer)
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of updates so far, as DeepSpeed's schedulers do."""
@@ -68,6 +67,18 @@ class ConfiguredSchedule:
                     old.fill_(value)
                 else:
                     group[name] = value
+
+
+def lrs_of(optimizer: Optimizer | None) -> list[float]:
+    """Return the learning rate of each param group; none without an optimizer."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [float(group["lr"]) for group in groups]
+
+
+def momenta_of(optimizer: Optimizer | None) -> list[Any]:
+    """Return the momentum of each param group, or its betas; 0 without both."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [group.get("momentum", group.get("betas", 0.0)) for group in groups]
 
 
 def in_cycle(t: int, first: int, second: int, stairs: tuple[int, int]) -> float:
@@ -93,10 +104,6 @@ def _each(value: Any, optimizer: Optimizer) -> list[float]:
     if len(values) != count:
         raise ValueError(f"{values} has {len(values)} values for {count} param groups")
     return [as_number(x) for x in values]
-
-
-def _lrs(optimizer: Optimizer) -> list[float]:
-    return [float(group["lr"]) for group in optimizer.param_groups]
 
 
 def _warm_up(num_steps: Any, kind: Any) -> tuple[int, Callable[[int], float]]:
@@ -142,7 +149,7 @@ def _warmup_decay(
 
     (total - t) / (total - steps) from `steps` on.
     """
-    peak = _lrs(optimizer)[0] if warmup_max_lr is None else warmup_max_lr
+    peak = lrs_of(optimizer)[0] if warmup_max_lr is None else warmup_max_lr
     ends = list(zip(_each(warmup_min_lr, optimizer), _each(peak, optimizer), strict=True))
     steps, share = _warm_up(warmup_num_steps, warmup_type)
     total = None if total_num_steps is None else as_int(total_num_steps)
@@ -168,7 +175,7 @@ def _warmup_cosine(
 
     floor + (1 - floor) (1 + cos(pi s)) / 2 with s = (t - steps + 1) / (total - steps), at most 1.
     """
-    lrs, total = _lrs(optimizer), as_int(total_num_steps)
+    lrs, total = lrs_of(optimizer), as_int(total_num_steps)
     steps, share = _warm_up(warmup_num_steps, warmup_type)
     start, floor = as_number(warmup_min_ratio), as_number(cos_min_ratio)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,7 +74,8 @@ def between(old: Axis | None, mesh: MeshLike) -> Between:
         return Between(replace(axis_of(mesh), dims=None), mesh, True, asked)
     if old is not None and set(theirs) < set(ours):
         return Between(replace(old, dims=None), mesh, is_in, asked)
-    with _raised_on_all(axis_of(mesh) if is_in else None):
+
+    def refuse() -> NoReturn:
         raise AxisError(
             f"reshard from the ranks {ours} to the ranks {theirs}, called on rank {mine}.",
             cause="two meshes of which neither has all ranks of the other, or a call on a rank "
@@ -83,6 +83,10 @@ def between(old: Axis | None, mesh: MeshLike) -> Between:
             fix="go by a mesh that has all of them: reshard to that, then to the ranks that stay. "
             "All ranks of the larger mesh call it, and no other.",
         )
+
+    if is_in:
+        on_all(axis_of(mesh), refuse)  # the others of the new mesh wait for this one
+    refuse()
 
 
 def _between_virtual(old: Axis | None, mesh: MeshLike) -> Between:
@@ -129,18 +133,3 @@ def _ranks_of_mesh(mesh: Any) -> list[int] | None:
             fix='say which rank it is: DeviceMesh("cpu", [0]).',
         )
     return global_ranks(axis) if dist.is_available() and dist.is_initialized() else None
-
-
-@contextmanager
-def _raised_on_all(axis: Axis | None) -> Iterator[None]:
-    """Let an error of this rank be raised on all ranks of the new mesh, which wait for it."""
-    try:
-        yield
-    except AxisError as raised:
-        if axis is not None:
-
-            def again(error: AxisError = raised) -> None:
-                raise error
-
-            on_all(axis, again)
-        raise

@@ -100,7 +100,9 @@ class _Writing(dcp.DefaultSavePlanner):
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return _apart(_values(self._named, index))
+        assert index.offset is not None
+        start = index.offset[0]  # a process has few pieces of one tensor
+        return _apart(next(p.values for p in self._named[index.fqn] if p.start == start))
 
 
 def _write_item(piece: TensorPiece) -> dcp.WriteItem:
@@ -115,12 +117,6 @@ def _write_item(piece: TensorPiece) -> dcp.WriteItem:
             size=torch.Size([piece.numel]),
         ),
     )
-
-
-def _values(named: Named, index: MetadataIndex) -> Tensor:
-    """Return the values that a plan's item means: a process has few pieces of one tensor."""
-    assert index.offset is not None
-    return next(p.values for p in named[index.fqn] if p.start == index.offset[0])
 
 
 def _apart(values: Tensor) -> Tensor:

@@ -104,20 +104,15 @@ def load_universal(
         slots = {slot.name for slot in slots_of(given) if RULE + slot.name not in VALUES}
         return [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
 
-    keys = everywhere(ranks, begin, what=f"read {where}")
-    name = from_first(ranks, lambda: latest(where) if tag is None else tag, what=f"read {where}")
+    doing = f"read {where}"
+    keys = everywhere(ranks, begin, what=doing)
+    name = from_first(ranks, lambda: latest(where) if tag is None else tag, what=doing)
     source = Folder(where / name)
-    everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=f"read {where}")
-    shared = from_first(
-        ranks,
-        lambda: shared_of(source, given, held.engine, optimizer),
-        what=f"read {where}",
-    )
+    everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=doing)
+    shared = from_first(ranks, lambda: shared_of(source, given, held.engine, optimizer), what=doing)
     with torch.no_grad():
         states = everywhere(
-            ranks,
-            lambda: _filled(source, held, shared.counters, optimizer),
-            what=f"read {where}",
+            ranks, lambda: _filled(source, held, shared.counters, optimizer), what=doing
         )
         make_whole(held, states, _reads(optimizer))
         states = begun_slots(held, states, f"load_universal: {where / name}")

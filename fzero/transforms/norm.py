@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fzero.collectives import reduce_many
 from fzero.machine.offload import to_device
+from fzero.machine.tree_sum import square_sum
 from fzero.state import Buffers, Placement, TrainState
 from fzero.state.view import require_state
 from fzero.transforms._reading import require_learner
@@ -53,8 +54,13 @@ def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:
 
 
 def norm_of(state: TrainState, flats: Iterable[Tensor], placement: Placement) -> Tensor:
-    """Return the norm of what ranks hold of gradients placed so. A collective."""
+    """Return the norm of what ranks hold of gradients placed so. A collective.
+
+    In a layout of blocks it is a sum in one order: the same bits at any stage, on any ranks.
+    """
     setup, device = state.setup, state.device
+    if setup.layout.options.block > 1 and setup.layout.trainable:
+        return square_sum(setup, (to_device(flat, device) for flat in flats), placement).sqrt()
     squares = [_square_sum(to_device(flat, device)) for flat in flats if flat.numel()]
     nothing = torch.zeros((), dtype=torch.float32, device=device)
     total = torch.stack(squares).sum() if squares else nothing

@@ -1,0 +1,94 @@
+"""What an update makes of given gradients has the same bits at any stage, on any ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import fzero
+from tests.optim import any_ranks
+from tests.optim.any_ranks import PLACES, Place, everywhere, same_bits
+
+O = torch.optim  # noqa: E741
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def _of(cls: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: fzero.optim.from_torch(partial(cls, **options))
+
+
+def _low(rule: Callable[..., Any], **options: Any) -> Callable[[], Any]:
+    return partial(rule, 1e-2, master_weights=False, **options)
+
+
+def _both() -> Any:
+    rules = {"matrix": fzero.optim.muon(1e-2), "rest": fzero.optim.adamw(1e-2)}
+    return fzero.optim.partition(rules, lambda x: "matrix" if len(x.shape) == 2 else "rest")
+
+
+def _masked() -> Any:
+    return fzero.optim.adamw(
+        1e-2,
+        decay_mask=lambda leaf: len(leaf.shape) > 1,
+        groups=[(lambda leaf: leaf.path == "v", {"lr": 0.1})],
+    )
+
+
+optim = fzero.optim
+RULES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+    "sgd": (partial(optim.sgd, 1e-2), F32),
+    "nesterov": (partial(optim.sgd, 1e-2, momentum=0.9, nesterov=True, weight_decay=0.1), F32),
+    "adam": (partial(optim.adam, 1e-2, weight_decay=0.1), F32),
+    "adamw": (partial(optim.adamw, 1e-2), F32),
+    "adamw, masters": (partial(optim.adamw, 1e-2), BF16),
+    "adamw, bf16 moments": (partial(optim.adamw, 1e-2, state_dtype=BF16), F32),
+    "adamw, bf16": (_low(optim.adamw), BF16),
+    "adamw, rounded by chance": (_low(optim.adamw, stochastic_rounding=True), BF16),
+    "adamw, options by leaf": (_masked, F32),
+    "nesterov, bf16": (_low(optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1), BF16),
+    "lion": (partial(optim.lion, 1e-2, weight_decay=0.1), F32),
+    "lion, bf16": (_low(optim.lion), BF16),
+    "muon and adamw": (_both, F32),
+    "adafactor": (lambda: optim.adafactor(), F32),
+    "shampoo": (lambda: optim.shampoo(1e-2), F32),
+    "soap": (lambda: optim.soap(1e-2, refresh_every=2), F32),
+    "AdamW": (_of(O.AdamW, lr=1e-2, amsgrad=True), F32),
+    "RMSprop": (_of(O.RMSprop, lr=1e-2, momentum=0.9, centered=True), F32),
+    "RMSprop, bf16": (
+        lambda: optim.from_torch(partial(O.RMSprop, lr=1e-2), master_weights=False),
+        BF16,
+    ),
+    "Adagrad": (_of(O.Adagrad, lr=1e-2, weight_decay=0.1), F32),
+    "Adadelta": (_of(O.Adadelta, lr=1e-2), F32),
+    "NAdam": (_of(O.NAdam, lr=1e-2), F32),
+    "RAdam": (_of(O.RAdam, lr=1e-2), F32),
+    "Adamax": (_of(O.Adamax, lr=1e-2), F32),
+    "ASGD": (_of(O.ASGD, lr=1e-2), F32),
+    "Rprop": (_of(O.Rprop, lr=1e-2), F32),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_parameters_slots_and_norms_have_the_same_bits(name: str) -> None:
+    rule, dtype = RULES[name]
+    clipped = partial(fzero.clip, max_norm=100.0)
+    expected = everywhere(PLACES[0], rule, dtype=dtype, step=clipped)
+    for place in PLACES[1:]:
+        same_bits(everywhere(place, rule, dtype=dtype, step=clipped), expected, str(place))
+
+
+def test_without_blocks_they_have_not() -> None:
+    """The same comparison finds what blocks are for: kernels and norms that round otherwise."""
+    with mock.patch.object(any_ranks, "blocks", nullcontext):
+        one, three = (
+            everywhere(place, partial(optim.adamw, 1e-2)) for place in (Place(), Place(3, 3))
+        )
+    for kind in ("slots", "norms"):
+        with pytest.raises(AssertionError, match="bytes differ"):
+            same_bits(three[kind], one[kind])

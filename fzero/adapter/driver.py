@@ -150,7 +150,7 @@ class Driver:
         Raises `PhaseError`, after the other ranks were told, if it wrote to a parameter.
         """
         error = self.writes.end_forward()
-        if raised is not None and self.running.phase.gathered:
+        if raised is not None and self.running.phase.announced:
             self.failed(raised)
             return
         if error is not None and raised is None:

@@ -43,12 +43,11 @@ class Channel:
                     part.group()
         return own
 
-    def post(self, message: Message, codes: Sequence[int]) -> None:
+    def post(self, message: Message) -> None:
         """Say something to all ranks; nobody waits, but for the round before."""
         self._complete()
-        row = row_of(message, codes)
         self._posted = lowering.begin_exchange(
-            row, self.axis, Round, width=4 + CODES, said=message.text
+            row_of(message), self.axis, Round, width=4 + CODES, said=message.text
         )
         self._unread = None
         self.rounds += 1

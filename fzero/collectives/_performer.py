@@ -28,7 +28,7 @@ from fzero.state.effects import (
     Read,
     WaitForReductions,
 )
-from fzero.state.protocol import Answer, Broke, Call, Event, Join, Leave, Raised, Told, Units
+from fzero.state.protocol import Answer, Broke, Call, Event, Join, Leave, Raised, Units
 
 FUNCTIONAL = 2**29
 """The number of a functional pass; of one inside its loss, the next."""
@@ -61,7 +61,6 @@ class Performer:
         self._parties: dict[int, weakref.ref[Party]] = {}
         self._running: dict[int, Party] = {}  # those in a pass live until it is over
         self._joined = 0
-        self._values: Callable[[], Sequence[int]] = tuple  # of the call that is made
 
     @property
     def axis(self) -> Axis:
@@ -86,10 +85,10 @@ class Performer:
         """
         return first + sum(first <= number < 2 * first for number in self.protocol.models)
 
-    def join(self, party: Party, units: Units, number: int) -> None:
-        """Add a model by its number, which is the same on every rank."""
+    def join(self, party: Party, units: Units, number: int, gathered: tuple[int, ...] = ()) -> None:
+        """Add a model by its number, which is the same on every rank; see `Join`."""
         self._parties[number] = weakref.ref(party)
-        self.send(Join(number, units))
+        self.send(Join(number, units, gathered))
 
     def leave(self, number: int) -> None:
         """Remove a model."""
@@ -139,7 +138,7 @@ class Performer:
         if self.protocol.running is not before:
             self._running = {number: self._party(number) for number in self.protocol.running}
 
-    def _perform(self, effect: Effect) -> Answer | Told | None:
+    def _perform(self, effect: Effect) -> Answer | None:
         match effect:
             case WaitForReductions():
                 # A reduction may communicate again when it is waited for. So no rank waits for one
@@ -149,12 +148,13 @@ class Performer:
                     if party is not None:
                         party.wait_for_reductions()
             case Post(message):
-                codes = self._values() if message.codes is None else message.codes
-                self.channel.post(message, codes)
-            case Read():
-                return Answer(self.channel.read())
+                self.channel.post(message)
+            case Read(waits):
+                is_here = waits or self.channel.is_answered
+                return Answer(self.channel.read() if is_here else None)
             case Exchange(value):
-                return Told(tuple(self.channel.tell_each_once(value)))
+                values = tuple(self.channel.tell_each_once(value))
+                return None if value is None else Answer(values)
             case Raise(failed):
                 raise self._error(failed)
             case _:
@@ -191,12 +191,14 @@ class Performer:
 
         They are asked for before each round: what this rank holds changes while it serves others.
         """
+
+        def until_all_are_heard() -> None:
+            self.send(Call(text, tuple(values())))
+            while not self.protocol.heard:
+                self.send(Call(text, tuple(values())))
+
         self.drop_raised()
-        before, self._values = self._values, values
-        try:
-            for_training(self.send, Call(text, None))
-        finally:
-            self._values = before
+        for_training(until_all_are_heard)
         return self.protocol.heard
 
     def tell(self, value: Any) -> list[Any]:

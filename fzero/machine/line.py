@@ -6,15 +6,7 @@ from collections.abc import Sequence
 
 from fzero.collectives import Performer
 from fzero.errors import PhaseError
-from fzero.state.protocol import (
-    Changed,
-    Enter,
-    Hold,
-    LetGo,
-    Model,
-    Ready,
-    Use,
-)
+from fzero.state.protocol import Changed, Event, Model, Pin, Ready, Unpin, Use
 
 
 class ModelLine:
@@ -46,35 +38,30 @@ class ModelLine:
             )
         return found
 
+    def send(self, event: Event) -> None:
+        """Tell the protocol of an event of this model. Raises `PhaseError` after it has left."""
+        _ = self.record
+        self.performer.send(event)
+
     def use(self, unit: int) -> None:
         """A kernel reads a unit: gather it if it is not gathered."""
-        here = self.record.residency
-        if unit != here.current or unit not in here.gathered:  # many kernels read one unit
+        if not self.record.residency.is_current(unit):  # many kernels read one unit
             self.performer.send(Use(self.number, unit))
 
     def ready(self, unit: int) -> None:
         """The gradients of a unit are complete."""
-        performer, _ = self.performer, self.record
-        is_open = performer.protocol.open == self.number
-        answered = not is_open or performer.channel.is_answered
-        performer.send(Ready(self.number, unit, answered))
+        self.send(Ready(self.number, unit))
 
     def hold(self, units: Sequence[int]) -> Sequence[int]:
         """Gather units and keep them until `let_go`. A collective outside of passes."""
-        if self.record.rounds:
-            return ()
-        number, wanted = self.number, tuple(units)
-        self.performer.send(Enter(number, wanted))
-        missing = any(unit not in self.record.residency.gathered for unit in units)
-        name = f"gathered(...) of units {[*units]} of model {number}"
-        missing = any(self.performer.call(name, int(missing)))
-        self.performer.send(Hold(number, wanted, missing))
-        return units
+        self.performer.drop_raised()
+        self.send(Pin(self.number, tuple(units)))
+        return () if self.record.rounds else units
 
     def let_go(self, units: Sequence[int]) -> None:
         """End a `hold`."""
-        self.performer.send(LetGo(self.number, tuple(units)))
+        self.send(Unpin(self.number, tuple(units)))
 
     def changed(self) -> None:
         """The parameters changed: free the gathered units, which are stale."""
-        self.performer.send(Changed(self.number))
+        self.send(Changed(self.number))

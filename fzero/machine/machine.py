@@ -59,7 +59,7 @@ class Machine:
         self.gatherer = Gatherer(table, on_gathered)
         self.reader = Reader(self.gatherer, self.line, on_written)
         self._drop_raised, self._on_served = drop_raised, on_served
-        units = Units(
+        self.units = Units(
             numels=table.numels,
             persistent=gathering.persistent,
             rounds=table.rounds,
@@ -67,7 +67,10 @@ class Machine:
             limits=gathering.limits,
             gathers=any(setup.gathers_by_unit for setup in setups),
         )
-        performer.join(self, units, number)
+
+    def join(self, gathered: tuple[int, ...] = ()) -> None:
+        """Begin, with these units that a window has gathered."""
+        self.line.performer.join(self, self.units, self.line.number, gathered)
 
     def perform(self, effect: ModelEffect) -> None:
         """Do what the protocol asks for."""

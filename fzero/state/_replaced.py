@@ -16,9 +16,9 @@ def replaced(record: R, **changes: Any) -> R:
     Raises `TypeError` for a name that is no field.
 
     Example:
-        >>> from fzero.state.residency import Residency
-        >>> replaced(Residency(), current=3).current
-        3
+        >>> from fzero.state.schedule import Program
+        >>> replaced(Program((0, 1)), events=(1,)).events
+        (1,)
     """
     fields = record.__dict__
     new = object.__new__(type(record))

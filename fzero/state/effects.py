@@ -4,12 +4,10 @@ Whoever made the transition matches on the type and does what is asked; a test c
 Nothing here holds a tensor, a stream or a callable.
 
     of the hooks     RunEpilogue  QueueCallback  DropBackward      done by the engine
-    of a plan        GatherUnit  FreeUnit  ReduceUnit              translated by the protocol
-    of a pass        AnnouncePhase  EndPhase                       translated by the protocol
     of the protocol  Post  Read  Exchange  Raise                   done by the channel
                      Gather  Wait  Free  TakePart                  done by the gatherer of a model
                      Reduce  WaitForReductions  Drop  Discard      done by the reducers
-                     Receive                       done by the driver of a model
+                     Receive                                       done by the driver of a model
 """
 
 from __future__ import annotations
@@ -48,39 +46,6 @@ class DropBackward:
     """
 
 
-@dataclass(frozen=True, slots=True)
-class GatherUnit:
-    """Start to gather the parameters of a unit. A collective."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class FreeUnit:
-    """Let go of the full values of a unit."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceUnit:
-    """Start to reduce the gradients of a unit, zeros where there are none. A collective."""
-
-    unit: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnnouncePhase:
-    """Tell the other ranks that a forward (0) or a backward (1) begins. A round of all ranks."""
-
-    phase: int
-
-
-@dataclass(frozen=True, slots=True)
-class EndPhase:
-    """Wait until no rank is in the phase any more, and take part in what they need till then."""
-
-
 # Of the protocol. `model` is the number of a model on its axis, `unit` that of a unit of it.
 
 
@@ -93,12 +58,20 @@ class Post:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Wait until every rank has posted this round; it comes back as an `Answer`."""
+    """Wait until every rank has posted this round; it comes back as an `Answer`.
+
+    Not `waits`: if some rank has not posted it yet, an answer of None comes back at once.
+    """
+
+    waits: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Exchange values that can be pickled; those of all ranks come back as `Told`. A collective."""
+    """Exchange values that can be pickled: an `Answer` has those of all ranks. A collective.
+
+    A rank that takes part only gives None, and gets no answer.
+    """
 
     value: Any
 
@@ -187,7 +160,5 @@ class Discard:
 
 HookEffect = RunEpilogue | QueueCallback | DropBackward
 HookEffects = tuple[HookEffect, ...]
-PlanEffect = GatherUnit | FreeUnit | ReduceUnit
-PassEffect = AnnouncePhase | EndPhase
 ModelEffect = Gather | TakePart | Wait | Free | Reduce | Receive | Drop | Discard
 Effect = ModelEffect | Post | Read | Exchange | Raise | WaitForReductions

@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import takewhile
 
+from fzero.state import residency
 from fzero.state._replaced import replaced
-from fzero.state.effects import FreeUnit, GatherUnit, PlanEffect, ReduceUnit
-from fzero.state.schedule import Limits, PlannedProgram, Program, plan_program
+from fzero.state.effects import Effect, Reduce
+from fzero.state.residency import Residency
+from fzero.state.schedule import PlannedProgram, Program, plan_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,42 +44,44 @@ class Replay:
     gathered_here: tuple[int, ...] = ()
 
 
-Effects = tuple[PlanEffect, ...]
-Next = tuple[Replay, Effects]
+Effects = tuple[Effect, ...]
+Next = tuple[Replay, Residency, Effects]
 
 
-def begin(
-    program: Program, numels: tuple[int, ...], held: frozenset[int], limits: Limits
-) -> Replay:
+def begin(program: Program, r: Residency) -> Replay:
     """Return the place before the first use in the plan of a program, see `schedule.plan`.
 
-    The number behind those of the units is the sync point, for which nothing is gathered.
+    What is pinned needs no gather in it. The number behind those of the units is the sync point,
+    for which nothing is gathered.
     """
-    sync_point = len(numels)
-    steps = plan_program(program, (*numels, 0), held.union([sync_point]), limits)
+    sync_point = len(r.units.numels)
+    held = r.pinned.union([sync_point])
+    steps = plan_program(program, (*r.units.numels, 0), held, r.units.limits)
     return Replay(plan=steps, sync_point=sync_point)
 
 
-def use(replay: Replay, unit: int, *, held: bool) -> Next | None:
+def use(replay: Replay, r: Residency, unit: int) -> Next | None:
     """Go to the next use of a unit before the next sync point; None if the plan has none.
 
-    `held`: the unit is whole, so that the walk goes on by one step at most, and not beyond uses
-    which are still to come on this rank.
+    To a unit that is gathered the walk goes by one step at most, and not beyond uses which are
+    still to come on this rank.
 
     Example:
-        >>> replay = begin(Program((0, 1, ~1, ~0)), (4, 4), frozenset(), Limits())
-        >>> replay, effects = use(replay, 0, held=False)
-        >>> effects
-        (GatherUnit(unit=0), GatherUnit(unit=1))
-        >>> to_sync_point(replay)
-        (None, (FreeUnit(unit=0), ReduceUnit(unit=1), ReduceUnit(unit=0)))
+        >>> from fzero.state.residency import Units
+        >>> here = Residency(model=1, units=Units(numels=(4, 4)))
+        >>> replay = begin(Program((0, 1, ~1, ~0)), here)
+        >>> replay, here, effects = use(replay, here, 0)
+        >>> [(type(effect).__name__, effect.unit) for effect in effects]
+        [('Gather', 0), ('Gather', 1)]
+        >>> [(type(effect).__name__, effect.unit) for effect in to_sync_point(replay, here)[2]]
+        [('Free', 0), ('Reduce', 1), ('Reduce', 0)]
     """
     place, sync_point = replay.plan.next_use(unit, replay.at), _next_sync_point(replay)
     if place is None or (sync_point is not None and place > sync_point):
         return None
-    if place != replay.at + 1 and held:
-        return replay, ()
-    return _walk(replay, place)
+    if place != replay.at + 1 and unit in r.gathered:
+        return replay, r, ()
+    return _walk(replay, r, place)
 
 
 def complete(replay: Replay, units: Collection[int]) -> Replay:
@@ -84,94 +89,80 @@ def complete(replay: Replay, units: Collection[int]) -> Replay:
     return replaced(replay, ready=replay.ready.union(units)) if units else replay
 
 
-def start_ready(replay: Replay) -> Next:
+def start_ready(replay: Replay, r: Residency) -> Next:
     """Start the reductions of this step that are ready, in its order."""
-    effects = _ready_now(replay)
-    if not effects:
-        return replay, ()
-    ready = replay.ready.difference(effect.unit for effect in effects)
-    return replaced(replay, started=replay.started + len(effects), ready=ready), effects
+    units = _ready_now(replay)
+    if not units:
+        return replay, r, ()
+    started, ready = replay.started + len(units), replay.ready.difference(units)
+    return replaced(replay, started=started, ready=ready), r, _reductions(r, units)
 
 
-def to_sync_point(replay: Replay) -> tuple[Replay | None, Effects]:
+def to_sync_point(replay: Replay, r: Residency) -> tuple[Replay | None, Residency, Effects]:
     """Go to the next sync point, or to the end of the plan, which leaves None."""
     if replay.waits:
-        return replay, ()
+        return replay, r, ()
     sync_point = _next_sync_point(replay)
     if sync_point is not None:
-        return _walk(replay, sync_point)
-    replay, effects = _walk(replay, len(replay.plan.steps) - 1)
-    return None, (*effects, *_rest(replay))
+        return _walk(replay, r, sync_point)
+    replay, r, effects = _walk(replay, r, len(replay.plan.steps) - 1)
+    return None, r, (*effects, *_reductions(r, _rest(replay)))
 
 
-def gather_beside(replay: Replay, unit: int) -> Next:
-    """Gather a unit beside the plan, while this rank waits at a sync point.
+def gather_beside(replay: Replay, r: Residency, unit: int) -> Next:
+    """Note a unit that is gathered beside the plan, while this rank waits at a sync point.
 
     Of those that were gathered so before, the last one stays.
-
-    Example:
-        >>> place = begin(Program((2, 0)), (4, 4), frozenset(), Limits())  # 2 is the sync point
-        >>> place, _ = to_sync_point(place)
-        >>> place, _ = gather_beside(place, 0)
-        >>> gather_beside(gather_beside(place, 1)[0], 0)[1]
-        (FreeUnit(unit=0),)
     """
     before = replay.gathered_here
-    frees = tuple(FreeUnit(one) for one in before[:-1])
-    return replaced(replay, gathered_here=(*before[-1:], unit)), frees
+    r, frees = residency.free(r, before[:-1])
+    return replaced(replay, gathered_here=(*before[-1:], unit)), r, frees
 
 
-def leave_sync_point(replay: Replay) -> Next:
+def leave_sync_point(replay: Replay, r: Residency) -> Next:
     """Leave the sync point with all ranks; free units that were gathered for another rank there."""
-    replay, frees = free_beside(replay)
-    replay, reduces = start_ready(replaced(replay, waits=False))
-    return replay, (*frees, *reduces)
+    replay, r, frees = free_beside(replay, r)
+    replay, r, reduces = start_ready(replaced(replay, waits=False), r)
+    return replay, r, (*frees, *reduces)
 
 
-def free_beside(replay: Replay) -> Next:
+def free_beside(replay: Replay, r: Residency) -> Next:
     """Free the units that were gathered beside the plan."""
-    frees = tuple(FreeUnit(unit) for unit in replay.gathered_here)
-    return replaced(replay, gathered_here=()), frees
+    r, frees = residency.free(r, replay.gathered_here)
+    return replaced(replay, gathered_here=()), r, frees
 
 
 def _next_sync_point(replay: Replay) -> int | None:
     return replay.plan.next_use(replay.sync_point, replay.at)
 
 
-def _walk(replay: Replay, place: int) -> Next:
-    collected: list[PlanEffect] = []
+def _walk(replay: Replay, r: Residency, place: int) -> Next:
+    collected: list[Effect] = []
     for at in range(replay.at + 1, place + 1):
-        step = replay.plan.steps[at]
-        collected += [FreeUnit(unit) for unit in step.frees]  # first: gradients take room
-        reduces = _rest(replay)
+        step, rest = replay.plan.steps[at], _rest(replay)
+        r, frees = residency.free(r, step.frees)
+        collected += (*frees, *_reductions(r, rest))  # frees first: gradients take room
+        for unit in (*step.gathers, *step.ahead):
+            r, starts = residency.gather(r, unit)
+            collected += starts
+        ready, waits = replay.ready.difference(rest), step.unit == replay.sync_point
+        replay = replaced(replay, at=at, started=0, ready=ready, waits=waits)
+        replay, r, reduces = start_ready(replay, r)
         collected += reduces
-        collected += [GatherUnit(unit) for unit in (*step.gathers, *step.ahead)]
-        replay, started = start_ready(
-            replaced(
-                replay,
-                at=at,
-                started=0,
-                ready=replay.ready.difference(effect.unit for effect in reduces),
-                waits=step.unit == replay.sync_point,
-            )
-        )
-        collected += started
-    return replay, tuple(collected)
+    return replay, r, tuple(collected)
 
 
-def _rest(replay: Replay) -> tuple[ReduceUnit, ...]:
-    """The reductions of this step that have not started, ready or not."""
-    reduces = replay.plan.steps[replay.at].reduces
-    return tuple(ReduceUnit(unit) for unit in reduces[replay.started :])
+def _rest(replay: Replay) -> tuple[int, ...]:
+    """Units of this step whose reductions have not started, ready or not."""
+    return replay.plan.steps[replay.at].reduces[replay.started :]
 
 
-def _ready_now(replay: Replay) -> tuple[ReduceUnit, ...]:
-    """The next reductions of this step, up to the first one that is not ready."""
+def _ready_now(replay: Replay) -> list[int]:
+    """The next of them, up to the first one that is not ready."""
     if replay.waits:
-        return ()
-    collected = []
-    for effect in _rest(replay):
-        if effect.unit not in replay.ready:
-            break
-        collected.append(effect)
-    return tuple(collected)
+        return []
+    return list(takewhile(replay.ready.__contains__, _rest(replay)))
+
+
+def _reductions(r: Residency, units: Collection[int]) -> Effects:
+    return tuple(Reduce(r.model, unit) for unit in units)

@@ -38,9 +38,12 @@ class Units:
 
 @dataclass(frozen=True, kw_only=True)
 class Residency:
-    """Where the values of each unit are.
+    """Where the values of each unit of a model are.
 
     Attributes:
+        model: its number.
+        units: static facts about its units.
+        rounds: whether what is gathered now may be rounded.
         gathered: the units whose full values are here, the least recently used first.
         flying: those whose gather has started.
         pinned: those that no plan frees.
@@ -51,6 +54,9 @@ class Residency:
         stays: whether what was gathered stays pinned beyond the backward, for a window.
     """
 
+    model: int
+    units: Units
+    rounds: bool = False
     gathered: tuple[int, ...] = ()
     flying: tuple[int, ...] = ()
     pinned: frozenset[int] = frozenset()
@@ -64,27 +70,38 @@ class Residency:
         """Whether a unit is gathered or flying."""
         return unit in self.gathered or unit in self.flying
 
+    def is_current(self, unit: int) -> bool:
+        """Whether a unit is gathered, and was used last: to use it again changes nothing."""
+        return unit == self.current and unit in self.gathered
+
 
 Next = tuple[Residency, tuple[Effect, ...]]
 
 
-def start(r: Residency, model: int, unit: int, *, inexact: bool) -> Next:
+def gather(r: Residency, unit: int) -> Next:
+    """Start to gather a unit; it is then pinned if what is gathered stays for the backward."""
+    if r.units.limits.keeps:
+        r = pin(r, [unit])
+    return start(r, unit, inexact=r.rounds and unit in r.units.rounds)
+
+
+def start(r: Residency, unit: int, *, inexact: bool) -> Next:
     """Start to gather a unit, unless it is gathered or in flight."""
     if r.has(unit):
         return r, ()
     rounded = r.inexact | {unit} if inexact else r.inexact
     new = replaced(r, flying=(*r.flying, unit), inexact=rounded)
-    return new, (Gather(model, unit, exact=not inexact),)
+    return new, (Gather(r.model, unit, exact=not inexact),)
 
 
-def wait(r: Residency, model: int, units: Iterable[int]) -> Next:
+def wait(r: Residency, units: Iterable[int]) -> Next:
     """Wait for the units that are flying."""
     coming = tuple(unit for unit in units if unit in r.flying)
     if not coming:
         return r, ()
     flying = tuple(unit for unit in r.flying if unit not in coming)
     new = replaced(r, gathered=(*r.gathered, *coming), flying=flying)
-    return new, tuple(Wait(model, unit) for unit in coming)
+    return new, tuple(Wait(r.model, unit) for unit in coming)
 
 
 def touch(r: Residency, unit: int) -> Residency:
@@ -95,7 +112,7 @@ def touch(r: Residency, unit: int) -> Residency:
     return replaced(r, current=unit)
 
 
-def free(r: Residency, model: int, units: Iterable[int]) -> Next:
+def free(r: Residency, units: Iterable[int]) -> Next:
     """Free units that are gathered or in flight, except pinned ones."""
     gone = tuple(unit for unit in units if r.has(unit) and unit not in r.pinned)
     if not gone:
@@ -106,14 +123,14 @@ def free(r: Residency, model: int, units: Iterable[int]) -> Next:
         flying=tuple(unit for unit in r.flying if unit not in gone),
         inexact=r.inexact.difference(gone),
     )
-    return new, tuple(Free(model, unit) for unit in gone)
+    return new, tuple(Free(r.model, unit) for unit in gone)
 
 
-def release(r: Residency, model: int, *, pinned: bool = False) -> Next:
+def release(r: Residency, *, pinned: bool = False) -> Next:
     """Free every unit; those that are pinned only if `pinned`."""
     if pinned:
         r = replaced(r, pinned=frozenset(), seen=frozenset())
-    return free(r, model, (*r.gathered, *r.flying))
+    return free(r, (*r.gathered, *r.flying))
 
 
 def pin(r: Residency, units: Collection[int]) -> Residency:
@@ -121,35 +138,36 @@ def pin(r: Residency, units: Collection[int]) -> Residency:
     return r if r.pinned.issuperset(units) else replaced(r, pinned=r.pinned.union(units))
 
 
-def unpin(r: Residency, model: int, units: Collection[int]) -> Next:
+def unpin(r: Residency, units: Collection[int]) -> Next:
     """Free units, also if they are pinned."""
     pinned, seen = r.pinned.difference(units), r.seen.difference(units)
-    return free(replaced(r, pinned=pinned, seen=seen), model, units)
+    return free(replaced(r, pinned=pinned, seen=seen), units)
 
 
-def drop_inexact(r: Residency, model: int, units: Collection[int]) -> Next:
+def drop_inexact(r: Residency, units: Collection[int]) -> Next:
     """Free units whose gathered values are rounded."""
     rounded = [unit for unit in units if unit in r.inexact]
-    return unpin(r, model, rounded) if rounded else (r, ())
+    return unpin(r, rounded) if rounded else (r, ())
 
 
-def adopt(r: Residency, units: Collection[int], *, inexact: Collection[int]) -> Residency:
-    """Go on with units that a window has gathered; they are pinned."""
-    return replaced(
-        r,
-        gathered=(*(u for u in r.gathered if u not in units), *units),
-        pinned=r.pinned.union(units),
-        inexact=r.inexact.union(inexact),
-        seen=r.pinned.union(units),
+def carried(model: int, units: Units, whole: Collection[int]) -> Residency:
+    """Begin with the units that a window has gathered; they are pinned."""
+    return Residency(
+        model=model,
+        units=units,
+        gathered=(*whole,),
+        pinned=frozenset(whole),
+        inexact=units.rounds.intersection(whole),
+        seen=frozenset(whole),
     )
 
 
-def end_backward(r: Residency, model: int, persistent: Collection[int]) -> Next:
+def end_backward(r: Residency) -> Next:
     """Unpin what was pinned for one backward, unless a window keeps it; free what is not pinned."""
     if not r.stays:
-        remain = {*persistent, *(unit for unit, _ in r.blocks)}
-        r = replaced(r, pinned=r.pinned & remain, seen=r.seen.intersection(persistent))
-    return release(r, model)
+        remain = {*r.units.persistent, *(unit for unit, _ in r.blocks)}
+        r = replaced(r, pinned=r.pinned & remain, seen=r.seen.intersection(r.units.persistent))
+    return release(r)
 
 
 def open_block(r: Residency, units: Collection[int]) -> Residency:
@@ -160,10 +178,10 @@ def open_block(r: Residency, units: Collection[int]) -> Residency:
     return replaced(pin(r, units), blocks=tuple(counts.items()))
 
 
-def close_block(r: Residency, model: int, units: Collection[int]) -> Next:
+def close_block(r: Residency, units: Collection[int]) -> Next:
     """A block ends: free those units that no other block holds."""
     counts = dict(r.blocks)
     for unit in units:
         counts[unit] = counts.get(unit, 1) - 1
     r = replaced(r, blocks=tuple((u, n) for u, n in counts.items() if n > 0))
-    return unpin(r, model, [unit for unit in units if counts[unit] <= 0])
+    return unpin(r, [unit for unit in units if counts[unit] <= 0])

@@ -57,14 +57,15 @@ class Message(NamedTuple):
         hint: stands for the order of collectives that the rank expects; of DONE, whether this rank
             has asked for any.
         served: ranks that make a call take part in this pass.
-        codes: what is asked for, or the values of a call. None: the caller's values of that moment.
+        codes: the values of a call, or what is asked for: the first of it, as much as a row of
+            numbers has room for.
     """
 
     kind: MessageKind
     text: str = ""
     hint: int = 0
     served: bool = True
-    codes: tuple[int, ...] | None = ()
+    codes: tuple[int, ...] = ()
 
 
 class Row(NamedTuple):
@@ -77,9 +78,11 @@ class Row(NamedTuple):
     codes: tuple[int, ...]
 
 
-def row_of(message: Message, codes: Sequence[int]) -> list[int]:
+def row_of(message: Message) -> list[int]:
     """Return a message as numbers. Codes count from 1; 0 means none."""
-    digest = zlib.crc32(message.text.encode())
+    digest, codes = zlib.crc32(message.text.encode()), message.codes
+    if message.kind is MessageKind.ASK:
+        codes = codes[:CODES]  # the others are asked for again
     return [message.kind, digest, message.hint, message.served, *(1 + code for code in codes)]
 
 
@@ -101,8 +104,8 @@ def as_asked(code: int) -> Asked:
 
 
 def asking(model: int, what: What, units: Sequence[int]) -> Message:
-    """Return the message that asks for the first of these units, as many as it has room for."""
-    codes = tuple(as_code(Asked(model, what, unit)) for unit in units[:CODES])
+    """Return the message that asks for these units."""
+    codes = tuple(as_code(Asked(model, what, unit)) for unit in units)
     return Message(MessageKind.ASK, codes=codes)
 
 

@@ -22,16 +22,13 @@ from fzero.machine import Gatherer, Machine, Reader, Reducer
 from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
 from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
-    Adopt,
     Begin,
     EndForward,
     Failed,
     Finish,
-    FinishForward,
     FirstGradient,
     GiveUp,
-    Settle,
-    WindowEnded,
+    Unpin,
 )
 from fzero.transforms.announcement import PassForm, begin_of, kept_beyond
 from fzero.transforms.builtins import BUILTINS, on_gathered
@@ -78,10 +75,12 @@ class Pass:
         )
         self.calls = Calls(self.states, BUILTINS, self.reducer)
         self._begin_calls()
-        if self.gathers:
-            self._hold_shards()
-            adopted = self.gatherer.adopt([state.window.gathered for state in states])
-            self.performer.send(Adopt(form.number, adopted))
+        if not self.machine.units.gathers:
+            self.machine.join()
+            return
+        self._hold_shards()
+        adopted = self.gatherer.adopt([state.window.gathered for state in states])
+        self.machine.join(adopted)
 
     @property
     def gatherer(self) -> Gatherer:
@@ -259,7 +258,7 @@ class Pass:
 
     def finish_forward(self) -> list[TrainState]:
         """End a forward that no backward follows: free what it gathered."""
-        self.performer.send(FinishForward(self.form.number))
+        self.performer.send(Finish(self.form.number))
         self._after_pass()
         return self.states
 
@@ -280,7 +279,7 @@ class Pass:
     def window_ends(self) -> None:
         """A window ended: free the units that it kept."""
         if self.gathers:
-            self.performer.send(WindowEnded(self.form.number))
+            self.performer.send(Unpin(self.form.number))
 
     # How.
 
@@ -313,8 +312,7 @@ class Pass:
         if known is not owner.schedule:
             self.put(self.owner, owner.replace(schedule=known))
         if self.form.carries and record.residency.stays:
-            self.performer.send(Settle(self.form.number))
-            pinned = sorted(self.machine.line.record.residency.pinned)
+            pinned = sorted(record.residency.pinned)
             for number, gathered in enumerate(self.gatherer.flats_of(pinned)):
                 state = self.states[number]
                 kept = replace(state.window, gathered=gathered)

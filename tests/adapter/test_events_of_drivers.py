@@ -16,30 +16,28 @@ from fzero.state.protocol import Event
 TABLE = {
     # event          what a functional step does           what an engine's user does
     "Join": ("grad_and_reduce(loss, state)(batch)", "Engine(module, ...)"),
-    "Adopt": ("the state brings what a window gathered", "Engine(module, ...)"),
     "Begin": ("the loss begins; its backward begins", "engine(x); loss.backward()"),
     "FirstGradient": ("", "the first gradient below stage 3"),
     "Use": ("a kernel reads a leaf", "a kernel reads a parameter"),
     "Ready": ("a bucket has all its gradients", "a bucket has all its gradients"),
     "SyncPoint": ("fzero.psum in the loss", "fzero.psum in the forward"),
     "EndForward": ("the loss returns", "the module returns"),
-    "FinishForward": ("fzero.evaluate is over", "engine(x) under no_grad is over"),
-    "Finish": ("the backward is over", "the graph task is over"),
+    "Finish": (
+        "the backward, or fzero.evaluate, is over",
+        "the graph task, or engine(x) under no_grad, is over",
+    ),
     "Failed": ("the loss raises", "a forward or a backward raises"),
     "GiveUp": ("the loss raises", "a forward or a backward raises"),
     "Raised": ("an error just before a round", "an error just before a round"),
     "Leave": ("grad_and_reduce returns", "engine.close()"),
     "Call": ("apply_gradients(state)", "engine.step()"),
-    "Enter": ("", "with gathered(params):"),
-    "Hold": ("", "with gathered(params):"),
-    "LetGo": ("", "the end of the block"),
-    "Settle": ("a window keeps what was gathered", ""),
+    "Pin": ("", "with gathered(params):"),
+    "Unpin": ("", "the end of the block, or of `with engine.coalesce():`"),
     "Changed": ("", "the update, or a write"),
-    "WindowEnded": ("", "the end of `with engine.coalesce():`"),
 }
-"""Not in it: what comes from the performer itself (`Answer`, `Told`, `Broke`)."""
+"""Not in it: what comes from the performer itself (`Answer`, `Broke`)."""
 
-LIFE = {"Join", "Adopt", "Leave", "Changed"}
+LIFE = {"Join", "Leave", "Changed"}
 """Of a pass: a functional one lives for a call, that of an engine as long as the engine."""
 
 
@@ -135,4 +133,4 @@ def test_what_raises_is_given_up_in_both(driver: Any, log: list[str]) -> None:
 
 def test_the_table_has_every_event_of_a_driver() -> None:
     every = {one.__name__ for one in Event.__args__}
-    assert {*TABLE} == every - {"Answer", "Told", "Broke"}
+    assert {*TABLE} == every - {"Answer", "Broke"}

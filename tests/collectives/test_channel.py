@@ -18,7 +18,7 @@ import fzero
 from fzero.collectives import Performer, performer_of
 from fzero.errors import PhaseError
 from fzero.state.effects import Gather, ModelEffect, Reduce, TakePart
-from fzero.state.protocol import Announcement, Begin, EndForward, FinishForward, Ready, Units, Use
+from fzero.state.protocol import Announcement, Begin, EndForward, Finish, Ready, Units, Use
 from fzero.state.schedule import Program
 from tests.strategies import many
 
@@ -96,7 +96,7 @@ def test_ranks_that_announce_the_same_ask_no_more_and_the_others_each_time(
         performer.send(Use(number, 0))
         follows = performer.protocol.models[number].course.replay is not None
         performer.send(EndForward(number))
-        performer.send(FinishForward(number))
+        performer.send(Finish(number))
         return follows, performer.channel.rounds - before, party.seen
 
     found = on_ranks(body)
@@ -118,7 +118,7 @@ def test_whatever_ranks_ask_for_all_take_part_in_one_order(ranks: int, data: st.
             performer.send(Use(number, unit) if what == "gather" else Ready(number, unit))
             assert (what, unit) in party.seen
         performer.send(EndForward(number))
-        performer.send(FinishForward(number))
+        performer.send(Finish(number))
         return party.seen
 
     found = on_ranks(body, ranks)

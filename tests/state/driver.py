@@ -7,32 +7,26 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from fzero.state import schedule
-from fzero.state.effects import Effect
 from fzero.state.pass_state import BACKWARD, FORWARD
 from fzero.state.protocol import SYNC as USERS
 from fzero.state.protocol import (
-    Adopt,
     Announcement,
     Begin,
     Call,
     Changed,
     EndForward,
-    Enter,
     Failed,
     Finish,
-    FinishForward,
     FirstGradient,
     GiveUp,
-    Hold,
     Join,
     Leave,
-    LetGo,
+    Pin,
     Raised,
     Ready,
-    Settle,
     SyncPoint,
+    Unpin,
     Use,
-    WindowEnded,
 )
 from tests.state.rank import Rank, Value
 from tests.state.world import AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, World
@@ -101,17 +95,16 @@ class Driver(Rank):
 
     def _join_again(self, model: int) -> None:
         """Each call has a record of its own; a window carries what it has gathered."""
-        for kind in (Leave(model), Join(model, self.world.units[model])):
-            self._at_once(kind)
+        self._at_once(Leave(model))
         for values in (self.here, self.flights):
             for place in [place for place in values if place[0] == model]:
                 del values[place]
         carried = self.carried[model] if self.world.units[model].gathers else {}
         self.here |= {(model, unit): value for unit, value in carried.items()}
-        self._at_once(Adopt(model, tuple(sorted(carried))))
+        self._at_once(Join(model, self.world.units[model], tuple(sorted(carried))))
 
-    def _at_once(self, event: Join | Leave | Adopt) -> None:
-        todo: list[Effect] = [*self._effects(event)]
+    def _at_once(self, event: Join | Leave) -> None:
+        todo = self._effects(event)
         if todo:
             raise Fault("an event ends", f"{event} asks for {todo}")
 
@@ -154,7 +147,7 @@ class Driver(Rank):
             yield from self.send(SyncPoint(number, (self.number,)))
             met = met or self.world.units[number].gathers
         if not met:
-            yield from self.send(Call(USERS, (self.number,)))
+            yield from self.call(USERS, self.number)
         if self.protocol.heard != tuple((rank,) for rank in range(self.world.size)):
             raise Fault("all are heard", f"rank {self.number} hears {self.protocol.heard}")
 
@@ -179,8 +172,7 @@ class Driver(Rank):
         self.brought[-1][model][name] += 1
         if complete:
             self.complete.add((model, unit))
-            answered = self.protocol.open != model or self._all_posted()
-            yield from self.send(Ready(model, unit, answered))
+            yield from self.send(Ready(model, unit))
 
     def finish(self, model: int) -> Steps:
         """The end of a backward."""
@@ -188,14 +180,14 @@ class Driver(Rank):
         complete = tuple((unit, (model, unit) in self.complete) for unit in left)
         self.complete = {key for key in self.complete if key[0] != model}
         yield from self.send(Finish(model, complete))
-        yield from self._after_pass(model)
+        self._after_pass(model)
 
     def finish_forward(self, model: int) -> Steps:
         """The end of a forward that no backward follows."""
-        yield from self.send(FinishForward(model))
-        yield from self._after_pass(model, counts=False)
+        yield from self.send(Finish(model))
+        self._after_pass(model, counts=False)
 
-    def _after_pass(self, model: int, *, counts: bool = True) -> Steps:
+    def _after_pass(self, model: int, *, counts: bool = True) -> None:
         learned = self.protocol.models[model].course.learned
         for (index, phase), program in learned.items():
             known = self.schedules[model]
@@ -206,7 +198,6 @@ class Driver(Rank):
             self.passes[model] += 1
         carries = self.world.functional[model] and self.world.stays
         if carries and counts and model in self.windows:
-            yield from self.send(Settle(model))
             pinned = self.protocol.models[model].residency.pinned
             units = sorted(pinned) if self.world.units[model].gathers else []
             self.carried[model] = {unit: self.here[model, unit] for unit in units}
@@ -216,7 +207,7 @@ class Driver(Rank):
         """Between passes there is what is persistent, what blocks hold, and what a window keeps."""
         record = self.protocol.models[model]
         phase, course = record.phase, record.course
-        if record.rounds or phase.runs or phase.gathered or phase.silent:
+        if record.rounds or phase.runs or phase.announced or phase.silent:
             raise Fault("a pass ends", f"rank {self.number}: {record}")
         if course.did or course.place or course.asked or course.replay or course.left:
             raise Fault("a pass ends", f"rank {self.number}: {course}")
@@ -236,12 +227,7 @@ class Driver(Rank):
 
     def open_block(self, model: int, units: Sequence[int]) -> Steps:
         """Gather units and keep them, as `with gathered(...):` does."""
-        yield from self.send(Enter(model, tuple(units)))
-        resident = self.protocol.models[model].residency
-        missing = any(unit not in resident.gathered for unit in units)
-        yield from self.send(Call(f"gathered {model} {[*units]}", (int(missing),)))
-        missing = any(values[0] for values in self.protocol.heard)
-        yield from self.send(Hold(model, tuple(units), missing))
+        yield from self.send(Pin(model, tuple(units)))
         self.blocks.append((model, tuple(units)))
         self.require_blocks()
 
@@ -256,7 +242,7 @@ class Driver(Rank):
     def close_block(self) -> Steps:
         """The end of a block."""
         model, units = self.blocks.pop()
-        yield from self.send(LetGo(model, units))
+        yield from self.send(Unpin(model, units))
 
     def open_window(self, model: int) -> None:
         """Gradients stay on this rank until it is closed."""
@@ -268,12 +254,14 @@ class Driver(Rank):
         self.carried[model] = {}
         if self.world.functional[model]:
             return
-        yield from self.send(WindowEnded(model))
+        yield from self.send(Unpin(model))
         self._require_freed(model)
 
     def call(self, text: str, *values: int) -> Steps:
         """A call of all ranks; what was served of gradients is here afterwards."""
         yield from self.send(Call(text, values))
+        while not self.protocol.heard:
+            yield from self.send(Call(text, values))
         heard = self.protocol.heard
         if len(heard) != self.world.size or heard[self.number] != values:
             raise Fault("all are heard", f"rank {self.number} hears {heard}")

@@ -30,6 +30,7 @@ from typing import Any
 
 ROOM = (
     "fzero.state.protocol",
+    "fzero.state.protocol._calls",
     "fzero.state.protocol._pass",
     "fzero.state.protocol._plan",
     "fzero.state.protocol._rounds",
@@ -143,7 +144,9 @@ def _changes(node: Any) -> Iterator[Change]:
                 yield f"never {ast.unparse(body[-1])!r}", _never
         case ast.IfExp() | ast.comprehension(ifs=[_, *_]):
             yield "the condition negated", _negate
-        case ast.Call(func=ast.Name(id="replaced" | "replace" | "Message")):
+        case ast.Call(
+            func=ast.Name(id="replaced" | "replace" | "Message") | ast.Attribute(attr="put")
+        ):
             for i, keyword in enumerate(node.keywords):
                 yield f"without the field {keyword.arg}", _without("keywords", i)
         case ast.Call(func=ast.Attribute(attr="then")):

@@ -23,7 +23,7 @@ from fzero.state.effects import (
     Wait,
     WaitForReductions,
 )
-from fzero.state.protocol import Answer, Broke, Event, Join, Protocol, Told, advance
+from fzero.state.protocol import Answer, Broke, Event, Join, Protocol, advance
 from fzero.state.rounds import CODES, Message, MessageKind, Round, row_of
 from tests.state.world import Dead, Fault, OwnError, PeersFailed, Steps, World
 
@@ -116,7 +116,9 @@ class Rank:
             case Post(message):
                 yield self._all_posted
                 self._post(message)
-            case Read():
+            case Read(waits):
+                if not waits and not self._all_posted():
+                    return Answer(None)
                 yield self._all_posted
                 if not self.unread:
                     raise Fault("each round is read once", f"rank {self.number}, {self.round}")
@@ -124,7 +126,8 @@ class Rank:
                 rows = [self.world.rows[r, self.round] for r in range(self.world.size)]
                 return Answer(Round(rows))
             case Exchange(value):
-                return Told((yield from self._exchange(value)))
+                values = yield from self._exchange(value)
+                return None if value is None else Answer(values)
             case Raise(failed):
                 if self.reductions or self.crossing:
                     raise Fault("one place", f"rank {self.number} raises and has not waited")
@@ -181,11 +184,10 @@ class Rank:
     # Rounds.
 
     def _post(self, message: Message) -> None:
-        codes = message.codes or ()
         self.round = self.world.channel.start(self.number, "round")
         self.unread = True
-        row = [*row_of(message, codes), *[0] * (CODES - len(codes))]
-        self.world.rows[self.number, self.round] = row
+        row = row_of(message)
+        self.world.rows[self.number, self.round] = [*row, *[0] * (4 + CODES - len(row))]
         self.asks += message.kind is MessageKind.ASK
 
     def _all_posted(self) -> bool:

@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fzero.state import pass_state
-from fzero.state.effects import AnnouncePhase, EndPhase
-from fzero.state.pass_state import BACKWARD, FORWARD, Next, PassState
+from fzero.state.pass_state import Next, PassState
 
 flags = st.booleans()
 
@@ -20,27 +19,26 @@ class OneRank(RuleBasedStateMachine):
         self.state = PassState()
         self.at = "rest"  # rest, forward, between, backward
         self.others_wait = False
-        self.told: list[int] = []  # phases announced since the latest begin
 
-    def go(self, to: Next) -> None:
-        """Be there, and do what is asked for."""
+    def go(self, to: Next) -> bool:
+        """Be there; return whether the others are told."""
         self.state = to[0]
-        for effect in to[1]:
-            if isinstance(effect, AnnouncePhase):
-                self.others_wait = True
-                self.told.append(effect.phase)
-            else:
-                assert effect == EndPhase()
-                assert self.others_wait, "ranks end what was never announced"
-                self.others_wait = False
+        self.others_wait = self.others_wait or to[1]
+        return to[1]
+
+    def end(self, to: Next) -> None:
+        """Be there; end with the others what they were told of."""
+        self.state = to[0]
+        assert to[1] == self.others_wait, "ranks end what was announced, and nothing else"
+        self.others_wait = False
 
     @precondition(lambda self: self.at in ("rest", "between"))
     @rule(reads=flags, sums=flags)
     def begin_forward(self, reads: bool, sums: bool) -> None:
         """Also a second forward before a backward."""
-        self.told = []
-        self.go(pass_state.begin_forward(self.state, reads=reads, sums=sums))
-        assert self.told == ([FORWARD] if reads or self.others_wait else [])
+        waited = self.others_wait
+        told = self.go(pass_state.begin_forward(self.state, reads=reads, sums=sums))
+        assert told == (reads or waited)
         self.at = "forward"
 
     @precondition(lambda self: self.at == "forward")
@@ -52,20 +50,19 @@ class OneRank(RuleBasedStateMachine):
     @precondition(lambda self: self.at == "between")
     @rule()
     def finish_forward(self) -> None:
-        self.go(pass_state.finish_forward(self.state))
-        assert not self.others_wait
+        self.end(pass_state.finish(self.state))
         self.at = "rest"
 
     @precondition(lambda self: self.at in ("rest", "between"))
     @rule(reads=flags, sums=flags, silent=flags, dropped=flags)
     def begin_backward(self, reads: bool, sums: bool, silent: bool, dropped: bool) -> None:
         """A silent one tells nobody; only what gathers nothing is silent."""
-        silent = silent and not (reads or self.state.gathered)
-        self.told, waited = [], self.others_wait
+        silent = silent and not (reads or self.state.announced)
+        waited = self.others_wait
         options = {"reads": reads, "sums": sums, "silent": silent, "dropped": dropped}
-        self.go(pass_state.begin_backward(self.state, **options))
+        told = self.go(pass_state.begin_backward(self.state, **options))
         crosses = reads or sums or waited
-        assert self.told == ([BACKWARD] if crosses and not silent else [])
+        assert told == (crosses and not silent)
         assert self.state.dropped == dropped
         self.at = "backward"
 
@@ -73,25 +70,23 @@ class OneRank(RuleBasedStateMachine):
     @rule()
     def first_gradient(self) -> None:
         crosses = self.state.crosses
-        self.go(pass_state.first_gradient(self.state))
-        assert self.told == ([BACKWARD] if crosses else [])
+        assert self.go(pass_state.first_gradient(self.state)) == crosses
 
     @precondition(lambda self: self.at == "backward")
     @rule()
     def finish(self) -> None:
-        self.go(pass_state.finish(self.state))
+        self.end(pass_state.finish(self.state))
         self.at = "rest"
 
     @precondition(lambda self: self.at != "rest")
     @rule(known=flags, astray=flags)
     def fail(self, known: bool, astray: bool) -> None:
         """Who waits is told, or knows, or cannot be reached; a rank that tells keeps step."""
-        self.state, in_step, tells = pass_state.fail(self.state, known=known, astray=astray)
+        in_step, tells = pass_state.fail(self.state, known=known, astray=astray)
         assert not self.others_wait or known or astray or tells
         assert in_step or not tells
         assert not (tells and known)
-        assert self.state == PassState()
-        self.others_wait, self.at = False, "rest"
+        self.state, self.others_wait, self.at = PassState(), False, "rest"
 
     @invariant()
     def nobody_waits_for_a_rank_at_rest(self) -> None:

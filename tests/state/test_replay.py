@@ -7,9 +7,10 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.state import replay
-from fzero.state.effects import FreeUnit, GatherUnit, PlanEffect, ReduceUnit
+from fzero.state import replay, residency
+from fzero.state.effects import Effect, Free, Gather, Reduce
 from fzero.state.replay import Replay
+from fzero.state.residency import Residency, Units
 from fzero.state.schedule import Limits, Program
 
 UNITS = 5
@@ -22,21 +23,29 @@ limits = st.builds(Limits, prefetch_numel=st.sampled_from([0, 1, 5, 1000]), keep
 
 
 class Case(NamedTuple):
-    """The first place in a plan, the units that are whole before, and what ranks do in it."""
+    """The first place in a plan, what is here before, and what ranks do in it."""
 
     first: Replay
-    whole: frozenset[int]
+    here: Residency
     ranks: list[list[list[int]]]  # of each rank: its events before each sync point, and the end
+
+
+def before(whole: frozenset[int] = frozenset(), some: Limits | None = None) -> Residency:
+    """Units that are whole before a pass, and pinned."""
+    here = tuple(sorted(whole))
+    static = Units(numels=NUMELS, limits=some or Limits())
+    return Residency(model=1, units=static, gathered=here, pinned=whole)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     """A plan with any number of sync points, and two ranks, each with events of its own."""
     program, whole = draw(events), draw(st.frozensets(units, max_size=3))
-    first = replay.begin(Program(program), NUMELS, whole, draw(limits))
+    here = before(whole, draw(limits))
+    first = replay.begin(Program(program), here)
     parts = program.count(SYNC) + 1
     own = st.lists(own_events, min_size=parts, max_size=parts)
-    return Case(first, whole, draw(st.lists(own, min_size=2, max_size=2)))
+    return Case(first, here, draw(st.lists(own, min_size=2, max_size=2)))
 
 
 class Rank:
@@ -44,46 +53,49 @@ class Rank:
 
     def __init__(self, case: Case) -> None:
         self.place: Replay | None = case.first
-        self.here = set(case.whole)
-        self.started: list[PlanEffect] = []
-        self.at_sync_points: list[list[PlanEffect]] = []
+        self.record = case.here
+        self.here = set(case.here.gathered)
+        self.started: list[Effect] = []
+        self.at_sync_points: list[list[Effect]] = []
 
-    def go(self, to: tuple[Replay | None, tuple[PlanEffect, ...]]) -> None:
+    def go(self, to: tuple[Replay | None, Residency, tuple[Effect, ...]]) -> None:
         """Be there, and do what is asked for."""
-        self.place = to[0]
-        for effect in to[1]:
+        self.place, self.record, effects = to
+        for effect in effects:
             match effect:
-                case GatherUnit(unit):
+                case Gather(1, unit):
                     assert unit not in self.here, "gathered twice"
                     self.here.add(unit)
-                case FreeUnit(unit):
+                case Free(1, unit):
                     self.here.remove(unit)
-                case ReduceUnit():
-                    pass
-            self.started += [] if isinstance(effect, FreeUnit) else [effect]
+                case _:
+                    assert effect == Reduce(1, effect.unit)
+            self.started += [] if isinstance(effect, Free) else [effect]
+        assert self.here == {*self.record.gathered, *self.record.flying}
 
     def do(self, event: int) -> None:
         """Use a unit, or complete the gradient of one."""
         assert self.place is not None
         if event < 0:
-            self.go(replay.start_ready(replay.complete(self.place, [~event])))
+            self.go(replay.start_ready(replay.complete(self.place, [~event]), self.record))
             return
-        there = replay.use(self.place, event, held=event in self.here)
+        here, _ = residency.wait(self.record, [*self.record.flying])
+        there = replay.use(self.place, here, event)
         if there is not None:
             self.go(there)
             assert event in self.here, "a kernel reads a unit that is not there"
 
-    def run(self, own: list[list[int]]) -> list[PlanEffect]:
+    def run(self, own: list[list[int]]) -> list[Effect]:
         """Go through the whole plan; return the collectives in their order."""
         for number, part in enumerate(own):
             for event in part:
                 self.do(event)
             assert self.place is not None
-            self.go(replay.to_sync_point(self.place))
+            self.go(replay.to_sync_point(self.place, self.record))
             if number < len(own) - 1:
                 assert self.place is not None and self.place.waits
                 self.at_sync_points.append(list(self.started))
-                self.go(replay.leave_sync_point(self.place))
+                self.go(replay.leave_sync_point(self.place, self.record))
         assert self.place is None
         return self.started
 
@@ -104,37 +116,38 @@ def test_all_that_the_plan_has_runs_once(case: Case) -> None:
     steps = case.first.plan.steps
     gathers = [unit for step in steps for unit in (*step.gathers, *step.ahead)]
     reduces = [unit for step in steps for unit in step.reduces]
-    assert [x.unit for x in started if isinstance(x, GatherUnit)] == gathers
-    assert [x.unit for x in started if isinstance(x, ReduceUnit)] == reduces
+    assert [x.unit for x in started if isinstance(x, Gather)] == gathers
+    assert [x.unit for x in started if isinstance(x, Reduce)] == reduces
 
 
 def test_a_gradient_is_reduced_when_it_is_complete_and_those_before_it_are() -> None:
-    place = replay.begin(Program((0, ~2, ~1)), NUMELS, frozenset(), Limits())
-    there = replay.use(place, 0, held=False)
+    there = replay.use(replay.begin(Program((0, ~2, ~1)), before()), before(), 0)
     assert there is not None
-    place, effects = replay.start_ready(replay.complete(there[0], [1]))
+    place, here, _ = there
+    place, here, effects = replay.start_ready(replay.complete(place, [1]), here)
     assert effects == ()
-    place, effects = replay.start_ready(replay.complete(place, [2]))
-    assert effects == (ReduceUnit(2), ReduceUnit(1))
-    assert replay.start_ready(place) == (place, ())
+    place, here, effects = replay.start_ready(replay.complete(place, [2]), here)
+    assert effects == (Reduce(1, 2), Reduce(1, 1))
+    assert replay.start_ready(place, here) == (place, here, ())
 
 
 def test_what_is_gathered_beside_the_plan_at_a_sync_point_goes_when_all_ranks_have_come() -> None:
-    place = replay.begin(Program((SYNC, ~0)), NUMELS, frozenset(), Limits())
-    there, _ = replay.to_sync_point(replay.complete(place, [0]))
+    place, here = replay.begin(Program((SYNC, ~0)), before()), before()
+    there, here, _ = replay.to_sync_point(replay.complete(place, [0]), here)
     assert there is not None and there.waits
-    assert replay.to_sync_point(there) == (there, ()), "the walk went on without the other ranks"
-    assert replay.start_ready(there) == (there, ())
-    there, frees = replay.gather_beside(replay.gather_beside(there, 3)[0], 1)
-    assert frees == ()
-    there, frees = replay.gather_beside(there, 2)
-    assert frees == (FreeUnit(3),), "more than two are kept beside the plan"
-    after, effects = replay.leave_sync_point(there)
-    assert effects == (FreeUnit(1), FreeUnit(2), ReduceUnit(0))
+    again = replay.to_sync_point(there, here)
+    assert again == (there, here, ()), "the walk went on without the other ranks"
+    assert replay.start_ready(there, here) == (there, here, ())
+    for unit, frees in ((3, ()), (1, ()), (2, (Free(1, 3),))):
+        there, here, effects = replay.gather_beside(there, here, unit)
+        assert effects == frees, "more than two are kept beside the plan"
+        here, _ = residency.start(here, unit, inexact=False)
+    after, here, effects = replay.leave_sync_point(there, here)
+    assert effects == (Free(1, 1), Free(1, 2), Reduce(1, 0))
     assert not after.waits and after.gathered_here == ()
 
 
 def test_a_use_behind_the_next_sync_point_is_not_in_the_plan() -> None:
-    place = replay.begin(Program((0, SYNC, 1)), NUMELS, frozenset(), Limits())
-    assert replay.use(place, 1, held=False) is None
-    assert replay.use(place, 4, held=False) is None
+    place = replay.begin(Program((0, SYNC, 1)), before())
+    assert replay.use(place, before(), 1) is None
+    assert replay.use(place, before(), 4) is None

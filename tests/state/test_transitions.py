@@ -31,19 +31,16 @@ from fzero.state.protocol import (
     Call,
     Course,
     EndForward,
-    Enter,
     Failed,
     Finish,
-    FinishForward,
     GiveUp,
-    Hold,
     Join,
     Leave,
+    Pin,
     Protocol,
     Raised,
     Ready,
     SyncPoint,
-    Told,
     Units,
     Use,
     advance,
@@ -60,6 +57,7 @@ class One:
     def __init__(self, units: Units) -> None:
         self.protocol, _ = advance(Protocol(), Join(1, units))
         self.posts: list[Any] = []
+        self.is_answered = True  # by the other ranks, of which there is none
 
     def send(self, event: Any, *peers: list[int]) -> list[Effect]:
         """Send an event; answer its rounds, the first one with rows of `peers` besides."""
@@ -67,12 +65,12 @@ class One:
         collected = [*effects]
         while effects and isinstance(effects[-1], Read | Exchange):
             self._post(collected)
-            if isinstance(effects[-1], Read):
-                answer: Any = Answer(Round([self.row(), *peers]))
+            said: Any = (getattr(effects[-1], "value", None),)
+            if said == (None,):
+                waits = effects[-1].waits or self.is_answered
+                said = Round([self.row(), *peers]) if waits else None
                 peers = ()
-            else:
-                answer = Told((effects[-1].value,))
-            self.protocol, effects = advance(self.protocol, answer)
+            self.protocol, effects = advance(self.protocol, Answer(said))
             collected += effects
         self._post(collected)
         return collected
@@ -84,7 +82,7 @@ class One:
     def row(self) -> list[int]:
         posted = self.protocol.posted
         assert posted is not None
-        return row_of(posted, posted.codes or ())
+        return row_of(posted)
 
     def begin(
         self, *events: int, phase: int = 0, program: bool = True, **more: Any
@@ -123,7 +121,7 @@ def test_a_forward_is_not_announced_where_all_units_are_pinned() -> None:
     assert any(isinstance(effect, Post) for effect in one.begin(0))
     one.send(Use(1, 0))
     one.send(EndForward(1))
-    one.send(FinishForward(1))
+    one.send(Finish(1))
     assert one.begin(0) == []
 
 
@@ -197,6 +195,8 @@ def test_what_was_served_before_an_error_is_discarded_once() -> None:
     one.protocol, effects = advance(one.protocol, Answer(Round([one.row(), asked])))
     assert effects[0] == Reduce(1, 0, mine=False)
     assert one.protocol.served == (1,)
+    assert not one.protocol.heard
+    one.protocol, _ = advance(one.protocol, Call("step"))
     one.protocol, effects = advance(one.protocol, Answer(Round([one.row(), FAILS])))
     assert effects == (WaitForReductions(), Discard(1), Raise((1,)))
     assert one.protocol.served == ()
@@ -207,6 +207,7 @@ def test_what_was_served_is_received_once() -> None:
     asked = [*ASKS, 1 + as_code(Asked(1, What.REDUCE, 0))]
     one.protocol, _ = advance(one.protocol, Call("step"))
     one.protocol, _ = advance(one.protocol, Answer(Round([one.row(), asked])))
+    one.protocol, _ = advance(one.protocol, Call("step"))
     effects = one.send(Answer(Round([one.row(), [MessageKind.DONE, 0, 0, 1]])))
     assert effects[:2] == [WaitForReductions(), Receive(1)]
     assert one.protocol.served == ()
@@ -294,7 +295,7 @@ def test_a_use_behind_a_sync_point_is_recorded_again() -> None:
 
 def test_a_use_that_begins_the_next_phase_is_recorded_there() -> None:
     one = One(units(2))
-    one.send(Hold(1, (0,), missing=True))
+    one.send(Pin(1, (0,)))
     one.begin(0)
     one.send(Use(1, 0))
     one.send(EndForward(1))
@@ -308,7 +309,7 @@ def test_a_use_between_the_phases_is_not_recorded() -> None:
     one.begin(0)
     one.send(Use(1, 0))
     one.send(EndForward(1))
-    one.send(Hold(1, (0, 1), missing=True))
+    one.send(Pin(1, (0, 1)))
     one.send(Use(1, 1))
     assert one.did() == (0,)
 
@@ -367,7 +368,7 @@ def test_of_units_that_were_asked_for_the_one_that_was_used_last_stays() -> None
 
 def test_a_unit_that_a_block_holds_does_not_carry_the_plan_beyond_uses_to_come() -> None:
     one = One(units(3))
-    one.send(Hold(1, (0,), missing=True))
+    one.send(Pin(1, (0,)))
     one.begin(1, 2, 0)
     assert Gather(1, 1, exact=False) not in one.send(Use(1, 0))
     assert one.send(Use(1, 1)) == [Gather(1, 1, exact=True), Wait(1, 1)]
@@ -376,7 +377,7 @@ def test_a_unit_that_a_block_holds_does_not_carry_the_plan_beyond_uses_to_come()
 
 def test_a_unit_that_is_here_and_not_in_the_plan_does_not_end_it() -> None:
     one = One(units(3))
-    one.send(Hold(1, (0,), missing=True))
+    one.send(Pin(1, (0,)))
     one.begin(1, 2)
     one.send(Use(1, 1))
     assert one.send(Use(1, 0)) == []
@@ -388,7 +389,7 @@ def test_a_rank_leaves_its_plan_at_a_sync_point_to_which_another_came_without_it
     one = One(units(2))
     one.begin(0, 2, 1)
     one.send(Use(1, 0))
-    effects = one.send(SyncPoint(1), row_of(Message(MessageKind.CALL, SYNC), ()))
+    effects = one.send(SyncPoint(1), row_of(Message(MessageKind.CALL, SYNC)))
     assert [type(effect) for effect in effects] == [Free, Post, Read]
     assert one.course.replay is None
     assert one.course.asked
@@ -400,27 +401,31 @@ def test_a_rank_leaves_its_plan_at_a_sync_point_to_which_another_came_without_it
 def test_a_rank_goes_on_with_one_bucket_while_another_has_not_begun() -> None:
     one = One(TWO_BUCKETS)
     one.begin(*backwards(2).events, phase=1)
-    assert one.send(Ready(1, 1, answered=False)) == []
-    assert one.send(Ready(1, 0, answered=False)) == [Read(), Reduce(1, 1), Reduce(1, 0)]
+    one.is_answered = False
+    assert one.send(Ready(1, 1)) == [Read(waits=False)]
+    assert one.send(Ready(1, 0)) == [Read(), Reduce(1, 1), Reduce(1, 0)]
 
 
 def test_a_rank_whose_announcement_was_answered_does_not_keep_its_bucket() -> None:
     one = One(TWO_BUCKETS)
     one.begin(*backwards(2).events, phase=1)
-    assert one.send(Ready(1, 1, answered=True)) == [Read(), Reduce(1, 1)]
+    assert one.send(Ready(1, 1)) == [Read(waits=False), Reduce(1, 1)]
 
 
 def test_at_stage_3_a_bucket_is_not_kept() -> None:
     one = One(units(2))
     one.begin(0, ~0, phase=1)
-    assert one.send(Ready(1, 0, answered=False))[0] == Read()
+    one.is_answered = False
+    assert one.send(Ready(1, 0))[0] == Read()
 
 
 def test_a_call_in_a_backward_reads_the_announcement_first() -> None:
     one = One(TWO_BUCKETS)
     one.begin(*backwards(2).events, phase=1)
+    assert one.send(Call("a collective of the user's")) == [Read()]
+    assert not one.protocol.heard
     effects = one.send(Call("a collective of the user's"))
-    assert [type(effect) for effect in effects] == [Read, Post, Read]
+    assert [type(effect) for effect in effects] == [Post, Read]
 
 
 # The end of a pass.
@@ -501,7 +506,9 @@ def test_a_block_ends_the_plan_of_another_model() -> None:
     one.send(Join(2, units(1)))
     one.begin(0, 1)
     one.send(Use(1, 0))
-    assert one.send(Enter(2, (0,))) == [Free(1, 0), Gather(1, 1, exact=True)]
+    effects = one.send(Pin(2, (0,)))
+    assert effects[:2] == [Free(1, 0), Gather(1, 1, exact=True)]
+    assert [type(effect) for effect in effects[2:]] == [Post, Read, Gather, Wait]
     assert one.course.replay is None
 
 
@@ -509,7 +516,8 @@ def test_a_bucket_that_a_rank_has_kept_is_reduced_before_a_pass_of_another_model
     one = One(TWO_BUCKETS)
     one.send(Join(2, units(1)))
     one.begin(phase=1, program=False)
-    assert one.send(Ready(1, 0, answered=False)) == []
+    one.is_answered = False
+    assert one.send(Ready(1, 0)) == [Read(waits=False)]
     said = Announcement(text="pass of 2", place=(0, 0), served=True)
     effects = one.send(Begin(2, said, sums=True))
     assert [type(effect) for effect in effects] == [Read, Post, Read, Reduce, Post]

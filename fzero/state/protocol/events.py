@@ -33,10 +33,14 @@ class Announcement:
 
 @dataclass(frozen=True, slots=True)
 class Join:
-    """Register a model; forget an earlier one of the same number."""
+    """Register a model; forget an earlier one of the same number.
+
+    gathered: units that a window has gathered, and brings.
+    """
 
     model: int
     units: Units
+    gathered: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +89,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The gradients of a unit are complete on this rank.
-
-    answered: every rank has answered the announcement, so that reading it waits for nobody.
-    """
+    """The gradients of a unit are complete on this rank."""
 
     model: int
     unit: int
-    answered: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +114,8 @@ class EndForward:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishForward:
-    """A forward is over, and no backward follows."""
-
-    model: int
-
-
-@dataclass(frozen=True, slots=True)
 class Finish:
-    """A backward is over on this rank.
+    """A backward is over on this rank, or a forward that no backward follows.
 
     left: (unit, whether its gradients are complete) of units with gradients that were not reduced.
     """
@@ -156,55 +149,31 @@ class Raised:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call that every rank makes together; the values of all ranks are in `Protocol.heard`.
+    """A call that every rank makes together: one round, in which this rank serves the others.
 
-    values: of this rank; None for those that the caller has when they are posted. has_plan: whether
-    this rank is at a sync point of a plan.
+    The values of all ranks are in `Protocol.heard`, when all make it; until then it is made again,
+    with the values of that moment. has_plan: whether this rank is at a sync point of a plan.
     """
 
     text: str
-    values: tuple[int, ...] | None = ()
+    values: tuple[int, ...] = ()
     has_plan: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Enter:
-    """A `gathered()` block reads units exactly, outside of a pass: free rounded values of them."""
+class Pin:
+    """A `gathered()` block holds units, exactly, on all ranks. A call of all of them."""
 
     model: int
     units: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
-    """Hold units for a block; gather them, on all ranks, if `missing` on any of them."""
+class Unpin:
+    """A block of these units ends; None: a window, which has kept what it gathered."""
 
     model: int
-    units: tuple[int, ...]
-    missing: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LetGo:
-    """A block ends."""
-
-    model: int
-    units: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Adopt:
-    """A window brings units that it has gathered."""
-
-    model: int
-    units: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Settle:
-    """Wait for the pinned units whose gathers are in flight."""
-
-    model: int
+    units: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,24 +184,14 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowEnded:
-    """A window ended: free what it kept."""
-
-    model: int
-
-
-@dataclass(frozen=True, slots=True)
 class Answer:
-    """What every rank said in the round that was read."""
+    """What every rank said in the round that was read, or the values that were exchanged.
 
-    round: Round
+    None where a round was looked for, and some rank has not posted it. Of values those that differ,
+    in the order of the ranks.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """The values that were exchanged, those that differ, in the order of the ranks."""
-
-    values: tuple[Any, ...]
+    said: Round | tuple[Any, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,20 +210,14 @@ Event = (
     | Ready
     | SyncPoint
     | EndForward
-    | FinishForward
     | Finish
     | Failed
     | GiveUp
     | Raised
     | Call
-    | Enter
-    | Hold
-    | LetGo
-    | Adopt
-    | Settle
+    | Pin
+    | Unpin
     | Changed
-    | WindowEnded
     | Answer
-    | Told
     | Broke
 )

@@ -49,32 +49,33 @@ class Course:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One model of a rank: its units, and where it is.
+    """One model of a rank: its units, and where it is."""
 
-    `rounds`: whether what is gathered now may be rounded.
-    """
-
-    units: Units
+    residency: Residency
     phase: PassState = field(default_factory=PassState)
     course: Course = field(default_factory=Course)
-    residency: Residency = field(default_factory=Residency)
-    rounds: bool = False
+
+    @property
+    def units(self) -> Units:
+        """Static facts about its units."""
+        return self.residency.units
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what is gathered now may be rounded."""
+        return self.residency.rounds
 
     @property
     def gather(self) -> What:
         """How ranks ask for what is gathered now."""
         return What.GATHER if self.rounds else What.GATHER_EXACT
 
-    def is_inexact(self, unit: int) -> bool:
-        """Whether a gather that starts now rounds the values of a unit."""
-        return self.rounds and unit in self.units.rounds
 
+Task = tuple[Any, ...]
+"""What is still to do: a transition, and what it is given beside the protocol.
 
-@dataclass(frozen=True, slots=True)
-class Awaiting:
-    """A task that goes on with the next answer."""
-
-    task: Any
+One that a rank goes on with when the others have answered is given their answer, too, at the end.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +89,7 @@ class Protocol:
         posted: the last message of this rank.
         served: models that are in no pass here, of which reductions of other ranks' pass run.
         known: whether the last round ended in an error, on every rank.
-        heard: the values of each rank in the last call.
+        heard: the values of each rank in the last call; () until all of them make it.
         met: whether all ranks came to the last call by a plan, which is then the same, or none did.
         agenda: what is still to do of the event that is handled, the next task first.
         undone: effects that an error in another effect has prevented: the next event does them
@@ -109,14 +110,19 @@ class Protocol:
     known: bool = False
     heard: tuple[tuple[int, ...], ...] = ()
     met: bool = True
-    agenda: tuple[Any, ...] = ()
+    agenda: tuple[Task, ...] = ()
     undone: tuple[Effect, ...] = ()
 
-    def put(self, number: int, model: Model) -> Protocol:
-        """Return the protocol with another record of a model."""
+    def put(self, number: int, **changes: Any) -> Protocol:
+        """Return the protocol with other values of some fields of a model."""
+        model = replaced(self.models[number], **changes)
         return replaced(self, models={**self.models, number: model})
 
-    def then(self, *tasks: Any) -> Protocol:
+    def holding(self, number: int, to: tuple[Residency, tuple[Effect, ...]]) -> Next:
+        """Return the protocol with another residency of a model, and the effects of that."""
+        return self.put(number, residency=to[0]), to[1]
+
+    def then(self, *tasks: Task) -> Protocol:
         """Return the protocol that does these tasks next, in this order."""
         return replaced(self, agenda=(*tasks, *self.agenda))
 

@@ -88,7 +88,8 @@ def save(
         path: a folder, which is made if it is not there; other files in it stay.
         state: one state or engine, idle: no gradient is held.
         extra: what else belongs to the checkpoint and JSON can hold (tuples come back as lists,
-            keys as strings): the position in the data, a scheduler's `state_dict()`. Rank 0's
+            keys as strings): the position in the data, the rate of a scheduler. What has a
+            `state_dict()` (a scheduler, a `fzero.data.Order`) comes back as that dict. Rank 0's
             counts. `load_with_extra` and `read_extra` return it.
         rng: whether the random generators are saved.
         frozen: False: parameters that do not learn are left out (of a fine-tuning that keeps its

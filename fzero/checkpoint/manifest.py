@@ -183,9 +183,12 @@ def _known(slot: Mapping[str, str]) -> dict[str, str]:
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return `extra` as JSON gives it back. Raises `LayoutError` if JSON cannot hold it."""
+    """Return `extra` as JSON gives it back, and what has a `state_dict()` as that.
+
+    Raises `LayoutError` if JSON cannot hold it.
+    """
     try:
-        text = json.dumps(dict(extra or {}))
+        text = json.dumps(dict(extra or {}), default=_state_dict)
     except (TypeError, ValueError) as error:
         raise LayoutError(
             f"save: extra={extra!r:.200} cannot be written as JSON: {error}.",
@@ -193,6 +196,12 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
             fix="give a dict of numbers, strings, lists and dicts; x.tolist() of a tensor.",
         ) from error
     return json.loads(text)
+
+
+def _state_dict(value: Any) -> Any:
+    if not hasattr(value, "state_dict"):
+        raise TypeError(f"a {type(value).__name__} is not one of JSON's kinds")
+    return value.state_dict()
 
 
 def write_manifest(manifest: Manifest, path: Path) -> None:

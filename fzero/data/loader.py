@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
 from fzero.context.generators import seeded
-from fzero.data.order import Order, ranks_here
+from fzero.data.order import Order
 from fzero.errors import CallError, LayoutError, check
 from fzero.state.fold_in import fold_in
 
@@ -33,7 +33,7 @@ class BatchSampler(Sampler[list[int]]):
     Args:
         order: of the first batch.
         epochs: where it ends: before the first batch of this epoch. Left out, it never ends.
-        ranks: the logical ranks that get rows; left out, those that this rank of the world carries.
+        ranks: the logical ranks that get rows; left out, `order.carried()`, those of this rank.
 
     Raises:
         LayoutError: if there are more ranks than logical ranks, or for a logical rank out of range.
@@ -55,8 +55,7 @@ class BatchSampler(Sampler[list[int]]):
         wanted = "the number of the first epoch that is not to be loaded, or None"
         check.require("epochs", epochs, lambda x: x is None or check.is_count(x, least=0), wanted)
         self.order, self.epochs = order, epochs
-        here = ranks_here(order.logical_ranks) if ranks is None else order.checked(ranks)
-        self.ranks = tuple(here)
+        self.ranks = tuple(order.carried() if ranks is None else order.checked(ranks))
 
     def __iter__(self) -> Iterator[list[int]]:
         """Give the ids of each batch."""
@@ -95,7 +94,7 @@ def batches(
             `get_worker_info().dataset`, it is the attribute `dataset`.
         order: of the first batch.
         epochs: where it ends: before the first batch of this epoch. Left out, it never ends.
-        ranks: the logical ranks that get rows; left out, those that this rank of the world carries.
+        ranks: the logical ranks that get rows; left out, `order.carried()`, those of this rank.
         options: of the DataLoader: `num_workers`, `collate_fn`, `pin_memory` and so on. Its own
             `generator`, if it is left out, begins at a seed of the order and the rank.
 

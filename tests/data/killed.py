@@ -46,7 +46,7 @@ def train(folder: Path, until: int, trained: Callable[[int, list[int]], None]) -
         state, _ = step(state, x)
         trained(order.position, x.flatten().int().tolist())
         order = after
-        fzero.checkpoint.save(folder / "kept", state, extra={"order": order.state_dict()})
+        fzero.checkpoint.save(folder / "kept", state, extra={"order": order})
         if order.position == until:
             return
 

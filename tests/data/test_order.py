@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero.data import Order
 from fzero.data.permutation import keys_of, permuted
+from fzero.ranks.axis import Dims
 from fzero.state.logical import carried, share
 
 
@@ -158,6 +161,40 @@ def test_virtual_ranks_have_their_own_rows() -> None:
     assert found.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, -1, -1]]
     with pytest.raises(fzero.LayoutError, match=r"logical_ranks=5, and there are 6 ranks"):
         fzero.simulate(run, world_size=6)(torch.ones(6))
+
+
+def test_the_ranks_of_a_mesh_carry_the_logical_ranks() -> None:
+    order = Order(40, batch_size=1, logical_ranks=5)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        axis = fzero.world()
+        runs = [order.carried(), order.carried((2, 2)), order.carried(axis.shards)]
+        two = replace(axis, dims=Dims(2))
+        runs += [order.carried(two.replicas), order.carried(two.shards)]
+        return torch.tensor([[run.start, run.stop] for run in runs])
+
+    found = fzero.simulate(run, world_size=4)(torch.ones(4)).tolist()
+    of_all, of_two = [[0, 2], [2, 3], [3, 4], [4, 5]], [[0, 3], [3, 5]]
+    for rank, runs in enumerate(found):
+        assert runs == [*[of_all[rank]] * 3, of_two[rank // 2], of_two[rank % 2]]
+    assert order.carried(fzero.Axis(size=1)) == range(5)
+    with pytest.raises(fzero.AxisError, match="mesh is a list"):
+        order.carried([0, 1])  # type: ignore
+
+
+def test_extra_of_a_checkpoint_takes_an_order(tmp_path: Path) -> None:
+    order = Order(40, batch_size=1, logical_ranks=5).after()
+    state = fzero.init(torch.ones(2), fzero.optim.sgd(1.0), stage=1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    extra = {"order": order, "more": [{"scheduler": scheduler}]}
+    fzero.checkpoint.save(tmp_path / "kept", state, extra=extra)
+    found = fzero.checkpoint.read_extra(tmp_path / "kept")
+    assert found["order"] == order.state_dict() and order.resumed(found["order"]) == order
+    assert found["more"][0]["scheduler"]["base_lrs"] == [0.5]
+    for wrong in (torch.ones(1), optimizer.param_groups[0]["params"], torch.nn.Linear(1, 1)):
+        with pytest.raises(fzero.LayoutError, match=r"as JSON: a (Tensor|Parameter)"):
+            fzero.checkpoint.save(tmp_path / "kept", state, extra={"wrong": wrong})
 
 
 def test_a_short_last_batch_leaves_some_logical_ranks_without_rows() -> None:

@@ -17,8 +17,12 @@ from fzero.collectives import (
     CollectiveLog,
     all_gather,
     all_reduce,
+    all_to_all,
     count_collectives,
+    pmax,
     pmean,
+    pmin,
+    ppermute,
     psum,
     psum_scatter,
     reduce_scatter,
@@ -37,7 +41,7 @@ from fzero.errors import (
     PhaseError,
 )
 from fzero.machine import codecs
-from fzero.ranks.mesh import Axis, axis_index, axis_size, world
+from fzero.ranks.mesh import Axis, Mesh, axis_index, axis_size, world
 from fzero.state import DynamicScale, Form, Local, Placement, TrainState, state_bytes
 from fzero.state.codec import Compress
 from fzero.state.fold_in import fold_in
@@ -116,6 +120,7 @@ __all__ = [
     "LayoutError",
     "Local",
     "LostRankError",
+    "Mesh",
     "MismatchError",
     "NonFiniteError",
     "Offload",
@@ -134,6 +139,7 @@ __all__ = [
     "add_gradients",
     "all_gather",
     "all_reduce",
+    "all_to_all",
     "apply_gradients",
     "autocast",
     "axis_index",
@@ -169,7 +175,10 @@ __all__ = [
     "optim",
     "plan",
     "plot",
+    "pmax",
     "pmean",
+    "pmin",
+    "ppermute",
     "prove",
     "psum",
     "psum_scatter",

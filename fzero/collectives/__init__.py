@@ -12,7 +12,11 @@ from fzero.collectives._agree import disagreement as disagreement
 from fzero.collectives._agree import told_everywhere as told_everywhere
 from fzero.collectives._api import all_gather as all_gather
 from fzero.collectives._api import all_reduce as all_reduce
+from fzero.collectives._api import all_to_all as all_to_all
+from fzero.collectives._api import pmax as pmax
 from fzero.collectives._api import pmean as pmean
+from fzero.collectives._api import pmin as pmin
+from fzero.collectives._api import ppermute as ppermute
 from fzero.collectives._api import psum as psum
 from fzero.collectives._api import psum_scatter as psum_scatter
 from fzero.collectives._api import reduce_scatter as reduce_scatter

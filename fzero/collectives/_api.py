@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, overload
+
 import torch
 from torch import Tensor
+from torch._C import _DisableFuncTorch
 
-from fzero.collectives._functions import gather_many, reduce_many, scatter_many
-from fzero.errors import AxisError, LayoutError
-from fzero.ranks.mesh import Axis, ambient
+from fzero.collectives._functions import (
+    LinearMap,
+    apply_map,
+    extremum,
+    gather_many,
+    reduce_many,
+    scatter_many,
+)
+from fzero.collectives._performers import rows_of_ranks
+from fzero.context.here import has_no_values, is_abstract
+from fzero.context.modes import is_recorded, without_transforms
+from fzero.errors import AxisError, LayoutError, PhaseError
+from fzero.ranks.mesh import Axis, Runtime, axis_named
 
 AxisLike = Axis | str
-"""An axis, or the name of the one that the running step is on."""
+"""An axis, or the name of one of the running step: of all its ranks, or of a part of its mesh."""
+
+Sizes = Sequence[int] | Tensor
+"""How many rows go to each rank: W whole numbers."""
+
+outside_of_graphs = torch._disable_dynamo
+"""torch.compile calls a collective as it is, between two graphs. In a graph it would trace which
+ranks there are, and the first call makes groups of them."""
 
 
+@outside_of_graphs
 def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tensor:
     """y = concat_r(x_r): [.., l, ..] -> [.., W l, ..] along `dim`, in rank order.
 
@@ -21,8 +44,8 @@ def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tens
     torch.func, to any order; `torch.func.linearize` raises `AxisError`, and on virtual ranks
     torch's error of nested forward mode.
 
-    `axis` defaults to the axis of the step that runs now, or else the world; its name, "dp" if
-    the mesh gives no other, says the same. The name of one dim of a mesh of two is that dim.
+    `axis` defaults to all ranks of the step that runs now, or else the world; their name, "dp" if
+    the mesh gives no other, says the same. The name of one axis of a mesh is the ranks along it.
     Raises `AxisError` for another name.
 
     Example:
@@ -36,6 +59,7 @@ def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tens
     return gather_many([front], _axis("all_gather", axis), name=name)[0].movedim(0, dim)
 
 
+@outside_of_graphs
 def reduce_scatter(
     x: Tensor, axis: AxisLike | None = None, *, dim: int = 0, ordered: bool = False
 ) -> Tensor:
@@ -67,6 +91,7 @@ def reduce_scatter(
     return scatter_many([front], axis, ordered=ordered, name=name)[0].movedim(0, dim)
 
 
+@outside_of_graphs
 def all_reduce(x: Tensor | float, axis: AxisLike | None = None, *, ordered: bool = False) -> Tensor:
     """y = sum_r(x_r): the same shape, on every rank. transpose: all_reduce.
 
@@ -82,6 +107,7 @@ def all_reduce(x: Tensor | float, axis: AxisLike | None = None, *, ordered: bool
     return reduce_many([_as_tensor(x)], axis, ordered=ordered, name="all_reduce")[0]
 
 
+@outside_of_graphs
 def pmean(x: Tensor | float, axis: AxisLike | None = None) -> Tensor:
     """y = sum_r(x_r) / W, for floating tensors; also for the loss that a step returns.
 
@@ -94,25 +120,286 @@ def pmean(x: Tensor | float, axis: AxisLike | None = None) -> Tensor:
     return reduce_many([_as_tensor(x)], axis, name="all_reduce of pmean")[0] / axis.size
 
 
+@overload
+def all_to_all(
+    x: Tensor,
+    *,
+    split_dim: int = ...,
+    concat_dim: int = ...,
+    axis: AxisLike | None = ...,
+    sizes: None = ...,
+) -> Tensor: ...
+
+
+@overload
+def all_to_all(
+    x: Tensor,
+    *,
+    split_dim: int = ...,
+    concat_dim: int = ...,
+    axis: AxisLike | None = ...,
+    sizes: Sequence[int],
+) -> tuple[Tensor, list[int]]: ...
+
+
+@overload
+def all_to_all(
+    x: Tensor,
+    *,
+    split_dim: int = ...,
+    concat_dim: int = ...,
+    axis: AxisLike | None = ...,
+    sizes: Tensor,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@outside_of_graphs
+def all_to_all(
+    x: Tensor,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    axis: AxisLike | None = None,
+    sizes: Sizes | None = None,
+) -> Tensor | tuple[Tensor, list[int] | Tensor]:
+    """y_r = concat_s(chunk r of x_s): [.., W n, .., m, ..] -> [.., n, .., W m, ..].
+
+    Rank r gets chunk r along `split_dim` of every rank, in rank order along `concat_dim`. Ulysses
+    attention takes it from [seq / W, heads] to [seq, heads / W]: split_dim=1, concat_dim=0.
+
+    transpose   all_to_all with the two dims swapped.
+    valid when  every rank calls it with the same shape and dims, and W divides `split_dim`.
+
+    With `sizes` each rank sends another number of rows to each: sizes[r] to rank r, in order; the
+    experts of a mixture are asked like that. The result is (y, received): the rows of all ranks, in
+    rank order, and how many came from each: a list, or of a tensor an int64 tensor on the CPU. They
+    are what takes y back: `all_to_all(y, sizes=received)` is the transpose. Sizes are told to the
+    other ranks first, which the host waits for. No rank, or one alone, may get rows.
+
+    Args:
+        x: any tensor with a dim.
+        split_dim: the dim that is cut, one chunk for each rank.
+        concat_dim: the dim along which what comes is put together; with sizes the same one.
+        axis: as for `all_gather`.
+        sizes: W whole numbers, of which the sum is the size of `split_dim`: a list, or a tensor,
+            which the host reads.
+
+    Raises:
+        LayoutError: if W does not divide `split_dim`; for sizes that do not go with x.
+        MismatchError: on every rank, if their shapes differ.
+        PhaseError: for sizes that vmap maps over, or that a trace of a real rank has no values of.
+
+    Example:
+        >>> import torch, fzero
+        >>> x = torch.arange(8).view(2, 2, 2)
+        >>> fzero.simulate(fzero.all_to_all, world_size=2)(x)
+        tensor([[[0, 1],
+                 [4, 5]],
+        <BLANKLINE>
+                [[2, 3],
+                 [6, 7]]])
+        >>> def to_the_last(x):  # both rows of each rank go to rank 1
+        ...     y, received = fzero.all_to_all(x, sizes=[0, len(x)])
+        ...     return torch.tensor(received)
+        >>> fzero.simulate(to_the_last, world_size=2)(x)
+        tensor([[0, 0],
+                [2, 2]])
+    """
+    over = _axis("all_to_all", axis)
+    _at_least_1d("all_to_all", x)
+    split, concat = split_dim % x.ndim, concat_dim % x.ndim
+    if sizes is not None:
+        return _by_sizes(x, split, concat, over, sizes)
+    if x.shape[split] % over.size:
+        raise LayoutError(
+            f"all_to_all: dim {split_dim} of shape {tuple(x.shape)} does not divide by the "
+            f"{over.size} ranks of {over}.",
+            cause="a number of heads or rows that is no multiple of the ranks.",
+            fix="pad the dim; or, where ranks send other numbers of rows, say them: sizes=.",
+        )
+    if over.runtime is Runtime.LOCAL:
+        return x
+    chunks = x.unflatten(split, (over.size, x.shape[split] // over.size)).movedim(split, 0)
+    name = f"all_to_all of dim {split} along dim {concat}"
+    (got,) = apply_map(LinearMap("exchange", over, name=name), [chunks])
+    return got.movedim(0, concat).flatten(concat, concat + 1)
+
+
+@outside_of_graphs
+def ppermute(x: Tensor, perm: Iterable[tuple[int, int]], *, axis: AxisLike | None = None) -> Tensor:
+    """y_d = x_s for each (s, d) of `perm`; zeros on a rank that is no destination.
+
+    All ranks send and receive at once, so no order of a ring can deadlock. One step around it is
+    `perm=[(r, (r + 1) % W) for r in range(W)]` with W = `fzero.axis_size(axis)`.
+
+    transpose   ppermute by the inverse pairs (d, s).
+    valid when  every rank calls it with the same shape and the same pairs.
+
+    Args:
+        x: any tensor.
+        perm: pairs (source, destination) of ranks of the axis. A rank is source at most once, and
+            destination at most once.
+        axis: as for `all_gather`.
+
+    Raises:
+        AxisError: for pairs that are none, or a rank that is not on the axis, or comes twice.
+        MismatchError: on every rank, if shapes or pairs differ.
+
+    Example:
+        >>> import torch, fzero
+        >>> shift = lambda x: fzero.ppermute(x, [(0, 1), (1, 2)])
+        >>> fzero.simulate(shift, world_size=3)(torch.tensor([1.0, 2.0, 3.0]))
+        tensor([0., 1., 2.])
+    """
+    over = _axis("ppermute", axis)
+    pairs = _pairs(perm, over)
+    if over.runtime is Runtime.LOCAL:
+        return x if pairs else torch.zeros_like(x)
+    between = tuple(s for s, _ in pairs), tuple(d for _, d in pairs)
+    plan = LinearMap("permute", over, name=f"ppermute by {pairs}", between=between)
+    return apply_map(plan, [x])[0]
+
+
+@outside_of_graphs
+def pmax(x: Tensor | float, axis: AxisLike | None = None) -> Tensor:
+    """y = max_r(x_r), element by element, on every rank; a NaN of any rank is the result.
+
+    It is not differentiated, as in JAX: `PhaseError` for an x that a derivative is wanted of. Give
+    it `x.detach()`, as for the maximum that a softmax subtracts. `axis`: as for `all_gather`.
+
+    Example:
+        >>> import torch, fzero
+        >>> fzero.simulate(fzero.pmax, world_size=3)(torch.tensor([1.0, 3.0, 2.0]))
+        tensor([3., 3., 3.])
+    """
+    return _extremum("pmax", x, axis)
+
+
+@outside_of_graphs
+def pmin(x: Tensor | float, axis: AxisLike | None = None) -> Tensor:
+    """y = min_r(x_r), element by element, on every rank. See `pmax`.
+
+    Example:
+        >>> import torch, fzero
+        >>> fzero.simulate(fzero.pmin, world_size=3)(torch.tensor([1.0, 3.0, 2.0]))
+        tensor([1., 1., 1.])
+    """
+    return _extremum("pmin", x, axis)
+
+
 psum = all_reduce
 psum_scatter = reduce_scatter
 
 
-def _axis(name: str, axis: AxisLike | None) -> Axis:
-    """Return the axis that a caller means; by name, it can be the ambient one only."""
-    if isinstance(axis, Axis):
-        return axis
-    here = ambient()
-    if axis is None or axis == here.name:
-        return here
-    parts = () if here.dims is None else (here.replicas, here.shards)
-    if named := [part for part in parts if part.name == axis]:
-        return named[0]
-    raise AxisError(
-        f"{name}: axis={axis!r}, and the axis here is {here}.",
-        cause="the name of another mesh dim, or a mesh or a group in place of an axis.",
-        fix=f'leave it out, write "{here.name}", or pass an fzero.Axis.',
+def _extremum(name: str, x: Tensor | float, axis: AxisLike | None) -> Tensor:
+    over, x = _axis(name, axis), _as_tensor(x)
+    if x.is_complex():
+        raise LayoutError(
+            f"{name} got a tensor of {x.dtype}.",
+            cause="complex numbers have no order.",
+            fix=f"give it x.abs(), or the real and the imaginary part: {name}(x.real).",
+        )
+    return extremum(name, x, over)
+
+
+def _pairs(perm: Iterable[tuple[int, int]], axis: Axis) -> list[tuple[int, int]]:
+    """Return the pairs of a permutation, sorted: their order says nothing."""
+    try:
+        pairs = sorted((operator.index(s), operator.index(d)) for s, d in perm)
+    except (TypeError, ValueError) as error:
+        raise AxisError(
+            f"ppermute: perm={perm!r} is no list of pairs (source, destination) of ranks.",
+            cause="a list with one rank for each rank, as torch.roll or an index has it.",
+            fix="[(r, (r + 1) % W) for r in range(W)] is one step around the ring of W ranks.",
+        ) from error
+    sides = {"source": [s for s, _ in pairs], "destination": [d for _, d in pairs]}
+    for side, ranks in sides.items():
+        twice = [r for r in ranks if ranks.count(r) > 1]
+        away = [r for r in ranks if not 0 <= r < axis.size]
+        if away or twice:
+            what = f"is not on {axis}" if away else f"is a {side} twice"
+            raise AxisError(
+                f"ppermute: rank {(away or twice)[0]} of perm={pairs} {what}.",
+                cause="ranks that are counted from 1, or without the modulo at the end of the "
+                "ring; ranks of the world on one axis of a mesh; or a sum of what several send.",
+                fix=f"give ranks of the axis, 0 to {axis.size - 1}, each at most once on each "
+                "side; for a sum psum or psum_scatter.",
+            )
+    return pairs
+
+
+def _by_sizes(
+    x: Tensor, split: int, concat: int, axis: Axis, sizes: Sizes
+) -> tuple[Tensor, list[int] | Tensor]:
+    if split != concat:
+        raise LayoutError(
+            f"all_to_all: sizes, with split_dim={split} and concat_dim={concat}.",
+            cause="pieces of other sizes cannot be put together along another dim.",
+            fix="give both the same dim, and move dims of the result.",
+        )
+    sent = _sent(x.shape[split], axis, sizes)
+    received = sent
+    if axis.runtime is not Runtime.LOCAL and not is_abstract():
+        every = rows_of_ranks("the sizes of all_to_all", sent, axis)
+        received = [row[axis.rank] for row in every]
+    y = x
+    if axis.runtime is not Runtime.LOCAL:
+        between = tuple(sent), tuple(received)
+        name = f"all_to_all with sizes, along dim {split}"
+        plan = LinearMap("ragged", axis, name=name, between=between)
+        y = apply_map(plan, [x.movedim(split, 0)])[0].movedim(0, split)
+    if not isinstance(sizes, Tensor):
+        return y, list(received)
+    # On an abstract rank they have no values, as what was given.
+    return y, sizes.new_empty(axis.size) if is_abstract() else torch.tensor(received, device="cpu")
+
+
+def _sent(rows: int, axis: Axis, sizes: Sizes) -> list[int]:
+    """Return how many rows this rank sends to each rank.
+
+    An abstract rank gets as many from each, and of sizes without values it sends the same to each.
+    """
+    if isinstance(sizes, Tensor):
+        sizes = without_transforms("all_to_all: sizes", sizes)
+        if sizes.is_floating_point() or sizes.is_complex() or sizes.ndim != 1:
+            raise _no_sizes(f"a tensor of {sizes.dtype}, shape {tuple(sizes.shape)}", rows, axis)
+        if has_no_values(sizes) or is_recorded([sizes]):
+            return _balanced(rows, axis)
+        with _DisableFuncTorch():
+            sizes = sizes.tolist()
+    sent = list(sizes)
+    if not all(type(n) is int and n >= 0 for n in sent):
+        raise _no_sizes(sent, rows, axis)
+    if (len(sent), sum(sent)) != (axis.size, rows):
+        raise _no_sizes(sent, rows, axis)
+    return sent
+
+
+def _balanced(rows: int, axis: Axis) -> list[int]:
+    if not is_abstract():
+        raise PhaseError(
+            "all_to_all: sizes that are a tensor of a trace, which has no values.",
+            cause="make_fx, or fake tensors, around a step in which data decide how many rows go "
+            "to each rank.",
+            fix="give sizes as a list that is the same in each call, or leave this step untraced; "
+            "fzero.plan and fzero.trace take it as one in which all ranks get the same.",
+        )
+    part, more = divmod(rows, axis.size)
+    return [part + (r < more) for r in range(axis.size)]
+
+
+def _no_sizes(seen: Any, rows: int, axis: Axis) -> LayoutError:
+    return LayoutError(
+        f"all_to_all: sizes={seen} of {rows} rows over the {axis.size} ranks of {axis}.",
+        cause="counts of experts in the place of ranks, or rows that go to no rank.",
+        fix="give one whole number for each rank, in rank order, of which the sum is the number of "
+        "rows: counts.view(W, -1).sum(1) of the counts of experts.",
     )
+
+
+def _axis(name: str, axis: AxisLike | None) -> Axis:
+    """Return the axis that a caller means; by name, a part of the ambient one."""
+    return axis_named(axis, who=name)
 
 
 def _named(op: str, x: Tensor, dim: int) -> str:

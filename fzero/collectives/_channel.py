@@ -36,7 +36,7 @@ class Channel:
         The same ranks with groups of fzero's own, also of its two dims if it has them. A collective
         at first.
         """
-        own = replace(self.data, name=axis.name, dims=axis.dims)
+        own = replace(self.data, name=axis.name, dims=axis.dims, named=axis.named)
         for part in (own.replicas, own.shards) if own.dims is not None else ():
             if part.runtime is Runtime.PROCESSES:
                 with explained("making the groups of the mesh", axis):

@@ -6,7 +6,7 @@ neither on the backend nor on the bucketing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,32 +18,109 @@ from fzero.context.here import is_abstract
 from fzero.ranks.mesh import Axis
 from fzero.state.buffers import SIXTEEN_BIT
 
+Combine = Callable[..., Tensor]
+"""(the parts of all ranks, own=which of them is this rank's) -> one."""
 
-def begin_scatter_by_exchange(fulls: Sequence[Tensor], axis: Axis, op: str) -> Started:
+
+def begin_scatter_by_exchange(
+    fulls: Sequence[Tensor], axis: Axis, op: str, combine: Combine | None = None
+) -> Started:
     """Reduce-scatter: every rank sends each other rank its shard, and adds up what it gets.
 
     On gloo by single sends: an all_to_all would also copy a rank's own shard to itself, which takes
     more memory and is no faster. On nccl by an all_to_all, which is one launch.
     """
+    combine = combine or sum_in_order
     if not all(is_gloo(axis, full.device) for full in fulls):
         works, received = _all_to_all(fulls, axis)
         parts = [got.chunk(axis.size) if got.numel() else [got] for got in received]
-        return Started(op, axis, works, lambda: [sum_in_order(some) for some in parts], fulls)
+        return Started(op, axis, works, lambda: [combine(some) for some in parts], fulls)
     works, sent = _sends(fulls, axis, op)
 
     def finish() -> list[Tensor]:
-        return [sum_in_order(some, axis.rank) for some in sent]
+        return [combine(some, axis.rank) for some in sent]
 
     return Started(op, axis, works, finish, fulls)
 
 
 def begin_all_to_all_by_exchange(fulls: Sequence[Tensor], axis: Axis) -> Started:
     """Each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
-    if all(is_gloo(axis, full.device) for full in fulls):
-        works, parts = _sends(fulls, axis, "all_to_all")
-        return Started("all_to_all", axis, works, lambda: list(map(torch.cat, parts)), fulls)
-    works, received = _all_to_all(fulls, axis)
-    return Started("all_to_all", axis, works, lambda: received, fulls)
+    if not all(is_gloo(axis, full.device) for full in fulls):
+        works, received = _all_to_all(fulls, axis)
+        return Started("all_to_all", axis, works, lambda: received, fulls)
+    works, outs = [], [torch.empty_like(full) for full in fulls]
+    for full, out in zip(fulls, outs, strict=True):
+        if full.numel() and not is_abstract():
+            own, got = full.chunk(axis.size), out.chunk(axis.size)
+            works += sends_between(own, got, axis)
+            got[axis.rank].copy_(own[axis.rank])
+    return Started("all_to_all", axis, works, lambda: outs, fulls)
+
+
+def begin_uneven_by_exchange(
+    xs: Sequence[Tensor], axis: Axis, sent: Sequence[int], received: Sequence[int]
+) -> Started:
+    """Each [sum(sent)] -> [sum(received)]: sent[r] rows to rank r, received[r] rows from it."""
+    works, outs = [], [x.new_empty(sum(received), *x.shape[1:]) for x in xs]
+    for x, out in zip(xs, outs, strict=True):
+        if is_abstract():
+            continue
+        if is_gloo(axis, x.device):
+            own, got = x.split(list(sent)), out.split(list(received))
+            works += sends_between(own, got, axis)
+            got[axis.rank].copy_(own[axis.rank])
+        else:
+            works.append(_single(out, x, received, sent, axis, "all_to_all"))
+    return Started("all_to_all", axis, works, lambda: outs, xs)
+
+
+def begin_permute_by_exchange(
+    xs: Sequence[Tensor], axis: Axis, source: int | None, target: int | None
+) -> Started:
+    """Each [*t] -> [*t]: send it to the target, get the source's; zeros without a source."""
+    mine, works = axis.rank, []
+    outs = [torch.zeros_like(x) if source is None else torch.empty_like(x) for x in xs]
+    for x, out in zip(xs, outs, strict=True):
+        if is_abstract():
+            continue
+        if source == mine:
+            out.copy_(x)
+        nothing = x.new_empty(0)
+        own = [x if r == target and r != mine else nothing for r in range(axis.size)]
+        got = [out if r == source and r != mine else nothing for r in range(axis.size)]
+        if is_gloo(axis, x.device):
+            works += sends_between(own, got, axis, "ppermute")
+            continue
+        # As an all_to_all, of which every rank of the group is a part: ranks without a pair too.
+        comes, goes = ([piece.numel() for piece in some] for some in (got, own))
+        into = out.view(-1) if any(comes) else nothing
+        outof = x.view(-1) if any(goes) else nothing
+        works.append(_single(into, outof, comes, goes, axis, "ppermute"))
+    return Started("ppermute", axis, works, lambda: outs, xs)
+
+
+def _single(
+    out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], axis: Axis, op: str
+) -> Any:
+    with explained(op, axis):
+        return dist.all_to_all_single(
+            out, x, list(received), list(sent), group=axis.group(), async_op=True
+        )
+
+
+def sends_between(
+    sent: Sequence[Tensor], got: Sequence[Tensor], axis: Axis, op: str = "all_to_all"
+) -> list[Any]:
+    """Send to, and receive from, each other rank that has something: gloo's is for equal parts."""
+    group, works = axis.group(), []
+    with explained(op, axis):
+        for r in (r for r in range(axis.size) if r != axis.rank):
+            peer = dist.get_global_rank(group, r)
+            if sent[r].numel():
+                works.append(dist.isend(as_bytes(sent[r]), peer, group=group))
+            if got[r].numel():
+                works.append(dist.irecv(as_bytes(got[r]), peer, group=group))
+    return works
 
 
 def _sends(fulls: Sequence[Tensor], axis: Axis, op: str) -> tuple[list[Any], list[list[Tensor]]]:
@@ -54,20 +131,8 @@ def _sends(fulls: Sequence[Tensor], axis: Axis, op: str) -> tuple[list[Any], lis
         got = [x if r == axis.rank else torch.empty_like(x) for r, x in enumerate(own)]
         parts.append(got)
         if own[0].numel() and not is_abstract():
-            works += _sent(own, got, axis, op)
+            works += sends_between(own, got, axis, op)
     return works, parts
-
-
-def _sent(own: Sequence[Tensor], got: Sequence[Tensor], axis: Axis, op: str) -> list[Any]:
-    """Send own[r] to each other rank r, and receive got[r] from it."""
-    group, works = axis.group(), []
-    with explained(op, axis):  # after a timeout it raises where it starts
-        for r in range(axis.size):
-            if r != axis.rank:
-                peer = dist.get_global_rank(group, r)
-                works.append(dist.isend(as_bytes(own[r]), peer, group=group))
-                works.append(dist.irecv(as_bytes(got[r]), peer, group=group))
-    return works
 
 
 def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Tensor]]:
@@ -82,18 +147,23 @@ def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Te
     return works, received
 
 
-def begin_reduce_by_exchange(values: Sequence[Tensor], axis: Axis) -> Started:
-    """All-reduce as a scatter and a gather, so that each element is summed in rank order."""
+def begin_reduce_by_exchange(
+    values: Sequence[Tensor], axis: Axis, *, op: str = "all_reduce", combine: Combine | None = None
+) -> Started:
+    """All-reduce as a scatter and a gather, so that each element is summed in rank order.
+
+    combine: what is done to the parts of all ranks in the place of the sum.
+    """
     fulls = []
     for value in values:
         flat = value.reshape(-1)
         fulls.append(torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size)))
-    first = begin_scatter_by_exchange(fulls, axis, "all_reduce")
+    first = begin_scatter_by_exchange(fulls, axis, op, combine)
 
     def finish() -> list[Tensor]:
         outs = [torch.empty_like(full) for full in fulls]
         second = begin_gather_into(outs, first.finish(), axis)
-        second._replace(op="all_reduce").wait()
+        second._replace(op=op).wait()
         return [out[: v.numel()].view(v.shape) for out, v in zip(outs, values, strict=True)]
 
     return first._replace(finish=finish)

@@ -1,8 +1,11 @@
-"""The three linear maps over ranks as autograd Functions, closed under transposition.
+"""The linear maps over ranks as autograd Functions, closed under transposition.
 
     gather    x_r [l]   -> y   [W l]   adjoint: scatter
     scatter   x_r [W l] -> y_r [l]     adjoint: gather
     reduce    x_r [n]   -> y   [n]     adjoint: reduce
+    exchange  x_r [W l] -> y_r [W l]   adjoint: exchange; chunk s is chunk r of rank s
+    ragged    x_r [n]   -> y_r [m]     adjoint: ragged, with the sizes of both ways swapped
+    permute   x_r [n]   -> y_r [n]     adjoint: permute, by the inverse pairs
 
 Each takes several buffers, so that one Function is one coalesced collective. They have a rule
 for every mode of torch.func: `backward` applies the partner (hence any order), `jvp` applies the
@@ -24,8 +27,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._performers import UserCall, before_collective
-from fzero.context.modes import is_recorded
-from fzero.errors import AxisError
+from fzero.context.modes import is_differentiated, is_recorded
+from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
 
 
@@ -37,13 +40,33 @@ class LinearMap(NamedTuple):
     ordered: bool = False
     # What a user calls it, for ranks compare it; "" for one of fzero's own, which they agree on.
     name: str = ""
+    # Of a permutation the sources and the destinations, pair by pair; of a ragged exchange how many
+    # rows this rank sends to each rank, and gets from each. The adjoint swaps the two.
+    between: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    @property
+    def adjoint(self) -> LinearMap:
+        """The transposed map."""
+        kind = _ADJOINT.get(self.kind, self.kind)
+        return self._replace(kind=kind, between=(self.between[1], self.between[0]))
+
+    @property
+    def batch_dim(self) -> int:
+        """Where a further dim goes along: behind the dim of the ranks, if there is one."""
+        return 0 if self.kind in ("reduce", "permute") else 1
+
+    @property
+    def rest(self) -> tuple[Any, ...]:
+        """What an op has as its last arguments."""
+        pairs = self.kind in ("permute", "ragged")
+        return (list(self.between[0]), list(self.between[1])) if pairs else (self.ordered,)
 
 
-_ADJOINT = {"gather": "scatter", "scatter": "gather", "reduce": "reduce"}
+_ADJOINT = {"gather": "scatter", "scatter": "gather"}  # the others are their own
 
 
 class _Linear(torch.autograd.Function):
-    """y = A x for one of the three maps A; `plan` says which, over which axis."""
+    """y = A x for one of the maps A; `plan` says which, over which axis."""
 
     @staticmethod
     def forward(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
@@ -56,7 +79,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        return None, *_Linear.apply(ctx.plan._replace(kind=_ADJOINT[ctx.plan.kind]), *dys)
+        return None, *_Linear.apply(ctx.plan.adjoint, *dys)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *dxs: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -67,8 +90,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, plan: LinearMap, *xs: Tensor) -> tuple[Any, Any]:
-        # Behind the rank dim the batch is just one more trailing dim of the same collective.
-        at = 0 if plan.kind == "reduce" else 1
+        at = plan.batch_dim  # one more trailing dim of the same collective
         moved = [
             x.unsqueeze(at).expand(*x.shape[:at], info.batch_size, *x.shape[at:])
             if dim is None
@@ -84,27 +106,28 @@ def gather_many(shards: Sequence[Tensor], axis: Axis, *, name: str = "") -> list
 
     name: of a user's call, here and in the two below.
     """
-    return _apply(LinearMap("gather", axis, name=name), shards)
+    return apply_map(LinearMap("gather", axis, name=name), shards)
 
 
 def scatter_many(
     fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False, name: str = ""
 ) -> list[Tensor]:
     """Each [W l] -> [l]: this rank's shard of the sum over ranks. Adjoint: `gather_many`."""
-    return _apply(LinearMap("scatter", axis, ordered, name), fulls)
+    return apply_map(LinearMap("scatter", axis, ordered, name), fulls)
 
 
 def reduce_many(
     values: Sequence[Tensor], axis: Axis, *, ordered: bool = False, name: str = ""
 ) -> list[Tensor]:
     """Each [n] -> [n]: the sum over ranks. Adjoint: itself."""
-    return _apply(LinearMap("reduce", axis, ordered, name), values)
+    return apply_map(LinearMap("reduce", axis, ordered, name), values)
 
 
-def _apply(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
+def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
+    """Apply a linear map to several buffers, as one coalesced collective."""
     axis = plan.axis
     if axis.runtime is Runtime.LOCAL:
-        return list(xs)  # over one rank all three maps are the identity
+        return list(xs)  # over one rank all maps are the identity
     # To a user's call the other ranks come, and may have something.
     sent = [bool(x.numel() or plan.name) for x in xs]
     wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
@@ -115,7 +138,7 @@ def _apply(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
 
 def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
     """Return what a map makes of a tensor without elements: a shape, and nothing to send."""
-    if kind in ("reduce", "all_to_all"):
+    if kind in ("reduce", "all_to_all", "exchange", "permute"):
         return x.clone()
     if kind == "gather":
         return x.repeat(axis.size, *(1 for _ in x.shape[1:]))
@@ -123,14 +146,16 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 
 
 def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
-    kind, axis, ordered, _ = plan
+    kind, axis = plan.kind, plan.axis
     _come(plan, xs)
-    if not any(x.numel() for x in xs):
+    # A rank without rows may get some in a ragged exchange.
+    if kind != "ragged" and not any(x.numel() for x in xs):
         lowering.meet(f"{_OPS[kind]}[{lowering.shapes_of(xs)}]", axis)
         return [of_nothing(kind, axis, x).clone() for x in xs]
     if axis.runtime is Runtime.PROCESSES and is_recorded(xs):
-        return traced.RUN[kind](list(xs), axis.name, axis.group().group_name, axis.size, ordered)
-    return _BEGIN[kind](xs, axis, ordered).wait()
+        group = axis.group().group_name
+        return traced.RUN[kind](list(xs), axis.name, group, axis.size, *plan.rest)
+    return _BEGIN[kind](xs, plan).wait()
 
 
 def _come(plan: LinearMap, xs: Sequence[Tensor]) -> None:
@@ -140,16 +165,83 @@ def _come(plan: LinearMap, xs: Sequence[Tensor]) -> None:
         return
     op, name = _OPS[plan.kind], plan.name + " in rank order" * plan.ordered
     said = name if name.startswith(op) else f"{op} in the backward of {name}"
-    before_collective(plan.axis, UserCall(said, lowering.shapes_of(xs)))
+    shapes = lowering.shapes_of(xs, ragged=plan.kind == "ragged")
+    before_collective(plan.axis, UserCall(said, shapes))
 
 
-_OPS = {"gather": "all_gather", "scatter": "reduce_scatter", "reduce": "all_reduce"}
-
-_BEGIN: dict[str, Callable[[Sequence[Tensor], Axis, bool], lowering.Started]] = {
-    "gather": lambda xs, axis, ordered: lowering.begin_all_gather(xs, axis),
-    "scatter": lambda xs, axis, ordered: lowering.begin_reduce_scatter(xs, axis, ordered=ordered),
-    "reduce": lambda xs, axis, ordered: lowering.begin_all_reduce(xs, axis, ordered=ordered),
+_OPS = {
+    "gather": "all_gather",
+    "scatter": "reduce_scatter",
+    "reduce": "all_reduce",
+    "exchange": "all_to_all",
+    "ragged": "all_to_all",
+    "permute": "ppermute",
 }
+
+Begin = Callable[[Sequence[Tensor], LinearMap], lowering.Started]
+
+_BEGIN: dict[str, Begin] = {
+    "gather": lambda xs, plan: lowering.begin_all_gather(xs, plan.axis),
+    "scatter": lambda xs, plan: lowering.begin_reduce_scatter(xs, plan.axis, ordered=plan.ordered),
+    "reduce": lambda xs, plan: lowering.begin_all_reduce(xs, plan.axis, ordered=plan.ordered),
+    "exchange": lambda xs, plan: lowering.begin_all_to_all(xs, plan.axis),
+    "ragged": lambda xs, plan: lowering.begin_uneven_all_to_all(xs, plan.axis, *plan.between),
+    "permute": lambda xs, plan: lowering.begin_permute(xs, plan.axis, *plan.between),
+}
+
+
+class _Extremum(torch.autograd.Function):
+    """The largest or the smallest of all ranks' elements; it has no derivative."""
+
+    @staticmethod
+    def forward(name: str, axis: Axis, x: Tensor) -> Tensor:
+        if axis.runtime is Runtime.LOCAL:
+            return x.clone()
+        if is_recorded([x]):
+            before_collective(axis)
+        else:
+            before_collective(axis, UserCall(name, lowering.shapes_of([x])))
+        if not x.numel():
+            lowering.meet(f"{name}[{lowering.shapes_of([x])}]", axis)
+            return x.clone()
+        if axis.runtime is Runtime.PROCESSES and is_recorded([x]):
+            group = axis.group().group_name
+            return traced.RUN[name]([x], axis.name, group, axis.size, False)[0]
+        return lowering.begin_extremum([x], axis, name).wait()[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.name = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        raise not_differentiated(ctx.name)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, __: Any, dx: Tensor) -> Tensor:
+        raise not_differentiated(ctx.name)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, name: str, axis: Axis, x: Tensor) -> tuple[Any, Any]:
+        return _Extremum.apply(name, axis, x), in_dims[2]
+
+
+def extremum(name: str, x: Tensor, axis: Axis) -> Tensor:
+    """Return "pmax" or "pmin" of x over ranks. Raises `PhaseError` if x is differentiated."""
+    if is_differentiated(x):
+        raise not_differentiated(name)
+    return _Extremum.apply(name, axis, x)
+
+
+def not_differentiated(name: str) -> PhaseError:
+    """Return the error of a derivative through an extremum."""
+    return PhaseError(
+        f"{name} of a tensor that is differentiated.",
+        cause=f"{name} has no derivative in fzero, as in JAX: which rank has the extremum changes "
+        "with the values.",
+        fix=f"{name}(x.detach()), if no gradient shall flow through it: the running maximum of a "
+        "softmax cancels in its result. Else all_gather(x).amax(0).",
+    )
 
 
 def _refuse_linearize() -> None:

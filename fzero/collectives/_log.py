@@ -40,8 +40,8 @@ _ABOUT = _About()
 class CollectiveEvent:
     """One buffer that went through one collective, seen from one rank."""
 
-    op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, agree
-    axis: str  # its name: of a mesh of two dims, that of the dim, or "dp" for all ranks
+    op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, ppermute, pmax, broadcast, agree
+    axis: str  # its name: of one axis of a mesh its own, or "dp" for all ranks
     rank: int  # among all ranks of the mesh
     numel: int  # of the full buffer: the gathered result, or what was reduced
     dtype: torch.dtype
@@ -55,7 +55,8 @@ class CollectiveLog:
     """What `count_collectives` saw, in order, for every rank of this process.
 
     `wire_bytes` follows the ring bound: a gather, scatter or all-to-all of P bytes over W ranks
-    sends P (W - 1) / W from each rank, an all-reduce twice that.
+    sends P (W - 1) / W from each rank, an all-reduce (and pmax, pmin) twice that. A ppermute, and
+    an all-to-all of sizes by rank, send what goes to another rank.
     """
 
     events: list[CollectiveEvent] = field(default_factory=list)
@@ -193,7 +194,7 @@ def note(
     if not logs:
         return
     one_way = numel * dtype.itemsize * (axis.size - 1) // axis.size
-    wire_bytes = 2 * one_way if op == "all_reduce" else one_way
+    wire_bytes = 2 * one_way if op in ("all_reduce", "pmax", "pmin") else one_way
     if sends is not None:
         wire_bytes = sends * dtype.itemsize
     event = CollectiveEvent(

@@ -32,8 +32,10 @@ from fzero.collectives._backend import (
 from fzero.collectives._exchange import (
     begin_all_to_all_by_exchange,
     begin_gather_into,
+    begin_permute_by_exchange,
     begin_reduce_by_exchange,
     begin_scatter_by_exchange,
+    begin_uneven_by_exchange,
     sum_in_order,
 )
 from fzero.collectives._log import note
@@ -88,6 +90,77 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
         form = torch.contiguous_format
         return given([x.clone(memory_format=form).flatten(0, 1) for x in mine], axis)
     return begin_all_to_all_by_exchange([full.contiguous() for full in fulls], axis)
+
+
+def begin_uneven_all_to_all(
+    xs: Sequence[Tensor], axis: Axis, sent: Sequence[int], received: Sequence[int]
+) -> Started:
+    """Start to give each [sum(sent), *t] -> [sum(received), *t].
+
+    sent[r] rows go to rank r, in order; received[r] rows come from it, in rank order.
+    """
+    xs = [x.contiguous() for x in xs]
+    for x in xs:
+        width = x[0].numel() if len(x) else x.new_empty(1, *x.shape[1:], device="meta").numel()
+        away = sum(sent) - sent[axis.rank]
+        note("all_to_all", axis, x.numel(), x.dtype, sends=away * width)
+    if _is_op(xs):
+        return given(_as_op("uneven_all_to_all", xs, axis, list(sent), list(received)), axis)
+    if _swaps(axis):
+        op = f"all_to_all with sizes[{shapes_of(xs, ragged=True)}]"
+        parts = [swap_parts(op, x.split(list(sent)), axis) for x in xs]
+        return given([torch.cat(some) for some in parts], axis)
+    return begin_uneven_by_exchange(xs, axis, sent, received)
+
+
+def begin_permute(
+    xs: Sequence[Tensor], axis: Axis, sources: Sequence[int], destinations: Sequence[int]
+) -> Started:
+    """Start to give each [*t] -> [*t]: what the source of this rank has; zeros if it has none."""
+    mine = axis.rank
+    source = dict(zip(destinations, sources, strict=True)).get(mine)
+    target = dict(zip(sources, destinations, strict=True)).get(mine)
+    xs = [x.contiguous() for x in xs]
+    for x in xs:
+        away = x.numel() if target not in (None, mine) else 0
+        note("ppermute", axis, x.numel(), x.dtype, sends=away)
+    if _is_op(xs):
+        return given(_as_op("ppermute", xs, axis, list(sources), list(destinations)), axis)
+    if _swaps(axis):
+        pairs = dict(zip(destinations, sources, strict=True))
+
+        def made(everyone: list[Tensor]) -> Any:
+            # A copy for each rank that gets one: the sender may write into its own afterwards.
+            return {to: everyone[of].clone() for to, of in pairs.items()}
+
+        op = f"ppermute by {sorted(zip(sources, destinations, strict=True))}"
+        every: Any = _swap(op, xs, axis, made)
+        outs = [
+            got.pop(mine) if mine in got else torch.zeros_like(x)
+            for got, x in zip(every, xs, strict=True)
+        ]
+        return given(outs, axis)
+    return begin_permute_by_exchange(xs, axis, source, target)
+
+
+def begin_extremum(values: Sequence[Tensor], axis: Axis, op: str) -> Started:
+    """Start to give each [*t] -> [*t]: the largest ("pmax") or smallest ("pmin") of all ranks'.
+
+    A NaN of any rank is the result, on every backend: it is gathered by exchange, as gloo and nccl
+    compare NaN in other ways.
+    """
+    for value in values:
+        note(op, axis, value.numel(), value.dtype)
+    if _is_op(values):
+        return given(_as_op(op, values, axis), axis)
+
+    def of_all(parts: Sequence[Tensor], own: int | None = None) -> Tensor:
+        stacked = torch.stack(list(parts))
+        return stacked.amax(0) if op == "pmax" else stacked.amin(0)
+
+    if _swaps(axis):
+        return given([x.clone() for x in _swap(op, values, axis, of_all)], axis)
+    return begin_reduce_by_exchange(values, axis, op=op, combine=of_all)
 
 
 def begin_all_reduce(
@@ -213,9 +286,17 @@ def _swap(
     return _exchange(what, values, axis, made)
 
 
-def shapes_of(values: Sequence[Tensor]) -> str:
-    """Return the shapes and dtypes of tensors, as ranks compare them and errors show them."""
-    return ", ".join(f"{tuple(v.shape)} {str(v.dtype).removeprefix('torch.')}" for v in values)
+def shapes_of(values: Sequence[Tensor], *, ragged: bool = False) -> str:
+    """Return the shapes and dtypes of tensors, as ranks compare them and errors show them.
+
+    ragged: ranks may have other numbers of rows.
+    """
+    shapes = [tuple(v.shape) for v in values]
+    texts = [f"({', '.join(map(str, ['*', *shape[1:]]))})" for shape in shapes if ragged]
+    return ", ".join(
+        f"{shape} {str(v.dtype).removeprefix('torch.')}"
+        for shape, v in zip(texts or shapes, values, strict=True)
+    )
 
 
 def meet(what: str, axis: Axis) -> None:
@@ -255,11 +336,11 @@ def _is_op(xs: Sequence[Tensor]) -> bool:
     return is_abstract() and (get_proxy_mode() is not None or not all(map(has_no_values, xs)))
 
 
-def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, ordered: bool = False) -> list[Tensor]:
+def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, *rest: Any) -> list[Tensor]:
     """The collective as one op, of which an abstract rank has the shapes alone."""
     group = axis.group().group_name if axis.group_name else ""
     op = getattr(torch.ops.fzero, name)
-    return op(list(xs), axis.name, group, axis.size, ordered) if xs else []
+    return op(list(xs), axis.name, group, axis.size, *(rest or (False,))) if xs else []
 
 
 def _exchange(what: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any]) -> Any:

@@ -44,7 +44,7 @@ def performer_of(axis: Axis) -> Performer | None:
     found = _OPEN.get(place)
     if found is None or not _is_alive(found):
         _alive.start_signs()
-        whole = replace(axis, dims=None)
+        whole = axis.plain
         with explained("the first call of fzero", axis, cause=_ALONE):
             channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
         found = _OPEN[place] = Performer(channel)
@@ -72,7 +72,7 @@ def _is_alive(performer: Performer) -> bool:
 def _of_run(kept: dict[Any, Any], axis: Axis) -> Performer:
     ranks = Performer, axis.size, axis.stride  # all of them, or those of a replica
     if ranks not in kept:
-        whole = replace(axis, dims=None)
+        whole = axis.plain
         kept[ranks] = Performer(Channel(whole, whole))
     return kept[ranks]
 
@@ -115,6 +115,25 @@ def before_collective(axis: Axis, call: UserCall | None = None) -> None:
         met.call_with(SYNC, lambda: codes)
     if not _go_together(met.protocol.heard, axis):
         raise different(met.tell(f"{call} over {axis.name!r}" if axis.whole else str(call)))
+
+
+def rows_of_ranks(what: str, row: Sequence[int], axis: Axis) -> list[list[int]]:
+    """Return the numbers of every rank of `axis`, as many as this rank's, in rank order.
+
+    All ranks of the mesh call it, and come to this place together. The host waits for them.
+    """
+    whole = axis.whole or axis
+    before_collective(axis, UserCall(what, f"({len(row)},)"))
+    performer = performer_of(whole)
+    if performer is None:
+        return [list(row)]
+    over = replace(performer.axis, name=whole.name)
+
+    def every(rows: list[list[int]]) -> list[list[int]]:
+        return rows
+
+    rows = lowering.begin_exchange(row, over, every, width=len(row), said=what).wait()[0]
+    return axis.parts(rows)[axis.first(whole.rank)]
 
 
 def _in_a_pass(whole: Axis) -> list[Performer]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,6 +40,35 @@ def all_to_all(xs: list[Tensor], name: str, group: str, size: int, ordered: bool
     return lowering.begin_all_to_all(xs, _axis(name, group, size)).wait()
 
 
+@torch.library.custom_op("fzero::uneven_all_to_all", mutates_args=())
+def uneven_all_to_all(
+    xs: list[Tensor], name: str, group: str, size: int, sent: list[int], received: list[int]
+) -> list[Tensor]:
+    """Each [sum(sent)] -> [sum(received)]: rows for and from each rank, in rank order."""
+    axis = _axis(name, group, size)
+    return lowering.begin_uneven_all_to_all(xs, axis, sent, received).wait()
+
+
+@torch.library.custom_op("fzero::ppermute", mutates_args=())
+def ppermute(
+    xs: list[Tensor], name: str, group: str, size: int, sources: list[int], destinations: list[int]
+) -> list[Tensor]:
+    """Each [n] -> [n]: what the source of this rank has; zeros where there is none."""
+    return lowering.begin_permute(xs, _axis(name, group, size), sources, destinations).wait()
+
+
+@torch.library.custom_op("fzero::pmax", mutates_args=())
+def pmax(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    """Each [n] -> [n]."""
+    return lowering.begin_extremum(xs, _axis(name, group, size), "pmax").wait()
+
+
+@torch.library.custom_op("fzero::pmin", mutates_args=())
+def pmin(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
+    """Each [n] -> [n]."""
+    return lowering.begin_extremum(xs, _axis(name, group, size), "pmin").wait()
+
+
 @all_gather.register_fake
 def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     return [x.new_empty(size * x.shape[0], *x.shape[1:]) for x in xs]
@@ -48,6 +80,8 @@ def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list
 
 
 @all_reduce.register_fake
+@pmax.register_fake
+@pmin.register_fake
 def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
 
@@ -57,7 +91,30 @@ def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list
     return [torch.empty_like(x) for x in xs]
 
 
-RUN = {"gather": all_gather, "scatter": reduce_scatter, "reduce": all_reduce}
+@uneven_all_to_all.register_fake
+def _(
+    xs: list[Tensor], name: str, group: str, size: int, sent: list[int], received: list[int]
+) -> list[Tensor]:
+    return [x.new_empty(sum(received), *x.shape[1:]) for x in xs]
+
+
+@ppermute.register_fake
+def _(
+    xs: list[Tensor], name: str, group: str, size: int, sources: list[int], destinations: list[int]
+) -> list[Tensor]:
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
+
+
+RUN: dict[str, Callable[..., Any]] = {
+    "gather": all_gather,
+    "scatter": reduce_scatter,
+    "reduce": all_reduce,
+    "exchange": all_to_all,
+    "ragged": uneven_all_to_all,
+    "permute": ppermute,
+    "pmax": pmax,
+    "pmin": pmin,
+}
 
 
 def _axis(name: str, group: str, size: int) -> Axis:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.collectives._backend import Started, as_bytes, explained, given, is_gloo
+from fzero.collectives._backend import Started, explained, given, is_gloo
+from fzero.collectives._exchange import sends_between
 from fzero.collectives._log import note
 from fzero.collectives._lowering import swap_parts
 from fzero.collectives._start import InFlight
@@ -62,23 +62,10 @@ def _begin(sent: list[Tensor], sizes: Sequence[int], axis: Axis) -> Started:
     if is_abstract():
         return Started("all_to_all", axis, (), lambda: got, sent)
     if is_gloo(axis, sent[mine].device):
-        return Started("all_to_all", axis, _sends(sent, got, axis), lambda: got, sent)
+        return Started("all_to_all", axis, sends_between(sent, got, axis), lambda: got, sent)
     nothing = sent[mine].new_empty(0)
     away = [nothing if r == mine else x.contiguous() for r, x in enumerate(sent)]
     into = [nothing if r == mine else x for r, x in enumerate(got)]
     with explained("all_to_all", axis):
         work = dist.all_to_all(into, away, group=axis.group(), async_op=True)
     return Started("all_to_all", axis, [work], lambda: got, away)
-
-
-def _sends(sent: Sequence[Tensor], got: Sequence[Tensor], axis: Axis) -> list[Any]:
-    """Send to, and receive from, each other rank that has something: gloo's is for equal parts."""
-    group, works = axis.group(), []
-    with explained("all_to_all", axis):
-        for r in (r for r in range(axis.size) if r != axis.rank):
-            peer = dist.get_global_rank(group, r)
-            if sent[r].numel():
-                works.append(dist.isend(as_bytes(sent[r]), peer, group=group))
-            if got[r].numel():
-                works.append(dist.irecv(as_bytes(got[r]), peer, group=group))
-    return works

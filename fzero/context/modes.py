@@ -10,7 +10,12 @@ import optree
 import torch
 from torch import Tensor
 from torch._C import _DisableFuncTorch
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, maybe_current_level
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
@@ -70,6 +75,29 @@ def holds(condition: Tensor) -> bool:
         condition = get_unwrapped(condition)
     with _DisableFuncTorch():
         return bool(condition.all())
+
+
+def is_differentiated(x: Tensor) -> bool:
+    """Whether a gradient by `x` is wanted, by autograd or by any level of torch.func."""
+    while True:
+        if torch.is_grad_enabled() and x.requires_grad:
+            return True
+        if not is_functorch_wrapped_tensor(x):
+            return False
+        x = get_unwrapped(x)
+
+
+def without_transforms(name: str, x: Tensor) -> Tensor:
+    """Return the values of x inside of transforms. Raises `PhaseError` if vmap maps over it."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            raise PhaseError(
+                f"{name} under torch.func.vmap.",
+                cause="each sample has values of its own, and the host needs one for all of them.",
+                fix="compute it outside of vmap, and map over the other arguments: in_dims.",
+            )
+        x = get_unwrapped(x)
+    return x
 
 
 def is_recorded(tensors: Iterable[Any]) -> bool:

@@ -2,10 +2,12 @@
 
 An axis of two dims has R replicas of S shards each: rank r S + s is in replica r, and has shard s.
 Its parts are axes as well: `shards`, the ranks of one replica, and `replicas`, those of one shard.
+A mesh of named axes counts its ranks with the last axis fastest; `along` gives the part of a name.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -47,12 +49,13 @@ class Axis:
         runtime: where the ranks live.
         group_name: torch.distributed's name of the process group, for processes.
         dims: of an axis of two dims, how many replicas there are, and the names of the dims.
+        named: of a mesh of named axes, the name and the size of each, the last one fastest.
         whole: of a part, the axis of all ranks.
         stride: of a part, how far its ranks are apart on the whole.
 
     Raises:
-        AxisError: for fewer than one rank, for several that nothing connects, and for a number of
-            replicas that does not divide them.
+        AxisError: for fewer than one rank, for several that nothing connects, for a number of
+            replicas that does not divide them, and for named axes of another number of ranks.
 
     Example:
         >>> axis = Axis(size=1)
@@ -67,10 +70,12 @@ class Axis:
     dims: Dims | None = None
     whole: Axis | None = None
     stride: int = 1
+    named: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a number of ranks that cannot be."""
         uneven = self.dims is not None and self.size % max(self.dims.replicas, 1)
+        uneven = uneven or (self.named and math.prod(n for _, n in self.named) != self.size)
         if self.size < 1 or uneven or (self.runtime is Runtime.LOCAL and self.size != 1):
             raise AxisError(
                 f"Axis(size={self.size}, runtime={self.runtime}, dims={self.dims}).",
@@ -116,15 +121,56 @@ class Axis:
         replicas, names = self.dims
         return self._part(names[0], replicas, self.size // replicas)
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that a collective may be told: that of the axis itself, then those of parts."""
+        parts = () if self.dims is None else self.dims.names
+        return (self.name, *dict.fromkeys([*(name for name, _ in self.named), *parts]))
+
+    def along(self, name: str, *, who: str = "") -> Axis:
+        """Return the axis of that name, with the ranks that differ from this one in it alone.
+
+        `who` is said first in an error. Raises `AxisError` for a name that the mesh has not.
+
+        Example:
+            >>> import fzero
+            >>> def place():
+            ...     seq = fzero.Mesh({"data": 2, "seq": 2}).axis.along("seq")
+            ...     return seq.rank + 10 * seq.size
+            >>> fzero.simulate(place, world_size=4)()
+            tensor([20, 21, 20, 21])
+        """
+        if name == self.name:
+            return self
+        stride = 1
+        for other, size in reversed(self.named):
+            if other == name:
+                return self._part(name, size, stride)
+            stride *= size
+        if self.dims is not None and name in self.dims.names:
+            return (self.replicas, self.shards)[self.dims.names.index(name)]
+        raise AxisError(
+            f"{who}{': ' if who else ''}axis={name!r}, and the axis here is {self}.",
+            cause="the name of another mesh dim, or a mesh or a group in place of an axis; or a "
+            "call outside of the step, where no mesh is known by its names.",
+            fix=f"leave it out, write {' or '.join(map(repr, self.names))}, or pass an fzero.Axis, "
+            f"as `fzero.Mesh(...).axis.along({name!r})`.",
+        )
+
     def as_virtual(self) -> Axis:
         """The same ranks as virtual ones: what a trace, or a plan, knows them as."""
         runtime = Runtime.LOCAL if self.size == 1 else Runtime.VIRTUAL
         return replace(self, runtime=runtime, group_name="")
 
+    @property
+    def plain(self) -> Axis:
+        """The same ranks, in one dim."""
+        return replace(self, dims=None, named=())
+
     def _part(self, name: str, size: int, stride: int) -> Axis:
         if size == 1:
             return Axis(name=name, size=1)
-        whole = replace(self, dims=None)
+        whole = self.plain
         return replace(whole, name=name, size=size, whole=whole, stride=stride)
 
     def first(self, rank: int) -> int:
@@ -152,6 +198,10 @@ class Axis:
             ) from error
 
     def __str__(self) -> str:
+        if self.named:
+            sizes = " x ".join(f"{name} {size}" for name, size in self.named)
+            copies = "" if self.dims is None else f" in {self.dims.replicas} replicas"
+            return f"axis {self.name!r} ({self.runtime.value}, {sizes} ranks{copies})"
         dims = "" if self.dims is None else f"{self.dims.replicas} x "
         size = self.size if self.dims is None else self.size // self.dims.replicas
         return f"axis {self.name!r} ({self.runtime.value}, {dims}{size} ranks)"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,8 +31,100 @@ They are the process's, not a thread's: on a GPU a backward, and what it recompu
 thread of autograd's own. Virtual ranks, which are threads, have one list each.
 """
 
-MeshLike = DeviceMesh | Axis | tuple[int, int] | None
+
+@dataclass(frozen=True, slots=True, init=False)
+class Mesh:
+    """A mesh of named axes: how many ranks along each, and which of them hold copies.
+
+    Ranks are counted with the last axis fastest: of {"data": 2, "seq": 4} rank 5 is at data 1 and
+    seq 1, and ranks 4 to 7 are one line along "seq". Keep those that talk most next to each other.
+
+    States are sharded over all axes, whatever a loss does along them, for parameters are the same
+    at every place. `replicate` names the axes along which ranks hold copies of the shards (hybrid
+    sharding): they come first, and a gradient is reduced over the others, then over them.
+
+    Args:
+        axes: {name: size}, of which the product is the number of ranks; or a DeviceMesh of which
+            each dim has a name, with its ranks in ascending order.
+        replicate: a name, or names.
+
+    Raises:
+        AxisError: for names or sizes that cannot be, and for axes in `replicate` that do not come
+            first; where it is used, for another number of ranks.
+
+    Example:
+        >>> import torch, fzero
+        >>> mesh = fzero.Mesh({"data": 2, "seq": 2})
+        >>> def loss(p, x):
+        ...     return fzero.psum((p["w"] * x).sum(), axis="seq")
+        >>> def step_fn(state, x):
+        ...     state, value = fzero.grad_and_reduce(loss, state)(x)
+        ...     return fzero.apply_gradients(state), value
+        >>> step = fzero.simulate(fzero.shard(step_fn, stage=3, mesh=mesh), world_size=4)
+        >>> state = step.init({"w": torch.ones(2)}, fzero.optim.sgd(0.1))
+        >>> step(state, torch.tensor([[1.0], [2.0], [3.0], [4.0]]))[1]
+        tensor([ 6.,  6., 14., 14.])
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    replicate: tuple[str, ...]
+    device_mesh: DeviceMesh | None
+
+    def __init__(
+        self, axes: Mapping[str, int] | DeviceMesh, *, replicate: str | Sequence[str] = ()
+    ) -> None:
+        """Check the names and the sizes."""
+        put = partial(object.__setattr__, self)
+        put("device_mesh", axes if isinstance(axes, DeviceMesh) else None)
+        put("axes", _named_axes(axes))
+        put("replicate", (replicate,) if isinstance(replicate, str) else tuple(replicate))
+        names = [name for name, _ in self.axes]
+        if self.replicate == () or sorted(self.replicate) == sorted(names[: len(self.replicate)]):
+            return
+        unknown = [name for name in self.replicate if name not in names]
+        first = {**dict.fromkeys(self.replicate), **dict.fromkeys(names)}
+        raise AxisError(
+            f"replicate={self.replicate} on a mesh of the axes {names}.",
+            cause=f"{unknown} is no axis of the mesh."
+            if unknown
+            else "the ranks of one replica must follow each other, so the axes that hold copies "
+            "come first.",
+            fix=f"name some of {names}." if unknown else f"give the axes as {[*first]}.",
+        )
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks, as those that run here know them: `mesh.axis.along("seq").rank`.
+
+        A collective at first, where fzero starts the process group.
+        """
+        return axis_of(self)
+
+    def __repr__(self) -> str:
+        """Return it as it is written."""
+        copies = f", replicate={self.replicate}" if self.replicate else ""
+        return f"Mesh({dict(self.axes)}{copies})"
+
+
+MeshLike = Mesh | DeviceMesh | Axis | Mapping[str, int] | tuple[int, int] | None
 """What a user gives as a mesh: see `axis_of`."""
+
+
+def _named_axes(axes: Any) -> tuple[tuple[str, int], ...]:
+    found: list[tuple[Any, Any]] = []
+    if isinstance(axes, DeviceMesh):
+        found = [(name, axes.size(dim)) for dim, name in enumerate(axes.mesh_dim_names or ())]
+    elif isinstance(axes, Mapping):
+        found = [*cast("Mapping[Any, Any]", axes).items()]
+    good = [type(name) is str and name and type(n) is int and n > 0 for name, n in found]
+    if found and all(good):
+        return tuple(found)
+    raise AxisError(
+        f"a mesh of the axes {found or axes}.",
+        cause="a size below 1, no axis at all, or a DeviceMesh without names.",
+        fix='give names and sizes, {"data": 2, "seq": 4}, or '
+        'init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "seq")).',
+    )
 
 
 def world() -> Axis:
@@ -68,8 +163,9 @@ def axis_of(mesh: MeshLike) -> Axis:
     """Return the axis that `mesh` means.
 
     Args:
-        mesh: None for the world; a DeviceMesh of one dim, whose name becomes the axis's, or of two,
-            (replicate, shard); their sizes (R, S), for a world of R S ranks; an axis.
+        mesh: None for the world; named axes of the world, {"data": 2, "seq": 4}, or a `Mesh`; a
+            DeviceMesh of one dim, whose name becomes the axis's, or of two, (replicate, shard);
+            their sizes (R, S), for a world of R S ranks; an axis.
 
     Raises:
         AxisError: for anything else, and on a rank that is not in the mesh.
@@ -84,6 +180,8 @@ def axis_of(mesh: MeshLike) -> Axis:
         return mesh
     if isinstance(mesh, tuple):
         return _axis_of_sizes(mesh)
+    if isinstance(mesh, Mapping | Mesh):
+        return _axis_of_names(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
     axis = _axis_of_mesh(_device_mesh(mesh))
     return axis.as_virtual() if is_abstract() else axis
 
@@ -93,8 +191,9 @@ def _device_mesh(mesh: object) -> DeviceMesh:
         raise AxisError(
             f"mesh is a {type(mesh).__name__}.",
             cause="a process group or a list of ranks was passed.",
-            fix='pass a DeviceMesh, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), or '
-            "the sizes (replicas, shards) of the world's two dims.",
+            fix='pass a DeviceMesh, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), the '
+            "sizes (replicas, shards) of the world's two dims, or names and sizes, "
+            '{"data": 2, "seq": 2}.',
         )
     return mesh
 
@@ -104,24 +203,67 @@ def _listed(ranks: Any) -> Any:
     return ranks.tolist()
 
 
-def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
+def _axis_of_names(mesh: Mesh) -> Axis:
+    """Return the axis of all ranks of a mesh of named axes."""
+    axis = world() if mesh.device_mesh is None else _axis_of_ranks(mesh.device_mesh)
+    size = math.prod(n for _, n in mesh.axes)
+    if size != axis.size:
+        raise AxisError(
+            f"mesh={dict(mesh.axes)} has {size} ranks, and there are {axis.size}.",
+            cause="another number of ranks than the program was written for.",
+            fix="give sizes of which the product is the number of ranks; for some of the ranks "
+            "only, fzero.Mesh of a DeviceMesh.",
+        )
+    names = [name for name, _ in mesh.axes]
+    if len(names) == 1:
+        return replace(axis, name=names[0])
+    name = "_".join(names) if "dp" in names else "dp"  # another one than the axes have
+    made = replace(axis, name=name, named=mesh.axes)
+    copies, others = mesh.axes[: len(mesh.replicate)], names[len(mesh.replicate) :]
+    replicas = math.prod(n for _, n in copies)
+    if replicas == 1:
+        return made
+    return replace(made, dims=Dims(replicas, ("_".join(n for n, _ in copies), "_".join(others))))
+
+
+def _axis_of_ranks(mesh: DeviceMesh) -> Axis:
+    """Return the axis of all ranks of a DeviceMesh, in one dim."""
+    _require_in(mesh)
+    ranks: list[int] = _listed(mesh.mesh.flatten())
+    if ranks != sorted(ranks):
+        raise _other_order(mesh)
+    like = mesh.get_group(mesh.ndim - 1)
+    axis = _axis_of_group(like if mesh.ndim == 1 else among(ranks, like))
+    return axis.as_virtual() if is_abstract() else axis
+
+
+def _require_in(mesh: DeviceMesh) -> None:
     if mesh.get_coordinate() is None:
         raise AxisError(
             f"this process, rank {dist.get_rank()}, is not in the mesh {_listed(mesh.mesh)}.",
             cause="a mesh of some of the ranks, and code that all of them run.",
             fix="call this on the ranks of the mesh only, or give the others a mesh of theirs.",
         )
+
+
+def _other_order(mesh: DeviceMesh) -> AxisError:
+    return AxisError(
+        f"mesh has {mesh.ndim} dims {mesh.mesh_dim_names} of the ranks {_listed(mesh.mesh)}.",
+        cause="a mesh with dims of other kinds of parallelism, or with ranks in another order.",
+        fix='pass one dim of it, mesh["shard"], or two, mesh["replicate", "shard"], with '
+        "the ranks in ascending order, so that those of a replica follow each other. For any "
+        "number of dims, fzero.Mesh(mesh, replicate=...).",
+    )
+
+
+def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
+    _require_in(mesh)
     names = mesh.mesh_dim_names
     if mesh.ndim == 1:
         return _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
     ranks: list[int] = _listed(mesh.mesh.flatten())
     if mesh.ndim != 2 or ranks != sorted(ranks):
-        raise AxisError(
-            f"mesh has {mesh.ndim} dims {names} of the ranks {_listed(mesh.mesh)}.",
-            cause="a mesh with dims of other kinds of parallelism, or with ranks in another order.",
-            fix='pass one dim of it, mesh["shard"], or two, mesh["replicate", "shard"], with '
-            "the ranks in ascending order, so that those of a replica follow each other.",
-        )
+        raise _other_order(mesh)
     if mesh.size(0) == 1:
         return _axis_of_group(mesh.get_group(1), name=names[1] if names else "dp")
     dims = Dims(mesh.size(0), (names[0], names[1])) if names else Dims(mesh.size(0))
@@ -148,6 +290,13 @@ def mesh_of_replicas(mesh: MeshLike) -> Axis:
     axis = axis_of(mesh)
     if axis.dims is not None or axis.size == 1:
         return axis
+    if axis.named:
+        raise AxisError(
+            f"local updates on {axis}, of which no axis holds copies.",
+            cause="a mesh of named axes, along which a loss may communicate: which of its ranks "
+            "train apart?",
+            fix=f'fzero.Mesh({dict(axis.named)}, replicate="{axis.named[0][0]}").',
+        )
     two = isinstance(mesh, tuple) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
     return replace(axis, dims=Dims(1 if two else axis.size))
 
@@ -205,8 +354,23 @@ def _running() -> list[Axis]:
     return _RUNNING if here is None else here.kept.setdefault(_running, [])
 
 
-def axis_index() -> int:
-    """Return r, this rank's index on the ambient axis: that of the step that runs, else the world.
+def axis_named(axis: Axis | str | None, *, who: str) -> Axis:
+    """Return the axis that a caller `who` means: the ambient one, or a part of it by its name.
+
+    Raises `AxisError` for what is neither.
+    """
+    if isinstance(axis, Axis):
+        return axis
+    here = ambient()
+    return here if axis is None else here.along(axis, who=who)
+
+
+@torch._disable_dynamo
+def axis_index(axis: Axis | str | None = None) -> int:
+    """Return r, this rank's index on an axis.
+
+    Args:
+        axis: its name, or an axis. Default: that of the step that runs, else the world.
 
     Returns:
         An int in range(axis_size()).
@@ -218,11 +382,15 @@ def axis_index() -> int:
         >>> axis_index()
         0
     """
-    return ambient().rank
+    return axis_named(axis, who="axis_index").rank
 
 
-def axis_size() -> int:
-    """Return W, the number of ranks on the ambient axis: of the step that runs, else the world.
+@torch._disable_dynamo
+def axis_size(axis: Axis | str | None = None) -> int:
+    """Return W, the number of ranks on an axis.
+
+    Args:
+        axis: its name, or an axis. Default: that of the step that runs, else the world.
 
     Returns:
         An int, at least 1.
@@ -234,7 +402,7 @@ def axis_size() -> int:
         >>> axis_size()
         1
     """
-    return ambient().size
+    return axis_named(axis, who="axis_size").size
 
 
 def _axis_of_group(group: dist.ProcessGroup, name: str = "dp") -> Axis:

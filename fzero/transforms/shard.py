@@ -11,7 +11,7 @@ from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, takes
-from fzero.ranks.mesh import Axis, Runtime
+from fzero.ranks.mesh import Axis, Runtime, running_on
 from fzero.state import TrainState
 from fzero.transforms._models import stages_of
 from fzero.transforms.closure import reaches
@@ -108,7 +108,8 @@ def shard(  # noqa: D417 {options}
         if donate:
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
-        state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
+        with running_on(states[0].mesh):  # so that collectives of the step know its axes by name
+            state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux
 

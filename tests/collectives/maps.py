@@ -1,4 +1,4 @@
-"""The three maps over ranks, as fzero has them and as plain formulas on the stacked ranks."""
+"""The maps over ranks, as fzero has them and as plain formulas on the stacked ranks."""
 
 from __future__ import annotations
 
@@ -34,10 +34,37 @@ def reduced(xs: Tensor) -> Tensor:
     return torch.stack([xs.sum(0)] * len(xs))
 
 
+def exchanged(xs: Tensor) -> Tensor:
+    """y_r = concat(chunk r of x_0, of x_1, ..)."""
+    chunks = xs.unflatten(1, (len(xs), xs.shape[1] // len(xs)))
+    return chunks.transpose(0, 1).flatten(1, 2)
+
+
+def ring(size: int, step: int = 1) -> list[tuple[int, int]]:
+    """The pairs of some steps around the ring."""
+    return [(r, (r + step) % size) for r in range(size)]
+
+
+def ppermute(x: Tensor) -> Tensor:
+    """One step around the ring."""
+    return fzero.ppermute(x, ring(fzero.axis_size()))
+
+
+def back(x: Tensor) -> Tensor:
+    """One step back."""
+    return fzero.ppermute(x, ring(fzero.axis_size(), -1))
+
+
+back.__name__ = "ppermute"  # what is counted
+
+
 MAPS = {
     "gather": Map(fzero.all_gather, gathered, "scatter"),
     "scatter": Map(fzero.reduce_scatter, scattered, "gather"),
     "reduce": Map(fzero.all_reduce, reduced, "reduce"),
+    "exchange": Map(fzero.all_to_all, exchanged, "exchange"),
+    "permute": Map(ppermute, lambda xs: xs.roll(1, 0), "back"),
+    "back": Map(back, lambda xs: xs.roll(-1, 0), "permute"),
 }
 
 

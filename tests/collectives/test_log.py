@@ -11,11 +11,11 @@ import fzero
 from tests.collectives.maps import MAPS, simulated
 from tests.strategies import integers, many, seeds
 
-WAYS = {"gather": 1, "scatter": 1, "reduce": 2}
+WAYS = {"gather": 1, "scatter": 1, "reduce": 2, "exchange": 1}
 
 
 @given(
-    name=st.sampled_from(sorted(MAPS)),
+    name=st.sampled_from(sorted(WAYS)),
     ranks=many,
     rows=st.integers(1, 3),
     dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),

@@ -24,6 +24,7 @@ from tests.strategies import integers, same
 
 pytestmark = pytest.mark.xdist_group("gloo")
 ADJOINT = {"gather": "reduce_scatter", "scatter": "all_gather", "reduce": "all_reduce"}
+ADJOINT |= {"exchange": "all_to_all", "permute": "ppermute", "back": "ppermute"}
 
 
 def collectives_in(graph: torch.fx.GraphModule) -> list[str]:

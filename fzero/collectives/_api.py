@@ -22,17 +22,13 @@ from fzero.collectives._performers import rows_of_ranks
 from fzero.context.here import has_no_values, is_abstract
 from fzero.context.modes import is_recorded, without_transforms
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.ranks.mesh import Axis, Runtime, axis_named
+from fzero.ranks.mesh import Axis, Runtime, axis_named, outside_of_graphs
 
 AxisLike = Axis | str
 """An axis, or the name of one of the running step: of all its ranks, or of a part of its mesh."""
 
 Sizes = Sequence[int] | Tensor
 """How many rows go to each rank: W whole numbers."""
-
-outside_of_graphs = torch._disable_dynamo
-"""torch.compile calls a collective as it is, between two graphs. In a graph it would trace which
-ranks there are, and the first call makes groups of them."""
 
 
 @outside_of_graphs

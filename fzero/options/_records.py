@@ -64,8 +64,9 @@ class PlaceOptions:
     )
     mesh: MeshLike = option(
         None,
-        "default the world (what torchrun started; else one rank); a DeviceMesh of one dim, or of "
-        "two, (replicate, shard); or their sizes (R, S), R S being the world's.",
+        "default the world (what torchrun started; else one rank); named axes of it, "
+        '{"data": 2, "seq": 4}, or an fzero.Mesh; a DeviceMesh of one dim, or of two, (replicate, '
+        "shard); or their sizes (R, S), R S being the world's.",
         axis="meshes",
     )
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,12 @@ from fzero.ranks._launch import describes_several_ranks
 from fzero.ranks.axis import Axis as Axis
 from fzero.ranks.axis import Dims
 from fzero.ranks.axis import Runtime as Runtime
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_TORCH: Any = torch
+"""What torch has no public name for."""
 
 _RUNNING: list[Axis] = []
 """The axes of the steps that run now, so that `pmean(x)` in a loss needs no argument.
@@ -125,6 +131,15 @@ def _named_axes(axes: Any) -> tuple[tuple[str, int], ...]:
         fix='give names and sizes, {"data": 2, "seq": 4}, or '
         'init_device_mesh("cpu", (2, 4), mesh_dim_names=("data", "seq")).',
     )
+
+
+def outside_of_graphs(fn: Callable[P, R]) -> Callable[P, R]:
+    """Let torch.compile call a function as it is, between two graphs.
+
+    In a graph it would trace which ranks there are, and the first call makes groups of them.
+    """
+    made: Callable[P, R] = _TORCH._disable_dynamo(fn)
+    return made
 
 
 def world() -> Axis:
@@ -365,7 +380,7 @@ def axis_named(axis: Axis | str | None, *, who: str) -> Axis:
     return here if axis is None else here.along(axis, who=who)
 
 
-@torch._disable_dynamo
+@outside_of_graphs
 def axis_index(axis: Axis | str | None = None) -> int:
     """Return r, this rank's index on an axis.
 
@@ -385,7 +400,7 @@ def axis_index(axis: Axis | str | None = None) -> int:
     return axis_named(axis, who="axis_index").rank
 
 
-@torch._disable_dynamo
+@outside_of_graphs
 def axis_size(axis: Axis | str | None = None) -> int:
     """Return W, the number of ranks on an axis.
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter.driver import OWNERS, Driver
+from fzero.adapter.driver import OWNERS
 from fzero.collectives import Performer, broadcast, performer_of
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.machine.packing import checksums
@@ -91,10 +91,10 @@ def _written(wanted: Sequence[Tensor], axis: Axis, source: int) -> Iterator[list
 def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
     """Full parameters that nobody may write: at the end all ranks raise if one of them did."""
     held = _hold(wanted, None)
-    owners: list[Any] = list(
-        {id(p.reader): p.reader for p in wanted if isinstance(p, LazyParam)}.values()
-    )
-    drivers = list({id(one): one for one in map(_driver_of, wanted) if one is not None}.values())
+    readers: list[Any] = [p.reader for p in wanted if isinstance(p, LazyParam)]
+    owners = list({id(one): one for one in readers}.values())
+    known = (OWNERS.get(id(p)) for p in wanted)
+    drivers = list({id(one): one for one in known if one is not None}.values())
     inside = any(driver.running.phase.runs for driver in drivers)  # of a forward or a backward
     full = _full(wanted)
     before, refused = _seen(full, sums=not inside), _refused(owners)
@@ -106,9 +106,8 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
         raise
     finally:
         wrote = _seen(full, sums=not inside) != before
-        wrote = wrote or (
-            error is not None and _refused(owners) != refused
-        )  # not one that was caught
+        if error is not None and _refused(owners) != refused:  # not one that was caught
+            wrote = True
         for owner, units in held:
             owner.let_go(units, None)
         ranks = [0] if wrote else []
@@ -145,20 +144,15 @@ def _performers(wanted: Sequence[Tensor], axis: Axis) -> list[Performer]:
     """Return over what the ranks that have these parameters agree, in one order."""
     found: dict[int, Performer] = {}
     for p in wanted:
-        driver = _driver_of(p)
+        driver = OWNERS.get(id(p))
         if driver is not None:
             performer = driver.running.performer
         else:  # between `sharded_init` and an engine, or before there is any
-            performer = performer_of(
-                getattr(p.reader, "axis", axis) if isinstance(p, LazyParam) else axis
-            )
+            own = getattr(p.reader, "axis", axis) if isinstance(p, LazyParam) else axis
+            performer = performer_of(own)
         if performer is not None:
             found.setdefault(id(performer), performer)
     return list(found.values())
-
-
-def _driver_of(p: Tensor) -> Driver | None:
-    return OWNERS.get(id(p))
 
 
 def _full(wanted: Sequence[Tensor]) -> list[Tensor]:

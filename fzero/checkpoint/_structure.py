@@ -124,8 +124,7 @@ def with_slots(structure: Structure, blank: TrainState, rank: int) -> TrainState
 
 def more_of(structure: Structure, blank: TrainState, rank: int) -> list[Entry]:
     """Return what is no slot, and does not live for the run, of zeros."""
-    places = {x: form for x, form in structure.more.items()}
-    return [_blank(structure, blank, name, form, rank) for name, form in places.items()]
+    return [_blank(structure, blank, *one, rank) for one in structure.more.items()]
 
 
 def _blank(structure: Structure, state: TrainState, name: str, form: Form, rank: int) -> Entry:

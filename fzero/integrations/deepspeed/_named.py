@@ -66,9 +66,8 @@ class DeepSpeedNames(Configured):
         """
         micro, ranks = self.batch.micro, self.axis.size
         each = (micro or 0) * ranks
-        if not each or type(train_batch_size) is not int or train_batch_size < 1:
-            each = 0
-        if not each or train_batch_size % each:
+        positive = type(train_batch_size) is int and train_batch_size > 0
+        if not (each and positive) or train_batch_size % each:
             raise LayoutError(
                 f"set_train_batch_size({train_batch_size!r}), with a micro-batch size of {micro} "
                 f"on {ranks} ranks.",

@@ -16,6 +16,7 @@ from fzero.errors import LayoutError
 from fzero.errors.check import is_count, require
 from fzero.machine.offload import change, cloned, to_device
 from fzero.machine.owners import Owners, Wholes
+from fzero.machine.threads import one_thread
 from fzero.optim._apart import parted
 from fzero.optim._make import Groups, overrides_of
 from fzero.optim._newton_schulz import COEFFICIENTS, orthogonalized
@@ -35,6 +36,7 @@ from fzero.optim._shown import shown
 from fzero.optim._stream import Flats, written_back
 from fzero.optim._usable import not_differentiable
 from fzero.state import NAMESPACE
+from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf, learns
 
 Split = Callable[[Leaf], Sequence[int] | None]
@@ -212,10 +214,12 @@ class Muon(Optimizer):
         device: torch.device | None = None,
         unused: frozenset[str] = frozenset(),
         owners: Owners | None = None,
+        apart: bool = False,
     ) -> tuple[list[Tensor], OptimizerState]:
         """Return (params', state'), as `Optimizer.advance` does.
 
         `owners`: which rank has which matrix whole; without them, each piece is a whole matrix.
+        `apart`: each matrix is computed by itself; else those of one shape in one batch.
 
         Raises:
             PhaseError: if the update is to be differentiated or traced.
@@ -229,7 +233,7 @@ class Muon(Optimizer):
             still = {path for path, number in now.apart if number in now.still}
             moved = [p for p in pieces if p.start < p.stop and p.leaf.path not in still]
             flats = Flats(params, grads, state.masters, self.slots(state))
-            _Step(self, flats, device, state.count, moved, still).run(owners)
+            _Step(self, flats, device, state.count, moved, still, apart).run(owners)
         return list(params), after_update(state, now, None)
 
     def __repr__(self) -> str:
@@ -251,6 +255,7 @@ class _Step:
     count: Tensor
     moved: Sequence[Piece]  # of the leaves that this update moves
     still: Collection[str]  # the paths of all others
+    apart: bool  # whether the new elements of a block depend on nothing else
 
     def _on(self, x: Tensor) -> torch.device:
         return self.device or x.device
@@ -260,7 +265,8 @@ class _Step:
 
     def run(self, owners: Owners | None) -> None:
         """Move the momentum, orthogonalize what it gives, on owners, and apply that."""
-        updates = self._updates()
+        with one_thread(self.apart):
+            updates = self._updates()
         if owners is not None:
             compute = partial(self._orthogonalized, [one.leaf for one in owners.leaves])
             owners.at((), self._on(updates[0])).run([updates], compute, updates)
@@ -272,7 +278,8 @@ class _Step:
             made = self._orthogonalized([p.leaf for p in self.moved], [*wholes], wholes)
             for k, (whole,) in wholes.items():
                 whole.copy_(made[k])
-        self._apply(updates)
+        with one_thread(self.apart):
+            self._apply(updates)
 
     def _updates(self) -> list[Tensor]:
         """Move the momentum; return u of each flat."""
@@ -305,7 +312,10 @@ class _Step:
                 for k in some
             }
             every = [part for k in some for part in parts[k]]
-            rest = iter(orthogonalized(every, coefficients=COEFFICIENTS, steps=steps))
+            made_of = partial(orthogonalized, coefficients=COEFFICIENTS, steps=steps)
+            # A product of a batch may round otherwise than that of one matrix.
+            batches = [[part] for part in every] if self.apart else [every]
+            rest = iter([x for batch in batches for x in made_of(batch)])
             for k in some:
                 made[k] = torch.cat([next(rest).reshape(-1) for _ in parts[k]])
         return made
@@ -315,7 +325,9 @@ class _Step:
         for piece in self.moved:
             o, u = self._options(piece.leaf), updates[piece.index]
             home, spans = self.flats.steps(piece.index), [*self._spans(piece, o["adjust_lr"])]
-            step = partial(_stepped, u=u, options=o, spans=spans, first=piece.start)
+            step = partial(
+                _stepped, u=u, options=o, spans=spans, first=piece.start, apart=self.apart
+            )
             change(home[piece.start : piece.stop], self._on(home), step)
         for index in range(len(self.flats.params)):
             written_back(self.flats, index, self.flats.steps(index))
@@ -345,8 +357,17 @@ def _stepped(
     options: Mapping[str, Any],
     spans: Sequence[tuple[int, int, float]],
     first: int,
+    apart: bool,
 ) -> None:
-    """Decay p, and take the update of each span, which is counted in the flat as u is."""
+    """Decay p, and take the update of each span, which is counted in the flat as u is.
+
+    apart: spans are not whole blocks, so 16 bits are added in fp32, where no element rounds
+    otherwise than others.
+    """
     p.mul_(1 - options["lr"] * options["weight_decay"])
     for start, stop, ratio in spans:
-        p[start - first : stop - first].add_(u[start:stop], alpha=-(options["lr"] * ratio))
+        own, moves = p[start - first : stop - first], -(options["lr"] * ratio)
+        if apart and own.dtype in SIXTEEN_BIT:
+            own.copy_(own.float().add_(u[start:stop], alpha=moves))
+        else:
+            own.add_(u[start:stop], alpha=moves)

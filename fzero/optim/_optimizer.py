@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.offload import cloned
+from fzero.machine.threads import even_spans, threads_on
 from fzero.optim._apart import Apart, Parted, parted
 from fzero.optim._base import Base
 from fzero.optim._formula import Chosen, Span, elements_of, step_by_formula
@@ -109,6 +110,7 @@ class Optimizer(Base):
         grad_scale: Tensor | None = None,
         device: torch.device | None = None,
         unused: frozenset[str] = frozenset(),
+        apart: bool = False,
     ) -> tuple[list[Tensor], OptimizerState]:
         """Return (params', state').
 
@@ -116,7 +118,8 @@ class Optimizer(Base):
         by leaf, and to round by chance. With `owned`, params and state are overwritten; else they
         stay as they are. `found_inf` and `grad_scale`: see `skips`. `device`: where to compute, if
         anything lives elsewhere; by default where the parameters are. `unused`: paths of leaves
-        that stay as they are, with all that is kept for them.
+        that stay as they are, with all that is kept for them. `apart`: flats are whole blocks, and
+        what is made of a block depends on nothing else.
         """
         now = parted(state.apart, unused, lambda path: 0, 1 + len(state.steps))
         if differentiable or not has_kernel(params):
@@ -129,7 +132,7 @@ class Optimizer(Base):
         numbers = [int(x) if found_inf is None else x for x in (after.count, *after.steps)]
         step_flats(
             Flats(params, grads, state.masters, self._slots(state)),
-            partial(self._by_kernel, pieces, state.count, numbers, now),
+            partial(self._by_kernel, pieces, state.count, numbers, now, apart),
             precision=self.precision,
             device=device,
             scaled=Scaled(found_inf, grad_scale),
@@ -145,10 +148,13 @@ class Optimizer(Base):
         count: Tensor,
         numbers: Sequence[Any],
         now: Parted,
+        apart: bool,
         portion: Portion,
     ) -> Slots:
         own = pieces_in(pieces, portion.indices)
-        for options, spans, counted_by in self._by_options(portion.work, own, count, now):
+        chosen = self._by_options(portion.work, own, count, now)
+        threads = threads_on(portion.work[0].device) if apart and portion.work else 1
+        for options, spans, counted_by in (_even(one, threads) for one in chosen):
             every = (portion.work, portion.grads, *portion.slots.values())
             work, gs, *slots = (elements_of(some, spans) for some in every)
             alike = len(set(counted_by)) == 1
@@ -272,6 +278,18 @@ class Optimizer(Base):
         shown = [f"{key}={_shown(value)}" for key, value in self.options]
         shown += [f"groups={len(self.overrides)}"] if self.overrides else []
         return f"{self.rule.name}({', '.join(shown)})"
+
+
+def _even(chosen: Chosen, threads: int) -> Chosen:
+    """Return the same elements in spans of which each thread gets whole blocks."""
+    if threads == 1:
+        return chosen
+    spans, counted_by = list[Span](), list[int]()
+    for (index, start, stop), number in zip(chosen.spans, chosen.counted_by, strict=True):
+        cut = [(index, *span) for span in even_spans(start, stop, threads)]
+        spans += cut
+        counted_by += [number] * len(cut)
+    return Chosen(chosen.options, spans, counted_by)
 
 
 def after_update(state: OptimizerState, now: Parted, found_inf: Tensor | None) -> OptimizerState:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.offload import to_device, write_back
+from fzero.machine.threads import one_thread
 from fzero.optim._base import Base
 from fzero.optim._optimizer import Optimizer
 from fzero.optim._partition import Partition
@@ -113,17 +114,19 @@ class Pair(Base):
         owned: bool = False,
         device: torch.device | None = None,
         unused: frozenset[str] = frozenset(),
+        apart: bool = False,
     ) -> tuple[list[Tensor], Any]:
         """Return (params + updates, state'); with `owned`, the parameters are overwritten.
 
         It is computed on `device`, by default where the parameters are. `unused`: paths of leaves
         that stay as they are, with what the state has for their elements; what it counts for all
-        leaves together goes on.
+        leaves together goes on. `apart`: an elementwise rule runs on one thread.
         """
         if device is not None:
             homes, params = params, [to_device(p, device) for p in params]
             grads = [to_device(g, device) for g in grads]
-            new, state = self.advance(params, grads, state, pieces, owned=owned, unused=unused)
+            given: Any = {"owned": owned, "unused": unused, "apart": apart}
+            new, state = self.advance(params, grads, state, pieces, **given)
             for home, p in zip(homes, new, strict=True):
                 if owned:
                     write_back(home, p)
@@ -134,7 +137,8 @@ class Pair(Base):
         before = [x._version for x in held]
         left, shapes = [p for p in pieces if p.leaf.path in unused], [(p.numel(),) for p in params]
         old = mapped(lambda node: [x.clone() for x in node], shapes, state) if left else state
-        updates, state = self._updates(list(grads), state, list(params), pieces)
+        with one_thread(apart and self.elementwise):
+            updates, state = self._updates(list(grads), state, list(params), pieces)
         if not owned and before != [x._version for x in held]:
             raise self._wrong("it wrote to the parameters or the state that it was given", "pure")
         if left:  # p + -0.0 is p, also where p is -0.0

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fzero.context.here import has_no_values
 from fzero.errors import LayoutError
 from fzero.optim._apart import Parted
 from fzero.optim._bind import Bound
@@ -187,8 +188,8 @@ def _taken(
         if parameter.untyped_storage() is not values.untyped_storage():  # `p.data = ...` in it
             values.copy_(parameter.detach())
         for name in kept.slots:
-            home = held[name][unit.index]
-            if (made := state[name]) is not home:
+            home, made = held[name][unit.index], state[name]
+            if made is not home and not _is_at(made, unit.of(home)):
                 unit.of(home).copy_(made)
         for name in kept.odd:
             held[name][unit.index] = in_order(as_tensor(state[name]))
@@ -238,6 +239,13 @@ def _idle(bound: Bound, units: Sequence[Unit], now: Parted) -> list[Unit]:
             if number not in (counting if kept.counters else here):
                 found[number] = Unit(-1, group, number, None, shape, kept)
     return list(found.values())
+
+
+def _is_at(x: Tensor, home: Tensor) -> bool:
+    """Whether a tensor is the memory of another, so that nothing is to be copied."""
+    if has_no_values(x) or x.dtype is not home.dtype or x.shape != home.shape:
+        return False
+    return x.data_ptr() == home.data_ptr() and x.stride() == home.stride()
 
 
 def _write(home: Tensor, value: Any) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from fzero.errors import PhaseError
 from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners
+from fzero.machine.threads import threads_on
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind
 from fzero.optim._kept import as_kept
@@ -172,6 +173,7 @@ class TorchOptimizer(Base):
         device: torch.device | None = None,
         unused: frozenset[str] = frozenset(),
         owners: Owners | None = None,
+        apart: bool = False,
     ) -> tuple[list[Tensor], TorchState]:
         """Return (params', state') after one step of the rule; see `as_one_step` for its hooks.
 
@@ -180,7 +182,8 @@ class TorchOptimizer(Base):
         `device`: where to compute, by default where the parameters are. What lives elsewhere, or
         in other dtypes than it is stepped in, takes one step of the rule for each flat.
         `unused`: paths of leaves that stay as they are, with all that is kept for them. `owners`:
-        who steps which parameter whole.
+        who steps which parameter whole. `apart`: flats are whole blocks, and what is made of a
+        block depends on nothing else.
 
         Raises:
             PhaseError: if the update is to be differentiated, or if the optimizer got param
@@ -202,6 +205,7 @@ class TorchOptimizer(Base):
                 unused=unused,
                 device=device,
                 scaled=Scaled(found_inf, grad_scale),
+                threads=threads_on(device or params[0].device) if apart and params else 1,
             )
         return list(params), after
 

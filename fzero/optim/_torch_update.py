@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.machine.owners import Owners, Wholes
+from fzero.machine.threads import even_spans
 from fzero.optim._apart import Parted, parted
 from fzero.optim._bind import Bound
 from fzero.optim._piece import Piece
@@ -29,8 +30,11 @@ def updated(
     unused: frozenset[str],
     device: torch.device | None,
     scaled: Scaled,
+    threads: int,
 ) -> TorchState:
     """Step the flats in place, and what the state has; return the state after it.
+
+    threads: of which each is to step whole blocks of a flat.
 
     A portion has flats of this rank, or whole parameters that it owns. These are numbered behind
     the flats.
@@ -39,7 +43,8 @@ def updated(
     even = [i for i in range(len(flats.params)) if i not in whole]
     own = [] if owners is None else owned_pieces(owners, len(flats.params))
     turn = turn_of(bound, state, unused)
-    units = units_of(bound, [*(p for p in pieces if p.index not in whole), *own], turn.now)
+    every = [*(p for p in pieces if p.index not in whole), *own]
+    units = units_of(bound, every, turn.now, threads)
     steps = Portions(bound, units, state.counters, turn, flats=len(flats.params))
     step = partial(
         step_flats,
@@ -83,12 +88,14 @@ def turn_of(bound: Bound, state: TorchState, unused: frozenset[str]) -> Turn:
     return Turn(now, fresh=fresh, unstepped=tuple(x for x in state.unstepped if x in left))
 
 
-def units_of(bound: Bound, pieces: Sequence[Piece], now: Parted) -> list[Unit]:
+def units_of(bound: Bound, pieces: Sequence[Piece], now: Parted, threads: int = 1) -> list[Unit]:
     """Return the units of a step, each one parameter to the optimizer: a flat, or a leaf in it.
 
-    A flat with leaves that count apart from each other, or are not stepped, is cut at them.
+    A flat with leaves that count apart from each other, or are not stepped, is cut at them; and so
+    that each of several threads steps whole blocks.
     """
     units: list[Unit] = []
+    ends = {piece.index: piece.stop for piece in pieces}  # the last one ends with the flat
     numbers, seen, cuts = dict(now.apart), set[int](), _cuts(pieces, now)
     for index, leaf, start, stop, first in pieces:
         kept = bound.kept_for(leaf)
@@ -102,8 +109,10 @@ def units_of(bound: Bound, pieces: Sequence[Piece], now: Parted) -> list[Unit]:
             if first < leaf.numel:  # else it is padding behind the leaf
                 span = (start, start + leaf.numel)
                 units.append(Unit(index, group, number, span, leaf.shape, kept))
-        elif index in cuts:
-            units.append(Unit(index, group, number, (start, stop), (stop - start,), kept))
+        elif index in cuts or (index not in seen and threads > 1):
+            whole = (start, stop) if index in cuts else (0, ends[index])
+            for span in even_spans(*whole, threads):
+                units.append(Unit(index, group, number, span, (span[1] - span[0],), kept))
         elif index not in seen:
             units.append(Unit(index, group, number, None, (), kept))
         seen.add(index)

@@ -94,7 +94,8 @@ class StatefulUpdate(Protocol):
 
         Where `skips` is true it also takes `found_inf=` and `grad_scale=`, tensors: it divides
         the gradients by `grad_scale`, and changes nothing if `found_inf` is 1, without a host
-        read.
+        read. In a layout of blocks it takes `apart=True`: the new elements of a block, or of a
+        whole leaf, are then a function of the old ones alone, and not of what else a rank has.
         """
         ...
 

@@ -34,6 +34,8 @@ def rule_options(
         options["device"] = device
     if unused:
         options["unused"] = frozenset(setup.layout.leaves[i].path for i in unused)
+    if setup.layout.options.block > 1:
+        options["apart"] = True
     if (owners := owners_of(setup)) is not None:
         options["owners"] = owners.at(fulls if setup.stage in (1, 2) else (), device)
     return options

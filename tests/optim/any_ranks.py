@@ -130,7 +130,7 @@ def everywhere(
 def same_bits(actual: Any, expected: Any, at: str = "") -> None:
     """Assert that two trees have the same bits."""
     if isinstance(expected, Mapping):
-        assert list(actual) == list(expected), at
+        assert sorted(actual) == sorted(expected), at
         for key, value in expected.items():
             same_bits(actual[key], value, f"{at}.{key}")
     elif isinstance(expected, list | tuple):

@@ -28,7 +28,7 @@ def _low(rule: Callable[..., Any], **options: Any) -> Callable[[], Any]:
 
 
 def _both() -> Any:
-    rules = {"matrix": fzero.optim.muon(1e-2), "rest": fzero.optim.adamw(1e-2)}
+    rules = {"matrix": fzero.optim.muon(1e-2, dtype=F32), "rest": fzero.optim.adamw(1e-2)}
     return fzero.optim.partition(rules, lambda x: "matrix" if len(x.shape) == 2 else "rest")
 
 
@@ -81,6 +81,58 @@ def test_parameters_slots_and_norms_have_the_same_bits(name: str) -> None:
     expected = everywhere(PLACES[0], rule, dtype=dtype, step=clipped)
     for place in PLACES[1:]:
         same_bits(everywhere(place, rule, dtype=dtype, step=clipped), expected, str(place))
+
+
+LARGE = {"w": (301, 303), "b": (40_001,), "m": (65, 200), "n": (65, 200), "s": ()}
+
+
+def _muon_in_parts() -> Any:
+    rows = {"w": [100, 101, 100], "m": [20, 45], "n": None}
+    matrices = optim.muon(1e-2, split=lambda leaf: rows[leaf.path], dtype=F32, master_weights=False)
+    rest = optim.sgd(1e-2, momentum=0.9, master_weights=False)
+    rules = {"matrix": matrices, "rest": rest}
+    return optim.partition(rules, lambda x: "matrix" if len(x.shape) == 2 else "rest")
+
+
+def _first(params: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.zeros_like(p) for p in params]
+
+
+def _update(grads: Any, state: Any, params: Any) -> tuple[list[torch.Tensor], Any]:
+    state = [0.9 * m + torch.sigmoid(g) for m, g in zip(state, grads, strict=True)]
+    return [torch.add(-1e-2 * m, p, alpha=-1e-3) for m, p in zip(state, params, strict=True)], state
+
+
+ON_THREADS: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+    "adamw": RULES["adamw"],
+    "options by leaf": RULES["adamw, options by leaf"],
+    "nesterov, bf16": RULES["nesterov, bf16"],
+    "lion, bf16": RULES["lion, bf16"],
+    "RMSprop, bf16": RULES["RMSprop, bf16"],
+    "Adadelta, bf16": (
+        lambda: optim.from_torch(partial(O.Adadelta, lr=1e-2), master_weights=False),
+        BF16,
+    ),
+    "muon and adamw": (_both, F32),
+    "muon of parts of leaves, and sgd, bf16": (_muon_in_parts, BF16),
+    "adafactor": (lambda: optim.adafactor(), F32),
+    "a pair": (lambda: (_first, _update), BF16),
+}
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("name", ON_THREADS)
+def test_on_several_threads_they_have_them_too(name: str, threads: int) -> None:
+    rule, dtype = ON_THREADS[name]
+    given: dict[str, Any] = {"dtype": dtype, "shapes": LARGE, "updates": 2}
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        expected = everywhere(Place(), rule, **given)
+        for place in (Place(2, 0), Place(2, 2), Place(3, 3)):
+            same_bits(everywhere(place, rule, **given), expected, str(place))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_without_blocks_they_have_not() -> None:

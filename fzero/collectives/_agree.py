@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -52,7 +52,7 @@ def disagreement(
 
 
 @contextmanager
-def told_everywhere(axis: Axis, *, what: str) -> Iterator[None]:
+def told_everywhere(axis: Axis, *, what: str) -> Generator[None]:
     """Tell of an error in this block to ranks that wait in `assert_same_everywhere`."""
     try:
         yield

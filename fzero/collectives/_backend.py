@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -57,7 +57,7 @@ ENDED = "another rank ended or raised, or did not come within the timeout."
 
 
 @contextmanager
-def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Iterator[None]:
+def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Generator[None]:
     """Turn errors of the backend in this block into a `LostRankError` with the rank at fault."""
     try:
         yield

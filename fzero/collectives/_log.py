@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -59,7 +59,7 @@ class CollectiveLog:
     an all-to-all of sizes by rank, send what goes to another rank.
     """
 
-    events: list[CollectiveEvent] = field(default_factory=list)
+    events: list[CollectiveEvent] = field(default_factory=list[CollectiveEvent])
 
     def counts(self, rank: int | None = None, *, axis: str | None = None) -> dict[str, int]:
         """Return {op: how many} for `rank` (default: the lowest rank seen); over one `axis`."""
@@ -127,7 +127,7 @@ def _ranks(what: str, ranks: list[int]) -> str:
 
 
 @contextmanager
-def count_collectives() -> Iterator[CollectiveLog]:
+def count_collectives() -> Generator[CollectiveLog]:
     """Collect every fzero collective issued inside the `with` block.
 
     Example:
@@ -161,7 +161,7 @@ def _open_logs() -> list[CollectiveLog]:
 
 
 @contextmanager
-def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Iterator[None]:
+def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Generator[None]:
     """Say in open logs which parameters the buffers of the collective in this block are about.
 
     `paths` gives those of each buffer that is not empty, in order; again for a second collective.

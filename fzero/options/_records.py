@@ -30,6 +30,11 @@ one takes no more of it (see benchmarks/)."""
 _USUAL = ", ".join(f"{size} at stage {stage}" for stage, size in BUCKET_BYTES.items())
 
 
+def _are_points(x: Any) -> bool:
+    several: list[Any] = [*x] if isinstance(x, list | tuple) else [x]
+    return isinstance(x, list | tuple) and all(isinstance(one, Points) for one in several)
+
+
 def _step(fix: str) -> dict[str, str]:
     return dict.fromkeys(("init", "shard"), fix)
 
@@ -160,7 +165,7 @@ class SharedOptions:
         "what acts at the points of a step and keeps slots in the state, from the inside out: see "
         "`fzero.transform`. `step.init` passes those around its step.",
         check=ValueCheck(
-            lambda x: isinstance(x, list | tuple) and all(isinstance(y, Points) for y in x),
+            _are_points,
             "a list of what fzero.transform returns",
         ),
         instead=dict.fromkeys(

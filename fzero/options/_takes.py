@@ -123,7 +123,7 @@ def with_options_described(doc: str | None, names: Iterable[str]) -> str | None:
     found = doc and MARK.search(doc)
     if not doc or not found:
         return doc
-    lines = []
+    lines: list[str] = []
     for one in (OPTIONS[name] for name in names if name in OPTIONS):
         first, rest = found[1], found[1] + "    "
         text = f"{one.name}: {one.only}{one.help}"

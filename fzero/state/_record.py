@@ -13,7 +13,8 @@ NAMESPACE = "fzero"
 
 def static(**options: Any) -> Any:
     """Return a field that lives in the treespec: compared and hashed, never mapped over."""
-    return optree.dataclasses.field(pytree_node=False, **options)
+    module: Any = optree.dataclasses  # of `field` it knows a part of the types
+    return module.field(pytree_node=False, **options)
 
 
 def _refuse(record: Any, name: str, value: Any) -> NoReturn:

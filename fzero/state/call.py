@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +48,9 @@ class GivenCall:
             good = weight.dim() == 0 and not weight.is_complex() and weight.dtype != torch.bool
             seen = f"a tensor of {weight.dtype}, shape {[*weight.shape]}"
         else:
-            number = isinstance(weight, int | float) and not isinstance(weight, bool)
-            good = number and math.isfinite(weight) and weight >= 0
+            number: Any = weight  # what users give
+            is_one = isinstance(number, int | float) and not isinstance(number, bool)
+            good = is_one and math.isfinite(weight) and weight >= 0
             seen = repr(weight)
         if not good:
             raise LayoutError(

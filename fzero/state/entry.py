@@ -67,11 +67,12 @@ def entry_of(setup: Setup, name: str, slot: Slot) -> Entry:
         {'': tensor(0.)}
     """
     value, form = slot.value, slot.form
+    values: dict[Any, Any]
     if form.leaves == "number":
         good, values = isinstance(value, Tensor), {"": value}
     elif form.leaves == "named":
-        good = isinstance(value, Mapping) and all(isinstance(x, Tensor) for x in value.values())
-        values = value
+        good = _has_tensors(value)
+        values = dict(value) if good else {}
     else:
         groups = _groups(setup, form)
         good = isinstance(value, Buffers) and len(value.flats) in (0, len(groups))
@@ -88,6 +89,14 @@ def entry_of(setup: Setup, name: str, slot: Slot) -> Entry:
         placed = value.placement
     owned = frozenset(str(k) for k, x in values.items() if x.numel())
     return Entry(name=name, form=replace(form, placement=placed), values=values, owned=owned)
+
+
+def _has_tensors(value: Any) -> bool:
+    """Whether it is a mapping with tensors as values."""
+    if not isinstance(value, Mapping):
+        return False
+    values: list[Any] = [*value.values()]
+    return all(isinstance(x, Tensor) for x in values)
 
 
 def slot_with(setup: Setup, slot: Slot, values: Values) -> Slot:

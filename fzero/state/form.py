@@ -156,12 +156,12 @@ def settled(slots: Mapping[str, Slot], skipped: Tensor | None = None) -> dict[st
     def of(slot: Slot) -> Slot:
         if skipped is None or slot.before is None:
             return replace(slot, before=None)
-        value: Any = optree.tree_map(
-            lambda x, y: torch.where(skipped != 0, x, y),
-            slot.before,
-            slot.value,
-            namespace=NAMESPACE,
-        )
+        skips = skipped != 0
+
+        def chosen(before: Tensor, after: Tensor) -> Tensor:
+            return torch.where(skips, before, after)
+
+        value: Any = optree.tree_map(chosen, slot.before, slot.value, namespace=NAMESPACE)
         return replace(slot, value=value, before=None)
 
     return {name: of(slot) for name, slot in slots.items()}

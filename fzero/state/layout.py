@@ -142,8 +142,8 @@ vectors that a kernel of torch takes at once, two of 512 bits, have 64 elements 
 class Part(NamedTuple):
     """Part `index` of the `count` equal parts of a flat: what a rank holds of it."""
 
-    count: int
-    index: int
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

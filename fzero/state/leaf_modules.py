@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
+from typing import Any
 
 from fzero.errors import LayoutError, explain
 from fzero.errors.check import is_count, require
@@ -58,9 +60,10 @@ class LeafSpec:
         cause = "a module itself, or a number that is no int."
         kinds = {"classes": (str, type), "names": (str,), "name_suffixes": (str,)}
         for field, allowed in kinds.items():
-            value = getattr(self, field)
+            value: Any = getattr(self, field)
             several = isinstance(value, Iterable) and not isinstance(value, str | type)
-            good = all(isinstance(one, allowed) for one in (value if several else [value]))
+            each: list[Any] = [*getattr(self, field)] if several else [value]
+            good = all(isinstance(one, allowed) for one in each)
             wanted = "names" + (" or classes" if type in allowed else "") + ", one or a list"
             require(f"LeafSpec: {field}", value, lambda _, good=good: good, wanted, cause=cause)
         name, numel = "granularity_threshold_numel", self.granularity_threshold_numel
@@ -124,7 +127,9 @@ def _named(tree: Sequence[ModuleInfo], spec: LeafSpec) -> set[str]:
     classes = dict.fromkeys(full for info in tree for full in info.classes)
     known = [*classes, *dict.fromkeys(_bare(full) for full in classes)]
 
-    def collect(kind: str, wanted: str, near: Iterable[str], fits: Callable[..., bool]) -> None:
+    def collect(
+        kind: str, wanted: str, near: Iterable[str], fits: Callable[[ModuleInfo], bool]
+    ) -> None:
         found = {info.name for info in tree if fits(info)}
         chosen.update(found)
         if not found:
@@ -132,12 +137,12 @@ def _named(tree: Sequence[ModuleInfo], spec: LeafSpec) -> set[str]:
             missing.append(f"{kind} {wanted!r} (near: {', '.join(close) or 'nothing'})")
 
     for cls in _listed(spec.classes):
-        collect("class", cls, known, lambda info, c=cls: _has_class(info, c))
+        collect("class", cls, known, partial(_has_class, full_or_bare=cls))
     for name in _listed(spec.names):
-        collect("name", name, names, lambda info, n=name: info.name == n)
+        collect("name", name, names, partial(_is_named, name=name))
     for suffix in _listed(spec.name_suffixes):
         ends = dict.fromkeys(name.rsplit(".", 1)[-1] for name in names)
-        collect("suffix", suffix, ends, lambda info, x=suffix: bool(x) and info.name.endswith(x))
+        collect("suffix", suffix, ends, partial(_ends_with, suffix=suffix))
     if missing:
         raise LayoutError(
             f"leaf modules: the model has no {'; no '.join(missing)}.",
@@ -176,8 +181,16 @@ def _can_be_fine_grained(info: ModuleInfo) -> bool:
     return 0 < info.numel <= LARGEST_LEAF_NUMEL and info.descendants > 0 and not container
 
 
-def _has_class(info: ModuleInfo, wanted: str) -> bool:
-    return any(wanted in (full, _bare(full)) for full in info.classes)
+def _has_class(info: ModuleInfo, full_or_bare: str) -> bool:
+    return any(full_or_bare in (full, _bare(full)) for full in info.classes)
+
+
+def _is_named(info: ModuleInfo, name: str) -> bool:
+    return info.name == name
+
+
+def _ends_with(info: ModuleInfo, suffix: str) -> bool:
+    return bool(suffix) and info.name.endswith(suffix)
 
 
 def _bare(full: str) -> str:

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
 from fzero.errors.check import is_count, require
 
-REQUIRED: Any = type("required", (), {"__repr__": lambda _: "required"})()
+
+class _Required:
+    def __repr__(self) -> str:
+        return "required"
+
+
+REQUIRED: Any = _Required()
 """The default of an option that has none."""
 
 ZERO = "zero_optimization."
 """The section of DeepSpeed's config that most keys are in."""
 
 
-class ValueCheck(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class ValueCheck:
     """Which values an option accepts: a predicate, its description, the usual cause of others."""
 
     good: Callable[[Any], bool]
@@ -62,9 +69,9 @@ class Option:
 
     def require(self, value: Any, of: str = "") -> None:
         """Raise `LayoutError`, naming the option, for a value that it may not have."""
-        if self.check is not None:
-            good, wanted, cause = self.check
-            require(of + self.name, value, good, wanted, cause=cause)
+        check = self.check
+        if check is not None:
+            require(of + self.name, value, check.good, check.wanted, cause=check.cause)
 
 
 def option(default: Any, help: str, **facts: Any) -> Any:
@@ -105,7 +112,7 @@ def options_in(record: type) -> Iterator[Option]:
 
 def one_of(*values: Any, wanted: str = "") -> ValueCheck:
     """Return a check that accepts these values only, compared with their type: 1 is not True."""
-    good = {(type(value), value) for value in values}
+    good: set[tuple[type, Any]] = {(type(value), value) for value in values}
 
     def is_one(x: Any) -> bool:
         return isinstance(x, bool | str | torch.dtype | None) and (type(x), x) in good

@@ -57,7 +57,7 @@ class Points:
     reads: tuple[str, ...] = ()
     needs: Needs = "element"
     excludes: tuple[str, ...] = ()
-    checked: set[Any] = field(default_factory=set, compare=False, repr=False)
+    checked: set[Any] = field(default_factory=set[Any], compare=False, repr=False)
 
     @property
     def at(self) -> tuple[str, ...]:

@@ -154,6 +154,7 @@ def _qualified(one: type | str) -> str:
 
 def _names_modules(safe: Any) -> bool:
     if isinstance(safe, list | tuple):
-        classes = [one for one in safe if not isinstance(one, str)]
+        several: list[Any] = [*safe]
+        classes = [one for one in several if not isinstance(one, str)]
         return all(isinstance(one, type) and issubclass(one, nn.Module) for one in classes)
     return safe is None or (callable(safe) and not isinstance(safe, type))

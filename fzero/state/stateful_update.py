@@ -24,7 +24,7 @@ Counters = Mapping[str, Mapping[str, Tensor]]
 class Piece(NamedTuple):
     """Elements `start` to `stop` of flat `index` belong to `leaf`, beginning at its `first`."""
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]
     leaf: Leaf
     start: int
     stop: int
@@ -40,7 +40,8 @@ class SavedNames:
     """
 
     rule: str  # without options, which may change from run to run
-    parts: Mapping[str, str] = field(default_factory=dict)  # "moments[0]": "exp_avg"; else its own
+    # {"moments[0]": "exp_avg"}; a part that is not in it has its own name.
+    parts: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,8 @@ class TrainState(Generic[ParamsT_co]):
     optimizer: Any  # the optimizer's own record
     window: Window
     step: Tensor  # [] int64: updates made; on the CPU, or with a loss scale on its device
-    slots: dict[str, Slot] = dataclasses.field(default_factory=dict)  # {"<transform>/<slot>": ...}
+    # {"<transform>/<slot>": ...}
+    slots: dict[str, Slot] = dataclasses.field(default_factory=dict[str, Slot])
     progress: Progress = static()
     schedule: Schedule = static(default=Schedule())  # stage 3: in which order units are gathered
     setup: Setup = static()

@@ -27,7 +27,7 @@ def nodes(start: int, stop: int, places: int) -> tuple[Node, ...]:
         >>> nodes(0, 7, 7), nodes(1, 7, 7), nodes(0, 6, 7)
         (((0, 7),), ((1, 2), (2, 4), (4, 7)), ((0, 4), (4, 6)))
     """
-    found = []
+    found: list[Node] = []
     while start < stop:
         end = stop if _is_node(start, stop, places) else start + _largest(start, stop)
         found.append((start, end))

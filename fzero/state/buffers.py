@@ -30,7 +30,7 @@ class Placement(Enum):
 
 @record
 class Buffers:
-    """One flat tensor for each group, all with one placement. Empty: nothing is held.
+    """One flat tensor for each group, all with one placement; without flats: no values.
 
     Example:
         >>> import torch
@@ -43,7 +43,7 @@ class Buffers:
 
     @property
     def held(self) -> bool:
-        """Whether there are any values here."""
+        """Whether there are values: whether it is not empty."""
         return bool(self.flats)
 
 

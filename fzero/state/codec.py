@@ -61,7 +61,7 @@ class Codec:
         raise NotImplementedError
 
     def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
-        """What `encode` has made of [.., n], and n -> [.., n] in `dtype`, fp32 or wider."""
+        """The encoded form of x [.., n], and n -> [.., n] in `dtype`, fp32 or wider."""
         raise NotImplementedError
 
     def wire_bytes(self, numel: int) -> int:

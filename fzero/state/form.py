@@ -145,7 +145,7 @@ class Slot:
 
 
 def changed(slot: Slot, value: Any) -> Slot:
-    """Return the slot with another value, which a gradient has made."""
+    """Return the slot with the value after a gradient; it keeps the one before the update."""
     before = slot.value if slot.before is None else slot.before
     return replace(slot, value=value, before=before)
 

@@ -73,7 +73,7 @@ class LeafSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafModules:
-    """The leaves that were found: none is inside another one.
+    """The leaf modules of a model, of which none is inside another.
 
     `warnings` are for the user, one text each.
     """

@@ -247,7 +247,7 @@ def _ahead(
     room_numel: int,
     some: bool,
 ) -> tuple[int, ...]:
-    """The next units that are not here, while they fit; the first one always, if there are none."""
+    """The next units to gather, while they fit; one that is too large only if there is no other."""
     chosen: list[int] = []
     while place < len(uses) and room_numel > 0 and len(here) + len(chosen) < len(numels):
         unit, place = uses[place], place + 1

@@ -24,7 +24,7 @@ class Order:
     follow each other without end.
 
     Nothing but these integers is held: the shuffled order is a permutation that is computed row by
-    row (about 3 us), also for 10**12 rows. It is a function of the seed and of the epoch.
+    row (some microseconds), also for 10**12 rows. It is a function of the seed and of the epoch.
 
     Args:
         length: the number of rows, at least 1.
@@ -129,16 +129,39 @@ class Order:
             >>> order.parts(range(3)), order.parts([1])
             ([[0, 1], [2, 3], [4, 5]], [[2, 3]])
         """
+        places = self._places(ranks)
+        if not self.shuffle:
+            return [[*one] for one in places]
+        keys = keys_of(self.seed, self.epoch)
+        return [[permuted(place, self.length, keys) for place in one] for one in places]
+
+    def sizes(self, ranks: Iterable[int] | None = None) -> list[int]:
+        """Return the numbers of rows of the next batch by logical rank, one for each of `ranks`.
+
+        They are `sizes=` of `fzero.grad_and_reduce`, and `weight=` where the loss is a mean over
+        rows, for a batch that may be short.
+
+        Args:
+            ranks: as for `next`.
+
+        Raises:
+            LayoutError: as `next`.
+
+        Example:
+            >>> import fzero
+            >>> fzero.data.Order(5, batch_size=2, logical_ranks=3, drop_last=False).sizes()
+            [2, 2, 1]
+        """
+        return [len(one) for one in self._places(ranks)]
+
+    def _places(self, ranks: Iterable[int] | None) -> list[range]:
+        """Return where in the epoch's order the rows of each of `ranks` are."""
         whole = self.batch_size * self.logical_ranks
         start = self.position % self.batches_per_epoch * whole
         count = min(whole, self.length - start)
         here = self.carried() if ranks is None else self.checked(ranks)
         shares = [share(rank, self.logical_ranks, count) for rank in here]
-        rows = [range(start + one.start, start + one.stop) for one in shares]
-        if not self.shuffle:
-            return [[*one] for one in rows]
-        keys = keys_of(self.seed, self.epoch)
-        return [[permuted(row, self.length, keys) for row in one] for one in rows]
+        return [range(start + one.start, start + one.stop) for one in shares]
 
     def after(self) -> Order:
         """Return the order after the next batch, as `next` does.

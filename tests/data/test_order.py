@@ -78,6 +78,7 @@ def test_ranks_have_together_the_batch_of_all_however_many_they_are(
     assert [row for part in parts for row in part] == whole(order)
     assert all(order.parts([rank]) == [part] for rank, part in enumerate(parts))
     sizes = [len(part) for part in parts]
+    assert order.sizes(range(order.logical_ranks)) == sizes
     assert max(sizes) <= order.batch_size and max(sizes) - min(sizes) <= 1
     for here in ranks:  # rows that are cut as evenly as can be are cut where the parts are
         own = [len(part) for part in order.parts(here)]

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from fzero.state import rounds
 from fzero.state.effects import (
     Discard,
     Drop,
@@ -24,7 +25,7 @@ from fzero.state.effects import (
     WaitForReductions,
 )
 from fzero.state.protocol import Answer, Broke, Event, Join, Protocol, advance
-from fzero.state.rounds import CODES, Message, MessageKind, Round, row_of
+from fzero.state.rounds import Message, MessageKind, Round, row_of
 from tests.state.world import Dead, Fault, OwnError, PeersFailed, Steps, World
 
 IN_FLIGHT = 1  # reduce-scatters at once, as of a Reducer
@@ -186,8 +187,10 @@ class Rank:
     def _post(self, message: Message) -> None:
         self.round = self.world.channel.start(self.number, "round")
         self.unread = True
-        row = row_of(message)
-        self.world.rows[self.number, self.round] = [*row, *[0] * (4 + CODES - len(row))]
+        row, width = row_of(message), 4 + rounds.CODES
+        if len(row) > width:
+            raise Fault("a message has room", f"rank {self.number}: {row} of {width} numbers")
+        self.world.rows[self.number, self.round] = [*row, *[0] * (width - len(row))]
         self.asks += message.kind is MessageKind.ASK
 
     def _all_posted(self) -> bool:

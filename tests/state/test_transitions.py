@@ -366,6 +366,16 @@ def test_of_units_that_were_asked_for_the_one_that_was_used_last_stays() -> None
     assert Free(1, 0) not in effects
 
 
+def test_a_rank_that_asks_keeps_persistent_units_beyond_its_pass() -> None:
+    one = One(Units(numels=(4, 4, 4), persistent=(0, 1)))
+    one.begin(program=False, phase=1)
+    one.send(Use(1, 2))
+    one.send(Finish(1))
+    assert one.protocol.models[1].residency.gathered == (0, 1)
+    one.begin(0, 1)
+    assert one.send(Use(1, 0)) == [Read()]
+
+
 def test_a_unit_that_a_block_holds_does_not_carry_the_plan_beyond_uses_to_come() -> None:
     one = One(units(3))
     one.send(Pin(1, (0,)))

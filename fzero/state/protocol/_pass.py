@@ -110,7 +110,7 @@ def _after_forward(p: Protocol, number: int) -> Protocol:
 
 
 def _at_rest(model: Model) -> residency.Residency:
-    """Nothing is in use, for its values may be rounded: what is read from here on is exact."""
+    """No unit is current, for its values may be rounded: a read outside of a pass is exact."""
     return replaced(model.residency, current=-1, rounds=False)
 
 

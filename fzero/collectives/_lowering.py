@@ -283,7 +283,12 @@ def _swap(
         return [make(list(per_rank)) for per_rank in zip(*everyone, strict=True)]
 
     what = f"{axis.group_name} {op}[{shapes_of(values)}]".strip()
-    return _exchange(what, values, axis, made)
+    return _exchange(what, _detached(values), axis, made)
+
+
+def _detached(values: Sequence[Tensor]) -> list[Tensor]:
+    """Return what another rank reads: under `remat` it would take a gradient of it for lost."""
+    return [value.detach() for value in values]
 
 
 def shapes_of(values: Sequence[Tensor], *, ragged: bool = False) -> str:
@@ -314,7 +319,7 @@ def swap_parts(op: str, sent: Sequence[Tensor], axis: Axis) -> list[Tensor]:
             [everyone[s][r] if r == s else everyone[s][r].clone() for s in ranks] for r in ranks
         ]
 
-    return _exchange(f"{axis.group_name} {op}".strip(), sent, axis, made)[axis.rank]
+    return _exchange(f"{axis.group_name} {op}".strip(), _detached(sent), axis, made)[axis.rank]
 
 
 def _own_rows(full: Tensor, axis: Axis) -> Tensor:

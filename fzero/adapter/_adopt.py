@@ -41,13 +41,13 @@ def adopt(driver: Driver, state: TrainState) -> None:
 
 def _form(state: TrainState) -> tuple[Any, ...]:
     """What two states must have in common to have buffers of the same sizes on each rank."""
-    setup, outer = state.setup, state.window.outer
+    setup, outer = state.setup, state.outer
     held = setup.stage, setup.layout, setup.replicas, setup.optimizer_state
     return *held, None if outer is None else outer.local
 
 
 def _named(state: TrainState) -> str:
-    setup, outer = state.setup, state.window.outer
+    setup, outer = state.setup, state.outer
     groups = f"stage {setup.stage} with {len(setup.layout.groups)} groups on {setup.axis}"
     apart = "" if outer is None else f", with {outer.local}"
     return f"{groups}, its optimizer {setup.optimizer_state.value}{apart}"

@@ -76,7 +76,7 @@ def _take_kept(params: ModuleParameters, state: TrainState) -> None:
     apart begin at their anchors, which are the 16-bit values.
     """
     layout, masters = state.setup.layout, masters_of(state)
-    if not masters or state.window.outer is not None:
+    if not masters or state.outer is not None:
         return
     groups = zip(layout.trainable, masters, strict=True)
     mine = _taken(params, [i for index, _ in groups for i in layout.groups[index].leaves])

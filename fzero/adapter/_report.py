@@ -61,8 +61,7 @@ def report(state: TrainState, running: Pass) -> MemoryReport:
     """Add up what a state, and the gatherer of a pass, hold."""
     masters = masters_of(state)
     apart = set(map(id, masters))
-    every: Any = (state.optimizer, state.window.outer)  # anchors and outer momentum, too
-    kept = [*optree.tree_leaves(every, namespace=NAMESPACE), *_slots(state, "optimizer")]
+    kept = [*optree.tree_leaves(state.optimizer, namespace=NAMESPACE), *_slots(state, "optimizer")]
     return MemoryReport(
         parameters=_bytes(state.params.flats),
         live_parameters=_bytes(x for full in running.gatherer.held.values() for x in full.flats),

@@ -26,7 +26,7 @@ Slots = dict[str, Tensor]
 
 def require_no_anchors(driver: Driver, name: str) -> None:
     """Raise `PhaseError` for a write of parameters that the anchors of local updates miss."""
-    if driver.state.window.outer is not None:
+    if driver.state.outer is not None:
         raise PhaseError(f"{name}{NO_WRITES.seen(name)}", cause=NO_WRITES.cause, fix=NO_WRITES.fix)
 
 

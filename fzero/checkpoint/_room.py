@@ -113,7 +113,7 @@ def room_for(
             state.params.flats[i].copy_(like.params.flats[i])
     state = numbered(without_shared(state), numbers)
     if live:  # its setup says what gradients are that it holds
-        state = state.replace(setup=setup, slots={**like.slots, **state.slots})
+        state = state.replace(setup=setup, slots={**without_shared(like).slots, **state.slots})
         state = with_entries(state, more)
     for one in entries_of(state, own, live=True):  # as the state has them: they are filled there
         prefix = named[one.key][1] if one.key in named else ""

@@ -159,9 +159,7 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
     return state.replace(
         params=of(offload.params)(state.params),
         gradients=of(offload.gradients)(state.gradients),
-        window=replace(
-            state.window, pending=window, outer=of(offload.optimizer)(state.window.outer)
-        ),
+        window=replace(state.window, pending=window),
         optimizer=of(offload.optimizer)(state.optimizer),
         slots={
             name: slot if slot.form.kind == "window" else of(offload.optimizer)(slot)

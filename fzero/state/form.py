@@ -15,6 +15,8 @@ plan and draw it, so that none of them has to know what it is for:
                 PARTIAL               one tensor, this rank's own         the sum over ranks
     "named"     REPLICATED            {name: tensor of any shape}         the tensors
                 OWNER                 the same, empty but on its owner    those of the owners
+    "record"    None                  what a rule keeps: any pytree       what its owner gives of it
+                                                                          as entries
 
 The logical value is what stays where the ranks change; see `Elsewhere`. Two slots can be one sum:
 what "a/b" holds is a part of the sum "a" wherever a state has no slot "a/b".
@@ -36,7 +38,7 @@ from fzero.state._record import NAMESPACE, record, static
 from fzero.state.buffers import Placement
 from fzero.state.codec import Codec
 
-Leaves = Literal["learning", "all", "number", "named"]
+Leaves = Literal["learning", "all", "number", "named", "record"]
 """What a slot is parallel to: the leaves that learn, all leaves, or nothing (a tensor, tensors)."""
 
 Lifetime = Literal["backward", "window", "update", "run"]
@@ -54,7 +56,7 @@ begins as `init` makes it, with a warning that says `why`.
 Kind = Literal["slots", "window", "gradients", "optimizer", "numbers"]
 """The kinds of what a state keeps beside its parameters; "numbers": a few, which nobody counts."""
 
-_LEAVES = ("learning", "all", "number", "named")
+_LEAVES = ("learning", "all", "number", "named", "record")
 _LIFETIMES = ("backward", "window", "update", "run")
 _ELSEWHERE = ("cut", "sum", "own", "anew")
 
@@ -64,7 +66,8 @@ class Form:
     """What others must know of a slot: see the table at the top of this file.
 
     Attributes:
-        leaves: what it is parallel to: "learning", "all", "number" or "named".
+        leaves: what it is parallel to: "learning", "all", "number", "named"; or "record", of
+            fzero's own.
         placement: what the ranks' copies are to each other; None: as the optimizer's state is
             placed, which depends on the stage.
         dtype: of its values; None: that of the leaf, or fp32 for a leaf of 16 bits.

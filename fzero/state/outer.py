@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fzero.errors.check import is_count, require
 from fzero.ranks.axis import Axis
-from fzero.state._record import record, static
-from fzero.state.buffers import Buffers
+from fzero.state.buffers import Buffers, Placement
+from fzero.state.form import Form, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +70,23 @@ class Arrival(NamedTuple):
     fragment: int
 
 
-@record
+NAME = "local"
+ANCHORS, RULE, COMING, WEIGHT = (f"{NAME}/{x}" for x in ("anchors", "rule", "coming", "weight"))
+"""The slots of a state with local updates. The note of the anchors has what is no tensor."""
+
+_OWN = Form(leaves="record", elsewhere="own", kind="optimizer")
+FORMS = {
+    ANCHORS: Form(kind="optimizer"),
+    RULE: _OWN,
+    COMING: _OWN,
+    WEIGHT: Form(leaves="number", placement=Placement.PARTIAL, elsewhere="own", kind="numbers"),
+}
+"""Their forms. A checkpoint has them under names of its own, once for all replicas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outer:
-    """What a replica needs for the next outer update.
+    """What a replica needs for the next outer update: its slots, read.
 
     anchors: the parameters after the last one, parallel to the groups that learn, in fp32 or wider,
     placed as the optimizer's state; equal on all replicas. `weight`: of each fragment 0 if this
@@ -85,9 +100,51 @@ class Outer:
     optimizers: tuple[Any, ...]
     weight: Tensor  # [fragments] fp32
     coming: tuple[Buffers, ...] = ()
-    updates: int = static(default=0)  # of the replica, of the `every` of a round
-    local: Local = static()
-    mesh: Axis = static(default=Axis(size=1))
+    updates: int = 0  # of the replica, of the `every` of a round
+    local: Local
+    mesh: Axis = field(default_factory=lambda: Axis(size=1))
+
+
+def outer_in(slots: Mapping[str, Slot]) -> Outer | None:
+    """Return what the slots of a state have of local updates; None if it has none."""
+    anchors = slots.get(ANCHORS)
+    if anchors is None:
+        return None
+    rules, coming, weight = (slots[name].value for name in (RULE, COMING, WEIGHT))
+    updates, local, mesh = anchors.note
+    return Outer(
+        anchors=anchors.value,
+        optimizers=rules,
+        weight=weight,
+        coming=coming,
+        updates=updates,
+        local=local,
+        mesh=mesh,
+    )
+
+
+def with_outer(slots: Mapping[str, Slot], outer: Outer | None) -> dict[str, Slot]:
+    """Return slots with these of local updates; without any for None.
+
+    Example:
+        >>> import torch
+        >>> local = Local(every=4)
+        >>> held = Outer(anchors=Buffers(), optimizers=(), weight=torch.ones(1), local=local)
+        >>> sorted(with_outer({}, held)), with_outer(with_outer({}, held), None)
+        (['local/anchors', 'local/coming', 'local/rule', 'local/weight'], {})
+    """
+    others = {name: slot for name, slot in slots.items() if name not in FORMS}
+    if outer is None:
+        return others
+    values = {
+        ANCHORS: outer.anchors,
+        RULE: outer.optimizers,
+        COMING: outer.coming,
+        WEIGHT: outer.weight,
+    }
+    made = {name: Slot(value=value, form=FORMS[name]) for name, value in values.items()}
+    noted = replace(made[ANCHORS], note=(outer.updates, outer.local, outer.mesh))
+    return {**others, **made, ANCHORS: noted}
 
 
 def saw_update(outer: Outer) -> tuple[Outer, list[Departure | Arrival]]:

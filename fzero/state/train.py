@@ -15,6 +15,7 @@ from fzero.state import scale, view
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers
 from fzero.state.form import Slot, undone
+from fzero.state.outer import Outer, outer_in
 from fzero.state.progress import Phase, Progress
 from fzero.state.scale import LossScale
 from fzero.state.schedule import Schedule
@@ -54,6 +55,11 @@ class TrainState(Generic[ParamsT_co]):
         return scale.in_slots(self.slots)
 
     @property
+    def outer(self) -> Outer | None:
+        """What the next outer update starts from; None without local updates."""
+        return outer_in(self.slots)
+
+    @property
     def stage(self) -> int:
         """The ZeRO stage, 0 to 3."""
         return self.setup.stage
@@ -61,8 +67,7 @@ class TrainState(Generic[ParamsT_co]):
     @property
     def mesh(self) -> Axis:
         """All ranks: those of `setup.axis`; of local updates the ranks of all replicas."""
-        outer = self.window.outer
-        return self.setup.axis if outer is None else outer.mesh
+        return self.setup.axis if self.outer is None else self.outer.mesh
 
     @property
     def device(self) -> torch.device:

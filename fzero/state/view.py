@@ -19,10 +19,10 @@ from fzero.state.setup import Setup
 def state_bytes(state: Any) -> dict[str, int]:
     """Bytes that this rank holds, by kind: parameters, gradients, optimizer, window, total.
 
-    The window has what is not reduced yet, the residual of encoded gradients, full parameters
-    that it keeps, and the anchors and outer momentum of local updates. What transforms keep is
-    under the kind that its form says, by default "slots", which a state without any has not. Of a
-    state that is offloaded also by place: on device, in host memory, on disk.
+    The window has what is not reduced yet, the residual of encoded gradients, and full parameters
+    that it keeps; the optimizer also the anchors and the outer momentum of local updates. What
+    transforms keep is under the kind that its form says, by default "slots", which a state without
+    any has not. Of a state that is offloaded also by place: on device, in host memory, on disk.
 
     Raises `LayoutError` for what is no state.
 
@@ -127,8 +127,8 @@ def _rows(state: Any) -> list[tuple[str, str]]:
         else "closed",
     }
     places["window"] += ", with a residual" if "residual" in state.slots else ""
-    if (outer := state.window.outer) is not None:
-        places["window"] += f", with anchors, {outer.updates} of {outer.local.every} updates"
+    if (outer := state.outer) is not None:
+        places["optimizer"] += f", with anchors, {outer.updates} of {outer.local.every} updates"
     shown = [name for name, slot in state.slots.items() if slot.form.kind == "slots"]
     if shown:
         places["slots"] = ", ".join(dict.fromkeys(name.partition("/")[0] for name in shown))

@@ -9,7 +9,6 @@ from torch import Tensor
 from fzero.errors import PhaseError
 from fzero.state._record import record, static
 from fzero.state.buffers import Buffers, Placement
-from fzero.state.outer import Outer
 
 
 @record
@@ -18,13 +17,11 @@ class Window:
 
     `pending` is PARTIAL: this rank's own sum; in a closed window (an engine's, after `no_sync`) it
     waits for the next reduction. `gathered` holds full parameters for the length of the window when
-    stage 3 was asked to keep them (else it is empty). `outer`: of local updates,
-    what the next outer update starts from.
+    stage 3 was asked to keep them (else it is empty).
     """
 
     pending: Buffers
     gathered: tuple[Tensor, ...] = ()
-    outer: Outer | None = None  # None: replicas have equal parameters after each update
     is_open: bool = static(default=False)  # the gradient of the next backward waits in it
     length: int = static(default=0)  # how many backwards it takes; 0: nobody has said
     is_settled: bool = static(default=False)  # all ranks have made an update since it was opened

@@ -117,14 +117,14 @@ full_gradients = gradients
 
 
 def _is_gathered(state: TrainState, replica: bool) -> bool:
-    held = state.window.outer
+    held = state.outer
     at = state.params if replica or held is None else held.anchors
     cut = Placement.SHARDED in (state.params.placement, at.placement)
     return cut and state.setup.axis.size > 1
 
 
 def _full_params(state: TrainState, replica: bool) -> Any:
-    layout, outer = state.setup.layout, state.window.outer
+    layout, outer = state.setup.layout, state.outer
     anchors = {} if replica or outer is None else anchors_of(state)
     held = {i: flat for i, flat in enumerate(state.params.flats) if i not in anchors}
     whole = _gathered(state, held, state.params.placement)

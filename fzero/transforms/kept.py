@@ -30,7 +30,7 @@ from fzero.optim.counters import (
     with_counters,
 )
 from fzero.optim.entries import RULE, rule_entries, with_rule_entries
-from fzero.state import Buffers, Form, Progress, Setup, Slot, TrainState, scale
+from fzero.state import Buffers, Form, Progress, Setup, Slot, TrainState, outer, scale
 from fzero.state.entry import Entry, entry_of, with_slots
 from fzero.state.scale import as_numbers, from_numbers, with_slot
 from fzero.state.setup import MASTERS
@@ -83,9 +83,10 @@ def _with_gradients(state: TrainState, entries: Sequence[Entry]) -> TrainState:
 
 
 def _slots(state: TrainState, rank: int) -> list[Entry]:
-    """Return the slots, but for a loss scale: its numbers are those of a manifest."""
+    """Return the slots, but for those of which a manifest has numbers, or all replicas have one."""
     slots = state.slots.items()
-    return [entry_of(state.setup, name, slot) for name, slot in slots if name != scale.SLOT]
+    apart = {scale.SLOT, *outer.FORMS}
+    return [entry_of(state.setup, name, slot) for name, slot in slots if name not in apart]
 
 
 def _with_slots(state: TrainState, entries: Sequence[Entry]) -> TrainState:
@@ -158,8 +159,8 @@ def begun(state: TrainState, like: TrainState, names: Collection[str]) -> TrainS
 
 
 def follows_setup(name: str) -> bool:
-    """Whether the setup of a state alone decides that it has a slot: it may have none elsewhere."""
-    return name in (RESIDUAL, BACK, START, scale.SLOT)
+    """Whether options alone decide that a state has a slot: it may have none elsewhere."""
+    return name in (RESIDUAL, BACK, START, scale.SLOT, *outer.FORMS)
 
 
 def owning_ranks(setup: Setup) -> int:
@@ -203,12 +204,11 @@ def numbered(state: TrainState, numbers: Mapping[str, Any]) -> TrainState:
     counters = dict(numbers["optimizer"])
     counters.setdefault(STEP, counters.get(COUNT, 0))  # of an optimizer that has but the count
     unstepped = numbers.get(UNSTEPPED, ())
-    window = replace(CLOSED, outer=state.window.outer)
     state = state.without_gradients()
     return state.replace(
         optimizer=with_counters(state, lambda slot: slot.flat, counters, unstepped),
         gradients=Buffers(),
-        window=window,
+        window=CLOSED,
         step=torch.tensor(numbers["step"], dtype=torch.int64),
         progress=Progress(),
         slots=with_slot(state.slots, from_numbers(state.scale, numbers["scale"])),
@@ -233,7 +233,7 @@ common_facts = outer_kept.common_facts
 
 def trains_apart(state: TrainState) -> bool:
     """Whether replicas have parameters, and all else, of their own between two updates of all."""
-    return state.window.outer is not None
+    return state.outer is not None
 
 
 def replica_facts(state: TrainState) -> dict[str, Any]:
@@ -243,10 +243,10 @@ def replica_facts(state: TrainState) -> dict[str, Any]:
 
 def without_shared(state: TrainState) -> TrainState:
     """Return the state of a replica without what it has in common with others."""
-    return state.replace(window=replace(state.window, outer=None))
+    return state.replace(slots=outer.with_outer(state.slots, None))
 
 
 def begun_apart(state: TrainState, like: TrainState) -> TrainState:
     """Return a state with what its replicas have in common, where `like` has it: begun anew."""
-    anew = None if state.window.outer is not None else like.window.outer
+    anew = None if trains_apart(state) else like.outer
     return state if anew is None else anchored(state, anew)

@@ -12,6 +12,7 @@ from fzero.errors import PhaseError
 from fzero.errors.check import called_as
 from fzero.optim import Optimizer
 from fzero.state import Local, TrainState
+from fzero.state.outer import with_outer
 from fzero.transforms.outer import DEFAULT_OUTER
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms.states import S, flatten_states, map_states
@@ -126,7 +127,7 @@ def local(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         for one in flatten_states("local", state)[0]:
-            held = one.window.outer
+            held = one.outer
             now = None if held is None else held.local
             if now != record:
                 raise _other(now, record)
@@ -166,12 +167,12 @@ def leave_out(state: S) -> S:
         >>> import torch, fzero
         >>> local = fzero.Local(every=8)
         >>> state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0), stage=0, local=local)
-        >>> fzero.leave_out(state).window.outer.weight
+        >>> fzero.leave_out(state).outer.weight
         tensor([0.])
     """
 
     def one(state: TrainState) -> TrainState:
-        held = state.window.outer
+        held = state.outer
         if held is None:
             raise PhaseError(
                 "leave_out: a state without local updates.",
@@ -179,7 +180,7 @@ def leave_out(state: S) -> S:
                 fix="weight= of grad_and_reduce leaves a call out: give 0.",
             )
         after = replace(held, weight=torch.zeros_like(held.weight))
-        return state.replace(window=replace(state.window, outer=after))
+        return state.replace(slots=with_outer(state.slots, after))
 
     return map_states("leave_out", one, state)
 

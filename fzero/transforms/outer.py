@@ -25,6 +25,7 @@ from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.masters import masters_of
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
 from fzero.state import Buffers, Local, Outer, Setup, TrainState, outer
+from fzero.state.outer import NAME, with_outer
 from fzero.state.points import Builtin, Excludes
 from fzero.transforms._anew import with_new_slots, with_tensors
 from fzero.transforms.donation import donates
@@ -99,7 +100,7 @@ def anchored(state: TrainState, held: Outer) -> TrainState:
 
 def anchors_of(state: TrainState) -> dict[int, Tensor]:
     """Return {group: this rank's part of its anchors}, in the dtypes of the parameters."""
-    held = state.window.outer
+    held = state.outer
     if held is None:
         return {}
     pairs = zip(state.setup.layout.trainable, held.anchors.flats, strict=True)
@@ -113,7 +114,7 @@ def after_local_update(state: TrainState, *, general: bool) -> TrainState:
     general: whether the update is differentiated, mapped or traced. A collective of all replicas
     if it is due.
     """
-    held = state.window.outer
+    held = state.outer
     if held is None:
         return state
     held, due = outer.saw_update(held)
@@ -198,7 +199,7 @@ def _mixed(state: TrainState, own: Tensor, anchor: Tensor, share: float) -> Tens
 
 
 def _held(state: TrainState) -> Outer:
-    held = state.window.outer
+    held = state.outer
     assert held is not None
     return held
 
@@ -211,7 +212,7 @@ def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
 
 
 def _with(state: TrainState, held: Outer) -> TrainState:
-    return state.replace(window=replace(state.window, outer=held))
+    return state.replace(slots=with_outer(state.slots, held))
 
 
 def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> TrainState:
@@ -332,8 +333,9 @@ _EXCLUDES = (
 )
 
 LOCAL = Builtin(
-    name="local",
-    acts=lambda state: state.window.outer is not None,
+    name=NAME,
+    slots=tuple((slot.removeprefix(f"{NAME}/"), form) for slot, form in outer.FORMS.items()),
+    acts=lambda state: outer.ANCHORS in state.slots,
     updated=lambda running, new: after_local_update(new, general=running.general),
     excludes=_EXCLUDES,
 )

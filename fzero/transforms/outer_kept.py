@@ -28,6 +28,7 @@ from fzero.optim.counters import COUNT, COUNTERS, STEP, counters_of, with_counte
 from fzero.optim.entries import RULE, rule_entries, with_rule_entries
 from fzero.state import Form, Outer, Placement, TrainState
 from fzero.state.entry import Entry
+from fzero.state.outer import with_outer
 from fzero.state.setup import MASTERS
 from fzero.transforms.outer_rule import outer_state
 
@@ -181,7 +182,7 @@ def require_facts(state: TrainState, facts: Mapping[str, Any], where: object, na
 
     where: what is saved is. name: of the call.
     """
-    outer = state.window.outer
+    outer = state.outer
     if outer is not None and facts["outer"] != _kept_by_rule(state):
         raise LayoutError(
             f"load: the outer rule of {where} keeps {facts['outer']}, that of this state "
@@ -212,13 +213,13 @@ def require_facts(state: TrainState, facts: Mapping[str, Any], where: object, na
 
 
 def _held(state: TrainState) -> Outer:
-    outer = state.window.outer
+    outer = state.outer
     assert outer is not None
     return outer
 
 
 def _with(state: TrainState, outer: Outer) -> TrainState:
-    return state.replace(window=replace(state.window, outer=outer))
+    return state.replace(slots=with_outer(state.slots, outer))
 
 
 def _rule_states(state: TrainState) -> list[TrainState]:

@@ -18,6 +18,7 @@ from fzero.machine.owners import Owners, owners_of
 from fzero.optim import Piece, require_real_views, sgd
 from fzero.state import Local, Setup, TrainState
 from fzero.state.layout import learns
+from fzero.state.outer import with_outer
 from fzero.transforms.pieces import pieces_of
 
 DEFAULT_OUTER = sgd(0.7, momentum=0.9, nesterov=True)
@@ -70,12 +71,12 @@ def as_inner(setup: Setup) -> Setup:
 
 def outer_state(state: TrainState, fragment: int) -> TrainState:
     """Return the state whose optimizer is the outer rule, with what it keeps of a fragment."""
-    held = state.window.outer
+    held = state.outer
     assert held is not None
     return state.replace(
         optimizer=held.optimizers[fragment],
         setup=as_inner(state.setup),
-        window=replace(state.window, outer=None),
+        slots=with_outer(state.slots, None),
     )
 
 

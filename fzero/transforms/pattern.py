@@ -27,7 +27,7 @@ class Pattern:
 
 def pattern_of(state: TrainState) -> Pattern:
     """Return what a state is."""
-    outer = state.window.outer
+    outer = state.outer
     return Pattern(
         setup=state.setup,
         local=None if outer is None else outer.local,

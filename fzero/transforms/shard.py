@@ -103,7 +103,7 @@ def shard(  # noqa: D417 {options}
     ) -> tuple[Any, Any]:
         states = flatten_states("shard", state)[0]
         for one, its_stage, where in stages_of(stage, state, states):
-            axis = mesh_for(options.get("mesh"), one.window.outer)
+            axis = mesh_for(options.get("mesh"), one.outer)
             _check_state(one, its_stage, axis, where)
         if donate:
             _require_apart(states)

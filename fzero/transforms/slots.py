@@ -49,7 +49,7 @@ def slots(state: TrainState, name: str) -> dict[str, Any]:
     if name != "optimizer":
         found = _of_transform(state, name)
         agree(f"slots of {name}", [state])
-        return {slot: whole(state, value) for slot, value in found.items()}
+        return {k: whole(state, x) for k, x in found.items() if x.form.leaves != "record"}
     kept = _of_optimizer(state)
     agree(f"slots of {name}", [state])
     return {

@@ -55,7 +55,7 @@ def test_goes_on_bit_for_bit_while_fragments_are_on_their_way(
     whole.train(0, 11)
     for step in range(1, 8):
         cut.train(step - 1, 1)
-        coming = [one.held for one in cut.state.window.outer.coming]
+        coming = [one.held for one in cut.state.outer.coming]
         assert coming == [step in (2, 3, 6, 7), step in (4, 5)]
         save(tmp_path, cut.state)
         with warnings.catch_warnings():
@@ -87,7 +87,7 @@ def test_on_other_shards_values_go_on_and_on_other_replicas_they_start_at_the_an
     other = Training((3, 1), 1)
     with pytest.warns(UserWarning, match="training starts at the anchors"):
         other.state = load(tmp_path, other.new())
-    assert not any(one.held for one in other.state.window.outer.coming)
+    assert not any(one.held for one in other.state.outer.coming)
     other.train(3, 4)
 
 

@@ -126,7 +126,7 @@ def test_sixteen_bits_meet_in_their_masters() -> None:
     for donate in (False, True):
         state = trained(5, donate)
         for anchor, master, flat in zip(
-            state.window.outer.anchors.flats,
+            state.outer.anchors.flats,
             state.optimizer.masters,
             state.params.flats,
             strict=True,
@@ -147,7 +147,7 @@ def test_anchors_have_memory_of_their_own(dtype: torch.dtype, stage: int) -> Non
     state = step.init(torch.ones(4, dtype=dtype), fzero.optim.sgd(0.5))
     for donate in (False, True, False, True):
         state, _ = fzero.shard(step_fn, stage=stage, donate=donate)(state)
-        outer = state.window.outer
+        outer = state.outer
         places = {x.data_ptr() for x in (*state.params.flats, *state.optimizer.masters)}
         assert outer is not None and outer.anchors.flats[0].data_ptr() not in places
     assert torch.equal(fzero.full_params(state), torch.full((4,), -3.0, dtype=dtype))

@@ -169,7 +169,7 @@ def test_where_all_are_left_out_all_go_back_and_nothing_comes(delay: int, tmp_pa
                 engine.state = fzero.leave_out(engine.state)
             engine.backward(error(engine, batch))
             engine.step()
-            held = engine.state.window.outer
+            held = engine.state.outer
             assert held is not None and held.coming[0].held == (step == 3 and delay == 1)
             assert all(map(is_on_disk, held.coming[0].flats))
             if step == 1:

@@ -220,7 +220,7 @@ def require_plain(name: str, mesh: str, stage: int, folder: Path) -> None:
 
 def parts_of(state: Any) -> list[list[int]]:
     """Which parameters are in each fragment."""
-    layout, local = state.setup.layout, state.window.outer.local
+    layout, local = state.setup.layout, state.outer.local
     own = [local.numbers_in(f, len(layout.trainable)) for f in range(local.fragments)]
     groups = [[layout.groups[layout.trainable[k]] for k in some] for some in own]
     paths = [[layout.leaves[i].path for one in some for i in one.leaves] for some in groups]

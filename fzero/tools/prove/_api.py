@@ -85,7 +85,7 @@ def prove(
     one, *_ = states = flatten_states("prove", state)[0]
     world = one.setup.axis.size if world is None else world
     require("prove: world", world, is_count, "at least 1")
-    if any(x.setup.replicas > 1 or x.window.outer is not None for x in states):
+    if any(x.setup.replicas > 1 or x.outer is not None for x in states):
         raise AxisError(
             f"prove: a state on {one.mesh}, with replicas or local updates.",
             cause="a mesh of two dims, or fzero.local.",

@@ -253,7 +253,8 @@ def _require_together(record: Points) -> None:
             fix="give init=(params, ctx) -> {slot: value}.",
         )
     for slot, form in record.slots or ():
-        if not isinstance(form, Form) or not isinstance(slot, str) or "/" in slot:
+        good = isinstance(form, Form) and form.leaves != "record"
+        if not good or not isinstance(slot, str) or "/" in slot:
             raise LayoutError(
                 f"{name}: slots={{{slot!r}: {form!r:.60}}}.",
                 cause="a placement or a dtype in the place of a form, or a name with a slash.",

@@ -49,6 +49,7 @@ POINTS_ONLY = (
     "transforms/pass_events.py",
     "transforms/update.py",
     "transforms/add.py",
+    "transforms/map_params.py",
     "adapter/_losses.py",
     "adapter/_scaling.py",
     "adapter/boundary.py",

@@ -12,17 +12,15 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.by_path import as_flats, by_path, leaf_paths, ranges_in
-from fzero.machine.offload import offloaded, to_device
+from fzero.machine.offload import to_device
 from fzero.machine.packing import pack
-from fzero.machine.parts import cut, gather_parts
-from fzero.optim.masters import masters_of
+from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Buffers, Layout, Placement, Slot, TrainState
-from fzero.state.scale import multiplier
 from fzero.state.view import require_state
-from fzero.transforms._anew import with_tensors
 from fzero.transforms.agree import agree
+from fzero.transforms.builtins import factor_of
 from fzero.transforms.donation import check_alive
-from fzero.transforms.points import stepped_parts
+from fzero.transforms.points import stepped_as_held, with_stepped
 from fzero.transforms.states import ParamsT
 from fzero.transforms.written import returned
 
@@ -85,28 +83,12 @@ def map_params(
     check_alive(state)
     operands = [_operand(state, other) for other in others]
     setup = state.setup
-    masters = [x for x in masters_of(state) if x.numel()] and masters_of(state)
-    base = setup.optimizer_state if masters else setup.params
-    at = max([base, *(one.placement for one in operands)], key=_FINER.index)
-    crosses = setup.axis.size > 1 and (at is not setup.params)
-    if crosses:
+    own = stepped_as_held(state)
+    at = max([own.placement, *(one.placement for one in operands)], key=_FINER.index)
+    if setup.axis.size > 1 and at is not setup.params:
         agree("map_params", [state])
-    own = (
-        stepped_parts(state) if masters else [state.params.flats[i] for i in setup.layout.trainable]
-    )
-    parts = [cut(setup, to_device(x, state.device), base, at) for x in own]
-    new = _mapped(state, fn, at, parts, operands)
-    if masters:
-        new = gather_parts(setup, new, at, base)
-        at, state = base, _with_masters(state, masters, new)
-    learning = setup.layout.trainable
-    shards = [x.to(state.params.flats[i].dtype) for i, x in zip(learning, new, strict=True)]
-    whole = gather_parts(setup, shards, at, setup.params) if at is not setup.params else shards
-    flats, home = list(state.params.flats), setup.offload.params
-    for index, flat in zip(learning, whole, strict=True):
-        kept = flat if home is None else offloaded(home, flat, setup.offload)
-        flats[index] = kept
-    made = state.replace(params=replace(state.params, flats=tuple(flats)))
+    parts = [cut(setup, to_device(x, state.device), own.placement, at) for x in own.flats]
+    made = with_stepped(state, dict(enumerate(_mapped(state, fn, at, parts, operands))), at)
     returned(made)
     return made
 
@@ -151,15 +133,6 @@ def _checked(path: str, p: Tensor, new: Any) -> Tensor:
     return new.to(p.dtype)
 
 
-def _with_masters(
-    state: TrainState, masters: Sequence[Tensor], new: Sequence[Tensor]
-) -> TrainState:
-    """Return the state with new masters."""
-    pairs = zip(masters, new, strict=True)
-    made = {id(m): to_device(x, m.device, m.dtype) for m, x in pairs if m.numel()}
-    return with_tensors(state, made)
-
-
 # What is parallel to the parameters.
 
 
@@ -174,7 +147,7 @@ def _operand(state: TrainState, other: Any) -> Buffers:
     if isinstance(other, Slot):
         return _learning(state, other.value, "a slot")
     if isinstance(other, Buffers):
-        if multiplier(state.scale) is not None:
+        if factor_of(state) is not None:
             raise LayoutError(
                 "map_params: bare gradients of a state with a loss scale.",
                 cause="`other.gradients` is times the loss scale.",

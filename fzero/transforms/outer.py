@@ -21,19 +21,19 @@ from torch import Tensor
 
 from fzero.errors.check import require
 from fzero.machine.offload import offloaded, to_device, write_back
-from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
+from fzero.machine.parts import cut, gather_parts_in_place
 from fzero.optim.masters import masters_of
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
 from fzero.state import Buffers, Local, Outer, Setup, TrainState, outer
 from fzero.state.outer import NAME, with_outer
 from fzero.state.points import Builtin, Excludes
-from fzero.transforms._anew import with_new_slots, with_tensors
+from fzero.transforms._anew import with_new_slots
 from fzero.transforms.donation import donates
 from fzero.transforms.outer_count import agreed
 from fzero.transforms.outer_rule import DEFAULT_OUTER as DEFAULT_OUTER
 from fzero.transforms.outer_rule import masked, outer_owners, outer_pieces, require_outer
 from fzero.transforms.outer_sum import sum_over_replicas
-from fzero.transforms.points import stepped_parts
+from fzero.transforms.points import stepped_parts, with_stepped
 from fzero.transforms.receive import not_differentiable
 from fzero.transforms.together import Requested
 
@@ -223,30 +223,19 @@ def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> Tr
     """
     setup, learning = state.setup, state.setup.layout.trainable
     part, whole = setup.optimizer_state, setup.params
-    masters = [(m, values[k]) for k, m in enumerate(masters_of(state)) if k in values and m.numel()]
+    if not owned:
+        new = {k: to_device(x, state.device).clone() for k, x in values.items()}
+        return with_stepped(state, new, part)
+    for k, master in enumerate(masters_of(state)):
+        if k in values and master.numel():
+            write_back(master, to_device(values[k], state.device, master.dtype))
     fulls = [state.params.flats[learning[k]] for k in values]
-    gathers = part is not whole and setup.axis.size > 1
-    if owned:
-        for master, x in masters:
-            write_back(master, to_device(x, state.device, master.dtype))
-        for full, x in zip(fulls, values.values(), strict=True):
-            own = cut(setup, full, whole, part)
-            write_back(own, to_device(x, state.device, own.dtype))
-        if gathers:
-            gather_parts_in_place(setup, [full for full in fulls if full.numel()], part, whole)
-        return state
-    state = with_tensors(
-        state, {id(m): to_device(x, m.device, m.dtype).clone() for m, x in masters}
-    )
-    parts = [
-        to_device(x, full.device, full.dtype).clone()
-        for x, full in zip(values.values(), fulls, strict=True)
-    ]
-    made = gather_parts(setup, parts, part, whole) if gathers else parts
-    flats = list(state.params.flats)
-    for k, flat in zip(values, made, strict=True):
-        flats[learning[k]] = flat
-    return state.replace(params=replace(state.params, flats=tuple(flats)))
+    for full, x in zip(fulls, values.values(), strict=True):
+        own = cut(setup, full, whole, part)
+        write_back(own, to_device(x, state.device, own.dtype))
+    if part is not whole and setup.axis.size > 1:
+        gather_parts_in_place(setup, [full for full in fulls if full.numel()], part, whole)
+    return state
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

@@ -167,7 +167,7 @@ def test_of_replicas_that_train_apart_each_has_its_own(leaves: Any, again: bool,
     ones = init(2, (2, 2))
     both = [with_slot(ones, form, seed=seed).slots[NAME] for seed in (1, 2)]
     slot: Any = optree.tree_map(lambda x, y: torch.cat([x[:2], y[2:]]), *both, namespace=NAMESPACE)
-    state = ones.replace(slots={NAME: slot})
+    state = ones.replace(slots={**ones.slots, NAME: slot})
     like = with_slot(init(to, (2, 3) if again else (3, 1)), form, seed=0)
     with tempfile.TemporaryDirectory() as folder:
         save(folder, state)

@@ -153,6 +153,22 @@ def test_anchors_have_memory_of_their_own(dtype: torch.dtype, stage: int) -> Non
     assert torch.equal(fzero.full_params(state), torch.full((4,), -3.0, dtype=dtype))
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_what_local_updates_keep_is_in_slots_and_counted_with_the_optimizer(stage: int) -> None:
+    rule = fzero.optim.sgd(0.5)  # keeps nothing by element
+    outer = fzero.optim.sgd(0.7, momentum=0.9)
+    made = fzero.init(
+        {"w": torch.ones(8)}, rule, stage=stage, local=fzero.Local(every=2, outer=outer)
+    )
+    names = ["local/anchors", "local/coming", "local/rule", "local/weight"]
+    assert sorted(made.slots) == names
+    assert torch.equal(fzero.slots(made, "local")["anchors"]["w"], torch.ones(8))
+    kinds, plain = fzero.state_bytes(made), fzero.init({"w": torch.ones(8)}, rule, stage=stage)
+    numbers = fzero.state_bytes(plain)["optimizer"]
+    assert kinds["window"] == 0
+    assert kinds["optimizer"] - numbers == 2 * 8 * 4 + 8  # anchors, momentum, a count of updates
+
+
 @pytest.mark.parametrize("how", ["function", "engine"])
 def test_under_autocast_replicas_are_those_of_plain_autocast(how: str) -> None:
     batches = data(2)

@@ -19,9 +19,11 @@ from fzero.errors import LayoutError
 from fzero.machine.by_path import FlatRanges, Pieces, Range, as_flats, by_path, ranges_in
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.packing import part_of
+from fzero.machine.parts import gather_parts
 from fzero.optim.masters import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.points import Points
+from fzero.transforms._anew import with_tensors
 from fzero.transforms.points._check import (
     copied,
     function_at,
@@ -42,6 +44,40 @@ def stepped_parts(state: TrainState) -> list[Tensor]:
     parts = [part_of(state.params.flats[i], held, wanted) for i in setup.layout.trainable]
     masters = masters_of(state)
     return work_tensors(parts, masters) if masters else parts
+
+
+def stepped_as_held(state: TrainState) -> Buffers:
+    """Return what the rule steps, placed as this rank has it: masters, or parameters as they are.
+
+    Where some flats have masters, the others are cut as those are.
+    """
+    setup = state.setup
+    if any(x.numel() for x in masters_of(state)):
+        return Buffers(flats=tuple(stepped_parts(state)), placement=setup.optimizer_state)
+    flats = tuple(state.params.flats[i] for i in setup.layout.trainable)
+    return Buffers(flats=flats, placement=setup.params)
+
+
+def with_stepped(state: TrainState, values: Mapping[int, Tensor], at: Placement) -> TrainState:
+    """Return the state in which what the rule steps has these values, and parameters follow.
+
+    values: {number of a group among those that learn: this rank's part}, placed `at`: new tensors,
+    which the state takes. A collective where that is not how masters or parameters are placed.
+    """
+    setup, learning, parts = state.setup, state.setup.layout.trainable, [*values.values()]
+    held = [(n, masters_of(state)[k]) for n, k in enumerate(values) if masters_of(state)]
+    if held := [(n, master) for n, master in held if master.numel()]:
+        parts = gather_parts(setup, parts, at, setup.optimizer_state)
+        at = setup.optimizer_state
+        new = {id(x): to_device(parts[n], x.device, x.dtype) for n, x in held}
+        state = with_tensors(state, new)
+    flats, home = list(state.params.flats), setup.offload.params
+    pairs = zip(values, parts, strict=True)
+    cast = [x.to(flats[learning[k]].dtype) for k, x in pairs]
+    whole = gather_parts(setup, cast, at, setup.params)
+    for k, flat in zip(values, whole, strict=True):
+        flats[learning[k]] = flat if home is None else offloaded(home, flat, setup.offload)
+    return state.replace(params=dataclasses.replace(state.params, flats=tuple(flats)))
 
 
 def stepped_by_path(state: TrainState) -> tuple[tuple[FlatRanges, ...], Pieces]:

@@ -133,9 +133,8 @@ def with_outer(slots: Mapping[str, Slot], outer: Outer | None) -> dict[str, Slot
         >>> sorted(with_outer({}, held)), with_outer(with_outer({}, held), None)
         (['local/anchors', 'local/coming', 'local/rule', 'local/weight'], {})
     """
-    others = {name: slot for name, slot in slots.items() if name not in FORMS}
     if outer is None:
-        return others
+        return {name: slot for name, slot in slots.items() if name not in FORMS}
     values = {
         ANCHORS: outer.anchors,
         RULE: outer.optimizers,
@@ -144,7 +143,7 @@ def with_outer(slots: Mapping[str, Slot], outer: Outer | None) -> dict[str, Slot
     }
     made = {name: Slot(value=value, form=FORMS[name]) for name, value in values.items()}
     noted = replace(made[ANCHORS], note=(outer.updates, outer.local, outer.mesh))
-    return {**others, **made, ANCHORS: noted}
+    return {**slots, **made, ANCHORS: noted}  # each in its place: digests have this order
 
 
 def saw_update(outer: Outer) -> tuple[Outer, list[Departure | Arrival]]:

@@ -65,8 +65,7 @@ def places_of(state: TrainState, rank: int) -> Places:
             for one in leaf_ranges(setup.layout, index, setup.part(placement, rank))
         }
         found += [held.get(leaf) for leaf in setup.layout.groups[index].leaves]
-    tree: Any = (state.optimizer, state.slots)
-    numbers = {id(x): i for i, x in enumerate(optree.tree_leaves(tree, namespace=NAMESPACE))}
+    numbers = {id(x): i for i, x in enumerate(_leaves(state))}
     kept = [flat for _, _, flat, _ in _flats(state)][len(state.params.flats) :]
     return Places(tuple(numbers[id(flat)] for flat in kept), tuple(found))
 
@@ -74,8 +73,7 @@ def places_of(state: TrainState, rank: int) -> Places:
 @torch.no_grad()
 def digests_of(state: TrainState, where: Places, digest: Digest) -> Tensor:
     """Return the digests [n] int64 of all that a rank holds, 0 of a leaf that it has nothing of."""
-    tree: Any = (state.optimizer, state.slots)
-    leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
+    leaves = _leaves(state)
     held = [*state.params.flats, *(leaves[i] for i in where.slots)]
     flats = [to_device(flat, state.device) for flat in held]
     nothing = torch.zeros((), dtype=torch.int64, device=state.device)
@@ -158,6 +156,13 @@ def of_leaves(leaves: Sequence[DigestedLeaf], rows: Tensor, shards: int) -> Tens
         counts = {Placement.REPLICATED: 1, Placement.SHARDED: shards}.get(leaf.placement, len(rows))
         found.append(column[:counts].sum())
     return torch.stack(found) if found else rows.new_zeros(0)
+
+
+def _leaves(state: TrainState) -> list[Any]:
+    """Return what a state keeps as tensors, but for records, which have more or fewer at times."""
+    slots = {name: x.value for name, x in state.slots.items() if x.form.leaves != "record"}
+    tree: Any = (state.optimizer, slots)
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
 def _flats(state: TrainState) -> Iterator[tuple[str, int, Tensor, Placement]]:

@@ -170,6 +170,19 @@ def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
     return by_leaf
 
 
+def matched(layout: Layout, tree: Any) -> list[tuple[int, Any]] | None:
+    """Return (leaf, what stands in its place) of a tree like the parameters: of a tied leaf, each.
+
+    None for a tree of another structure. None in the place of a leaf is what stands there.
+    """
+    wanted: Any = optree.tree_unflatten(layout.treespec, range(len(layout.slots)))
+    numbers, expected = optree.tree_flatten(wanted, none_is_leaf=True, namespace=NAMESPACE)
+    found, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    if treespec != expected:
+        return None
+    return [(layout.slots[n], x) for n, x in zip(numbers, found, strict=True)]
+
+
 def assemble(layout: Layout, by_leaf: Mapping[int, Any]) -> Any:
     """Return the pytree with `by_leaf[i]` at every place of leaf i, and None where there is none.
 

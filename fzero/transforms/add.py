@@ -11,10 +11,11 @@ from torch import Tensor
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.packing import pack
+from fzero.machine.partition import matched
 from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.call import GivenCall
-from fzero.state.layout import Leaf
+from fzero.state.layout import Layout, Leaf
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree
 from fzero.transforms.builtins import begun, called, facts, times_factor
@@ -163,20 +164,18 @@ def _require_gradient(one: Any, like: Leaf) -> None:
         )
 
 
-def _by_leaf(layout: Any, grads: Any) -> list[Any]:
-    leaves, treespec = optree.tree_flatten(grads, none_is_leaf=True, namespace=NAMESPACE)
-    wanted = optree.tree_unflatten(layout.treespec, list(range(len(layout.slots))))
-    slots, expected = optree.tree_flatten(wanted, none_is_leaf=True, namespace=NAMESPACE)
-    if treespec != expected:
+def _by_leaf(layout: Layout, grads: Any) -> list[Any]:
+    pairs = matched(layout, grads)
+    if pairs is None:
+        seen = optree.tree_structure(grads, none_is_leaf=True, namespace=NAMESPACE)
         raise LayoutError(
-            f"add_gradients: the gradients have the structure {treespec}, the parameters "
-            f"{expected}.",
+            f"add_gradients: the gradients have the structure {seen}, the parameters "
+            f"{layout.treespec}.",
             cause="gradients of another model, or only of a part of it.",
             fix="give a pytree like the parameters, with zeros where nothing has used a leaf.",
         )
     found: list[Any] = [None] * len(layout.leaves)
-    for slot, gradient in zip(slots, leaves, strict=True):
-        leaf = layout.slots[slot]
+    for leaf, gradient in pairs:
         if gradient is not None:  # of a tied leaf, the gradients of its places add up
             found[leaf] = gradient if found[leaf] is None else found[leaf] + gradient
     return found

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, overload
 
-import optree
 import torch
 from torch import Tensor
 
@@ -14,8 +13,9 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.machine.by_path import as_flats, by_path, leaf_paths, ranges_in
 from fzero.machine.offload import to_device
 from fzero.machine.packing import pack
+from fzero.machine.partition import matched
 from fzero.machine.parts import cut
-from fzero.state import NAMESPACE, Buffers, Layout, Placement, Slot, TrainState
+from fzero.state import Buffers, Layout, Placement, Slot, TrainState
 from fzero.state.view import require_state
 from fzero.transforms.agree import agree
 from fzero.transforms.builtins import factor_of
@@ -186,22 +186,16 @@ def _require_layout(state: TrainState, other: Layout, what: str) -> None:
 def _of_pytree(state: TrainState, tree: Any) -> Buffers:
     """Return the flats [W l] of full tensors: in a pytree like the parameters, or by path."""
     layout = state.setup.layout
-    paths = leaf_paths(layout)
-    if isinstance(tree, dict) and set(tree) <= set(paths) and not _is_like(layout, tree):
-        found: list[Any] = [tree.get(path) for path in paths]
-    elif _is_like(layout, tree):
-        given: Any = tree
-        slots = optree.tree_leaves(given, none_is_leaf=True, namespace=NAMESPACE)
-        numbers: Any = optree.tree_unflatten(layout.treespec, list(range(len(layout.slots))))
-        order: Any = optree.tree_leaves(numbers, none_is_leaf=True, namespace=NAMESPACE)
-        found = [None] * len(layout.leaves)
-        for number, x in zip(order, slots, strict=True):
-            found[layout.slots[number]] = x
+    paths, pairs = leaf_paths(layout), matched(layout, tree)
+    if pairs is not None:
+        by_leaf = dict(pairs)  # a tied leaf has one value, that of its last place
+    elif isinstance(tree, dict) and set(tree) <= set(paths):
+        by_leaf = {leaf: tree.get(path) for leaf, path in enumerate(paths)}
     else:
         raise _not_parallel(f"a {type(tree).__name__}")
     flats = []
     for index in layout.trainable:
-        some = [found[i] for i in layout.groups[index].leaves]
+        some = [by_leaf[i] for i in layout.groups[index].leaves]
         for x, i in zip(some, layout.groups[index].leaves, strict=True):
             leaf = layout.leaves[i]
             if not isinstance(x, Tensor) or tuple(x.shape) != leaf.shape:
@@ -210,13 +204,6 @@ def _of_pytree(state: TrainState, tree: Any) -> Buffers:
         dtype = torch.promote_types(some[0].dtype, some[-1].dtype)
         flats.append(pack(layout, index, [x.to(state.device, dtype) for x in some]))
     return Buffers(flats=tuple(flats), placement=Placement.REPLICATED)
-
-
-def _is_like(layout: Layout, tree: Any) -> bool:
-    wanted = optree.tree_unflatten(layout.treespec, list(range(len(layout.slots))))
-    return optree.tree_structure(
-        tree, none_is_leaf=True, namespace=NAMESPACE
-    ) == optree.tree_structure(wanted, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def _not_parallel(seen: str) -> LayoutError:

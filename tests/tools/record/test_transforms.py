@@ -30,6 +30,7 @@ INIT: dict[str, dict[str, Any]] = {
     "sum": {"reduce_op": "sum", "ordered": True},
     "compress": {"compress": fzero.Compress(gradients=CODECS.powersgd(rank=1))},
     "local": {"local": fzero.Local(every=2)},
+    "local, late": {"local": fzero.Local(every=2, fragments=2, delay=1, mixing=0.5)},
     "trainable": {"trainable": lambda path: "weight" in path, "units": lambda path: "one"},
 }
 

@@ -188,7 +188,7 @@ def _of_pytree(state: TrainState, tree: Any) -> Buffers:
     layout = state.setup.layout
     paths, pairs = leaf_paths(layout), matched(layout, tree)
     if pairs is not None:
-        by_leaf = dict(pairs)  # a tied leaf has one value, that of its last place
+        by_leaf: dict[int, Any] = dict(pairs)  # a tied leaf has one value, that of its last place
     elif isinstance(tree, dict) and set(tree) <= set(paths):
         by_leaf = {leaf: tree.get(path) for leaf, path in enumerate(paths)}
     else:

@@ -41,7 +41,7 @@ from fzero.errors import (
     PhaseError,
 )
 from fzero.machine import codecs
-from fzero.ranks.mesh import Axis, Mesh, axis_index, axis_size, world
+from fzero.ranks.mesh import Axis, Mesh, axis_index, axis_size, logical_ranks, world
 from fzero.state import DynamicScale, Form, Local, Placement, TrainState, state_bytes
 from fzero.state.codec import Compress
 from fzero.state.fold_in import fold_in
@@ -170,6 +170,7 @@ __all__ = [
     "leave_out",
     "load_recording",
     "local",
+    "logical_ranks",
     "map_params",
     "offload",
     "optim",

@@ -41,5 +41,9 @@ from fzero.collectives._start import start_gather as start_gather
 from fzero.collectives._start import start_gather_in_place as start_gather_in_place
 from fzero.collectives._start import start_reduce as start_reduce
 from fzero.collectives._start import start_scatter as start_scatter
+from fzero.collectives._tree import Over as Over
+from fzero.collectives._tree import fold_rows as fold_rows
+from fzero.collectives._tree import gather_rows as gather_rows
+from fzero.collectives._tree import start_tree_sum as start_tree_sum
 from fzero.collectives._uneven import exchange_beside as exchange_beside
 from fzero.collectives._uneven import start_uneven_all_to_all as start_uneven_all_to_all

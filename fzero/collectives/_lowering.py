@@ -291,6 +291,11 @@ def _detached(values: Sequence[Tensor]) -> list[Tensor]:
     return [value.detach() for value in values]
 
 
+def shared(what: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any]) -> Any:
+    """Return what is made, once for all virtual ranks, of what each of them hands in."""
+    return _exchange(f"{axis.group_name} {what}".strip(), value, axis, make)
+
+
 def shapes_of(values: Sequence[Tensor], *, ragged: bool = False) -> str:
     """Return the shapes and dtypes of tensors, as ranks compare them and errors show them.
 

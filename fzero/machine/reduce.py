@@ -121,7 +121,8 @@ class Reducer:
     def is_bounded(self, unit: int) -> bool:
         """Whether the inputs of few reductions may be alive at once: but for all-reduces."""
         setup = self.states[self._units[unit][0]].setup
-        return setup.encodes_gradients or not setup.reduces_in_place
+        in_place = setup.reduces_in_place and setup.logical is None
+        return setup.encodes_gradients or not in_place
 
     def start(self, unit: int, *, mine: bool = True) -> None:
         """Start the reduction of a unit, with zeros where this rank has nothing. A collective.
@@ -136,7 +137,7 @@ class Reducer:
             self._wait_for_oldest()
         local = [one.sent(i, mine=mine) for i in indices]
         with about(lambda: one.setup.layout.paths(indices)):
-            flight = one.route[0].start(local, one.route[0].axis)
+            flight = one.route[0].started(local, indices)
         self._flights.append((unit, flight))
         if not one.setup.reduction.overlap:
             self.wait_all()
@@ -160,11 +161,11 @@ class Reducer:
             for index, got in zip(indices, received, strict=True):
                 one.add_sum(index, got)
             return
-        start, axis, sent = one.route[hop + 1]
-        if sent is not None:
-            received = [sent(i, got) for i, got in zip(indices, received, strict=True)]
+        after = one.route[hop + 1]
+        if after.sent is not None:
+            received = [after.sent(i, got) for i, got in zip(indices, received, strict=True)]
         with about(lambda: one.setup.layout.paths(indices)):
-            self._rest.append((unit, hop + 1, start(received, axis)))
+            self._rest.append((unit, hop + 1, after.started(received, indices)))
 
     def wait_all(self) -> None:
         """Wait for all that was started. All ranks are at one place."""

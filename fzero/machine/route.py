@@ -2,6 +2,8 @@
 
 plain, stages 1 to 3    reduce-scatter over the shards, then what a mesh of two dims has left
 plain, stage 0          all-reduce
+logical ranks           all-to-all of parts, which their owners sum by a tree; then gathered where
+                        gradients are placed in larger parts
 encoded                 see fzero/machine/encode.py; of "replicas", after the reduce-scatter
 as factors              two all-reduces: see fzero/machine/factors.py
 """
@@ -16,10 +18,12 @@ from torch import Tensor
 
 from fzero.collectives import (
     InFlight,
+    Over,
     start_all_to_all,
     start_gather,
     start_reduce,
     start_scatter,
+    start_tree_sum,
 )
 from fzero.machine.factors import FactorEncoder, GradientEncoder
 from fzero.machine.residual import goes_back
@@ -30,15 +34,28 @@ from fzero.state import Placement, Setup
 class Hop(NamedTuple):
     """One collective of a route, its ranks, and what it sends of what came before."""
 
-    start: Callable[[Sequence[Tensor], Axis], InFlight]
+    start: Callable[..., InFlight]  # of tensors and the axis
     axis: Axis
     sent: Callable[[int, Tensor], Tensor] | None = None  # of a group; None: it as it is
+    by_group: bool = False  # `start` is given the groups of the tensors, too
+
+    def started(self, tensors: Sequence[Tensor], indices: Sequence[int]) -> InFlight:
+        """Start it, for a tensor of each of some groups."""
+        groups = (indices,) if self.by_group else ()
+        return self.start(tensors, self.axis, *groups)
 
 
 def route_of(setup: Setup, axis: Axis, encoder: GradientEncoder | None) -> list[Hop]:
     """Return the collectives for a bucket of this state; the first sends `LocalGradients.sent`."""
     scatter = partial(start_scatter, ordered=setup.reduction.ordered)
     reduce = partial(start_reduce, ordered=setup.reduction.ordered)
+    if setup.logical is not None:
+
+        def by_tree(xs: Sequence[Tensor], axis: Axis, indices: Sequence[int]) -> InFlight:
+            return start_nodes(setup, axis, [[x] for x in xs], indices)
+
+        gathers = [Hop(start_gather, over) for over in gathered_over(setup, axis)]
+        return [Hop(by_tree, axis, by_group=True), *gathers]
     if isinstance(encoder, FactorEncoder):
         return [Hop(reduce, axis), Hop(reduce, axis, encoder.sent_back)]
     at_once = encoder is None or setup.reduction.over == "all"
@@ -58,3 +75,24 @@ def route_of(setup: Setup, axis: Axis, encoder: GradientEncoder | None) -> list[
     start = scatter if setup.gradients is Placement.OVER_ALL else reduce
     sent = None if at_once or encoder is None else encoder.sent
     return [Hop(scatter, axis.shards), Hop(start, axis.replicas, sent)]
+
+
+def start_nodes(
+    setup: Setup, axis: Axis, held: Sequence[Sequence[Tensor]], indices: Sequence[int]
+) -> InFlight:
+    """Start to sum the nodes of some groups over logical ranks: this rank's nodes of each.
+
+    Given are the parts over all ranks, in the dtypes in which gradients add up.
+    """
+    assert setup.logical is not None
+    parts = tuple(setup.part(Placement.OVER_ALL, rank).index for rank in range(axis.size))
+    over = Over(axis, setup.logical.ranks, parts)
+    return start_tree_sum(held, over, [setup.accumulate_dtype(i) for i in indices])
+
+
+def gathered_over(setup: Setup, axis: Axis) -> list[Axis]:
+    """The axes over which parts of all ranks are gathered to those that gradients have."""
+    if setup.gradients is Placement.OVER_ALL:
+        return []
+    steps = [axis.replicas, axis.shards] if setup.reduces_in_place else [axis.replicas]
+    return [over for over in steps if over.size > 1]

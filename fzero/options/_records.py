@@ -92,6 +92,22 @@ class SharedOptions:
         stages=(1, 2, 3),
         axis="meshes",
     )
+    logical_ranks: int | None = option(
+        None,
+        "L, the number of ranks that the run is written for. Any number of ranks, 1 to L, carries "
+        "them, and every bit of the run is the same: each sum is made in one order, and random "
+        "numbers are those of a logical rank. Losses, batches and `axis_index()` in a loss are of "
+        "logical ranks. None: the ranks that there are.",
+        check=ValueCheck(lambda x: x is None or is_count(x), "an int of 1 or more, or None"),
+    )
+    seed: int = option(
+        0,
+        "of torch's generators, which are set before each logical rank runs: by the seed, the "
+        "update, the call and the logical rank. For `logical_ranks` only.",
+        check=ValueCheck(
+            lambda x: is_count(x, 0) and x < 2**63, "an int of 0 to 2**63 - 1", "a tensor, or -1."
+        ),
+    )
     gathering: Gathering
     units: Units = option(
         None,

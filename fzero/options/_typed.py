@@ -41,6 +41,10 @@ class StateOptions(TypedDict, total=False):
 
     mesh: MeshLike
     optimizer_over: OptimizerOver
+    logical_ranks: int | None
+    seed: int
+    logical_ranks: int | None
+    seed: int
     reshard_after_forward: Reshard
     prefetch_numel: int
     persistence_threshold_numel: int

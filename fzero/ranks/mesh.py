@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -369,6 +369,66 @@ def _running() -> list[Axis]:
     return _RUNNING if here is None else here.kept.setdefault(_running, [])
 
 
+class Carried(NamedTuple):
+    """The logical ranks of the step that runs: how many, those of this rank, the one that runs."""
+
+    size: int
+    ranks: range
+    rank: int | None = None  # None: outside of a loss
+
+
+def carried_here() -> Carried | None:
+    """Return the logical ranks of the step or the loss that runs; None if it has none."""
+    carried = _carrying()
+    return carried[-1] if carried else None
+
+
+@contextmanager
+def carrying(carried: Carried | None) -> Generator[None, None, None]:
+    """Make these the logical ranks in this block."""
+    here = _carrying()
+    here.append(carried)
+    try:
+        yield
+    finally:
+        here.pop()
+
+
+_CARRYING: list[Carried | None] = []
+
+
+def _carrying() -> list[Carried | None]:
+    here = current_ranks()
+    return _CARRYING if here is None else here.kept.setdefault(_carrying, [])
+
+
+def logical_ranks() -> range:
+    """Return which logical ranks are here: in a loss the one that runs, in a step all of this rank.
+
+    Returns:
+        A range of ints. In a step without `logical_ranks=` each rank is its own:
+        range(axis_index(), axis_index() + 1).
+
+    Raises:
+        AxisError: as `axis_index` does.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p * x).sum(), state)(x)
+        ...     return fzero.apply_gradients(state), fzero.logical_ranks()
+        >>> step = fzero.shard(step_fn, stage=2, logical_ranks=4)
+        >>> state = step.init(torch.ones(2), fzero.optim.sgd(1.0))
+        >>> step(state, torch.ones(4, 2))[1]
+        range(0, 4)
+    """
+    carried = carried_here()
+    here = axis_index()
+    if carried is None or carried.rank is not None:
+        return range(here, here + 1)
+    return carried.ranks
+
+
 def axis_named(axis: Axis | str | None, *, who: str) -> Axis:
     """Return the axis that a caller `who` means: the ambient one, or a part of it by its name.
 
@@ -387,6 +447,8 @@ def axis_index(axis: Axis | str | None = None) -> int:
     Args:
         axis: its name, or an axis. Default: that of the step that runs, else the world.
 
+    In a loss under `logical_ranks=` it is the logical rank that runs.
+
     Returns:
         An int in range(axis_size()).
 
@@ -397,6 +459,9 @@ def axis_index(axis: Axis | str | None = None) -> int:
         >>> axis_index()
         0
     """
+    carried = carried_here()
+    if axis is None and carried is not None and carried.rank is not None:
+        return carried.rank
     return axis_named(axis, who="axis_index").rank
 
 
@@ -406,6 +471,8 @@ def axis_size(axis: Axis | str | None = None) -> int:
 
     Args:
         axis: its name, or an axis. Default: that of the step that runs, else the world.
+
+    In a loss under `logical_ranks=` it is their number, L.
 
     Returns:
         An int, at least 1.
@@ -417,6 +484,9 @@ def axis_size(axis: Axis | str | None = None) -> int:
         >>> axis_size()
         1
     """
+    carried = carried_here()
+    if axis is None and carried is not None and carried.rank is not None:
+        return carried.size
     return axis_named(axis, who="axis_size").size
 
 

@@ -1,8 +1,23 @@
-"""Which logical ranks a rank carries. Pure."""
+"""Logical ranks: those that a run is written for, whatever number of ranks carries them. Pure."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from fzero.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logical:
+    """How many logical ranks a run has, and the seed of their generators.
+
+    Example:
+        >>> Logical(ranks=8).seed
+        0
+    """
+
+    ranks: int
+    seed: int = 0
 
 
 def share(index: int, parts: int, count: int) -> range:

@@ -16,6 +16,7 @@ from fzero.state.codec import Codec
 from fzero.state.communication import Gathering as Gathering
 from fzero.state.communication import Reduction as Reduction
 from fzero.state.layout import Layout, Part
+from fzero.state.logical import Logical, carried
 from fzero.state.offload import Offload
 from fzero.state.points import COMPARED, Builtin, Points
 from fzero.state.stateful_update import ParamGroups as ParamGroups
@@ -75,6 +76,7 @@ class Setup:
     policy: Policy = field(default_factory=Policy)
     offload: Offload = field(default_factory=Offload)
     transforms: tuple[Points, ...] = ()  # that a state was made with: it has their slots
+    logical: Logical | None = None  # the ranks whose sums and random numbers it has; None: its own
 
     @property
     def gathers_by_unit(self) -> bool:
@@ -100,7 +102,7 @@ class Setup:
 
     def sent(self, index: int, gradient: Tensor) -> Tensor:
         """What is summed over ranks in the place of this rank's gradient of group `index`."""
-        if self.axis.size == 1:  # nothing crosses
+        if self.axis.size == 1 and self.logical is None:  # nothing crosses
             return gradient
         factor = self.reduction.gradient_predivide_factor
         divided = gradient if factor == 1.0 else gradient / factor
@@ -109,10 +111,10 @@ class Setup:
     @property
     def divisor(self) -> float:
         """The divisor of a sum over ranks of what they `sent`."""
-        if self.axis.size == 1:
+        if self.axis.size == 1 and self.logical is None:
             return 1.0
         means = self.reduction.reduce_op == "mean" and not self.reduction.weighted
-        ranks = self.axis.size if means else 1
+        ranks = self.ranks if means else 1
         return ranks / self.reduction.gradient_predivide_factor
 
     def divides_first(self, index: int) -> float:
@@ -123,9 +125,25 @@ class Setup:
         gradients would be lost. Otherwise 1.0.
         """
         dtypes = self.layout.groups[index].dtype, self.communication_dtype(index)
-        free = self.reduces_in_place and not self.encodes_gradients
+        free = self.reduces_in_place and not self.encodes_gradients and self.logical is None
         exact = math.frexp(self.divisor)[0] == 0.5 and torch.float16 not in dtypes
         return self.divisor if free and exact else 1.0
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks a mean is taken: all of them, or the logical ones."""
+        return self.axis.size if self.logical is None else self.logical.ranks
+
+    @property
+    def carries_several(self) -> bool:
+        """Whether some rank carries several logical ranks: their gradients are rows of a window."""
+        return self.logical is not None and self.axis.size < self.logical.ranks
+
+    def carried(self, rank: int) -> range:
+        """Return the logical ranks that a rank carries; without logical ranks itself."""
+        if self.logical is None:
+            return range(rank, rank + 1)
+        return carried(rank, self.axis.size, self.logical.ranks)
 
     @property
     def gradient_share(self) -> float:

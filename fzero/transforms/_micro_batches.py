@@ -26,13 +26,13 @@ class _Cut(NamedTuple):
     dim: int | None
 
 
-def check_axes(in_axes: InAxes) -> None:
+def check_axes(in_axes: InAxes, name: str = "accumulate") -> None:
     """Raise `LayoutError` for axes that are no ints and not None."""
     tree: Any = in_axes
     for leaf in optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE):
         if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, int)):
             raise LayoutError(
-                f"accumulate: in_axes={in_axes!r} has {leaf!r}, which is no int and not None.",
+                f"{name}: in_axes={in_axes!r} has {leaf!r}, which is no int and not None.",
                 cause="a flag or a name in the place of a dim.",
                 fix="give the dim of the batch in each argument after the state, and None for "
                 'what every part gets whole: in_axes=(0, None), or in_axes={"table": None}.',
@@ -40,9 +40,18 @@ def check_axes(in_axes: InAxes) -> None:
 
 
 def parts_of(
-    fn: Callable[..., Any], args: Any, kwargs: Any, count: int, in_axes: InAxes
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    count: int,
+    in_axes: InAxes,
+    *,
+    name: str = "accumulate",
+    sizes: Sequence[int] | None = None,
 ) -> list[tuple[Any, Any]]:
     """Return the (args, kwargs) of `fn(state, *args, **kwargs)` for each of `count` parts.
+
+    name: of the call, for errors. sizes: of the parts; default equal ones.
 
     Raises `LayoutError`, naming the argument, for tensors whose sizes differ or do not divide, and
     for axes that do not fit the arguments.
@@ -50,16 +59,17 @@ def parts_of(
     if count == 1:
         return [(args, kwargs)]
     names = _names(fn, len(args))
-    axes = _axes(fn, names, args, kwargs, in_axes)
+    axes = _axes(name, fn, names, args, kwargs, in_axes)
     places = [f"arguments[0][{i}]" for i in range(len(args))]
-    places += [f"arguments[1][{name!r}]" for name in kwargs]
+    places += [f"arguments[1][{key!r}]" for key in kwargs]
     values = [*args, *kwargs.values()]
     cuts = [
-        [*_cuts(where, value, axis)]
+        [*_cuts(name, where, value, axis)]
         for where, value, axis in zip(places, values, axes, strict=True)
     ]
-    _require_one_size([one for some in cuts for one in some], count)
-    columns = [[_pieces(one, count) for one in some] for some in cuts]
+    cut = [one for some in cuts for one in some if one.dim is not None]
+    _require_one_size(name, cut, count if sizes is None else sum(sizes), even=sizes is None)
+    columns = [[_pieces(one, count, sizes) for one in some] for some in cuts]
     specs = [_structure(value) for value in values]
     found = []
     for i in range(count):
@@ -83,19 +93,24 @@ def _names(fn: Callable[..., Any], count: int) -> list[str]:
 
 
 def _axes(
-    fn: Callable[..., Any], names: Sequence[str], args: Any, kwargs: Any, in_axes: InAxes
+    name: str,
+    fn: Callable[..., Any],
+    names: Sequence[str],
+    args: Any,
+    kwargs: Any,
+    in_axes: InAxes,
 ) -> list[Any]:
     """The prefix of each argument, positional ones first."""
     if in_axes is None or isinstance(in_axes, int):
         return [in_axes] * (len(args) + len(kwargs))
     if isinstance(in_axes, Mapping):
-        given = [name.partition("[")[0] for name in names] + [*kwargs]
+        given = [x.partition("[")[0] for x in names] + [*kwargs]
         unknown = set(in_axes) - set(given) - set(_parameters(fn))
         if unknown:
-            raise _misfit(in_axes, f"there is no argument {min(unknown)!r}, but {given}")
-        return [in_axes.get(name, 0) for name in given]
+            raise _misfit(name, in_axes, f"there is no argument {min(unknown)!r}, but {given}")
+        return [in_axes.get(x, 0) for x in given]
     if len(in_axes) != len(args):
-        raise _misfit(in_axes, f"there are {len(args)} positional arguments after the state")
+        raise _misfit(name, in_axes, f"there are {len(args)} positional arguments after the state")
     return [*in_axes, *(0 for _ in kwargs)]
 
 
@@ -106,9 +121,9 @@ def _parameters(fn: Callable[..., Any]) -> list[str]:
         return []
 
 
-def _misfit(in_axes: InAxes, seen: str) -> LayoutError:
+def _misfit(name: str, in_axes: InAxes, seen: str) -> LayoutError:
     return LayoutError(
-        f"accumulate: in_axes={in_axes!r} does not fit the call: {seen}.",
+        f"{name}: in_axes={in_axes!r} does not fit the call: {seen}.",
         cause="an axis for the state, which has none, or one too few.",
         fix="give one for each positional argument after the state, in_axes=(0, None), or by name, "
         'in_axes={"table": None}; each may be a tree with the first levels of its argument.',
@@ -119,7 +134,7 @@ def _structure(value: Any) -> optree.PyTreeSpec:
     return optree.tree_structure(value, is_leaf=is_state, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def _cuts(where: str, value: Any, axis: Any) -> Iterator[_Cut]:
+def _cuts(name: str, where: str, value: Any, axis: Any) -> Iterator[_Cut]:
     """Yield the leaves of an argument."""
     options: Any = {"is_leaf": is_state, "none_is_leaf": True, "namespace": NAMESPACE}
     accessors, leaves, spec = optree.tree_flatten_with_accessor(value, **options)
@@ -127,37 +142,45 @@ def _cuts(where: str, value: Any, axis: Any) -> Iterator[_Cut]:
         axes: Any = optree.tree_broadcast_prefix(axis, value, **options)
         dims: Any = spec.flatten_up_to(axes)
     except ValueError as error:
-        raise _misfit(axis, f"of {where}, {error!s:.200}") from None
+        raise _misfit(name, axis, f"of {where}, {error!s:.200}") from None
     for accessor, leaf, dim in zip(accessors, leaves, dims, strict=True):
         path = accessor.codify(where)
         if is_state(leaf) and dim is not None:
-            raise _is_a_state(path)
+            raise _is_a_state(name, path)
         if dim is None or not isinstance(leaf, Tensor) or not leaf.ndim:
             yield _Cut(path, leaf, None)
             continue
         if not -leaf.ndim <= dim < leaf.ndim:
-            raise _misfit(axis, f"{path} has {leaf.ndim} dims, shape {tuple(leaf.shape)}")
+            raise _misfit(name, axis, f"{path} has {leaf.ndim} dims, shape {tuple(leaf.shape)}")
         yield _Cut(path, leaf, dim % leaf.ndim)
 
 
-def _require_one_size(cuts: Sequence[_Cut], count: int) -> None:
-    """Raise `LayoutError` unless all that is cut has one size, a multiple of the parts."""
-    cut = [one for one in cuts if one.dim is not None]
+def _require_one_size(name: str, cut: Sequence[_Cut], count: int, *, even: bool) -> None:
+    """Raise `LayoutError` unless all that is cut has one size: `count`, or a multiple of it."""
     for one in cut:
-        if one.leaf.shape[one.dim] % count:
+        size: Any = one.leaf.shape[one.dim]
+        if even and size % count:
             raise LayoutError(
-                f"accumulate: argument {one.path} of shape {tuple(one.leaf.shape)} does not divide "
+                f"{name}: argument {one.path} of shape {tuple(one.leaf.shape)} does not divide "
                 f"into {count} parts along dim {one.dim}.",
                 cause="a last, shorter batch, or a tensor that is no batch.",
                 fix=f"use batches of a multiple of {count}; for what every part gets whole, such "
                 "as a table, give in_axes= with None for it, or close over it.",
+            )
+        if not even and size != count:
+            raise LayoutError(
+                f"{name}: argument {one.path} of shape {tuple(one.leaf.shape)} has {size} rows "
+                f"along dim {one.dim}, and the sizes are {count} together.",
+                cause="sizes of another batch, or of the logical ranks of another rank.",
+                fix="give the number of rows of each logical rank that is here; for what each gets "
+                "whole give in_axes= with None.",
             )
     for one in cut:
         first = cut[0]
         size, wanted = one.leaf.shape[one.dim], first.leaf.shape[first.dim]
         if size != wanted:
             raise LayoutError(
-                f"accumulate: argument {first.path} has {wanted} examples along dim {first.dim}, "
+                f"{name}: argument {first.path} has {wanted} examples along dim {first.dim}, "
                 f"and {one.path}, of shape {tuple(one.leaf.shape)}, {size} along dim {one.dim}.",
                 cause="a tensor that is no batch (a table, a mask of positions), or one that has "
                 "its batch in another dim.",
@@ -166,15 +189,19 @@ def _require_one_size(cuts: Sequence[_Cut], count: int) -> None:
             )
 
 
-def _pieces(one: _Cut, count: int) -> Sequence[Any]:
+def _pieces(one: _Cut, count: int, sizes: Sequence[int] | None) -> Sequence[Any]:
     if one.dim is None or not one.leaf.shape[one.dim]:
         return [one.leaf] * count
-    return one.leaf.chunk(count, one.dim)
+    if sizes is not None:
+        pieces = one.leaf.split([*sizes], one.dim)
+    else:
+        pieces = one.leaf.chunk(count, one.dim)
+    return pieces
 
 
-def _is_a_state(path: str) -> LayoutError:
+def _is_a_state(name: str, path: str) -> LayoutError:
     return LayoutError(
-        f"accumulate: argument {path} is a TrainState, which is no batch to be split.",
+        f"{name}: argument {path} is a TrainState, which is no batch to be split.",
         cause="the state is the first argument of a step, and stood further back, or a second "
         "state was passed beside it.",
         fix="write step(state, *batch), with a dict or tuple of states as the first argument if "

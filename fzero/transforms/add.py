@@ -19,6 +19,7 @@ from fzero.state.layout import Layout, Leaf
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree
 from fzero.transforms.builtins import begun, called, facts, times_factor
+from fzero.transforms.carried import require_reduced_beside
 from fzero.transforms.donation import check_alive
 from fzero.transforms.kept import entries_of, with_entries
 from fzero.transforms.observe import tell_added
@@ -66,6 +67,8 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     if isinstance(grads, TrainState):
         return _given_by(state, grads)
     setup, waits = state.setup, state.window.is_open
+    if not reduced:
+        require_reduced_beside(setup)
     if reduced and waits:
         raise LayoutError(
             "add_gradients: a reduced gradient inside a coalescing window.",

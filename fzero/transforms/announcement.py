@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fzero.collectives import FUNCTIONAL, Performer
@@ -34,10 +34,18 @@ class PassForm:
     carries: bool = False
 
 
-def functional(performer: Performer | None) -> PassForm:
-    """Return the form of a gradient call on the ranks of a performer; None on one rank."""
-    number = FUNCTIONAL if performer is None else performer.nested(FUNCTIONAL)
-    return PassForm(name="grad_and_reduce", number=number, carries=True)
+def functional_of(states: Sequence[TrainState]) -> Callable[[Performer | None], PassForm]:
+    """Return what gives the form of a gradient call on the ranks of a performer; None on one rank.
+
+    Where ranks carry several logical ranks of these states, some make more passes than others.
+    """
+    served = any(one.setup.carries_several for one in states)
+
+    def functional(performer: Performer | None) -> PassForm:
+        number = FUNCTIONAL if performer is None else performer.nested(FUNCTIONAL)
+        return PassForm(name="grad_and_reduce", number=number, carries=True, served=served)
+
+    return functional
 
 
 def of_engine(number: int) -> PassForm:

@@ -28,6 +28,7 @@ from fzero.state import TrainState
 from fzero.state.call import GivenCall
 from fzero.state.points import At, Builtin
 from fzero.transforms._finite import CHECK
+from fzero.transforms.carried import CARRIED
 from fzero.transforms.compress import COMPRESS
 from fzero.transforms.observe import OBSERVE
 from fzero.transforms.outer import LOCAL
@@ -42,7 +43,7 @@ SLOTS = Builtin(
 )
 """Slots that live until an update begin anew."""
 
-BUILTINS = (SCALE, LOCAL, SLOTS, OBSERVE, COMPRESS, CHECK, WEIGHTS, AVERAGE)
+BUILTINS = (SCALE, LOCAL, SLOTS, OBSERVE, COMPRESS, CHECK, WEIGHTS, AVERAGE, CARRIED)
 """All of them, from the inside out."""
 
 

@@ -21,7 +21,7 @@ from fzero.machine.compiled import MADE_FRAMES, without_dynamo
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
-from fzero.state.call import GivenCall, Weight
+from fzero.state.call import Weight
 from fzero.transforms._closed_over import backward_of
 from fzero.transforms._differentiate import (
     WROTE,
@@ -34,11 +34,15 @@ from fzero.transforms._differentiate import (
     versions_of,
 )
 from fzero.transforms._grad_by_func import grad_by_func
+from fzero.transforms._logical_parts import EachWeight, call_given, each_call
+from fzero.transforms._micro_batches import InAxes
 from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning, learns_nothing
-from fzero.transforms.announcement import functional
+from fzero.transforms.announcement import functional_of
 from fzero.transforms.builtins import begun, called, factors_of
+from fzero.transforms.carried import require_own_backward
 from fzero.transforms.donation import check_alive
+from fzero.transforms.logical import call_logical_ranks, setup_of
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
@@ -53,7 +57,9 @@ def grad_and_reduce(
     *,
     has_aux: bool = False,
     wrt: Any = None,
-    weight: Weight | None = None,
+    weight: EachWeight | None = None,
+    in_axes: InAxes = 0,
+    sizes: Sequence[int] | None = None,
 ) -> Callable[P, tuple[TrainState[ParamsT], R]]: ...
 @overload
 def grad_and_reduce(
@@ -62,7 +68,9 @@ def grad_and_reduce(
     *,
     has_aux: bool = False,
     wrt: Any = None,
-    weight: Weight | None = None,
+    weight: EachWeight | None = None,
+    in_axes: InAxes = 0,
+    sizes: Sequence[int] | None = None,
 ) -> Callable[P, tuple[S, R]]: ...
 @called_as("grad_and_reduce(loss, state)(batch)")
 def grad_and_reduce(
@@ -71,7 +79,9 @@ def grad_and_reduce(
     *,
     has_aux: bool = False,
     wrt: Any = None,
-    weight: Weight | None = None,
+    weight: EachWeight | None = None,
+    in_axes: InAxes = 0,
+    sizes: Sequence[int] | None = None,
 ) -> Callable[P, tuple[S, R]]:
     """Return g: g(*args) = (state', value), gradients' = gradients + mean_r dL_r/dp.
 
@@ -96,6 +106,13 @@ def grad_and_reduce(
         exact mean whatever the split: gradients add up as w g in the accumulation dtype, fp32 or
         wider, and are divided once. A call of weight 0 adds zeros, also where its loss is NaN. All
         calls of an update have one, on every rank, or none.
+
+    in_axes, sizes: of a state with `logical_ranks=`, of which a rank carries several. The call is
+        then made for each of them, one after another, with its part of the arguments: `in_axes`
+        says which dim of each is cut, as in `torch.func.vmap` and `fzero.accumulate`, and `sizes`
+        how many rows each gets, default equal parts. The value is the mean over all logical ranks,
+        equal on all ranks; the tensors of aux have a first dim of this rank's. `weight` is a
+        sequence of one for each of this rank's, or a function of its part, weight(*args).
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
@@ -123,18 +140,23 @@ def grad_and_reduce(
             fix="pass the function: grad_and_reduce(loss, state)(batch).",
         )
     refuse_model("grad_and_reduce", fn)
+    loss: Any = fn
     states, treespec = flatten_states("grad_and_reduce", state)
     for one in states:
         check_alive(one)
     learns = learning(wrt, state, states)
-    given = GivenCall("grad_and_reduce", weight)
+    setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
+    given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
 
     @without_dynamo
     @functools.wraps(fn, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def loss_of(params: list[Any]) -> Any:
-            with computed_in(states[0].setup.policy.autocast, states[0].device):
-                return fn(optree.tree_unflatten(treespec, params), *args, **kwargs)
+        def call_of(args: Any, kwargs: Any, weight: Weight | None) -> GradientCall:
+            def loss_of(params: list[Any]) -> Any:
+                with computed_in(states[0].setup.policy.autocast, states[0].device):
+                    return loss(optree.tree_unflatten(treespec, params), *args, **kwargs)
+
+            return GradientCall(loss_of, has_aux=has_aux, weight=weight)
 
         require_autograd("grad_and_reduce")
         for one in states:  # again: a call of this function may have used them up
@@ -142,8 +164,18 @@ def grad_and_reduce(
         with running_on(states[0].setup.axis), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
             known = [called(begun(one), given) if by else as_read(one) for one, by in pairs]
-            call = GradientCall(loss_of, has_aux=has_aux, weight=weight)
-            new, result = _differentiate(call, known, (args, kwargs))
+            if setup.logical is None:
+                call = call_of(args, kwargs, given.weight)
+                new, result = _differentiate(call, known, (args, kwargs))
+            else:
+                require_own_backward(known, (args, kwargs, weight))
+                how = weight, in_axes, sizes
+                each = each_call("grad_and_reduce", fn, setup, (args, kwargs), *how)
+
+                def one_call(place: int, states: Sequence[TrainState]) -> Any:
+                    return _differentiate(call_of(*each[place]), states, each[place][:2])
+
+                new, result = call_logical_ranks(one_call, known, learns)
         new = [
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)
@@ -172,7 +204,7 @@ def _by_autograd(
     call: GradientCall, states: Sequence[TrainState]
 ) -> tuple[list[TrainState], Result]:
     _require_one_gathers(states)
-    passes, places = passes_of(states, functional)
+    passes, places = passes_of(states, functional_of(states))
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = versions_of(flats)
     try:

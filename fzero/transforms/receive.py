@@ -14,6 +14,7 @@ from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import PhaseError
 from fzero.machine import Reducer
 from fzero.machine.factors import GradientEncoder
+from fzero.machine.nodes import Nodes
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
 from fzero.machine.residual import Lent, with_memories
@@ -128,7 +129,9 @@ def reduce_window(state: TrainState) -> TrainState:
     emptied, pending = window.pop(state.window)
     state = state.replace(window=emptied)
     flats = take_over(pending).flats if owned else pending.flats
-    if needs_func(flats) or any(flat.requires_grad for flat in flats):
+    if state.setup.logical is not None:
+        means = _mean_of_waiting(state, flats)
+    elif needs_func(flats) or any(flat.requires_grad for flat in flats):
         means = mean_of(state.setup, [to_device(flat, state.device) for flat in flats])
     else:
         local = dict(zip(state.setup.layout.trainable, flats, strict=False))
@@ -137,6 +140,29 @@ def reduce_window(state: TrainState) -> TrainState:
         means = filled(state, found, state.setup.gradients)
     state = add_means(state, means)
     return state.replace(progress=progress.saw_reduction(state.progress))
+
+
+def _mean_of_waiting(state: TrainState, flats: Sequence[Tensor]) -> list[Tensor]:
+    """Return the mean over logical ranks of what waits for each of them, zeros where nothing does.
+
+    flats: [W l] for each group, with a first dim of this rank's logical ranks if they are several.
+    """
+    setup = state.setup
+    found = dict(zip(setup.layout.trainable, flats, strict=False))
+    if not found:
+        found = dict(zip(setup.layout.trainable, filled(state, {}, Placement.PARTIAL), strict=True))
+    nodes = Nodes(setup, state.device)
+    for place in range(len(setup.carried(setup.axis.rank))):
+        waits = flats and setup.carries_several
+        nodes.push({i: x[place] if waits else x for i, x in found.items()})
+    return mean_of_nodes(state, nodes)
+
+
+def mean_of_nodes(state: TrainState, nodes: Nodes) -> list[Tensor]:
+    """Return the mean over logical ranks of nodes, as gradients are placed. A collective."""
+    performer, axis = performer_of(state.setup.axis), state.setup.axis
+    means = nodes.mean(axis if performer is None else performer.over(axis))
+    return filled(state, means, state.setup.gradients)
 
 
 def means_over_ranks(

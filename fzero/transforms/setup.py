@@ -38,7 +38,7 @@ from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, ow
 from fzero.transforms.builtins import BUILTINS
 from fzero.transforms.outer_rule import bound_outer
 from fzero.transforms.points import transforms_apart
-from fzero.transforms.state_options import bucket_at, compressed
+from fzero.transforms.state_options import bucket_at, compressed, logical_of
 from fzero.transforms.together import Requested, require_together
 
 COMPARED = "the layout of the parameters"
@@ -111,6 +111,8 @@ def setup_at(
     chosen: Any = old.optimizer
     given = SharedOptions(
         optimizer_over=old.optimizer_over,
+        logical_ranks=None if old.logical is None else old.logical.ranks,
+        seed=0 if old.logical is None else old.logical.seed,
         bucket_bytes=asked.bucket_bytes,
         offload=old.offload,
         local=local,
@@ -187,13 +189,14 @@ def _planned(
         gathering=replace(given.gathering, persistent=_units_of(layout, small)),
         offload=as_offload(given.offload, stage, device),
         transforms=transforms_apart(given.transforms, _options_there(given)),
+        logical=logical_of(given),
     )
     return _checked(setup)
 
 
 def block_of(given: SharedOptions) -> int:
     """Return of how many elements leaves and shards consist: a `BLOCK` with logical ranks."""
-    return BLOCK if getattr(given, "logical_ranks", None) else 1
+    return 1 if given.logical_ranks is None else BLOCK
 
 
 def _options_there(given: SharedOptions) -> list[str]:
@@ -263,7 +266,7 @@ def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
     """Return the facts that must be equal on every rank, one line each."""
     codecs = {str(group.codec) for group in setup.layout.groups}
     options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}, {codecs}"
-    mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}"
+    mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}, logical {setup.logical}"
     leaves = setup.layout.leaves
     return [
         f"stage {setup.stage}, {options}",

@@ -11,12 +11,13 @@ from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, takes
-from fzero.ranks.mesh import Axis, Runtime, running_on
+from fzero.ranks.mesh import Axis, Runtime, carrying, running_on
 from fzero.state import TrainState
 from fzero.transforms._models import stages_of
 from fzero.transforms.closure import reaches
 from fzero.transforms.donation import check_alive, own_gradients
 from fzero.transforms.init import init
+from fzero.transforms.logical import carried_by
 from fzero.transforms.outer import mesh_for
 from fzero.transforms.pipeline import (
     P,
@@ -108,7 +109,8 @@ def shard(  # noqa: D417 {options}
         if donate:
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
-        with running_on(states[0].mesh):  # so that collectives of the step know its axes by name
+        # So that collectives of the step know its axes by name, and its logical ranks.
+        with running_on(states[0].mesh), carrying(carried_by(states[0].setup)):
             state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux

@@ -12,6 +12,7 @@ from fzero.options import BUCKET_BYTES, OPTIONS, SharedOptions, check_values
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Reduction
 from fzero.state.codec import Compress
+from fzero.state.logical import Logical
 from fzero.transforms.builtins import BUILTINS
 from fzero.transforms.compress import wire_of
 from fzero.transforms.together import require_together
@@ -55,6 +56,13 @@ def bucket_at(stage: int, bucket_bytes: int | None) -> int | None:
     """Return the bucket of a stage; None at stage 3, where leaves cross ranks unit by unit."""
     usual = BUCKET_BYTES.get(stage)
     return usual and (bucket_bytes or usual)
+
+
+def logical_of(options: SharedOptions) -> Logical | None:
+    """Return the logical ranks that a state is made for; None for its own ranks."""
+    if options.logical_ranks is None:
+        return None
+    return Logical(ranks=options.logical_ranks, seed=options.seed)
 
 
 def compressed(axis: Axis, options: SharedOptions) -> Reduction:

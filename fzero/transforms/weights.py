@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.collectives import reduce_many
+from fzero.collectives import fold_rows, gather_rows, reduce_many
 from fzero.context.here import has_no_values
 from fzero.context.modes import holds, in_transform, is_recorded
 from fzero.errors import LayoutError, MismatchError, PhaseError, explain
@@ -176,8 +176,13 @@ def total_weight(state: TrainState) -> Tensor | None:
     if not state.setup.reduction.weighted:
         return None
     own = own_weight(state)
+    setup = state.setup
     if own is None:  # this rank made no call
         own = torch.zeros(2, dtype=torch.float64, device=state.device)
+    if setup.logical is not None:
+        rows = own.expand(len(setup.carried(setup.axis.rank)), 2)
+        both = fold_rows(gather_rows(rows, setup.axis, setup.logical.ranks))
+        return torch.where(both[1] > 0, torch.nan, both[0])
     both = reduce_many([own], state.setup.axis, ordered=state.setup.reduction.ordered)[0]
     return torch.where(both[1] > 0, torch.nan, both[0])
 
@@ -200,7 +205,7 @@ def is_nothing(state: TrainState, total: Tensor | None, *, general: bool) -> boo
 
 def _no_weight(state: TrainState) -> LayoutError:
     own = own_weight(state)
-    mine = 0 if own is None or in_transform() else int(own[1])
+    mine = 0 if own is None or in_transform() else int(own[..., 1].sum())
     return LayoutError(
         "a weight since the last update is negative, infinite or NaN: "
         f"{mine} of those of this rank are. Nothing was updated.",

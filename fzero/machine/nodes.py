@@ -1,0 +1,80 @@
+"""The gradients of several logical ranks on one rank: rows of a window, nodes of the tree, a mean.
+
+    rows     one flat [W l] for each logical rank, added up call by call
+    nodes    sums of rows: whole nodes of the tree, as few as there can be
+    mean     nodes of all ranks -> the part of each, summed by its owner -> / L
+
+Rows are folded as they come where one call has all that they get, so a rank holds its nodes and one
+row more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fzero.collectives import about, start_gather
+from fzero.machine.offload import offloaded, to_device
+from fzero.machine.route import gathered_over, start_nodes
+from fzero.ranks.mesh import Axis
+from fzero.state import Setup, tree
+
+Row = dict[int, Tensor]
+"""{group: the gradient [W l] of one logical rank}."""
+
+
+class Nodes:
+    """The nodes of a rank's logical ranks, whose rows come in order."""
+
+    def __init__(self, setup: Setup, device: torch.device) -> None:
+        self._setup, self._device = setup, device
+        self._held: tuple[tuple[tree.Node, Row], ...] = ()
+        self._next = setup.carried(setup.axis.rank).start
+
+    def push(self, row: Mapping[int, Tensor]) -> None:
+        """Add the row of the next logical rank. It is not written to."""
+        setup = self._setup
+        assert setup.logical is not None
+        sent = {
+            i: setup.sent(i, to_device(x, self._device)).to(setup.accumulate_dtype(i))
+            for i, x in row.items()
+        }
+        node = self._next, self._next + 1
+        self._held = tree.push(self._held, node, sent, setup.logical.ranks, _added)
+        self._next += 1
+
+    def mean(self, axis: Axis) -> Row:
+        """Return, and forget, the mean over all logical ranks: {group: this rank's part}.
+
+        A collective over `axis`, which has the ranks of the setup.
+        """
+        setup, rows = self._setup, [row for _, row in self._held]
+        self._held = ()
+        means: Row = {}
+        # The last first, as in a backward; one at a time, and what was sent is freed.
+        for indices in (setup.layout.units[i] for i in reversed(range(len(setup.layout.units)))):
+            some = [i for i in indices if i in rows[0]]
+            if not some:
+                continue
+            held = [[row.pop(i) for row in rows] for i in some]
+            with about(lambda some=some: setup.layout.paths(some)):
+                sums = start_nodes(setup, axis, held, some).wait()
+                del held
+                for over in gathered_over(setup, axis):
+                    sums = start_gather(sums, over).wait()
+            for i, total in zip(some, sums, strict=True):
+                mean = total if setup.divisor == 1.0 else total.div_(setup.divisor)
+                means[i] = offloaded(setup.offload.gradients, mean, setup.offload)
+        return means
+
+
+def _added(earlier: Row, later: Row) -> Row:
+    """Return the sum of two nodes, which are given up."""
+    return {i: earlier.pop(i) + later.pop(i) for i in [*earlier]}
+
+
+def row_of(flats: Sequence[Tensor], place: int) -> list[Tensor]:
+    """Return the rows of one logical rank of flats [k, W l]: views."""
+    return [flat[place] for flat in flats]

@@ -73,6 +73,12 @@ def leaf_paths(layout: Layout) -> tuple[str, ...]:
     return tuple(names)
 
 
+@lru_cache(maxsize=64)
+def leaf_numbers(layout: Layout) -> dict[str, int]:
+    """Return the number of the leaf of each path of `leaf_paths`."""
+    return {path: number for number, path in enumerate(leaf_paths(layout))}
+
+
 def all_paths(layout: Layout) -> list[list[str]]:
     """Return the paths of every leaf: its name in a checkpoint first; several of a tied one."""
     found: list[list[str]] = [[name] for name in leaf_paths(layout)]

@@ -91,6 +91,8 @@ def as_real(x: Tensor) -> Tensor:
 def as_complex(part: Tensor) -> Tensor:
     """Return the complex numbers [n] whose real view is `part` [2 n]."""
     wide = part.float() if part.dtype.itemsize < 4 else part  # torch has none of 16 bits
+    if not wide.numel():  # a view of nothing may begin in the middle of a number
+        wide = wide.clone()
     return torch.view_as_complex(wide.view(-1, 2).contiguous())  # vmap makes others
 
 

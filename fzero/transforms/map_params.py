@@ -15,6 +15,7 @@ from fzero.machine.offload import to_device
 from fzero.machine.packing import pack
 from fzero.machine.partition import matched
 from fzero.machine.parts import cut
+from fzero.machine.threads import one_thread
 from fzero.state import Buffers, Layout, Placement, Slot, TrainState
 from fzero.state.view import require_state
 from fzero.transforms.agree import agree
@@ -111,9 +112,11 @@ def _mapped(
         )
         for one in operands
     ]
-    new = {path: _checked(path, p, fn(p, *(x[path] for x in rest))) for path, p in pieces.items()}
-    made = as_flats(ranges, parts, pieces, new)
-    return [x.clone() if x is old else x for x, old in zip(made, parts, strict=True)]
+    with one_thread(setup.layout.options.block > 1):  # pieces are cut where ranks are
+        made = {path: fn(p, *(x[path] for x in rest)) for path, p in pieces.items()}
+    new = {path: _checked(path, p, made[path]) for path, p in pieces.items()}
+    flats = as_flats(ranges, parts, pieces, new)
+    return [x.clone() if x is old else x for x, old in zip(flats, parts, strict=True)]
 
 
 def _checked(path: str, p: Tensor, new: Any) -> Tensor:

@@ -51,6 +51,8 @@ def blocks() -> Generator[None]:
 
 def spread(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
     """Numbers of many sizes."""
+    if dtype.is_complex:
+        return torch.view_as_complex(spread((*shape, 2), seed, dtype.to_real()))
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.randn(shape, generator=generator).exp()
     return (torch.randn(shape, generator=generator) * sizes).to(dtype)
@@ -90,7 +92,8 @@ def everywhere(
     def one(state: Any, grads: Mapping[str, Tensor]) -> tuple[Any, Any]:
         def loss(p: Any) -> Tensor:
             own = grads if fzero.axis_index() == 0 else {k: 0 * g for k, g in grads.items()}
-            return torch.stack([(p[k] * g).sum().float() for k, g in own.items()]).sum()
+            terms = [(p[k] * g.conj()).sum() for k, g in own.items()]
+            return torch.stack([(x.real if x.is_complex() else x).float() for x in terms]).sum()
 
         state, _ = fzero.grad_and_reduce(loss, state)()
         return fzero.apply_gradients(state), fzero.global_norm(state)

@@ -13,11 +13,12 @@ from torch import Tensor
 from fzero.collectives import assert_same_everywhere, reduce_many
 from fzero.context.here import has_no_values
 from fzero.errors import CallError, LayoutError
-from fzero.machine.by_path import FlatRanges, Pieces
+from fzero.machine.by_path import FlatRanges, Pieces, leaf_numbers
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Setup
 from fzero.state.layout import Leaf
 from fzero.transforms.points._normal import normal
+from fzero.transforms.points._ordered import leaf_sums, row_sums
 
 By = Literal["all", "leaf", "row"]
 """Over what a norm is: everything, each leaf, or each row (all dims but the first) of a leaf."""
@@ -154,10 +155,17 @@ class Context:
     def sum(self, tree: Any) -> Tensor:
         """The sum of all elements of all pieces, on every rank: [], fp32 or wider. A collective.
 
-        tree: a pytree of tensors that are parallel to pieces, each element on one rank.
+        tree: a pytree of tensors that are parallel to pieces, each element on one rank. With
+        logical ranks each stands under the path of its leaf: {path: tensor}.
         """
         self._require_pieces("sum")
-        leaves = self._tensors("sum", optree.tree_leaves(tree, namespace=NAMESPACE))
+        places, leaves, _ = optree.tree_flatten_with_path(tree, namespace=NAMESPACE)
+        leaves = self._tensors("sum", leaves)
+        if self._in_blocks:
+            paths = [next((k for k in reversed(at) if k in self._parts), None) for at in places]
+            pieces = self._pieces("sum", paths, leaves)
+            self._agree("sum", [])
+            return leaf_sums(self._setup, pieces, of_squares=False)[1]
         sums = [x.sum(dtype=_wide(x)) for x in leaves]
         return self._over_ranks("sum", _total(sums, self._device))
 
@@ -184,9 +192,13 @@ class Context:
                 fix="give {path: tensor}, as `grads` is: ctx.norm(grads), or "
                 "ctx.norm({path: g for path, g in grads.items() if ...}).",
             )
-        squares = [_square(x) for x in self._tensors("norm", tree.values())]
         if by == "all":
             self._require_pieces("norm")
+        values = self._tensors("norm", tree.values())
+        if self._in_blocks:
+            return self._norm_in_order(tree, by)
+        squares = [_square(x) for x in values]
+        if by == "all":
             sums = [x.sum() for x in squares]
             return self._over_ranks("norm", _total(sums, self._device)).sqrt()
         self._require_collective("norm")
@@ -205,6 +217,42 @@ class Context:
             path: norms[row].view(x.shape)
             for (path, x), norms, (row, _) in zip(tree.items(), split, rows, strict=True)
         }
+
+    @property
+    def _in_blocks(self) -> bool:
+        """Whether sums over pieces have one order. Over whole leaves they have it anyway."""
+        return self._setup.layout.options.block > 1 and not self._whole
+
+    def _norm_in_order(self, tree: Mapping[str, Tensor], by: By) -> Tensor | dict[str, Tensor]:
+        name = "norm" if by == "all" else f'norm by="{by}"'
+        self._require_collective(name)
+        pieces = self._pieces("norm", [*tree], [*tree.values()])
+        self._agree(name, [len(tree)] if by == "leaf" else [])
+        if by == "row":
+            sums = row_sums(self._setup, [(leaf, _square(x)) for leaf, x in pieces])
+            named = zip(tree.items(), sums, strict=True)
+            return {path: x.sqrt().view(piece.shape) for (path, piece), x in named}
+        by_leaf, total = leaf_sums(self._setup, pieces, of_squares=True)
+        return dict(zip(tree, by_leaf.sqrt(), strict=True)) if by == "leaf" else total.sqrt()
+
+    def _pieces(
+        self, name: str, paths: Sequence[Any], tensors: Sequence[Tensor]
+    ) -> list[tuple[int, Tensor]]:
+        """Return tensors with their leaves, each with one element for each of a piece."""
+        numbers, found = leaf_numbers(self._setup.layout), list[tuple[int, Tensor]]()
+        for path, x in zip(paths, tensors, strict=True):
+            if path is None or x.numel() != self._part_of(name, path).numel:
+                wanted = (
+                    "" if path is None else f", of which this rank has {self._parts[path].numel}"
+                )
+                raise LayoutError(
+                    f"ctx.{name} got {x.numel()} elements of {path or 'no leaf'}{wanted}.",
+                    cause="a part of a piece, or a tensor without the path of its leaf: with "
+                    "logical ranks the order of a sum is that of the elements in their leaves.",
+                    fix="give {path: tensor} of whole pieces, with zeros for what does not count.",
+                )
+            found.append((numbers[path], x))
+        return found
 
     def normal(self, path: str, seed: int = 0) -> Tensor:
         """Standard normal numbers, one for each element of this rank's piece of a leaf.
@@ -258,12 +306,16 @@ class Context:
     def _over_ranks(self, name: str, x: Tensor) -> Tensor:
         if self._whole:  # a leaf is on one rank
             return x
-        if self._what is not None:
-            what = f"{self._what}: which sums its ctx makes"
-            assert_same_everywhere([f"ctx.{name}, {[*x.shape]}"], self._setup.axis, what=what)
+        self._agree(name, [*x.shape])
         if not x.numel():
             return x
         return reduce_many([x], self._axis, ordered=self._setup.reduction.ordered)[0]
+
+    def _agree(self, name: str, shape: list[int]) -> None:
+        """In a first call, compare which sums ranks make."""
+        if self._what is not None:
+            what = f"{self._what}: which sums its ctx makes"
+            assert_same_everywhere([f"ctx.{name}, {shape}"], self._setup.axis, what=what)
 
     def _require_collective(self, name: str) -> None:
         if not self._sums:

@@ -21,6 +21,7 @@ from fzero.collectives import assert_same_everywhere
 from fzero.errors import CallError, LayoutError
 from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
 from fzero.machine.offload import offloaded, to_device
+from fzero.machine.threads import one_thread
 from fzero.state import Buffers, Placement, Setup, TrainState
 from fzero.state.points import Builtin, Points
 from fzero.transforms.points import _check
@@ -104,7 +105,8 @@ def _on_pieces(running: Running, one: Points, point: str, held: Buffers) -> Buff
     here = [to_device(x, state.device) for x in held.flats]
     pieces, slots = by_path(ranges, here), given(state, one)
     ctx = running.context(one, point, parts_of(ranges))
-    slots_after, new = _called(running, one, point, slots, pieces, ctx)
+    with one_thread(state.setup.layout.options.block > 1):  # pieces are cut where ranks are
+        slots_after, new = _called(running, one, point, slots, pieces, ctx)
     running.put(put(running.state, one, slots, slots_after))
     made = as_flats(ranges, here, pieces, new)
     stored = point == "reduced" and not running.general  # parameters are written where they stand
@@ -196,7 +198,8 @@ def _around(
         own, function = (slots, pieces), _check.function_at(one, "update")
         if first:
             own, ctx = _check.copied(own), ctx.watched(what)
-        with _check.told(state.setup, what) if first else nullcontext():
+        alone = one_thread(state.setup.layout.options.block > 1)
+        with _check.told(state.setup, what) if first else nullcontext(), alone:
             after, new = _check.require_pair(one, "update", function(*own, ctx, rule_by_path))
             if first:
                 _check.require_unwritten(one, "update", own, shown, ctx.shown)

@@ -24,7 +24,7 @@ def call(p: Protocol, e: Call) -> Next:
 def called(p: Protocol, said: Round) -> Next:
     """All are heard if every rank makes this call."""
     if said.kinds <= {MessageKind.PASS, MessageKind.CALL}:
-        everybody = said.kinds == {MessageKind.CALL}
+        everybody = MessageKind.PASS not in said.kinds
         if not said.is_same and (everybody or not said.is_served):
             return differ(p)
         if everybody:

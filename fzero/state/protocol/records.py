@@ -33,12 +33,12 @@ class Course:
 
     announcement: Announcement | None = None
     place: Place | None = None
-    did: Mapping[Place, Events] = field(default_factory=dict)
+    did: Mapping[Place, Events] = field(default_factory=dict[Place, Events])
     asked: bool = False
     replay: Replay | None = None
     due: tuple[int, ...] = ()
     left: tuple[tuple[int, bool], ...] = ()
-    learned: Mapping[Place, Program] = field(default_factory=dict)
+    learned: Mapping[Place, Program] = field(default_factory=dict[Place, Program])
 
     def did_also(self, event: int) -> Course:
         """Record a use or a reduction."""
@@ -102,7 +102,7 @@ class Protocol:
         ([1], ())
     """
 
-    models: Mapping[int, Model] = field(default_factory=dict)
+    models: Mapping[int, Model] = field(default_factory=dict[int, Model])
     running: tuple[int, ...] = ()
     open: int | None = None
     posted: Message | None = None

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import fzero
@@ -28,27 +29,35 @@ def new_order() -> Order:
     return Order(43, batch_size=2, logical_ranks=4, seed=3, drop_last=False)
 
 
-def step_fn(state: fzero.TrainState, x: Tensor) -> Any:
-    state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).square().sum(), state)(x)
+def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    return F.dropout(params["w"] * x / 43, 0.5).square().mean()
+
+
+def step_fn(state: fzero.TrainState, x: Tensor, sizes: list[int]) -> Any:
+    state, loss = fzero.grad_and_reduce(loss_fn, state, sizes=sizes, weight=sizes)(x)
     return fzero.apply_gradients(state), loss
 
 
-def train(folder: Path, until: int, trained: Callable[[int, list[int]], None]) -> None:
-    """Go on from the checkpoint of `folder`, if it has one, to the batch at position `until`."""
-    step = fzero.shard(step_fn, stage=2)
-    state = step.init({"w": torch.ones(1)}, fzero.optim.sgd(1e-6))
+def train(folder: Path, until: int, trained: Callable[[int, list[int]], None]) -> Tensor:
+    """Go on from the checkpoint of `folder`, if it has one, to the batch at position `until`.
+
+    Return the parameters.
+    """
+    step = fzero.shard(step_fn, stage=2, logical_ranks=4, seed=5)
+    state = step.init({"w": torch.linspace(1, 2, 7)}, fzero.optim.adamw(1e-2))
     extra: dict[str, Any] = {}
     if (folder / "kept").exists():
         state, extra = fzero.checkpoint.load_with_extra(folder / "kept", state)
     order = new_order().resumed(extra.get("order"))
     rows = torch.arange(float(order.length)).reshape(-1, 1)
     for x, after in batches(rows, order, **WORKERS):
-        state, _ = step(state, x)
+        state, _ = step(state, x, order.sizes())
         trained(order.position, x.flatten().int().tolist())
         order = after
         fzero.checkpoint.save(folder / "kept", state, extra={"order": order})
         if order.position == until:
-            return
+            break
+    return fzero.full_params(state)["w"]
 
 
 def main(folder: Path, until: int) -> None:

@@ -138,7 +138,9 @@ def test_workers_begin_at_the_order() -> None:
 
 
 @pytest.mark.parametrize("at", [2, 6])
-def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_rows(at: int, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_rows_and_bits(
+    at: int, tmp_path: Path
+) -> None:
     """Two ranks, two workers each, four batches ahead; then one rank. An epoch has 6 batches."""
     done = spawn_script(SCRIPT, 2, [str(tmp_path), str(at)])
     assert done.returncode != 0 and "SIGKILL" in done.stderr + done.stdout
@@ -148,7 +150,7 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_rows(at: int, tmp_
         position, ids = json.loads(line)
         seen.setdefault(position, []).extend(ids)
     again: dict[int, list[int]] = {}
-    train(tmp_path, 14, again.__setitem__)
+    found = train(tmp_path, 14, again.__setitem__)
     assert min(again) == at and max(again) == 13 and min(seen) == 0 and max(seen) == at
     order = new_order()
     for position in range(14):
@@ -157,6 +159,8 @@ def test_a_run_that_is_killed_goes_on_elsewhere_with_the_same_rows(at: int, tmp_
             assert seen[position] == wanted
         else:
             assert again[position] == wanted
+    (tmp_path / "unbroken").mkdir()
+    assert torch.equal(train(tmp_path / "unbroken", 14, lambda *_: None), found)
 
 
 class Stream(IterableDataset[Any]):

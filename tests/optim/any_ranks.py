@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -71,12 +71,24 @@ def gradients(dtype: torch.dtype, step: int, like: Mapping[str, Tensor]) -> dict
     }
 
 
+def one_update(state: Any, grads: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
+    """Return the state after an update by the gradients, which rank 0 has, and their norm."""
+
+    def loss(p: Any) -> Tensor:
+        own = grads if fzero.axis_index() == 0 else {k: 0 * g for k, g in grads.items()}
+        terms = [(p[k] * g.conj()).sum() for k, g in own.items()]
+        return torch.stack([(x.real if x.is_complex() else x).float() for x in terms]).sum()
+
+    state, _ = fzero.grad_and_reduce(loss, state)()
+    return fzero.apply_gradients(state), fzero.global_norm(state)
+
+
 def everywhere(
     place: Place,
     optimizer: Callable[[], Any],
     *,
     dtype: torch.dtype = torch.float32,
-    updates: int = 3,
+    updates: Sequence[int] = range(3),
     step: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn,
     each: Callable[[Any], Any] = lambda state: None,
     shapes: Mapping[str, tuple[int, ...]] = SHAPES,
@@ -86,17 +98,10 @@ def everywhere(
 
     Every rank but the first has gradients of zero, and they are added up: so the sum has the bits
     of the given ones on any number of ranks. Raises AssertionError where ranks differ.
+
+    updates: their numbers, which say what the gradients are.
     """
     start = params(dtype, shapes)
-
-    def one(state: Any, grads: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        def loss(p: Any) -> Tensor:
-            own = grads if fzero.axis_index() == 0 else {k: 0 * g for k, g in grads.items()}
-            terms = [(p[k] * g.conj()).sum() for k, g in own.items()]
-            return torch.stack([(x.real if x.is_complex() else x).float() for x in terms]).sum()
-
-        state, _ = fzero.grad_and_reduce(loss, state)()
-        return fzero.apply_gradients(state), fzero.global_norm(state)
 
     def body(rank: int) -> dict[str, Any]:
         given: Any = {k: torch.nn.Parameter(x.clone()) for k, x in start.items()}
@@ -111,8 +116,8 @@ def everywhere(
             **options,
         )
         found, norms = list[Any](), list[Tensor]()
-        for number in range(updates):
-            state, norm = step(one)(state, gradients(dtype, number, start))
+        for number in updates:
+            state, norm = step(one_update)(state, gradients(dtype, number, start))
             norms.append(norm)
             found.append(each(state))
         slots = fzero.slots(state, "optimizer")

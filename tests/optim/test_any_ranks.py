@@ -124,7 +124,7 @@ ON_THREADS: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
 @pytest.mark.parametrize("name", ON_THREADS)
 def test_on_several_threads_they_have_them_too(name: str, threads: int) -> None:
     rule, dtype = ON_THREADS[name]
-    given: dict[str, Any] = {"dtype": dtype, "shapes": LARGE, "updates": 2}
+    given: dict[str, Any] = {"dtype": dtype, "shapes": LARGE, "updates": range(2)}
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

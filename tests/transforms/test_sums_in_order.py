@@ -86,5 +86,5 @@ def test_what_has_no_place_in_a_leaf_is_refused(wrong: Any) -> None:
     one = fzero.transform(name="wrong", reduced=reduced)
     with pytest.raises(LayoutError, match="the order of a sum is that of the elements"):
         everywhere(
-            Place(2, 2), lambda: fzero.optim.sgd(0.1), transforms=[one], shapes=SHAPES, updates=1
+            Place(2, 2), lambda: fzero.optim.sgd(0.1), transforms=[one], shapes=SHAPES, updates=[0]
         )

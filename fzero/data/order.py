@@ -9,7 +9,7 @@ from typing import Any
 
 from fzero.data.permutation import keys_of, permuted
 from fzero.errors import LayoutError, check
-from fzero.ranks.mesh import MeshLike, ambient, axis_of
+from fzero.ranks.mesh import MeshLike, ambient, axis_of, carried_here, logical_ranks
 from fzero.state.logical import carried, share
 
 
@@ -231,13 +231,16 @@ class Order:
     def carried(self, mesh: MeshLike = None) -> range:
         """Return the logical ranks that this rank carries: a contiguous run, as even as can be.
 
+        In a loss under `logical_ranks=` it is the one that runs, as `fzero.logical_ranks()`.
+
         Args:
             mesh: over which ranks the run goes, as for `fzero.init`; left out, the world. For a
                 state on some of the processes it is `state.mesh`; where ranks of a tensor-parallel
                 group read the same rows, the other dim of the DeviceMesh.
 
         Raises:
-            LayoutError: if there are more ranks than logical ranks.
+            LayoutError: if there are more ranks than logical ranks, and in a step of another number
+                of them.
             AxisError: for another mesh, and on a rank that is not in it.
 
         Example:
@@ -247,6 +250,15 @@ class Order:
             range(0, 3)
             >>> ids, after = order.next(order.carried())
         """
+        running = carried_here()
+        if mesh is None and running is not None:
+            if running.size != self.logical_ranks:
+                raise LayoutError(
+                    f"Order: logical_ranks={self.logical_ranks}, in a step of {running.size}.",
+                    cause="one number of logical ranks for the data and another for the step.",
+                    fix=f"give both the same, here logical_ranks={running.size}.",
+                )
+            return logical_ranks()
         axis = ambient() if mesh is None else axis_of(mesh)
         return carried(axis.rank, axis.size, self.logical_ranks)
 

@@ -183,6 +183,39 @@ def test_the_ranks_of_a_mesh_carry_the_logical_ranks() -> None:
         order.carried([0, 1])  # type: ignore
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_loss_is_given_the_rows_of_its_logical_rank(world: int) -> None:
+    order = Order(40, batch_size=2, logical_ranks=4, shuffle=False)
+    found: list[list[int]] = []
+
+    def loss_fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        found.append(order.next()[0])
+        return (p * x).sum()
+
+    def step_fn(state: fzero.TrainState, x: torch.Tensor) -> Any:
+        found.append(order.next()[0])
+        state, _ = fzero.grad_and_reduce(loss_fn, state)(x)
+        return fzero.apply_gradients(state), None
+
+    step = fzero.shard(step_fn, stage=2, logical_ranks=4)
+
+    def run(_: torch.Tensor) -> None:
+        state = step.init(torch.ones(1), fzero.optim.sgd(1.0))
+        step(state, torch.ones(len(order.carried()), 1))
+
+    fzero.simulate(run, world_size=world)(torch.ones(world))
+    own = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    of_ranks = {
+        1: [[*range(8)]],
+        2: [[0, 1, 2, 3], [4, 5, 6, 7]],
+        3: [[0, 1, 2, 3], own[2], own[3]],
+    }
+    assert sorted(found) == sorted(own + of_ranks[world])
+    order = replace(order, logical_ranks=3)
+    with pytest.raises(fzero.LayoutError, match=r"logical_ranks=3, in a step of 4\."):
+        fzero.simulate(run, world_size=1)(torch.ones(1))
+
+
 def test_extra_of_a_checkpoint_takes_an_order(tmp_path: Path) -> None:
     order = Order(40, batch_size=1, logical_ranks=5).after()
     state = fzero.init(torch.ones(2), fzero.optim.sgd(1.0), stage=1)

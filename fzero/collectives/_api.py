@@ -19,10 +19,20 @@ from fzero.collectives._functions import (
     scatter_many,
 )
 from fzero.collectives._performers import rows_of_ranks
+from fzero.collectives._tree import fold_rows
 from fzero.context.here import has_no_values, is_abstract
 from fzero.context.modes import is_recorded, without_transforms
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.ranks.mesh import Axis, Runtime, axis_named, outside_of_graphs
+from fzero.ranks.mesh import (
+    Axis,
+    Carried,
+    Runtime,
+    ambient,
+    axis_named,
+    carried_here,
+    outside_of_graphs,
+)
+from fzero.state import logical
 
 AxisLike = Axis | str
 """An axis, or the name of one of the running step: of all its ranks, or of a part of its mesh."""
@@ -52,7 +62,8 @@ def all_gather(x: Tensor, axis: AxisLike | None = None, *, dim: int = 0) -> Tens
     """
     front = _at_least_1d("all_gather", x).movedim(dim, 0)
     name = _named("all_gather", x, dim)
-    return gather_many([front], _axis("all_gather", axis), name=name)[0].movedim(0, dim)
+    over = _axis("all_gather", axis)
+    return gather_many([front], over, ordered=_in_order(), name=name)[0].movedim(0, dim)
 
 
 @outside_of_graphs
@@ -84,6 +95,7 @@ def reduce_scatter(
             fix="pad the dim, or use all_reduce.",
         )
     name = _named("reduce_scatter", x, dim)
+    ordered = ordered or _in_order()
     return scatter_many([front], axis, ordered=ordered, name=name)[0].movedim(0, dim)
 
 
@@ -92,14 +104,18 @@ def all_reduce(x: Tensor | float, axis: AxisLike | None = None, *, ordered: bool
     """y = sum_r(x_r): the same shape, on every rank. transpose: all_reduce.
 
     Always a sum; `pmean` is the visible division. See `reduce_scatter` for `ordered` and 16-bit
-    floats, `all_gather` for `axis`.
+    floats, `all_gather` for `axis`. With `logical_ranks=` a value of a step, outside of a loss,
+    counts for each logical rank that its rank carries, here and in `pmean`.
 
     Example:
         >>> import torch, fzero
         >>> fzero.simulate(fzero.all_reduce, world_size=3)(torch.tensor([1.0, 2.0, 3.0]))
         tensor([6., 6., 6.])
     """
-    axis = _axis("all_reduce", axis)
+    over = _axis("all_reduce", axis)
+    if axis is None and (carried := _carried_by_step()) is not None:
+        return _sum_of_logical(_as_tensor(x), over, carried, name="all_reduce")
+    axis, ordered = over, ordered or _in_order()
     return reduce_many([_as_tensor(x)], axis, ordered=ordered, name="all_reduce")[0]
 
 
@@ -112,8 +128,10 @@ def pmean(x: Tensor | float, axis: AxisLike | None = None) -> Tensor:
         >>> fzero.simulate(fzero.pmean, world_size=2)(torch.tensor([1.0, 2.0]))
         tensor([1.5000, 1.5000])
     """
-    axis = _axis("pmean", axis)
-    return reduce_many([_as_tensor(x)], axis, name="all_reduce of pmean")[0] / axis.size
+    name, over = "all_reduce of pmean", _axis("pmean", axis)
+    if axis is None and (carried := _carried_by_step()) is not None:
+        return _sum_of_logical(_as_tensor(x), over, carried, name=name) / carried.size
+    return reduce_many([_as_tensor(x)], over, ordered=_in_order(), name=name)[0] / over.size
 
 
 @overload
@@ -394,8 +412,37 @@ def _no_sizes(seen: Any, rows: int, axis: Axis) -> LayoutError:
 
 
 def _axis(name: str, axis: AxisLike | None) -> Axis:
-    """Return the axis that a caller means; by name, a part of the ambient one."""
-    return axis_named(axis, who=name)
+    """Return the axis that a caller means; by name, a part of the ambient one.
+
+    Raises `PhaseError` in the loss of a logical rank that does not have a rank of its own.
+    """
+    over, carried = axis_named(axis, who=name), carried_here()
+    if carried is not None and carried.rank is not None and ambient().size < carried.size:
+        raise PhaseError(
+            f"{name} in a loss of logical rank {carried.rank}, and {ambient().size} ranks carry "
+            f"{carried.size} logical ranks.",
+            cause="a collective between logical ranks that run one after another.",
+            fix=f"run it on {carried.size} ranks, or reduce outside of the loss.",
+        )
+    return over
+
+
+def _in_order() -> bool:
+    """Whether sums are made in rank order, for they are of logical ranks."""
+    return carried_here() is not None
+
+
+def _carried_by_step() -> Carried | None:
+    """Return the logical ranks of the step that runs, outside of a loss."""
+    carried = carried_here()
+    return None if carried is None or carried.rank is not None else carried
+
+
+def _sum_of_logical(x: Tensor, axis: Axis, carried: Carried, *, name: str) -> Tensor:
+    """Return the sum over logical ranks of a value of each rank, by the tree."""
+    rows = gather_many([x.unsqueeze(0)], axis, ordered=True, name=name)[0]
+    counts = [len(logical.carried(rank, axis.size, carried.size)) for rank in range(axis.size)]
+    return fold_rows(torch.cat([row.expand(n, *x.shape) for row, n in zip(rows, counts, strict=True)]))
 
 
 def _named(op: str, x: Tensor, dim: int) -> str:

@@ -101,12 +101,14 @@ class _Linear(torch.autograd.Function):
         return ys, tuple(at for _ in ys)
 
 
-def gather_many(shards: Sequence[Tensor], axis: Axis, *, name: str = "") -> list[Tensor]:
-    """Each [l] -> [W l], concatenated in rank order. Adjoint: `scatter_many`.
+def gather_many(
+    shards: Sequence[Tensor], axis: Axis, *, ordered: bool = False, name: str = ""
+) -> list[Tensor]:
+    """Each [l] -> [W l], concatenated in rank order. Adjoint: `scatter_many`, as `ordered`.
 
     name: of a user's call, here and in the two below.
     """
-    return apply_map(LinearMap("gather", axis, name=name), shards)
+    return apply_map(LinearMap("gather", axis, ordered, name), shards)
 
 
 def scatter_many(

@@ -10,7 +10,7 @@ row more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -33,10 +33,15 @@ class Nodes:
         self._held: tuple[tuple[tree.Node, Row], ...] = ()
         self._next = setup.carried(setup.axis.rank).start
 
-    def push(self, row: Mapping[int, Tensor]) -> None:
-        """Add the row of the next logical rank. It is not written to."""
+    def push(self, row: Mapping[int, Tensor], place: int | None = None) -> None:
+        """Add the row of the next logical rank, or of that at `place`. It is not written to.
+
+        Those before it that brought nothing have zeros.
+        """
         setup = self._setup
         assert setup.logical is not None
+        if place is not None:
+            self._fill(setup.carried(setup.axis.rank)[place])
         sent = {
             i: setup.sent(i, to_device(x, self._device)).to(setup.accumulate_dtype(i))
             for i, x in row.items()
@@ -45,13 +50,28 @@ class Nodes:
         self._held = tree.push(self._held, node, sent, setup.logical.ranks, _added)
         self._next += 1
 
+    def _fill(self, stop: int) -> None:
+        layout = self._setup.layout
+        while self._next < stop:
+            self.push(
+                {
+                    i: torch.zeros(
+                        layout.full_numel(i),
+                        dtype=self._setup.accumulate_dtype(i),
+                        device=self._device,
+                    )
+                    for i in layout.trainable
+                }
+            )
+
     def mean(self, axis: Axis) -> Row:
         """Return, and forget, the mean over all logical ranks: {group: this rank's part}.
 
         A collective over `axis`, which has the ranks of the setup.
         """
-        setup, rows = self._setup, [row for _, row in self._held]
-        self._held = ()
+        setup = self._setup
+        self._fill(setup.carried(setup.axis.rank).stop)
+        rows, self._held = [row for _, row in self._held], ()
         means: Row = {}
         # The last first, as in a backward; one at a time, and what was sent is freed.
         for indices in (setup.layout.units[i] for i in reversed(range(len(setup.layout.units)))):
@@ -73,8 +93,3 @@ class Nodes:
 def _added(earlier: Row, later: Row) -> Row:
     """Return the sum of two nodes, which are given up."""
     return {i: earlier.pop(i) + later.pop(i) for i in [*earlier]}
-
-
-def row_of(flats: Sequence[Tensor], place: int) -> list[Tensor]:
-    """Return the rows of one logical rank of flats [k, W l]: views."""
-    return [flat[place] for flat in flats]

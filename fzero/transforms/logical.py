@@ -141,31 +141,35 @@ class _RowRun(_OneRun):
 
     def made(self) -> tuple[list[TrainState], Result]:
         """Return the states, and the result of all logical ranks."""
-        rows = [_Rows(one, self.ranks) for one in self.states]
+        rows = [Rows(one) for one in self.states]
         results = []
         with self._told():
             for place in range(len(self.ranks)):
                 new, result = self._of(place, [one.view(place) for one in rows])
                 for one, made in zip(rows, new, strict=True):
-                    one.put(place, made)
+                    one.end(place, one.took(place, 0, made))
                 results.append(result)
                 del new
         self._come("which are several on some ranks")
-        return [one.made() for one in rows], self._joined(results)
+        return [one.made(1) for one in rows], self._joined(results)
 
 
-class _Rows:
-    """What the logical ranks of this rank bring to one state: a row of a window each."""
+class Rows:
+    """What the logical ranks of this rank bring to one state, one after another: a row each.
 
-    def __init__(self, state: TrainState, ranks: range) -> None:
-        own = _own_slots(state)
-        others = {name: one for name, one in state.slots.items() if name not in own}
-        self.state, self.ranks, self._now = state, ranks, state.replace(slots=others)
+    In a window of the user's they are added up there, [k, W l]. Else the row of each call becomes
+    a part of a node of the tree.
+    """
+
+    def __init__(self, state: TrainState) -> None:
+        self.state = state
         self.waits = state.window.is_open
-        self.nodes = None if self.waits else Nodes(state.setup, state.device)
-        self.rows: list[Sequence[Tensor]] = []
-        self.slots: list[dict[str, Slot]] = []
-        self.nonfinite = state.progress.nonfinite
+        self._ranks = state.setup.carried(state.setup.axis.rank)
+        self._nodes: list[Nodes] = []  # of each call
+        self._rows: list[Sequence[Tensor]] = []
+        self._slots: list[dict[str, Slot]] = []
+        self._nonfinite, self._used = state.progress.nonfinite, state.progress.used
+        self._now = state.replace(slots=_common_slots(state))
 
     def view(self, place: int) -> TrainState:
         """Return the state as one logical rank has it, with an open window."""
@@ -197,53 +201,76 @@ class _Rows:
             setup=dataclasses.replace(setup, policy=policy),
         )
 
-    def put(self, place: int, made: TrainState) -> None:
-        """Take what a logical rank has brought."""
-        self.nonfinite = self.nonfinite or made.progress.nonfinite
-        self.slots.append(_own_slots(made))
+    def took(self, place: int, call: int, made: TrainState) -> TrainState:
+        """Take what a backward has brought to a view; return the state that goes on in its place.
+
+        call: how many of this logical rank's came before.
+        """
+        if self.waits:
+            return made
+        if call == len(self._nodes):
+            self._nodes.append(Nodes(self.state.setup, self.state.device))
         flats = made.window.pending.flats
-        if self.nodes is None:
-            self._put_row(place, flats)
-        else:
-            self.nodes.push(dict(zip(made.setup.layout.trainable, flats, strict=True)))
-        others = {name: one for name, one in made.slots.items() if name not in self.slots[-1]}
+        self._nodes[call].push(dict(zip(made.setup.layout.trainable, flats, strict=True)), place)
+        return made.replace(window=dataclasses.replace(made.window, pending=window.CLOSED.pending))
+
+    def end(self, place: int, made: TrainState) -> None:
+        """A logical rank is done: keep what it leaves."""
+        self._nonfinite = self._nonfinite or made.progress.nonfinite
+        self._used |= made.progress.used
+        self._slots.append(_own_slots(made))
+        if self.waits and made.window.pending.held:
+            self._put_row(place, made.window.pending.flats)
         self._now = made.replace(
-            slots=others, window=dataclasses.replace(made.window, pending=window.CLOSED.pending)
+            slots=_common_slots(made),
+            window=dataclasses.replace(made.window, pending=window.CLOSED.pending),
         )
 
     def _put_row(self, place: int, flats: Sequence[Tensor]) -> None:
-        if self.state.setup.offload.gradients is not None:
-            self.rows.append(flats)
-            return
-        if not self.rows:
-            self.rows = [[x.new_empty(len(self.ranks), *x.shape) for x in flats]]
-        for rows, flat in zip(self.rows[0], flats, strict=True):
+        if not self._rows:
+            count = len(self._ranks)
+            self._rows = [[x.new_zeros(count, *x.shape) for x in flats]]
+        for rows, flat in zip(self._rows[0], flats, strict=True):
             rows[place] = flat
 
-    def made(self) -> TrainState:
-        """Return the state that has all of it. A collective, unless it waits in a window."""
-        state, now = self.state, self._now
-        new = now.replace(
-            setup=state.setup,
-            slots={**now.slots, **_joined_slots(self.slots)},
-            progress=dataclasses.replace(now.progress, nonfinite=self.nonfinite),
-        )
-        if self.nodes is None:
-            pending = Buffers(flats=self._pending(), placement=Placement.PARTIAL)
-            return new.replace(window=dataclasses.replace(now.window, pending=pending))
-        new = new.replace(
-            window=window.pop(state.window)[0],
-            progress=progress.saw_reduction(new.progress),
-        )
-        flats = mean_of_nodes(new, self.nodes)
-        return add_means(new, part_of_update(new, flats, reduced=True))
+    def made(self, calls: int) -> TrainState:
+        """Return the state that has all of it. A collective, unless it waits in a window.
 
-    def _pending(self) -> tuple[Tensor, ...]:
+        calls: how many the logical rank made that made the most.
+        """
+        state, now = self.state, self._now
+        counted = dataclasses.replace(
+            now.progress,
+            backwards=state.progress.backwards + calls,
+            reductions=state.progress.reductions,
+            nonfinite=self._nonfinite,
+            used=self._used,
+        )
+        new = now.replace(
+            setup=dataclasses.replace(now.setup, policy=state.setup.policy),
+            slots={**now.slots, **_joined_slots(self._slots)},
+            progress=counted,
+        )
+        if self.waits:
+            pending = self._pending()
+            return new.replace(window=dataclasses.replace(now.window, pending=pending))
+        if not calls:
+            return new.replace(window=state.window)
+        new = new.replace(window=window.pop(state.window)[0])
+        for call in range(calls):
+            nodes = self._nodes[call : call + 1] or [Nodes(state.setup, state.device)]
+            flats = mean_of_nodes(new, nodes[0])
+            new = add_means(new, part_of_update(new, flats, reduced=True))
+            new = new.replace(progress=progress.saw_reduction(new.progress))
+        self._nodes.clear()
+        return new
+
+    def _pending(self) -> Buffers:
         offload = self.state.setup.offload
-        if offload.gradients is None:
-            return tuple(self.rows[0])
-        columns = zip(*self.rows, strict=True)
-        return tuple(offloaded(offload.gradients, torch.stack(some), offload) for some in columns)
+        if not self._rows:
+            return self.state.window.pending
+        flats = tuple(offloaded(offload.gradients, x, offload) for x in self._rows[0])
+        return Buffers(flats=flats, placement=Placement.PARTIAL)
 
 
 # Values.
@@ -303,6 +330,11 @@ def _own_slots(state: TrainState) -> dict[str, Slot]:
     return {name: one for name, one in found if one.form.placement is Placement.PARTIAL}
 
 
+def _common_slots(state: TrainState) -> dict[str, Slot]:
+    own = _own_slots(state)
+    return {name: one for name, one in state.slots.items() if name not in own}
+
+
 def _slots_at(state: TrainState, place: int) -> dict[str, Slot]:
     return {
         name: dataclasses.replace(one, value=one.value[place])
@@ -311,7 +343,10 @@ def _slots_at(state: TrainState, place: int) -> dict[str, Slot]:
 
 
 def _joined_slots(slots: Sequence[dict[str, Slot]]) -> dict[str, Slot]:
-    return {
-        name: dataclasses.replace(one, value=torch.stack([some[name].value for some in slots]))
-        for name, one in slots[0].items()
-    }
+    found: dict[str, Slot] = {}
+    for name in dict.fromkeys(name for some in slots for name in some):
+        first = next(some[name] for some in slots if name in some)
+        zero = torch.zeros_like(first.value)
+        values = [some[name].value if name in some else zero for some in slots]
+        found[name] = dataclasses.replace(first, value=torch.stack(values))
+    return found

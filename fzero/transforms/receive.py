@@ -147,14 +147,11 @@ def _mean_of_waiting(state: TrainState, flats: Sequence[Tensor]) -> list[Tensor]
 
     flats: [W l] for each group, with a first dim of this rank's logical ranks if they are several.
     """
-    setup = state.setup
+    setup, nodes = state.setup, Nodes(state.setup, state.device)
     found = dict(zip(setup.layout.trainable, flats, strict=False))
-    if not found:
-        found = dict(zip(setup.layout.trainable, filled(state, {}, Placement.PARTIAL), strict=True))
-    nodes = Nodes(setup, state.device)
-    for place in range(len(setup.carried(setup.axis.rank))):
-        waits = flats and setup.carries_several
-        nodes.push({i: x[place] if waits else x for i, x in found.items()})
+    for place in range(len(setup.carried(setup.axis.rank)) if found else 0):
+        row = {i: x[place] for i, x in found.items()} if setup.carries_several else found
+        nodes.push(row)
     return mean_of_nodes(state, nodes)
 
 

@@ -37,8 +37,10 @@ from fzero.collectives._performers import gather_objects_beside as gather_object
 from fzero.collectives._performers import performer_of as performer_of
 from fzero.collectives._start import InFlight as InFlight
 from fzero.collectives._start import start_all_to_all as start_all_to_all
+from fzero.collectives._start import start_extremum as start_extremum
 from fzero.collectives._start import start_gather as start_gather
 from fzero.collectives._start import start_gather_in_place as start_gather_in_place
+from fzero.collectives._start import start_permute as start_permute
 from fzero.collectives._start import start_reduce as start_reduce
 from fzero.collectives._start import start_scatter as start_scatter
 from fzero.collectives._tree import Over as Over

@@ -371,14 +371,15 @@ def _by_sizes(
 def _sent(rows: int, axis: Axis, sizes: Sizes) -> list[int]:
     """Return how many rows this rank sends to each rank.
 
-    An abstract rank gets as many from each, and of sizes without values it sends the same to each.
+    An abstract rank gets as many from each. Of sizes without values it sends all rows away, for a
+    bound of the bytes, the same number to each other rank.
     """
     if isinstance(sizes, Tensor):
         sizes = without_transforms("all_to_all: sizes", sizes)
         if sizes.is_floating_point() or sizes.is_complex() or sizes.ndim != 1:
             raise _no_sizes(f"a tensor of {sizes.dtype}, shape {tuple(sizes.shape)}", rows, axis)
         if has_no_values(sizes) or is_recorded([sizes]):
-            return _balanced(rows, axis)
+            return _away(rows, axis)
         with _DisableFuncTorch():
             sizes = sizes.tolist()
     sent = list(sizes)
@@ -389,7 +390,7 @@ def _sent(rows: int, axis: Axis, sizes: Sizes) -> list[int]:
     return sent
 
 
-def _balanced(rows: int, axis: Axis) -> list[int]:
+def _away(rows: int, axis: Axis) -> list[int]:
     if not is_abstract():
         raise PhaseError(
             "all_to_all: sizes that are a tensor of a trace, which has no values.",
@@ -398,8 +399,10 @@ def _balanced(rows: int, axis: Axis) -> list[int]:
             fix="give sizes as a list that is the same in each call, or leave this step untraced; "
             "fzero.plan and fzero.trace take it as one in which all ranks get the same.",
         )
-    part, more = divmod(rows, axis.size)
-    return [part + (r < more) for r in range(axis.size)]
+    others = max(axis.size - 1, 1)
+    part, more = divmod(rows, others)
+    sent = [part + (r < more) for r in range(others)]
+    return sent if axis.size == 1 else [*sent[: axis.rank], 0, *sent[axis.rank :]]
 
 
 def _no_sizes(seen: Any, rows: int, axis: Axis) -> LayoutError:

@@ -100,6 +100,29 @@ def start_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
     return _start("all_to_all", lowering.begin_all_to_all, fulls, axis)
 
 
+def start_permute(
+    xs: Sequence[Tensor], axis: Axis, sources: Sequence[int], destinations: Sequence[int]
+) -> InFlight:
+    """Each [*t] -> [*t]: what the source of this rank has, or zeros."""
+
+    def begin(xs: Sequence[Tensor], axis: Axis) -> lowering.Started:
+        return lowering.begin_permute(xs, axis, sources, destinations)
+
+    return _start("permute", begin, xs, axis)
+
+
+def start_extremum(xs: Sequence[Tensor], axis: Axis, op: str) -> InFlight:
+    """Each [*t] -> [*t]: the largest ("pmax") or the smallest ("pmin") of all ranks'.
+
+    See the top of this file for the order of waits: its second half is sent in the wait.
+    """
+
+    def begin(xs: Sequence[Tensor], axis: Axis) -> lowering.Started:
+        return lowering.begin_extremum(xs, axis, op)
+
+    return _start("reduce", begin, xs, axis)
+
+
 def start_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool = False) -> InFlight:
     """Each [W l] -> [l]: this rank's shard of the sum over ranks; see `scatter_many`."""
 

@@ -143,7 +143,8 @@ def compiled(
         write_back(graph.graph, donated)
     performer = performer_of(axis)
     over = axis if performer is None else performer.over(axis)
-    axes = {one.name: one for one in (over.replicas, over.shards, over)}
+    axes = {name: over.along(name) for name in over.names}
+    axes |= {one.name: one for one in (over.replicas, over.shards)}
     nodes = list(graph.graph.nodes)
     lines = [f"{node.target} {node.args[1:]}" for node in nodes if is_collective(node)]
     return Compiled(

@@ -17,11 +17,14 @@ from torch import Tensor, fx
 from fzero.collectives import (
     InFlight,
     start_all_to_all,
+    start_extremum,
     start_gather,
     start_gather_in_place,
+    start_permute,
     start_reduce,
     start_scatter,
 )
+from fzero.errors import LayoutError
 from fzero.machine.packing import shard_of
 from fzero.optim.recorded import SCHEDULES, update_in_place
 from fzero.ranks.mesh import Axis
@@ -124,12 +127,22 @@ def _named(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
 
 def _start(node: fx.Node, axes: dict[str, Axis]) -> Action:
     """Return the start of a collective; it gives the handle to wait for."""
-    inputs, name, _, _, ordered = cast("Any", node.args)
+    inputs, name, _, _, *rest = cast("Any", node.args)
     axis = axes[name]
+    if node.target is torch.ops.fzero.uneven_all_to_all.default:
+        raise LayoutError(
+            f"compile: all_to_all with sizes, along {name!r}.",
+            cause="experts that each take the rows which chose them; a compiled step has the "
+            "sizes of its first call in its graph.",
+            fix="leave this step uncompiled, and compile parts of its loss with torch.compile.",
+        )
     if INTO in node.meta:
         return _start_in_place(node, inputs, axis)
     begin = _STARTS[node.target]
-    order = {} if begin in (start_gather, start_all_to_all) else {"ordered": bool(ordered)}
+    if begin in (start_permute, start_extremum):
+        rest = rest if begin is start_permute else [node.target._opname]  # type: ignore
+        return Action(lambda *xs: [begin(xs, axis, *rest)], _named(inputs), (node.name,))
+    order = {} if begin in (start_gather, start_all_to_all) else {"ordered": bool(rest[0])}
 
     def run(*xs: Tensor) -> list[InFlight]:
         return [begin([x.contiguous() for x in xs], axis, **order)]
@@ -142,6 +155,9 @@ _STARTS: dict[Any, Callable[..., InFlight]] = {
     torch.ops.fzero.reduce_scatter.default: start_scatter,
     torch.ops.fzero.all_reduce.default: start_reduce,
     torch.ops.fzero.all_to_all.default: start_all_to_all,
+    torch.ops.fzero.ppermute.default: start_permute,
+    torch.ops.fzero.pmax.default: start_extremum,
+    torch.ops.fzero.pmin.default: start_extremum,
 }
 
 

@@ -134,13 +134,13 @@ def _op(
         kind = "view"
     elif torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE:
         kind = "pointwise"
-    name = target._schema.name.split("::")[1]
+    name = about[0].op if about else target._schema.name.split("::")[1]
     return Op(
         name=str(node.args[0]) if target is UPDATE else name,
         phase=phase,
         reads=tuple(names[one] for one in node.all_input_nodes),
         gives=tuple(gives),
-        detail=_detail(about) or (index_of_view(node) if kind == "view" else in_module(node)),
+        detail=_detail(node, about) or (index_of_view(node) if kind == "view" else in_module(node)),
         wire_bytes=sum(event.wire_bytes for event in about),
         flops=_flops(node),
         kind=kind,
@@ -154,9 +154,13 @@ _ELEMENTWISE = tuple(
 """Ops that a compiler puts into one kernel with pointwise ones, and that torch does not tag."""
 
 
-def _detail(about: Sequence[CollectiveEvent]) -> str:
+def _detail(node: fx.Node, about: Sequence[CollectiveEvent]) -> str:
     if not about:
         return ""
+    if node.target is torch.ops.fzero.ppermute.default:
+        *_, sources, destinations = node.args
+        pairs: Any = zip(sources, destinations, strict=True)  # type: ignore
+        return f"{about[0].axis} {' '.join(f'{s}>{d}' for s, d in pairs)}".rstrip()
     paths = ", ".join(path for event in about for path in event.paths)
     return f"{about[0].axis}: {paths}" if paths else about[0].axis
 

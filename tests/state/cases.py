@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fzero.state.protocol import Units
 from fzero.state.rounds import CODES
 from fzero.state.schedule import Limits
-from tests.state.world import SYNC
+from tests.state.world import AXES, Sync
 
 STEPS = 4  # the first one records, the second one may do something else, the others repeat it
 
@@ -43,7 +43,7 @@ class OnePass:
     """A forward and a backward of one model on one rank.
 
     uses: units of the forward, and what is inside of it: sync points, blocks, evaluations.
-    backward: ("use", unit) or ("gradient", unit, whether it is complete).
+    backward: ("use", unit), ("gradient", unit, whether it is complete) or ("sync", axis).
     """
 
     model: int
@@ -118,6 +118,7 @@ class Drawing:
     out: bool  # a rank may make the call while others are in a pass
     astray: bool = False
     inside: list[int] = field(default_factory=list)  # models in a pass or a window
+    syncs: int = 0  # collectives of the user's so far
 
     def flag(self, one_in: int = 2) -> bool:
         """Whether something that is rare happens."""
@@ -216,8 +217,13 @@ class Drawing:
                 return [Block(model, units)] * self.size
         if kind == "evaluation":
             found = self.evaluations(tuple(models))
-            return found if found[0] is not None else [SYNC] * self.size
-        return [SYNC] * self.size
+            return found if found[0] is not None else self.sync()
+        return self.sync()
+
+    def sync(self) -> list[Any]:
+        """A collective of the user's over the next axis, which all ranks make."""
+        self.syncs += 1
+        return [Sync(AXES[self.syncs % len(AXES)])] * self.size
 
     def one_pass(self, model: int, joints: tuple[Any, ...]) -> OnePass:
         """A pass of one rank, with what all ranks do together in it."""
@@ -230,6 +236,15 @@ class Drawing:
             kind = self.random.choice(["nothing", "partial", *["complete"] * 3])
             if kind != "nothing":
                 backward += [("use", one), ("gradient", one, kind == "complete")]
+        # The adjoint of each collective, in the order of autograd, at another place on each rank;
+        # but below stage 3 before the gradients: a limit (docs/semantics.md, Collectives). Drawn
+        # apart, so that what else a case has does not depend on it.
+        apart, at = Random(repr((model, uses, backward))), 0
+        anywhere = self.units[model].gathers
+        for one in [use for use in reversed(uses) if isinstance(use, Sync)]:
+            at = apart.randint(at, len(backward)) if anywhere else at
+            backward.insert(at, ("sync", one.axis))
+            at += 1
         return OnePass(model, tuple(uses), tuple(backward))
 
 
@@ -255,7 +270,14 @@ def _without_syncs(item: Any) -> Any:
     """An item without the collectives of the user's in its forwards."""
     if not isinstance(item, Passes):
         return item
-    passes = [replace(x, uses=tuple(u for u in x.uses if u != SYNC)) for x in item.passes]
+    passes = [
+        replace(
+            x,
+            uses=tuple(u for u in x.uses if not isinstance(u, Sync)),
+            backward=tuple(u for u in x.backward if u[0] != "sync"),
+        )
+        for x in item.passes
+    ]
     return Passes(tuple(passes))
 
 

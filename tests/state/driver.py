@@ -57,6 +57,7 @@ class Driver(Rank):
         self.windows: set[int] = set()  # models with an open one
         self.blocks: list[tuple[int, tuple[int, ...]]] = []
         self.named = 0  # gradients that autograd has made
+        self.synced = 0  # collectives of the user's
 
     # A pass.
 
@@ -140,8 +141,12 @@ class Driver(Rank):
         if len(loose) > MOST + max(0, record.units.limits.prefetch_numel - 1):
             raise Fault("memory", f"rank {self.number} holds units {loose}")
 
-    def sync(self) -> Steps:
-        """A collective of the user's: all ranks hear what each says of it."""
+    def sync(self, axis: str) -> Steps:
+        """A collective of the user's: all ranks hear what each says of it, and those of it do it.
+
+        It is started when all have come, and waited for at once, while gathers and reductions of
+        fzero's own are in flight.
+        """
         met = False
         for number in self.protocol.running:
             yield from self.send(SyncPoint(number, (self.number,)))
@@ -150,6 +155,10 @@ class Driver(Rank):
             yield from self.call(USERS, self.number)
         if self.protocol.heard != tuple((rank,) for rank in range(self.world.size)):
             raise Fault("all are heard", f"rank {self.number} hears {self.protocol.heard}")
+        self.synced += 1
+        group = self.world.users[axis][self.number]
+        k = group.start(self.number, (axis, self.synced))
+        yield lambda: group.is_over(k)
 
     def end_forward(self, model: int) -> Steps:
         """The end of a forward that a backward may follow."""

@@ -33,7 +33,7 @@ from tests.state.cases import (
     cases,
 )
 from tests.state.driver import Driver
-from tests.state.world import SYNC, AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, World
+from tests.state.world import AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, Sync, World
 
 ERRORS = (OwnError, PeersFailed, Dead, AllAstray)
 
@@ -142,8 +142,8 @@ class Actor:
                 case Evaluation():
                     yield from self.evaluation(use)
                 case _:
-                    assert use == SYNC
-                    yield from self.rank.sync()
+                    assert isinstance(use, Sync)
+                    yield from self.rank.sync(use.axis)
         self.check()
 
     def passes(self, passes: tuple[OnePass, ...]) -> Steps:
@@ -163,6 +163,8 @@ class Actor:
                     self.check()
                     if kind == "use":
                         yield from rank.use(one.model, unit)
+                    elif kind == "sync":
+                        yield from rank.sync(unit)
                     else:
                         yield from rank.gradient(one.model, unit, complete=more[0])
             for one in passes:

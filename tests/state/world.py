@@ -19,7 +19,8 @@ from typing import Any
 from fzero.state.protocol import Units
 
 MOST_MOVES = 20_000  # of all ranks; no case here needs a tenth of them
-SYNC = "sync"  # a collective of the user's, among the uses of a pass
+AXES = ("all", "seq", "data")
+"""The axes of a collective of the user's: all ranks, those of one replica, those of one shard."""
 
 Steps = Generator["Callable[[], bool]", None, Any]
 """What a rank does: it yields where it waits, and for what."""
@@ -55,6 +56,13 @@ class AllAstray(Exception):
 
 class Dead(Exception):
     """A rank that this one waits for has ended: what the communication library raises."""
+
+
+@dataclass(frozen=True)
+class Sync:
+    """A collective of the user's over one axis, in a forward or a backward."""
+
+    axis: str
 
 
 @dataclass
@@ -115,6 +123,15 @@ class World:
         }
         for rank, group in list(self.sums.items()):
             self.sums[rank] = self.sums[group.ranks[0]]
+        # And collectives of the user's, which are in flight beside them.
+        users = Group("the user's over all", everyone)
+        self.users = {"all": dict.fromkeys(everyone, users), "seq": {}, "data": {}}
+        for axis, groups in (("seq", self.shards), ("data", self.across)):
+            made = {
+                group.name: Group(f"the user's over {group.name}", group.ranks)
+                for group in groups.values()
+            }
+            self.users[axis] = {rank: made[group.name] for rank, group in groups.items()}
         self.ranks = [self.make(self, number) for number in everyone]
         self.ended: set[int] = set()
         self.rows: dict[tuple[int, int], Any] = {}  # what a rank has said, by (rank, number)

@@ -23,8 +23,8 @@ from fzero.state import Layout, Placement, Setup
 from fzero.state.layout import BLOCK, Part
 from fzero.state.tree import Node, fold, nodes
 
-_CHUNK = 2**17
-"""Elements that a processor squares at once: they and what is made of them stay in its cache."""
+_SMALL = 2**14
+"""Flats of fewer elements are copied, so that one kernel squares several of them."""
 
 
 class PlaceRun(NamedTuple):
@@ -104,20 +104,19 @@ def _halved(rows: Tensor) -> Tensor:
 
 
 def _packed(flats: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the elements of flats in order, in tensors of a good size; on a GPU flat by flat."""
-    held: list[Tensor] = []
-    for flat in flats:
-        on_cpu = flat.device.type == "cpu"
-        for x in flat.split(_CHUNK) if on_cpu and flat.numel() else ():
-            fits = not held or sum(y.numel() for y in held) + x.numel() <= _CHUNK
-            if held and not (fits and held[0].dtype is x.dtype):
-                yield _joined(held)
-                held = []
-            held.append(x)
-        if not on_cpu and flat.numel():
+    """Yield the elements of flats in order; small ones of one dtype together."""
+    small: list[Tensor] = []
+    for flat in (flat for flat in flats if flat.numel()):
+        fits = flat.numel() < _SMALL and (not small or small[0].dtype is flat.dtype)
+        if small and not fits:
+            yield _joined(small)
+            small = []
+        if flat.numel() < _SMALL:
+            small.append(flat)
+        else:
             yield flat
-    if held:
-        yield _joined(held)
+    if small:
+        yield _joined(small)
 
 
 def _joined(some: list[Tensor]) -> Tensor:

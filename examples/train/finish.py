@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,13 @@ def finish(
     held = even_windows(
         job.corpus.valid, context=job.context, count=max(VALIDATION_BYTES // job.context, 1)
     )
+    lines = [f"last loss {losses[-1]:.9g}, parameters {digest(params)}"]
     note(f"validating on {len(held)} windows of the text that was held out ...")
     validation = validate(job, params, held, received)
     if validation is None or fzero.axis_index() != 0:
         return None if validation is None else []
     bigram = bigram_loss(fit_bigram(job.corpus.train), held)
-    lines = [f"validation loss {validation:.3f} nats/byte (byte bigram: {bigram:.3f})"]
+    lines.append(f"validation loss {validation:.3f} nats/byte (byte bigram: {bigram:.3f})")
     if curve:
         curve.parent.mkdir(parents=True, exist_ok=True)  # a finished run saves nothing again
         done = plot_losses(losses, curve, bigram=bigram, validation=validation)
@@ -67,18 +69,32 @@ def finish(
     return lines
 
 
+def digest(params: Params) -> str:
+    """Return 16 hex digits that are equal only for parameters of the same names and bits.
+
+    Example:
+        >>> digest({"w": torch.zeros(2)}), digest({"w": -torch.zeros(2)})
+        ('e5868624950d7b3f', 'b21fb0859336301c')
+    """
+    found = hashlib.sha256()
+    for name in sorted(params):
+        found.update(name.encode())
+        found.update(params[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
 @torch.no_grad()
 def validate(job: Job, params: Params, held: Tensor, received: Sequence[int] = ()) -> float | None:
     """Mean loss over all bytes that the windows `held: [n, context + 1]` predict, in nats.
 
-    A collective: each rank scores every W-th window. A rank that has `received` a signal stops,
-    and then all ranks return None.
+    A collective: each rank scores every W-th batch of them. A rank that has `received` a signal
+    stops, and then all ranks return None.
     """
-    mine = held[fzero.axis_index() :: fzero.axis_size()].to(job.device)
-    total = torch.zeros(3, device=job.device)  # sum of losses, number of bytes, signals
-    for batch in mine.split(SCORED_TOGETHER):
-        if len(batch) and not received:  # there may be more ranks than windows
-            losses = byte_losses(job.apply, params, batch)
+    mine = held.split(SCORED_TOGETHER)[fzero.axis_index() :: fzero.axis_size()]
+    total = torch.zeros(3, dtype=torch.float64, device=job.device)  # losses, bytes, signals
+    for batch in mine:
+        if not received:
+            losses = byte_losses(job.apply, params, batch.to(job.device))
             total[0] += losses.sum()
             total[1] += losses.numel()
     total[2] += len(received)

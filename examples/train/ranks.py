@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 import fzero
@@ -30,6 +31,14 @@ def everyones(value: T) -> list[T]:
 def any_rank(value: bool) -> bool:
     """Return whether `value` holds on any rank. A collective."""
     return any(everyones(value))
+
+
+def any_signal(received: Sequence[int], device: torch.device) -> bool:
+    """Return whether any rank has received a signal. A collective: one number, in each step.
+
+    Ranks that get a signal at different moments must not leave the loop at different steps.
+    """
+    return bool(fzero.pmean(torch.tensor(float(bool(received)), device=device)))
 
 
 def by_first(call: Callable[[], T]) -> T:

@@ -3,7 +3,8 @@
 A run writes into its folder, --out or a new one:
 
     step-000400/   a checkpoint of fzero.checkpoint, for any number of ranks and any stage; its
-                   `extra` holds the settings, the digest of the text and the losses so far
+                   `extra` holds the settings, the digest of the text, the losses so far and the
+                   place in the data
     latest         the name of the newest of them
     run            held by the program that trains into OUT; see `train.claim`
     loss.png       the loss curve, after the last step
@@ -135,10 +136,10 @@ def read_facts(folder: Path) -> dict[str, Any]:
         LayoutError: it is not one of this job.
     """
     facts = read_extra(folder)
-    if not {"settings", "text_sha256", "losses"} <= set(facts):
+    if not {"settings", "text_sha256", "losses", "order"} <= set(facts):
         raise LayoutError(
             f"--resume: the checkpoint {folder} holds no run of this job: {sorted(facts)}.",
-            cause="it was saved by another program.",
+            cause="it was saved by another program, or by an older version of this one.",
             fix="pass the --out of a run of examples/train, or a step-... folder in it.",
         )
     return facts

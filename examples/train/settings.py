@@ -39,16 +39,25 @@ class Course:
     """What decides the numbers of a run; a resumed run that changes it continues inexactly."""
 
     steps: int = option(400, "optimizer steps in all ({})", **COUNT)
+    logical_ranks: int = option(
+        8,
+        "ranks that the run is written for; any number of ranks up to it carries them, and "
+        "computes the same bits ({})",
+        **COUNT,
+    )
     global_batch: int = option(
         8,
-        "sequences in one optimizer step over all ranks and backward passes; each pass of a "
-        "rank gets global-batch / (ranks x micro-batches x accumulate) ({})",
+        "sequences in one optimizer step over all logical ranks and backward passes; each pass of "
+        "a logical rank gets global-batch / (logical-ranks x micro-batches x accumulate) ({})",
         **COUNT,
     )
     lr: float = option(DEFAULT_LR["adamw"], f"peak learning rate ({_RATES})", **POSITIVE)
     warmup: int = option(20, "steps of linear warm-up ({})", **WHOLE)
     clip: float = option(1.0, "gradient norm bound, 0: none ({})", **SIZE)
-    seed: int = option(0, "of model and data ({})", **WHOLE)
+    seed: int = option(0, "of model, data and random numbers ({})", **WHOLE)
+    threads: int = option(
+        1, "of each rank on the CPU, which split the sums inside of a kernel ({})", **COUNT
+    )
     text: str | None = option(None, "*.py files to learn (the standard library)", **ABSOLUTE)
     text_mb: float = option(8.0, "most text to use ({:g})", **POSITIVE)
 

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fzero
+from fzero.data import Order
 from train.gpt import GPT
 from train.ranks import require_same
 from train.settings import Kind, Settings, saved_form
-from train.stream import even_windows, rank_samples, sample_starts, windows
+from train.stream import even_windows, make_order, micro_batches
 from train.text import Corpus, read_corpus
 
 Params = dict[str, Tensor]
@@ -28,7 +29,7 @@ class Job:
 
     settings: Settings
     corpus: Corpus
-    samples: Tensor  # [passes, b] int64: this rank's indices in the global batch
+    order: Order  # of the data, at the first batch
     apply: Apply
     step: Any  # (state, batches) -> (state, loss), with .init
     device: torch.device
@@ -46,28 +47,24 @@ def make_job(settings: Settings) -> tuple[Job, Params]:
         The job, and the parameters to begin with, the same on every rank.
 
     Raises:
-        LayoutError: a batch that cannot be split, or too little text.
+        LayoutError: a batch that cannot be split, too little text, or more ranks than logical
+            ranks.
         MismatchError: the ranks have different options or texts.
     """
-    axis, course = fzero.world(), settings.course
-    samples = rank_samples(
-        course.global_batch,
-        rank=axis.rank,
-        world_size=axis.size,
-        passes=settings.split.passes,
-    )
+    course, context = settings.course, settings.kind.model.context
     root = Path(course.text) if course.text else None
     corpus = read_corpus(root, cap_bytes=int(course.text_mb * 1e6))
     same = [*map(str, saved_form(settings).items()), f"text {corpus.sha256}"]
     require_same(same, what="the options and the text")
-    for text in (corpus.train, corpus.valid):
-        even_windows(text, context=settings.kind.model.context, count=1)
+    order = make_order(corpus.train, course, settings.split, context=context)
+    order.carried()  # refuses more ranks than logical ranks
+    even_windows(corpus.valid, context=context, count=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     apply, params = make_model(settings.kind, seed=course.seed, device=device)
     job = Job(
         settings=settings,
         corpus=corpus,
-        samples=samples,
+        order=order,
         apply=apply,
         step=make_step(settings, apply),
         device=device,
@@ -85,11 +82,12 @@ def make_model(kind: Kind, *, seed: int, device: torch.device) -> tuple[Apply, P
 def make_step(settings: Settings, apply: Apply) -> Any:
     """Return the sharded step: `(state, batches) -> (state, loss)`.
 
-    `batches` is a tuple of `micro_batches` uint8 tensors `[accumulate * b, context + 1]`; `loss`
-    is this rank's mean over all of them, in nats per byte. It raises `NonFiniteError`, on every
-    rank, before it updates from a loss or a gradient that is not finite.
+    `batches` is a tuple of `micro_batches` uint8 tensors `[l * accumulate * b, context + 1]`, for
+    the l logical ranks of this rank; `loss` is the mean over all of them on all ranks, in nats per
+    byte. It raises `NonFiniteError`, on every rank, before it updates from a loss or a gradient
+    that is not finite.
     """
-    split = settings.split
+    course, split = settings.course, settings.split
 
     def loss_fn(params: Params, batch: Tensor) -> Tensor:
         # The gradients of several calls add up, so each call is its share of the mean.
@@ -103,9 +101,15 @@ def make_step(settings: Settings, apply: Apply) -> Any:
         return fzero.apply_gradients(state), torch.stack(losses).sum()
 
     step = fzero.accumulate(fzero.check_finite(step_fn), steps=split.accumulate)
-    step = fzero.clip(step, max_norm=settings.course.clip or None)
+    step = fzero.clip(step, max_norm=course.clip or None)
     step = fzero.coalesce(step) if split.coalesce else step
-    return fzero.shard(step, stage=split.stage, donate=True)
+    return fzero.shard(
+        step,
+        stage=split.stage,
+        donate=True,
+        logical_ranks=course.logical_ranks,
+        seed=course.seed,
+    )
 
 
 def byte_losses(apply: Apply, params: Params, batch: Tensor) -> Tensor:
@@ -131,17 +135,11 @@ def make_optimizer(settings: Settings) -> Any:
             return optim.sgd(lr, momentum=0.9)
 
 
-def make_batches(job: Job, step: int) -> tuple[Tensor, ...]:
-    """Return this rank's batches of `step`: one `[accumulate * b, context + 1]` a micro-batch."""
-    starts = sample_starts(
-        job.corpus.train.numel(),
-        context=job.context,
-        seed=job.settings.course.seed,
-        step=step,
-        samples=job.samples.flatten(),
-    )
-    text = windows(job.corpus.train, starts, context=job.context).to(job.device)
-    return text.chunk(job.settings.split.micro_batches)
+def make_batches(job: Job, order: Order) -> tuple[Tensor, ...]:
+    """Return this rank's part of the next batch: one `[l * accumulate * b, context + 1]` each."""
+    count = job.settings.split.micro_batches
+    parts = micro_batches(job.corpus.train, order, context=job.context, count=count)
+    return tuple(part.to(job.device) for part in parts)
 
 
 def _is_matrix(leaf: Any) -> bool:

@@ -1,9 +1,9 @@
 """The main job: train a byte-level GPT on the Python standard library, on any number of ranks.
 
-The global batch is what an optimizer step averages over: ranks x micro-batches x accumulated
-parts x sequences in one backward pass. It is the option; the last factor is derived. So a run
-that is resumed on another number of ranks, or split in another way, sees the same samples at
-the same steps, and is the same run up to the rounding of sums in another order.
+The global batch is what an optimizer step averages over: logical ranks x micro-batches x
+accumulated parts x sequences in one backward pass. It is the option; the last factor is derived.
+So a run sees the same samples at the same steps on any number of ranks, and computes the same bits;
+one that is split into other passes is the same run up to the rounding of sums in another order.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ import functools
 import os
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fzero
 from fzero.checkpoint import Mirror, load
+from fzero.data import Order
 from train.again import resume_command
 from train.claim import begun_before, claimed
 from train.finish import finish
 from train.progress import Progress
-from train.ranks import any_rank, by_first, everyones
+from train.ranks import any_rank, any_signal, by_first, everyones
 from train.saving import (
     LATEST,
     find_checkpoint,
@@ -43,9 +44,9 @@ from train.stop import say_last, stop_signals
 def train(given: dict[str, Any]) -> int:
     """Run the job with the options that were `given`; return the signal that ended it, or 0.
 
-    With `resume`, the parameters after the last step are those of a run that was never stopped:
-    bit for bit on as many ranks, within rounding on another number of them. Ranks that a launcher
-    started again (torchrun --max-restarts) resume by themselves.
+    With `resume`, the parameters after the last step are those of a run that was never stopped,
+    bit for bit, on any number of ranks. Ranks that a launcher started again (torchrun
+    --max-restarts) resume by themselves.
 
     Raises:
         LayoutError: options that do not fit together, to the text, or to the saved run; a folder
@@ -71,6 +72,7 @@ def train(given: dict[str, Any]) -> int:
         if not (goes_on or begun or settings.output.overwrite):
             require_free(out)
         require_writable(out)
+    torch.set_num_threads(settings.course.threads)  # as many on any number of ranks: the same bits
     job, params = make_job(settings)
     out = out or by_first(new_folder)
     with ExitStack() as held:
@@ -87,15 +89,15 @@ def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[s
         mirror = Mirror(every=output.mirror) if output.mirror else None
         if mirror is not None:
             until_saved.enter_context(mirror)
-        state, losses = _go_on(job, state, folder, facts, mirror)
+        state, losses, order = _go_on(job, state, folder, facts, mirror)
         before = len(facts.get("losses", []))
         _note(job, *_headline(job, state, numel))
         if before >= steps:
             more = f"    {_resume(job, folder, out)} --steps {2 * before}"
             _say(f"this run is finished: its {before} steps are done; for {before} more:", more)
-        state = _loop(job, state, losses, received, out, mirror)
+        state, order = _loop(job, state, losses, order, received, out, mirror)
         if len(losses) > before:
-            _say(f"checkpoint: {_save(job, state, losses, out)}")
+            _say(f"checkpoint: {_save(job, state, losses, order, out)}")
             folder = find_checkpoint(out)
         until_saved.close()
         lines = None
@@ -116,18 +118,21 @@ def _go_on(
     folder: Path | None,
     facts: dict[str, Any],
     mirror: Mirror | None,
-) -> tuple[fzero.TrainState, list[float]]:
-    """Return where the run goes on, and its losses: from copies in memory, or the checkpoint."""
+) -> tuple[fzero.TrainState, list[float], Order]:
+    """Return where the run goes on, its losses and its data: from memory, or the checkpoint."""
     losses = list(facts.get("losses", []))
     if mirror is not None:
         held, extra = mirror.restore(state)
         if len(extra.get("losses", [])) > len(losses):
             _note(job, f"restored step {len(extra['losses'])} from memory")
-            return held, list(extra["losses"])
-    if folder:
-        state = load(folder, state)
-        _note(job, f"resumed {folder}", *_differences(job, facts))
-    return state, losses
+            return held, list(extra["losses"]), job.order.resumed(extra["order"])
+    if not folder:
+        return state, losses, job.order
+    state, other = load(folder, state), _differences(job, facts)
+    _note(job, f"resumed {folder}", *other)
+    saved = facts["order"]
+    order = replace(job.order, position=saved["position"]) if other else job.order.resumed(saved)
+    return state, losses, order
 
 
 def _say_how_to_continue(job: Job, done: int, folder: Path | None, out: Path) -> None:
@@ -153,10 +158,11 @@ def _loop(
     job: Job,
     state: fzero.TrainState,
     losses: list[float],
+    order: Order,
     received: list[int],
     out: Path,
     mirror: Mirror | None,
-) -> fzero.TrainState:
+) -> tuple[fzero.TrainState, Order]:
     """Train to the last step, or to the first signal to any rank; append to `losses`."""
     course, output = job.settings.course, job.settings.output
     progress = Progress(
@@ -168,37 +174,29 @@ def _loop(
     stopped = False
     with progress:
         while len(losses) < course.steps and not stopped:
-            state, loss = job.step(state, make_batches(job, len(losses)))
-            mean, stopped = _agree(loss, received)
-            losses.append(mean)
+            state, loss = job.step(state, make_batches(job, order))
+            order = order.after()
+            losses.append(loss.item())  # the mean of all logical ranks, on every rank
+            stopped = any_signal(received, loss.device)
             if mirror is not None:
-                mirror.update(state, extra=_facts(job, losses))
-            progress.step(mean, fzero.state_bytes(state)["total"])
+                mirror.update(state, extra=_facts(job, losses, order))
+            progress.step(losses[-1], fzero.state_bytes(state)["total"])
             due = output.save_every and len(losses) % output.save_every == 0
             if due and len(losses) < course.steps and not stopped:  # the last one is `_run`'s
-                _save(job, state, losses, out)
-    return state
+                _save(job, state, losses, order, out)
+    return state, order
 
 
-def _agree(loss: Tensor, received: list[int]) -> tuple[float, bool]:
-    """Return the mean loss, and whether any rank got a signal: one small collective.
-
-    Ranks that get a signal at different moments must not leave the loop at different steps.
-    """
-    flag = torch.tensor(float(bool(received)), device=loss.device)
-    mean, stopped = fzero.pmean(torch.stack((loss.float(), flag))).tolist()
-    return mean, stopped > 0
+def _save(job: Job, state: fzero.TrainState, losses: list[float], order: Order, out: Path) -> str:
+    return str(save_run(out, state, _facts(job, losses, order)))
 
 
-def _save(job: Job, state: fzero.TrainState, losses: list[float], out: Path) -> str:
-    return str(save_run(out, state, _facts(job, losses)))
-
-
-def _facts(job: Job, losses: list[float]) -> dict[str, Any]:
+def _facts(job: Job, losses: list[float], order: Order) -> dict[str, Any]:
     return {
         "settings": saved_form(job.settings),
         "text_sha256": job.corpus.sha256,
         "losses": losses,
+        "order": order,
     }
 
 
@@ -217,6 +215,8 @@ def _headline(job: Job, state: fzero.TrainState, numel: int) -> list[str]:
     return [
         f"GPT of {numel / 1e6:.2f} M parameters, {model.layers} layers x {model.width}, "
         f"{settings.kind.dtype}, on {fzero.axis_size()} rank(s), {job.device.type}",
+        f"{settings.course.logical_ranks} logical ranks, {settings.course.threads} thread(s) each: "
+        "the same bits on any number of ranks up to that",
         f"text: {corpus.train.numel() / 1e6:.2f} MB of {corpus.files} files, and "
         f"{corpus.valid.numel() / 1e6:.2f} MB of other files held out",
         f"step: {job.step}; {settings.course.global_batch} windows of {job.context} bytes",

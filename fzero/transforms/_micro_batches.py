@@ -48,10 +48,12 @@ def parts_of(
     *,
     name: str = "accumulate",
     sizes: Sequence[int] | None = None,
+    groups: int = 1,
 ) -> list[tuple[Any, Any]]:
     """Return the (args, kwargs) of `fn(state, *args, **kwargs)` for each of `count` parts.
 
-    name: of the call, for errors. sizes: of the parts; default equal ones.
+    name: of the call, for errors. sizes: of the parts; default equal ones. groups: equal runs of
+    the examples, of which each part gets an equal part, in their order.
 
     Raises `LayoutError`, naming the argument, for tensors whose sizes differ or do not divide, and
     for axes that do not fit the arguments.
@@ -68,8 +70,9 @@ def parts_of(
         for where, value, axis in zip(places, values, axes, strict=True)
     ]
     cut = [one for some in cuts for one in some if one.dim is not None]
-    _require_one_size(name, cut, count if sizes is None else sum(sizes), even=sizes is None)
-    columns = [[_pieces(one, count, sizes) for one in some] for some in cuts]
+    whole = count * groups if sizes is None else sum(sizes)
+    _require_one_size(name, cut, whole, even=sizes is None)
+    columns = [[_pieces(one, count, sizes, groups) for one in some] for some in cuts]
     specs = [_structure(value) for value in values]
     found = []
     for i in range(count):
@@ -189,13 +192,17 @@ def _require_one_size(name: str, cut: Sequence[_Cut], count: int, *, even: bool)
             )
 
 
-def _pieces(one: _Cut, count: int, sizes: Sequence[int] | None) -> Sequence[Any]:
-    if one.dim is None or not one.leaf.shape[one.dim]:
+def _pieces(one: _Cut, count: int, sizes: Sequence[int] | None, groups: int) -> Sequence[Any]:
+    dim = one.dim
+    if dim is None or not one.leaf.shape[dim]:
         return [one.leaf] * count
-    if sizes is not None:
-        pieces = one.leaf.split([*sizes], one.dim)
+    if groups > 1:
+        parts = one.leaf.unflatten(dim, (groups, count, -1)).unbind(dim + 1)
+        pieces = [part.flatten(dim, dim + 1) for part in parts]
+    elif sizes is not None:
+        pieces = one.leaf.split([*sizes], dim)
     else:
-        pieces = one.leaf.chunk(count, one.dim)
+        pieces = one.leaf.chunk(count, dim)
     return pieces
 
 

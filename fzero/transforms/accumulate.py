@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, overload
@@ -42,6 +42,9 @@ def accumulate(
     examples as each other; scalars and everything else go to each part. In aux, floating scalars
     are averaged, other scalars summed, tensors concatenated along dim 0; what is neither must be
     the same for every part.
+
+    With `logical_ranks=` each part has an equal part of the examples of every logical rank that
+    this rank carries, in their order.
 
     Without `coalesce` each part is reduced as it comes; `coalesce(accumulate(fn))` reduces once.
 
@@ -93,8 +96,9 @@ def accumulate(
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        parts = parts_of(inner, args, kwargs, micro_batches, in_axes)
         states = flatten_states("accumulate", state)[0]
+        groups = _logical_ranks_here(states)
+        parts = parts_of(inner, args, kwargs, micro_batches, in_axes, groups=groups)
         before = [(one.setup.policy, one.progress.deferred) for one in states]
         auxes = []
         for i, (part_args, part_kwargs) in enumerate(parts):
@@ -115,6 +119,14 @@ def accumulate(
         right="fzero.simulate(fzero.accumulate(step, micro_batches=...), world_size=...)",
         options={"micro_batches": micro_batches, **({} if in_axes == 0 else {"in_axes": in_axes})},
     )
+
+
+def _logical_ranks_here(states: Sequence[TrainState]) -> int:
+    """Return of how many logical ranks the batch of this rank has the examples; 1 without any."""
+    setup = states[0].setup if states else None
+    if setup is None or setup.logical is None:
+        return 1
+    return len(setup.carried(setup.axis.rank))
 
 
 Before = tuple[Policy, bool]

@@ -111,12 +111,9 @@ def step_of(program: Program, place: Place, apply: Any) -> Any:
             losses.append(loss)
         return fzero.apply_gradients(state), torch.stack(losses)
 
-    def cut(state: Any, x: Tensor, update: int) -> Any:
-        return step_fn(state, x.movedim(0, 1), update)
-
     step: Any = step_fn
     if program.micro_batches > 1:
-        step = _accumulated(step_fn, program)
+        step = fzero.accumulate(step_fn, micro_batches=program.micro_batches, in_axes=(1, None))
     if program.coalesce is not None:
         step = fzero.coalesce(step, backwards=program.coalesce or None)
     if program.clip is not None:
@@ -139,22 +136,6 @@ def step_of(program: Program, place: Place, apply: Any) -> Any:
         **program.options,
         **place.options,
     )
-
-
-def _accumulated(step_fn: Any, program: Program) -> Any:
-    """Micro-batches have a first dim of their own: each has rows of all logical ranks here."""
-
-    def one(state: Any, x: Tensor, update: int) -> Any:
-        return step_fn(state, x[:, 0], update)
-
-    inner = fzero.accumulate(one, micro_batches=program.micro_batches, in_axes=(1, None))
-
-    def step(state: Any, x: Tensor, update: int) -> Any:
-        count = len(fzero.logical_ranks())
-        each = x.unflatten(1, (count, program.micro_batches, -1)).movedim(2, 1).flatten(2, 3)
-        return inner(state, each, update)
-
-    return step
 
 
 def run(program: Program, place: Place) -> dict[str, Any]:

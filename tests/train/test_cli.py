@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -29,8 +30,9 @@ def test_a_run_alone_says_its_result_and_leaves_checkpoint_and_curve(
     monkeypatch.chdir(tmp_path)
     assert main(["--steps", "3", *SMALL]) == 0
     told, shown = capsys.readouterr()
-    assert "shard(stage=2, donate=True) . coalesce . clip(max_norm=1.0)" in told
+    assert "shard(stage=2, logical_ranks=8, donate=True) . coalesce . clip(max_norm=1.0)" in told
     assert "checkpoint: runs/gpt-001/step-000003" in told
+    assert re.search(r"^last loss \d\.\d+, parameters [0-9a-f]{16}$", told, re.MULTILINE)
     assert "nats/byte (byte bigram: " in told
     assert "sample:\ndef " in told
     assert "step 3/3: loss " in shown

@@ -1,68 +1,52 @@
-"""The corpus, split by file, and the stream of samples: a function of seed, step and index."""
+"""The corpus, split by file, and the windows of it that each logical rank gets."""
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fzero.data import Order
 from fzero.errors import LayoutError
-from train.stream import even_windows, rank_samples, sample_starts, windows
+from fzero.state.logical import carried
+from train.settings import Course, Split
+from train.stream import even_windows, make_order, micro_batches, windows
 from train.text import HELD_OUT, SKIPPED, read_corpus
-
-MASK = 2**64 - 1
-
-
-def splitmix(x: int) -> int:
-    """One round, from the published constants, in Python's unbounded integers."""
-    x = (x + 0x9E3779B97F4A7C15) & MASK
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK
-    return x ^ (x >> 31)
-
-
-@given(seed=st.integers(0, 2**63 - 1), step=st.integers(0, 10**6), sample=st.integers(0, 10**6))
-def test_the_hash_is_splitmix64(seed: int, step: int, sample: int) -> None:
-    mixed = splitmix(splitmix(splitmix(seed) + step & MASK) + sample & MASK)
-    want = (mixed >> 1 & 2**62 - 1) % (997 - 8)
-    got = sample_starts(997, context=8, seed=seed, step=step, samples=torch.tensor([sample]))
-    assert got.tolist() == [want]
 
 
 @given(
-    global_batch=st.sampled_from([8, 16, 24]),
-    step=st.integers(0, 1000),
+    logical_ranks=st.sampled_from([1, 2, 4, 6]),
+    micro=st.sampled_from([1, 2]),
+    accumulate=st.sampled_from([1, 3]),
+    position=st.integers(0, 1000),
     seed=st.integers(0, 1000),
-    passes=st.sampled_from([1, 2]),
 )
-def test_a_step_sees_the_same_windows_on_any_number_of_ranks(
-    global_batch: int, step: int, seed: int, passes: int
+def test_logical_ranks_get_the_same_windows_on_any_number_of_ranks_in_any_number_of_passes(
+    logical_ranks: int, micro: int, accumulate: int, position: int, seed: int
 ) -> None:
     text = torch.randint(0, 256, (5000,), dtype=torch.uint8)
-    seen = []
-    for world_size in (1, 2, 4):
-        found: Counter[bytes] = Counter()
-        for rank in range(world_size):
-            samples = rank_samples(global_batch, rank=rank, world_size=world_size, passes=passes)
-            assert samples.shape == (passes, global_batch // world_size // passes)
-            starts = sample_starts(
-                5000, context=16, seed=seed, step=step, samples=samples.flatten()
-            )
-            found.update(bytes(row.tolist()) for row in windows(text, starts, context=16))
-        seen.append(found)
-    assert seen[0] == seen[1] == seen[2]
-    assert seen[0].total() == global_batch
+    course = Course(logical_ranks=logical_ranks, global_batch=36 * 2, seed=seed)
+    split = Split(micro_batches=micro, accumulate=accumulate)
+    order = make_order(text, course, split, context=16)
+    order = dataclasses.replace(order, position=position)
 
-
-def test_starts_are_in_range_and_spread_evenly() -> None:
-    starts = sample_starts(110, context=10, seed=3, step=7, samples=torch.arange(100_000))
-    counts = torch.bincount(starts, minlength=100)
-    assert counts.numel() == 100  # no window reaches beyond the text
-    assert (counts - 1000).abs().max() < 6 * 1000**0.5
+    ids = torch.tensor(order.parts(range(logical_ranks)))  # [logical_ranks, batch_size]
+    want = windows(text, ids.flatten(), context=16).unflatten(0, ids.shape)
+    for size in range(1, logical_ranks + 1):
+        found = []
+        for rank in range(size):
+            ranks = carried(rank, size, logical_ranks)
+            with mock.patch.object(Order, "carried", lambda self, here=ranks: here):
+                parts = micro_batches(text, order, context=16, count=micro)
+            assert len(parts) == micro
+            each = [part.unflatten(0, (len(ranks), -1)) for part in parts]
+            found.append(torch.cat(each, dim=1))
+        assert torch.equal(torch.cat(found), want)
 
 
 def test_a_window_is_the_bytes_and_the_next_byte() -> None:
@@ -72,23 +56,30 @@ def test_a_window_is_the_bytes_and_the_next_byte() -> None:
 
 
 @pytest.mark.parametrize(
-    "world_size, passes, near", [(3, 1, "6 or 9"), (2, 3, "6 or 12"), (16, 1, "16")]
+    ("logical_ranks", "micro", "near"), [(3, 1, "6 or 9"), (2, 3, "6 or 12"), (16, 1, "16")]
 )
 def test_a_batch_that_cannot_be_split_is_refused_by_name(
-    world_size: int, passes: int, near: str
+    logical_ranks: int, micro: int, near: str
 ) -> None:
-    message = rf"(?s)--global-batch 8 .*{world_size} rank\(s\).*Fix: --global-batch {near},"
+    course, split = Course(logical_ranks=logical_ranks), Split(micro_batches=micro)
+    message = rf"(?s)--global-batch 8 .*{logical_ranks} logical .*Fix: --global-batch {near},"
     with pytest.raises(LayoutError, match=message):
-        rank_samples(8, rank=0, world_size=world_size, passes=passes)
+        make_order(torch.zeros(100), course, split, context=8)
 
 
 def test_a_text_shorter_than_a_window_is_refused() -> None:
     for call in (
-        lambda: sample_starts(8, context=8, seed=0, step=0, samples=torch.arange(1)),
+        lambda: make_order(torch.zeros(8), Course(), Split(), context=8),
         lambda: even_windows(torch.zeros(8), context=8, count=1),
     ):
         with pytest.raises(LayoutError, match=r"(?s)8 bytes hold no window of 8 \+ 1"):
             call()
+
+
+def test_every_window_is_in_an_order() -> None:
+    order = make_order(torch.zeros(25), Course(global_batch=16), Split(), context=9)
+    ids, after = order.next(range(8))
+    assert sorted(ids) == [*range(16)] and after.epoch == 1
 
 
 @given(numel=st.integers(9, 200), context=st.integers(1, 8), count=st.integers(1, 300))

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from tests.ranks import run_ranks
 from tests.train.runs import small
 from train.curve import plot_losses
-from train.finish import finish, validate
+from train.finish import digest, finish, validate
 from train.gpt import GPT
 from train.progress import Progress
 from train.settings import resolve
@@ -52,7 +52,8 @@ def test_the_lines_say_validation_bigram_curve_and_sample(tmp_path: Path) -> Non
     first, second = told  # how much text there is depends on the version of Python
     assert re.fullmatch(r"validating on \d+ windows of the text that was held out \.\.\.", first)
     assert second == "sampling 30 bytes ..."
-    assert lines is not None and len(lines) == 3
+    assert lines is not None and len(lines) == 4
+    assert lines.pop(0) == f"last loss 4, parameters {digest(params)}"
     words = lines[0].split()
     assert words[:2] == ["validation", "loss"] and 5 < float(words[2]) < 6
     assert words[3:6] == ["nats/byte", "(byte", "bigram:"] and 2 < float(words[6].strip(")")) < 4

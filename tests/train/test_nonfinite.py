@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
+from fzero.data import Order
 from tests.ranks import run_ranks
 from tests.train.runs import ARGS, saved_losses
 from train import step as of_step
@@ -20,7 +21,7 @@ from train.saving import find_checkpoint
 from train.step import byte_losses, make_batches
 from train.train import train
 
-SMALL = [*ARGS, "--steps", "4", "--quiet"]
+SMALL = [*ARGS, "--steps", "4", "--logical-ranks", "4", "--quiet"]
 
 
 def _bad_losses(what: str, path: str) -> Any:
@@ -40,11 +41,11 @@ def _train(rank: int, size: int, args: list[str], what: str, path: str) -> tuple
     told = io.StringIO()
     with ExitStack() as stack:
 
-        def batches(job: Any, step: int) -> Any:
-            if step == 3 and rank == 1:
+        def batches(job: Any, order: Order) -> Any:
+            if order.position == 3 and rank == 1:
                 bad = _bad_losses(what, path)
                 stack.enter_context(mock.patch.object(of_step, "byte_losses", bad))
-            return make_batches(job, step)
+            return make_batches(job, order)
 
         stack.enter_context(mock.patch.object(of_train, "make_batches", batches))
         stack.enter_context(redirect_stderr(told))

@@ -26,10 +26,10 @@ from train.command import main
 real = module.make_batches
 first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
-def make_batches(job, step):
-    if first and step == @STEP@ and os.environ["RANK"] == "1":
+def make_batches(job, order):
+    if first and order.position == @STEP@ and os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    return real(job, step)
+    return real(job, order)
 
 module.make_batches = make_batches
 os.chdir(os.path.dirname(__file__))

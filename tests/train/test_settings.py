@@ -28,7 +28,8 @@ def test_nothing_given_is_the_defaults() -> None:
 EVERYTHING = shlex.split(
     """
     --layers 2 --width 32 --heads 2 --context 16 --dtype bfloat16 --optimizer lion
-    --seed 3 --steps 7 --global-batch 24 --lr 0.5 --warmup 0 --clip 0 --text src --text-mb 0.5
+    --seed 3 --steps 7 --logical-ranks 4 --global-batch 24 --lr 0.5 --warmup 0 --clip 0 --threads 2
+    --text src --text-mb 0.5
     --stage 3 --no-coalesce --micro-batches 2 --accumulate 3
     --out o --resume r --overwrite --save-every 5 --mirror 4 --sample-bytes 0 --no-plot --quiet
     """

@@ -12,11 +12,12 @@ import torch
 
 import fzero
 from fzero.checkpoint import CheckpointError, save
+from fzero.data import Order
 from fzero.errors import LayoutError, NonFiniteError
 from tests.ranks import run_ranks
 from tests.train.runs import saved_losses, saved_tensors, small
 from train import train as module
-from train.saving import find_checkpoint
+from train.saving import find_checkpoint, read_facts
 from train.step import Job, make_batches
 from train.train import train
 
@@ -37,10 +38,10 @@ def differ_by_rank(rank: int, world_size: int, given: dict[str, Any]) -> int:
 def interrupted(*, at: int) -> Any:
     """Get SIGTERM while step `at` is prepared."""
 
-    def batches(job: Job, step: int) -> Any:
-        if step == at:
+    def batches(job: Job, order: Order) -> Any:
+        if order.position == at:
             signal.raise_signal(signal.SIGTERM)
-        return make_batches(job, step)
+        return make_batches(job, order)
 
     return mock.patch.object(module, "make_batches", batches)
 
@@ -65,7 +66,14 @@ def test_it_learns(tmp_path: Path) -> None:
     "options",
     [
         {"optimizer": "lion", "stage": 3, "dtype": "bfloat16"},
-        {"optimizer": "sgd", "stage": 0, "micro_batches": 2, "accumulate": 2, "coalesce": False},
+        {
+            "optimizer": "sgd",
+            "stage": 0,
+            "micro_batches": 2,
+            "accumulate": 2,
+            "coalesce": False,
+            "logical_ranks": 2,
+        },
     ],
     ids=lambda options: options["optimizer"],
 )
@@ -167,27 +175,42 @@ def test_a_failed_write_says_so_and_leaves_the_older_checkpoint(tmp_path: Path) 
 
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize(
-    "options",
+    ("ranks", "options"),
     [
-        {"stage": 2, "accumulate": 2, "coalesce": False},
-        {"stage": 3, "micro_batches": 2, "accumulate": 2},
+        (2, {"stage": 2, "accumulate": 2, "coalesce": False}),
+        (3, {"stage": 3, "micro_batches": 2}),
     ],
-    ids=lambda options: f"stage {options['stage']}",
+    ids=["2 ranks", "3 ranks"],
 )
-def test_two_ranks_train_as_one_does(tmp_path: Path, options: dict[str, Any]) -> None:
-    train(small(tmp_path / "one"))
-    run_ranks(train_rank, 2, small(tmp_path / "two", **options))
-    one, two = saved_losses(tmp_path / "one"), saved_losses(tmp_path / "two")
-    assert two == pytest.approx(one, rel=1e-5)
+def test_any_number_of_ranks_trains_as_one_does_bit_for_bit(
+    tmp_path: Path, ranks: int, options: dict[str, Any]
+) -> None:
+    given = {"logical_ranks": 4, **options}
+    train(small(tmp_path / "one", **{**given, "stage": 0}))
+    run_ranks(train_rank, ranks, small(tmp_path / "more", **given))
+    assert_same_run(tmp_path / "one", tmp_path / "more")
 
 
 @pytest.mark.xdist_group("gloo")
-def test_a_run_continues_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_run_continues_on_another_number_of_ranks_bit_for_bit(tmp_path: Path) -> None:
     train(small(tmp_path / "whole"))
     run_ranks(train_rank, 2, small(tmp_path / "cut", save_every=3, stage=2))
     train(small(tmp_path / "rest", resume=tmp_path / "cut" / "step-000003", stage=3))
-    whole, rest = saved_losses(tmp_path / "whole"), saved_losses(tmp_path / "rest")
-    assert rest == pytest.approx(whole, rel=1e-5)
+    assert_same_run(tmp_path / "whole", tmp_path / "rest")
+
+
+def test_a_changed_course_goes_on_with_the_next_batch_of_another_order(tmp_path: Path) -> None:
+    train(small(tmp_path, steps=2))
+    train(small(tmp_path, resume=tmp_path, steps=3, global_batch=16, seed=1))
+    saved = read_facts(find_checkpoint(tmp_path))["order"]
+    assert (saved["position"], saved["batch_size"], saved["seed"]) == (3, 2, 1)
+
+
+@pytest.mark.xdist_group("gloo")
+def test_more_ranks_than_logical_ranks_are_refused(tmp_path: Path) -> None:
+    for kind, message in run_ranks(train_rank, 2, small(tmp_path, logical_ranks=1), raises=True):
+        assert kind == "LayoutError"
+        assert "logical_ranks=1, and there are 2 ranks." in message
 
 
 @pytest.mark.xdist_group("gloo")

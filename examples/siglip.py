@@ -47,7 +47,7 @@ def loss(p: Any, images: Tensor, texts: Tensor) -> Tensor:
     size, total = fzero.axis_size("ring"), torch.zeros(())
     x, y = embedded(p, images, texts)
     for turn in range(size):
-        total = total + of_pairs(p, x, y, same=turn == 0)
+        total = total + fzero.remat(of_pairs)(dict(p), x, y, same=turn == 0)
         if turn < size - 1:
             y = fzero.ppermute(y, [(r, (r + 1) % size) for r in range(size)], axis="ring")
     return total / len(images)

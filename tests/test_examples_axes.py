@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -85,6 +87,44 @@ def test_a_mixture_in_which_one_rank_gets_everything(ranks: int) -> None:
     found = on_virtual_ranks("moe", ranks, 3, params, v, whole)
     close(found, one_process.exact(module.plain, params, v, whole), 1e-11)
     assert found[1]["up"][0].any() and not found[1]["up"][1:].any()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["ulysses", "ring_attention", "moe"])
+def test_a_rank_keeps_its_part_of_the_activations(name: str, ranks: int) -> None:
+    """What autograd saves of a loss but for parameters: 1 / W of one rank's, and a tenth more."""
+    module, found = example(name), dict[int, int]()
+
+    def weighed(p: Any, *batch: Tensor) -> Tensor:
+        with saved(p) as kept:
+            value = module.loss(p, *batch)
+        found[fzero.axis_index()] = sum(kept.values())
+        return value
+
+    step = fzero.simulate(
+        fzero.shard(descends(weighed), stage=0, mesh={AXIS[name]: ranks}), world_size=ranks
+    )
+    step(step.init(module.params, fzero.optim.sgd(0.1)), *pieces(module, module.whole, ranks))
+    params = {path: x.clone().requires_grad_() for path, x in module.params.items()}
+    with saved(params) as whole:
+        value = module.plain(params, *module.whole)
+    assert value.requires_grad and len(found) == ranks
+    assert 0 < max(found.values()) <= (1 / ranks + 0.1) * sum(whole.values())
+
+
+@contextlib.contextmanager
+def saved(params: dict[str, Tensor]) -> Iterator[dict[int, int]]:
+    """The bytes of each storage that autograd saves in the block, but for those of parameters."""
+    kept: dict[int, int] = {}
+    own = {x.untyped_storage().data_ptr() for x in params.values()}
+
+    def pack(x: Tensor) -> Tensor:
+        if (place := x.untyped_storage().data_ptr()) not in own:
+            kept[place] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield kept
 
 
 def test_each_rank_of_the_ring_has_as_many_blocks() -> None:

@@ -445,7 +445,9 @@ def _sum_of_logical(x: Tensor, axis: Axis, carried: Carried, *, name: str) -> Te
     """Return the sum over logical ranks of a value of each rank, by the tree."""
     rows = gather_many([x.unsqueeze(0)], axis, ordered=True, name=name)[0]
     counts = [len(logical.carried(rank, axis.size, carried.size)) for rank in range(axis.size)]
-    return fold_rows(torch.cat([row.expand(n, *x.shape) for row, n in zip(rows, counts, strict=True)]))
+    return fold_rows(
+        torch.cat([row.expand(n, *x.shape) for row, n in zip(rows, counts, strict=True)])
+    )
 
 
 def _named(op: str, x: Tensor, dim: int) -> str:

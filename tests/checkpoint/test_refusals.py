@@ -135,7 +135,9 @@ def test_an_open_window_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_extra_comes_back_unless_it_is_no_json(tmp_path: Path) -> None:
-    with pytest.raises(LayoutError, match=r"Tensor is not JSON.*\n.*\nFix: give a dict of numbers"):
+    with pytest.raises(
+        LayoutError, match=r"a Tensor is not one of JSON's kinds.*\n.*\nFix: give a dict of numbers"
+    ):
         save(tmp_path / "x", state_of(), extra={"loss": torch.ones(())})
     assert not (tmp_path / "x").exists()
     extra = {"epoch": 3, "best": float("inf"), "names": ["a", None], "deep": {"x": 0.1}}
@@ -271,7 +273,7 @@ HEARD = {
     "paths": r"rank 0 has path .*/0, rank 1 has path .*/1",
     "steps": "rank 0 has step 0, rank 1 has step 1",
     "phase": "1 backwards",
-    "extra": "Tensor is not JSON",
+    "extra": "a Tensor is not one of JSON's kinds",
     "an empty path to save": "save: the path is empty",
     "an empty path to load": "load: the path is empty",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -21,7 +21,7 @@ from tests.adapter.plain import LR
 from tests.integrations.deepspeed.configs import SGD, batch, linear, merged, nested
 
 AS_BF16 = codecs.cast(torch.bfloat16)
-PARTS = ("updating", "reduction", "gathering")
+PARTS = ("module", "updating", "reduction", "gathering")
 
 
 def options_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,8 @@ def options_of(config: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {"stage": engine.stage}
     for name in (one.name for one in fields(engine.options)):
         value = getattr(engine.options, name)
-        flat |= asdict(value) if name in PARTS else {name: value}
+        parts = [one.name for one in fields(value)] if name in PARTS else []
+        flat |= {part: getattr(value, part) for part in parts} or {name: value}
     return flat
 
 
@@ -63,6 +64,9 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "leaf_modules": LeafSpec(),
         "own": (),
         "optimizer_over": "shard",
+        "logical_ranks": None,
+        "seed": 0,
+        "trainable": None,
         "reshard_after_forward": False,
         "prefetch_numel": 50_000_000,
         "persistent": (),

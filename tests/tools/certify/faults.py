@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.machine import reduce, route
+from fzero.machine import route
+from fzero.machine.local_gradients import LocalGradients
 from fzero.state import Setup
 from fzero.transforms import norm, update
 from tests.descends import descends
@@ -222,14 +223,12 @@ def _norm_is_local(patch: pytest.MonkeyPatch) -> None:
 
 
 def _mean_is_a_sum(patch: pytest.MonkeyPatch) -> None:
-    pop = reduce.Reducer.pop_means
+    pop = LocalGradients.pop_means
 
-    def sums(self: Any, state: int) -> dict[int, Tensor]:
-        return {
-            index: mean * self.states[state].axis.size for index, mean in pop(self, state).items()
-        }
+    def sums(self: LocalGradients) -> dict[int, Tensor]:
+        return {index: mean * self.axis.size for index, mean in pop(self).items()}
 
-    patch.setattr(reduce.Reducer, "pop_means", sums)
+    patch.setattr(LocalGradients, "pop_means", sums)
 
 
 def _nothing_is_reduced(patch: pytest.MonkeyPatch) -> None:

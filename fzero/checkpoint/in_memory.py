@@ -95,13 +95,13 @@ def hold(folder: Path, name: str, keeper: KnownProcess | None = None) -> None:
     import fcntl  # not on Windows, where fzero can be imported all the same
 
     while not _is_held(folder):
-        make_private(folder, name)
-        with suppress(FileExistsError, FileNotFoundError):
-            os.close(new_file(folder / LOCK))
         try:
+            make_private(folder, name)
+            with suppress(FileExistsError):
+                os.close(new_file(folder / LOCK))
             opened = own_file(folder / LOCK, os.O_RDWR)
         except FileNotFoundError:
-            continue  # swept just now
+            continue  # swept just now, by another program of this user that saw no lock in it
         fcntl.flock(opened, fcntl.LOCK_SH)
         let_go(folder)
         _HELD[folder] = opened  # unless it was swept before the lock was there

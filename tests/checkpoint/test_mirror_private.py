@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint import CheckpointError, Mirror, in_memory
+from fzero.checkpoint import CheckpointError, Mirror, _private, in_memory
 from fzero.checkpoint import _mirror_hosts as hosts
 from fzero.checkpoint.in_memory import KEEPER, LOCK, KnownProcess, process_of
 from fzero.errors import LayoutError
@@ -286,3 +286,21 @@ def test_a_replay_that_was_killed_is_swept_by_the_next_one(memory: Path) -> None
         in_memory.sweep_gone()
         assert path.exists()
     assert not any(memory.iterdir())
+
+
+def test_a_folder_that_another_program_sweeps_while_it_is_made_is_made_again(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep removes an empty folder: here between its making and the look at its owner."""
+    require, swept = _private._require, []
+
+    def once(folder: Path, *args: Any, **options: Any) -> None:
+        if folder.parent == memory and not swept:
+            swept.append(folder)
+            folder.rmdir()
+        require(folder, *args, **options)
+
+    monkeypatch.setattr(_private, "_require", once)
+    folder = in_memory.new_folder(in_memory.REPLAY)
+    assert swept == [folder] and (folder / LOCK).exists()
+    in_memory.remove_folder(folder)

@@ -42,7 +42,7 @@ from fzero.transforms.announcement import functional_of
 from fzero.transforms.builtins import begun, called, factors_of
 from fzero.transforms.carried import require_own_backward
 from fzero.transforms.donation import check_alive
-from fzero.transforms.logical import call_logical_ranks, setup_of
+from fzero.transforms.logical import call_logical_ranks, setup_of, told_of_errors
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
@@ -146,7 +146,8 @@ def grad_and_reduce(
         check_alive(one)
     learns = learning(wrt, state, states)
     setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
-    given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
+    with told_of_errors(setup):
+        given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
 
     @without_dynamo
     @functools.wraps(fn, updated=())
@@ -168,9 +169,10 @@ def grad_and_reduce(
                 call = call_of(args, kwargs, given.weight)
                 new, result = _differentiate(call, known, (args, kwargs))
             else:
-                require_own_backward(known, (args, kwargs, weight))
-                how = weight, in_axes, sizes
-                each = each_call("grad_and_reduce", fn, setup, (args, kwargs), *how)
+                with told_of_errors(setup):
+                    require_own_backward(known, (args, kwargs, weight))
+                    how = weight, in_axes, sizes
+                    each = each_call("grad_and_reduce", fn, setup, (args, kwargs), *how)
 
                 def one_call(place: int, states: Sequence[TrainState]) -> Any:
                     return _differentiate(call_of(*each[place]), states, each[place][:2])

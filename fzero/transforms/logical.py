@@ -61,6 +61,21 @@ def setup_of(states: Sequence[TrainState]) -> Setup:
     return states[0].setup
 
 
+@contextmanager
+def told_of_errors(setup: Setup) -> Iterator[None]:
+    """Tell the other ranks, which go on to a round, of an error that they do not know of.
+
+    Without logical ranks nothing is told: they know of it when this rank comes to a round, or ends.
+    """
+    try:
+        yield
+    except BaseException:
+        performer = None if setup.logical is None else performer_of(setup.axis)
+        if performer is not None and not performer.protocol.known:
+            performer.fail()
+        raise
+
+
 def call_logical_ranks(
     call: Call, states: Sequence[TrainState], learns: Sequence[bool]
 ) -> tuple[list[TrainState], Result]:
@@ -86,7 +101,7 @@ class _OneRun:
 
     def made(self) -> tuple[list[TrainState], Result]:
         """Return the states, and the result of all logical ranks."""
-        with self._told():
+        with told_of_errors(self.setup):
             new, result = self._of(0, self.states)
         if any(one.window.is_open for one in self.states):
             self._come("in a window")
@@ -104,17 +119,6 @@ class _OneRun:
         )
         with carrying(Carried(self.logical.ranks, self.ranks, rank)), drawn:
             return self.call(place, states)
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Tell the other ranks, which go on to a round, of an error that they do not know of."""
-        try:
-            yield
-        except BaseException:
-            performer = performer_of(self.setup.axis)
-            if performer is not None and not performer.protocol.known:
-                performer.fail()
-            raise
 
     def _come(self, how: str) -> None:
         """Wait for all ranks: this one serves the gathers of those that carry more."""
@@ -143,7 +147,7 @@ class _RowRun(_OneRun):
         """Return the states, and the result of all logical ranks."""
         rows = [Rows(one) for one in self.states]
         results = []
-        with self._told():
+        with told_of_errors(self.setup):
             for place in range(len(self.ranks)):
                 new, result = self._of(place, [one.view(place) for one in rows])
                 for one, made in zip(rows, new, strict=True):

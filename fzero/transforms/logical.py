@@ -169,6 +169,8 @@ class Rows:
         self.state = state
         self.waits = state.window.is_open
         self._ranks = state.setup.carried(state.setup.axis.rank)
+        assert state.setup.logical is not None
+        self._everywhere = state.setup.logical.ranks // state.setup.axis.size
         self._nodes: list[Nodes] = []  # of each call
         self._rows: list[Sequence[Tensor]] = []
         self._slots: list[dict[str, Slot]] = []
@@ -225,6 +227,8 @@ class Rows:
         self._slots.append(_own_slots(made))
         if self.waits and made.window.pending.held:
             self._put_row(place, made.window.pending.flats)
+        if place >= self._everywhere:  # what other ranks have served is known to this one alone
+            made = made.replace(schedule=self._now.schedule)
         self._now = made.replace(
             slots=_common_slots(made),
             window=dataclasses.replace(made.window, pending=window.CLOSED.pending),

@@ -45,6 +45,7 @@ def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
     require_outside(driver, "reshard()")
     require_no_forward(driver, "reshard()")
     driver.require_no_window("reshard()")
+    driver.loops.require_settled("reshard()")
     driver.drop_what_user_dropped()
     if (driver.state.stage if stage is None else stage) == 3 and not (
         mesh is None and driver.axis.size == 1

@@ -28,6 +28,7 @@ def call_step(driver: Driver, every: int) -> bool:
     require_outside(driver, "step()")
     require_no_forward(driver, "step()")
     driver.require_no_window("step()")
+    driver.loops.require_whole("step()")
     if isinstance(driver.state.setup.optimizer, NoOptimizer):
         raise without_optimizer()
     driver.drop_what_user_dropped()
@@ -84,11 +85,15 @@ def _step(driver: Driver) -> None:
         driver.published()
 
     driver.guard.update(state, said.unused, begin, end)
+    if driver.loops.buffers is not None:
+        driver.loops.buffers.merge(driver.state.setup, driver.running.performer)
 
 
 def zero_grad(driver: Driver) -> progress.Progress:
     """Throw away every gradient; return the progress from before. No collective in a window."""
     driver.require_not_closed()
+    driver.loops.require_none("zero_grad()")
+    driver.loops.forget()
     if not in_backward():
         driver.events.abandon()  # the gradients of a backward that raised are thrown away
         driver.running.put_aside()  # and those that came inside of a forward
@@ -176,6 +181,7 @@ def _without_block(now: TrainState, before: TrainState) -> TrainState:
 def require_outside(driver: Driver, name: str) -> None:
     """Raise `PhaseError` inside a backward."""
     driver.require_not_closed()
+    driver.loops.require_none(name)
     if in_backward():
         raise PhaseError(
             f"{name} inside a backward.",

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.adapter._carried import Loops
 from fzero.adapter._events import Events
 from fzero.adapter._gradient import Gradients
 from fzero.adapter._guard import Guard, optimizer_of
@@ -62,6 +63,7 @@ class Driver:
                     self.params.place(index, placeholders(self.running.reader, index))
         self.params.remember()
         self.losses = Losses(self.running)
+        self.loops = Loops(self.running, module, params.own)
         learning, leaves = self.params.learning, setup.layout.leaves
         gradients = Gradients(self, [leaf for _, leaf in learning])
         self.stand_ins = StandIns(gradients, [(p, leaves[leaf].path) for p, leaf in learning])
@@ -167,6 +169,7 @@ class Driver:
         """A backward starts."""
         dropped = self.stand_ins.dropped(first)
         if dropped:
+            self.loops.require_none("p.grad = None")
             self.stand_ins.forget()
             self.clear()
         weight = self.losses.begin(current_graph_task())
@@ -182,8 +185,10 @@ class Driver:
         """
         try:
             self.losses.require(task, around)
-            if first and self.running.phase.silent:
-                self.running.first_gradient()
+            if first:
+                self.loops.require_open()
+                if self.running.phase.silent:
+                    self.running.first_gradient()
             if isinstance(p.grad, HeldGradient):
                 p.grad = p.grad.taken()
                 if p.grad is None:
@@ -194,12 +199,18 @@ class Driver:
 
     def backward_ends(self) -> None:
         """The epilogue: what the backward brought is in the state from here on."""
+        before = self.state.progress.backwards
         try:
             self.running.finish(counts=False)  # torch.autograd.grad may have brought nothing
+            if self.loops.open is not None:
+                self.loops.open.took(before)
         except BaseException as error:
             self.running.fail(error)
             raise
-        self.show_gradients()
+        if self.loops.open is None:
+            self.show_gradients()
+        else:
+            self.stand_ins.stand()
 
     def drop(self) -> None:
         """A plain backward raised, and no other rank was notified: its gradients are dropped."""
@@ -238,6 +249,7 @@ class Driver:
     def call(self, name: str) -> None:
         """Wait until every rank makes this call."""
         self.require_not_closed()
+        self.loops.require_none(name)
         self.running.performer.call(f"{name} of engine {self.number}")
 
     def with_gradients(self, name: str, path: str = "") -> TrainState:
@@ -256,6 +268,7 @@ class Driver:
 
     def reduced(self, name: str, path: str = "") -> bool:
         """Reduce what waits on any rank; return whether any rank holds gradients."""
+        self.loops.require_none(name)
         self.require_no_window(name)
         self.drop_what_user_dropped()
         said = self.agreed(f"{name} {path}".strip())

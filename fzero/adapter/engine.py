@@ -19,6 +19,7 @@ from fzero.adapter._close import close
 from fzero.adapter._kept_masters import begun_state
 from fzero.adapter._module import ModuleParameters
 from fzero.adapter._of_driver import of_driver
+from fzero.adapter._parts import parts
 from fzero.adapter._report import MemoryReport, described, report
 from fzero.adapter._reshard import reshard
 from fzero.adapter._torch_hooks import in_backward
@@ -208,6 +209,7 @@ class Engine(_as_module.NamesOfModule):
 
     # Windows, updates, and the end.
 
+    parts = of_driver(parts)
     coalesce = of_driver(boundary.coalesce)
     no_sync = of_driver(boundary.no_sync)
     clip_grad_norm_ = of_driver(_clipping.clip_grad_norm_)

@@ -68,12 +68,6 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         require_autograd("Engine(...)")
         options = check_shared(options)
         require_local(options.local)
-        if options.logical_ranks is not None:
-            raise LayoutError(
-                f"Engine: logical_ranks={options.logical_ranks}.",
-                cause="an option that functional steps have, and an engine has not yet.",
-                fix="write the step with fzero.grad_and_reduce, or leave it out.",
-            )
         as_policy("loss_scale", options.updating.loss_scale)
         check_stage(stage)
         _require_plain(module)

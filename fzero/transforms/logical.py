@@ -28,6 +28,7 @@ from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progre
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.form import Slot
 from fzero.transforms._differentiate import Result
+from fzero.transforms._logical_parts import call_given, each_call
 from fzero.transforms._passes import passes_of
 from fzero.transforms.agree import agree
 from fzero.transforms.announcement import functional_of
@@ -87,6 +88,19 @@ def call_logical_ranks(
     setup = setup_of(chosen)
     run = _RowRun if setup.carries_several else _OneRun
     return run(call, states, chosen[0]).made()
+
+
+def parts_of_batch(
+    setup: Setup, batch: Any, in_axes: Any, sizes: Sequence[int] | None
+) -> list[Any]:
+    """Return the part of a batch of each logical rank that this rank carries."""
+    name = "engine.parts"
+    axes = in_axes if isinstance(in_axes, int) else (in_axes,)
+    call_given(name, setup, None, axes, sizes)
+    if setup.logical is None:
+        return [batch]
+    each = each_call(name, lambda params, batch: None, setup, ((batch,), {}), None, axes, sizes)
+    return [args[0] for args, _, _ in each]
 
 
 class _OneRun:
@@ -215,7 +229,7 @@ class Rows:
         if self.waits:
             return made
         if call == len(self._nodes):
-            self._nodes.append(Nodes(self.state.setup, self.state.device))
+            self._nodes.append(Nodes(made.setup, made.device))
         flats = made.window.pending.flats
         self._nodes[call].push(dict(zip(made.setup.layout.trainable, flats, strict=True)), place)
         return made.replace(window=dataclasses.replace(made.window, pending=window.CLOSED.pending))
@@ -266,7 +280,7 @@ class Rows:
             return new.replace(window=state.window)
         new = new.replace(window=window.pop(state.window)[0])
         for call in range(calls):
-            nodes = self._nodes[call : call + 1] or [Nodes(state.setup, state.device)]
+            nodes = self._nodes[call : call + 1] or [Nodes(new.setup, new.device)]
             flats = mean_of_nodes(new, nodes[0])
             new = add_means(new, part_of_update(new, flats, reduced=True))
             new = new.replace(progress=progress.saw_reduction(new.progress))
@@ -287,13 +301,15 @@ class Rows:
 def mean_of_rows(rows: Tensor, setup: Setup) -> Tensor:
     """Return the mean over all logical ranks of a row for each, [k, *t] -> [*t], on every rank.
 
-    A collective on several ranks. 16-bit floats are added up in fp32.
+    A collective on several ranks. 16-bit floats are added up in fp32. Where all rows are equal the
+    mean is that number, which a division by another number than a power of two may miss.
     """
     assert setup.logical is not None
     places = setup.logical.ranks
     every = gather_rows(rows, setup.axis, places)
     wide = every.float() if every.dtype in SIXTEEN_BIT else every
-    return (fold_rows(wide) / places).to(rows.dtype)
+    mean = (fold_rows(wide) / places).to(rows.dtype)
+    return torch.where((every == every[0]).all(0), every[0], mean)
 
 
 def _stacked(auxes: Sequence[Any]) -> Any:

@@ -6,6 +6,7 @@ A program says all that a run may depend on; where it runs (ranks, stage, mesh) 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import fzero
+from fzero.adapter import Engine
 from fzero.state import NAMESPACE
+from fzero.transforms.logical import mean_of_rows
 
 FEATURES = 6
 
@@ -86,18 +89,20 @@ def here(program: Program, data: Tensor, ranks: Sequence[int]) -> Tensor:
     return data[..., starts[ranks[0]] : starts[ranks[-1] + 1], :]
 
 
+def loss_of(program: Program, y: Tensor, update: int) -> Tensor:
+    """The loss of a logical rank."""
+    rank = fzero.axis_index()
+    assert fzero.axis_size() == program.logical
+    assert fzero.logical_ranks() == range(rank, rank + 1)
+    loss = (y.float() * (1 + rank)).sin().square().mean()
+    return loss * torch.inf if program.overflows == (update, rank) else loss
+
+
 def step_of(program: Program, place: Place, apply: Any) -> Any:
     """The step of a program: (state, rows of an update, which one) -> (state, losses)."""
 
     def loss_fn(params: Any, x: Tensor, update: int) -> Tensor:
-        rank = fzero.axis_index()
-        assert fzero.axis_size() == program.logical
-        assert fzero.logical_ranks() == range(rank, rank + 1)
-        y = apply(params, x.to(program.dtype)).float()
-        loss = (y * (1 + rank)).sin().square().mean()
-        if program.overflows == (update, rank):
-            loss = loss * torch.inf
-        return loss
+        return loss_of(program, apply(params, x.to(program.dtype)), update)
 
     def step_fn(state: Any, x: Tensor, update: int) -> Any:
         ranks, losses = fzero.logical_ranks(), []
@@ -159,7 +164,63 @@ def run(program: Program, place: Place) -> dict[str, Any]:
     return found
 
 
-def trained(program: Program, place: Place) -> dict[str, Any]:
+def run_engine(program: Program, place: Place) -> dict[str, Any]:
+    """The same by an engine, of a program without micro-batches."""
+    compress = program.cast and fzero.Compress(gradients=fzero.codecs.cast(program.cast))
+    engine = Engine(
+        model_of(program),
+        RULES[program.rule](),
+        stage=place.stage,
+        mesh=place.mesh,
+        logical_ranks=program.logical,
+        seed=5,
+        max_norm=program.clip,
+        loss_scale=program.scale,
+        autocast=program.autocast,
+        compress=compress,
+        offload=fzero.Offload(gradients="cpu", optimizer="cpu") if program.offload else None,
+        **program.options,
+        **place.options,
+    )
+    ranks = engine.state.setup.carried(engine.axis.rank)
+    sizes = [program.rows(r) for r in ranks] if program.sizes else None
+    every = []
+    for update, x in enumerate(here(program, data_of(program), ranks)):
+        losses: list[list[Tensor]] = [[] for _ in range(program.calls)]
+        with engine.coalesce() if program.coalesce == 0 else nullcontext():
+            for part in engine.parts(x, in_axes=1, sizes=sizes):
+                rank = fzero.axis_index()
+                for call in range(program.calls):
+                    loss = loss_of(program, engine(part[call].to(program.dtype)), update)
+                    weight = 0.1 * (1 + rank) + call if program.weighted else None
+                    engine.backward(loss, weight=weight)
+                    losses[call].append(loss.detach())
+        every.append(torch.stack([mean_of_all(program, one) for one in losses]))
+        engine.step()
+    found = {
+        "params": fzero.full_params(engine.state),
+        "optimizer": fzero.slots(engine.state, "optimizer"),
+        "losses": torch.stack(every),
+        "step": engine.state.step,
+    }
+    if engine.state.scale is not None:
+        found["scale"] = engine.state.scale.scale
+    engine.close()
+    return found
+
+
+def mean_of_all(program: Program, losses: list[Tensor]) -> Tensor:
+    """The mean of the losses of all logical ranks, of which a rank has some."""
+    return mean_of_rows(torch.stack(losses), setup_here(program))
+
+
+def setup_here(program: Program) -> Any:
+    """A setup of these logical ranks on the world."""
+    state = fzero.init(torch.ones(1), fzero.optim.sgd(1.0), stage=0, logical_ranks=program.logical)
+    return state.setup
+
+
+def trained(program: Program, place: Place, run: Any = run) -> dict[str, Any]:
     """What a run of a program on virtual ranks leaves on rank 0; all ranks have the same."""
     if place.ranks == 1:
         return run(program, place)
@@ -177,13 +238,18 @@ def trained(program: Program, place: Place) -> dict[str, Any]:
 def differs(one: Any, other: Any) -> list[str]:
     """The paths at which two results have other bits."""
     pairs = zip(flat(one), flat(other), strict=True)
-    return [f"{path}: {x} and {y}" for (path, x), (_, y) in pairs if not _same(x, y)]
+    return [
+        f"{path} {other}: {x} and {y}"[:1000]
+        for (path, x), (other, y) in pairs
+        if path != other or not _same(x, y)
+    ]
 
 
 def flat(tree: Any) -> list[tuple[str, Any]]:
     """The leaves of a result by their paths."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
-    return [(accessor.codify("x"), leaf) for accessor, leaf in zip(accessors, leaves, strict=True)]
+    pairs = zip(accessors, leaves, strict=True)
+    return sorted(((accessor.codify("x"), leaf) for accessor, leaf in pairs), key=lambda x: x[0])
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -21,12 +21,14 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from fzero.errors import LostRankError, PeerFailedError
 from fzero.ranks.mesh import holder_of_store, when_started
+
+_C10D: Any = dist.distributed_c10d
 
 BEAT_S = 0.25
 """Between two signs of life; longer on more than `_RANKS` ranks, so that the store is not busy."""
@@ -176,7 +178,7 @@ class Witness:
 
 def _gone_with_store(rank: int) -> dict[int, str]:
     """Return {rank: what became of it} of another rank that held the store, if that is gone."""
-    holder, store = holder_of_store(), cast(Any, dist.distributed_c10d._get_default_store())
+    holder, store = holder_of_store(), _C10D._get_default_store()
     if holder is None or holder == rank:
         return {}
     try:
@@ -206,7 +208,7 @@ def start_signs() -> None:
         atexit.register(_end)
     # A clone has a connection of its own: it does not wait while this process waits in the store.
     with suppress(RuntimeError):  # that of a fake group keeps nothing
-        store: Any = dist.distributed_c10d._get_default_store()
+        store = _C10D._get_default_store()
         store.check([_key(0)])  # raises at once where the store is gone; to connect to it waits
         _here = Witness(world, store.clone())
 

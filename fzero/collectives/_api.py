@@ -8,7 +8,6 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
-from torch._C import _DisableFuncTorch
 
 from fzero.collectives._functions import (
     LinearMap,
@@ -33,6 +32,8 @@ from fzero.ranks.mesh import (
     outside_of_graphs,
 )
 from fzero.state import logical
+
+_TORCH: Any = torch
 
 AxisLike = Axis | str
 """An axis, or the name of one of the running step: of all its ranks, or of a part of its mesh."""
@@ -233,7 +234,8 @@ def all_to_all(
         )
     if over.runtime is Runtime.LOCAL:
         return x
-    chunks = x.unflatten(split, (over.size, x.shape[split] // over.size)).movedim(split, 0)
+    chunks = torch.unflatten(x, split, (over.size, x.shape[split] // over.size))
+    chunks = chunks.movedim(split, 0)
     name = f"all_to_all of dim {split} along dim {concat}"
     (got,) = apply_map(LinearMap("exchange", over, name=name), [chunks])
     return got.movedim(0, concat).flatten(concat, concat + 1)
@@ -380,9 +382,11 @@ def _sent(rows: int, axis: Axis, sizes: Sizes) -> list[int]:
             raise _no_sizes(f"a tensor of {sizes.dtype}, shape {tuple(sizes.shape)}", rows, axis)
         if has_no_values(sizes) or is_recorded([sizes]):
             return _away(rows, axis)
-        with _DisableFuncTorch():
-            sizes = sizes.tolist()
-    sent = list(sizes)
+        with _TORCH._C._DisableFuncTorch():
+            values: Any = sizes  # tolist() has no types
+            sent: list[int] = values.tolist()
+    else:
+        sent = list(sizes)
     if not all(type(n) is int and n >= 0 for n in sent):
         raise _no_sizes(sent, rows, axis)
     if (len(sent), sum(sent)) != (axis.size, rows):

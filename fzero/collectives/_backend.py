@@ -15,6 +15,9 @@ from fzero.context.here import is_abstract, kind_of
 from fzero.errors import AxisError, LostRankError
 from fzero.ranks.mesh import Axis
 
+PARTLY_TYPED: Any = dist
+"""torch.distributed, for its functions that are private, or whose annotations lack types."""
+
 
 class Started(NamedTuple):
     """A collective under way: its works, and what is left to do on this rank once they are over."""
@@ -111,7 +114,7 @@ def in_one_go(op: str, pairs: Sequence[tuple[Tensor, Tensor]], axis: Axis) -> li
     if is_abstract():
         return []
     group = axis.group()
-    with dist._coalescing_manager(group, async_ops=True) as manager:
+    with PARTLY_TYPED._coalescing_manager(group, async_ops=True) as manager:
         for out, x in pairs:
             native(op)(out, x, group=group)
     return manager.works

@@ -13,7 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.collectives._backend import Started, as_bytes, explained, in_one_go, is_gloo
+from fzero.collectives._backend import (
+    PARTLY_TYPED,
+    Started,
+    as_bytes,
+    explained,
+    in_one_go,
+    is_gloo,
+)
 from fzero.context.here import is_abstract
 from fzero.ranks.mesh import Axis
 from fzero.state.buffers import SIXTEEN_BIT
@@ -48,7 +55,7 @@ def begin_all_to_all_by_exchange(fulls: Sequence[Tensor], axis: Axis) -> Started
     if not all(is_gloo(axis, full.device) for full in fulls):
         works, received = _all_to_all(fulls, axis)
         return Started("all_to_all", axis, works, lambda: received, fulls)
-    works, outs = [], [torch.empty_like(full) for full in fulls]
+    works, outs = list[Any](), [torch.empty_like(full) for full in fulls]
     for full, out in zip(fulls, outs, strict=True):
         if full.numel() and not is_abstract():
             own, got = full.chunk(axis.size), out.chunk(axis.size)
@@ -61,12 +68,12 @@ def begin_uneven_by_exchange(
     xs: Sequence[Tensor], axis: Axis, sent: Sequence[int], received: Sequence[int]
 ) -> Started:
     """Each [sum(sent)] -> [sum(received)]: sent[r] rows to rank r, received[r] rows from it."""
-    works, outs = [], [x.new_empty(sum(received), *x.shape[1:]) for x in xs]
+    works, outs = list[Any](), [x.new_empty(sum(received), *x.shape[1:]) for x in xs]
     for x, out in zip(xs, outs, strict=True):
         if is_abstract():
             continue
         if is_gloo(axis, x.device):
-            own, got = x.split(list(sent)), out.split(list(received))
+            own, got = torch.split(x, list(sent)), torch.split(out, list(received))
             works += sends_between(own, got, axis)
             got[axis.rank].copy_(own[axis.rank])
         else:
@@ -78,7 +85,7 @@ def begin_permute_by_exchange(
     xs: Sequence[Tensor], axis: Axis, source: int | None, target: int | None
 ) -> Started:
     """Each [*t] -> [*t]: send it to the target, get the source's; zeros without a source."""
-    mine, works = axis.rank, []
+    mine, works = axis.rank, list[Any]()
     outs = [torch.zeros_like(x) if source is None else torch.empty_like(x) for x in xs]
     for x, out in zip(xs, outs, strict=True):
         if is_abstract():
@@ -103,7 +110,7 @@ def _single(
     out: Tensor, x: Tensor, received: Sequence[int], sent: Sequence[int], axis: Axis, op: str
 ) -> Any:
     with explained(op, axis):
-        return dist.all_to_all_single(
+        return PARTLY_TYPED.all_to_all_single(
             out, x, list(received), list(sent), group=axis.group(), async_op=True
         )
 
@@ -112,7 +119,7 @@ def sends_between(
     sent: Sequence[Tensor], got: Sequence[Tensor], axis: Axis, op: str = "all_to_all"
 ) -> list[Any]:
     """Send to, and receive from, each other rank that has something: gloo's is for equal parts."""
-    group, works = axis.group(), []
+    group, works = axis.group(), list[Any]()
     with explained(op, axis):
         for r in (r for r in range(axis.size) if r != axis.rank):
             peer = dist.get_global_rank(group, r)
@@ -126,7 +133,7 @@ def sends_between(
 def _sends(fulls: Sequence[Tensor], axis: Axis, op: str) -> tuple[list[Any], list[list[Tensor]]]:
     """Send each other rank its shard: the works, and of each full the shards that come here."""
     pieces = [list(full.chunk(axis.size)) if full.numel() else [full] * axis.size for full in fulls]
-    works, parts = [], []
+    works, parts = list[Any](), list[list[Tensor]]()
     for own in pieces:
         got = [x if r == axis.rank else torch.empty_like(x) for r, x in enumerate(own)]
         parts.append(got)
@@ -140,7 +147,7 @@ def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Te
     if is_abstract():
         return [], received
     works = [
-        dist.all_to_all_single(got, full, group=axis.group(), async_op=True)
+        PARTLY_TYPED.all_to_all_single(got, full, group=axis.group(), async_op=True)
         for got, full in zip(received, fulls, strict=True)
         if full.numel()
     ]
@@ -154,7 +161,7 @@ def begin_reduce_by_exchange(
 
     combine: what is done to the parts of all ranks in the place of the sum.
     """
-    fulls = []
+    fulls: list[Tensor] = []
     for value in values:
         flat = value.reshape(-1)
         fulls.append(torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size)))
@@ -174,7 +181,7 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
     if is_abstract():
         return Started("all_gather", axis, (), lambda: list(outs), shards)
     group = axis.group()
-    works, native = [], []
+    works, native = list[Any](), list[tuple[Tensor, Tensor]]()
     for out, shard in zip(outs, shards, strict=True):
         if not out.numel():
             continue

@@ -17,7 +17,7 @@ through torch.distributed; otherwise it is called directly, so that counters see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -79,17 +79,19 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        return None, *_Linear.apply(ctx.plan.adjoint, *dys)
+        return None, *_applied(ctx.plan.adjoint, *dys)
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, *dxs: Tensor | None) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor | None, ...]:
         _refuse_linearize()
+        _, *dxs = grad_inputs
         wanted = [dx for dx in dxs if dx is not None]  # integers have none
-        done = iter(_Linear.apply(ctx.plan, *wanted) if wanted else ())
+        done = iter(_applied(ctx.plan, *wanted) if wanted else ())
         return tuple(None if dx is None else next(done) for dx in dxs)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, plan: LinearMap, *xs: Tensor) -> tuple[Any, Any]:
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+        plan, *xs = args
         at = plan.batch_dim  # one more trailing dim of the same collective
         moved = [
             x.unsqueeze(at).expand(*x.shape[:at], info.batch_size, *x.shape[at:])
@@ -97,8 +99,13 @@ class _Linear(torch.autograd.Function):
             else x.movedim(dim, at)
             for x, dim in zip(xs, in_dims[1:], strict=True)
         ]
-        ys = _Linear.apply(plan, *moved)
+        ys = _applied(plan, *moved)
         return ys, tuple(at for _ in ys)
+
+
+def _applied(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
+    apply: Callable[..., tuple[Tensor, ...]] = cast(Any, _Linear).apply  # torch gives it no type
+    return apply(plan, *xs)
 
 
 def gather_many(
@@ -133,7 +140,7 @@ def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     # To a user's call the other ranks come, and may have something.
     sent = [bool(x.numel() or plan.name) for x in xs]
     wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
-    done = iter(_Linear.apply(plan, *wanted) if wanted else ())
+    done = iter(_applied(plan, *wanted) if wanted else ())
     pairs = zip(xs, sent, strict=True)
     return [next(done) if is_sent else of_nothing(plan.kind, axis, x) for x, is_sent in pairs]
 
@@ -216,23 +223,28 @@ class _Extremum(torch.autograd.Function):
         ctx.name = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
         raise not_differentiated(ctx.name)
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, __: Any, dx: Tensor) -> Tensor:
+    def jvp(ctx: Any, *grad_inputs: Any) -> Tensor:
         raise not_differentiated(ctx.name)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, name: str, axis: Axis, x: Tensor) -> tuple[Any, Any]:
-        return _Extremum.apply(name, axis, x), in_dims[2]
+    def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
+        return _extremum(*args), in_dims[2]
+
+
+def _extremum(name: str, axis: Axis, x: Tensor) -> Tensor:
+    apply: Callable[..., Tensor] = cast(Any, _Extremum).apply
+    return apply(name, axis, x)
 
 
 def extremum(name: str, x: Tensor, axis: Axis) -> Tensor:
     """Return "pmax" or "pmin" of x over ranks. Raises `PhaseError` if x is differentiated."""
     if is_differentiated(x):
         raise not_differentiated(name)
-    return _Extremum.apply(name, axis, x)
+    return _extremum(name, axis, x)
 
 
 def not_differentiated(name: str) -> PhaseError:
@@ -251,7 +263,8 @@ def _refuse_linearize() -> None:
 
     It folds a collective's result as a constant: wrong numbers.
     """
-    if get_proxy_mode() is None or eager_transforms.JVP_NESTING:
+    nesting: Any = eager_transforms  # it sets JVP_NESTING at run time
+    if get_proxy_mode() is None or nesting.JVP_NESTING:
         return
     raise AxisError(
         "torch.func.linearize over a collective.",

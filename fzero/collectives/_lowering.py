@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.collectives._backend import Started as Started
 from fzero.collectives._backend import (
+    PARTLY_TYPED,
     as_bytes,
     explained,
     given,
@@ -29,6 +29,7 @@ from fzero.collectives._backend import (
     is_gloo,
     wait_for,
 )
+from fzero.collectives._backend import Started as Started
 from fzero.collectives._exchange import (
     begin_all_to_all_by_exchange,
     begin_gather_into,
@@ -86,7 +87,7 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
         return given(_as_op("all_to_all", fulls, axis), axis)
     if _swaps(axis):
         every = _swap("all_to_all", fulls, axis, torch.stack)  # [from, to l]
-        mine = [x.unflatten(1, (axis.size, -1))[:, axis.rank] for x in every]
+        mine = [torch.unflatten(x, 1, (axis.size, -1))[:, axis.rank] for x in every]
         form = torch.contiguous_format
         return given([x.clone(memory_format=form).flatten(0, 1) for x in mine], axis)
     return begin_all_to_all_by_exchange([full.contiguous() for full in fulls], axis)
@@ -108,7 +109,7 @@ def begin_uneven_all_to_all(
         return given(_as_op("uneven_all_to_all", xs, axis, list(sent), list(received)), axis)
     if _swaps(axis):
         op = f"all_to_all with sizes[{shapes_of(xs, ragged=True)}]"
-        parts = [swap_parts(op, x.split(list(sent)), axis) for x in xs]
+        parts = [swap_parts(op, torch.split(x, list(sent)), axis) for x in xs]
         return given([torch.cat(some) for some in parts], axis)
     return begin_uneven_by_exchange(xs, axis, sent, received)
 
@@ -185,7 +186,7 @@ def begin_all_reduce(
         outs = [value.clone(memory_format=torch.contiguous_format) for value in values]
     if is_abstract():
         return given(outs, axis)
-    works = [dist.all_reduce(out, group=axis.group(), async_op=True) for out in outs]
+    works = [PARTLY_TYPED.all_reduce(out, group=axis.group(), async_op=True) for out in outs]
     return Started("all_reduce", axis, works, lambda: outs)
 
 
@@ -218,7 +219,9 @@ def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]
     group = axis.group()
     outs = [value.contiguous().clone() for value in values]
     root = dist.get_global_rank(group, source)
-    works = [dist.broadcast(as_bytes(out), root, group=group, async_op=True) for out in outs]
+    works: list[Any] = [
+        dist.broadcast(as_bytes(out), root, group=group, async_op=True) for out in outs
+    ]
     wait_for(works, "broadcast", axis)
     return outs
 
@@ -248,8 +251,8 @@ def begin_exchange(
     mine = torch.tensor(filled, dtype=torch.int64).repeat(axis.size)
     out = mine.clone()  # a fake group sends nothing: there all ranks say what this one does
     with explained("agree", axis):
-        work = dist.all_to_all_single(out, mine, group=axis.group(), async_op=True)
-    rows = out.view(axis.size, width)
+        work = PARTLY_TYPED.all_to_all_single(out, mine, group=axis.group(), async_op=True)
+    rows: Any = out.view(axis.size, width)  # tolist() has no types
     return Started("agree", axis, [work], lambda: [read(rows.tolist())], [mine])
 
 
@@ -263,7 +266,7 @@ def gather_objects(
         return list(_exchange("gather_objects", value, axis, make))
     out: list[Any] = [None] * axis.size
     with explained("gather_objects", axis):
-        dist.all_gather_object(out, value, group=axis.group())
+        PARTLY_TYPED.all_gather_object(out, value, group=axis.group())
     return make(out)
 
 

@@ -59,7 +59,7 @@ class InFlight:
                 raise
             for at, out in sorted(self._rest.items()):
                 outs.insert(at, out)
-            self._outs, self._rest = outs, {}
+            self._outs, self._rest = outs, dict[int, Tensor]()
         return self._outs
 
 

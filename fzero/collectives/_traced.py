@@ -13,6 +13,9 @@ from fzero.context.here import is_abstract
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runtime
 
+Fake = Callable[..., list[Tensor]]
+"""A rule of shapes: what an op returns of tensors without values."""
+
 
 @torch.library.custom_op("fzero::all_gather", mutates_args=())
 def all_gather(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
@@ -69,36 +72,41 @@ def pmin(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> l
     return lowering.begin_extremum(xs, _axis(name, group, size), "pmin").wait()
 
 
-@all_gather.register_fake
+def _shapes_of(op: Any) -> Callable[[Fake], Fake]:
+    """`op.register_fake`, with types."""
+    return op.register_fake
+
+
+@_shapes_of(all_gather)
 def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     return [x.new_empty(size * x.shape[0], *x.shape[1:]) for x in xs]
 
 
-@reduce_scatter.register_fake
+@_shapes_of(reduce_scatter)
 def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     return [x.new_empty(x.shape[0] // size, *x.shape[1:]) for x in xs]
 
 
-@all_reduce.register_fake
-@pmax.register_fake
-@pmin.register_fake
+@_shapes_of(all_reduce)
+@_shapes_of(pmax)
+@_shapes_of(pmin)
 def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in xs]
 
 
-@all_to_all.register_fake
+@_shapes_of(all_to_all)
 def _(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
     return [torch.empty_like(x) for x in xs]
 
 
-@uneven_all_to_all.register_fake
+@_shapes_of(uneven_all_to_all)
 def _(
     xs: list[Tensor], name: str, group: str, size: int, sent: list[int], received: list[int]
 ) -> list[Tensor]:
     return [x.new_empty(sum(received), *x.shape[1:]) for x in xs]
 
 
-@ppermute.register_fake
+@_shapes_of(ppermute)
 def _(
     xs: list[Tensor], name: str, group: str, size: int, sources: list[int], destinations: list[int]
 ) -> list[Tensor]:

@@ -13,11 +13,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
-from fzero.collectives._backend import Started, explained, given, is_gloo
+from fzero.collectives._backend import PARTLY_TYPED, Started, explained, given, is_gloo
 from fzero.collectives._exchange import sends_between
 from fzero.collectives._functions import gather_many
 from fzero.collectives._log import note
@@ -99,7 +98,7 @@ def _begin(held: Sequence[Sequence[Tensor]], over: Over, dtypes: Sequence[torch.
     ]
 
     def finish() -> list[Tensor]:
-        found = []
+        found: list[Tensor] = []
         for chunks, dtype in zip(got, dtypes, strict=True):
             pairs = zip(chunks, counts, strict=True)
             parts = [part for chunk, count in pairs for part in chunk.view(count, -1)]
@@ -127,7 +126,7 @@ def _works(
         away = [nothing if r == mine else x for r, x in enumerate(chunks)]
         come = [nothing if r == mine else x for r, x in enumerate(into)]
         with explained("all_to_all", axis):
-            works.append(dist.all_to_all(come, away, group=axis.group(), async_op=True))
+            works.append(PARTLY_TYPED.all_to_all(come, away, group=axis.group(), async_op=True))
     return works
 
 
@@ -180,5 +179,5 @@ def gather_rows(rows: Tensor, axis: Axis, places: int) -> Tensor:
     (every,) = gather_many([rows.contiguous()], axis)
     if min(counts) == most:
         return every
-    each = every.unflatten(0, (axis.size, most))
+    each = torch.unflatten(every, 0, (axis.size, most))
     return torch.cat([some[:count] for some, count in zip(each, counts, strict=True)])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fzero.collectives._backend import Started, explained, given, is_gloo
+from fzero.collectives._backend import PARTLY_TYPED, Started, explained, given, is_gloo
 from fzero.collectives._exchange import sends_between
 from fzero.collectives._log import note
 from fzero.collectives._lowering import swap_parts
@@ -67,5 +67,5 @@ def _begin(sent: list[Tensor], sizes: Sequence[int], axis: Axis) -> Started:
     away = [nothing if r == mine else x.contiguous() for r, x in enumerate(sent)]
     into = [nothing if r == mine else x for r, x in enumerate(got)]
     with explained("all_to_all", axis):
-        work = dist.all_to_all(into, away, group=axis.group(), async_op=True)
+        work = PARTLY_TYPED.all_to_all(into, away, group=axis.group(), async_op=True)
     return Started("all_to_all", axis, [work], lambda: got, away)

@@ -62,7 +62,7 @@ def decoded(codec: Codec, buffer: Tensor, form: WireForm, dtype: torch.dtype) ->
         parts = [buffer]
     else:
         widths = [size * kind.itemsize for kind, size in form.parts]
-        pieces = buffer.view(torch.uint8).split(widths, -1)
+        pieces = torch.split(buffer.view(torch.uint8), widths, -1)
         parts = [_viewed(x, kind) for x, (kind, _) in zip(pieces, form.parts, strict=True)]
     return codec.decode(tuple(parts), form.numel, wide(dtype)).to(dtype)
 

@@ -77,6 +77,7 @@ from fzero.transforms import (
     transform,
 )
 from fzero.transforms.functionalize import functionalize
+from fzero.transforms.logical import logical_mean
 
 if typing.TYPE_CHECKING:  # what `__getattr__` imports
     from fzero import adapter, checkpoint, data
@@ -170,6 +171,7 @@ __all__ = [
     "leave_out",
     "load_recording",
     "local",
+    "logical_mean",
     "logical_ranks",
     "map_params",
     "offload",

@@ -23,7 +23,7 @@ from fzero.collectives import fold_rows, gather_rows, performer_of
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.nodes import Nodes
 from fzero.machine.offload import offloaded
-from fzero.ranks.mesh import Carried, carrying
+from fzero.ranks.mesh import Axis, Carried, ambient, carried_here, carrying
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progress, window
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.form import Slot
@@ -305,8 +305,63 @@ def mean_of_rows(rows: Tensor, setup: Setup) -> Tensor:
     mean is that number, which a division by another number than a power of two may miss.
     """
     assert setup.logical is not None
-    places = setup.logical.ranks
-    every = gather_rows(rows, setup.axis, places)
+    return _mean(rows, setup.axis, setup.logical.ranks)
+
+
+def logical_mean(tree: Any) -> Any:
+    """Return the mean over all logical ranks of what each has, the same on every rank.
+
+    For the aux of a loss, such as new buffers: `buffers = fzero.logical_mean(aux)`. Called in a
+    step with `logical_ranks=`, outside of a loss. A collective.
+
+    Args:
+        tree: a pytree of tensors [k, *t], a row for each logical rank of this rank, as
+            `grad_and_reduce` gives aux.
+
+    Returns:
+        The pytree of tensors [*t]: of floating ones the mean, by one tree whatever the number of
+        ranks; of others, such as counts, the row of logical rank 0.
+
+    Raises:
+        PhaseError: outside of a step with logical ranks, and in a loss.
+        LayoutError: for a leaf that has not a row for each logical rank of this rank.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     loss = lambda p, x: ((p * x).sum(), x.sum())
+        ...     state, (_, sums) = fzero.grad_and_reduce(loss, state, has_aux=True)(x)
+        ...     return fzero.apply_gradients(state), fzero.logical_mean(sums)
+        >>> step = fzero.shard(step_fn, stage=2, logical_ranks=2)
+        >>> step(step.init(torch.ones(1), fzero.optim.sgd(1.0)), torch.tensor([[1.0], [2.0]]))[1]
+        tensor(1.5000)
+    """
+    carried, axis = carried_here(), ambient()
+    if carried is None or carried.rank is not None:
+        where = "in a loss" if carried is not None else "outside of a step with logical ranks"
+        raise PhaseError(
+            f"logical_mean {where}.",
+            cause="a call in a loss, or in a step that fzero.shard was not put around.",
+            fix="call it in the step, with the aux that grad_and_reduce gave.",
+        )
+
+    def one(x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or not x.ndim or len(x) != len(carried.ranks):
+            seen = f"shape {[*x.shape]}" if isinstance(x, Tensor) else f"{x!r:.60}"
+            raise LayoutError(
+                f"logical_mean got {seen}, and this rank has {len(carried.ranks)} logical ranks.",
+                cause="a value of this rank, or what was averaged already.",
+                fix="give the aux of grad_and_reduce, which has a first dim of them.",
+            )
+        if x.is_floating_point() or x.is_complex():
+            return _mean(x, axis, carried.size)
+        return gather_rows(x, axis, carried.size)[0]
+
+    return optree.tree_map(one, tree, namespace=NAMESPACE)
+
+
+def _mean(rows: Tensor, axis: Axis, places: int) -> Tensor:
+    every = gather_rows(rows, axis, places)
     wide = every.float() if every.dtype in SIXTEEN_BIT else every
     mean = (fold_rows(wide) / places).to(rows.dtype)
     return torch.where((every == every[0]).all(0), every[0], mean)

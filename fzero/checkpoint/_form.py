@@ -19,7 +19,7 @@ MANIFEST_FORM = DictForm(
                 "torch": text,
                 "optimizer": text,
             },
-            may=FACTS,
+            may={**FACTS, "logical": text},
         ),
         "leaves": TEXTS,
         "slots": DictForm(others=TEXTS),

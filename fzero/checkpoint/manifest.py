@@ -64,6 +64,7 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
             "ranks": state.mesh.size,
             "torch": torch.__version__,
             "optimizer": setup.optimizer.saved_names(state.optimizer, layout.leaves).rule,
+            **({} if setup.logical is None else {"logical": str(setup.logical)}),
         },
         leaves={
             name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else unlearned}"
@@ -136,6 +137,15 @@ def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
             f"load: the parameters in {path} are not those of this state:{_listed(different)}",
             cause="another model, dtype, or choice of what is trainable.",
             fix="make the state from the model that was saved. Nothing was changed.",
+        )
+    before, logical = saved.origin.get("logical"), wanted.origin.get("logical")
+    if before != logical and None not in (before, logical):
+        raise LayoutError(
+            f"load: {path} is of a run of {before}, and this state has {logical}.",
+            cause="another logical_ranks= or seed=: the run would go on with other bits.",
+            fix="make the state with those of the run. To begin another one from these values, "
+            "load into a state without logical_ranks=, and make a new one of "
+            "fzero.full_params(loaded). Nothing was changed.",
         )
     rule, own = saved.origin["optimizer"], wanted.origin["optimizer"]
     different = [] if rule == own else [f"the rule: {rule} in the checkpoint, {own} here"]

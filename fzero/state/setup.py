@@ -136,8 +136,11 @@ class Setup:
 
     @property
     def carries_several(self) -> bool:
-        """Whether some rank carries several logical ranks: their gradients are rows of a window."""
-        return self.logical is not None and self.axis.size < self.logical.ranks
+        """Whether some rank carries several logical ranks: their gradients are rows of a window.
+
+        One alone is treated as several: a plain process makes no reduction, which might round.
+        """
+        return self.logical is not None and self.axis.size < max(2, self.logical.ranks)
 
     def carried(self, rank: int) -> range:
         """Return the logical ranks that a rank carries; without logical ranks itself."""

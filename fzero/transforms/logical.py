@@ -68,12 +68,15 @@ def told_of_errors(setup: Setup) -> Iterator[None]:
 
     Without logical ranks nothing is told: they know of it when this rank comes to a round, or ends.
     """
+    performer = None if setup.logical is None else performer_of(setup.axis)
+    before = performer and performer.protocol.posted
     try:
         yield
     except BaseException:
-        performer = None if setup.logical is None else performer_of(setup.axis)
-        if performer is not None and not performer.protocol.known:
-            performer.fail()
+        if performer is not None:
+            now = performer.protocol
+            if not now.known or now.posted is before:  # what is known is an earlier error
+                performer.fail()
         raise
 
 

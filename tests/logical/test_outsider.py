@@ -16,30 +16,40 @@ from fzero.errors import AxisError, LayoutError
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("wrong", ["rows", "sizes", "weight", "weight of a part"])
-def test_wrong_arguments_of_one_rank_raise_on_all(stage: int, wrong: str) -> None:
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("wrong", ["rows", "sizes", "weight", "weight of a part", "loss"])
+def test_an_error_of_one_rank_is_everybodys_each_time(stage: int, wrong: str, window: bool) -> None:
     """The others do not wait for a rank that refused its arguments, and the state is good."""
 
-    def loss_fn(p: Any, x: Tensor) -> Tensor:
+    def loss_fn(p: Any, x: Tensor, bad: bool) -> Tensor:
+        if bad and wrong == "loss" and fzero.axis_index() == 2:
+            raise LayoutError("grad_and_reduce: no such row")
         return (p["w"] * x).sum()
 
+    def step_fn(state: Any, x: Tensor, bad: bool, given: Any) -> Any:
+        state, loss = fzero.grad_and_reduce(loss_fn, state, in_axes=(0, None), **given)(x, bad)
+        return fzero.apply_gradients(state), loss
+
+    step: Any = fzero.coalesce(step_fn) if window else step_fn
+    step = fzero.shard(step, stage=stage, logical_ranks=5)
+
     def run() -> Tensor:
-        options = {"stage": stage, "logical_ranks": 5}
-        state = fzero.init({"w": torch.ones(4)}, fzero.optim.sgd(0.1), **options)  # type: ignore
+        state = step.init({"w": torch.ones(4)}, fzero.optim.sgd(0.1))
         here, given = state.setup.carried(state.setup.axis.rank), {}
         if 2 in here:
             given = {
                 "rows": {},
+                "loss": {},
                 "sizes": {"sizes": [1]},
                 "weight": {"weight": 1.0},
-                "weight of a part": {"weight": lambda x: -1.0},
+                "weight of a part": {"weight": lambda x, bad: -1.0},
             }[wrong]
         rows = 3 if 2 in here and wrong == "rows" else len(here)
         seen = "grad_and_reduce: " if 2 in here else r"the step raised on rank \[1\]"
-        with pytest.raises(LayoutError if 2 in here else AxisError, match=seen):
-            fzero.grad_and_reduce(loss_fn, state, **given)(torch.ones(rows, 4))
-        state, _ = fzero.grad_and_reduce(loss_fn, state)(torch.ones(len(here), 4))
-        return fzero.full_params(fzero.apply_gradients(state))["w"]
+        for _ in range(2):
+            with pytest.raises(LayoutError if 2 in here else AxisError, match=seen):
+                step(state, torch.ones(rows, 4), True, given)
+        return fzero.full_params(step(state, torch.ones(len(here), 4), False, {})[0])["w"]
 
     assert fzero.simulate(run, world_size=3)().tolist() == [[pytest.approx(0.9)] * 4] * 3
 
@@ -132,3 +142,32 @@ def test_a_run_from_place_to_place(logical: int, places: Any, tmp_path: Any) -> 
     alone = trained([(1, 0)] * 3, logical, tmp_path / "alone")
     moved = trained(places, logical, tmp_path / "moved")
     assert all(torch.equal(x, y) for x, y in zip(alone, moved, strict=True))
+
+
+@pytest.mark.parametrize("options", [{"gradient_predivide_factor": 3.0}, {"cast": torch.bfloat16}])
+def test_one_logical_rank_has_the_bits_of_its_reduction(options: dict[str, Any]) -> None:
+    """Where gradients are offloaded, or the rank is a virtual one, they come through a bucket."""
+
+    def run(how: str) -> Tensor:
+        def step_fn(state: Any, x: Tensor) -> Any:
+            state, loss = fzero.grad_and_reduce(lambda p, x: (p * x).sin().sum(), state)(x)
+            return fzero.apply_gradients(state), loss
+
+        given, step = dict(options), step_fn
+        if cast := given.pop("cast", None):
+            step = fzero.compress(step, gradients=fzero.codecs.cast(cast))
+        if how == "offloaded":
+            step = fzero.offload(step, gradients="cpu")
+        step = fzero.shard(step, stage=2, logical_ranks=1, **given)
+        x = torch.linspace(0.1, 2.0, 40).unsqueeze(0)
+        if how == "virtual":
+            step, x = fzero.simulate(step, world_size=1), x.unsqueeze(0)
+        state, _ = step(step.init(torch.ones(40), fzero.optim.sgd(1.0)), x)
+        whole: Any = fzero.full_params
+        if how == "virtual":
+            return fzero.simulate(whole, world_size=1)(state)[0]
+        return whole(state)
+
+    plain = run("plain")
+    assert torch.equal(plain, run("offloaded"))
+    assert torch.equal(plain, run("virtual"))

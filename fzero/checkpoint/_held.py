@@ -180,9 +180,12 @@ def _with_owner(state: TrainState, rank: int) -> TrainState:
     return state.replace(slots={**state.slots, **own}) if own else state
 
 
+def states_of_ranks(stack: TrainState, size: int) -> tuple[TrainState, ...]:
+    """Return the state of each virtual rank of a stacked one, as that rank has it: views."""
+    shards = stack.setup.axis.size
+    return tuple(_with_owner(state_of_rank(stack, rank), rank % shards) for rank in range(size))
+
+
 def _of_stack(state: TrainState, size: int) -> Held:
     ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
-    states = tuple(
-        _with_owner(state_of_rank(state, rank), rank % state.setup.axis.size) for rank in ranks
-    )
-    return Held(processes=alone, ranks=ranks, states=states, is_stack=True)
+    return Held(processes=alone, ranks=ranks, states=states_of_ranks(state, size), is_stack=True)

@@ -7,6 +7,7 @@ from fzero.checkpoint._held import Held as Held
 from fzero.checkpoint._held import held_by as held_by
 from fzero.checkpoint._held import stack_of as stack_of
 from fzero.checkpoint._held import state_of_rank as state_of_rank
+from fzero.checkpoint._held import states_of_ranks as states_of_ranks
 from fzero.checkpoint._load import fill_module as fill_module
 from fzero.checkpoint._rng import generators as generators
 from fzero.checkpoint._rng import rng_setter as rng_setter

@@ -18,6 +18,7 @@ from fzero.checkpoint.elements import (
     rng_setter,
     rng_text,
     state_of_rank,
+    states_of_ranks,
 )
 from fzero.errors import LayoutError
 from fzero.ranks.mesh import axis_index
@@ -100,7 +101,7 @@ class Replaying:
         return state_of_rank(state, 0) if self.world_size == 1 else state
 
     def _ranks(self) -> Iterator[tuple[int, TrainState]]:
-        return ((rank, state_of_rank(self.state, rank)) for rank in range(self.world_size))
+        return enumerate(states_of_ranks(self.state, self.world_size))
 
 
 class _OfStep(Replaying):

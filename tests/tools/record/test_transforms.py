@@ -110,3 +110,24 @@ def test_a_step_of_other_options_makes_states_of_its_own() -> None:
     wanted = fzero.replay(recordings[1], step=1)
     for mine, theirs in zip(again.after.params.flats, wanted.after.params.flats, strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("stage, world", [(0, 2), (3, 3)])
+def test_what_owners_keep_of_a_transform_is_the_same_in_a_replay(stage: int, world: int) -> None:
+    def keep(slots: Any, grads: Any, ctx: fzero.Context) -> Any:
+        return {"last": dict(grads)}, grads
+
+    last = fzero.transform(
+        name="last",
+        init=lambda params, ctx: {"last": {path: 0 * p for path, p in params.items()}},
+        reduced=keep,
+        needs="matrix",
+    )
+    step, params = steps()
+    step = fzero.simulate(fzero.shard(last(step), stage=stage), world_size=world)
+    state = step.init(params, fzero.optim.sgd(0.1))
+    recorder, x = fzero.record(step, every=2, keep=None), torch.randn(world, 2, 3)
+    for number in range(3):
+        state, _ = recorder(state, x + number)
+    assert fzero.replay(recorder.recording, step=3).same
+    assert fzero.bisect(recorder.recording) is None

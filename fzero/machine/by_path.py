@@ -158,5 +158,8 @@ def _packed(some: FlatRanges, flat: Tensor, new: Mapping[str, Tensor]) -> Tensor
         pieces.append(flat.new_zeros(some.numel - end))
     if not pieces:
         return flat
-    # New memory in any case: a function may return one tensor as two values.
-    return pieces[0].clone() if len(pieces) == 1 else torch.cat(pieces)
+    # New memory in any case: a function may return one tensor as two values. It is contiguous, also
+    # of one element of another stride (`zeros(()).expand(1)`), which has no view as bytes.
+    if len(pieces) == 1:
+        return pieces[0].clone(memory_format=torch.contiguous_format)
+    return torch.cat(pieces)

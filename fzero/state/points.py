@@ -31,7 +31,8 @@ class Points:
 
     Attributes:
         name: of the transform; its slots are "<name>/<slot>" in a state.
-        slots: {slot: form} as pairs; None: each slot of `init` has the form of a leaf that learns.
+        slots: {slot: form} as pairs. A slot of `init` that is not in it has the form of a leaf that
+            learns, or of a number that is equal on every rank.
         init: (params, ctx) -> {slot: value}, the slots before the first update.
         loss: (slots, value, ctx) -> value.
         local: (slots, g, ctx) -> (slots, g).

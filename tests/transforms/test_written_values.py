@@ -5,6 +5,7 @@ And `map_params` and `add_gradients` of a state: what they compute, send, and ar
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -471,3 +472,93 @@ def test_what_owners_keep_of_the_optimizer_is_read_whole(stage: int, world: int)
         for path, x in by_path.items():
             for rank in range(world):
                 assert torch.allclose(found[slot][path][rank], x, atol=1e-5), (slot, path)
+
+
+STRIDED: dict[str, dict[str, Any]] = {  # values that lie in memory in another way than as rows
+    "number": {
+        "init": lambda params, ctx: {"kept": torch.zeros(2, 3).t()},
+        "reduced": lambda slots, grads, ctx: ({"kept": (slots["kept"].t() + 1).t()}, grads),
+    },
+    "one number, expanded": {
+        "init": lambda params, ctx: {"kept": torch.zeros(()).expand(1)},
+        "reduced": lambda slots, grads, ctx: ({"kept": (slots["kept"][0] + 1).expand(1)}, grads),
+    },
+    "by leaf, expanded": {
+        "slots": {"kept": fzero.Form(placement=fzero.Placement.PARTIAL, elsewhere="sum")},
+        "init": lambda params, ctx: {"kept": 0.0},
+        "reduced": lambda slots, grads, ctx: (
+            {"kept": {k: x.new_ones(()).expand(x.shape) for k, x in slots["kept"].items()}},
+            grads,
+        ),
+    },
+    "named": {
+        "slots": {"kept": fzero.Form(leaves="named", placement=fzero.Placement.REPLICATED)},
+        "init": lambda params, ctx: {"kept": {"x": torch.zeros(2, 3).t()}},
+        "reduced": lambda slots, grads, ctx: (
+            {"kept": {"x": (slots["kept"]["x"].t() + 1).t()}},
+            grads,
+        ),
+    },
+    "on owners, expanded": {
+        "needs": "matrix",
+        "init": lambda params, ctx: {"kept": {k: torch.zeros_like(p) for k, p in params.items()}},
+        "reduced": lambda slots, grads, ctx: (
+            {"kept": {k: g.new_ones(()).expand(g.shape) for k, g in grads.items()}},
+            grads,
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("stage, world, to, ranks", [(0, 2, 3, 1), (2, 2, 1, 3), (3, 3, 0, 2)])
+@pytest.mark.parametrize("kind", STRIDED)
+def test_slots_of_any_strides_are_saved_and_moved(
+    kind: str, stage: int, world: int, to: int, ranks: int, tmp_path: Path
+) -> None:
+    strided = fzero.transform(name="strided", **STRIDED[kind])
+
+    def step_fn(state: Any) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum() + p["s"].sum(), state)()
+        return fzero.apply_gradients(state), None
+
+    def made(stage: int, world: int) -> tuple[Any, Any]:
+        step = fzero.simulate(fzero.shard(strided(step_fn), stage=stage), world_size=world)
+        params = {"w": torch.arange(6.0).view(2, 3), "s": torch.ones(1)}
+        return step, step.init(params, fzero.optim.sgd(0.5))
+
+    def kept(state: Any, world: int) -> list[Tensor]:
+        values = fzero.simulate(lambda s: fzero.slots(s, "strided"), world_size=world)(state)
+        return [x[0] for x in torch.utils._pytree.tree_leaves(values)]
+
+    step, state = made(stage, world)
+    for _ in range(2):
+        state, _ = step(state)
+    wanted = kept(state, world)
+    assert wanted and all(x.ne(0).any() for x in wanted if x.numel())
+    fzero.checkpoint.save(tmp_path / "saved", state)
+    loaded = fzero.checkpoint.load(tmp_path / "saved", made(to, ranks)[1])
+    moved = fzero.reshard(state, stage=to, mesh=(1, ranks))
+    for other in (loaded, moved):
+        for x, y in zip(kept(other, ranks), wanted, strict=True):
+            assert torch.equal(x, y)
+
+
+def test_a_slot_that_is_not_declared_has_the_form_of_one_without_slots() -> None:
+    def begin(params: Any, ctx: fzero.Context) -> dict[str, Any]:
+        mean = {path: p.clone() for path, p in params.items()}
+        return {"mean": mean, "seen": 0, "mine": 0.0}
+
+    own = fzero.Form(leaves="number", placement=Placement.PARTIAL, elsewhere="sum")
+
+    def made(slots: dict[str, fzero.Form]) -> Any:
+        keep = fzero.transform(
+            name="keep", slots=slots, init=begin, reduced=lambda slots, grads, ctx: (slots, grads)
+        )
+        return fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(0.1), stage=2, transforms=[keep])
+
+    forms = {name: slot.form for name, slot in made({"mine": own}).slots.items()}
+    assert forms["keep/mine"] == own
+    assert forms["keep/mean"] == fzero.Form()
+    assert forms["keep/seen"] == fzero.Form(leaves="number")
+    with pytest.raises(LayoutError, match=r"init made .* and slots= has \['least'\]"):
+        made({"least": own})

@@ -120,8 +120,9 @@ def transform(
 
     Args:
         name: of the transform: how it shows in a pipeline, and before the names of its slots.
-        slots: {slot: `fzero.Form`}; None: each slot of `init` is parallel to the leaves that learn,
-            placed as the optimizer's state, in fp32 or wider; a number is the same on all ranks.
+        slots: {slot: `fzero.Form`}. A slot of `init` that is not in it is parallel to the leaves
+            that learn, placed as the optimizer's state, in fp32 or wider; a number is the same on
+            all ranks.
         init: (params, ctx) -> {slot: {path: 1-D tensor} or a number}, before the first update.
         loss: (slots, value, ctx) -> value: what is differentiated in the place of the loss. Each
             call; slots are read only; what `grad_and_reduce` returns is the value before it.

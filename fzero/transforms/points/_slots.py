@@ -108,9 +108,8 @@ def begun_slots(state: TrainState, only: Sequence[str] | None = None) -> TrainSt
 
 
 def _names(one: Points, state: TrainState) -> list[str]:
-    if one.slots is not None:
-        return [f"{one.name}/{name}" for name, _ in one.slots]
-    return [name for name in state.slots if name.startswith(f"{one.name}/")]
+    declared = [f"{one.name}/{name}" for name, _ in one.slots or ()]
+    return [*declared, *(name for name in state.slots if name.startswith(f"{one.name}/"))]
 
 
 def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
@@ -140,12 +139,12 @@ def _as_slots(state: TrainState, one: Points, values: Any, *, whole: bool) -> di
     """Return what `init` has made as slots, checked."""
     if not isinstance(values, Mapping):
         raise _bad_init(one, f"returned a {type(values).__name__}")
-    forms = None if one.slots is None else dict(one.slots)
-    if forms is not None and set(forms) != set(values):
+    forms = dict(one.slots or ())
+    if not set(forms) <= set(values):
         raise _bad_init(one, f"made {sorted(values)}, and slots= has {sorted(forms)}")
     found = {}
     for name, value in values.items():
-        form = _form_of(value, whole=whole) if forms is None else forms[name]
+        form = forms[name] if name in forms else _form_of(value, whole=whole)
         found[f"{one.name}/{name}"] = _slot(state, one, name, form, value)
     return found
 
@@ -206,7 +205,7 @@ def _named(state: TrainState, one: Points, place: str, value: Any) -> dict[str, 
     for key, x in value.items():
         if not isinstance(x, Tensor):
             raise _bad_init(one, f"made a {type(x).__name__} for {place}[{key!r}]")
-    made = {key: _stored(state, _apart(x).clone()) for key, x in value.items()}
+    made = {key: _stored(state, _own(_apart(x))) for key, x in value.items()}
     if one.needs == "matrix":  # every rank knows every name
         for path in owned_paths(state.setup):
             made.setdefault(path, torch.zeros(0, device=state.device))
@@ -243,13 +242,18 @@ def _apart(x: Tensor) -> Tensor:
     return x if in_transform() or x.requires_grad else x.detach()
 
 
+def _own(x: Tensor) -> Tensor:
+    """Return a value in memory of its own, contiguous: it is saved, and moved, as bytes."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Tensor:
     if isinstance(value, bool | int | float):
         kind = {bool: torch.bool, int: torch.int64}.get(type(value), torch.float32)
         value = torch.tensor(value, dtype=kind)
     if not isinstance(value, Tensor):
         raise _bad_init(one, f"made a {type(value).__name__} for the number {one.name}/{name}")
-    return _apart(value).to(state.device, form.dtype or value.dtype, copy=True)
+    return _own(_apart(value).to(state.device, form.dtype or value.dtype))
 
 
 def _stored(state: TrainState, flat: Tensor) -> Tensor:
@@ -307,7 +311,9 @@ def put(
 def _with_value(state: TrainState, slot: Slot, before: Any, value: Any) -> Slot:
     if not isinstance(slot.value, Buffers):
         if isinstance(value, dict):
-            value = {key: _stored(state, x) for key, x in value.items()}
+            value = {key: _stored(state, _own(x)) for key, x in value.items()}
+        else:
+            value = _own(value)
         return dataclasses.replace(slot, value=value)
     flats = [to_device(x, state.device) for x in slot.value.flats]
     made = as_flats(_ranges(state.setup, slot), flats, before, value)

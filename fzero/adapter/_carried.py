@@ -36,6 +36,7 @@ class Loops:
         self._running = running
         self.open: Loop | None = None
         self._left = False  # one was left before its end, since gradients were thrown away
+        self._made: dict[int, int] = {}  # backwards of each logical rank since the update
         has = self._setup.logical is not None
         self.buffers = _Buffers(module, own) if has else None
 
@@ -51,7 +52,9 @@ class Loops:
         """Begin a loop."""
         self.require_none("engine.parts()")
         self.require_whole("engine.parts()")
-        self.open = Loop(self._running, self.buffers)
+        if not self._running.states[0].progress.backwards:
+            self._made.clear()
+        self.open = Loop(self._running, self.buffers, self._made)
         return self.open
 
     def end(self) -> None:
@@ -105,8 +108,8 @@ class Loops:
 class Loop:
     """One loop: which logical rank runs, and what they have brought."""
 
-    def __init__(self, running: Pass, buffers: _Buffers | None) -> None:
-        self._running, self._buffers = running, buffers
+    def __init__(self, running: Pass, buffers: _Buffers | None, made: dict[int, int]) -> None:
+        self._running, self._buffers, self._made = running, buffers, made
         self._first = running.states[0]
         setup = self._first.setup
         assert setup.logical is not None
@@ -136,13 +139,14 @@ class Loop:
     def _draw(self) -> None:
         """Set the generators for the next call."""
         self._drawn.close()
-        first = self._first
+        first, rank = self._first, self.ranks[self._place]
+        before = self._made.get(rank, first.progress.backwards)  # its own, on any number of ranks
         self._drawn.enter_context(
             generators_of(
                 self._logical.seed,
                 update=int(first.step),
-                call=first.progress.backwards + self._call,
-                logical_rank=self.ranks[self._place],
+                call=before + self._call,
+                logical_rank=rank,
                 device=first.device,
             )
         )
@@ -158,6 +162,9 @@ class Loop:
 
     def end(self) -> None:
         """The logical rank is done."""
+        rank = self.ranks[self._place]
+        before = self._made.get(rank, self._first.progress.backwards)
+        self._made[rank] = before + self._call
         self._most = max(self._most, self._call)
         self._exit()
         if self._buffers is not None:
@@ -185,10 +192,12 @@ class Loop:
             self._buffers.restore()
         if self._rows is None:
             return
-        calls, performer = self._most, self._running.performer
+        performer = self._running.performer
         name = f"the end of engine.parts() of engine {self._running.form.number}"
-        calls = max(code for (code,) in performer.call_with(name, lambda: [self._most]))
-        self._running.put(0, self._rows.made(calls))
+        rows = self._rows
+        heard = performer.call_with(name, lambda: [self._most, int(rows.weighted)])
+        calls, weighted = (max(some) for some in zip(*heard, strict=True))
+        self._running.put(0, rows.made(calls, weighted=bool(weighted)))
 
     def leave(self) -> None:
         """The loop was left."""

@@ -284,10 +284,17 @@ def _indices(bits: int) -> tuple[int, ...]:
 
 
 def _who(ranks: Sequence[int], bit: int) -> tuple[list[int], list[int]]:
-    """Return which ranks say so of their gradients, and which hold some and do not."""
+    """Return which ranks say so of their gradients, and which hold some and do not.
+
+    One that has made no backward, and has served those of others, has reduced them as its own.
+    """
     have = [rank for rank, flags in enumerate(ranks) if flags & bit]
-    lack = [rank for rank, flags in enumerate(ranks) if not flags & bit and flags >= _BACKWARDS]
+    lack = [rank for rank, flags in enumerate(ranks) if not flags & bit and _holds(flags)]
     return have, lack
+
+
+def _holds(flags: int) -> bool:
+    return flags >= _BACKWARDS or bool(flags & _REDUCED)
 
 
 def _dropped_by_some(held: Sequence[bool]) -> MismatchError:

@@ -34,6 +34,7 @@ from fzero.transforms.agree import agree
 from fzero.transforms.announcement import functional_of
 from fzero.transforms.generators import generators_of
 from fzero.transforms.receive import add_means, mean_of_nodes, part_of_update, waiting
+from fzero.transforms.weights import by_some
 
 Call = Callable[[int, Sequence[TrainState]], tuple[list[TrainState], Result]]
 """(which of this rank's logical ranks, states) -> the states with its gradient, its result."""
@@ -192,6 +193,8 @@ class Rows:
         self._rows: list[Sequence[Tensor]] = []
         self._slots: list[dict[str, Slot]] = []
         self._nonfinite, self._used = state.progress.nonfinite, state.progress.used
+        self.weighted = state.setup.reduction.weighted
+        self._unweighted = False  # whether a logical rank made calls without weights
         self._now = state.replace(slots=_common_slots(state))
 
     def view(self, place: int) -> TrainState:
@@ -239,6 +242,12 @@ class Rows:
 
     def end(self, place: int, made: TrainState) -> None:
         """A logical rank is done: keep what it leaves."""
+        weighted = made.setup.reduction.weighted
+        self.weighted = self.weighted or weighted
+        called = made.progress.backwards > self.state.progress.backwards
+        self._unweighted = self._unweighted or (called and not weighted)
+        if self.weighted and self._unweighted:
+            raise by_some("a logical rank", "another one")
         self._nonfinite = self._nonfinite or made.progress.nonfinite
         self._used |= made.progress.used
         self._slots.append(_own_slots(made))
@@ -258,10 +267,11 @@ class Rows:
         for rows, flat in zip(self._rows[0], flats, strict=True):
             rows[place] = flat
 
-    def made(self, calls: int) -> TrainState:
+    def made(self, calls: int, *, weighted: bool = False) -> TrainState:
         """Return the state that has all of it. A collective, unless it waits in a window.
 
-        calls: how many the logical rank made that made the most.
+        calls: how many the logical rank made that made the most. weighted: whether those of another
+        rank had weights: where all of this one made none, it goes by that.
         """
         state, now = self.state, self._now
         counted = dataclasses.replace(
@@ -271,8 +281,10 @@ class Rows:
             nonfinite=self._nonfinite,
             used=self._used,
         )
+        setup = dataclasses.replace(now.setup, policy=state.setup.policy)
+        weighted = self.weighted or (weighted and not self._unweighted)
         new = now.replace(
-            setup=dataclasses.replace(now.setup, policy=state.setup.policy),
+            setup=setup.with_weights(weighted) if weighted else setup,
             slots={**now.slots, **_joined_slots(self._slots)},
             progress=counted,
         )
@@ -425,10 +437,10 @@ def _slots_at(state: TrainState, place: int) -> dict[str, Slot]:
 
 
 def _joined_slots(slots: Sequence[dict[str, Slot]]) -> dict[str, Slot]:
-    found: dict[str, Slot] = {}
-    for name in dict.fromkeys(name for some in slots for name in some):
-        first = next(some[name] for some in slots if name in some)
-        zero = torch.zeros_like(first.value)
-        values = [some[name].value if name in some else zero for some in slots]
-        found[name] = dataclasses.replace(first, value=torch.stack(values))
-    return found
+    """Return the slots of all; one that has none, for it made no call, has zeros."""
+    joined: dict[str, Slot] = {}
+    for name, one in {name: one for some in slots for name, one in some.items()}.items():
+        zeros = dataclasses.replace(one, value=torch.zeros_like(one.value))
+        values = [some.get(name, zeros).value for some in slots]
+        joined[name] = dataclasses.replace(one, value=torch.stack(values))
+    return joined

@@ -91,9 +91,11 @@ def _facts(state: TrainState, at: At) -> list[str]:
     return [f"gradients {'with' if weighted else 'without'} weights"] if at == "pass" else []
 
 
-def _by_some(have: int, lack: int) -> MismatchError:
+def by_some(have: int | str, lack: int | str) -> MismatchError:
+    """Return the error of weights that some ranks have given, by their numbers or names."""
+    first, second = (f"rank {one}" if isinstance(one, int) else one for one in (have, lack))
     return MismatchError(
-        f"rank {have} holds gradients with weights, and rank {lack} holds gradients without.",
+        f"{first} holds gradients with weights, and {second} holds gradients without.",
         cause="weight= on some ranks only.",
         fix="give weight= to every call of an update, on every rank, or to none (0 is one).",
     )
@@ -335,7 +337,7 @@ WEIGHTS = Builtin(
     slots=(("total", FORM),),
     acts=lambda state: state.setup.reduction.weighted,
     facts=_facts,
-    flag=Flag(of=lambda state: state.setup.reduction.weighted, unlike=_by_some, heard=_weighted),
+    flag=Flag(of=lambda state: state.setup.reduction.weighted, unlike=by_some, heard=_weighted),
     called=_called,
     calls=_Weighing,
     decides=_decides,

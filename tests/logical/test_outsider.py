@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fzero
-from fzero.errors import AxisError, LayoutError
+from fzero.adapter import Engine
+from fzero.errors import AxisError, LayoutError, MismatchError
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -171,3 +172,48 @@ def test_one_logical_rank_has_the_bits_of_its_reduction(options: dict[str, Any])
     plain = run("plain")
     assert torch.equal(plain, run("offloaded"))
     assert torch.equal(plain, run("virtual"))
+
+
+@pytest.mark.parametrize("skips", [{0}, {3}, {0, 1}])
+def test_logical_ranks_without_a_backward_in_an_engine(skips: set[int]) -> None:
+    """Of a rank, all or the last may have none: the others' weights hold. Draws are its own."""
+    losses: dict[tuple[int, int], float] = {}
+
+    def run(stage: int, weighted: bool) -> Tensor:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
+        engine = Engine(module, fzero.optim.sgd(0.1), stage=stage, logical_ranks=4)
+        here = engine.state.setup.carried(engine.state.setup.axis.rank)
+        for loop in range(2):
+            for part in engine.parts(torch.ones(len(here), 3)):
+                rank = fzero.axis_index()
+                if rank in skips and (weighted or loop == 0):
+                    continue
+                loss = engine(part).square().sum()
+                engine.backward(loss, weight=1.0 + rank if weighted else None)
+                drawn = losses.setdefault((loop, rank), loss.item())
+                assert drawn == loss.item()
+        engine.step()
+        found = torch.cat([x.flatten() for x in fzero.full_params(engine.state).values()])
+        engine.close()
+        return found
+
+    for weighted in (True, False):
+        alone = run(0, weighted)
+        for ranks, stage in ((2, 2), (3, 3)):
+            moved = fzero.simulate(lambda s=stage, w=weighted: run(s, w), world_size=ranks)()
+            assert all(torch.equal(alone, one) for one in moved)
+    fzero.simulate(lambda: run(2, False), world_size=4)()  # draws the same losses
+    with pytest.raises(MismatchError, match=r"0 is one"):  # served without one, by another divisor
+        fzero.simulate(lambda: run(2, True), world_size=4)()
+
+
+def test_logical_ranks_with_and_without_a_weight() -> None:
+    module = nn.Linear(2, 1)
+    engine = Engine(module, fzero.optim.sgd(0.1), stage=2, logical_ranks=2)
+    with pytest.raises(MismatchError, match="a logical rank holds gradients with weights"):
+        for part in engine.parts(torch.ones(2, 2)):
+            weight = 2.0 if fzero.axis_index() else None
+            engine.backward(engine(part).sum(), weight=weight)
+    engine.zero_grad()
+    engine.close()

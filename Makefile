@@ -4,7 +4,8 @@
 #   make test                      lint, types, tests, doctests, notebooks
 #   make train ARGS="--steps 50"   the demo job of examples/train, in one process
 #   make train RANKS=2 ARGS="--stage 3"   the same under torchrun
-#   make train RANKS=2 RESTARTS=3 ARGS="--mirror 10"   goes on from memory after a rank died
+#   make train RANKS=4 RESTARTS=3 ARGS="--mirror 10"   a rank that dies takes its machine with it:
+#                                  goes on with the others from memory, and then with all again
 #   make lint | nightly | notebooks | bench
 #   make docs                      the site, into docs/_build/html; warnings are errors
 #   make test-gpu                  tests/gpu; skipped where there is no GPU
@@ -85,7 +86,7 @@ docs: $(VENV)/.installed-docs
 	@echo "The site is in docs/_build/html: open docs/_build/html/index.html."
 
 train: $(VENV)/.installed-train
-	$(BIN)/$(if $(RANKS),torchrun --standalone --nproc-per-node $(RANKS) --max-restarts $(or $(RESTARTS),0),python) examples/train $(ARGS)
+	$(BIN)/$(if $(RESTARTS),python examples/train/machines.py --ranks $(or $(RANKS),1) --restarts $(RESTARTS) --,$(if $(RANKS),torchrun --standalone --nproc-per-node $(RANKS),python) examples/train) $(ARGS)
 
 bench: $(VENV)/.installed-bench
 	DS_ACCELERATOR=cpu $(BIN)/python benchmarks/bench_step.py $(ARGS)

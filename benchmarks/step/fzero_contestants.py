@@ -34,15 +34,18 @@ def build(
     safe: Sequence[type[nn.Module]] | None = None,
     away: Sequence[str] = (),
     compiled: bool = False,
+    logical: bool = False,
 ) -> Step:
     """One donated, sharded step, computed in `dtype`; the parts of the state in `away` on disk.
 
-    Parameters of the modules that are `safe` cross ranks in `dtype`; None is fzero's default.
+    Parameters of the modules that are `safe` cross ranks in `dtype`; None is fzero's default. With
+    `logical` each batch of each rank is that of a logical rank, in one call.
     """
     apply, params = fzero.functionalize(setup.task.module())
+    shares = 1 if logical else setup.task.backwards
 
     def loss_fn(params: Any, batch: Batch) -> Tensor:
-        return apply(params, *batch) / setup.task.backwards
+        return apply(params, *batch) / shares
 
     def step_fn(state: Any, batches: list[Batch]) -> tuple[Any, Tensor]:
         losses = []
@@ -55,18 +58,28 @@ def build(
     low = fzero.autocast(step_fn, dtype=dtype, lower_precision_safe_modules=safe)
     low = fzero.offload(low, **on_disk, folder=tempfile.gettempdir())
     inner = fzero.coalesce(low, backwards=setup.task.backwards) if coalesce else low
+    places: dict[str, Any] = {}
+    if logical:
+        places = {"logical_ranks": setup.mesh.size() * setup.task.backwards}
     train_step = fzero.shard(
-        inner, stage=stage, donate=True, reshard_after_forward=reshard_after_forward
+        inner, stage=stage, donate=True, reshard_after_forward=reshard_after_forward, **places
     )
     train_step = fzero.compile(train_step) if compiled else train_step
     options = {key: ADAMW[key] for key in ("betas", "eps", "weight_decay")}
     held = [train_step.init(params, fzero.optim.adamw(ADAMW["lr"], **options))]
 
     def step(batches: list[Batch]) -> Tensor:
+        if logical:
+            batches = [batches[0] if len(batches) == 1 else _joined(batches)]
         held[0], loss = train_step(held[0], batches)
         return loss
 
     return step
+
+
+def _joined(batches: list[Batch]) -> Batch:
+    xs, ys = zip(*batches, strict=True)
+    return torch.cat(xs), torch.cat(ys)
 
 
 def fzero_contestants(task: Task) -> list[Contestant]:
@@ -86,6 +99,7 @@ def _at_once() -> list[Row]:
     for stage in range(4):
         at = {"stage": stage}
         rows.append((f"fzero{stage}", str(stage), True, at))
+        rows.append((f"fzero{stage}_logical", str(stage), True, at | {"logical": True}))
         if stage in AWAY:
             rows.append((f"fzero{stage}_disk", str(stage), True, at | {"away": AWAY[stage]}))
             low = at | {"dtype": torch.bfloat16}
@@ -104,6 +118,8 @@ def _in_a_window() -> list[Row]:
         rows.append((f"fzero{stage}", str(stage), False, {"stage": stage}))
         coalesced = {"stage": stage, "coalesce": True}
         rows.append((f"fzero{stage}_coal", str(stage), True, coalesced))
+        logical = {"stage": stage, "logical": True}
+        rows.append((f"fzero{stage}_logical", str(stage), True, logical))
     kept = {"stage": 3, "reshard_after_forward": False}
     window = {"stage": 3, "coalesce": True, "reshard_after_forward": "window"}
     rows.append(("fzero3_keep", "3 keep", False, kept))

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fzero import LayoutError
+from train.machines import LAUNCH
 from train.saving import is_there
 
 CLAIM = "run"
@@ -23,13 +24,15 @@ CLAIM = "run"
 def launch_of(environ: Mapping[str, str]) -> str:
     """Name the launch of this process: the same after a restart; "" without a launcher.
 
-    Launches that were given the same id, or none, differ by their agent, which is the parent of
-    the ranks.
+    A launch on several machines has a name in its environment (`train.machines`). Of others, those
+    that were given the same id, or none, differ by their agent, which is the parent of the ranks.
 
     Example:
         >>> launch_of({})
         ''
     """
+    if LAUNCH in environ:
+        return environ[LAUNCH]
     run = environ.get("TORCHELASTIC_RUN_ID")
     return "" if run is None else f"{run} {socket.gethostname()} {os.getppid()}"
 
@@ -37,9 +40,10 @@ def launch_of(environ: Mapping[str, str]) -> str:
 def begun_before(folders: Iterable[Path], environ: Mapping[str, str]) -> Path | None:
     """Return that of `folders` in which this launch, which was restarted, has begun a run.
 
-    None if the launch was not restarted, or has begun a run in none of them.
+    None if the launch was not restarted, or has begun a run in none of them. On several machines
+    the agent of this rank may be a new one, which has restarted nothing.
     """
-    if environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+    if LAUNCH not in environ and environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     files = (folder / CLAIM for folder in folders)
     mine = (file for file in files if is_there(file) and file.read_text() == launch_of(environ))

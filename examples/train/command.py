@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 import fzero
+from train.machines import LAUNCH
 from train.settings import add_options
 from train.stop import exit_code
 from train.train import train
@@ -36,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; return its exit code: 0, 2 after an error, 128 + signal when stopped."""
-    launched = dist.is_torchelastic_launched()
+    launched = dist.is_torchelastic_launched() and LAUNCH not in os.environ
     try:
         return exit_code(train(vars(make_parser().parse_args(argv))), launched=launched)
     except fzero.FzeroError as error:

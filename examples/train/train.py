@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from fzero.data import Order
 from train.again import resume_command
 from train.claim import begun_before, claimed
 from train.finish import finish
+from train.machines import memory_of
 from train.progress import Progress
 from train.ranks import any_rank, any_signal, by_first, everyones
 from train.saving import (
@@ -39,6 +41,8 @@ from train.saving import (
 from train.settings import changed_course, resolve, saved_form
 from train.step import Job, Params, make_batches, make_job, make_optimizer
 from train.stop import say_last, stop_signals
+
+STOPPED_TOO_S = 60  # on several machines an agent looks for a machine that comes back in less
 
 
 def train(given: dict[str, Any]) -> int:
@@ -86,7 +90,8 @@ def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[s
     numel = sum(each.numel() for each in params.values())
     state = job.step.init(params, make_optimizer(job.settings))
     with ExitStack() as until_saved, stop_signals() as received:  # a save that began is finished
-        mirror = Mirror(every=output.mirror) if output.mirror else None
+        memory = memory_of(os.environ)
+        mirror = Mirror(memory, every=output.mirror) if output.mirror else None
         if mirror is not None:
             until_saved.enter_context(mirror)
         state, losses, order = _go_on(job, state, folder, facts, mirror)
@@ -107,6 +112,8 @@ def _run(job: Job, params: Params, out: Path, folder: Path | None, facts: dict[s
             lines = finish(job, state, losses, curve=curve, received=received, note=note)
     if lines is None:
         _say_how_to_continue(job, len(losses), folder, out)
+        if memory is not None and not received:
+            time.sleep(STOPPED_TOO_S)  # to end before the agent's signal would be a success
         return received[0] if received else 0
     _say(*lines)
     return 0

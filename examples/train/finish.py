@@ -113,7 +113,7 @@ def _sample(job: Job, params: Params, received: Sequence[int]) -> str | None:
         prompt,
         count=job.settings.output.sample_bytes,
         context=job.context,
-        seed=job.settings.course.seed,
+        seed=job.settings.kind.seed,
         ended=lambda: bool(received),
     )
     if received:

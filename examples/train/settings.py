@@ -32,6 +32,13 @@ class Kind:
     model: GPTConfig = field(default_factory=GPTConfig)
     dtype: str = option("float32", "of parameters ({})", choices=("float32", "bfloat16"))
     optimizer: str = option("adamw", "({})", choices=tuple(DEFAULT_LR))
+    logical_ranks: int = option(
+        8,
+        "ranks that the run is written for; any number of ranks up to it carries them, and "
+        "computes the same bits ({})",
+        **COUNT,
+    )
+    seed: int = option(0, "of model, data and random numbers ({})", **WHOLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +46,6 @@ class Course:
     """What decides the numbers of a run; a resumed run that changes it continues inexactly."""
 
     steps: int = option(400, "optimizer steps in all ({})", **COUNT)
-    logical_ranks: int = option(
-        8,
-        "ranks that the run is written for; any number of ranks up to it carries them, and "
-        "computes the same bits ({})",
-        **COUNT,
-    )
     global_batch: int = option(
         8,
         "sequences in one optimizer step over all logical ranks and backward passes; each pass of "
@@ -54,7 +55,6 @@ class Course:
     lr: float = option(DEFAULT_LR["adamw"], f"peak learning rate ({_RATES})", **POSITIVE)
     warmup: int = option(20, "steps of linear warm-up ({})", **WHOLE)
     clip: float = option(1.0, "gradient norm bound, 0: none ({})", **SIZE)
-    seed: int = option(0, "of model, data and random numbers ({})", **WHOLE)
     threads: int = option(
         1, "of each rank on the CPU, which split the sums inside of a kernel ({})", **COUNT
     )
@@ -159,10 +159,11 @@ def resolve(given: dict[str, Any], saved: dict[str, Any] | None = None) -> Setti
     saved = saved or {"kind": {}, "course": {}, "split": {}}
     for name, value in saved["kind"].items():
         if given.get(name, value) != value:
+            option_name = f"--{name.replace('_', '-')}"
             raise LayoutError(
-                f"--{name} {given[name]}: the run that is resumed has {value}.",
-                cause="another model or optimizer was meant, or the wrong --resume.",
-                fix=f"leave --{name} out, or start a new run without --resume.",
+                f"{option_name} {given[name]}: the run that is resumed has {value}.",
+                cause="another model, optimizer or seed was meant, or the wrong --resume.",
+                fix=f"leave {option_name} out, or start a new run without --resume.",
             )
     merged = {**saved["kind"], **saved["course"], **saved["split"], **given}
     if "lr" not in merged and "optimizer" in merged:
@@ -179,8 +180,8 @@ def changed_course(settings: Settings, saved: dict[str, Any]) -> list[str]:
     """Say which settings make a resumed run another one than the saved run would have been.
 
     Example:
-        >>> changed_course(Settings(), {"course": {"seed": 3, "steps": 400}})
-        ['--seed 3 -> 0']
+        >>> changed_course(Settings(), {"course": {"steps": 400, "warmup": 3}})
+        ['--warmup 3 -> 20']
     """
     now = dataclasses.asdict(settings.course)
     return [
@@ -191,7 +192,7 @@ def changed_course(settings: Settings, saved: dict[str, Any]) -> list[str]:
 
 
 _GROUPS = {
-    "model (a resumed run keeps it)": (GPTConfig, Kind),
+    "model and run (a resumed run keeps it)": (GPTConfig, Kind),
     "course (decides the numbers; kept by --resume)": (Course,),
     "split (how ranks share a step; free to change)": (Split,),
     "input and output": (Output,),

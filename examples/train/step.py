@@ -56,11 +56,11 @@ def make_job(settings: Settings) -> tuple[Job, Params]:
     corpus = read_corpus(root, cap_bytes=int(course.text_mb * 1e6))
     same = [*map(str, saved_form(settings).items()), f"text {corpus.sha256}"]
     require_same(same, what="the options and the text")
-    order = make_order(corpus.train, course, settings.split, context=context)
+    order = make_order(corpus.train, settings)
     order.carried()  # refuses more ranks than logical ranks
     even_windows(corpus.valid, context=context, count=1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    apply, params = make_model(settings.kind, seed=course.seed, device=device)
+    apply, params = make_model(settings.kind, device=device)
     job = Job(
         settings=settings,
         corpus=corpus,
@@ -72,9 +72,9 @@ def make_job(settings: Settings) -> tuple[Job, Params]:
     return job, params
 
 
-def make_model(kind: Kind, *, seed: int, device: torch.device) -> tuple[Apply, Params]:
+def make_model(kind: Kind, *, device: torch.device) -> tuple[Apply, Params]:
     """Return `(apply, params)` of the GPT, drawn on the CPU so that every device starts alike."""
-    torch.manual_seed(seed)
+    torch.manual_seed(kind.seed)
     module = GPT(kind.model).to(device=device, dtype=getattr(torch, kind.dtype))
     return fzero.functionalize(module)
 
@@ -87,7 +87,7 @@ def make_step(settings: Settings, apply: Apply) -> Any:
     byte. It raises `NonFiniteError`, on every rank, before it updates from a loss or a gradient
     that is not finite.
     """
-    course, split = settings.course, settings.split
+    kind, split = settings.kind, settings.split
 
     def loss_fn(params: Params, batch: Tensor) -> Tensor:
         # The gradients of several calls add up, so each call is its share of the mean.
@@ -101,14 +101,14 @@ def make_step(settings: Settings, apply: Apply) -> Any:
         return fzero.apply_gradients(state), torch.stack(losses).sum()
 
     step = fzero.accumulate(fzero.check_finite(step_fn), steps=split.accumulate)
-    step = fzero.clip(step, max_norm=course.clip or None)
+    step = fzero.clip(step, max_norm=settings.course.clip or None)
     step = fzero.coalesce(step) if split.coalesce else step
     return fzero.shard(
         step,
         stage=split.stage,
         donate=True,
-        logical_ranks=course.logical_ranks,
-        seed=course.seed,
+        logical_ranks=kind.logical_ranks,
+        seed=kind.seed,
     )
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fzero import LayoutError
 from fzero.data import Order
-from train.settings import Course, Split
+from train.settings import Settings
 
 
-def make_order(text: Tensor, course: Course, split: Split, *, context: int) -> Order:
+def make_order(text: Tensor, settings: Settings) -> Order:
     """Return the order of the windows of `text`, at its first batch.
 
     Raises:
@@ -23,18 +23,18 @@ def make_order(text: Tensor, course: Course, split: Split, *, context: int) -> O
             holds no batch.
 
     Example:
-        >>> text = torch.zeros(100, dtype=torch.uint8)
-        >>> order = make_order(text, Course(logical_ranks=4), Split(), context=20)
-        >>> order.length, order.batch_size
-        (80, 2)
+        >>> order = make_order(torch.zeros(200, dtype=torch.uint8), Settings())
+        >>> order.length, order.batch_size, order.logical_ranks
+        (72, 1, 8)
     """
+    kind, context = settings.kind, settings.kind.model.context
     _require_window(text.numel(), context)
-    _require_even(course, split)
+    _require_even(settings)
     return Order(
         text.numel() - context,
-        batch_size=course.global_batch // course.logical_ranks,
-        logical_ranks=course.logical_ranks,
-        seed=course.seed,
+        batch_size=settings.course.global_batch // kind.logical_ranks,
+        logical_ranks=kind.logical_ranks,
+        seed=kind.seed,
     )
 
 
@@ -79,14 +79,15 @@ def even_windows(text: Tensor, *, context: int, count: int) -> Tensor:
     return windows(text, starts, context=context)
 
 
-def _require_even(course: Course, split: Split) -> None:
-    parts = course.logical_ranks * split.passes
-    if course.global_batch % parts:
-        below = course.global_batch // parts * parts
+def _require_even(settings: Settings) -> None:
+    logical_ranks, passes = settings.kind.logical_ranks, settings.split.passes
+    global_batch, parts = settings.course.global_batch, logical_ranks * passes
+    if global_batch % parts:
+        below = global_batch // parts * parts
         near = f"{below} or {below + parts}" if below else f"{parts}"
         raise LayoutError(
-            f"--global-batch {course.global_batch} cannot be split evenly: {course.logical_ranks} "
-            f"logical rank(s) with {split.passes} backward pass(es) each make {parts} parts.",
+            f"--global-batch {global_batch} cannot be split evenly: {logical_ranks} "
+            f"logical rank(s) with {passes} backward pass(es) each make {parts} parts.",
             cause="--logical-ranks, --micro-batches or --accumulate was changed.",
             fix=f"--global-batch {near}, or fewer logical ranks or passes.",
         )

@@ -222,7 +222,7 @@ def _headline(job: Job, state: fzero.TrainState, numel: int) -> list[str]:
     return [
         f"GPT of {numel / 1e6:.2f} M parameters, {model.layers} layers x {model.width}, "
         f"{settings.kind.dtype}, on {fzero.axis_size()} rank(s), {job.device.type}",
-        f"{settings.course.logical_ranks} logical ranks, {settings.course.threads} thread(s) each: "
+        f"{settings.kind.logical_ranks} logical ranks, {settings.course.threads} thread(s) each: "
         "the same bits on any number of ranks up to that",
         f"text: {corpus.train.numel() / 1e6:.2f} MB of {corpus.files} files, and "
         f"{corpus.valid.numel() / 1e6:.2f} MB of other files held out",

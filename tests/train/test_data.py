@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fzero.data import Order
 from fzero.errors import LayoutError
 from fzero.state.logical import carried
-from train.settings import Course, Split
+from train.settings import resolve
 from train.stream import even_windows, make_order, micro_batches, windows
 from train.text import HELD_OUT, SKIPPED, read_corpus
 
@@ -30,9 +30,9 @@ def test_logical_ranks_get_the_same_windows_on_any_number_of_ranks_in_any_number
     logical_ranks: int, micro: int, accumulate: int, position: int, seed: int
 ) -> None:
     text = torch.randint(0, 256, (5000,), dtype=torch.uint8)
-    course = Course(logical_ranks=logical_ranks, global_batch=36 * 2, seed=seed)
-    split = Split(micro_batches=micro, accumulate=accumulate)
-    order = make_order(text, course, split, context=16)
+    given = {"logical_ranks": logical_ranks, "global_batch": 72, "seed": seed, "context": 16}
+    settings = resolve({**given, "micro_batches": micro, "accumulate": accumulate})
+    order = make_order(text, settings)
     order = dataclasses.replace(order, position=position)
 
     ids = torch.tensor(order.parts(range(logical_ranks)))  # [logical_ranks, batch_size]
@@ -61,15 +61,15 @@ def test_a_window_is_the_bytes_and_the_next_byte() -> None:
 def test_a_batch_that_cannot_be_split_is_refused_by_name(
     logical_ranks: int, micro: int, near: str
 ) -> None:
-    course, split = Course(logical_ranks=logical_ranks), Split(micro_batches=micro)
+    settings = resolve({"logical_ranks": logical_ranks, "micro_batches": micro, "context": 8})
     message = rf"(?s)--global-batch 8 .*{logical_ranks} logical .*Fix: --global-batch {near},"
     with pytest.raises(LayoutError, match=message):
-        make_order(torch.zeros(100), course, split, context=8)
+        make_order(torch.zeros(100), settings)
 
 
 def test_a_text_shorter_than_a_window_is_refused() -> None:
     for call in (
-        lambda: make_order(torch.zeros(8), Course(), Split(), context=8),
+        lambda: make_order(torch.zeros(8), resolve({"context": 8})),
         lambda: even_windows(torch.zeros(8), context=8, count=1),
     ):
         with pytest.raises(LayoutError, match=r"(?s)8 bytes hold no window of 8 \+ 1"):
@@ -77,7 +77,7 @@ def test_a_text_shorter_than_a_window_is_refused() -> None:
 
 
 def test_every_window_is_in_an_order() -> None:
-    order = make_order(torch.zeros(25), Course(global_batch=16), Split(), context=9)
+    order = make_order(torch.zeros(25), resolve({"global_batch": 16, "context": 9}))
     ids, after = order.next(range(8))
     assert sorted(ids) == [*range(16)] and after.epoch == 1
 

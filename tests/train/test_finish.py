@@ -35,7 +35,7 @@ def test_validation_is_the_mean_over_all_windows_once(
 ) -> None:
     settings = resolve(small(tmp_path))
     job, _ = make_job(settings)
-    torch.manual_seed(settings.course.seed)
+    torch.manual_seed(settings.kind.seed)
     held = even_windows(job.corpus.valid, context=16, count=count).long()
     logits = GPT(settings.kind.model)(held[:, :-1])
     want = F.cross_entropy(logits.flatten(0, 1), held[:, 1:].flatten()).item()

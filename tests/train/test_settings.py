@@ -95,8 +95,9 @@ def test_a_resumed_run_keeps_what_was_saved_and_says_what_it_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("width", 512), ("optimizer", "sgd"), ("dtype", "bfloat16")]
+    ("name", "value"), [("width", 512), ("optimizer", "sgd"), ("seed", 1), ("logical_ranks", 4)]
 )
-def test_a_resumed_run_cannot_become_another_model(name: str, value: Any) -> None:
-    with pytest.raises(LayoutError, match=rf"(?s)--{name} {value}: .*Fix: leave --{name} out"):
+def test_a_resumed_run_cannot_become_another_one(name: str, value: Any) -> None:
+    option = f"--{name.replace('_', '-')}"
+    with pytest.raises(LayoutError, match=rf"(?s){option} {value}: .*Fix: leave {option} out"):
         resolve({name: value}, saved())

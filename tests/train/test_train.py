@@ -201,9 +201,9 @@ def test_a_run_continues_on_another_number_of_ranks_bit_for_bit(tmp_path: Path) 
 
 def test_a_changed_course_goes_on_with_the_next_batch_of_another_order(tmp_path: Path) -> None:
     train(small(tmp_path, steps=2))
-    train(small(tmp_path, resume=tmp_path, steps=3, global_batch=16, seed=1))
+    train(small(tmp_path, resume=tmp_path, steps=3, global_batch=16))
     saved = read_facts(find_checkpoint(tmp_path))["order"]
-    assert (saved["position"], saved["batch_size"], saved["seed"]) == (3, 2, 1)
+    assert (saved["position"], saved["batch_size"]) == (3, 2)
 
 
 @pytest.mark.xdist_group("gloo")

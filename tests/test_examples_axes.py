@@ -153,6 +153,19 @@ def test_on_processes(ranks: int) -> None:
         assert f"along {AXIS[name]!r}, on {ranks} rank(s)" in said
 
 
-@pytest.mark.parametrize("name", AXIS)
+def states_on_a_rank(rank: int, world_size: int) -> list[str]:
+    return [run(f"moe_states.py {of}") for of in ("--experts 2 --stage 3", "--stage 2")]
+
+
+@pytest.mark.xdist_group("gloo")
+def test_experts_as_states_on_an_axis() -> None:
+    """Three updates, alone and on four processes, as 2 x 2 and as 1 x 4."""
+    require_claims("moe_states.py", run("moe_states.py"), ranks=1)
+    for said, places in zip(run_ranks(states_on_a_rank, 4)[0], (2, 4), strict=True):
+        require_claims("moe_states.py", said, ranks=4)
+        assert f"{places} place(s) along 'expert', on 4 rank(s)" in said
+
+
+@pytest.mark.parametrize("name", [*AXIS, "moe_states"])
 def test_each_is_shorter_than_100_lines(name: str) -> None:
     assert len((FOLDER / f"{name}.py").read_text(encoding="utf-8").splitlines()) < 100

@@ -28,7 +28,7 @@ from fzero.adapter.setup import OLDER, options_of, planned, scale_of
 from fzero.context.modes import explains_inference
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import EngineOptions, documents, takes
-from fzero.ranks.mesh import Axis, MeshLike
+from fzero.ranks.mesh import Axis, MeshLike, refuse_part
 from fzero.state import HookState, TrainState, progress
 from fzero.state.call import Weight
 from fzero.transforms.outer import mesh_for
@@ -98,6 +98,7 @@ class Engine(_as_module.NamesOfModule):
     ) -> None:
         self.options = options_of(options)
         local = self.options.local
+        refuse_part(options.get("mesh"), "Engine")
         axis = mesh_for(options.get("mesh"), local)
         setup = planned(module, optimizer, stage, axis, self.options)
         self.module = module

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fzero.checkpoint.everywhere import Ranks, everywhere
 from fzero.context.here import current_ranks
 from fzero.errors import AxisError, FzeroError, LayoutError
-from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_of, world
+from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_of, refuse_part, world
 
 T = TypeVar("T")
 
@@ -53,6 +53,7 @@ def between(old: Axis | None, mesh: MeshLike) -> Between:
 
     Raises `AxisError` unless one mesh has all ranks of the other; on all ranks of the new one.
     """
+    refuse_part(mesh, "reshard")
     if mesh is None:
         if old is None:
             raise LayoutError(

@@ -16,7 +16,7 @@ from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.machine.offload import to_device, wait_for_copies
 from fzero.machine.packing import unpack
 from fzero.machine.parts import gather_parts
-from fzero.ranks.mesh import Axis, Runtime
+from fzero.ranks.mesh import Axis, Runtime, refuse_part
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.stacked import stack_ranks
@@ -63,6 +63,7 @@ def held_by(name: str, thing: Any, *, apart: bool = False) -> Held:
     """
     state, engine = _state_of(name, thing)
     axis = state.mesh
+    refuse_part(axis, name)
     if trains_apart(state) and not apart:
         raise LayoutError(
             f"{name}: a state with local updates.",

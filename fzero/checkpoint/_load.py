@@ -16,6 +16,7 @@ from fzero.checkpoint._complete import completed
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pieces import TensorPiece
+from fzero.checkpoint._places import folder_to_read, in_each_place, is_in_places
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import NewState, room_for, warn_of
 from fzero.checkpoint.disk import read_text
@@ -72,6 +73,10 @@ def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
     that did not save, they stay. A state with a loss scale that adapts itself goes on with the
     saved one, within the bounds of its own policy, and begins anew if none was saved; a state
     without one stays without.
+
+    Of a state on a part of a mesh each place reads its own folder in `path`, as `save` has named
+    it. On a mesh of another size along the other axes, give the path of a place: `load(folder /
+    "expert=2of4", state)`, into one state for each of those that a rank shall have.
 
     Everything is checked before a value is read: the manifest field by field, names, shapes,
     dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Frozen
@@ -133,6 +138,8 @@ def load_with_extra(
         {'samples_seen': 1024}
     """
     wait_for_earlier(raises=False)
+    if is_in_places(state):
+        return _from_places(path, state, rng=rng)
     held = held_by("load", state, apart=True)
     ranks = held.processes
     where = path_everywhere(ranks, "load", path)
@@ -164,6 +171,17 @@ def load_with_extra(
     if is_state:
         returned(made)
     return made, saved.extra
+
+
+def _from_places(path: PathLike, state: Any, *, rng: bool) -> tuple[Any, dict[str, Any]]:
+    extra: dict[str, Any] = {}
+
+    def read(place: str, one: TrainState) -> TrainState:
+        made, found = load_with_extra(folder_to_read(path, place), one, rng=rng)
+        extra.update(found)
+        return made
+
+    return in_each_place("load", state, read), extra
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from fzero.checkpoint._held import held_by
 from fzero.checkpoint.moving import first_on_old, held_here, moved, moved_stack
 from fzero.context.modes import for_training, in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.ranks.mesh import Axis, MeshLike, Runtime
+from fzero.ranks.mesh import Axis, MeshLike, Runtime, refuse_part
 from fzero.state import TrainState
 from fzero.state.alive import require_not_donated
 from fzero.transforms import simulate
@@ -70,6 +70,7 @@ def reshard(
             cause="an engine, parameters, or a pytree of states.",
             fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
         )
+    refuse_part(None if state is None else state.mesh, "reshard")
     if state is None or tuple(state.step.shape) != (state.mesh.size,):
         new = for_training(_of_process, state, stage, mesh)
     else:

@@ -16,6 +16,7 @@ from fzero.checkpoint._behind import AsyncSave, group_beside, start_thread, wait
 from fzero.checkpoint._folders import (
     CHECKPOINT,
     PathLike,
+    as_path,
     digest_of_file,
     kept,
     make_folder,
@@ -25,6 +26,7 @@ from fzero.checkpoint._folders import (
 from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._kept import pieces_of_rank
 from fzero.checkpoint._pieces import TensorPiece
+from fzero.checkpoint._places import in_each_place, is_in_places
 from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.checkpoint.disk import sync, sync_files
@@ -84,6 +86,9 @@ def save(
 
     With virtual ranks, save the stacked state, outside `fzero.simulate`.
 
+    A state on a part of a mesh (`fzero.Mesh.__getitem__`) has other values at each place along the
+    other axes. Each place has a folder of its own in `path`, "expert=1of4", which is a checkpoint.
+
     Args:
         path: a folder, which is made if it is not there; other files in it stay.
         state: one state or engine, idle: no gradient is held.
@@ -112,8 +117,19 @@ def save(
         >>> folder.cleanup()
     """
     wait_for_earlier()
-    where, held = _place(path, state)
-    write_draft(draft_of(held, extra, rng=rng, frozen=frozen, copies=False), where)
+
+    def write(path: PathLike, state: TrainState | Driven) -> None:
+        where, held = _place(path, state)
+        write_draft(draft_of(held, extra, rng=rng, frozen=frozen, copies=False), where)
+
+    if not is_in_places(state):
+        return write(path, state)
+
+    def write_place(place: str, one: TrainState) -> TrainState:
+        write(as_path("save", path) / place, one)
+        return one
+
+    in_each_place("save", state, write_place)
 
 
 def save_async(

@@ -53,6 +53,10 @@ class Party(Protocol):
         ...
 
 
+_BY = "_fzero_raised_by"
+"""Of an error, the performer that raised it: a loss may have states on several sets of ranks."""
+
+
 class Performer:
     """The protocol of one rank on an axis, and the parties that perform its effects."""
 
@@ -127,9 +131,15 @@ class Performer:
                 answer = self._perform(todo.popleft())
                 if answer is not None:
                     self._advance(answer, todo)
-        except BaseException:
+        except BaseException as error:
             self._advance(Broke(tuple(todo)), todo)
+            if not hasattr(error, _BY):
+                setattr(error, _BY, self)
             raise
+
+    def knows(self, error: BaseException) -> bool:
+        """Whether all of these ranks have an error: not one that other ranks have made known."""
+        return isinstance(error, AxisError) and getattr(error, _BY, self) is self
 
     def _advance(self, event: Event, todo: deque[Effect]) -> None:
         before = self.protocol.running

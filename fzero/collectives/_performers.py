@@ -105,7 +105,8 @@ def before_collective(axis: Axis, call: UserCall | None = None) -> None:
         performer.drop_raised()
         for number in performer.protocol.running:
             for_training(performer.send, SyncPoint(number, codes))
-            if performer.protocol.models[number].units.gathers:
+            gathers = performer.protocol.models[number].units.gathers
+            if gathers and performer.axis.size == whole.size:
                 met = performer
     if call is None or not codes:
         return
@@ -137,13 +138,13 @@ def rows_of_ranks(what: str, row: Sequence[int], axis: Axis) -> list[list[int]]:
 
 
 def _in_a_pass(whole: Axis) -> list[Performer]:
-    """The performers of these ranks that may be in a pass."""
+    """The performers of these ranks, or of some of them, that may be in a pass."""
     here = current_ranks()
     if here is not None:
         return [one for one in here.kept.values() if isinstance(one, Performer)]
     running = [place for place, one in _OPEN.items() if one.protocol.running]
-    ours = _ranks_of(whole) if running else ()
-    return [_OPEN[place] for place in running if place[0] == ours]
+    ours = set(_ranks_of(whole) if running else ())
+    return [_OPEN[place] for place in running if ours.issuperset(place[0])]
 
 
 def _go_together(heard: Sequence[tuple[int, ...]], axis: Axis) -> bool:

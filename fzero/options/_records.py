@@ -71,7 +71,8 @@ class PlaceOptions:
         None,
         "default the world (what torchrun started; else one rank); named axes of it, "
         '{"data": 2, "seq": 4}, or an fzero.Mesh; a DeviceMesh of one dim, or of two, (replicate, '
-        "shard); or their sizes (R, S), R S being the world's.",
+        "shard); or their sizes (R, S), R S being the world's. Of `init` and `shard` also a pytree "
+        "of such.",
         axis="meshes",
     )
 

@@ -52,6 +52,8 @@ class Axis:
         named: of a mesh of named axes, the name and the size of each, the last one fastest.
         whole: of a part, the axis of all ranks.
         stride: of a part, how far its ranks are apart on the whole.
+        mesh: of a part that states are on (`Mesh.__getitem__`), all ranks of its mesh by name: the
+            mean of a loss is over those.
 
     Raises:
         AxisError: for fewer than one rank, for several that nothing connects, for a number of
@@ -71,6 +73,7 @@ class Axis:
     whole: Axis | None = None
     stride: int = 1
     named: tuple[tuple[str, int], ...] = ()
+    mesh: Axis | None = None
 
     def __post_init__(self) -> None:
         """Refuse a number of ranks that cannot be."""
@@ -104,6 +107,39 @@ class Axis:
                 "with `step.init` for this world; differentiate inside the function.",
             )
         return ranks.rank
+
+    @property
+    def place(self) -> str:
+        """Where this rank is along the axes of the mesh that a part does not have: "expert=1of2".
+
+        "" for what is no part.
+
+        Example:
+            >>> import fzero
+            >>> experts = fzero.Mesh({"data": 2, "expert": 2})["data"]
+            >>> def in_second():
+            ...     return experts.axis.place == "expert=1of2"
+            >>> fzero.simulate(in_second, world_size=4)()
+            tensor([False,  True, False,  True])
+        """
+        return "" if self.mesh is None else self.place_of(self.mesh.rank)
+
+    def place_of(self, rank: int) -> str:
+        """Return where a rank of the mesh is along the axes that this part does not have."""
+        own, found = {self.name, *dict(self.named)}, list[str]()
+        for name, size in reversed(() if self.mesh is None else self.mesh.named):
+            rank, at = divmod(rank, size)
+            found += [] if name in own else [f"{name}={at}of{size}"]
+        return ",".join(reversed(found))
+
+    def joined(self, names: Sequence[str]) -> Axis:
+        """Return the part of some named axes that follow each other, which knows its mesh."""
+        order = [name for name, _ in self.named]
+        begin, end = order.index(names[0]), order.index(names[-1]) + 1
+        kept, behind = self.named[begin:end], self.named[end:]
+        size, stride = (math.prod(n for _, n in some) for some in (kept, behind))
+        part = self._part("_".join(names), size, stride)
+        return replace(part, mesh=self, named=kept if len(kept) > 1 else ())
 
     @property
     def shards(self) -> Axis:
@@ -160,12 +196,13 @@ class Axis:
     def as_virtual(self) -> Axis:
         """The same ranks as virtual ones: what a trace, or a plan, knows them as."""
         runtime = Runtime.LOCAL if self.size == 1 else Runtime.VIRTUAL
-        return replace(self, runtime=runtime, group_name="")
+        whole, mesh = self.whole and self.whole.as_virtual(), self.mesh and self.mesh.as_virtual()
+        return replace(self, runtime=runtime, group_name="", whole=whole, mesh=mesh)
 
     @property
     def plain(self) -> Axis:
         """The same ranks, in one dim."""
-        return replace(self, dims=None, named=())
+        return replace(self, dims=None, named=(), mesh=None)
 
     def _part(self, name: str, size: int, stride: int) -> Axis:
         if size == 1:
@@ -198,6 +235,8 @@ class Axis:
             ) from error
 
     def __str__(self) -> str:
+        if self.mesh is not None:
+            return f"axis {self.name!r} ({self.runtime.value}, {self.size} ranks) of {self.mesh}"
         if self.named:
             sizes = " x ".join(f"{name} {size}" for name, size in self.named)
             copies = "" if self.dims is None else f" in {self.dims.replicas} replicas"

@@ -75,6 +75,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     replicate: tuple[str, ...]
     device_mesh: DeviceMesh | None
+    whole: Mesh | None  # of a part, mesh["data"], the mesh
 
     def __init__(
         self, axes: Mapping[str, int] | DeviceMesh, *, replicate: str | Sequence[str] = ()
@@ -82,6 +83,7 @@ class Mesh:
         """Check the names and the sizes."""
         put = partial(object.__setattr__, self)
         put("device_mesh", axes if isinstance(axes, DeviceMesh) else None)
+        put("whole", None)
         put("axes", _named_axes(axes))
         put("replicate", (replicate,) if isinstance(replicate, str) else tuple(replicate))
         names = [name for name, _ in self.axes]
@@ -98,6 +100,43 @@ class Mesh:
             fix=f"name some of {names}." if unknown else f"give the axes as {[*first]}.",
         )
 
+    def __getitem__(self, names: str | tuple[str, ...]) -> Mesh:
+        """Return the part of some axes: what a state is on of which the others have other values.
+
+        `mesh["data"]` of {"data": 2, "expert": 4} is 4 lines of 2 ranks, one for each place along
+        "expert". A state on it has 2 shards, and each line has values of its own. The mean of a
+        loss is over all ranks of the mesh all the same.
+
+        Args:
+            names: of an axis, or of several that follow each other, in their order.
+
+        Raises:
+            AxisError: for other names, and for a mesh with `replicate`.
+
+        Example:
+            >>> import fzero
+            >>> fzero.Mesh({"data": 2, "expert": 4})["data"]
+            Mesh({'data': 2, 'expert': 4})['data']
+        """
+        asked = (names,) if isinstance(names, str) else tuple(names)
+        order = tuple(name for name, _ in self.axes)
+        starts = order.index(asked[0]) if asked and asked[0] in order else 0
+        if asked != order[starts : starts + len(asked)] or not asked or self.replicate:
+            raise AxisError(
+                f"{self}[{', '.join(map(repr, asked))}].",
+                cause="a part of a mesh in which some axes hold copies."
+                if self.replicate
+                else "the name of another mesh's axis, or axes that do not follow each other.",
+                fix="leave replicate= out, and take stage 0 for what all ranks shall hold."
+                if self.replicate
+                else f"name axes of {[*order]} in this order, without one left out between them.",
+            )
+        if asked == order:
+            return self
+        part = Mesh(dict(self.axes[starts : starts + len(asked)]))
+        object.__setattr__(part, "whole", self.whole or self)
+        return part
+
     @property
     def axis(self) -> Axis:
         """The ranks, as those that run here know them: `mesh.axis.along("seq").rank`.
@@ -108,12 +147,14 @@ class Mesh:
 
     def __repr__(self) -> str:
         """Return it as it is written."""
+        if self.whole is not None:
+            return f"{self.whole}[{', '.join(repr(name) for name, _ in self.axes)}]"
         copies = f", replicate={self.replicate}" if self.replicate else ""
         return f"Mesh({dict(self.axes)}{copies})"
 
 
-MeshLike = Mesh | DeviceMesh | Axis | Mapping[str, int] | tuple[int, int] | None
-"""What a user gives as a mesh: see `axis_of`."""
+MeshLike = Mesh | DeviceMesh | Axis | Mapping[str, Any] | tuple[int, int] | None
+"""What a user gives as a mesh: see `axis_of`. (A mapping has sizes, or the meshes of models.)"""
 
 
 def _named_axes(axes: Any) -> tuple[tuple[str, int], ...]:
@@ -220,6 +261,8 @@ def _listed(ranks: Any) -> Any:
 
 def _axis_of_names(mesh: Mesh) -> Axis:
     """Return the axis of all ranks of a mesh of named axes."""
+    if mesh.whole is not None:
+        return _axis_of_names(mesh.whole).joined([name for name, _ in mesh.axes])
     axis = world() if mesh.device_mesh is None else _axis_of_ranks(mesh.device_mesh)
     size = math.prod(n for _, n in mesh.axes)
     if size != axis.size:
@@ -300,8 +343,22 @@ def _axis_of_sizes(sizes: tuple[Any, ...]) -> Axis:
     return axis if sizes[0] == 1 else replace(axis, dims=Dims(sizes[0]))
 
 
+def refuse_part(mesh: Any, who: str) -> None:
+    """Raise `AxisError`, in the name of `who`, for a part of a mesh, on which states are alone."""
+    whole = mesh.whole if isinstance(mesh, Mesh) else mesh.mesh if isinstance(mesh, Axis) else None
+    if whole is not None:
+        raise AxisError(
+            f"{who}: {mesh} is a part of a mesh.",
+            cause="parameters with other values at each place of the other axes, of which "
+            f"{who} knows one.",
+            fix="fzero.init and shard make states on a part, and fzero.checkpoint.save and load "
+            f"keep them; give {who} all of the mesh.",
+        )
+
+
 def mesh_of_replicas(mesh: MeshLike) -> Axis:
     """Return the axis that `mesh` means, in two dims; one dim is replicas of one rank each."""
+    refuse_part(mesh, "local updates")
     axis = axis_of(mesh)
     if axis.dims is not None or axis.size == 1:
         return axis
@@ -344,7 +401,8 @@ def own_group(axis: Axis, *, backend: str | None = None) -> Axis:
         # Their collectives have one order for all: the name only tells whose came where.
         number = here.kept[own_group] = here.kept.get(own_group, 0) + 1
         return replace(axis, group_name=f"group {number}")
-    return replace(axis, group_name=copy_of(axis.group(), backend).group_name)
+    name = copy_of(axis.group(), backend).group_name
+    return replace(axis, group_name=name, whole=None, stride=1, mesh=None)
 
 
 def ambient() -> Axis:

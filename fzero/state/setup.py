@@ -154,6 +154,14 @@ class Setup:
         return 1.0 if self.reduction.weighted else self.policy.grad_scale
 
     @property
+    def share_of_mesh(self) -> float:
+        """What a gradient is multiplied by, so that its mean over a part is one over the mesh."""
+        means = self.reduction.reduce_op == "mean" or self.reduction.weighted
+        if self.axis.mesh is None or not means:
+            return 1.0
+        return self.axis.size / self.axis.mesh.size
+
+    @property
     def differentiates_as(self) -> str:
         """What ranks must have in common to reduce a gradient together."""
         low = "" if self.policy.autocast is None else f", autocast {self.policy.autocast}"

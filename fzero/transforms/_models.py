@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -13,28 +13,59 @@ from fzero.optim import NoOptimizer, Optimizer, TorchOptimizer
 from fzero.state import NAMESPACE
 from fzero.transforms.states import is_state
 
-Model = tuple[Any, Any, Any]  # params, optimizer, stage
+Model = tuple[Any, Any, Any, Any]  # params, optimizer, stage, mesh
 
 
-def models_of(params: Any, optimizer: Any, stage: Any) -> tuple[list[Model], optree.PyTreeSpec]:
-    """Return (params, optimizer, stage) of each model, and the structure that they are in.
+def models_of(
+    params: Any, optimizer: Any, stage: Any, mesh: Any
+) -> tuple[list[Model], optree.PyTreeSpec]:
+    """Return (params, optimizer, stage, mesh) of each model, and the structure that they are in.
 
-    A number as `stage`, or one optimizer, is that of all models; a tree of them has one for each.
-    If neither is a tree there is one model, whatever the structure of `params`.
+    A number as `stage`, one optimizer or one mesh is that of all models; a tree of them has one for
+    each. If none is a tree there is one model, whatever the structure of `params`.
 
     Raises `LayoutError`, naming the keys, if the trees do not fit each other.
     """
-    by_stage, by_optimizer = _structure(stage), _structure(optimizer)
-    treespec, of = (by_optimizer, "optimizers") if _is_one(by_stage) else (by_stage, "stages")
-    if _is_one(treespec):
-        return [(params, optimizer, stage)], by_stage
+    given = {"stages": stage, "optimizers": optimizer, "meshes": mesh}
+    specs = {of: _structure(x, _LEAVES[of]) for of, x in given.items()}
+    trees = {of: spec for of, spec in specs.items() if not _is_one(spec)}
+    if not trees:
+        return [(params, optimizer, stage, mesh)], specs["stages"]
+    of, treespec = next(iter(trees.items()))
     parts = _aligned(treespec, params, "init: the parameters", of)
-    optimizers, stages = [optimizer] * len(parts), [stage] * len(parts)
-    if not _is_one(by_optimizer):
-        optimizers = _aligned(treespec, optimizer, "init: the optimizers", of)
-    if not _is_one(by_stage):
-        stages = _aligned(treespec, stage, "init: the stages", of)
-    return list(zip(parts, optimizers, stages, strict=True)), treespec
+    by: dict[str, list[Any]] = {
+        what: _aligned(treespec, x, f"init: the {what}", of) if what in trees else [x] * len(parts)
+        for what, x in given.items()
+    }
+    return [*zip(parts, by["optimizers"], by["stages"], by["meshes"], strict=True)], treespec
+
+
+def meshes_of(mesh: Any, tree: Any, states: Sequence[Any]) -> list[Any]:
+    """Return the mesh of each state of `tree`.
+
+    Raises `LayoutError`, naming the keys, if `mesh` is a tree of other models.
+    """
+    treespec = _structure(mesh, is_mesh)
+    if _is_one(treespec):
+        return [mesh] * len(states)
+    _aligned(treespec, tree, "shard: the states", "meshes")
+    return leaves_of_meshes(mesh)
+
+
+def leaves_of_meshes(mesh: Any) -> list[Any]:
+    """Return the meshes of a tree of them; one mesh is its own."""
+    found: list[Any] = optree.tree_leaves(
+        mesh, is_leaf=is_mesh, none_is_leaf=True, namespace=NAMESPACE
+    )
+    return found or [mesh]
+
+
+def is_mesh(node: Any) -> bool:
+    """Whether a node of a tree of meshes is one: also {"data": 2, "seq": 4} is, and (2, 4)."""
+    if isinstance(node, Mapping):
+        sizes: Any = node.values()
+        return any(isinstance(size, int) for size in sizes)
+    return isinstance(node, tuple)
 
 
 def require_params(params: Any) -> None:
@@ -66,13 +97,23 @@ def stages_of(stage: Any, tree: Any, states: Sequence[Any]) -> list[tuple[Any, i
     return list(zip(found, stages, wheres, strict=True))
 
 
-def _structure(tree: Any) -> optree.PyTreeSpec:
-    """The structure of a tree of stages or of optimizers: an (init, update) pair is one of them."""
-    return optree.tree_structure(tree, is_leaf=_is_pair, none_is_leaf=True, namespace=NAMESPACE)
+def _structure(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> optree.PyTreeSpec:
+    """The structure of a tree of stages, optimizers or meshes."""
+    return optree.tree_structure(
+        tree, is_leaf=is_leaf or _is_pair, none_is_leaf=True, namespace=NAMESPACE
+    )
 
 
 def _is_pair(node: Any) -> bool:
+    """Whether it is an (init, update) pair, which is one optimizer."""
     return isinstance(node, tuple) and any(map(callable, node))  # also a wrong one, to be refused
+
+
+_LEAVES: dict[str, Callable[[Any], bool]] = {
+    "stages": _is_pair,
+    "optimizers": _is_pair,
+    "meshes": is_mesh,
+}
 
 
 def _is_one(treespec: optree.PyTreeSpec) -> bool:

@@ -21,11 +21,16 @@ def passes_of(
 
     form: of a pass on the ranks of a performer; None is one rank.
     """
-    by_ranks: dict[Performer | None, list[TrainState]] = {}
+    # What gathers comes first: a rank that waits elsewhere, for the end of a backward, would not
+    # serve those of its ranks that still read what it has left out.
+    by_gathers = sorted(states, key=lambda one: not one.setup.gathers_by_unit)
+    by_ranks: dict[Performer | None, list[TrainState]] = {
+        performer_of(state.setup.axis): [] for state in by_gathers
+    }
     places = []
     for state in states:
         performer = performer_of(state.setup.axis)
-        some = by_ranks.setdefault(performer, [])
+        some = by_ranks[performer]
         places.append((list(by_ranks).index(performer), len(some)))
         some.append(state)
     return [Pass(form(performer), some) for performer, some in by_ranks.items()], places

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.state import TrainState
+from fzero.state import Setup, TrainState
 from fzero.state.call import GivenCall
 from fzero.state.points import At, Builtin
 from fzero.transforms._finite import CHECK
@@ -109,14 +109,22 @@ def factors_of(states: Sequence[TrainState]) -> tuple[Tensor | None, list[Tensor
     """Return what to multiply a loss by, and then the gradient of each state by; None for 1.
 
     A loss has one factor, that of the first state that has one. Gradients of another state are
-    then multiplied by its own factor over that one.
+    then multiplied by its own factor over that one. Those of a state on a part of a mesh are
+    multiplied by its share as well.
     """
     factors = [factor_of(state) for state in states]
     by = next((x for x in factors if x is not None), None)
-    if by is None:
-        return None, factors
-    ones = [by.new_ones(()) if x is None else x for x in factors]
-    return by, [None if x is by else x / by for x in ones]
+    if by is not None:
+        ones = [by.new_ones(()) if x is None else x for x in factors]
+        factors = [None if x is by else x / by for x in ones]
+    return by, [_with_share(x, one.setup) for x, one in zip(factors, states, strict=True)]
+
+
+def _with_share(factor: Tensor | None, setup: Setup) -> Tensor | None:
+    if (share := setup.share_of_mesh) == 1.0:
+        return factor
+    one = torch.ones((), dtype=torch.float64) if factor is None else factor.double()
+    return one * share  # 1/3 in fp32 is not 1/3 of a gradient in fp64
 
 
 def times_factor(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:

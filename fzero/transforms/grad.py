@@ -46,7 +46,7 @@ from fzero.transforms.logical import call_logical_ranks, setup_of, told_of_error
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
-from fzero.transforms.states import ParamsT, S, flatten_states
+from fzero.transforms.states import ParamsT, S, axis_of_loss, flatten_states
 from fzero.transforms.written import returned
 
 
@@ -121,8 +121,8 @@ def grad_and_reduce(
 
     Raises `LayoutError` for a loss that is not one floating number, and for one by which nothing
     learns (`no_optimizer()`, all leaves frozen), `DonatedError` for a state that was used up,
-    `AxisError` for states of stage 3 on other ranks, `MismatchError` on every rank if the ranks
-    make calls, or reduce gradients, that do not go together.
+    `AxisError` for states of stage 3 on other ranks, or of two meshes, `MismatchError` on every
+    rank if the ranks make calls, or reduce gradients, that do not go together.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, sections 5 and 7.
 
@@ -145,6 +145,7 @@ def grad_and_reduce(
     for one in states:
         check_alive(one)
     learns = learning(wrt, state, states)
+    over = axis_of_loss(states, states[0].setup.axis)
     setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
     with told_of_errors(setup):
         given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
@@ -162,7 +163,7 @@ def grad_and_reduce(
         require_autograd("grad_and_reduce")
         for one in states:  # again: a call of this function may have used them up
             check_alive(one)
-        with running_on(states[0].setup.axis), explains_inference((args, kwargs)):
+        with running_on(over), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
             known = [called(begun(one), given) if by else as_read(one) for one, by in pairs]
             if setup.logical is None:

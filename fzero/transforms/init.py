@@ -25,6 +25,7 @@ from fzero.optim import (
     TorchOptimizer,
 )
 from fzero.options import Initializer, InitOptions, SharedOptions, Stages, grouped, takes
+from fzero.ranks.mesh import MeshLike, refuse_part
 from fzero.state import (
     Buffers,
     Layout,
@@ -37,7 +38,7 @@ from fzero.state import (
 )
 from fzero.state.window import CLOSED
 from fzero.transforms._closed_over import watch
-from fzero.transforms._models import models_of, require_params
+from fzero.transforms._models import leaves_of_meshes, models_of, require_params
 from fzero.transforms._taken import taken_over
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
@@ -95,9 +96,11 @@ def init(  # noqa: D417 {options}
     The values are rank 0's on every rank, as when DDP is built; `params` is copied, not kept.
     (Inside a torch.func transform they stay each rank's own, and differentiable by `params`.)
 
-    Several models: let `stage`, or `optimizer`, or both be a pytree, {"g": 2, "d": 3}. There is one
-    state for each of its leaves, made of what `params` has under that key; the states come back in
-    the same structure. All other options hold for each model, and paths begin inside of it.
+    Several models: let `stage`, `optimizer` or `mesh`, or several of them, be a pytree, {"g": 2,
+    "d": 3}. There is one state for each of its leaves, made of what `params` has under that key;
+    the states come back in the same structure. All other options hold for each model, and paths
+    begin inside of it. With meshes {"dense": mesh, "experts": mesh["data"]} each place along the
+    other axes has experts of its own: the values are those of its first rank.
 
     Args:
         params: a pytree of tensors, of any shapes, the same on every rank.
@@ -127,15 +130,20 @@ def init(  # noqa: D417 {options}
         {'g': 0, 'd': 3}
     """
     local = options.get("local")
-    axis = mesh_for(options.get("mesh"), local)
-    with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
+    mesh = options.get("mesh")
+    meshes = leaves_of_meshes(mesh)
+    axes = {id(one): mesh_for(one, local) for one in meshes}
+    with told_everywhere(axes[id(meshes[0])], what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
         require_params(params)
         chosen = check_shared(grouped(SharedOptions, options))
         require_local(chosen.local)
-        models, treespec = models_of(params, optimizer, check_stages("init", stage))
+        models, treespec = models_of(params, optimizer, check_stages("init", stage), mesh)
 
-    def one(params: Any, optimizer: Any, stage: int) -> TrainState:
+    def one(params: Any, optimizer: Any, stage: int, mesh: MeshLike) -> TrainState:
+        axis = axes[id(mesh)]
+        if chosen.logical_ranks is not None:
+            refuse_part(axis, "logical_ranks=")
         frozen = isinstance(optimizer, NoOptimizer)
         asked = replace(chosen, trainable=lambda _: False) if frozen else chosen
         setup = plan_setup(params, optimizer, stage=stage, axis=axis, options=asked)

@@ -53,7 +53,7 @@ def setup_of(states: Sequence[TrainState]) -> Setup:
     Raises `PhaseError` if they have other ones.
     """
     found = {(one.setup.logical, one.setup.axis.size) for one in states}
-    if len(found) > 1:
+    if len(found) > 1 and any(logical is not None for logical, _ in found):
         seen = " and ".join(f"{logical} on {size} ranks" for logical, size in found)
         raise PhaseError(
             f"states of {seen} under one loss.",

@@ -266,7 +266,8 @@ class Pass:
         """The pass raised: end it in step with the other ranks, and tell them if they must know."""
         self.calls.drop()
         with suppress(AxisError):  # the others know of it already
-            self.performer.send(Failed(self.form.number, astray=isinstance(error, AxisError)))
+            astray = self.performer.knows(error)
+            self.performer.send(Failed(self.form.number, astray=astray))
         self.performer.send(GiveUp(self.form.number))
 
     def changed(self) -> None:

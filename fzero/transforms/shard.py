@@ -13,7 +13,7 @@ from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, takes
 from fzero.ranks.mesh import Axis, Runtime, carrying, running_on
 from fzero.state import TrainState
-from fzero.transforms._models import stages_of
+from fzero.transforms._models import meshes_of, stages_of
 from fzero.transforms.closure import reaches
 from fzero.transforms.donation import check_alive, own_gradients
 from fzero.transforms.init import init
@@ -29,7 +29,7 @@ from fzero.transforms.pipeline import (
     transform,
 )
 from fzero.transforms.state_options import check_shared, check_stages
-from fzero.transforms.states import flatten_states, map_states
+from fzero.transforms.states import axis_of_loss, flatten_states, map_states
 from fzero.transforms.update import apply_gradients
 
 
@@ -55,9 +55,9 @@ def shard(  # noqa: D417 {options}
     All options but `donate` are what `step.init` makes a state with; a state that was made
     elsewhere keeps its own.
 
-    Several models: `stage` may be a pytree, {"g": 2, "d": 3}, and so may the optimizer. `init` then
-    takes a pytree of parameters with these keys and gives one of states; the step is given that
-    pytree and returns it, and with `donate` all that it has updated is donated.
+    Several models: `stage` or `mesh` may be a pytree, {"g": 2, "d": 3}, and so may the optimizer.
+    `init` then takes a pytree of parameters with these keys and gives one of states; the step is
+    given that pytree and returns it, and with `donate` all that it has updated is donated.
 
     A batch that requires grad makes the parameters part of its graph, so that the caller can
     differentiate through the step. A step that is given such parameters again warns: they keep the
@@ -103,14 +103,17 @@ def shard(  # noqa: D417 {options}
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         states = flatten_states("shard", state)[0]
-        for one, its_stage, where in stages_of(stage, state, states):
-            axis = mesh_for(options.get("mesh"), one.outer)
-            _check_state(one, its_stage, axis, where)
+        meshes = meshes_of(options.get("mesh"), state, states)
+        for (one, its_stage, where), mesh in zip(
+            stages_of(stage, state, states), meshes, strict=True
+        ):
+            _check_state(one, its_stage, mesh_for(mesh, one.outer), where)
         if donate:
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         # So that collectives of the step know its axes by name, and its logical ranks.
-        with running_on(states[0].mesh), carrying(carried_by(states[0].setup)):
+        over = axis_of_loss(states, states[0].mesh)
+        with running_on(over), carrying(carried_by(states[0].setup)):
             state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux

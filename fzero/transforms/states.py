@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 
-from fzero.errors import LayoutError
+from fzero.errors import AxisError, LayoutError
+from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
 from fzero.transforms.pipeline import ParamsT as ParamsT
 from fzero.transforms.pipeline import S as S
@@ -59,3 +60,29 @@ def under_policy(
 def is_state(node: Any) -> bool:
     """Whether a node of a pytree is a `TrainState`: `is_leaf` of maps over states."""
     return isinstance(node, TrainState)
+
+
+def axis_of_loss(states: Sequence[TrainState], otherwise: Axis) -> Axis:
+    """Return the mesh that a loss of some states is a mean over, where one is on a part of it.
+
+    Raises `AxisError` for a state on a part of a mesh beside one that is not on that mesh.
+    """
+    mesh = next((one.mesh.mesh for one in states if one.mesh.mesh is not None), None)
+    if mesh is None:
+        return otherwise
+    for one in states:
+        if not _is_of(one.mesh, mesh):
+            raise AxisError(
+                f"a state on {one.mesh} under one loss with one on a part of {mesh}.",
+                cause="states of two meshes: a loss is a mean over the ranks of one.",
+                fix="make both on one mesh: mesh = fzero.Mesh(...), the dense state on mesh, that "
+                'of the experts on mesh["data"].',
+            )
+    return mesh
+
+
+def _is_of(axis: Axis, mesh: Axis) -> bool:
+    """Whether ranks are all of a mesh, also by another name, or a part of it."""
+    if axis.mesh is not None:
+        return axis.mesh == mesh
+    return axis.size == mesh.size and axis.named in ((), mesh.named)

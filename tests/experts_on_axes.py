@@ -74,7 +74,7 @@ def mine_of(params: Any, mesh: fzero.Mesh) -> Any:
 
 def after(params: Any, xs: Tensor) -> tuple[list[Tensor], Any]:
     """The losses of each update by torch.optim in one process, and the parameters after them."""
-    leaves = optree.tree_map(lambda x: x.clone().requires_grad_(), params)
+    leaves: Any = optree.tree_map(lambda x: x.clone().requires_grad_(), params)
     both = [
         torch.optim.SGD([*leaves["dense"].values()], RATE, momentum=0.5),
         torch.optim.SGD([*leaves["experts"].values()], RATE / 2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fzero.checkpoint._folders import PathLike, as_path
 from fzero.checkpoint._held import held_by, stack_of, state_of_rank
@@ -19,7 +19,7 @@ Do = Callable[[str, Any], Any]
 """(place, the state there, as one on ranks of its own) -> that state, or another."""
 
 
-def is_in_places(thing: Any) -> bool:
+def is_in_places(thing: object) -> TypeGuard[TrainState]:
     """Whether a thing is a state that has other values at each place of its mesh."""
     return isinstance(thing, TrainState) and thing.mesh.mesh is not None
 

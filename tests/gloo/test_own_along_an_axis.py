@@ -39,7 +39,8 @@ def updated(rank: int, world_size: int) -> Any:
     data, seq = divmod(rank, 2)
     x = X[data, 3 * seq : 3 * seq + 3]
     with pytest.raises(MismatchError, match="positions differs"):
-        fzero.init(fzero.functionalize(Positions(seq))[1], fzero.optim.sgd(RATE), stage=2, mesh=AXES)
+        _, params = fzero.functionalize(Positions(seq))
+        fzero.init(params, fzero.optim.sgd(RATE), stage=2, mesh=AXES)
     apply, params = fzero.functionalize(Positions(seq), own=["positions"])
     state = fzero.init(params, fzero.optim.sgd(RATE), stage=2, mesh=AXES)
     state, _ = fzero.grad_and_reduce(lambda p, x: apply(p, x), state)(x)
@@ -55,6 +56,7 @@ def updated(rank: int, world_size: int) -> Any:
 def test_positions_may_differ_along_the_sequence() -> None:
     w = W.clone().requires_grad_()
     (((X @ w) * torch.arange(6.0).double()).sum() / 4).backward()
+    assert w.grad is not None
     wanted = W - RATE * w.grad
     for found in run_ranks(updated, 4):
         for one in found:

@@ -8,7 +8,7 @@ from typing import Any
 from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
 from fzero.errors import PhaseError
-from fzero.transforms.logical import parts_of_batch
+from fzero.transforms.logical import parts_of_batch, told_of_errors
 
 
 def parts(  # noqa: D417
@@ -56,7 +56,10 @@ def parts(  # noqa: D417
             fix="begin the loop outside.",
         )
     driver.loops.require_none("engine.parts()")
-    return _each(driver, parts_of_batch(driver.state.setup, batch, in_axes, sizes))
+    setup = driver.state.setup
+    with told_of_errors(setup):  # the others wait at the end of their loops
+        made = parts_of_batch(setup, batch, in_axes, sizes)
+    return _each(driver, made)
 
 
 def _each(driver: Driver, made: Sequence[Any]) -> Iterator[Any]:

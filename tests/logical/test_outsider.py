@@ -217,3 +217,51 @@ def test_logical_ranks_with_and_without_a_weight() -> None:
             engine.backward(engine(part).sum(), weight=weight)
     engine.zero_grad()
     engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_batch_that_one_engine_refuses_is_an_error_of_all(stage: int) -> None:
+    def run() -> Tensor:
+        module = nn.Linear(3, 1, bias=False)
+        nn.init.ones_(module.weight)
+        engine = Engine(module, fzero.optim.sgd(0.1), stage=stage, logical_ranks=5)
+        here = engine.state.setup.carried(engine.state.setup.axis.rank)
+        bad = 0 in here
+        for _ in range(2):
+            with pytest.raises(LayoutError if bad else AxisError):
+                for part in engine.parts(torch.ones(len(here) + bad, 3)):
+                    engine.backward(engine(part).sum())
+            engine.zero_grad()
+        for part in engine.parts(torch.ones(len(here), 3)):
+            engine.backward(engine(part).sum())
+        engine.step()
+        whole = fzero.full_params(engine.state)["weight"].clone()
+        engine.close()
+        return whole
+
+    assert fzero.simulate(run, world_size=3)().flatten().tolist() == [pytest.approx(0.9)] * 9
+
+
+@pytest.mark.parametrize("logical", [None, 2])
+def test_weights_of_zero_beside_a_loss_scale_and_a_transform(logical: int | None) -> None:
+    """The update is skipped, and nothing changes: also not what the transform keeps."""
+    mean = fzero.transform(
+        name="mean",
+        init=lambda params, ctx: {"of": {path: p.clone() for path, p in params.items()}},
+        updated=lambda slots, params, ctx: ({"of": {k: p + 1 for k, p in params.items()}}, params),
+    )
+    module = nn.Linear(8, 8)
+    options: Any = {} if logical is None else {"logical_ranks": logical}
+    engine = Engine(
+        module, fzero.optim.sgd(0.1), stage=2, loss_scale=512.0, transforms=[mean], **options
+    )
+    before = {path: x.clone() for path, x in engine.full_state_dict().items()}
+    for part in engine.parts(torch.ones(2, 8)):
+        engine.backward(engine(part).sum() * torch.nan, weight=0.0)
+    with pytest.warns(UserWarning, match="the update is skipped"):
+        engine.step()
+    assert engine.step_was_skipped
+    assert all(torch.equal(before[path], x) for path, x in engine.full_state_dict().items())
+    kept = fzero.slots(engine.state, "mean")["of"]
+    assert all(torch.equal(before[path], x) for path, x in kept.items())
+    engine.close()

@@ -136,10 +136,11 @@ class Running:
         """Return the state after the update: the old one where it is skipped, but for slots."""
         old = self.old
         new = new.replace(step=self._step())
+        skipped = any(one.known is True for one in self.skips)
         for one in reversed(self.skips):
             if one.known is True:  # its parameters and its rule are the old ones already
                 new = new.replace(slots=undone(one.slots))
-            elif one.known is None and not (one.overflows and self.by_rule):
+            elif one.known is None and not skipped and not (one.overflows and self.by_rule):
                 before = old.params, old.optimizer, undone(one.slots)
                 after = new.params, new.optimizer, new.slots
                 params, optimizer, slots = unless(one.flag, before, after)

@@ -79,7 +79,9 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     given = _flats(state, grads)
     tell_added(state, given, reduced=reduced)
     times = times_factor(state, given)
-    own: Any = [x.to(flat.dtype) for x, flat in zip(times, given, strict=True)]
+    share = 1.0 if reduced else setup.share_of_mesh
+    wide = times if share == 1.0 else [x * share for x in times]
+    own: Any = [x.to(flat.dtype) for x, flat in zip(wide, given, strict=True)]
     if not waits:
         agree(f"add_gradients(reduced={reduced})", [state])
     if not waits and not reduced:

@@ -144,6 +144,22 @@ def test_weights_and_sums_are_those_of_the_mesh(mesh: fzero.Mesh) -> None:
         require(mesh, states, updated(torch.func.grad(lambda p: plain(p, xs) * ranks)(PARAMS)))
 
 
+@pytest.mark.parametrize("mesh", MESHES[:4], ids=str)
+def test_gradients_by_hand_are_those_of_the_mesh(mesh: fzero.Mesh) -> None:
+    """This rank's own gradient, added to a state, is divided as one that a loss brings."""
+    (xs,) = batches(ranks_of(mesh), 1)
+
+    def by_hand(states: Any, x: Tensor) -> tuple[Any, None]:
+        own = torch.func.grad(loss)(fzero.full_params(states), x)
+        made = {name: fzero.add_gradients(one, own[name]) for name, one in states.items()}
+        return fzero.apply_gradients(made), None
+
+    for step in (by_hand, fzero.coalesce(by_hand)):
+        states, run = run_of(mesh, 2, step)
+        states, _ = run(states, xs)
+        require(mesh, states, updated(torch.func.grad(plain)(PARAMS, xs)))
+
+
 def updated(gradient: Any) -> Any:
     """The parameters after one update by a gradient."""
     rate = {"dense": RATE, "experts": RATE / 2}

@@ -43,8 +43,6 @@ class StateOptions(TypedDict, total=False):
     optimizer_over: OptimizerOver
     logical_ranks: int | None
     seed: int
-    logical_ranks: int | None
-    seed: int
     reshard_after_forward: Reshard
     prefetch_numel: int
     persistence_threshold_numel: int

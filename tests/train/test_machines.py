@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -40,7 +41,7 @@ def assert_the_whole_run(run: Killed, whole: Path) -> None:
 def test_a_run_loses_a_machine_and_goes_on_without_it_and_then_with_it_again(
     tmp_path: Path,
 ) -> None:
-    with Killed(tmp_path / "run", steps=400, restarts=3) as run:
+    with Killed(tmp_path / "run", steps=2000, restarts=3) as run:
         assert run.wait_for(lambda: run.step() >= 30, 300), run.told()
         run.kill(run.ranks()[2])
         assert run.wait_for(lambda: "on 3 rank(s)" in run.told(), 300), run.told()
@@ -51,7 +52,7 @@ def test_a_run_loses_a_machine_and_goes_on_without_it_and_then_with_it_again(
     assert told.index("on 3 rank(s)") < told.index("machine 2 is back")
     between = told[told.index("machine 2 is gone") : told.index("machine 2 is back")]
     assert "restored step " in between and "resumed" not in between
-    assert told.count("last loss") == 1
+    assert len(set(re.findall("last loss .*", told))) == 1
     assert_the_whole_run(run, tmp_path / "whole")
 
 

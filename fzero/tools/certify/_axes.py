@@ -15,6 +15,7 @@ import torch
 
 from fzero.errors import LayoutError
 from fzero.machine.codecs import bf16, int8
+from fzero.ranks.mesh import Mesh
 from fzero.state.codec import Codec, Compress
 from fzero.state.offload import Offload
 from fzero.transforms import accumulate, autocast, clip, coalesce, compress, offload, scale_loss
@@ -63,7 +64,8 @@ class CertifyAxis:
 
     def choose(self, given: Any) -> tuple[AxisValue, ...]:
         """Return the values of these names, or of one. Raises `LayoutError` for unknown names."""
-        names = [given] if isinstance(given, str | int | Codec) else list(given)
+        one = isinstance(given, str | int | Codec | Mapping | Mesh)
+        names: list[Any] = [given] if one else list(given)
         chosen = tuple(map(self._value, names))
         if chosen and len(chosen) == len({value.name for value in chosen}):
             return chosen
@@ -76,6 +78,8 @@ class CertifyAxis:
     def _value(self, given: Any) -> AxisValue:
         if isinstance(given, Codec) and self.name == "wires":
             return codec_value(str(given), given)
+        if isinstance(given, Mapping | Mesh) and self.name == "meshes":
+            return mesh_value(given if isinstance(given, Mesh) else Mesh(given))
         name = str(given)
         for value in self.values:
             if value.name == name:
@@ -90,7 +94,7 @@ class CertifyAxis:
 
     def _known(self) -> str:
         names = ", ".join(value.name for value in self.values)
-        names += ", or a codec" if self.name == "wires" else ""
+        names += {"wires": ", or a codec", "meshes": ", or names and sizes"}.get(self.name, "")
         return f"{names}, or another count" if self.counts else names
 
 
@@ -112,6 +116,13 @@ def codec_value(name: str, codec: Codec) -> AxisValue:
         lambda _: {"compress": Compress(gradients=codec)},
         lambda step, _: compress(step, gradients=codec),
     )
+
+
+def mesh_value(mesh: Mesh) -> AxisValue:
+    """Return the value for a mesh of named axes."""
+    name = " x ".join(f"{axis} {size}" for axis, size in mesh.axes)
+    copies = f", copies along {' and '.join(mesh.replicate)}" if mesh.replicate else ""
+    return _both(name + copies, lambda _: {"mesh": mesh}, mesh)
 
 
 def _stage(number: int) -> AxisValue:

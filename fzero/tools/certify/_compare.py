@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -59,9 +60,18 @@ class _Number(NamedTuple):
     size: float  # of the largest number of its kind
 
 
-def check(what: str, wanted: Sequence[ExpectedUpdate], ranks: Sequence[Sequence[Seen]]) -> Check:
-    """Compare "loss", "norm", or the parameters (any other name) with those of one process."""
-    numbers = {"loss": _losses, "norm": _norms}.get(what, _params)
+def check(
+    what: str,
+    wanted: Sequence[ExpectedUpdate],
+    ranks: Sequence[Sequence[Seen]],
+    places: Sequence[int] = (),
+) -> Check:
+    """Compare "loss", "norm", or the parameters (any other name) with those of one process.
+
+    `places` says which of the batches each rank has read, of which losses are compared.
+    """
+    of_losses = functools.partial(_losses, places=places)
+    numbers = {"loss": of_losses, "norm": _norms}.get(what, _params)
     first, top, compared = None, 0.0, False
     for k, update in enumerate(wanted):
         for one in numbers(update, [seen[k] for seen in ranks]):
@@ -81,12 +91,16 @@ def _params(update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
             yield _Number(rank, path, found, wanted, _bound(update, path, wanted), size)
 
 
-def _losses(update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:
-    """Yield the mean loss of each rank with that expected."""
+def _losses(
+    update: ExpectedUpdate, ranks: Sequence[Seen], *, places: Sequence[int]
+) -> Iterator[_Number]:
+    """Yield the mean loss of each rank, or of the ranks with the pieces of a batch."""
     size, bound = largest([update.losses]), update.losses_reach
-    for rank, seen in enumerate(ranks):
-        found = torch.stack(seen.losses).double().mean() if seen.losses else None
-        yield _Number(rank, "", found, update.losses[rank].mean(), bound, size)
+    for place, wanted in enumerate(update.losses):
+        sharing = [rank for rank, its in enumerate(places) if its == place]
+        losses = [loss for rank in sharing for loss in ranks[rank].losses]
+        found = torch.stack(losses).double().mean() if losses else None
+        yield _Number(sharing[0], "", found, wanted.mean(), bound, size)
 
 
 def _norms(update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:

@@ -18,6 +18,7 @@ from fzero.optim import from_torch
 from fzero.state import NAMESPACE
 from fzero.tools.certify._axes import Cell
 from fzero.tools.certify._process import OptimizerOf
+from fzero.tools.certify._reads import Reads
 from fzero.tools.certify._seed import seeded
 from fzero.tools.certify._subject import Subject, tensors_of
 from fzero.tools.certify._task import Task
@@ -48,18 +49,21 @@ class Job:
     subject: Subject
     task: Task
     cell: Cell
+    reads: Reads
     step: StepOf | None  # None: fzero's own
     engine: EngineOf
 
     def weights(self, rank: int) -> list[int | None]:
         """The weights of a rank's micro-batches in each update; None where they have none."""
-        counts = range(self.task.micro_batches)
-        return [self.task.weight(rank, n) if self.task.ragged else None for n in counts]
+        counts, place = range(self.task.micro_batches), self.reads.place(rank)
+        return [self.task.weight(place, n) if self.task.ragged else None for n in counts]
 
     def batches(self, rank: int, update: int) -> list[Any]:
-        """The micro-batches of a rank."""
-        numbers = [self.task.batch_number(update, rank, n) for n in range(self.task.micro_batches)]
-        return [self.subject.batch(number, self.task.precision.dtype) for number in numbers]
+        """The micro-batches of a rank, or its pieces of them."""
+        place, counts = self.reads.place(rank), range(self.task.micro_batches)
+        numbers = [self.task.batch_number(update, place, n) for n in counts]
+        whole = [self.subject.batch(number, self.task.precision.dtype) for number in numbers]
+        return [self.reads.piece(batch, rank) for batch in whole]
 
 
 def run_on_rank(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:

@@ -17,12 +17,14 @@ from fzero.errors.check import is_count
 from fzero.machine.packing import digest
 from fzero.optim import from_torch
 from fzero.options import takes
+from fzero.ranks.mesh import Mesh
 from fzero.ranks.virtual import run_ranks
 from fzero.tools.certify._axes import AXES, AxisValue, Cell, restricted
 from fzero.tools.certify._compare import check
 from fzero.tools.certify._cover import covering
 from fzero.tools.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
 from fzero.tools.certify._process import OptimizerOf, Process, require_repeatable
+from fzero.tools.certify._reads import Cut, Reads, require_cut
 from fzero.tools.certify._reference import CopyGradient, ExpectedUpdate, one_process
 from fzero.tools.certify._report import CellResult, Report
 from fzero.tools.certify._subject import Loss, Subject, subject_of, tensors_of
@@ -32,6 +34,14 @@ from fzero.transforms.replicas import unequal
 STRENGTH = 3  # every combination of the values of so many axes occurs
 OnRanks = Callable[[Callable[[int], Any], int], list[Any]]
 SGD = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)
+ON_NAMED: dict[str, tuple[str, ...]] = {
+    "precisions": ("fp64", "fp32"),
+    "wires": ("own", "predivided"),
+}
+_NO_BOUND = (
+    "inside of a loss sums are made in another order than one process has, and for coarse numbers "
+    "there is no bound of what this changes"
+)
 ADAMW = functools.partial(torch.optim.AdamW, lr=2.0**-6, eps=2.0**-6)
 
 
@@ -49,6 +59,7 @@ def certify(
     updates: int = 2,
     full: bool = False,
     on_ranks: OnRanks = run_ranks,
+    cut: Cut | None = None,
     **axes: Any,
 ) -> Report:
     """Run a model over stages, worlds, windows, precisions, ...: is each the one-process step?
@@ -95,6 +106,12 @@ def certify(
         updates: 2 at least show what is left from the update before.
         full: all cells; else every combination of three values of any axes occurs in some cell.
         on_ranks: on_ranks(body, W) -> [body(0), ..., body(W - 1)]; default virtual ranks.
+        cut: with meshes of names, meshes={"data": 2, "seq": 2}: along which axes ranks share a
+            batch, and how it is cut for them. {"seq": 1} is the dim of every tensor; in its place
+            a dim or None for each argument, or fn(batch, index, size) -> the piece. Ranks along
+            other axes read other batches. The reference is one process with whole batches, in
+            which each axis has one rank; the loss of a batch is the mean over its ranks. Functional
+            steps in fp64 and fp32 alone, and `worlds` is left out.
         **axes: the values to take, by name: drivers=, stages=, worlds=, micro_batches=,
             precisions=, clipping=, loss_scales=, windows=, buckets=, offload=, meshes=,
             reductions=, wires= (also codecs, of `fzero.codecs` or a user's own), rules=,
@@ -120,14 +137,20 @@ def certify(
         >>> bool(report), report.failures
         (True, ())
     """
-    subject = subject_of(model, loss, batches)
+    given = restricted(axes)
+    meshes = [value.fact for value in _of(given, "meshes")]
+    names = dict.fromkeys(name for mesh in meshes if mesh for name, _ in mesh.axes)
+    subject = subject_of(model, loss, batches, tuple(names))
+    require_cut(meshes, cut or {}, axes)
     values = _values(subject, step, engine, axes)
     sizes = [len(of_axis) for of_axis in values]
     rows = covering(sizes, len(sizes) if full else STRENGTH)
     cells = [Cell(values=tuple(x[i] for x, i in zip(values, row, strict=True))) for row in rows]
     _require_updates(updates)
-    matrix = _Matrix(subject, step, engine or Engine, optimizer, updates, on_ranks)
+    matrix = _Matrix(subject, step, engine or Engine, optimizer, updates, on_ranks, cut or {})
     task = matrix.task(cells[0])
+    for mesh in meshes:
+        _require_pieces(subject, mesh, cut or {})
     require_repeatable(Process(subject, task.precision, task.whole_loss))
     product = math.prod(sizes)
     coverage = f"{len(cells)} cells, the whole product."
@@ -146,10 +169,17 @@ def _values(
 ) -> list[tuple[AxisValue, ...]]:
     """Return the values of each axis; of the drivers, those of the given factories."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
-    able = ["step", "engine"] if subject.is_module else ["step"]
+    able = ["step", "engine"] if subject.is_module and not subject.names else ["step"]
     usual = {"ragged": "off", "rules": "given"} if given else {}
-    values = restricted({"drivers": given or able, **usual, **axes})
+    on_named = ON_NAMED if subject.names else {}
+    values = restricted({"drivers": given or able, **usual, **on_named, **axes})
     drivers = [value.name for value in values[0]]
+    if subject.names:
+        _require_on_named(values)
+        values = [
+            (AxisValue("by mesh"),) if axis.name == "worlds" else of_axis
+            for axis, of_axis in zip(AXES, values, strict=True)
+        ]
     if not set(drivers) <= set(able):
         raise LayoutError(
             f"certify: an engine for a {type(subject.model).__name__}.",
@@ -171,6 +201,35 @@ def _values(
     return values
 
 
+def _require_on_named(values: list[tuple[AxisValue, ...]]) -> None:
+    """Raise `LayoutError` for values that meshes with names do not have."""
+    for name, (able, why) in {
+        "drivers": (("step",), "in the modules of an engine no axis is known by its name"),
+        "precisions": (ON_NAMED["precisions"], _NO_BOUND),
+        "wires": (ON_NAMED["wires"], _NO_BOUND),
+    }.items():
+        if others := [value.name for value in _of(values, name) if value.name not in able]:
+            raise LayoutError(
+                f"certify: {name}={others} on a mesh with names.",
+                cause=f"{why}.",
+                fix=f"choose from {', '.join(able)}.",
+            )
+
+
+def _of(values: list[tuple[AxisValue, ...]], name: str) -> tuple[AxisValue, ...]:
+    """Return the values on one axis."""
+    return next(found for axis, found in zip(AXES, values, strict=True) if axis.name == name)
+
+
+def _require_pieces(subject: Subject, mesh: Mesh | None, cut: Cut) -> None:
+    """Raise `LayoutError` if a batch cannot be cut for the ranks of a mesh."""
+    if mesh is None:
+        return
+    reads = Reads(axes=mesh.axes, cut=cut)
+    for rank in range(reads.places * reads.pieces):
+        reads.piece(subject.batches(0), rank)
+
+
 class _Matrix:
     """One subject and the arguments of `certify`; one-process references are cached."""
 
@@ -182,17 +241,26 @@ class _Matrix:
         optimizer: OptimizerOf,
         updates: int,
         on_ranks: OnRanks,
+        cut: Cut,
     ) -> None:
         self.subject, self.step, self.engine = subject, step, engine
         self.optimizer, self.updates, self.on_ranks = optimizer, updates, on_ranks
+        self.cut = cut
         self.wanted = functools.cache(self._wanted)
         self.max_norm = functools.cache(self._max_norm)
 
+    def reads(self, cell: Cell) -> Reads:
+        """Return what the ranks of a cell read."""
+        mesh = cell.fact("meshes")
+        axes = (("dp", cell.fact("worlds")),) if mesh is None else mesh.axes
+        return Reads(axes=axes, cut=self.cut)
+
     def task(self, cell: Cell) -> Task:
         """Return the task of a cell: counts and precision."""
-        precision = cell.fact("precisions")
+        precision, reads = cell.fact("precisions"), self.reads(cell)
         return Task(
-            world=cell.fact("worlds"),
+            world=reads.places,
+            pieces=reads.pieces,
             micro_batches=cell.fact("micro_batches"),
             updates=self.updates,
             precision=precision,
@@ -212,7 +280,15 @@ class _Matrix:
         task = self.task(cell)
         if cell.at["clipping"] == "on":
             cell = replace(cell, max_norm=self.max_norm(task))
-        job = Job(subject=self.subject, task=task, cell=cell, step=self.step, engine=self.engine)
+        reads = self.reads(cell)
+        job = Job(
+            subject=self.subject,
+            task=task,
+            cell=cell,
+            reads=reads,
+            step=self.step,
+            engine=self.engine,
+        )
         try:
             shown = self._seen(_first_update(job), CopyGradient)
             trained = self._seen(job, self.rule(cell))
@@ -223,7 +299,7 @@ class _Matrix:
         wanted = self.wanted(task, self.rule(cell), cell.max_norm)
         gradients = self.wanted(_first_update(job).task, CopyGradient, cell.max_norm)
         checks = (
-            check("loss", wanted, trained),
+            check("loss", wanted, trained, [reads.place(rank) for rank in range(task.ranks)]),
             check("gradient", gradients, shown),
             check("norm", wanted, trained),
             check("update", wanted, trained),
@@ -232,7 +308,7 @@ class _Matrix:
 
     def _seen(self, job: Job, optimizer: OptimizerOf) -> list[list[Seen]]:
         run = functools.partial(run_on_rank, job, optimizer)
-        return self.on_ranks(run, job.task.world)
+        return self.on_ranks(run, job.task.ranks)
 
     def _wanted(
         self, task: Task, optimizer: OptimizerOf, max_norm: float | None

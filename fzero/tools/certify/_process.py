@@ -14,6 +14,7 @@ from fzero.errors import LayoutError
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import learns
 from fzero.tools.certify._axes import RunDtypes
+from fzero.tools.certify._reads import alone_on
 from fzero.tools.certify._seed import seeded
 from fzero.tools.certify._subject import Subject, tensors_of
 from fzero.tools.compare import Coarsest, coarser, copied, signs_like
@@ -65,7 +66,8 @@ class Process:
         `used` are then the parameters that any of them has used.
         """
         self.used = set()
-        return self._backwards(self.model, self.learning, numbers)
+        with alone_on(self.subject.names):
+            return self._backwards(self.model, self.learning, numbers)
 
     def displaced(
         self, numbers: Sequence[Sequence[int]], values: Tensors, reach: Tensors
@@ -76,7 +78,8 @@ class Process:
         self.twin = self.twin or _made(self.subject, self.precision)
         model, _, learning = self.twin
         _copy_to(learning, moved)
-        return self._backwards(model, learning, numbers)
+        with alone_on(self.subject.names):
+            return self._backwards(model, learning, numbers)
 
     def follow(self, masters: Tensors) -> None:
         """Set the trainable parameters to these masters."""
@@ -84,7 +87,8 @@ class Process:
 
     def loss(self, number: int) -> Tensor:
         """The loss of a batch, in the autocast of the precision if it has one."""
-        return self._loss(self.model, number)
+        with alone_on(self.subject.names):
+            return self._loss(self.model, number)
 
     def _backwards(
         self, model: Any, learning: Tensors, numbers: Sequence[Sequence[int]]

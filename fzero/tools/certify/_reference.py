@@ -80,7 +80,7 @@ def one_process(
     made = [Stepped(process.learning, task.precision, optimizer) for _ in range(1 + len(signs))]
     centre, corners = made[0], made[1:]
     reach = {path: torch.zeros(p.shape).double() for path, p in centre.masters.items()}
-    rounds = max_norm is not None or task.loses > 0
+    rounds = max_norm is not None or task.loses > 0 or task.pieces > 1  # inside of a loss
     found, good = [], frozenset() if rounds else frozenset(reach)
     exact, left = frozenset(process.tensors), 0.0
     for update in range(task.updates):
@@ -96,7 +96,8 @@ def one_process(
             off = {p: of_corner.off(update, error[p], left, before_it) for p in stepped}
             corner.step({path: (g + off[path]) * factor for path, g in stepped.items()})
         process.follow(centre.masters)
-        same = len(exact) == len(process.tensors)  # the losses are of equal parameters
+        # the losses are of equal parameters, and nothing is added up in another order in them
+        same = len(exact) == len(process.tensors) and task.pieces == 1
         reach = _reach(centre, corners, mixes=mixes)
         exact = _exact_params(process, before, centre.masters, good, task)
         found.append(
@@ -233,7 +234,7 @@ def _weighted(parts: Parts, task: Task) -> Parts:
     return {path: [w * term for w, term in terms] for path, terms in pairs.items()}
 
 
-def _mean(parts: Parts, divisor: int) -> dict[str, Tensor]:
+def _mean(parts: Parts, divisor: float) -> dict[str, Tensor]:
     return {path: torch.stack(terms).sum(0) / divisor for path, terms in parts.items()}
 
 
@@ -248,7 +249,7 @@ def _same(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:
 def _divisor(task: Task) -> int:
     # A loss that is divided by N is differentiated from 1 / N on: exact for powers of two alone.
     if task.ragged:
-        return task.divisor
+        return sum(task.weights)
     return task.summands if _is_power_of_two(task.micro_batches) else 2**62 - 1
 
 
@@ -259,17 +260,17 @@ def _is_power_of_two(number: int) -> bool:
 def _rounding(task: Task, low: torch.dtype) -> float:
     """Return the bound for another order of a sum, relative to the size of its terms."""
     if low not in SIXTEEN_BIT:  # each sum rounds
-        return eps_of(low) * 16 * task.summands
+        return eps_of(low) * 16 * task.summands * task.pieces
     # a term is rounded once or twice on its way; divided by 3, its whole backward rounds otherwise
     return eps_of(low) * (2 if _is_power_of_two(task.micro_batches) else 4)
 
 
 def _relative(task: Task, low: torch.dtype) -> float:
     """Return the relative bound of one number, a loss or a norm."""
-    return eps_of(low) * (4 if low in SIXTEEN_BIT else 64 * task.summands)
+    return eps_of(low) * (4 if low in SIXTEEN_BIT else 64 * task.summands * task.pieces)
 
 
-def _size(terms: Sequence[Tensor], divisor: int) -> float:
+def _size(terms: Sequence[Tensor], divisor: float) -> float:
     return largest([torch.stack([term.abs() for term in terms]).sum(0) / divisor])
 
 

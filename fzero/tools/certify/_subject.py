@@ -26,6 +26,7 @@ class Subject:
     model: Any  # an nn.Module, or a pytree of tensors
     loss: Loss
     batches: Callable[[int], Any]
+    names: tuple[str, ...] = ()  # of axes, which the loss may name in one process too
 
     @property
     def is_module(self) -> bool:
@@ -48,7 +49,7 @@ class Subject:
         return cast(self.batches(number), dtype)
 
 
-def subject_of(model: Any, loss: Loss, batches: Any) -> Subject:
+def subject_of(model: Any, loss: Loss, batches: Any, names: tuple[str, ...] = ()) -> Subject:
     """Return the subject of the user's arguments. Raises `LayoutError` for invalid ones."""
     if not callable(loss):
         raise LayoutError(
@@ -56,7 +57,7 @@ def subject_of(model: Any, loss: Loss, batches: Any) -> Subject:
             cause="arguments in another order.",
             fix="certify(model, loss, batches) with loss(model, batch) -> a scalar tensor.",
         )
-    subject = Subject(model=model, loss=loss, batches=_numbered(batches))
+    subject = Subject(model=model, loss=loss, batches=_numbered(batches), names=names)
     for path, tensor in tensors_of(model).items():
         if tensor.is_complex():
             raise LayoutError(

@@ -31,7 +31,8 @@ class Wire(NamedTuple):
 class Task:
     """The computation of a cell, for one process and for the ranks."""
 
-    world: int
+    world: int  # the ranks that read other batches
+    pieces: int  # in which a batch is cut, each for a rank of its own
     micro_batches: int
     updates: int
     precision: RunDtypes
@@ -43,15 +44,24 @@ class Task:
 
     @property
     def summands(self) -> int:
-        """How many gradients one update is made of."""
+        """How many gradients one update is made of: those of whole batches."""
         return self.world * self.micro_batches
 
     @property
-    def divisor(self) -> int:
-        """What their sum is divided by."""
+    def divisor(self) -> float:
+        """What their sum is divided by.
+
+        That of a whole batch is the mean over the ranks that have its pieces: their sum is so many
+        times it.
+        """
         if self.ragged:
             return sum(self.weights)
-        return self.micro_batches if self.sums else self.summands
+        return self.micro_batches / self.pieces if self.sums else self.summands
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks there are."""
+        return self.world * self.pieces
 
     @property
     def share(self) -> int:
@@ -79,7 +89,7 @@ class Task:
     @property
     def loses(self) -> float:
         """What encoding may lose of a gradient, in units of the largest of all; 0 for a dtype."""
-        if self.wire is None or self.world == 1 or self.wire.casts:
+        if self.wire is None or self.ranks == 1 or self.wire.casts:
             return 0.0
         return coarseness(self.wire.codec) * self.wire.times
 

@@ -126,6 +126,13 @@ def require_cut(meshes: list[Mesh | None], cut: Cut, given: Mapping[str, Any]) -
             fix='give meshes={"data": 2, "seq": 2}, or a list of such, and no `worlds`.',
         )
     for mesh in named:
+        if mesh.whole is not None:
+            raise LayoutError(
+                f"certify: meshes={mesh}, which is a part of {mesh.whole}.",
+                cause="a state with other values at each place of a mesh, which one process has "
+                "not.",
+                fix="give the whole mesh, with a model that is the same everywhere.",
+            )
         names = [name for name, _ in mesh.axes]
         if unknown := [name for name in cut if name not in names]:
             raise LayoutError(

@@ -206,6 +206,7 @@ def test_a_step_of_ones_own_is_given_the_mesh() -> None:
         ({"drivers": "engine"}, "an engine"),
         ({"precisions": "bf16"}, r"precisions=\['bf16'\] on a mesh with names"),
         ({"wires": "int8"}, r"wires=\['int8'\] on a mesh with names"),
+        ({"meshes": fzero.Mesh({"data": 2, "seq": 2})["seq"]}, "which is a part of"),
         ({"meshes": "other"}, "or names and sizes"),
     ],
 )

@@ -43,12 +43,14 @@ class LinearMap(NamedTuple):
     # Of a permutation the sources and the destinations, pair by pair; of a ragged exchange how many
     # rows this rank sends to each rank, and gets from each. The adjoint swaps the two.
     between: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    backward: bool = False  # of one that was called before
 
     @property
     def adjoint(self) -> LinearMap:
         """The transposed map."""
         kind = _ADJOINT.get(self.kind, self.kind)
-        return self._replace(kind=kind, between=(self.between[1], self.between[0]))
+        between = self.between[1], self.between[0]
+        return self._replace(kind=kind, between=between, backward=True)
 
     @property
     def batch_dim(self) -> int:
@@ -175,7 +177,7 @@ def _come(plan: LinearMap, xs: Sequence[Tensor]) -> None:
     op, name = _OPS[plan.kind], plan.name + " in rank order" * plan.ordered
     said = name if name.startswith(op) else f"{op} in the backward of {name}"
     shapes = lowering.shapes_of(xs, ragged=plan.kind == "ragged")
-    before_collective(plan.axis, UserCall(said, shapes))
+    before_collective(plan.axis, UserCall(said, shapes, plan.backward))
 
 
 _OPS = {

@@ -22,6 +22,7 @@ from fzero.state import protocol as rank
 from fzero.state.effects import (
     Effect,
     Exchange,
+    Look,
     ModelEffect,
     Post,
     Raise,
@@ -46,6 +47,10 @@ class Party(Protocol):
 
     def wait_for_reductions(self) -> None:
         """Wait for the reductions that were started."""
+        ...
+
+    def starts_at_once(self) -> bool:
+        """Whether a reduction would start without a wait for one before."""
         ...
 
     def drop_raised(self) -> None:
@@ -157,6 +162,8 @@ class Performer:
                     party = self._parties[number]()
                     if party is not None:
                         party.wait_for_reductions()
+            case Look(number):
+                return Answer(() if self._party(number).starts_at_once() else None)
             case Post(message):
                 self.channel.post(message)
             case Read(waits):

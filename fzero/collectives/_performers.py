@@ -19,7 +19,7 @@ from fzero.context.here import current_ranks
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runtime, own_group
-from fzero.state.protocol import SYNC, SyncPoint
+from fzero.state.protocol import SYNC, Met, SyncPoint
 
 _OPEN: dict[tuple[tuple[int, ...], str], Performer] = {}
 """The performer of each set of processes and backend: a handle, like torch's own table of groups.
@@ -82,6 +82,7 @@ class UserCall(NamedTuple):
 
     name: str
     shapes: str
+    backward: bool = False  # of one that was made before
 
     def __str__(self) -> str:
         """Return it as virtual ranks write it."""
@@ -103,8 +104,9 @@ def before_collective(axis: Axis, call: UserCall | None = None) -> None:
     met = None
     for performer in _in_a_pass(whole):
         performer.drop_raised()
-        for number in performer.protocol.running:
-            for_training(performer.send, SyncPoint(number, codes))
+        for number in performer.protocol.inside:
+            backward = call is not None and call.backward
+            for_training(performer.send, SyncPoint(number, codes, backward))
             gathers = performer.protocol.models[number].units.gathers
             if gathers and performer.axis.size == whole.size:
                 met = performer
@@ -113,9 +115,13 @@ def before_collective(axis: Axis, call: UserCall | None = None) -> None:
     if met is None:
         met = performer_of(whole)
         assert met is not None
-        met.call_with(SYNC, lambda: codes)
-    if not _go_together(met.protocol.heard, axis):
+        performer = met
+        met.call_with(SYNC, lambda: (*codes, performer.protocol.reducible))
+    heard = met.protocol.heard
+    if not _go_together([values[:2] for values in heard], axis):
         raise different(met.tell(f"{call} over {axis.name!r}" if axis.whole else str(call)))
+    if all(values[2:] for values in heard):
+        for_training(met.send, Met(tuple([values[2] for values in heard])))
 
 
 def rows_of_ranks(what: str, row: Sequence[int], axis: Axis) -> list[list[int]]:
@@ -142,7 +148,7 @@ def _in_a_pass(whole: Axis) -> list[Performer]:
     here = current_ranks()
     if here is not None:
         return [one for one in here.kept.values() if isinstance(one, Performer)]
-    running = [place for place, one in _OPEN.items() if one.protocol.running]
+    running = [place for place, one in _OPEN.items() if one.protocol.inside]
     ours = set(_ranks_of(whole) if running else ())
     return [_OPEN[place] for place in running if ours.issuperset(place[0])]
 

@@ -39,6 +39,11 @@ class InFlight:
         self._outs: list[Tensor] = []
         self._error: Exception | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether `wait` would find all collectives of it over."""
+        return self._started is None or self._started.is_over
+
     def wait(self) -> list[Tensor]:
         """Return the outputs, in the order of the inputs; again the same list if asked again.
 

@@ -97,6 +97,10 @@ class Machine:
         """Wait for the reductions that were started."""
         self.reducer.wait_all()
 
+    def starts_at_once(self) -> bool:
+        """Whether a reduction would start without a wait for one before."""
+        return self.reducer.starts_at_once
+
     def drop_raised(self) -> None:
         """Drop a backward that raised on this rank before the other ranks heard of it."""
         if self._drop_raised is not None:

@@ -142,6 +142,14 @@ class Reducer:
         if not one.setup.reduction.overlap:
             self.wait_all()
 
+    @property
+    def starts_at_once(self) -> bool:
+        """Whether the next reduction would start, and this rank go on, without a wait."""
+        if not all(one.setup.reduction.overlap for one in self.states):
+            return False  # each is waited for where it starts
+        flights = [flight for _, flight in self._flights] + [one for *_, one in self._rest]
+        return all(flight.is_over for flight in flights)
+
     def _wait_for_oldest(self) -> None:
         """Wait for the first hop of the oldest reduction; its others go on beside the next one."""
         # In the order of the starts: what is waited for may communicate again.

@@ -6,7 +6,8 @@ Nothing here holds a tensor, a stream or a callable.
     of the hooks     RunEpilogue  QueueCallback  DropBackward      done by the engine
     of the protocol  Post  Read  Exchange  Raise                   done by the channel
                      Gather  Wait  Free  TakePart                  done by the gatherer of a model
-                     Reduce  WaitForReductions  Drop  Discard      done by the reducers
+                     Look  Reduce  WaitForReductions               done by the reducers
+                     Drop  Discard
                      Receive                                       done by the driver of a model
 """
 
@@ -133,6 +134,16 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    """Look whether a reduction of the model would start at once, without a wait for one before.
+
+    An `Answer` of () comes back if it would, else of None.
+    """
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
 class WaitForReductions:
     """Wait for every reduction of every model: all ranks are at one place."""
 
@@ -161,4 +172,4 @@ class Discard:
 HookEffect = RunEpilogue | QueueCallback | DropBackward
 HookEffects = tuple[HookEffect, ...]
 ModelEffect = Gather | TakePart | Wait | Free | Reduce | Receive | Drop | Discard
-Effect = ModelEffect | Post | Read | Exchange | Raise | WaitForReductions
+Effect = ModelEffect | Post | Read | Exchange | Raise | Look | WaitForReductions

@@ -38,6 +38,8 @@ class PassState:
     announced: bool = False  # a phase was announced, and the ranks have not ended it
     silent: bool = False  # a backward has begun, and the other ranks were not told yet
     dropped: bool = False  # this rank threw its gradients away just before
+    inside: bool = False  # a forward has begun, and the pass is not over
+    calls: int = 0  # collectives of the user's in it of which the backward has not come yet
 
 
 def begin_forward(s: PassState, *, reads: bool, sums: bool) -> Next:
@@ -47,7 +49,8 @@ def begin_forward(s: PassState, *, reads: bool, sums: bool) -> Next:
     ended with this one.
     """
     gathers = reads or s.announced
-    return PassState(runs=True, crosses=gathers or sums, announced=gathers), gathers
+    new = PassState(runs=True, crosses=gathers or sums, announced=gathers)
+    return replace(new, inside=True, calls=s.calls if s.inside else 0), gathers
 
 
 def end_forward(s: PassState) -> PassState:
@@ -64,7 +67,18 @@ def begin_backward(
     """
     crosses = reads or s.announced or sums
     new = PassState(runs=True, crosses=crosses, silent=silent, dropped=dropped)
+    new = replace(new, inside=True, calls=s.calls)
     return (new, False) if silent else first_gradient(new)
+
+
+def saw_call(s: PassState, *, backward: bool) -> PassState:
+    """A collective of the user's begins, whose backward comes later; or that `backward` does.
+
+    One without a backward is counted all the same: it may be made anew in the backward (`remat`).
+    """
+    if not s.inside:
+        return s
+    return replace(s, calls=max(0, s.calls - 1) if backward else s.calls + 1)
 
 
 def first_gradient(s: PassState) -> Next:
@@ -77,7 +91,7 @@ def finish(s: PassState) -> Next:
 
     It still `crosses`: an error on the way to its end is theirs, too.
     """
-    return replace(s, runs=False, announced=False, silent=False), s.announced
+    return replace(s, runs=False, announced=False, silent=False, inside=False), s.announced
 
 
 def fail(s: PassState, *, known: bool, astray: bool) -> tuple[bool, bool]:

@@ -89,9 +89,19 @@ def complete(replay: Replay, units: Collection[int]) -> Replay:
     return replaced(replay, ready=replay.ready.union(units)) if units else replay
 
 
-def start_ready(replay: Replay, r: Residency) -> Next:
-    """Start the reductions of this step that are ready, in its order."""
-    units = _ready_now(replay)
+def has_ready(replay: Replay) -> bool:
+    """Whether a reduction of this step can start, in its order."""
+    return bool(_ready_now(replay))
+
+
+def reducible(replay: Replay) -> int:
+    """Return how many reductions of this step have started or can."""
+    return replay.started + len(_ready_now(replay))
+
+
+def start_ready(replay: Replay, r: Residency, most: int | None = None) -> Next:
+    """Start the reductions of this step that are ready, in its order, `most` of them."""
+    units = _ready_now(replay)[:most]
     if not units:
         return replay, r, ()
     started, ready = replay.started + len(units), replay.ready.difference(units)

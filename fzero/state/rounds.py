@@ -18,7 +18,7 @@ from typing import NamedTuple
 CODES = 8
 """How many numbers a message has room for: collectives that are asked for, or values of a call."""
 
-_MANY = 2**24
+MANY = 2**24
 """More units than a state has."""
 
 
@@ -93,13 +93,13 @@ def as_code(asked: Asked) -> int:
         >>> as_asked(as_code(Asked(2, What.REDUCE, 7)))
         Asked(model=2, what=<What.REDUCE: 1>, unit=7)
     """
-    return asked.what + len(What) * (asked.unit + asked.model * _MANY)
+    return asked.what + len(What) * (asked.unit + asked.model * MANY)
 
 
 def as_asked(code: int) -> Asked:
     """Return the collective that a number stands for; see `as_code`."""
     rest, what = divmod(code, len(What))
-    model, unit = divmod(rest, _MANY)
+    model, unit = divmod(rest, MANY)
     return Asked(model, What(what), unit)
 
 

@@ -21,6 +21,7 @@ TABLE = {
     "Use": ("a kernel reads a leaf", "a kernel reads a parameter"),
     "Ready": ("a bucket has all its gradients", "a bucket has all its gradients"),
     "SyncPoint": ("fzero.psum in the loss", "fzero.psum in the forward"),
+    "Met": ("fzero.psum in the loss, on processes", "fzero.psum in the forward, on processes"),
     "EndForward": ("the loss returns", "the module returns"),
     "Finish": (
         "the backward, or fzero.evaluate, is over",

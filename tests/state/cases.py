@@ -203,7 +203,9 @@ class Drawing:
                 continue
             if first is None or not self.alike:
                 parts = [together[i][rank] for i in range(len(models))]
-                first = Passes(tuple(map(self.one_pass, models, parts)))
+                alone = len(models) == 1
+                pairs = zip(models, parts, strict=True)
+                first = Passes(tuple(self.one_pass(*pair, alone=alone) for pair in pairs))
             collected.append(first)
         return collected
 
@@ -223,9 +225,9 @@ class Drawing:
     def sync(self) -> list[Any]:
         """A collective of the user's over the next axis, which all ranks make."""
         self.syncs += 1
-        return [Sync(AXES[self.syncs % len(AXES)])] * self.size
+        return [Sync(AXES[self.syncs % len(AXES)], self.syncs % 5 > 0)] * self.size
 
-    def one_pass(self, model: int, joints: tuple[Any, ...]) -> OnePass:
+    def one_pass(self, model: int, joints: tuple[Any, ...], *, alone: bool) -> OnePass:
         """A pass of one rank, with what all ranks do together in it."""
         uses: list[Any] = [*self.uses_of(model)]
         for joint in joints:
@@ -237,11 +239,11 @@ class Drawing:
             if kind != "nothing":
                 backward += [("use", one), ("gradient", one, kind == "complete")]
         # The adjoint of each collective, in the order of autograd, at another place on each rank;
-        # but below stage 3 before the gradients: a limit (docs/semantics.md, Collectives). Drawn
-        # apart, so that what else a case has does not depend on it.
+        # but before the gradients where passes below stage 3 run beside another: a limit
+        # (docs/semantics.md, Collectives). Drawn apart: what else a case has does not depend on it.
         apart, at = Random(repr((model, uses, backward))), 0
-        anywhere = self.units[model].gathers
-        for one in [use for use in reversed(uses) if isinstance(use, Sync)]:
+        anywhere = self.units[model].gathers or alone
+        for one in [x for x in reversed(uses) if isinstance(x, Sync) and x.differentiated]:
             at = apart.randint(at, len(backward)) if anywhere else at
             backward.insert(at, ("sync", one.axis))
             at += 1

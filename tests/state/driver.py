@@ -21,6 +21,7 @@ from fzero.state.protocol import (
     GiveUp,
     Join,
     Leave,
+    Met,
     Pin,
     Raised,
     Ready,
@@ -141,24 +142,37 @@ class Driver(Rank):
         if len(loose) > MOST + max(0, record.units.limits.prefetch_numel - 1):
             raise Fault("memory", f"rank {self.number} holds units {loose}")
 
-    def sync(self, axis: str) -> Steps:
+    def sync(self, axis: str, *, backward: bool = False) -> Steps:
         """A collective of the user's: all ranks hear what each says of it, and those of it do it.
 
         It is started when all have come, and waited for at once, while gathers and reductions of
         fzero's own are in flight.
         """
         met = False
-        for number in self.protocol.running:
-            yield from self.send(SyncPoint(number, (self.number,)))
+        for number in self.protocol.inside:
+            yield from self.send(SyncPoint(number, (self.number,), backward))
             met = met or self.world.units[number].gathers
         if not met:
-            yield from self.call(USERS, self.number)
-        if self.protocol.heard != tuple((rank,) for rank in range(self.world.size)):
+            yield from self._start_together()
+        elif self.protocol.heard != tuple((rank,) for rank in range(self.world.size)):
             raise Fault("all are heard", f"rank {self.number} hears {self.protocol.heard}")
         self.synced += 1
         group = self.world.users[axis][self.number]
         k = group.start(self.number, (axis, self.synced))
         yield lambda: group.is_over(k)
+
+    def _start_together(self) -> Steps:
+        """As `before_collective`: the call, and then what every rank can reduce."""
+        yield from self.send(self._users_call())
+        while not self.protocol.heard:
+            yield from self.send(self._users_call())
+        pairs = [divmod(values[0], self.world.size) for values in self.protocol.heard]
+        if [rank for _, rank in pairs] != [*range(self.world.size)]:
+            raise Fault("all are heard", f"rank {self.number} hears {self.protocol.heard}")
+        yield from self.send(Met(tuple([reducible for reducible, _ in pairs])))
+
+    def _users_call(self) -> Call:
+        return Call(USERS, (self.number + self.world.size * self.protocol.reducible,))
 
     def end_forward(self, model: int) -> Steps:
         """The end of a forward that a backward may follow."""

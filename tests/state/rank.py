@@ -15,6 +15,7 @@ from fzero.state.effects import (
     Exchange,
     Free,
     Gather,
+    Look,
     Post,
     Raise,
     Read,
@@ -137,6 +138,8 @@ class Rank:
                 raise PeersFailed(failed)
             case WaitForReductions():
                 yield from self._wait_for_reductions()
+            case Look(model):
+                return Answer(() if self._starts_at_once() else None)
             case Reduce(model, unit, mine):
                 yield from self._reduce(model, unit, mine)
             case Receive(model):
@@ -218,6 +221,13 @@ class Rank:
         brings = frozenset(self.gradients.pop((model, unit), ())) if mine else frozenset[str]()
         k = world.sums[rank].start(rank, ("reduce", model, unit), brings)
         self.reductions.append((model, unit, k))
+
+    def _starts_at_once(self) -> bool:
+        """Whether the reductions before are over; what goes on across replicas is waited for."""
+        world, rank = self.world, self.number
+        return all(world.sums[rank].is_over(k) for _, _, k in self.reductions) and all(
+            world.across[rank].is_over(k) for _, k in self.crossing
+        )
 
     def _wait_for_oldest(self) -> Steps:
         world, rank = self.world, self.number

@@ -164,7 +164,7 @@ class Actor:
                     if kind == "use":
                         yield from rank.use(one.model, unit)
                     elif kind == "sync":
-                        yield from rank.sync(unit)
+                        yield from rank.sync(unit, backward=True)
                     else:
                         yield from rank.gradient(one.model, unit, complete=more[0])
             for one in passes:

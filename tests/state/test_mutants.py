@@ -207,6 +207,18 @@ MUTANTS: dict[str, Edit] = {
         "remain = {*r.units.persistent, *(unit for unit, _ in r.blocks)}",
         "remain = {*r.units.persistent}",
     ),
+    "a rank waits for a reduction before a collective's backward": Edit(
+        "protocol._plan",
+        "    if model.may_not_wait:\n",
+        "    if False:\n",
+        ("in step", 126),
+    ),
+    "a rank that raised reduces what the others have not come to": Edit(
+        "protocol._pass",
+        "if tells and model.may_not_wait:",
+        "if False:",
+        ("one fails", 706),
+    ),
     "what was served of a pass that failed stays": Edit(
         "protocol._rounds",
         "(WaitForReductions(), *dropped)",

@@ -60,9 +60,13 @@ class Dead(Exception):
 
 @dataclass(frozen=True)
 class Sync:
-    """A collective of the user's over one axis, in a forward or a backward."""
+    """A collective of the user's over one axis, in a forward or a backward.
+
+    differentiated: whether a backward of it follows one in a forward.
+    """
 
     axis: str
+    differentiated: bool = True
 
 
 @dataclass

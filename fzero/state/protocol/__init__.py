@@ -18,7 +18,18 @@ from collections.abc import Callable
 from typing import Any
 
 from fzero.state._replaced import replaced
-from fzero.state.effects import Effect, Exchange, Free, Gather, Post, Read, Reduce, TakePart, Wait
+from fzero.state.effects import (
+    Effect,
+    Exchange,
+    Free,
+    Gather,
+    Look,
+    Post,
+    Read,
+    Reduce,
+    TakePart,
+    Wait,
+)
 from fzero.state.protocol import _calls, _pass, _plan
 from fzero.state.protocol._calls import SYNC as SYNC
 from fzero.state.protocol._rounds import peers_failed
@@ -36,6 +47,7 @@ from fzero.state.protocol.events import FirstGradient as FirstGradient
 from fzero.state.protocol.events import GiveUp as GiveUp
 from fzero.state.protocol.events import Join as Join
 from fzero.state.protocol.events import Leave as Leave
+from fzero.state.protocol.events import Met as Met
 from fzero.state.protocol.events import Pin as Pin
 from fzero.state.protocol.events import Raised as Raised
 from fzero.state.protocol.events import Ready as Ready
@@ -88,7 +100,9 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
 
 def _brings_answer(effect: Effect) -> bool:
     """Whether an effect brings an answer, with which the next task goes on."""
-    return isinstance(effect, Read) or (isinstance(effect, Exchange) and effect.value is not None)
+    return isinstance(effect, Read | Look) or (
+        isinstance(effect, Exchange) and effect.value is not None
+    )
 
 
 def _answered(protocol: Protocol, event: Answer) -> Next:
@@ -122,6 +136,7 @@ _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
     Use: _plan.use,
     Ready: _plan.ready,
     SyncPoint: _calls.sync_point,
+    Met: _plan.start_up_to,
     EndForward: _pass.end_forward,
     Finish: _pass.finish,
     Failed: _pass.failed,

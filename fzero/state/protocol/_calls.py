@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.state import replay, residency
+from fzero.state import pass_state, replay, residency
 from fzero.state._replaced import replaced
 from fzero.state.effects import Effect, Exchange, TakePart
 from fzero.state.protocol._plan import close_plan, end_others, go_on, learn, walk
@@ -53,11 +53,14 @@ def met(p: Protocol, e: Call) -> Next:
 def sync_point(p: Protocol, e: SyncPoint) -> Next:
     """Run the plan to its sync point, and wait for ranks there: they serve each other until then.
 
-    It is recorded like the use of a unit that is always here. Below stage 3 reductions start in one
-    order, over a group of their own: nobody waits.
+    It is recorded like the use of a unit that is always here. Below stage 3 reductions go on beside
+    it, over a group of their own; no rank waits for one in a backward until the last has come.
     """
-    if not p.models[e.model].units.gathers:
-        return p, ()
+    model = p.models[e.model]
+    if not model.units.gathers:
+        phase = model.phase
+        backward = e.backward and model.course.in_backward and e.model in p.running
+        return p.put(e.model, phase=pass_state.saw_call(phase, backward=backward)), ()
     return p.then((learn, e.model), (arrive, e.model, e.values)), ()
 
 

@@ -11,7 +11,7 @@ from fzero.state.effects import Discard, Drop, Effect, Exchange, Post
 from fzero.state.pass_state import FORWARD, PassState
 from fzero.state.protocol import events as e
 from fzero.state.protocol._calls import raised
-from fzero.state.protocol._plan import ask, end_others, end_plan
+from fzero.state.protocol._plan import ask, end_others, end_plan, learn
 from fzero.state.protocol._rounds import over, say, serve
 from fzero.state.protocol.records import Course, Model, Next, Protocol
 from fzero.state.rounds import Message, MessageKind, Round, What
@@ -74,10 +74,11 @@ def announce(p: Protocol, number: int) -> Next:
     here, frees = residency.release(replaced(model.residency, current=-1))
     # What is here already is part of what ranks must have in common to follow one plan.
     facts = said.program and (said.program.digest, sorted(here.pinned))
+    expected = facts, model.phase.calls
     message = Message(
         MessageKind.PASS,
         f"{said.text}\nphase {said.place[1]}",
-        hint=zlib.crc32(repr(facts).encode()),
+        hint=zlib.crc32(repr(expected).encode()),
         served=said.served,
     )
     p = p.put(number, course=course, residency=here).without(number)
@@ -126,8 +127,30 @@ def finish(p: Protocol, event: e.Finish) -> Next:
     for unit in (unit for unit, complete in event.left if not complete):
         course = course.did_also(~unit)
     p = p.put(number, phase=phase, course=course)
-    out = (end_plan, number), (ask_left, number), (end_others, number)
+    out = (come_to_end, number), (end_plan, number), (ask_left, number), (end_others, number)
     return p.then(*out, (say_done, number), (settle, number)), ()
+
+
+def come_to_end(p: Protocol, number: int) -> Next:
+    """Where ranks may not wait for reductions, wait for them in a round before the last ones.
+
+    A rank that raised says so there: until then it starts none.
+    """
+    if not p.models[number].may_not_wait:
+        return p, ()
+    return p.then((learn, number), (say_end, number)), ()
+
+
+def say_end(p: Protocol, number: int) -> Next:
+    """Say that this rank has no more gradients, if all ranks follow one plan."""
+    if p.models[number].course.replay is None:
+        return p, ()
+    return say(p, Message(MessageKind.DONE), (heard_end,))
+
+
+def heard_end(p: Protocol, _: Round) -> Next:
+    """All ranks have come to the end of their backwards."""
+    return p, ()
 
 
 def ask_left(p: Protocol, number: int) -> Next:
@@ -192,7 +215,10 @@ def failed(p: Protocol, event: e.Failed) -> Next:
     effects: tuple[Effect, ...] = (Drop(number), *(p.undone if in_step else ()))
     p = replaced(p.put(number, course=replaced(model.course, due=())), undone=())
     more = ((end_others, number), (raised, e.Raised())) if tells else ()
-    return p.then(*[(end_plan, number)] * in_step, *more), effects
+    end = ((end_plan, number),) if in_step else ()
+    if tells and model.may_not_wait:  # the others wait in a round, or will come to one
+        return p.then((learn, number), *more, *end), effects
+    return p.then(*end, *more), effects
 
 
 def give_up(p: Protocol, event: e.GiveUp) -> Next:

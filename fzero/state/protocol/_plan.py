@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from fzero.state import replay, residency
 from fzero.state._replaced import replaced
-from fzero.state.effects import Effect, Read, Reduce
+from fzero.state.effects import Effect, Look, Read, Reduce
 from fzero.state.protocol._rounds import differ, say, serve
-from fzero.state.protocol.events import Ready, Use
+from fzero.state.protocol.events import Met, Ready, Use
 from fzero.state.protocol.records import Next, Protocol
 from fzero.state.replay import Replay
 from fzero.state.residency import Residency
-from fzero.state.rounds import Asked, MessageKind, Round, What, asking
+from fzero.state.rounds import MANY, Asked, MessageKind, Round, What, asking
 from fzero.state.schedule import Program
 
 LIVE = 2
@@ -147,12 +147,14 @@ def ready(p: Protocol, e: Ready) -> Next:
     """The gradients of a unit are complete: reduce it.
 
     Below stage 3, while another rank has not begun its backward, this one goes on with its own,
-    with one bucket to scatter at most.
+    with one bucket to scatter at most; with any number where it may not wait.
     """
-    units, course = p.models[e.model].units, p.models[e.model].course.did_also(~e.unit)
+    model = p.models[e.model]
+    units, course = model.units, model.course.did_also(~e.unit)
     due = *course.due, e.unit
     p = p.put(e.model, course=replaced(course, due=due))
-    may_wait = not units.gathers and sum(unit in units.bounded for unit in due) <= 1
+    few = model.may_not_wait or sum(unit in units.bounded for unit in due) <= 1
+    may_wait = not units.gathers and few
     if p.open == e.model and may_wait:
         return p.then((looked, e.model)), (Read(waits=False),)
     return p.then((learn, e.model), (reduce_due, e.model)), ()
@@ -170,7 +172,40 @@ def reduce_due(p: Protocol, number: int) -> Next:
     if course.replay is None or course.replay.waits:  # the others come to a round
         return p.then((ask, number, What.REDUCE, course.due)), ()
     place = replay.complete(course.replay, course.due)
+    if model.may_not_wait:
+        p = p.put(number, course=replaced(p.models[number].course, replay=place))
+        return p.then((look, number)), ()
     return go_on(p, number, replay.start_ready(place, model.residency))
+
+
+def look(p: Protocol, number: int) -> Next:
+    """Start what is ready for as long as no reduction has to wait for another one."""
+    place = p.models[number].course.replay
+    if place is None or not replay.has_ready(place):
+        return p, ()
+    return p.then((start_one, number)), (Look(number),)
+
+
+def start_one(p: Protocol, number: int, said: tuple[()] | None) -> Next:
+    """Start one reduction if it need not wait; what is left starts later, at the end at last."""
+    model = p.models[number]
+    if said is None or model.course.replay is None:
+        return p, ()
+    one = replay.start_ready(model.course.replay, model.residency, most=1)
+    return go_on(p.then((look, number)), number, one)
+
+
+def start_up_to(p: Protocol, e: Met) -> Next:
+    """Start as many reductions of a model as every rank can: no rank is kept waiting for one."""
+    number, count = divmod(min(e.reducible), MANY)
+    if not count or any(code // MANY != number for code in e.reducible):
+        return p, ()
+    model, course = p.models[number], p.models[number].course
+    assert course.replay is not None
+    place = replay.complete(course.replay, course.due)
+    p = p.put(number, course=replaced(course, due=()))
+    most = max(0, count - place.started)
+    return go_on(p, number, replay.start_ready(place, model.residency, most=most))
 
 
 # The way through a plan, and its end.

@@ -97,13 +97,26 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class SyncPoint:
-    """A collective of the user's begins, in the middle of a pass of a model.
+    """A collective of the user's begins, in the middle of a pass of a model, or of its loss.
 
-    values: as of a `Call`: what the ranks compare of it.
+    Attributes:
+        values: as of a `Call`: what the ranks compare of it.
+        backward: whether it is the backward of one that was made before.
     """
 
     model: int
     values: tuple[int, ...] = ()
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """All ranks have come to a collective of the user's: what can start on each of them starts.
+
+    reducible: `Protocol.reducible` of each rank, when it came.
+    """
+
+    reducible: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,8 +200,8 @@ class Changed:
 class Answer:
     """What every rank said in the round that was read, or the values that were exchanged.
 
-    None where a round was looked for, and some rank has not posted it. Of values those that differ,
-    in the order of the ranks.
+    None where a round was looked for, and some rank has not posted it; or where no reduction would
+    start at once. Of values those that differ, in the order of the ranks.
     """
 
     said: Round | tuple[Any, ...] | None
@@ -209,6 +222,7 @@ Event = (
     | Use
     | Ready
     | SyncPoint
+    | Met
     | EndForward
     | Finish
     | Failed

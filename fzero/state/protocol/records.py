@@ -8,11 +8,11 @@ from typing import Any
 
 from fzero.state._replaced import replaced
 from fzero.state.effects import Effect
-from fzero.state.pass_state import PassState
+from fzero.state.pass_state import FORWARD, PassState
 from fzero.state.protocol.events import Announcement
-from fzero.state.replay import Replay
+from fzero.state.replay import Replay, complete, reducible
 from fzero.state.residency import Residency, Units
-from fzero.state.rounds import Message, What
+from fzero.state.rounds import MANY, Message, What
 from fzero.state.schedule import Events, Place, Program
 
 
@@ -40,6 +40,11 @@ class Course:
     left: tuple[tuple[int, bool], ...] = ()
     learned: Mapping[Place, Program] = field(default_factory=dict[Place, Program])
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether the latest phase is a backward."""
+        return self.announcement is not None and self.announcement.place[1] != FORWARD
+
     def did_also(self, event: int) -> Course:
         """Record a use or a reduction."""
         if self.place is None:
@@ -64,6 +69,15 @@ class Model:
     def rounds(self) -> bool:
         """Whether what is gathered now may be rounded."""
         return self.residency.rounds
+
+    @property
+    def may_not_wait(self) -> bool:
+        """Whether this rank may not wait for a reduction in the middle of its backward.
+
+        Another rank may wait for this one in the backward of a collective of the user's, and make
+        behind it the gradients that the reduction waits for.
+        """
+        return self.phase.calls > 0 and bool(self.units.bounded) and not self.units.gathers
 
     @property
     def gather(self) -> What:
@@ -112,6 +126,30 @@ class Protocol:
     met: bool = True
     agenda: tuple[Task, ...] = ()
     undone: tuple[Effect, ...] = ()
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """The models with a pass here that a collective of the user's comes in the middle of."""
+        return tuple(
+            number
+            for number, one in self.models.items()
+            if number in self.running or (one.phase.inside and not one.units.gathers)
+        )
+
+    @property
+    def reducible(self) -> int:
+        """A code of how many reductions below stage 3 can start, and of which model; 0 for none.
+
+        See `common`.
+        """
+        if len(self.running) != 1:
+            return 0
+        (number,) = self.running
+        model, course = self.models[number], self.models[number].course
+        if not model.units.bounded or model.units.gathers or course.replay is None:
+            return 0
+        count = reducible(complete(course.replay, course.due))
+        return count and count + MANY * number
 
     def put(self, number: int, **changes: Any) -> Protocol:
         """Return the protocol with other values of some fields of a model."""

@@ -43,6 +43,7 @@ from fzero.collectives._start import start_gather_in_place as start_gather_in_pl
 from fzero.collectives._start import start_permute as start_permute
 from fzero.collectives._start import start_reduce as start_reduce
 from fzero.collectives._start import start_scatter as start_scatter
+from fzero.collectives._together import run_together as run_together
 from fzero.collectives._tree import Over as Over
 from fzero.collectives._tree import fold_rows as fold_rows
 from fzero.collectives._tree import gather_rows as gather_rows

@@ -25,6 +25,8 @@ from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import (
     Axis,
     Carried,
+    MetInLoss,
+    Runs,
     Runtime,
     ambient,
     axis_named,
@@ -353,6 +355,13 @@ def _by_sizes(
             cause="pieces of other sizes cannot be put together along another dim.",
             fix="give both the same dim, and move dims of the result.",
         )
+    carried = carried_here()
+    if carried is not None and carried.runs is Runs.TOGETHER:
+        raise PhaseError(
+            "all_to_all: sizes, in a loss where ranks carry several logical ranks.",
+            cause="rows of other numbers for each logical rank, of which some are on one rank.",
+            fix=f"pad to equal sizes and leave sizes= out, or run it on {carried.size} ranks.",
+        )
     sent = _sent(x.shape[split], axis, sizes)
     received = sent
     if axis.runtime is not Runtime.LOCAL and not is_abstract():
@@ -424,12 +433,24 @@ def _axis(name: str, axis: AxisLike | None) -> Axis:
     Raises `PhaseError` in the loss of a logical rank that does not have a rank of its own.
     """
     over, carried = axis_named(axis, who=name), carried_here()
-    if carried is not None and carried.rank is not None and ambient().size < carried.size:
-        raise PhaseError(
+    if carried is None or carried.rank is None:
+        return over
+    if ambient().size < carried.size:
+        error = PhaseError(
             f"{name} in a loss of logical rank {carried.rank}, and {ambient().size} ranks carry "
             f"{carried.size} logical ranks.",
-            cause="a collective between logical ranks that run one after another.",
-            fix=f"run it on {carried.size} ranks, or reduce outside of the loss.",
+            cause="a collective between logical ranks that run one after another: in a loop of an "
+            "engine, in a plan or a trace, or in a backward alone.",
+            fix=f"call it in the forward of a loss of fzero.grad_and_reduce; or run it on "
+            f"{carried.size} ranks, or reduce outside of the loss.",
+        )
+        together = carried.runs is Runs.FIRST_IN_TURN and not is_abstract()
+        raise MetInLoss(error) if together else error
+    if carried.runs is Runs.TOGETHER and over != ambient():
+        raise PhaseError(
+            f"{name} over {over} in a loss, where ranks carry {carried.size} logical ranks.",
+            cause="an axis of the ranks that carry them, of which there may be any number.",
+            fix="leave axis= out: in a loss it is the axis of all logical ranks.",
         )
     return over
 

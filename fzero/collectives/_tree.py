@@ -8,7 +8,7 @@ Where each rank carries one logical rank these are leaves, and the wire is that 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -170,13 +170,24 @@ def gather_rows(rows: Tensor, axis: Axis, places: int) -> Tensor:
 
     It is differentiable, as `gather_many` is.
     """
+    return _gathered(rows, axis, places, lambda padded: gather_many([padded], axis)[0])
+
+
+def gather_values(rows: Tensor, axis: Axis, places: int) -> Tensor:
+    """`gather_rows` without a derivative: for what is inside of a collective itself."""
+    return _gathered(
+        rows, axis, places, lambda padded: lowering.begin_all_gather([padded], axis).wait()[0]
+    )
+
+
+def _gathered(rows: Tensor, axis: Axis, places: int, gather: Callable[[Tensor], Tensor]) -> Tensor:
     if axis.runtime is Runtime.LOCAL:
         return rows
     counts = [len(carried(rank, axis.size, places)) for rank in range(axis.size)]
     most = max(counts)
     if len(rows) < most:
         rows = torch.cat([rows, rows.new_zeros(most - len(rows), *rows.shape[1:])])
-    (every,) = gather_many([rows.contiguous()], axis)
+    every = gather(rows.contiguous())
     if min(counts) == most:
         return every
     each = torch.unflatten(every, 0, (axis.size, most))

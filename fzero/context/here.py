@@ -46,6 +46,17 @@ def be(here: Here) -> None:
     _LOCAL.here = here
 
 
+@contextmanager
+def standing_as(here: Here | None) -> Iterator[None]:
+    """Be another virtual rank in this block, or, with None, an ordinary thread."""
+    before = current_ranks()
+    _LOCAL.here = here
+    try:
+        yield
+    finally:
+        _LOCAL.here = before
+
+
 def current_ranks() -> Here | None:
     """Return the calling thread's virtual rank, or None in an ordinary thread."""
     return getattr(_LOCAL, "here", None)
@@ -108,10 +119,10 @@ def require_no_trace(op: str) -> None:
         )
 
 
-def read_elsewhere(path: str, owner: int, reader: int) -> PhaseError:
-    """Return the error for a parameter of one virtual rank that another one reads."""
+def read_elsewhere(path: str, owner: str, reader: str) -> PhaseError:
+    """Return the error for a parameter of one rank of this process that another one reads."""
     return PhaseError(
-        f"the parameter {path!r} of virtual rank {owner} is read on virtual rank {reader}.",
+        f"the parameter {path!r} of {owner} is read on {reader}.",
         cause="one module for all ranks, into which torch.func.functional_call put the parameters "
         "of a rank while another one was inside of its forward.",
         fix="call it by `apply, params = fzero.functionalize(module)`, or give functional_call "

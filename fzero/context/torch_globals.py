@@ -133,6 +133,7 @@ class TorchGlobals(NamedTuple):
             for (read, change), value in zip(_SETTINGS, self.settings, strict=True):
                 if read() != value:
                     change(value)
+        _latest[:] = [self]
 
     def of_ranks(self, size: int, nesting: int) -> list[TorchGlobals]:
         """The same for each of some ranks, with a cache of its own."""

@@ -71,7 +71,8 @@ class Gatherer:
         here = current_ranks()
         if here and self._here and here.rank != self._here.rank:
             path = self.leaves_of(group)[position].path
-            raise read_elsewhere(path, self._here.rank, here.rank)
+            owner, reader = self._here.rank, here.rank
+            raise read_elsewhere(path, f"virtual rank {owner}", f"virtual rank {reader}")
 
     def leaves_of(self, group: int) -> list[Leaf]:
         """Return the leaves of a group."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
@@ -427,12 +428,33 @@ def _running() -> list[Axis]:
     return _RUNNING if here is None else here.kept.setdefault(_running, [])
 
 
+class Runs(Enum):
+    """How the logical ranks of a rank run."""
+
+    IN_TURN = "in turn"  # one ends before the next one begins
+    FIRST_IN_TURN = "first in turn"  # as above, or together if a loss calls a collective
+    TOGETHER = "together"  # as virtual ranks that wait for each other in a collective
+
+
 class Carried(NamedTuple):
     """The logical ranks of the step that runs: how many, those of this rank, the one that runs."""
 
     size: int
     ranks: range
     rank: int | None = None  # None: outside of a loss
+    runs: Runs = Runs.IN_TURN
+
+
+class MetInLoss(BaseException):
+    """A loss calls a collective where its logical ranks run in turn: they must run together.
+
+    It ends the run of the first of them on every rank, and is no error: a loss that catches
+    exceptions does not see it. `error` is what is raised where they cannot run together.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def carried_here() -> Carried | None:

@@ -14,15 +14,15 @@ from __future__ import annotations
 import contextvars
 import gc
 import threading
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import forward_ad
 
 from fzero.context.ambient import Ambient
-from fzero.context.here import BASE_NESTING, Here, Make, be
+from fzero.context.here import BASE_NESTING, Here, Make, be, current_ranks
 from fzero.context.torch_globals import TorchGlobals
 from fzero.errors import AxisError, PeerFailedError
 
@@ -31,15 +31,19 @@ class _Aborted(BaseException):
     """Unwinds a rank whose peer has failed; never leaves this file."""
 
 
-def run_ranks(body: Callable[[int], Any], size: int) -> list[Any]:
+def run_ranks(
+    body: Callable[[int], Any], size: int, names: Sequence[str] | None = None
+) -> list[Any]:
     """Run `body(rank)` on `size` virtual ranks; return the results in rank order.
+
+    names: of the ranks, as errors say them.
 
     Every rank starts from the caller's random state (as processes with one seed do), and has its
     modes (no_grad, autocast, the default device); afterwards the caller's state is the one that
     rank 0 reached. The first exception of any rank is raised here, with the rank in its notes.
     """
     with _collected_as_in_processes(size):
-        return _Turns(body, size).run()
+        return _Turns(body, size, names).run()
 
 
 @contextmanager
@@ -67,8 +71,12 @@ class _Outcome(NamedTuple):
 class _Turns:
     """Who may run, what was handed in for the current collective, and how each rank ended."""
 
-    def __init__(self, body: Callable[[int], Any], size: int) -> None:
+    def __init__(
+        self, body: Callable[[int], Any], size: int, names: Sequence[str] | None = None
+    ) -> None:
         self.body, self.size = body, size
+        self.names = names or [f"rank {rank}" for rank in range(size)]
+        self.noted = names or [f"virtual rank {rank} of {size}" for rank in range(size)]
         self.turn = [threading.Lock() for _ in range(size)]  # a rank has its turn: it can acquire
         for turn in self.turn:
             turn.acquire()
@@ -89,12 +97,14 @@ class _Turns:
             )
             for rank in range(self.size)
         ]
-        with forward_ad.dual_level():
+        # Inside of a virtual rank it is open already, for there is one for the whole process.
+        nested = current_ranks() is not None
+        with nullcontext() if nested else forward_ad.dual_level():
             started = threads[: self._start(threads)]
             if started:
                 self.turn[0].release()
             self._join(started)
-        self.globals[0].with_jvp_nesting(0).put()
+        self.globals[0].with_jvp_nesting(BASE_NESTING if nested else 0).put()
         if self.error is not None:
             raise self.error
         return [self.results[rank] for rank in range(self.size)]
@@ -144,7 +154,7 @@ class _Turns:
                 # A rank that raised because another one did says less than that other one.
                 if self.error is None or isinstance(self.error, PeerFailedError):
                     self.error = raised
-                    self.error.add_note(f"(raised on virtual rank {rank} of {self.size})")
+                    self.error.add_note(f"(raised on {self.noted[rank]})")
         self.globals[rank] = TorchGlobals.take()
         self.results.setdefault(rank, None)
         self._pass_on(rank)
@@ -183,7 +193,7 @@ class _Turns:
     def _complete(self) -> None:
         ops = {rank: op for rank, (op, _, _) in self.waiting.items()}
         if len(set(ops.values())) > 1:
-            seen = "; ".join(f"rank {rank}: {ops[rank]}" for rank in range(self.size))
+            seen = "; ".join(f"{self.names[rank]}: {ops[rank]}" for rank in range(self.size))
             self.error = _unmatched(f"the ranks called different collectives: {seen}.")
             return
         everyone, make = [self.waiting[rank][1] for rank in range(self.size)], self.waiting[0][2]
@@ -197,10 +207,12 @@ class _Turns:
     def _fail_unmatched(self) -> None:
         if self.error is None:
             stuck = "; ".join(
-                f"rank {rank} waits in {op}" for rank, (op, _, _) in self.waiting.items()
+                f"{self.names[rank]} waits in {op}" for rank, (op, _, _) in self.waiting.items()
             )
             done = sorted(self.results)
             ranks = f"rank{'s' * (len(done) > 1)} {done}"
+            if self.names != [f"rank {rank}" for rank in range(self.size)]:
+                ranks = ", ".join(self.names[rank] for rank in done)
             self.error = _unmatched(f"{stuck}, but {ranks} finished without it.")
 
 

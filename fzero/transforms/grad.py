@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fzero.collectives import performer_of
 from fzero.context.ambient import computed_in
+from fzero.context.here import read_elsewhere
 from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
 from fzero.machine.compiled import MADE_FRAMES, without_dynamo
 from fzero.machine.partition import assemble
-from fzero.ranks.mesh import running_on
+from fzero.ranks.mesh import Carried, MetInLoss, Runs, carried_here, running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.call import Weight
 from fzero.transforms._closed_over import backward_of
@@ -112,7 +113,10 @@ def grad_and_reduce(
         says which dim of each is cut, as in `torch.func.vmap` and `fzero.accumulate`, and `sizes`
         how many rows each gets, default equal parts. The value is the mean over all logical ranks,
         equal on all ranks; the tensors of aux have a first dim of this rank's. `weight` is a
-        sequence of one for each of this rank's, or a function of its part, weight(*args).
+        sequence of one for each of this rank's, or a function of its part, weight(*args). Where fn
+        calls a collective, those of this rank run at once, as virtual ranks, with the bits of a
+        rank for each: all of their activations, and at stage 3 whole parameters, are then in
+        memory, and a first forward is given up where it meets the collective.
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
@@ -210,6 +214,7 @@ def _by_autograd(
     passes, places = passes_of(states, functional_of(states))
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = versions_of(flats)
+    in_forward = True
     try:
         for one in passes:
             one.begin_forward()
@@ -219,6 +224,7 @@ def _by_autograd(
             with explains_writes(params):
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
                 learned = loss_learned([one for one in states if one.setup.layout.trainable], loss)
+        in_forward = False
         for one in passes:
             one.calls.loss(loss, call.weight)
             one.end_forward()
@@ -233,6 +239,9 @@ def _by_autograd(
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]
+    except MetInLoss as met:
+        _end_forward_of(met, passes, in_forward=in_forward)
+        raise
     except BaseException as error:
         for one in passes:
             one.fail(error)
@@ -243,6 +252,23 @@ def _by_autograd(
         for one in passes:
             one.close()
     return [new[number][position] for number, position in places], result
+
+
+def _end_forward_of(met: MetInLoss, passes: Sequence[Pass], *, in_forward: bool) -> None:
+    """End a forward in which the loss has met a collective, together with all ranks.
+
+    Raises the error of the collective in a backward, of which gradients may be reduced already.
+    """
+    try:
+        if not in_forward:
+            raise met.error
+        for one in passes:
+            one.end_forward()
+            one.finish_forward()
+    except BaseException as error:
+        for one in passes:
+            one.fail(error)
+        raise
 
 
 def _backward(loss: Tensor, by: Tensor | None, passes: Sequence[Pass], *, learning: bool) -> None:
@@ -283,7 +309,21 @@ def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
         for index, leaf in enumerate(layout.leaves)
         if leaf.trainable
     }
+    if (carried := carried_here()) is not None and carried.runs is Runs.TOGETHER:
+        for index, leaf in learning.items():
+            leaf.register_hook(_only_on(carried, layout.leaves[index].title))
     return assemble(layout, by_leaf), learning
+
+
+def _only_on(owner: Carried, path: str) -> Callable[[Tensor], None]:
+    """Return a hook that refuses a gradient of a leaf from another logical rank's loss."""
+
+    def look(_: Tensor) -> None:
+        here = carried_here()
+        if here is not None and here.rank != owner.rank:
+            raise read_elsewhere(path, f"logical rank {owner.rank}", f"logical rank {here.rank}")
+
+    return look
 
 
 def _listen(

@@ -2,6 +2,7 @@
 
 each rank carries one     its pass, with its reduction beside the backward (`machine/route`)
 some carry several        a pass each, in a window; rows -> nodes of the tree -> one exchange
+a loss communicates       the same with whole parameters, this rank's as virtual ranks
 
 A call is made once for each logical rank of this rank, with its part of the arguments, its own
 generators and its own number. What comes back is what one rank of L ranks would get: the mean of
@@ -12,22 +13,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import fold_rows, gather_rows, performer_of
+from fzero.collectives import fold_rows, gather_rows, performer_of, run_together
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.nodes import Nodes
 from fzero.machine.offload import offloaded
-from fzero.ranks.mesh import Axis, Carried, ambient, carried_here, carrying
+from fzero.ranks.mesh import Axis, Carried, MetInLoss, Runs, ambient, carried_here, carrying
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progress, window
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.form import Slot
 from fzero.transforms._differentiate import Result
+from fzero.transforms._grad_by_func import with_full
 from fzero.transforms._logical_parts import call_given, each_call
 from fzero.transforms._passes import passes_of
 from fzero.transforms.agree import agree
@@ -110,6 +112,8 @@ def parts_of_batch(
 class _OneRun:
     """A call in which each rank carries one logical rank."""
 
+    runs = Runs.IN_TURN
+
     def __init__(self, call: Call, states: Sequence[TrainState], first: TrainState) -> None:
         self.call, self.states, self.first = call, list(states), first
         self.setup = first.setup
@@ -126,17 +130,19 @@ class _OneRun:
         return new, self._joined([result])
 
     def _of(self, place: int, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
-        rank = self.ranks[place]
+        carried = Carried(self.logical.ranks, self.ranks, self.ranks[place], self.runs)
+        with carrying(carried), self._drawn(place):
+            return self.call(place, states)
+
+    def _drawn(self, place: int) -> AbstractContextManager[None]:
         first = self.first
-        drawn = generators_of(
+        return generators_of(
             self.logical.seed,
             update=int(first.step),
             call=first.progress.backwards,
-            logical_rank=rank,
+            logical_rank=self.ranks[place],
             device=first.device,
         )
-        with carrying(Carried(self.logical.ranks, self.ranks, rank)), drawn:
-            return self.call(place, states)
 
     def _come(self, how: str) -> None:
         """Wait for all ranks: this one serves the gathers of those that carry more."""
@@ -161,19 +167,72 @@ class _OneRun:
 class _RowRun(_OneRun):
     """A call in which some ranks carry several logical ranks."""
 
+    runs = Runs.FIRST_IN_TURN
+
     def made(self) -> tuple[list[TrainState], Result]:
         """Return the states, and the result of all logical ranks."""
-        rows = [Rows(one) for one in self.states]
-        results = []
         with told_of_errors(self.setup):
-            for place in range(len(self.ranks)):
-                new, result = self._of(place, [one.view(place) for one in rows])
-                for one, made in zip(rows, new, strict=True):
-                    one.end(place, one.took(place, 0, made))
-                results.append(result)
-                del new
+            try:
+                rows, results = self._in_turn()
+            except MetInLoss:
+                rows = None
+            if rows is None:  # what the first run held is free
+                rows, results = self._together()
         self._come("which are several on some ranks")
         return [one.made(1) for one in rows], self._joined(results)
+
+    def _in_turn(self) -> tuple[list[Rows], list[Result]]:
+        rows = [Rows(one) for one in self.states]
+        results = []
+        for place in range(len(self.ranks)):
+            new, result = self._of(place, [one.view(place) for one in rows])
+            for one, made in zip(rows, new, strict=True):
+                one.end(place, one.took(place, 0, made))
+            results.append(result)
+            del new
+        return rows, results
+
+    def _together(self) -> tuple[list[Rows], list[Result]]:
+        """Run all of them at once, with whole parameters: their losses call collectives."""
+        agree("grad_and_reduce of logical ranks, whose losses call collectives", self.states)
+        fulls = [with_full(one)[1] for one in self.states]
+        rows = [Rows(one) for one in self.states]
+        every = [[one.view(place) for one in rows] for place in range(len(self.ranks))]
+
+        def run(place: int) -> tuple[list[TrainState], Result]:
+            pairs = zip(every[place], fulls, strict=True)
+            with self._drawn(place):
+                return self.call(place, [_whole(view, some) for view, some in pairs])
+
+        carried = Carried(self.logical.ranks, self.ranks)
+        results = []
+        for place, (new, result) in enumerate(run_together(run, carried, self.setup.axis)):
+            for one, view, made in zip(rows, every[place], new, strict=True):
+                one.end(place, one.took(place, 0, _apart(made, view)))
+            results.append(result)
+        return rows, results
+
+
+def _whole(view: TrainState, fulls: Sequence[Tensor]) -> TrainState:
+    """Return a logical rank's view with whole parameters, on an axis of its own."""
+    setup = view.setup
+    alone = dataclasses.replace(
+        setup,
+        stage=0,
+        axis=Axis(name=setup.axis.name, size=1),
+        offload=dataclasses.replace(setup.offload, params=None),
+    )
+    return view.replace(
+        setup=alone,
+        params=Buffers(flats=tuple(fulls), placement=alone.params),
+        window=dataclasses.replace(view.window, gathered=()),
+    )
+
+
+def _apart(made: TrainState, view: TrainState) -> TrainState:
+    """Return what came of a view with whole parameters, with those and the ranks of the view."""
+    kept = dataclasses.replace(made.window, gathered=view.window.gathered)
+    return made.replace(setup=view.setup, params=view.params, window=kept, schedule=view.schedule)
 
 
 class Rows:

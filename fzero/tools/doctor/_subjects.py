@@ -37,7 +37,7 @@ def formula(kind: str, op: str) -> Callable[[Tensor], Tensor]:
 
     Args:
         kind: "gather", [W, l] -> [W, W l]; "scatter", [W, W l] -> [W, l]; "reduce", [W, n] ->
-            [W, n].
+            [W, n]; "exchange" of chunks and "shift" to the next rank, which put nothing together.
         op: how "scatter" and "reduce" put ranks together: a key of `OPS`.
 
     Example:
@@ -47,6 +47,10 @@ def formula(kind: str, op: str) -> Callable[[Tensor], Tensor]:
     """
     if kind == "gather":
         return lambda xs: torch.stack([xs.reshape(-1, *xs.shape[2:])] * len(xs))
+    if kind == "exchange":
+        return lambda xs: xs.unflatten(1, (len(xs), -1)).transpose(0, 1).flatten(1, 2)
+    if kind == "shift":
+        return lambda xs: xs.roll(1, 0)
     if kind == "scatter":
         return lambda xs: OPS[op](xs).reshape(len(xs), -1, *xs.shape[2:])
     return lambda xs: torch.stack([OPS[op](xs)] * len(xs))
@@ -66,6 +70,11 @@ class CollectiveSubject:
     op: str = "sum"
 
 
+def _shift(x: Tensor) -> Tensor:
+    size = fzero.axis_size()
+    return fzero.ppermute(x, [(rank, (rank + 1) % size) for rank in range(size)])
+
+
 OF_FZERO = (
     CollectiveSubject(name="all_gather", run=fzero.all_gather, kind="gather"),
     CollectiveSubject(
@@ -73,6 +82,8 @@ OF_FZERO = (
     ),
     CollectiveSubject(name="all_reduce (psum)", run=fzero.all_reduce, kind="reduce"),
     CollectiveSubject(name="pmean", run=fzero.pmean, kind="reduce", op="avg"),
+    CollectiveSubject(name="all_to_all", run=fzero.all_to_all, kind="exchange"),
+    CollectiveSubject(name="ppermute", run=_shift, kind="shift"),
 )
 
 

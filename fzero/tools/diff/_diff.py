@@ -14,6 +14,7 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.tools.compare import DISTURBANCE, SMALLEST_UNIT, first_apart, whole_leaf
+from fzero.tools.diff._bits import bits_apart, owes_bits
 from fzero.tools.diff._compare import Called, compare
 from fzero.tools.diff._difference import (
     GRADIENT,
@@ -74,6 +75,10 @@ def diff(
     parameters and inputs makes of the same number, or of the gradients and slots of an update. It
     goes by the coarsest dtype that the options ask for: autocast, codecs.
 
+    Where both runs have the same `logical_ranks=` and seed, nothing is left to rounding: if no
+    difference was found so far, each run is made again from its own values, and losses, gradients,
+    optimizer states and parameters must have the same bits, whatever ranks carry them.
+
     Training loops are compared as well, of plain PyTorch and of an engine: run(log), which calls
     log.start(model), and in each step log.loss(loss), log.gradients(model) and
     log.parameters(model); of an engine it gives the engine. Each goes on from its own values, and
@@ -122,7 +127,20 @@ def diff(
     if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
         with suppress(Exception):  # a dtype is fixed somewhere; what else is wrong is raised below
             found = _compared(run_a, run_b, _WIDE)
-    return found or _compared(run_a, run_b, None)
+    return found or _compared(run_a, run_b, None) or _of_bits(run_a, run_b)
+
+
+def _of_bits(run_a: Run, run_b: Run) -> Difference | None:
+    """Compare by bits, each run from its own values, where both have the same logical ranks."""
+    with made_in(torch.get_default_dtype()):
+        a, b = RunUnderWay(run_a, None), RunUnderWay(run_b, None)
+        if not owes_bits(a, b):
+            return None
+        for number in range(len(run_a.batches)):
+            found = bits_apart(a, b, number)
+            if found is not None:
+                return _said(run_a, run_b, found, None, _paths(a, b))
+    return None
 
 
 def _compared(run_a: Run, run_b: Run, wide: torch.dtype | None) -> Difference | None:
@@ -132,8 +150,16 @@ def _compared(run_a: Run, run_b: Run, wide: torch.dtype | None) -> Difference | 
         found = _starts(a.values(), b.values())
         for number in range(len(run_a.batches)):
             found = found or _call(a, b, number)
-    if found is None:
-        return None
+    return found and _said(run_a, run_b, found, wide, paths)
+
+
+def _said(
+    run_a: Run,
+    run_b: Run,
+    found: tuple[int, Moment, Apart],
+    wide: torch.dtype | None,
+    paths: list[str],
+) -> Difference:
     state, at, apart = found
     dtypes = start_dtypes(run_a) | start_dtypes(run_b)
     return difference_of(

@@ -55,12 +55,17 @@ class Side:
 
     @cached_property
     def divisor(self) -> float:
-        """The divisor of a sum over ranks: their number, or the sum of all weights."""
+        """The divisor of a sum over ranks: their number, or the sum of all weights.
+
+        With logical ranks the terms are those of logical ranks, whatever ranks carry them.
+        """
         counts = [one.counts for seen in self.seen for one in seen.backwards]
         weights = [count for count in counts if count is not None]
         if weights:
             return sum(weights) or 1.0
-        return len(self.seen) if self.averages else 1
+        logical = self.setup.logical
+        count = len(self.seen) if logical is None else logical.ranks
+        return count if self.averages else 1
 
     def loss_terms(self) -> list[Tensor]:
         """Return the terms of the differentiated loss: of all ranks and backwards, weighted."""

@@ -51,7 +51,8 @@ def replay(
     Ranks are virtual ones of this process, also where the run had processes. At the recorded stage
     and number of ranks the bits are those of the run, on the same machine; else they differ by
     rounding. On other ranks than recorded, the inputs of all ranks are put together along dim 0,
-    and cut evenly.
+    and cut evenly. Of a run with `logical_ranks=` the bits are the same at every stage and on any
+    number of ranks, which `same` confirms; each rank gets the rows of its logical ranks.
 
     Args:
         recording: of all ranks: of one process, or loaded.

@@ -23,6 +23,7 @@ from fzero.checkpoint.elements import (
 from fzero.errors import LayoutError
 from fzero.ranks.mesh import axis_index
 from fzero.state import NAMESPACE, Setup, TrainState
+from fzero.state.logical import share
 from fzero.tools.record._digest import Digest, digests_of, places_of, words
 from fzero.tools.record._recording import Recording, require_all_ranks
 from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot, form_of
@@ -70,7 +71,7 @@ class Replaying:
     def call(self, call: RecordedCall) -> tuple[Any, ...]:
         """Make a call again; return what each rank returned beside the state."""
         ranks = self.world_size
-        inputs = inputs_on(ranks, call.inputs, call.number)
+        inputs = inputs_on(ranks, call.inputs, call.number, self.logical_ranks)
         found: list[Any] = [None] * ranks
         setters = [_setter(one) for one in call.generators]
 
@@ -86,6 +87,12 @@ class Replaying:
         finally:
             own()
         return tuple(found)
+
+    @property
+    def logical_ranks(self) -> int | None:
+        """How many logical ranks its state has; None if they are the ranks."""
+        logical = state_of_rank(self.state, 0).setup.logical
+        return None if logical is None else logical.ranks
 
     @property
     def form(self) -> RecordedForm:
@@ -225,39 +232,57 @@ def _missing(name: str, what: str) -> LayoutError:
     )
 
 
-def inputs_on(ranks: int, inputs: Sequence[Inputs], number: int) -> list[Inputs]:
+def inputs_on(
+    ranks: int, inputs: Sequence[Inputs], number: int, logical_ranks: int | None = None
+) -> list[Inputs]:
     """Return the inputs of each of so many ranks: put together along dim 0, and cut evenly.
 
-    number: of the call. Raises `LayoutError` where they cannot be.
+    number: of the call. With logical ranks each rank gets the rows of those that it carries. Raises
+    `LayoutError` where they cannot be cut.
     """
     if ranks == len(inputs):
         return list(inputs)
     given: Any = inputs
     trees = [optree.tree_flatten(one, namespace=NAMESPACE) for one in given]
     columns = zip(*(leaves for leaves, _ in trees), strict=True)
-    cut = [_cut(column, ranks, number) for column in columns]
+    cut = [_cut(column, ranks, number, logical_ranks) for column in columns]
     made: Any = [
         optree.tree_unflatten(trees[0][1], [parts[rank] for parts in cut]) for rank in range(ranks)
     ]
     return made
 
 
-def _cut(column: Sequence[Any], ranks: int, number: int) -> Sequence[Any]:
+def _cut(
+    column: Sequence[Any], ranks: int, number: int, logical_ranks: int | None
+) -> Sequence[Any]:
     if not isinstance(column[0], Tensor) or not column[0].ndim:
         if all(torch.equal(x, column[0]) if isinstance(x, Tensor) else x == column[0]
                for x in column[1:]):  # fmt: skip
             return [column[0]] * ranks
         seen = f"the ranks have other values of an input: {column[0]!r:.80}, ..."
     else:
-        whole = torch.cat(list(column))
-        if len(whole) % ranks == 0:
-            return whole.chunk(ranks) if len(whole) else [whole] * ranks
+        whole, parts = torch.cat(list(column)), logical_ranks or ranks
+        if len(whole) % parts == 0 and (logical_ranks is None or _equal_parts(column, parts)):
+            if not len(whole):
+                return [whole] * ranks
+            rows = len(whole) // parts
+            counts = [len(share(rank, ranks, parts)) * rows for rank in range(ranks)]
+            return whole.split(counts)
         seen = f"an input of {len(whole)} rows on all ranks does not go on {ranks} ranks evenly"
+        if logical_ranks is not None:
+            seen = f"an input of {len(whole)} rows is not equal parts of {parts} logical ranks"
     raise LayoutError(
         f"replay: call {number}: {seen}.",
         cause="inputs that belong to the ranks of the run.",
         fix="replay it on as many ranks as were recorded, or on a number that divides the rows.",
     )
+
+
+def _equal_parts(column: Sequence[Tensor], parts: int) -> bool:
+    """Whether each rank of the run had as many rows as its logical ranks have in equal parts."""
+    rows = sum(map(len, column)) // parts
+    shares = [len(share(rank, len(column), parts)) for rank in range(len(column))]
+    return [len(x) for x in column] == [one * rows for one in shares]
 
 
 def _setter(found: Any) -> Callable[[], None]:

@@ -39,7 +39,8 @@ def _run(step: Any, before: Any, call: RecordedCall) -> Run:
     ranks = setup.axis.size
     shards = setup.layout.ranks
     mesh = (ranks // shards, shards) if shards < ranks else None
-    inputs = stack_of(inputs_on(ranks, call.inputs, call.number))
+    logical = None if setup.logical is None else setup.logical.ranks
+    inputs = stack_of(inputs_on(ranks, call.inputs, call.number, logical))
     return Run(
         step=_with_inputs(sharded_as(step, mesh=mesh)),
         params=blank_params(setup.layout),

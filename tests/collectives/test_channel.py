@@ -44,6 +44,10 @@ class Noted:
     def wait_for_reductions(self) -> None:
         pass
 
+    @property
+    def starts_at_once(self) -> bool:
+        return True
+
     def drop_raised(self) -> None:
         pass
 

@@ -44,7 +44,6 @@ class Noted:
     def wait_for_reductions(self) -> None:
         pass
 
-    @property
     def starts_at_once(self) -> bool:
         return True
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from fzero.errors import LayoutError
-from fzero.machine.codecs import bf16, int8
+from fzero.machine.codecs import bf16, cast, int8
 from fzero.ranks.mesh import Mesh
 from fzero.state.codec import Codec, Compress
 from fzero.state.offload import Offload
@@ -210,6 +210,10 @@ _WIRES = (
     codec_value("bf16", bf16()),
     codec_value("int8", int8()),
 )
+_CARRIERS = (
+    AxisValue("all"),  # each rank is itself
+    _both("fewer", lambda cell: cell.of_logical_ranks),
+)
 _MATRIX = AxisValue("matrix", functools.partial(torch.optim.Adafactor, lr=2.0**-6))
 
 # The transforms of a step are put around it in the order of the axes, `fzero.shard` last.
@@ -232,6 +236,7 @@ AXES = (
     ),
     CertifyAxis("wires", "wire", _WIRES),
     CertifyAxis("rules", "rule", (AxisValue("given"), _MATRIX)),
+    CertifyAxis("carriers", "carriers", _CARRIERS),
     CertifyAxis("ragged", "ragged", (AxisValue("off"), AxisValue("on"))),
 )
 
@@ -242,6 +247,7 @@ class Cell:
 
     values: tuple[AxisValue, ...]  # in the order of AXES
     max_norm: float | None = None  # None where nothing is clipped
+    logical: int | None = None  # how many logical ranks the run has; None: ranks are themselves
 
     @property
     def at(self) -> dict[str, str]:
@@ -251,6 +257,26 @@ class Cell:
     def fact(self, name: str) -> Any:
         """The `fact` of the value on axis `name`."""
         return next(v.fact for axis, v in zip(AXES, self.values, strict=True) if axis.name == name)
+
+    @property
+    def carries(self) -> bool:
+        """Whether fewer ranks carry the logical ranks: several, whose sums no codec encodes."""
+        wire = self.fact("wires")
+        is_cast = wire is None or isinstance(wire, cast)
+        return self.at["carriers"] == "fewer" and is_cast and self.fact("worlds") > 1
+
+    @property
+    def of_logical_ranks(self) -> dict[str, Any]:
+        """The options of logical ranks, if the run has them."""
+        return {} if self.logical is None else {"logical_ranks": self.logical, "seed": 0}
+
+    def carried_by(self, ranks: int) -> Cell:
+        """Return the cell on this number of ranks, with the logical ranks that it has."""
+        values = [
+            number_value(ranks) if axis.name == "worlds" else value
+            for axis, value in zip(AXES, self.values, strict=True)
+        ]
+        return replace(self, values=tuple(values))
 
     @property
     def weighs(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,8 @@ from torch import Tensor
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.optim import from_torch
-from fzero.state import NAMESPACE
+from fzero.state import NAMESPACE, TrainState
+from fzero.state.logical import carried
 from fzero.tools.certify._axes import Cell
 from fzero.tools.certify._process import OptimizerOf
 from fzero.tools.certify._reads import Reads
@@ -25,6 +26,7 @@ from fzero.tools.certify._task import Task
 from fzero.tools.compare import copied
 from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
 from fzero.transforms.functionalize import functionalize
+from fzero.transforms.slots import slots
 
 StepOf = Callable[..., Any]
 """(loss_fn, **options) -> step_fn(state, batches) -> (state, aux)."""
@@ -40,6 +42,7 @@ class Seen:
     losses: list[Tensor]  # of its micro-batches, as they were computed
     norm: float | None  # as the driver reports it; None if it does not
     params: dict[str, Tensor]
+    slots: dict[str, Any]  # what the optimizer keeps, of a run with logical ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,14 +56,41 @@ class Job:
     step: StepOf | None  # None: fzero's own
     engine: EngineOf
 
-    def weights(self, rank: int) -> list[int | None]:
-        """The weights of a rank's micro-batches in each update; None where they have none."""
-        counts, place = range(self.task.micro_batches), self.reads.place(rank)
-        return [self.task.weight(place, n) if self.task.ragged else None for n in counts]
+    def weights(self, rank: int) -> list[Any]:
+        """The weights of a rank's micro-batches in each update; None where they have none.
+
+        Of a run with logical ranks those of each that the rank carries.
+        """
+        counts, places = range(self.task.micro_batches), self.places(rank)
+        if not self.task.ragged:
+            return [None for _ in counts]
+        each = [[self.task.weight(place, n) for place in places] for n in counts]
+        return [one if self.cell.logical is not None else one[0] for one in each]
+
+    def places(self, rank: int) -> Sequence[int]:
+        """Which batches a rank reads: its own, or those of the logical ranks that it carries."""
+        logical = self.cell.logical
+        if logical is None:
+            return [self.reads.place(rank)]
+        return carried(rank, self.cell.fact("worlds"), logical)
 
     def batches(self, rank: int, update: int) -> list[Any]:
-        """The micro-batches of a rank, or its pieces of them."""
-        place, counts = self.reads.place(rank), range(self.task.micro_batches)
+        """The micro-batches of a rank, or its pieces of them.
+
+        With logical ranks each is that of those which the rank carries, stacked.
+        """
+        every = [self._of_place(place, rank, update) for place in self.places(rank)]
+        if self.cell.logical is None:
+            return every[0]
+        return [_stacked(of_all) for of_all in zip(*every, strict=True)]
+
+    def in_one(self, rank: int, update: int) -> Any:
+        """All micro-batches of a rank, one logical rank after the other, stacked."""
+        every = [self._of_place(place, rank, update) for place in self.places(rank)]
+        return _stacked([batch for of_place in every for batch in of_place])
+
+    def _of_place(self, place: int, rank: int, update: int) -> list[Any]:
+        counts = range(self.task.micro_batches)
         numbers = [self.task.batch_number(update, place, n) for n in counts]
         whole = [self.subject.batch(number, self.task.precision.dtype) for number in numbers]
         return [self.reads.piece(batch, rank) for batch in whole]
@@ -81,9 +111,10 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     losses: list[Tensor] = []
     stacks = job.cell.at["windows"] == "accumulate"  # which splits tensors along dim 0
     share = 1 if stacks else job.task.share
+    first = stacks or job.cell.logical is not None
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
-        if stacks:
+        if first:
             batch = optree.tree_map(_first, batch, namespace=NAMESPACE)
         called = params if apply is None else functools.partial(apply, params)
         with seeded(batch):
@@ -98,14 +129,15 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     seen = []
     for update in range(job.task.updates):
         losses.clear()
-        batches = job.batches(rank, update)
-        state, aux = step(state, [_stacked(batches)] if stacks else batches)
+        batches = [job.in_one(rank, update)] if stacks else job.batches(rank, update)
+        state, aux = step(state, batches)
         norm = aux if job.step is None else None
         seen.append(
             Seen(
                 losses=list(losses),
                 norm=None if norm is None else float(norm),
                 params=copied(tensors_of(full_params(state))),
+                slots=_slots(job, state),
             )
         )
     return seen
@@ -167,12 +199,13 @@ def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
         batches, losses = job.batches(rank, update), []
         with engine.coalesce() if window == "coalesce" else nullcontext():
             for n, (batch, weight) in enumerate(zip(batches, job.weights(rank), strict=True)):
-                with seeded(batch):
-                    loss = job.subject.loss(engine, batch)
-                losses.append(loss.detach())
-                if window != "accumulate":
-                    loss = loss / job.task.share
-                engine.backward(loss, **({} if weight is None else {"weight": weight}))
+                for part, its_weight in _parts(job, engine, batch, weight):
+                    with seeded(part):
+                        loss = job.subject.loss(engine, part)
+                    losses.append(loss.detach())
+                    if window != "accumulate":
+                        loss = loss / job.task.share
+                    engine.backward(loss, **({} if its_weight is None else {"weight": its_weight}))
                 if window == "accumulate" and n + 1 < len(batches):
                     engine.step()  # counts to gradient_accumulation_steps
         # Where gradients are clipped the update computes the norm: nothing is asked before it.
@@ -181,10 +214,31 @@ def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
         engine.step()
         norm = _norm_of(engine) if clips else norm
         params = copied(engine.full_parameters())
-        seen.append(Seen(losses=losses, norm=norm, params=params))
+        slots = _slots(job, getattr(engine, "state", None))
+        seen.append(Seen(losses=losses, norm=norm, params=params, slots=slots))
     if hasattr(engine, "close"):
         engine.close()
     return seen
+
+
+def _parts(job: Job, engine: Any, batch: Any, weight: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the micro-batch and its weight; of each logical rank, if the run has them."""
+    if job.cell.logical is None:
+        yield batch, weight
+        return
+    for number, part in enumerate(engine.parts(batch)):
+        one = optree.tree_map(_first, part, namespace=NAMESPACE)
+        yield one, None if weight is None else weight[number]
+
+
+def _slots(job: Job, state: Any) -> dict[str, Any]:
+    """Return what the optimizer keeps by path, of a run with logical ranks. A collective."""
+    if job.cell.logical is None or not isinstance(state, TrainState):
+        return {}
+    tree: Any = slots(state, "optimizer")
+    accessors, leaves, _ = optree.tree_flatten_with_accessor(tree, namespace=NAMESPACE)
+    paths = [" ".join(map(str, accessor.path)) for accessor in accessors]
+    return copied(dict(zip(paths, leaves, strict=True)))
 
 
 def _norm_of(engine: Any) -> float | None:

@@ -20,6 +20,7 @@ from fzero.options import takes
 from fzero.ranks.mesh import Mesh
 from fzero.ranks.virtual import run_ranks
 from fzero.tools.certify._axes import AXES, AxisValue, Cell, restricted
+from fzero.tools.certify._carriers import bits_apart, fewer_than
 from fzero.tools.certify._compare import check
 from fzero.tools.certify._cover import covering
 from fzero.tools.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
@@ -37,6 +38,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)
 ON_NAMED: dict[str, tuple[str, ...]] = {
     "precisions": ("fp64", "fp32"),
     "wires": ("own", "predivided"),
+    "carriers": ("all",),
 }
 _NO_BOUND = (
     "inside of a loss sums are made in another order than one process has, and for coarse numbers "
@@ -115,7 +117,9 @@ def certify(
         **axes: the values to take, by name: drivers=, stages=, worlds=, micro_batches=,
             precisions=, clipping=, loss_scales=, windows=, buckets=, offload=, meshes=,
             reductions=, wires= (also codecs, of `fzero.codecs` or a user's own), rules=,
-            ragged=.
+            ragged=, carriers=. All values where an axis is left out; of carriers "all". With
+            carriers="fewer" the W ranks are logical ones: run on fewer ranks, on 1 and on a
+            number that does not divide W, they must have the same bits.
 
     Returns:
         A `Report`: true if no cell failed, and printed as a table.
@@ -170,7 +174,8 @@ def _values(
     """Return the values of each axis; of the drivers, those of the given factories."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
     able = ["step", "engine"] if subject.is_module and not subject.names else ["step"]
-    usual = {"ragged": "off", "rules": "given"} if given else {}
+    usual = {"carriers": "all"}
+    usual |= {"ragged": "off", "rules": "given"} if given else {}
     on_named = ON_NAMED if subject.names else {}
     values = restricted({"drivers": given or able, **usual, **on_named, **axes})
     drivers = [value.name for value in values[0]]
@@ -207,6 +212,7 @@ def _require_on_named(values: list[tuple[AxisValue, ...]]) -> None:
         "drivers": (("step",), "in the modules of an engine no axis is known by its name"),
         "precisions": (ON_NAMED["precisions"], _NO_BOUND),
         "wires": (ON_NAMED["wires"], _NO_BOUND),
+        "carriers": (ON_NAMED["carriers"], "ranks that share a batch are no logical ranks"),
     }.items():
         if others := [value.name for value in _of(values, name) if value.name not in able]:
             raise LayoutError(
@@ -281,6 +287,8 @@ class _Matrix:
         if cell.at["clipping"] == "on":
             cell = replace(cell, max_norm=self.max_norm(task))
         reads = self.reads(cell)
+        if cell.carries:
+            cell = replace(cell, logical=task.world)
         job = Job(
             subject=self.subject,
             task=task,
@@ -292,6 +300,7 @@ class _Matrix:
         try:
             shown = self._seen(_first_update(job), CopyGradient)
             trained = self._seen(job, self.rule(cell))
+            fewer = self._carried(job, trained) if cell.carries else ""
         except NotImplementedError as error:
             return CellResult(at=cell.at, unsupported=str(error) or "not supported")
         except Exception as error:  # whatever a user's step or engine raises is its cell's
@@ -304,11 +313,26 @@ class _Matrix:
             check("norm", wanted, trained),
             check("update", wanted, trained),
         )
-        return CellResult(at=cell.at, checks=checks, error=_parted(trained))
+        return CellResult(at=cell.at, checks=checks, error=_parted(trained) or fewer)
 
-    def _seen(self, job: Job, optimizer: OptimizerOf) -> list[list[Seen]]:
+    def _seen(self, job: Job, optimizer: OptimizerOf, ranks: int | None = None) -> list[list[Seen]]:
         run = functools.partial(run_on_rank, job, optimizer)
-        return self.on_ranks(run, job.task.ranks)
+        return self.on_ranks(run, ranks or job.task.ranks)
+
+    def _carried(self, job: Job, trained: list[list[Seen]]) -> str:
+        """Run the logical ranks of a cell on fewer ranks; return what has other bits there."""
+        logical = job.task.world
+        for ranks in fewer_than(logical):
+            there = replace(job, cell=job.cell.carried_by(ranks))
+            said = f"{logical} logical ranks on {ranks} rank{'s' * (ranks > 1)}"
+            try:
+                found = self._seen(there, self.rule(job.cell), ranks)
+            except Exception as error:
+                error.add_note(f"({said})")
+                raise
+            if apart := bits_apart(trained, found, logical):
+                return f"{said}, and not on {logical}: {apart}"
+        return ""
 
     def _wanted(
         self, task: Task, optimizer: OptimizerOf, max_norm: float | None

@@ -61,9 +61,12 @@ def leaves_of_meshes(mesh: Any) -> list[Any]:
 
 
 def is_mesh(node: Any) -> bool:
-    """Whether a node of a tree of meshes is one: also {"data": 2, "seq": 4} is, and (2, 4)."""
-    if isinstance(node, Mapping):
-        sizes: Any = node.values()
+    """Whether a node of a tree of meshes is one: also {"data": 2, "seq": 4} is, and (2, 4).
+
+    A list of numbers is a mistake for one, and is refused as a whole.
+    """
+    sizes: Any = node.values() if isinstance(node, Mapping) else node
+    if isinstance(node, Mapping | list):
         return any(isinstance(size, int) for size in sizes)
     return isinstance(node, tuple)
 

@@ -63,7 +63,6 @@ EXCEPT: dict[str, dict[str, str]] = {
     "checkpoint/_universal_shared.py": {"scale": _FORMAT},
     "transforms/grad.py": {"weight": _ARGUMENT},
     "transforms/_grad_by_func.py": {"weight": _ARGUMENT},
-    "transforms/pass_events.py": {"weight": _ARGUMENT},
     "adapter/_losses.py": {"weight": _ARGUMENT},
     "adapter/_scaling.py": {
         "weight": _ARGUMENT,

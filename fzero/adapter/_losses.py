@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from fzero.adapter._torch_hooks import current_graph_task
+from fzero.collectives import connecting_calls
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.state.call import GivenCall, Weight
+from fzero.state.call import GivenCall, Weighed, Weight, weighed, with_weight
 from fzero.transforms.builtins import begun, called, factor_of, facts
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.points import loss_learned, transforms_of
@@ -67,12 +69,19 @@ class Losses:
         self._roots: set[_Mark | None] | None = None  # of engine.backward(), while it runs
         self._task = -1
         self._mark: _Mark | None = None  # of the loss at which that task began
+        self._weighed: Weighed | None = None  # its weight, or that of engine.backward()
         self._weight: Weight | None = None  # of engine.backward(), while it runs
+        self._connected = False  # whether one of its losses has called a collective
+        self._before = connecting_calls()
 
     @property
     def are_others(self) -> bool:
         """Whether the losses that are differentiated are others than those of the user."""
         return self.acts or factor_of(self._running.states[0]) is not None
+
+    def updated(self) -> None:
+        """An update: no graph from before it is differentiated any more."""
+        self._before = connecting_calls()
 
     def learned(self, loss: Any, weight: Weight | None = None) -> Tensor:
         """Return the loss that is differentiated; that of the user if nothing makes another of it.
@@ -87,7 +96,7 @@ class Losses:
         by = factor_of(self._running.states[0])
         if weight is not None:
             _require_constant("engine.scale", weight)
-        elif by is None and not self.acts:
+        elif by is None and not self.acts and not self._connected:
             return loss
         if self.is_learned(loss):
             raise PhaseError(_TWICE)
@@ -95,8 +104,7 @@ class Losses:
         made = made.view_as(made) if by is None else made * by
         if made.requires_grad:  # its hook comes before that of any output or parameter
             made.fzero_mark = mark = _Mark(self, by, weight)
-            value = loss.detach() if self._running.calls.looks else None
-            made.register_hook(lambda _: self._saw(mark, value))
+            made.register_hook(lambda gradient: self._saw(mark, loss, gradient))
         return made
 
     def is_learned(self, x: Any) -> bool:
@@ -127,7 +135,16 @@ class Losses:
             called(
                 self._running.states[0], GivenCall("engine.backward", weight)
             )  # raises, if it does
-        if self.are_others:
+        marks = [_mark_of(x) for x in roots]
+        weighs = weight is not None or any(one and one.weight is not None for one in marks)
+        self._connected = weighs and any(self._is_connected(x) for x in roots)
+        if self._connected and not all(isinstance(x, Tensor) for x in roots):
+            raise LayoutError(
+                "engine.backward got a GradientEdge and a weight, after a collective was called.",
+                cause="a loss that calls collectives is multiplied by its weight itself.",
+                fix="give the loss, a tensor.",
+            )
+        if self.are_others or self._connected:
             roots = [self._as_root(x) for x in roots]
         else:
             for x in roots:
@@ -136,7 +153,7 @@ class Losses:
         try:
             torch.autograd.backward(roots if several else roots[0], gradient, **options)
         finally:
-            self._roots = self._weight = None
+            self._roots, self._weight, self._connected = None, None, False
             self._running.calls.drop_losses()
 
     def _as_root(self, x: Any) -> Any:
@@ -147,17 +164,22 @@ class Losses:
         """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
         self._running.calls.loss(loss, weight)
 
-    def begin(self, task: int) -> Weight | None:
+    def _is_connected(self, root: Any) -> bool:
+        """Whether the adjoint of a collective of the user's may be in the graph of a loss."""
+        return connecting_calls() > self._before and _has_function(root)
+
+    def begin(self, task: int) -> Weighed | None:
         """Return the weight of a backward that begins in a graph task; note it in the state.
 
         Raises `PhaseError` if the gradients of the state have weights and this one has none, or the
         other way round.
         """
-        state, weight = self._running.states[0], self._weight
-        if self._task == task and self._mark is not None and self._mark.weight is not None:
-            weight = self._mark.weight
-        self._running.put(0, called(state, GivenCall("a backward", weight)))
-        return weight
+        how = None if self._weight is None else Weighed(self._weight)
+        if self._task == task and self._weighed is not None:
+            how = self._weighed
+        given = GivenCall("a backward", how and how.weight)
+        self._running.put(0, called(self._running.states[0], given))
+        return how
 
     def require(self, task: int, around: int | None) -> None:
         """Raise `PhaseError` unless the gradient of a parameter comes from a loss made here.
@@ -185,8 +207,8 @@ class Losses:
         if self._mark is None or (by is not None and self._mark.factor is not by):
             raise PhaseError(_BEFORE)
 
-    def _saw(self, mark: _Mark, value: Tensor | None) -> None:
-        """A backward has reached a loss of `learned`; `value`: the user's, if somebody looks."""
+    def _saw(self, mark: _Mark, loss: Tensor, gradient: Tensor) -> Tensor | None:
+        """A backward has reached what `learned` made of a loss: return another gradient of it."""
         task, inside = current_graph_task(), self._roots is not None and mark not in self._roots
         if inside and task == self._task:
             raise PhaseError(_TWICE)
@@ -202,8 +224,12 @@ class Losses:
         self._task, self._mark = task, mark
         if mark.factor is not None:
             Losses.latest = (task, self)
-        if value is not None:
-            self._look_at(value, mark.weight if self._weight is None else self._weight)
+        if self._running.calls.looks:
+            self._look_at(loss.detach(), own)
+        connected = self._connected or (self._roots is None and self._is_connected(loss))
+        self._weighed = weighed(loss, own, connected=connected)
+        by = with_weight(None, self._weighed)
+        return None if by is None else gradient * by
 
 
 def _require_constant(name: str, weight: Weight) -> None:
@@ -224,6 +250,19 @@ def _is_same(one: Weight | None, other: Weight | None) -> bool:
 
 def _mark_of(x: Any) -> _Mark | None:
     return getattr(x, "fzero_mark", None)
+
+
+def _has_function(root: Any) -> bool:
+    """Whether a graph has a node that is written in Python: a collective, or what may call one."""
+    todo, seen = [getattr(root, "grad_fn", None) or getattr(root, "node", None)], set[Any]()
+    while todo:
+        node = todo.pop()
+        if isinstance(node, BackwardCFunction):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [one for one, _ in node.next_functions]
+    return False
 
 
 def _no_loss(name: str, x: Any, more: str = "") -> LayoutError:

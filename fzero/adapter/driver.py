@@ -129,6 +129,7 @@ class Driver:
         # then says so, as it does for an optimizer that writes to the parameters themselves.
         torch.autograd.graph.increment_version(self.params.all_objects)
         self.writes.published()
+        self.losses.updated()
 
     def _written(self, units: Sequence[int]) -> None:
         """`gathered(modify=True)` has written these units of stage 3."""
@@ -172,8 +173,8 @@ class Driver:
             self.loops.require_none("p.grad = None")
             self.stand_ins.forget()
             self.clear()
-        weight = self.losses.begin(current_graph_task())
-        self.running.begin_backward(silent=True, dropped=dropped, weight=weight)
+        weighed = self.losses.begin(current_graph_task())
+        self.running.begin_backward(silent=True, dropped=dropped, weighed=weighed)
 
     def received(
         self, leaf: int, p: Any, task: int, around: int | None, *, first: bool = False

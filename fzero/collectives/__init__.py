@@ -22,6 +22,7 @@ from fzero.collectives._api import psum_scatter as psum_scatter
 from fzero.collectives._api import reduce_scatter as reduce_scatter
 from fzero.collectives._backend import native as native
 from fzero.collectives._channel import Channel as Channel
+from fzero.collectives._functions import connecting_calls as connecting_calls
 from fzero.collectives._functions import gather_many as gather_many
 from fzero.collectives._functions import reduce_many as reduce_many
 from fzero.collectives._functions import scatter_many as scatter_many

@@ -27,6 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._performers import UserCall, before_collective
+from fzero.context.here import current_ranks
 from fzero.context.modes import is_differentiated, is_recorded
 from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
@@ -139,12 +140,31 @@ def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     axis = plan.axis
     if axis.runtime is Runtime.LOCAL:
         return list(xs)  # over one rank all maps are the identity
+    # Without a graph, as in the forward of a checkpoint, nobody knows yet.
+    if plan.name and (not torch.is_grad_enabled() or any(map(is_differentiated, xs))):
+        _connecting()[0] += 1
     # To a user's call the other ranks come, and may have something.
     sent = [bool(x.numel() or plan.name) for x in xs]
     wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
     done = iter(_applied(plan, *wanted) if wanted else ())
     pairs = zip(xs, sent, strict=True)
     return [next(done) if is_sent else of_nothing(plan.kind, axis, x) for x, is_sent in pairs]
+
+
+_CONNECTING = [0]
+
+
+def _connecting() -> list[int]:
+    here = current_ranks()
+    return _CONNECTING if here is None else here.kept.setdefault(_connecting, [0])
+
+
+def connecting_calls() -> int:
+    """Return how many collectives of users this rank has called whose adjoint may be called.
+
+    A loss that has called one is connected with those of other ranks: its gradient is not its own.
+    """
+    return _connecting()[0]
 
 
 def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,17 @@ from fzero.errors import LayoutError
 
 Weight = float | Tensor
 """The weight of one call on one rank: a number of 0 or more, or a scalar tensor."""
+
+
+class Weighed(NamedTuple):
+    """The weight of a backward, and whether its loss was multiplied by it already.
+
+    Else each gradient is that it brings.
+    """
+
+    weight: Weight
+    in_loss: bool = False
+
 
 ADVANTAGE = (
     "A weight counts examples or tokens, and is 0 or more. What may be negative multiplies the "
@@ -59,3 +70,23 @@ class GivenCall:
                 fix="give the sum of the weights of this call: a finite number of 0 or more, or a "
                 f"tensor without dims, e.g. weight=mask.sum(). {ADVANTAGE}.",
             )
+
+
+def weighed(loss: Tensor, weight: Weight | None, *, connected: bool) -> Weighed | None:
+    """Return how the gradients of a loss get its weight.
+
+    connected: whether it has called a collective. Then it is multiplied, by the weight in its
+        dtype; NaN for 0, which the update refuses, where it is not finite: 0 times it is not 0.
+    """
+    if weight is None or not connected:
+        return None if weight is None else Weighed(weight)
+    by = torch.as_tensor(weight, device=loss.device).to(loss.dtype)
+    lost = (by == 0) & ~torch.isfinite(loss.detach()).all()
+    return Weighed(torch.where(lost, torch.nan, by), in_loss=True)
+
+
+def with_weight(by: Tensor | None, how: Weighed | None) -> Tensor | None:
+    """Return what a loss is multiplied by: `by`, and its weight if that is in it; None for 1."""
+    if how is None or not how.in_loss:
+        return by
+    return torch.as_tensor(how.weight) if by is None else by * how.weight

@@ -156,7 +156,7 @@ class Setup:
     @property
     def share_of_mesh(self) -> float:
         """What a gradient is multiplied by, so that its mean over a part is one over the mesh."""
-        means = self.reduction.reduce_op == "mean" or self.reduction.weighted
+        means = self.reduction.reduce_op == "mean" and not self.reduction.weighted
         if self.axis.mesh is None or not means:
             return 1.0
         return self.axis.size / self.axis.mesh.size

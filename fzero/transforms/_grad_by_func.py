@@ -8,12 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.collectives import gather_many
+from fzero.collectives import connecting_calls, gather_many
 from fzero.errors import PhaseError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import input_shape, pack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.state import TrainState
+from fzero.state.call import weighed, with_weight
 from fzero.transforms._differentiate import (
     WROTE,
     GradientCall,
@@ -39,16 +40,19 @@ def grad_by_func(
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
     agree("grad_and_reduce of arguments that require grad", crosses)
-    begun = [calls.begins(i, state, call.weight) for i, state in enumerate(states)]
-    held = [with_full(state) for state in begun]
+    held = [with_full(state) for state in states]
     by, rest = factors_of(states)
     fulls = [flat for _, some in held for flat in some]
     versions = versions_of(fulls)
     acting = [one for one in states if one.setup.layout.trainable]
+    before, connected = connecting_calls(), False
 
     def learned(loss: Tensor) -> Tensor:
+        nonlocal connected
+        connected = connecting_calls() > before
+        times = with_weight(by, weighed(loss, call.weight, connected=connected))
         loss = loss_learned(acting, loss)
-        return loss if by is None else loss * by
+        return loss if times is None else loss * times
 
     try:
         sources = [_source(*one) for one in held]
@@ -60,12 +64,14 @@ def grad_by_func(
     if versions_of(fulls) != versions:
         raise PhaseError(WROTE)
     calls.loss(result.value, call.weight)
+    how = weighed(result.value, call.weight, connected=connected)
+    begun = [calls.begins(i, state, how) for i, (state, _) in enumerate(held)]
     grads = [
         _changed(state, some, calls.change(i))
-        for i, ((state, _), some) in enumerate(zip(held, result.grads, strict=True))
+        for i, (state, some) in enumerate(zip(begun, result.grads, strict=True))
     ]
     calls.settles()
-    new = [calls.ends(i, state) for i, (state, _) in enumerate(held)]
+    new = [calls.ends(i, state) for i, state in enumerate(begun)]
     pairs = zip(new, grads, rest, strict=True)
     return [_received(state, some, factor) for state, some, factor in pairs], result
 

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import performer_of
+from fzero.collectives import connecting_calls, performer_of
 from fzero.context.ambient import computed_in
 from fzero.context.here import read_elsewhere
 from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
@@ -22,7 +22,7 @@ from fzero.machine.compiled import MADE_FRAMES, without_dynamo
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import Carried, MetInLoss, Runs, carried_here, running_on
 from fzero.state import NAMESPACE, TrainState
-from fzero.state.call import Weight
+from fzero.state.call import Weight, weighed, with_weight
 from fzero.transforms._closed_over import backward_of
 from fzero.transforms._differentiate import (
     WROTE,
@@ -106,7 +106,9 @@ def grad_and_reduce(
         of tokens. Then gradients of the update are sum(w g) / sum(w) over all calls and ranks, the
         exact mean whatever the split: gradients add up as w g in the accumulation dtype, fp32 or
         wider, and are divided once. A call of weight 0 adds zeros, also where its loss is NaN. All
-        calls of an update have one, on every rank, or none.
+        calls of an update have one, on every rank, or none. A loss that calls collectives is
+        multiplied by w itself, for its gradient crosses to ranks that have other weights; there a
+        loss of weight 0 must be finite.
 
     in_axes, sizes: of a state with `logical_ranks=`, of which a rank carries several. The call is
         then made for each of them, one after another, with its part of the arguments: `in_axes`
@@ -214,7 +216,7 @@ def _by_autograd(
     passes, places = passes_of(states, functional_of(states))
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = versions_of(flats)
-    in_forward = True
+    in_forward, before = True, connecting_calls()
     try:
         for one in passes:
             one.begin_forward()
@@ -225,11 +227,13 @@ def _by_autograd(
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
                 learned = loss_learned([one for one in states if one.setup.layout.trainable], loss)
         in_forward = False
+        how = weighed(loss, call.weight, connected=connecting_calls() > before)
         for one in passes:
             one.calls.loss(loss, call.weight)
             one.end_forward()
-            one.begin_backward(weight=call.weight)
+            one.begin_backward(weighed=how)
         by, rest = factors_of(states)
+        by = with_weight(by, how)
         for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
             _listen(leaves, passes[number], position, factor)
         if versions_of(flats) != versions:

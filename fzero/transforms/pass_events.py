@@ -20,6 +20,7 @@ from fzero.collectives import Performer
 from fzero.errors import AxisError
 from fzero.machine import Gatherer, Machine, Reader, Reducer
 from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
+from fzero.state.call import Weighed
 from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
     Begin,
@@ -141,15 +142,15 @@ class Pass:
         self.performer.send(EndForward(self.form.number))
 
     def begin_backward(
-        self, *, silent: bool = False, dropped: bool = False, weight: float | Tensor | None = None
+        self, *, silent: bool = False, dropped: bool = False, weighed: Weighed | None = None
     ) -> None:
-        """Announce that gradients will be reduced, times `weight` if the states have weights.
+        """Announce that gradients will be reduced, of a weight if the states have weights.
 
         `silent`: below stage 3, leave that to `first_gradient`: a backward that brings none then
         concerns no other rank. `dropped`: this rank has just thrown away what it held.
         """
         self.put_aside()
-        self._begin_calls(weight)
+        self._begin_calls(weighed)
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         if not (silent := silent and not self.gathers):
             self._reduce_waiting()
@@ -183,10 +184,10 @@ class Pass:
         changed = self._changes[state]
         self.reducer.pop_grad(state, leaf, p, changed and partial(changed, leaf))
 
-    def _begin_calls(self, weight: float | Tensor | None = None) -> None:
+    def _begin_calls(self, weighed: Weighed | None = None) -> None:
         """A backward, or a forward, begins: look up what is done to each gradient."""
         for number, state in enumerate(self.states):
-            self.put(number, self.calls.begins(number, state, weight))
+            self.put(number, self.calls.begins(number, state, weighed))
         self._changes = [self.calls.change(number) for number in range(len(self.states))]
 
     def put_aside(self) -> None:

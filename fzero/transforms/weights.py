@@ -3,6 +3,9 @@
     call       w g in the accumulation dtype -> added up, or reduced as a sum; w -> the slot `SLOT`
     update     total = sum over ranks of it -> gradients / total -> the optimizer
 
+A loss that calls a collective is multiplied itself: its backward sends gradients to other ranks,
+which have weights of their own, and gets theirs, so g has parts of the losses of several ranks.
+
 Beside the sum of weights a rank counts how many of them are none: negative, infinite, NaN. Values
 of tensors are read in the update alone, which reads the total anyway; it is NaN if there are any.
 
@@ -26,7 +29,7 @@ from fzero.context.modes import holds, in_transform, is_recorded
 from fzero.errors import LayoutError, MismatchError, PhaseError, explain
 from fzero.machine.offload import to_device
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
-from fzero.state.call import ADVANTAGE, GivenCall, Weight
+from fzero.state.call import ADVANTAGE, GivenCall, Weighed, Weight
 from fzero.state.points import At, Builtin, Excludes, Flag
 from fzero.transforms.points import CallPart, Changed, Running
 from fzero.transforms.prepare import Prepared, divided_by
@@ -101,12 +104,15 @@ def by_some(have: int | str, lack: int | str) -> MismatchError:
     )
 
 
-def times_weight(gradient: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
+def times_weight(gradient: Tensor, weighed: Weighed, dtype: torch.dtype) -> Tensor:
     """w g in `dtype`, or wider; zeros where w is 0, also of a gradient that is NaN.
 
     A weight that is differentiated has the derivative g at 0 too, where g is finite.
     """
     wide = gradient.to(torch.promote_types(gradient.dtype, dtype))
+    weight, in_loss = weighed
+    if in_loss:
+        return wide
     if not isinstance(weight, Tensor):
         return wide * weight if weight else torch.zeros_like(wide)
     by = weight.to(
@@ -120,23 +126,23 @@ class _Weighing(CallPart):
     """Makes w g of the gradients of a backward that has a weight, and counts w."""
 
     def __init__(self, states: Sequence[TrainState], reducer: Any) -> None:
-        self._weight: Weight | None = None
+        self._weighed: Weighed | None = None
 
-    def begins(self, number: int, state: TrainState, weight: Weight | None) -> TrainState:
+    def begins(self, number: int, state: TrainState, weighed: Weighed | None) -> TrainState:
         """A backward of this weight begins."""
-        self._weight = weight
+        self._weighed = weighed
         return state
 
     def change(self, number: int) -> Changed | None:
         """Return what makes w g of a gradient, in the dtype in which gradients add up."""
-        weight = self._weight
-        if weight is None:
+        weighed = self._weighed
+        if weighed is None:
             return None
-        return lambda leaf, gradient, dtype: times_weight(gradient, weight, dtype)
+        return lambda leaf, gradient, dtype: times_weight(gradient, weighed, dtype)
 
     def ends(self, number: int, state: TrainState) -> TrainState:
         """The state has the gradients: count their weight."""
-        return counted(state, self._weight)
+        return counted(state, self._weighed and self._weighed.weight)
 
     def put_aside(self, number: int, state: TrainState) -> TrainState:
         """Raise `PhaseError` where those before have a weight."""
@@ -181,11 +187,12 @@ def total_weight(state: TrainState) -> Tensor | None:
     setup = state.setup
     if own is None:  # this rank made no call
         own = torch.zeros(2, dtype=torch.float64, device=state.device)
+    over = setup.axis.mesh or setup.axis  # the mean of a loss is over all of a mesh
     if setup.logical is not None:
         rows = own.expand(len(setup.carried(setup.axis.rank)), 2)
         both = fold_rows(gather_rows(rows, setup.axis, setup.logical.ranks))
         return torch.where(both[1] > 0, torch.nan, both[0])
-    both = reduce_many([own], state.setup.axis, ordered=state.setup.reduction.ordered)[0]
+    both = reduce_many([own], over, ordered=setup.reduction.ordered)[0]
     return torch.where(both[1] > 0, torch.nan, both[0])
 
 
@@ -209,11 +216,12 @@ def _no_weight(state: TrainState) -> LayoutError:
     own = own_weight(state)
     mine = 0 if own is None or in_transform() else int(own[..., 1].sum())
     return LayoutError(
-        "a weight since the last update is negative, infinite or NaN: "
-        f"{mine} of those of this rank are. Nothing was updated.",
-        cause="advantages or returns as weights, or a mean over no tokens.",
-        fix=f"{ADVANTAGE}. Throw these gradients away: engine.zero_grad(), or go on with the "
-        "state from before them.",
+        "a weight since the last update is negative, infinite or NaN, or 0 where the loss called a "
+        f"collective and is not finite: {mine} of those of this rank are. Nothing was updated.",
+        cause="advantages or returns as weights; or a mean over no tokens, total / count, whose "
+        "NaN the backward of a collective takes to other ranks.",
+        fix=f"{ADVANTAGE}. Divide by count.clamp(min=1). Throw these gradients away: "
+        "engine.zero_grad(), or go on with the state from before them.",
     )
 
 

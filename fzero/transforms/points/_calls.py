@@ -32,7 +32,7 @@ class CallPart:
     looks = False
     """Whether it is shown losses."""
 
-    def begins(self, number: int, state: TrainState, weight: Any) -> TrainState:
+    def begins(self, number: int, state: TrainState, weighed: Any) -> TrainState:
         """A backward begins, or a forward, in which one may run: return the state for it."""
         return state
 
@@ -71,7 +71,7 @@ class _ByPath(CallPart):
     def __init__(self, states: Sequence[TrainState]) -> None:
         self._locals = [Locals(state) for state in states]
 
-    def begins(self, number: int, state: TrainState, weight: Any) -> TrainState:
+    def begins(self, number: int, state: TrainState, weighed: Any) -> TrainState:
         state = renewed(state, "backward")
         self._locals[number] = Locals(state)
         return state
@@ -105,10 +105,10 @@ class Calls:
         for part in self._parts:
             part.loss(value, weight)
 
-    def begins(self, number: int, state: TrainState, weight: Any = None) -> TrainState:
+    def begins(self, number: int, state: TrainState, weighed: Any = None) -> TrainState:
         """Return a state for the backward that begins."""
         for part in self._parts:
-            state = part.begins(number, state, weight)
+            state = part.begins(number, state, weighed)
         return state
 
     def change(self, number: int) -> Changed | None:

@@ -95,21 +95,6 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, int, str, 
     return rank, line, *texts
 
 
-def different(texts: Sequence[str]) -> MismatchError:
-    """Return the error of ranks that call collectives that cannot go together."""
-    found: dict[str, int] = {}
-    for rank, text in enumerate(texts):
-        found.setdefault(text, rank)
-    calls = "; ".join(f"rank {rank}: {text}" for text, rank in found.items())
-    return MismatchError(
-        f"the ranks called different collectives: {calls}.",
-        cause="a tensor whose shape or dtype depends on the rank (a last batch, rows that were "
-        "filtered), or a branch that does.",
-        fix="call the same collectives in the same order on every rank, with the same shapes: pad "
-        "a tensor to the longest, or gather its length first. Nothing was sent.",
-    )
-
-
 def mismatch(texts: Sequence[str]) -> MismatchError:
     """Return the error of ranks that announce what cannot go together; a text from each rank."""
     lines = [text.splitlines() for text in texts]

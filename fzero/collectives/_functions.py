@@ -54,6 +54,14 @@ class LinearMap(NamedTuple):
         return self._replace(kind=kind, between=between, backward=True)
 
     @property
+    def said(self) -> str:
+        """What ranks compare of it, beside the shapes."""
+        op, name = _OPS[self.kind], self.name + " in rank order" * self.ordered
+        if not self.name:
+            return op
+        return name if name.startswith(op) else f"{op} in the backward of {name}"
+
+    @property
     def batch_dim(self) -> int:
         """Where a further dim goes along: behind the dim of the ranks, if there is one."""
         return 0 if self.kind in ("reduce", "permute") else 1
@@ -179,9 +187,8 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis = plan.kind, plan.axis
     _come(plan, xs)
-    # A rank without rows may get some in a ragged exchange.
-    if kind != "ragged" and not any(x.numel() for x in xs):
-        lowering.meet(f"{_OPS[kind]}[{lowering.shapes_of(xs)}]", axis)
+    # A rank without rows may get some in a ragged exchange, and virtual ranks compare calls in it.
+    if kind != "ragged" and not lowering.swaps(axis) and not any(x.numel() for x in xs):
         return [of_nothing(kind, axis, x).clone() for x in xs]
     if axis.runtime is Runtime.PROCESSES and is_recorded(xs):
         group = axis.group().group_name
@@ -194,10 +201,8 @@ def _come(plan: LinearMap, xs: Sequence[Tensor]) -> None:
     if not plan.name or is_recorded(xs):
         before_collective(plan.axis)
         return
-    op, name = _OPS[plan.kind], plan.name + " in rank order" * plan.ordered
-    said = name if name.startswith(op) else f"{op} in the backward of {name}"
     shapes = lowering.shapes_of(xs, ragged=plan.kind == "ragged")
-    before_collective(plan.axis, UserCall(said, shapes, plan.backward))
+    before_collective(plan.axis, UserCall(plan.said, shapes, plan.backward))
 
 
 _OPS = {
@@ -212,11 +217,17 @@ _OPS = {
 Begin = Callable[[Sequence[Tensor], LinearMap], lowering.Started]
 
 _BEGIN: dict[str, Begin] = {
-    "gather": lambda xs, plan: lowering.begin_all_gather(xs, plan.axis),
-    "scatter": lambda xs, plan: lowering.begin_reduce_scatter(xs, plan.axis, ordered=plan.ordered),
-    "reduce": lambda xs, plan: lowering.begin_all_reduce(xs, plan.axis, ordered=plan.ordered),
-    "exchange": lambda xs, plan: lowering.begin_all_to_all(xs, plan.axis),
-    "ragged": lambda xs, plan: lowering.begin_uneven_all_to_all(xs, plan.axis, *plan.between),
+    "gather": lambda xs, plan: lowering.begin_all_gather(xs, plan.axis, said=plan.said),
+    "scatter": lambda xs, plan: lowering.begin_reduce_scatter(
+        xs, plan.axis, ordered=plan.ordered, said=plan.said
+    ),
+    "reduce": lambda xs, plan: lowering.begin_all_reduce(
+        xs, plan.axis, ordered=plan.ordered, said=plan.said
+    ),
+    "exchange": lambda xs, plan: lowering.begin_all_to_all(xs, plan.axis, said=plan.said),
+    "ragged": lambda xs, plan: lowering.begin_uneven_all_to_all(
+        xs, plan.axis, *plan.between, said=plan.said
+    ),
     "permute": lambda xs, plan: lowering.begin_permute(xs, plan.axis, *plan.between),
 }
 
@@ -232,8 +243,7 @@ class _Extremum(torch.autograd.Function):
             before_collective(axis)
         else:
             before_collective(axis, UserCall(name, lowering.shapes_of([x])))
-        if not x.numel():
-            lowering.meet(f"{name}[{lowering.shapes_of([x])}]", axis)
+        if not x.numel() and not lowering.swaps(axis):
             return x.clone()
         if axis.runtime is Runtime.PROCESSES and is_recorded([x]):
             group = axis.group().group_name

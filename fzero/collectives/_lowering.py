@@ -42,17 +42,20 @@ from fzero.collectives._exchange import (
 from fzero.collectives._log import note
 from fzero.context.here import current_ranks, has_no_values, is_abstract, require_no_trace
 from fzero.ranks.mesh import Axis, Runtime
+from fzero.ranks.virtual import different
 from fzero.state.buffers import SIXTEEN_BIT
 
+# said: of a user's call, what virtual ranks compare when they exchange values.
 
-def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
+
+def begin_all_gather(shards: Sequence[Tensor], axis: Axis, *, said: str = "all_gather") -> Started:
     """Start to give each [l, *t] -> [r l, *t], the ranks' shards in rank order."""
     shards = [shard.contiguous() for shard in shards]
     if is_abstract():
         outs = _as_op("all_gather", shards, axis)
         started = Started("all_gather", axis, (), lambda: outs, shards)
     elif axis.runtime is Runtime.VIRTUAL:
-        outs = _swap("all_gather", shards, axis, torch.cat)
+        outs = _swap(said, shards, axis, torch.cat)
         started = Started("all_gather", axis, (), lambda: [out.clone() for out in outs])
     else:
         outs = [shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
@@ -62,15 +65,17 @@ def begin_all_gather(shards: Sequence[Tensor], axis: Axis) -> Started:
     return started
 
 
-def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) -> Started:
+def begin_reduce_scatter(
+    fulls: Sequence[Tensor], axis: Axis, *, ordered: bool, said: str = "reduce_scatter"
+) -> Started:
     """Start to give each [r l, *t] -> [l, *t]: this rank's shard of the sum over ranks."""
     fulls = [full.contiguous() for full in fulls]
     for full in fulls:
         note("reduce_scatter", axis, full.numel(), full.dtype)
     if _is_op(fulls):
         return given(_as_op("reduce_scatter", fulls, axis, ordered), axis)
-    if _swaps(axis):
-        sums = _swap("reduce_scatter", fulls, axis, sum_in_order)
+    if swaps(axis):
+        sums = _swap(said, fulls, axis, sum_in_order)
         return given([_own_rows(x, axis).clone() for x in sums], axis)
     if ordered or any(is_gloo(axis, full.device) for full in fulls):
         return begin_scatter_by_exchange(fulls, axis, "reduce_scatter")
@@ -79,22 +84,27 @@ def begin_reduce_scatter(fulls: Sequence[Tensor], axis: Axis, *, ordered: bool) 
     return Started("reduce_scatter", axis, works, lambda: outs, fulls)
 
 
-def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> Started:
+def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis, *, said: str = "all_to_all") -> Started:
     """Start to give each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
     for full in fulls:
         note("all_to_all", axis, full.numel(), full.dtype)
     if _is_op(fulls):
         return given(_as_op("all_to_all", fulls, axis), axis)
-    if _swaps(axis):
-        every = _swap("all_to_all", fulls, axis, torch.stack)  # [from, to l]
-        mine = [torch.unflatten(x, 1, (axis.size, -1))[:, axis.rank] for x in every]
+    if swaps(axis):
+        every = _swap(said, fulls, axis, torch.stack)  # [from, to l]
+        mine = [_cut(x, axis)[:, axis.rank] for x in every]
         form = torch.contiguous_format
         return given([x.clone(memory_format=form).flatten(0, 1) for x in mine], axis)
     return begin_all_to_all_by_exchange([full.contiguous() for full in fulls], axis)
 
 
 def begin_uneven_all_to_all(
-    xs: Sequence[Tensor], axis: Axis, sent: Sequence[int], received: Sequence[int]
+    xs: Sequence[Tensor],
+    axis: Axis,
+    sent: Sequence[int],
+    received: Sequence[int],
+    *,
+    said: str = "all_to_all",
 ) -> Started:
     """Start to give each [sum(sent), *t] -> [sum(received), *t].
 
@@ -107,9 +117,9 @@ def begin_uneven_all_to_all(
         note("all_to_all", axis, x.numel(), x.dtype, sends=away * width)
     if _is_op(xs):
         return given(_as_op("uneven_all_to_all", xs, axis, list(sent), list(received)), axis)
-    if _swaps(axis):
-        op = f"all_to_all with sizes[{shapes_of(xs, ragged=True)}]"
-        parts = [swap_parts(op, torch.split(x, list(sent)), axis) for x in xs]
+    if swaps(axis):
+        shapes = shapes_of(xs, ragged=True)
+        parts = [swap_parts(said, torch.split(x, list(sent)), axis, shapes) for x in xs]
         return given([torch.cat(some) for some in parts], axis)
     return begin_uneven_by_exchange(xs, axis, sent, received)
 
@@ -124,10 +134,10 @@ def begin_permute(
     xs = [x.contiguous() for x in xs]
     for x in xs:
         away = x.numel() if target not in (None, mine) else 0
-        note("ppermute", axis, x.numel(), x.dtype, sends=away)
+        note("ppermute", axis, x.numel(), x.dtype, sends=away if x.numel() else None)
     if _is_op(xs):
         return given(_as_op("ppermute", xs, axis, list(sources), list(destinations)), axis)
-    if _swaps(axis):
+    if swaps(axis):
         pairs = dict(zip(destinations, sources, strict=True))
 
         def made(everyone: list[Tensor]) -> Any:
@@ -159,13 +169,18 @@ def begin_extremum(values: Sequence[Tensor], axis: Axis, op: str) -> Started:
         stacked = torch.stack(list(parts))
         return stacked.amax(0) if op == "pmax" else stacked.amin(0)
 
-    if _swaps(axis):
+    if swaps(axis):
         return given([x.clone() for x in _swap(op, values, axis, of_all)], axis)
     return begin_reduce_by_exchange(values, axis, op=op, combine=of_all)
 
 
 def begin_all_reduce(
-    values: Sequence[Tensor], axis: Axis, *, ordered: bool, owned: bool = False
+    values: Sequence[Tensor],
+    axis: Axis,
+    *,
+    ordered: bool,
+    owned: bool = False,
+    said: str = "all_reduce",
 ) -> Started:
     """Start to give each [*t] -> [*t]: the sum over ranks, on every rank.
 
@@ -176,8 +191,8 @@ def begin_all_reduce(
         note("all_reduce", axis, value.numel(), value.dtype)
     if _is_op(values):
         return given(_as_op("all_reduce", values, axis, ordered), axis)
-    if _swaps(axis):
-        sums = _swap("all_reduce", values, axis, sum_in_order)
+    if swaps(axis):
+        sums = _swap(said, values, axis, sum_in_order)
         return given([x.clone() for x in sums], axis)
     if ordered or any(v.dtype in SIXTEEN_BIT and is_gloo(axis, v.device) for v in values):
         return begin_reduce_by_exchange(values, axis)
@@ -199,7 +214,7 @@ def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
         for full, whole in zip(fulls, _as_op("all_gather", shards, axis), strict=True):
             full.copy_(whole)
         return given(fulls, axis)
-    if _swaps(axis):
+    if swaps(axis):
         for full, whole in zip(fulls, _swap("all_gather", shards, axis, torch.cat), strict=True):
             full.copy_(whole)
         return given(fulls, axis)
@@ -245,9 +260,7 @@ def begin_exchange(
         return given([read([filled])], axis)
     note("agree", axis, width * axis.size, torch.int64, said)
     if axis.runtime is Runtime.VIRTUAL:
-        return given(
-            [_exchange(f"a call of fzero {axis.group_name}".rstrip(), filled, axis, read)], axis
-        )
+        return given([_exchange("a call of fzero", filled, axis, read)], axis)
     mine = torch.tensor(filled, dtype=torch.int64).repeat(axis.size)
     out = mine.clone()  # a fake group sends nothing: there all ranks say what this one does
     with explained("agree", axis):
@@ -285,8 +298,7 @@ def _swap(
     def made(everyone: list[Sequence[Tensor]]) -> list[Tensor]:
         return [make(list(per_rank)) for per_rank in zip(*everyone, strict=True)]
 
-    what = f"{axis.group_name} {op}[{shapes_of(values)}]".strip()
-    return _exchange(what, _detached(values), axis, made)
+    return _exchange(op, _detached(values), axis, made, shapes_of(values))
 
 
 def _detached(values: Sequence[Tensor]) -> list[Tensor]:
@@ -296,7 +308,7 @@ def _detached(values: Sequence[Tensor]) -> list[Tensor]:
 
 def shared(what: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any]) -> Any:
     """Return what is made, once for all virtual ranks, of what each of them hands in."""
-    return _exchange(f"{axis.group_name} {what}".strip(), value, axis, make)
+    return _exchange(what, value, axis, make)
 
 
 def shapes_of(values: Sequence[Tensor], *, ragged: bool = False) -> str:
@@ -312,13 +324,7 @@ def shapes_of(values: Sequence[Tensor], *, ragged: bool = False) -> str:
     )
 
 
-def meet(what: str, axis: Axis) -> None:
-    """Come together, on virtual ranks, for a collective that has nothing to send."""
-    if _swaps(axis):
-        _exchange(f"{axis.group_name} {what}".strip(), None, axis, lambda _: None)
-
-
-def swap_parts(op: str, sent: Sequence[Tensor], axis: Axis) -> list[Tensor]:
+def swap_parts(op: str, sent: Sequence[Tensor], axis: Axis, shapes: str = "") -> list[Tensor]:
     """Give to virtual rank r what each rank has as its sent[r]."""
 
     def made(everyone: list[Sequence[Tensor]]) -> list[list[Tensor]]:
@@ -327,7 +333,12 @@ def swap_parts(op: str, sent: Sequence[Tensor], axis: Axis) -> list[Tensor]:
             [everyone[s][r] if r == s else everyone[s][r].clone() for s in ranks] for r in ranks
         ]
 
-    return _exchange(f"{axis.group_name} {op}".strip(), _detached(sent), axis, made)[axis.rank]
+    return _exchange(op, _detached(sent), axis, made, shapes)[axis.rank]
+
+
+def _cut(every: Tensor, axis: Axis) -> Tensor:
+    """[from, to l, *t] -> [from, to, l, *t]: a view."""
+    return torch.unflatten(every, 1, (axis.size, every.shape[1] // axis.size))
 
 
 def _own_rows(full: Tensor, axis: Axis) -> Tensor:
@@ -336,7 +347,7 @@ def _own_rows(full: Tensor, axis: Axis) -> Tensor:
     return full.narrow(0, axis.rank * length, length)
 
 
-def _swaps(axis: Axis) -> bool:
+def swaps(axis: Axis) -> bool:
     """Whether the ranks of an axis are virtual."""
     return axis.runtime is Runtime.VIRTUAL and not is_abstract()
 
@@ -356,17 +367,26 @@ def _as_op(name: str, xs: Sequence[Tensor], axis: Axis, *rest: Any) -> list[Tens
     return op(list(xs), axis.name, group, axis.size, *(rest or (False,))) if xs else []
 
 
-def _exchange(what: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any]) -> Any:
+def _exchange(
+    op: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any], shapes: str = ""
+) -> Any:
     """Hand in this rank's value; return what is made of those of the ranks of the axis.
 
-    It is made once, for all of them. All virtual ranks come, also over a part.
+    It is made once, for all of them. All virtual ranks come, also over a part, and make the same
+    call; those of each part with the same `shapes`.
     """
     axis.rank  # noqa: B018 - raises AxisError, with the fix, when no virtual ranks run here
-    require_no_trace(what)
     ranks: Any = current_ranks()
     dim = "" if axis.whole is None else f" over {axis.name!r}"
+    what = f"{axis.group_name} {op}{f'[{shapes}]' * bool(shapes)}{dim}".strip()
+    require_no_trace(what)
+    if axis.whole is None:
+        return ranks.exchange(what, value, make)
 
     def of_each_part(everyone: list[Any]) -> dict[int, Any]:
-        return {first: make(some) for first, some in axis.parts(everyone).items()}
+        parts = axis.parts(everyone)
+        if any(len({said for said, _ in some}) > 1 for some in parts.values()):
+            raise different({f"rank {rank}": said for rank, (said, _) in enumerate(everyone)})
+        return {first: make([given for _, given in some]) for first, some in parts.items()}
 
-    return ranks.exchange(what + dim, value, of_each_part)[axis.first(ranks.rank)]
+    return ranks.exchange(op + dim, (what, value), of_each_part)[axis.first(ranks.rank)]

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from fzero.collectives import _alive
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._backend import explained
-from fzero.collectives._channel import Channel, different
+from fzero.collectives._channel import Channel
 from fzero.collectives._performer import Performer
 from fzero.context.here import current_ranks
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runtime, own_group
+from fzero.ranks.virtual import different
 from fzero.state.protocol import SYNC, Met, SyncPoint
 
 _OPEN: dict[tuple[tuple[int, ...], str], Performer] = {}
@@ -119,7 +120,9 @@ def before_collective(axis: Axis, call: UserCall | None = None) -> None:
         met.call_with(SYNC, lambda: (*codes, performer.protocol.reducible))
     heard = met.protocol.heard
     if not _go_together([values[:2] for values in heard], axis):
-        raise different(met.tell(f"{call} over {axis.name!r}" if axis.whole else str(call)))
+        texts = met.tell(f"{call} over {axis.name!r}" if axis.whole else str(call))
+        first = [rank for rank, text in enumerate(texts) if text not in texts[:rank]]
+        raise different({f"rank {rank}": texts[rank] for rank in first})
     if all(values[2:] for values in heard):
         for_training(met.send, Met(tuple([values[2] for values in heard])))
 

@@ -83,8 +83,6 @@ def _of_all(op: str, own: Sequence[Any], size: int, axis: Axis) -> list[Any]:
     if performer is None:
         return list(own)
     performer.call(f"{op} of logical ranks in a loss")
-    if own[0] is None:
-        return [None] * size
     values = [_tensors(op, value, size) for value in own]
     columns = [_column(column, size, axis) for column in zip(*values, strict=True)]
     return [list(row) for row in zip(*columns, strict=True)]

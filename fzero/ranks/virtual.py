@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from fzero.context.ambient import Ambient
 from fzero.context.here import BASE_NESTING, Here, Make, be, current_ranks
 from fzero.context.torch_globals import TorchGlobals
-from fzero.errors import AxisError, PeerFailedError
+from fzero.errors import AxisError, MismatchError, PeerFailedError
 
 
 class _Aborted(BaseException):
@@ -193,8 +193,7 @@ class _Turns:
     def _complete(self) -> None:
         ops = {rank: op for rank, (op, _, _) in self.waiting.items()}
         if len(set(ops.values())) > 1:
-            seen = "; ".join(f"{self.names[rank]}: {ops[rank]}" for rank in range(self.size))
-            self.error = _unmatched(f"the ranks called different collectives: {seen}.")
+            self.error = different({self.names[rank]: ops[rank] for rank in range(self.size)})
             return
         everyone, make = [self.waiting[rank][1] for rank in range(self.size)], self.waiting[0][2]
         self.waiting = {}
@@ -214,6 +213,18 @@ class _Turns:
             if self.names != [f"rank {rank}" for rank in range(self.size)]:
                 ranks = ", ".join(self.names[rank] for rank in done)
             self.error = _unmatched(f"{stuck}, but {ranks} finished without it.")
+
+
+def different(calls: Mapping[str, str]) -> MismatchError:
+    """Return the error of ranks that call collectives that cannot go together, {rank: call}."""
+    seen = "; ".join(f"{rank}: {call}" for rank, call in calls.items())
+    return MismatchError(
+        f"the ranks called different collectives: {seen}.",
+        cause="a tensor whose shape or dtype depends on the rank (a last batch, rows that were "
+        "filtered), or a branch that does.",
+        fix="call the same collectives in the same order on every rank, with the same shapes: pad "
+        "a tensor to the longest, or gather its length first. Nothing was sent.",
+    )
 
 
 def _unmatched(seen: str) -> AxisError:

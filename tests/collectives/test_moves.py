@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -310,12 +311,58 @@ UNLIKE: dict[str, tuple[Callable[[int, Tensor], Any], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in UNLIKE if name != "dims"])
-def test_virtual_ranks_that_differ_are_named(name: str) -> None:
-    with pytest.raises(AxisError, match=r"different collectives: rank 0: .*; rank 1: "):
-        fzero.simulate(lambda x: UNLIKE[name][0](fzero.axis_index(), x), world_size=2)(
-            torch.ones(2, 2, 3)
-        )
+@pytest.mark.parametrize("name", UNLIKE)
+def test_virtual_ranks_that_differ_are_named_with_both_shapes(name: str) -> None:
+    call, first, other = UNLIKE[name]
+    with pytest.raises(MismatchError) as raised:
+        fzero.simulate(lambda x: call(fzero.axis_index(), x), world_size=2)(torch.ones(2, 2, 3))
+    assert f"rank 0: {first}; rank 1: {other}." in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, axis: fzero.all_gather(x, axis),
+        lambda x, axis: fzero.psum(x, axis),
+        lambda x, axis: fzero.psum_scatter(x, axis),
+        lambda x, axis: fzero.all_to_all(x, axis=axis),
+        lambda x, axis: fzero.ppermute(x, [(0, 1), (1, 0)], axis=axis),
+    ],
+)
+def test_virtual_ranks_of_each_part_may_give_other_shapes_also_none(call: Any) -> None:
+    """As processes: ranks along an axis give equal shapes, and those of another line others."""
+    sizes = {"data": 3, "seq": 2}
+
+    def of_line(line: int, x: Tensor) -> Tensor:
+        return call(x[: 2 * line], fzero.Mesh(sizes).axis.along("seq"))
+
+    def body(x: Tensor) -> Any:
+        line = fzero.Mesh(sizes).axis.along("data").rank
+        pulled: Any = torch.func.vjp(lambda x: of_line(line, x), x)
+        y, back = pulled
+        return F.pad(y, (0, 8 - len(y))), back(torch.ones_like(y))[0]
+
+    def alone(x: Tensor) -> Any:
+        pulled: Any = torch.func.vjp(lambda x: call(x, None), x)
+        return pulled[0], pulled[1](torch.ones_like(pulled[0]))[0]
+
+    x = torch.arange(24.0).view(6, 4)
+    ys, dxs = fzero.simulate(body, world_size=6)(x)
+    for line in range(3):
+        two = slice(2 * line, 2 * line + 2)
+        y, dx = fzero.simulate(alone, world_size=2)(x[two, : 2 * line])
+        same(ys[two], F.pad(y, (0, 8 - y.shape[1])))
+        same(dxs[two], F.pad(dx, (0, 4 - 2 * line)))
+
+
+def test_virtual_ranks_of_one_part_that_differ_are_named() -> None:
+    def body(x: Tensor) -> Tensor:
+        axis = fzero.Mesh({"data": 2, "seq": 2}).axis
+        return fzero.psum(x[: 1 + axis.rank // 3], axis.along("seq"))
+
+    message = r"rank 2: all_reduce\[\(1,\) float32\] over 'seq'; rank 3: all_reduce\[\(2,\)"
+    with pytest.raises(MismatchError, match=message):
+        fzero.simulate(body, world_size=4)(torch.ones(4, 2))
 
 
 # The same in processes.

@@ -26,6 +26,7 @@ EXAMPLES = (
     "stages_by_group.py",
     "ragged_lm.py",
     "chunked_loss.py",
+    "weight_sync.py",
 )
 LONG = {"maml.py", "jvp_loss.py", "distillation.py", "ema.py"}  # on two ranks
 FLOAT64 = 1e-9  # no check of an example is further off: what is compared rounds in another order
@@ -61,6 +62,9 @@ def require_claims(script: str, said: str, ranks: int) -> None:
             assert shares[group] == pytest.approx(share, abs=2), said
     if script == "chunked_loss.py":
         assert f"gathered the head {2 if ranks > 1 else 0} times" in said
+    if script == "weight_sync.py":
+        sent = re.findall(r"^([\d,]+) bytes went to the engine", said, re.MULTILINE)
+        assert sent == ["105,984", "6,144", "6,144"]  # all, then the adapters
     if script == "muon.py" and ranks == 2:
         assert "3,248 bytes" in said  # of 5,792: 272 of 624 elements of matrices, and padding
     if script == "ema.py":

@@ -18,6 +18,7 @@ from fzero.transforms.compress import compress as compress
 from fzero.transforms.evaluate import evaluate as evaluate
 from fzero.transforms.grad import grad_and_reduce as grad_and_reduce
 from fzero.transforms.init import init as init
+from fzero.transforms.iter_params import iter_params as iter_params
 from fzero.transforms.local import leave_out as leave_out
 from fzero.transforms.local import local as local
 from fzero.transforms.map_params import map_params as map_params

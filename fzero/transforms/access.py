@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, overload
 
 import optree
@@ -13,11 +14,11 @@ from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.machine.parts import gather_parts
-from fzero.state import Layout, Placement, TrainState, buffers
+from fzero.state import Buffers, Layout, Placement, TrainState, buffers
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
-from fzero.transforms.outer import anchors_of
+from fzero.transforms.outer import anchor_of
 from fzero.transforms.scaled import without_scale
 from fzero.transforms.states import ParamsT, flatten_states
 from fzero.transforms.weights import divided, total_weight
@@ -124,14 +125,8 @@ def _is_gathered(state: TrainState, replica: bool) -> bool:
 
 
 def _full_params(state: TrainState, replica: bool) -> Any:
-    layout, outer = state.setup.layout, state.outer
-    anchors = {} if replica or outer is None else anchors_of(state)
-    held = {i: flat for i, flat in enumerate(state.params.flats) if i not in anchors}
-    whole = _gathered(state, held, state.params.placement)
-    if outer is not None and anchors:
-        whole |= _gathered(state, anchors, outer.anchors.placement)
-    del held, anchors
-    found = _leaves_apart(layout, whole)
+    layout = state.setup.layout
+    found = _leaves_apart(layout, whole_groups(state, range(len(layout.groups)), replica=replica))
     for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
         differs = leaf.dtype.is_floating_point or leaf.dtype.is_complex
         if differs and not leaf.trainable:  # it comes back as it came
@@ -139,12 +134,41 @@ def _full_params(state: TrainState, replica: bool) -> Any:
     return assemble(layout, found)
 
 
-def _gathered(
-    state: TrainState, held: dict[int, Tensor], placement: Placement
+def whole_groups(
+    state: TrainState, groups: Iterable[int], *, replica: bool = False
 ) -> dict[int, Tensor]:
-    flats = [to_device(flat, state.device) for flat in held.values()]
-    whole = gather_parts(state.setup, flats, placement, Placement.REPLICATED)
-    return dict(zip(held, whole, strict=True))
+    """Return {group: its full flat}, on the device. A collective where any of them is cut."""
+    by_placement: dict[Placement, dict[int, Tensor]] = {}
+    for index in groups:
+        flat, placement = held_of(state, index, replica=replica)
+        by_placement.setdefault(placement, {})[index] = to_device(flat, state.device)
+    whole: dict[int, Tensor] = {}
+    while by_placement:
+        placement, held = by_placement.popitem()
+        full = gather_parts(state.setup, [*held.values()], placement, Placement.REPLICATED)
+        whole.update(zip(held, full, strict=True))
+    return whole
+
+
+def held_of(state: TrainState, index: int, *, replica: bool = False) -> tuple[Tensor, Placement]:
+    """Return what this rank has of the parameters of a group, and where ranks have the rest.
+
+    replica: of a state with local updates what its replica has; else the anchors.
+    """
+    anchors = None if replica else _anchors_with(state, index)
+    if anchors is None:
+        return state.params.flats[index], state.params.placement
+    return anchor_of(state, index), anchors.placement
+
+
+def placement_of(state: TrainState, index: int) -> Placement:
+    """Return the placement that `held_of` returns."""
+    return (_anchors_with(state, index) or state.params).placement
+
+
+def _anchors_with(state: TrainState, index: int) -> Buffers | None:
+    learns = index in state.setup.layout.trainable
+    return state.outer.anchors if state.outer is not None and learns else None
 
 
 def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]:

@@ -98,14 +98,13 @@ def anchored(state: TrainState, held: Outer) -> TrainState:
     return _with(state, fresh)
 
 
-def anchors_of(state: TrainState) -> dict[int, Tensor]:
-    """Return {group: this rank's part of its anchors}, in the dtypes of the parameters."""
-    held = state.outer
-    if held is None:
-        return {}
-    pairs = zip(state.setup.layout.trainable, held.anchors.flats, strict=True)
-    dtypes = {i: state.params.flats[i].dtype for i in state.setup.layout.trainable}
-    return {i: to_device(x, state.device, dtypes[i]) for i, x in pairs}
+def anchor_of(state: TrainState, index: int) -> Tensor:
+    """Return this rank's part of the anchors of group `index`, in the dtype of the parameters.
+
+    Of a state with local updates, and a group that learns.
+    """
+    flat = _held(state).anchors.flats[state.setup.layout.trainable.index(index)]
+    return to_device(flat, state.device, state.params.flats[index].dtype)
 
 
 def after_local_update(state: TrainState, *, general: bool) -> TrainState:

@@ -300,7 +300,7 @@ def _refuse_inside(states: Sequence[TrainState], performer: Performer | None) ->
     if any(number >= FUNCTIONAL for number in passes) or needs_func(flats):
         where = "a loss, an evaluation, a transform of torch.func or a trace"
     elif any(map(has_no_values, flats)):
-        where = "a plan, where tensors have no values"
+        where = "a trace or a plan, where tensors have no values"
     else:
         return
     raise PhaseError(

@@ -474,8 +474,14 @@ def test_what_is_no_state_or_no_digests_is_refused() -> None:
     for since in (weights, [*weights], {FIRST: 3}, "digests", {0: "a"}):
         with pytest.raises(LayoutError, match="since"):
             fzero.iter_params(state, since=since)  # type: ignore[arg-type]
-    with pytest.raises(PhaseError, match="no values"):
-        fzero.iter_params(fzero.init({"w": torch.ones(2, device="meta")}, RULE, stage=0))
+
+
+def test_where_tensors_have_no_values_it_is_refused() -> None:
+    def step(state: Any) -> Any:
+        return state, sum(x.sum() for _, x in fzero.iter_params(state))
+
+    with pytest.raises(PhaseError, match="a trace or a plan, where tensors have no values"):
+        fzero.trace(step)(fzero.init({"w": torch.ones(2)}, RULE, stage=3))
 
 
 def test_ranks_with_other_digests_or_other_calls_all_raise() -> None:

@@ -52,16 +52,8 @@ def begin_scatter_by_exchange(
 
 def begin_all_to_all_by_exchange(fulls: Sequence[Tensor], axis: Axis) -> Started:
     """Each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
-    if not all(is_gloo(axis, full.device) for full in fulls):
-        works, received = _all_to_all(fulls, axis)
-        return Started("all_to_all", axis, works, lambda: received, fulls)
-    works, outs = list[Any](), [torch.empty_like(full) for full in fulls]
-    for full, out in zip(fulls, outs, strict=True):
-        if full.numel() and not is_abstract():
-            own, got = full.chunk(axis.size), out.chunk(axis.size)
-            works += sends_between(own, got, axis)
-            got[axis.rank].copy_(own[axis.rank])
-    return Started("all_to_all", axis, works, lambda: outs, fulls)
+    works, received = _all_to_all(fulls, axis)
+    return Started("all_to_all", axis, works, lambda: received, fulls)
 
 
 def begin_uneven_by_exchange(
@@ -147,7 +139,9 @@ def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Te
     if is_abstract():
         return [], received
     works = [
-        PARTLY_TYPED.all_to_all_single(got, full, group=axis.group(), async_op=True)
+        PARTLY_TYPED.all_to_all_single(
+            as_bytes(got), as_bytes(full), group=axis.group(), async_op=True
+        )
         for got, full in zip(received, fulls, strict=True)
         if full.numel()
     ]

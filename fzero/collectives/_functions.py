@@ -28,7 +28,7 @@ from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._performers import UserCall, before_collective
 from fzero.context.here import current_ranks
-from fzero.context.modes import is_differentiated, is_recorded
+from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
 from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
 
@@ -115,6 +115,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _applied(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
+    if not (in_transform() or wants_graph(xs)):  # as in a backward: nothing is to be recorded
+        return tuple(_run(plan, xs))
     apply: Callable[..., tuple[Tensor, ...]] = cast(Any, _Linear).apply  # torch gives it no type
     return apply(plan, *xs)
 

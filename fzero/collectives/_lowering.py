@@ -12,6 +12,7 @@ from each rank. A group may have a backend for each kind of device; the tensors 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -261,8 +262,10 @@ def begin_exchange(
     note("agree", axis, width * axis.size, torch.int64, said)
     if axis.runtime is Runtime.VIRTUAL:
         return given([_exchange("a call of fzero", filled, axis, read)], axis)
-    mine = torch.tensor(filled, dtype=torch.int64).repeat(axis.size)
-    out = mine.clone()  # a fake group sends nothing: there all ranks say what this one does
+    # Of host memory, which takes a tenth of the time that torch.tensor does. A fake group sends
+    # nothing: there all ranks say what this one does.
+    numbers = array("q", filled * axis.size)
+    mine, out = (torch.frombuffer(array("q", numbers), dtype=torch.int64) for _ in range(2))
     with explained("agree", axis):
         work = PARTLY_TYPED.all_to_all_single(out, mine, group=axis.group(), async_op=True)
     rows: Any = out.view(axis.size, width)  # tolist() has no types

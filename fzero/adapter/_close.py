@@ -73,9 +73,8 @@ def _give_parameters(driver: Driver, index: int) -> None:
         gather_many([here], driver.axis.shards)[0] if driver.state.setup.gathers_by_unit else here
     )
     leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
-    (driver.params.place if driver.state.setup.gathers_by_unit else driver.params.have)(
-        index, leaves
-    )
+    lazy = driver.state.setup.is_read_lazily(index)
+    (driver.params.place if lazy else driver.params.have)(index, leaves)
 
 
 def _give_states(driver: Driver, rule: TorchOptimizer, index: int) -> None:

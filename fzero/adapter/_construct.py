@@ -122,7 +122,7 @@ class _Unowned(Reader):
             self._written.add(placeholder.where[0])
             self.hold([placeholder.where[0]], 0)
 
-    def end_write(self, placeholder: LazyParam) -> None:
+    def end_write(self, placeholder: LazyParam, values: Tensor) -> None:
         """Keep this rank's shard of what was written."""
         if placeholder.where[0] in self._written:
             self._written.remove(placeholder.where[0])

@@ -72,10 +72,17 @@ def _written(wanted: Sequence[Tensor], axis: Axis, source: int) -> Iterator[list
     if performer is not None:
         performer.call(f"gathered(modify=True, from_rank={source}) of {len(whole)} parameters")
     held = _hold(wanted, source)
+    decoded: list[tuple[Any, Tensor, list[int]]] = []
     try:
         with torch.no_grad():  # else torch refuses a write to a parameter that learns
-            yield _full(wanted)
+            full = _full(wanted)
+            pairs = [pair for pair in zip(wanted, full, strict=True) if _is_decoded(pair[0])]
+            decoded += [(p, x, _seen([x], sums=True)) for p, x in pairs]
+            yield full
     finally:
+        for p, x, before in decoded:
+            if _seen([x], sums=True) != before:
+                p.reader.end_write(p, x)
         for owner, units in held:
             owner.let_go(units, source)
         if whole:
@@ -117,7 +124,7 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
         kept = any(owner.writable[unit] for owner, units in held for unit in units)
         if ranks and not (inside or kept):  # what was gathered is dropped, on every rank
             for owner in owners:
-                owner.line.changed()
+                owner.drop()
             for driver in drivers:
                 driver.running.changed()
     if ranks:
@@ -157,6 +164,11 @@ def _performers(wanted: Sequence[Tensor], axis: Axis) -> list[Performer]:
 
 def _full(wanted: Sequence[Tensor]) -> list[Tensor]:
     return [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
+
+
+def _is_decoded(p: Any) -> bool:
+    """Whether what is read of a parameter are decoded values, and no view of what is held."""
+    return isinstance(p, LazyParam) and p.codec is not None
 
 
 def _refused(owners: Sequence[Any]) -> int:

@@ -3,6 +3,7 @@
 below stage 3   every parameter has the memory of a part of its group's flat, as a storage of its
                 own: what is saved or copied of it is that part
 at stage 3      every parameter is a placeholder; this rank has a shard of its group
+encoded         a parameter is a placeholder at every stage
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ModuleParameters:
 
     def follow(self, setup: Setup, index: int, flat: Tensor) -> None:
         """Let a group's parameters have the memory of its new flat; where ranks cut it, none."""
-        if setup.gathers_by_unit:
+        if setup.is_read_lazily(index):
             self.let_go(index)
         else:
             self.have(index, unpack(setup.layout, index, flat))
@@ -178,9 +179,8 @@ class _Remembered(NamedTuple):
 
 
 def _addresses(objects: Sequence[Any]) -> list[int]:
-    """Where parameters are; nowhere if they are placeholders, which all of them are then."""
-    lazy = bool(objects) and isinstance(objects[0], LazyParam)
-    return [] if lazy else list(map(Tensor.data_ptr, objects))
+    """Where parameters are; nowhere if they are placeholders."""
+    return [0 if isinstance(p, LazyParam) else Tensor.data_ptr(p) for p in objects]
 
 
 def first_state(

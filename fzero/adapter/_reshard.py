@@ -125,7 +125,7 @@ def _gone(driver: Driver) -> Driver:
     _let_go(driver)
     params, setup = driver.params, driver.state.setup
     with free_to_swap(driver.module):
-        for index in range(len(setup.layout.groups)) if setup.gathers_by_unit else ():
+        for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
             leaves = [setup.layout.leaves[i] for i in setup.layout.groups[index].leaves]
             params.place(index, [_nothing(leaf, driver.state.device) for leaf in leaves])
     return driver

@@ -57,10 +57,10 @@ class Driver:
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)
         self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)
-        if setup.gathers_by_unit:
-            with free_to_swap(module):
-                for index in range(len(setup.layout.groups)):
-                    self.params.place(index, placeholders(self.running.reader, index))
+        reader = self.running.reader if setup.gathers_by_unit else self.running.held[0]
+        with free_to_swap(module):
+            for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
+                self.params.place(index, placeholders(reader, index))
         self.params.remember()
         self.losses = Losses(self.running)
         self.loops = Loops(self.running, module, params.own)

@@ -190,7 +190,8 @@ def _compared(options: Options) -> str:
     """The options as ranks compare them: no address, no value of a tensor."""
     scale = as_policy("loss_scale", options.updating.loss_scale)
     updating = replace(options.updating, loss_scale=scale)
-    return f"{replace(options, updating=updating, units=None)}"  # units: those of the layout are
+    # Units and codecs of leaves are compared as those of the layout.
+    return f"{replace(options, updating=updating, units=None, frozen=None)}"
 
 
 def _units(module: nn.Module, options: Options) -> tuple[Callable[[str], str], str]:

@@ -17,7 +17,6 @@ from fzero.machine.parts import gather_parts_in_place
 from fzero.ranks.mesh import axis_index
 from fzero.state import Placement, Setup, TrainState
 from fzero.state.entry import Entry
-from fzero.state.layout import as_real
 from fzero.transforms.kept import entries_of, is_slot, shared_of, trains_apart, with_entries
 from fzero.transforms.simulate import simulate
 
@@ -128,7 +127,7 @@ def read_leaves(
             for index, flat in one.values.items() if one.per_leaf and reads(one) else ():
                 shard = part_of(flat, setup.part(one.placement, rank), part)
                 for own in leaf_ranges(setup.layout, index, part):
-                    whole = as_real(values(own.leaf, one.name)).reshape(-1)
+                    whole = setup.layout.leaves[own.leaf].stored(values(own.leaf, one.name))
                     own.of(shard).copy_(whole[own.start : own.stop])
 
 

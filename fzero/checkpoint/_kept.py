@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._pieces import BLOCK_NUMEL, OwnShard, TensorPiece, blocks, cut_shards
-from fzero.collectives.encoded import decoded_row
 from fzero.errors import CheckpointError, LayoutError
 from fzero.machine.by_path import leaf_paths
 from fzero.machine.packing import part_of
 from fzero.state import Part, Placement, Setup, TrainState
+from fzero.state.encoded import decoded_row
 from fzero.state.entry import Entry
 from fzero.transforms.kept import (
     PARAMS,

@@ -56,7 +56,6 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
 
     frozen: whether frozen parameters are saved.
     """
-    unlearned = "frozen" if frozen else "frozen" + LEFT_OUT
     setup, layout = state.setup, state.setup.layout
     return Manifest(
         origin={
@@ -67,7 +66,7 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
             **({} if setup.logical is None else {"logical": str(setup.logical)}),
         },
         leaves={
-            name: f"{leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else unlearned}"
+            name: f"{leaf.says}{'' if leaf.trainable or frozen else LEFT_OUT}"
             for name, leaf in zip(leaf_paths(layout), layout.leaves, strict=True)
         },
         slots=slot_facts(state),
@@ -135,8 +134,11 @@ def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
     if different:
         raise LayoutError(
             f"load: the parameters in {path} are not those of this state:{_listed(different)}",
-            cause="another model, dtype, or choice of what is trainable.",
-            fix="make the state from the model that was saved. Nothing was changed.",
+            cause="another model, dtype, or choice of what is trainable; or `frozen=`: leaves of a "
+            "state are stored by another codec, or by none.",
+            fix="make the state from the model that was saved, as it was. To store frozen leaves "
+            "otherwise, load so, and then fzero.init(fzero.full_params(loaded), ..., frozen=); "
+            "export_safetensors and import_safetensors carry decoded values. Nothing was changed.",
         )
     before, logical = saved.origin.get("logical"), wanted.origin.get("logical")
     if before != logical and None not in (before, logical):

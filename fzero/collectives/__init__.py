@@ -2,7 +2,7 @@
 
 In: tensors and an `Axis`. Out: tensors, or an `InFlight` that is waited for. `Channel` carries
 rounds of messages between ranks, `Performer` does the effects of the protocol one after another,
-`CollectiveLog` counts calls and bytes, and `encoded` has the form of encoded values.
+and `CollectiveLog` counts calls and bytes.
 This room alone calls torch.distributed.
 """
 

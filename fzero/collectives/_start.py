@@ -18,9 +18,9 @@ from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._functions import of_nothing
-from fzero.collectives.encoded import WireForm, decoded, encoded
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state.codec import Codec
+from fzero.state.encoded import WireForm, decoded, encoded
 
 
 class InFlight:
@@ -68,29 +68,36 @@ class InFlight:
         return self._outs
 
 
-def start_gather(shards: Sequence[Tensor], axis: Axis, *, codec: Codec | None = None) -> InFlight:
+def start_gather(
+    shards: Sequence[Tensor], axis: Axis, *, codecs: Sequence[Codec | None] = ()
+) -> InFlight:
     """Each [l] -> [W l], concatenated in rank order; see `gather_many`.
 
-    codec: what floating ones are encoded by, and given as every rank decodes them.
+    codecs: what each is encoded by, if it is, and given as every rank decodes it; () for none.
     """
-    if codec is None:
+    if not any(codecs):
         return _start("gather", lowering.begin_all_gather, shards, axis)
 
     def begin(xs: Sequence[Tensor], axis: Axis) -> lowering.Started:
-        return _begin_encoded_gather(xs, axis, codec)
+        return _begin_encoded_gather(xs, axis, codecs)
 
     return _start("gather", begin, shards, axis)
 
 
-def _begin_encoded_gather(shards: Sequence[Tensor], axis: Axis, codec: Codec) -> lowering.Started:
-    made = [encoded(codec, x.view(1, -1)) if x.is_floating_point() else None for x in shards]
+def _begin_encoded_gather(
+    shards: Sequence[Tensor], axis: Axis, codecs: Sequence[Codec | None]
+) -> lowering.Started:
+    pairs = [*zip(codecs, shards, strict=True)]
+    made = [None if codec is None else encoded(codec, x.view(1, -1)) for codec, x in pairs]
     sent = [x if one is None else one[0].reshape(-1) for x, one in zip(shards, made, strict=True)]
     started = lowering.begin_all_gather(sent, axis)
 
-    forms = [(one and one[1], x.dtype) for one, x in zip(made, shards, strict=True)]
+    forms = [(codec, one and one[1], x.dtype) for (codec, x), one in zip(pairs, made, strict=True)]
 
-    def received(out: Tensor, form: WireForm | None, dtype: torch.dtype) -> Tensor:
-        if form is None:
+    def received(
+        out: Tensor, codec: Codec | None, form: WireForm | None, dtype: torch.dtype
+    ) -> Tensor:
+        if codec is None or form is None:
             return out
         return decoded(codec, form.rows_of(out), form, dtype).reshape(-1)
 

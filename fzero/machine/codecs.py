@@ -11,7 +11,7 @@ on every rank, printable, and usable on any tensor by itself.
 Source: Wang et al., "ZeRO++", arXiv 2306.10209, sections 3.1 and 3.3 (blocks); Micikevicius et al.,
 "FP8 Formats for Deep Learning", arXiv 2209.05433; Gupta et al., "Deep Learning with Limited
 Numerical Precision", arXiv 1502.02551, section 3 (rounding by chance). `powersgd` has a file of its
-own.
+own, and so has `nf4`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from fzero.errors.check import is_count, require
+from fzero.machine.blocks import blocks_in, in_blocks, largest_of_block, with_largest
+from fzero.machine.nf4 import nf4 as nf4
 from fzero.machine.powersgd import powersgd as powersgd
 from fzero.state.codec import Codec as Codec
 from fzero.state.codec import Memory, mixed, rounding
 from fzero.state.codec import cast as cast
 
-__all__ = ["Codec", "bf16", "cast", "fp8", "int4", "int8", "powersgd", "stochastic"]
+__all__ = ["Codec", "bf16", "cast", "fp8", "int4", "int8", "nf4", "powersgd", "stochastic"]
 
 _SCALE_BYTES = 4
 _FP8, _FP8_TOP = torch.float8_e4m3fn, 448
@@ -131,11 +133,11 @@ class int8(Codec):
 
     def wire_bytes(self, numel: int) -> int:
         """A byte for each, and the scales."""
-        return numel + _SCALE_BYTES * _blocks(numel, self.block)
+        return numel + _SCALE_BYTES * blocks_in(numel, self.block)
 
     def bound(self, x: Tensor) -> Tensor:
         """Half a level of the largest of the block."""
-        return _largest_of_block(x, self.block) * ((1 + _UP) / 254) + _TINY
+        return largest_of_block(x, self.block) * ((1 + _UP) / 254) + _TINY
 
 
 @dataclass(frozen=True)
@@ -169,11 +171,11 @@ class int4(int8):
 
     def wire_bytes(self, numel: int) -> int:
         """Half a byte for each, and the scales."""
-        return -(-numel // 2) + _SCALE_BYTES * _blocks(numel, self.block)
+        return -(-numel // 2) + _SCALE_BYTES * blocks_in(numel, self.block)
 
     def bound(self, x: Tensor) -> Tensor:
         """Half a level of the largest of the block."""
-        return _largest_of_block(x, self.block) * ((1 + _UP) / 14) + _TINY
+        return largest_of_block(x, self.block) * ((1 + _UP) / 14) + _TINY
 
 
 @dataclass(frozen=True)
@@ -204,27 +206,13 @@ class fp8(int8):
 
     def bound(self, x: Tensor) -> Tensor:
         """Half a unit in the last place of 4 bits, or half of the smallest number of the block."""
-        smallest = _largest_of_block(x, self.block) * (2.0**-9 / _FP8_TOP) + _TINY
+        smallest = largest_of_block(x, self.block) * (2.0**-9 / _FP8_TOP) + _TINY
         return x.abs() * 2.0**-4 + smallest
-
-
-def _blocks(numel: int, block: int) -> int:
-    return -(-numel // block)
-
-
-def _in_blocks(x: Tensor, block: int) -> Tensor:
-    """[.., n] -> [.., ceil(n / block), block], filled up with zeros; a view of `x` if it fits."""
-    blocks = _blocks(x.shape[-1], block)
-    missing = blocks * block - x.shape[-1]
-    filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
-    return filled.reshape(*x.shape[:-1], blocks, block)
 
 
 def _scaled(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
     """Return a of each block in fp32, and x / step, [.., blocks, block], 0 beside a NaN."""
-    blocks = _in_blocks(x, block)
-    largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).to(torch.float32)
-    largest = torch.where(largest.isfinite(), largest, torch.nan)
+    blocks, largest = with_largest(x, block)
     scaled = blocks / _step(largest, top).unsqueeze(-1)  # NaN where all is zero, too
     return largest, scaled.clamp_(-top, top).nan_to_num_(0.0)
 
@@ -248,13 +236,7 @@ def _levels(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
 
 def _values(largest: Tensor, levels: Tensor, top: int, block: int, dtype: torch.dtype) -> Tensor:
     """Return levels times steps, but none beyond a: [.., n]."""
-    blocks = _in_blocks(levels.to(dtype), block)
+    blocks = in_blocks(levels.to(dtype), block)
     largest = largest.contiguous().unsqueeze(-1)
     values = blocks.mul_(_step(largest, top)).clamp_(-largest.to(dtype), largest.to(dtype))
     return values.flatten(-2)[..., : levels.shape[-1]]
-
-
-def _largest_of_block(x: Tensor, block: int) -> Tensor:
-    """Return max |x| of the block of each element."""
-    largest = _in_blocks(x.abs(), block).amax(-1, keepdim=True)
-    return largest.expand(*largest.shape[:-1], block).flatten(-2)[..., : x.shape[-1]]

@@ -117,5 +117,5 @@ class Traced:
             "is compiled.",
         )
 
-    def end_write(self, placeholder: Any) -> None:
+    def end_write(self, placeholder: Any, values: Tensor) -> None:
         """Never called: see `begin_write`."""

@@ -20,24 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.collectives.encoded import WireForm, decoded, encoded, sum_of, wide
 from fzero.errors import LayoutError
 from fzero.machine.packing import without_padding
 from fzero.machine.powersgd import powersgd
 from fzero.machine.residual import Memories, goes_back
 from fzero.state import Placement, Setup
 from fzero.state.codec import Codec
+from fzero.state.encoded import WireForm, decoded, encoded, sum_of, wide
 
 _TRIED = 1000  # elements that a codec is tried with
 
 
 def require_codec(name: str, codec: Codec) -> None:
     """Raise `LayoutError` for a codec that does not what it says: tried on a few numbers."""
-    if name.endswith("parameters") and isinstance(codec, powersgd):
+    if not name.endswith("gradients") and isinstance(codec, powersgd):
         raise LayoutError(
             f"{name}={codec}.",
             cause="parameters are gathered from shards, which cut matrices, and are of full rank.",
-            fix="give it as gradients=, and parameters= a codec of elements: fzero.codecs.int8().",
+            fix="give it as gradients=, and here a codec of elements: fzero.codecs.int8().",
         )
     if wrong := _wrong_with(codec):
         raise LayoutError(

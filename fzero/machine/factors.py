@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.collectives.encoded import wide
 from fzero.machine.encode import Encoder
 from fzero.machine.packing import part_of
 from fzero.machine.powersgd import powersgd
 from fzero.machine.residual import Memories, starts_of
 from fzero.state import Part, Setup
+from fzero.state.encoded import wide
 
 
 class _There(NamedTuple):

@@ -17,7 +17,7 @@ from fzero.context.here import current_ranks, read_elsewhere
 from fzero.errors import AxisError
 from fzero.machine.group_shard import FullUnit, GroupShard
 from fzero.machine.offload import page_out
-from fzero.machine.packing import unpack
+from fzero.machine.packing import stored_leaves, unpack
 from fzero.machine.unit_table import UnitTable
 from fzero.state.layout import Leaf
 
@@ -62,7 +62,21 @@ class Gatherer:
     # What is here.
 
     def leaf(self, group: int, position: int) -> Tensor:
-        """Return one full leaf of a gathered group."""
+        """Return one full leaf of a gathered group: an encoded one is decoded for this read."""
+        layout, index, *_ = self.groups[group]
+        held = self._held(group, position)
+        if not layout.groups[index].encoded:
+            return held
+        return layout.leaves[layout.groups[index].leaves[position]].of(held)
+
+    def encode(self, group: int, position: int, values: Tensor) -> None:
+        """Let a gathered leaf that is encoded have these values; another one has them already."""
+        layout, index, *_ = self.groups[group]
+        if layout.groups[index].encoded:
+            leaf = layout.leaves[layout.groups[index].leaves[position]]
+            self._held(group, position).copy_(leaf.stored(values))
+
+    def _held(self, group: int, position: int) -> Tensor:
         unit = self.table.unit_of[group]
         return self.held[unit].leaves[self.table.units[unit].index(group)][position]
 
@@ -92,9 +106,9 @@ class Gatherer:
     def _started(self, unit: int, *, exact: bool) -> InFlight:
         groups = [self.groups[group] for group in self.table.units[unit]]
         shards = [group.sent(exact=exact) for group in groups]
-        codec = None if exact else next((x.codec for x in groups if x.codec is not None), None)
+        codecs = () if exact else [group.codec for group in groups]
         with about(lambda: [x for group in groups for x in group.paths]):
-            return start_gather(shards, self.table.axes[unit].shards, codec=codec)
+            return start_gather(shards, self.table.axes[unit].shards, codecs=codecs)
 
     def wait(self, unit: int) -> None:
         """Wait for a gather that was started; does nothing if its start raised."""
@@ -109,7 +123,11 @@ class Gatherer:
         for group, flat in zip(self.table.units[unit], flats, strict=True):
             if self._on_gathered is not None:
                 self._on_gathered(group, flat)
-            leaves.append(unpack(self.groups[group].layout, self.groups[group].index, flat))
+            layout, index, *_ = self.groups[group]
+            if layout.groups[index].encoded:
+                leaves.append([x for _, x in stored_leaves(layout, index, flat)])
+            else:
+                leaves.append(unpack(layout, index, flat))
         self.held[unit] = FullUnit(flats, leaves)
 
     def free(self, unit: int) -> None:

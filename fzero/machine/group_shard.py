@@ -40,4 +40,4 @@ class FullUnit(NamedTuple):
     """The full values of a unit, for each of its groups."""
 
     flats: list[Tensor]
-    leaves: list[list[Tensor]]  # views of the flats
+    leaves: list[list[Tensor]]  # views of the flats; of encoded ones [n], of their bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import lcm
 from typing import NamedTuple
 
@@ -52,22 +52,20 @@ def _rounded_up(numel: int, alignment: int) -> int:
     return -(-numel // alignment) * alignment
 
 
-def pack(layout: Layout, index: int, tensors: Sequence[Tensor]) -> Tensor:
+def pack(layout: Layout, index: int, tensors: Iterable[Tensor]) -> Tensor:
     """Concatenate the leaves of group `index` into its flat [W l] buffer, complex ones as real.
 
-    A group of one leaf without padding is only reshaped, not copied.
+    A group of one leaf without padding is only reshaped, not copied. Leaves that are encoded are so
+    one after another: of an iterator that makes them, one is there at a time.
     """
-    real = [as_real(tensor) for tensor in tensors]
-    left = iter(real)
-    pieces = [
-        real[0].new_zeros(numel) if leaf is None else next(left).reshape(-1)
-        for numel, leaf in _pieces(layout, index)
-    ]
+    left, pieces = iter(tensors), list[Tensor]()
+    for numel, leaf in _pieces(layout, index):
+        pieces.append(pieces[0].new_zeros(numel) if leaf is None else leaf.stored(next(left)))
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
-    """Cut the flat [W l] buffer of group `index` into its leaves: views, and one split.
+    """Cut the flat [W l] buffer of group `index` into its leaves: views, and one split; or decode.
 
     `flat` may have the `input_shape` of the group.
     """
@@ -76,9 +74,14 @@ def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     if len(leaves) == 1 and leaves[0].numel == layout.full_numel(index):
         same = tuple(flat.shape) == leaves[0].shape is leaves[0].stored_shape
         return [flat if same else leaves[0].of(flat)]  # a view would cost a copy in backward
+    return [leaf.of(x) for leaf, x in stored_leaves(layout, index, flat)]
+
+
+def stored_leaves(layout: Layout, index: int, flat: Tensor) -> list[tuple[Leaf, Tensor]]:
+    """Cut the flat [W l] buffer of group `index` into what it has of each leaf: views [n]."""
     pieces = _pieces(layout, index)
     cut = flat.split([numel for numel, _ in pieces])
-    return [leaf.of(x) for x, (_, leaf) in zip(cut, pieces, strict=True) if leaf is not None]
+    return [(leaf, x) for x, (_, leaf) in zip(cut, pieces, strict=True) if leaf is not None]
 
 
 def unpack_groups(layout: Layout, flats: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -24,7 +24,8 @@ from fzero.machine.packing import ALIGNMENT_BYTES, in_order
 from fzero.machine.packing import shard_of as shard_of
 from fzero.options import OPTIONS
 from fzero.state import NAMESPACE
-from fzero.state.layout import Group, Layout, Leaf, learns, stored_dtype
+from fzero.state.codec import Codec
+from fzero.state.layout import Group, Layout, Leaf, learns
 
 
 def unit_of(path: str) -> str:
@@ -55,6 +56,7 @@ def plan_layout(
     trainable: Callable[[str], bool] | None = None,
     kind: Callable[[str], Hashable] | None = None,
     lowered: Callable[[str], torch.dtype | None] | None = None,
+    frozen: Callable[[str, Tensor], Codec | None] | None = None,
     block: int = 1,
 ) -> Layout:
     """Decide how `params` is stored over `ranks` ranks, in shards that `replicas` divides.
@@ -72,7 +74,9 @@ def plan_layout(
     A leaf is frozen if it is an `nn.Parameter` that requires no grad, if its dtype is not
     floating, or if `trainable(path)` is false. Leaves that are one tensor are stored once.
 
-    A complex leaf is stored by its real view, in a group without real ones.
+    A complex leaf is stored by its real view, in a group without real ones. A frozen floating leaf
+    is stored by the bytes that `frozen(path, leaf)` encodes it in, with others of its dtype; None
+    leaves it as it is.
 
     Raises `LayoutError`, naming the path, for a leaf that is not a (dense) tensor, and for leaves
     that are one tensor of which one is frozen.
@@ -87,7 +91,7 @@ def plan_layout(
     OPTIONS["trainable"].require(trainable)
     paths, tensors, treespec = named_leaves(params)
     order = _in_order(optree.tree_unflatten(treespec, range(len(paths))))
-    leaves, slots = _unique_leaves(paths, tensors, order, trainable)
+    leaves, slots = _unique_leaves(paths, tensors, order, trainable, frozen)
     plain = Layout(treespec=treespec, slots=slots, leaves=leaves, groups=(), ranks=ranks)
     return regrouped(
         plain,
@@ -268,6 +272,7 @@ def _unique_leaves(
     tensors: list[Tensor],
     order: Sequence[int],
     trainable: Callable[[str], bool] | None,
+    encodes: Callable[[str, Tensor], Codec | None] | None,
 ) -> tuple[tuple[Leaf, ...], tuple[int, ...]]:
     seen: dict[Any, int] = {}
     leaves: list[Leaf] = []
@@ -277,8 +282,12 @@ def _unique_leaves(
         index = seen.setdefault(identity(tensor), len(leaves))
         learning = learns(tensor) and (trainable is None or trainable(path))
         if index == len(leaves):
+            # Floats of 8 bits are encoded already, as packed integers are.
+            wide = tensor.is_floating_point() and tensor.itemsize > 1
+            codec = encodes(path, tensor) if encodes and wide and not learning else None
+            shape, dtype = tuple(tensor.shape), tensor.dtype
             leaves.append(
-                Leaf(path=path, shape=tuple(tensor.shape), dtype=tensor.dtype, trainable=learning)
+                Leaf(path=path, shape=shape, dtype=dtype, trainable=learning, codec=codec)
             )
         elif leaves[index].trainable != learning:
             frozen, other = (leaves[index].path, path) if learning else (path, leaves[index].path)
@@ -298,15 +307,15 @@ def _nothing(path: str) -> None:
 def _by_size(
     leaves: Sequence[Leaf], bucket_bytes: int, kind: Callable[[str], Hashable]
 ) -> Iterator[list[int]]:
-    def shared(i: int) -> tuple[torch.dtype, bool, Hashable]:
-        return leaves[i].dtype, leaves[i].trainable, kind(leaves[i].path)
+    def shared(i: int) -> tuple[Hashable, ...]:
+        return *_stored_as(leaves[i]), kind(leaves[i].path)
 
     order = sorted(range(len(leaves)), key=lambda i: (str(shared(i)), i))
-    for (dtype, *_), ids in groupby(order, key=shared):
+    for _, ids in groupby(order, key=shared):
         bucket: list[int] = []
         held = 0
         for i in ids:
-            size = leaves[i].numel * stored_dtype(dtype).itemsize
+            size = leaves[i].numel * leaves[i].stored_dtype.itemsize
             if bucket and held + size > bucket_bytes:
                 yield bucket
                 bucket, held = [], 0
@@ -320,9 +329,14 @@ def _by_unit(
 ) -> tuple[list[list[int]], list[str]]:
     found: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        key = (unit(leaf.path), leaf.dtype, leaf.trainable, kind(leaf.path))
+        key = (unit(leaf.path), *_stored_as(leaf), kind(leaf.path))
         found.setdefault(key, []).append(i)
     return list(found.values()), [key[0] for key in found]
+
+
+def _stored_as(leaf: Leaf) -> tuple[Hashable, ...]:
+    """What the leaves of a group have in common."""
+    return leaf.dtype, leaf.trainable, leaf.codec is not None
 
 
 def _group(
@@ -333,7 +347,7 @@ def _group(
     block: int,
 ) -> Group:
     first = members[0][1]
-    dtype, parts = stored_dtype(first.dtype), prod(cuts)
+    dtype, parts, encoded = first.stored_dtype, prod(cuts), first.codec is not None
     alignment = ALIGNMENT_BYTES // dtype.itemsize
     numels = [leaf.numel for _, leaf in members]
     offsets, part_numel = in_order(numels, parts, alignment, block=block)
@@ -344,5 +358,6 @@ def _group(
         leaves=tuple(i for i, _ in members),
         offsets=offsets,
         shard_numel=part_numel * parts // cuts[0],
-        communication_dtype=lowered(first.path),
+        communication_dtype=None if encoded else lowered(first.path),
+        encoded=encoded,
     )

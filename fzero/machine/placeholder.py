@@ -20,6 +20,7 @@ from fzero.machine._autocast import Cast, autocast_of_call, run_as_called
 from fzero.machine.compiled import CompiledRead, Traced
 from fzero.machine.memoryless import STORAGE, Memoryless, memoryless
 from fzero.machine.written import run_watched, tells_nothing, written_by
+from fzero.state.codec import Codec
 from fzero.state.layout import Leaf
 
 _View = Callable[[Tensor], Tensor]
@@ -49,8 +50,8 @@ class Gathers(Protocol):
         """`func` is about to write to it: raise if what is written would be lost."""
         ...
 
-    def end_write(self, placeholder: LazyParam) -> None:
-        """It was written."""
+    def end_write(self, placeholder: LazyParam, values: Tensor) -> None:
+        """It was written: these are its values now."""
         ...
 
 
@@ -141,22 +142,35 @@ class LazyParam(Memoryless):
         if what == STORAGE:
             return self._not_here("saved or shared")
         return LayoutError(
-            f"{what} of {self!r} was asked for; this rank has only a shard of it.",
+            f"{what} of {self!r} was asked for; {self._held}.",
             cause="a kernel that takes an address (Triton, a C++ extension, ctypes), another "
             "library, or a count of parameters by their addresses was given a parameter of stage "
-            "3.",
+            "3, or an encoded one.",
             fix="give it `p.clone()`, which has gathered values, and gradients go through it; "
             "`p.detach().clone()` if it needs none. To count, take the parameters themselves: "
             "module.parameters() has a tied one once. Write in "
             "`with fzero.adapter.gathered(module, modify=True):`.",
         )
 
+    @property
+    def codec(self) -> Codec | None:
+        """What its leaf is stored by, if it is encoded."""
+        if isinstance(self.reader, Traced):
+            return None
+        return self.reader.leaves_of(self.where[0])[self.where[1]].codec
+
+    @property
+    def _held(self) -> str:
+        if self.codec is None:
+            return "this rank has only a shard of it"
+        return f"it is stored encoded, by {self.codec}"
+
     def _not_here(self, verb: str) -> LayoutError:
         return LayoutError(
-            f"{self!r} is to be {verb}; this rank has only a shard of it.",
+            f"{self!r} is to be {verb}; {self._held}.",
             cause="copy.deepcopy, torch.save, save_pretrained(), torch.distributed.checkpoint, "
-            "share_memory(), an averaged copy of a module of stage 3, or a count of parameters by "
-            "their storages (count them by themselves).",
+            "share_memory(), an averaged copy of a module of stage 3, or of one with encoded "
+            "parameters, or a count of parameters by their storages (count them by themselves).",
             fix="engine.full_state_dict() has whole values on every rank, to save; make a copy "
             "before the Engine, or after engine.close(), and load them into it.",
         )
@@ -216,7 +230,8 @@ class LazyParam(Memoryless):
 
         result = _watched(func, call, found) if tells_nothing(func) else call()
         for placeholder in written:
-            placeholder.reader.end_write(placeholder)
+            values = next(x for one, x in found if one is placeholder)
+            placeholder.reader.end_write(placeholder, values)
         return result
 
 
@@ -287,8 +302,8 @@ def _watched(func: Any, call: Callable[[], Any], found: Sequence[tuple[LazyParam
     for i, x in after.items():
         placeholder = found[i][0]
         placeholder.begin_write(func)
-        placeholder.full().copy_(x)
-        placeholder.reader.end_write(placeholder)
+        values = placeholder.full().copy_(x)
+        placeholder.reader.end_write(placeholder, values)
     _SEEN.add(func)
     return result
 
@@ -308,6 +323,18 @@ class _Replay:
 
 def _is_view(func: Any) -> bool:
     return func.is_view or func is torch.ops.aten.detach.default
+
+
+def refuse_part(placeholder: LazyParam, func: Any) -> None:
+    """Raise `LayoutError` for a write to a part of an encoded leaf, or to a view of it."""
+    of_list = isinstance(func, str)  # of a collective, which is not told what it has written
+    if placeholder.codec is not None and (placeholder.views or of_list):
+        raise LayoutError(
+            f"a part or a view of {placeholder!r} is written ({func}); it is stored encoded.",
+            cause="p[0].zero_() or p.T.copy_(x) of a frozen parameter; or it is in a list of what "
+            "a collective writes.",
+            fix="write all of it: x = p.clone(), change x, then p.copy_(x).",
+        )
 
 
 def placeholders(reader: Gathers, group: int) -> list[LazyParam]:

@@ -17,7 +17,7 @@ from fzero.context.modes import for_training
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.gather import Gatherer
 from fzero.machine.partition import shard_of
-from fzero.machine.placeholder import LazyParam
+from fzero.machine.placeholder import LazyParam, refuse_part
 from fzero.state.layout import Leaf
 
 
@@ -89,6 +89,7 @@ class Reader:
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
         """Refuse: a write would reach the gathered copy only, and be forgotten."""
         if self.writable[self.unit_of(placeholder.where[0])]:
+            refuse_part(placeholder, func)
             return
         self.refused += 1
         raise LayoutError(
@@ -102,10 +103,15 @@ class Reader:
             "engine.step() runs the optimizer that the engine was made with.",
         )
 
-    def end_write(self, placeholder: LazyParam) -> None:
-        """Nothing to do: what was written is sharded where `gathered(modify=True)` ends."""
+    def end_write(self, placeholder: LazyParam, values: Tensor) -> None:
+        """Encode what was written, if its leaf is; `gathered(modify=True)` shards it at its end."""
+        self.gatherer.encode(*placeholder.where, values)
 
     # What `gathered` calls.
+
+    def drop(self) -> None:
+        """Free what is gathered: it is stale."""
+        self.line.changed()
 
     def hold(self, units: Sequence[int], source: int | None) -> Sequence[int]:
         """Gather units, and hold them until `let_go`; writable with a `source`. A collective.

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.collectives.encoded import decoded_row, encoded, wide
 from fzero.machine.by_path import leaf_paths
 from fzero.machine.codecs import int8
 from fzero.machine.packing import without_padding
 from fzero.machine.powersgd import Matrix, matrices_of, powersgd
 from fzero.state import Buffers, Form, Part, Placement, Setup, Slot, TrainState, form
+from fzero.state.encoded import decoded_row, encoded, wide
 
 _BLOCKS = int8(memory=False)  # of a memory in 8 bits
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from fzero.errors.check import is_count, is_positive
-from fzero.options._typed import Initializer, Own, Scale, Stages, Trainable, Units
+from fzero.options._typed import Frozen, Initializer, Own, Scale, Stages, Trainable, Units
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Gathering, Local, OptimizerOver, Reduction
-from fzero.state.codec import Compress
+from fzero.state.codec import Codec, Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.option import FLAG, REQUIRED, ZERO, ValueCheck, of_path, one_of, option
@@ -124,6 +124,21 @@ class SharedOptions:
             "Engine": "a module says it itself, and autograd must know it: call "
             "p.requires_grad_(False) on each frozen parameter before Engine(...)"
         },
+    )
+    frozen: Frozen = option(
+        None,
+        "the codec that leaves which are not trained are stored and gathered by: "
+        "`fzero.codecs.nf4()`, or one of your own. Each is decoded for the kernel that reads it, "
+        "in the forward and again in the backward, and training has the bits of one on the decoded "
+        "values. A codec is used for floating leaves of two or more dims; (path, leaf) -> a codec, "
+        "or None to leave it as it is, says it of each frozen floating leaf.",
+        check=ValueCheck(
+            lambda x: (
+                x is None or isinstance(x, Codec) or (callable(x) and not isinstance(x, type))
+            ),
+            "a codec of fzero.codecs, or a function (path, leaf) -> codec or None",
+            "the class of a codec in the place of a codec, or its name.",
+        ),
     )
     bucket_bytes: int | None = option(
         None,

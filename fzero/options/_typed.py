@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Local, OptimizerOver, ReduceOp, Reshard
-from fzero.state.codec import Compress
+from fzero.state.codec import Codec, Compress
 from fzero.state.leaf_modules import LeafSpec
 from fzero.state.offload import Offload
 from fzero.state.points import Points
@@ -25,6 +25,9 @@ Units = Callable[[str], str] | None
 
 Trainable = Callable[[str], bool] | None
 """path -> whether it learns."""
+
+Frozen = Codec | Callable[[str, Tensor], Codec | None] | None
+"""A codec, or (path, leaf) -> the codec of a frozen leaf, or None to leave it as it is."""
 
 Initializer = Callable[[str, Tensor], Tensor]
 """(path, leaf) -> its values."""
@@ -47,6 +50,7 @@ class StateOptions(TypedDict, total=False):
     prefetch_numel: int
     persistence_threshold_numel: int
     units: Units
+    frozen: Frozen
     bucket_bytes: int | None
     ordered: bool
     overlap: bool

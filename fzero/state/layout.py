@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fzero.state.codec import Codec, Compress
+from fzero.state.encoded import WireForm, as_bytes, form_of, from_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +24,14 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype  # as its user has it: a complex leaf is in a flat by its real view
     trainable: bool
+    codec: Codec | None = None
+    """What it is encoded by, as one row: a flat has the bytes of that. Of a frozen leaf alone."""
+
+    form: WireForm | None = field(init=False, repr=False, compare=False)
+    """Of an encoded leaf: how its bytes lie."""
 
     stored_shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The shape of its real view; of a leaf that is real, `shape` itself."""
+    """The shape of its real view, or of its bytes; of another leaf `shape` itself."""
 
     numel: int = field(init=False, repr=False, compare=False)
     """Number of elements in a flat: two, real and imaginary part, for each complex number."""
@@ -33,6 +39,10 @@ class Leaf:
     def __post_init__(self) -> None:
         """Note what every step asks for."""
         stored = (*self.shape, 2) if self.dtype.is_complex else self.shape
+        form = None if self.codec is None else form_of(self.codec, prod(self.shape))
+        if form is not None:
+            stored = (form.nbytes,)
+        object.__setattr__(self, "form", form)
         object.__setattr__(self, "stored_shape", stored)
         object.__setattr__(self, "numel", prod(stored))
 
@@ -41,19 +51,39 @@ class Leaf:
         """What errors call it: its path, unless it is the whole tree."""
         return "the parameter" if self.path == "." else self.path
 
+    @property
+    def says(self) -> str:
+        """What ranks, and a checkpoint and a state, must have in common of it."""
+        encoded = "" if self.codec is None else f" as {self.codec}"
+        learns = "trainable" if self.trainable else "frozen"
+        return f"{self.shape} {self.dtype} {learns}{encoded}"
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the flat that it is in."""
+        return stored_dtype(self.dtype) if self.codec is None else torch.uint8
+
     def of(self, part: Tensor) -> Tensor:
         """Return its elements in a flat in its own shape; in the precision of the flat: a view.
 
-        Complex numbers of 16 bits are made in fp32: a copy.
+        Complex numbers of 16 bits are made in fp32: a copy. So is what is decoded, in its dtype.
         """
         if self.stored_shape is self.shape:
             return part.view(self.shape)
+        if self.codec is not None and self.form is not None:
+            return from_bytes(self.codec, part, self.form, self.dtype).view(self.shape)
         return as_complex(part).view(self.shape)
+
+    def stored(self, x: Tensor) -> Tensor:
+        """Return its values as they are in a flat: 1-D, encoded, or the real view."""
+        if self.codec is None:
+            return as_real(x).reshape(-1)
+        return as_bytes(self.codec, x.detach().to(self.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Leaves that travel together in one flat buffer [ranks * shard_numel].
+    """Leaves that travel together in one flat buffer [ranks * shard_numel], all encoded or none.
 
     `offsets[i]` is where leaf `leaves[i]` starts; what no leaf covers is padding, always zero. It
     is there so that each leaf, and each shard, starts on a multiple of 16 bytes, and of the block
@@ -70,6 +100,7 @@ class Group:
     shard_numel: int
     communication_dtype: torch.dtype | None = None
     codec: Codec | None = None
+    encoded: bool = False
 
 
 def learns(p: Tensor) -> bool:
@@ -213,10 +244,7 @@ class Layout:
 
     def describe(self) -> list[str]:
         """One line for each leaf and group: what ranks compare before they start."""
-        leaves = [
-            f"{leaf.path} {leaf.shape} {leaf.dtype} {'trainable' if leaf.trainable else 'frozen'}"
-            for leaf in self.leaves
-        ]
+        leaves = [f"{leaf.path} {leaf.says}" for leaf in self.leaves]
         groups = [
             f"group {group.name} of {[self.leaves[i].path for i in group.leaves]} "
             f"at {group.offsets}, {group.shard_numel} elements a rank, {group.communication_dtype}"

@@ -84,6 +84,10 @@ class Setup:
         alone = self.axis.shards.runtime is Runtime.LOCAL and self.offload.params is None
         return self.stage == 3 and not alone
 
+    def is_read_lazily(self, index: int) -> bool:
+        """Whether the loss has placeholders of group `index`: it is gathered, or decoded."""
+        return self.gathers_by_unit or self.layout.groups[index].encoded
+
     @property
     def streams(self) -> bool:
         """Whether units come and go one by one, on one rank too."""

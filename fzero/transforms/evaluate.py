@@ -16,9 +16,11 @@ from fzero.context.modes import for_training, needs_func
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
 from fzero.machine.compiled import without_dynamo
+from fzero.machine.held_reader import HeldReader
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
+from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule
@@ -123,7 +125,11 @@ def _gathered(state: TrainState) -> Any:
 def _held(state: TrainState) -> Any:
     """The parameters of a state below stage 3, which holds them whole."""
     layout, by_leaf = state.setup.layout, dict[int, Tensor]()
+    reader = HeldReader(layout, state.setup.axis, state.device, state.params.flats)
     for i, group in enumerate(layout.groups):
+        if group.encoded:
+            by_leaf.update(zip(group.leaves, placeholders(reader, i), strict=True))
+            continue
         flat = to_device(state.params.flats[i].detach(), state.device)
         by_leaf.update(zip(group.leaves, unpack(layout, i, flat), strict=True))
     return assemble(layout, by_leaf)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack, overload
 
@@ -163,9 +163,9 @@ def _filled(
         if leaf.trainable and not in_transform():
             watch(leaf.title, tensor)
 
-    def make(index: int) -> list[Tensor]:
+    def make(index: int) -> Iterator[Tensor]:
         ids = layout.groups[index].leaves
-        return [_made(layout.leaves[i], tensors[i], initializer) for i in ids]
+        return (_made(layout.leaves[i], tensors[i], initializer) for i in ids)
 
     return filled_state(setup, make, local=local)
 
@@ -225,7 +225,7 @@ def begun_anew(state: TrainState) -> TrainState:
     return state.replace(optimizer=setup.optimizer.anew(state.optimizer, fresh))
 
 
-Make = Callable[[int], Sequence[Tensor]]
+Make = Callable[[int], Iterable[Tensor]]
 """Group -> its full leaves; called once for each group, in order."""
 
 
@@ -238,8 +238,9 @@ def filled_state(
 ) -> TrainState:
     """Return the state of which `make` gives the values, group by group: rank 0's on every rank.
 
-    No rank holds more than one group beyond its part. `done(group, flat)` is called as soon as
-    the group's part is there. With `local` updates it is the state of a replica.
+    No rank holds more than one group beyond its part; of a group that is encoded, one leaf.
+    `done(group, flat)` is called as soon as the group's part is there. With `local` updates it is
+    the state of a replica.
     """
     layout, mesh = setup.layout, setup.axis
     held = []

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import reduce_many, start_all_to_all, start_gather
-from fzero.collectives.encoded import decoded, encoded, sum_of
 from fzero.ranks.mesh import Axis
 from fzero.state import Setup
 from fzero.state.codec import Codec
+from fzero.state.encoded import decoded, encoded, sum_of
 
 
 def sum_over_replicas(setup: Setup, moved: Sequence[Tensor], replicas: Axis) -> list[Tensor]:

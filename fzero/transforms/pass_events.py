@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero.collectives import Performer
 from fzero.errors import AxisError
 from fzero.machine import Gatherer, Machine, Reader, Reducer
+from fzero.machine.held_reader import HeldReader, WritableReader
 from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
 from fzero.state.call import Weighed
 from fzero.state.pass_state import PassState
@@ -48,7 +49,8 @@ from fzero.transforms.receive import (
 class Pass:
     """Some states on the same ranks, the machine that moves their values, and one pass of them.
 
-    on_written: is told which units a `gathered` block wrote. drop_raised: as in `Machine`.
+    on_written: is told which units a `gathered` block wrote; None where nobody writes parameters.
+    held: the readers of encoded leaves that are not gathered. drop_raised: as in `Machine`.
     """
 
     def __init__(
@@ -74,6 +76,10 @@ class Pass:
             drop_raised=drop_raised,
             on_served=self._on_served(),
         )
+        kind = HeldReader if on_written is None else WritableReader
+        self.held = [
+            kind(one.setup.layout, one.setup.axis, one.device, one.params.flats) for one in states
+        ]
         self.calls = Calls(self.states, BUILTINS, self.reducer)
         self._begin_calls()
         if not self.machine.units.gathers:
@@ -120,6 +126,7 @@ class Pass:
     def put(self, number: int, state: TrainState) -> None:
         """Go on with another record of a state: the one place where states are assigned."""
         self.states[number] = state
+        self.held[number].flats = state.params.flats
 
     # The pass, in its order.
 

@@ -38,7 +38,7 @@ from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, ow
 from fzero.transforms.builtins import BUILTINS
 from fzero.transforms.outer_rule import bound_outer
 from fzero.transforms.points import transforms_apart
-from fzero.transforms.state_options import bucket_at, compressed, logical_of
+from fzero.transforms.state_options import bucket_at, compressed, encodes, logical_of
 from fzero.transforms.together import Requested, require_together
 
 COMPARED = "the layout of the parameters"
@@ -77,7 +77,14 @@ def plan_setup(
         owners = owners or {path: owners_of(p) for path, p in named.items()}
         outer = bound_outer(options.local, named)
         lowered = None if autocast is None else _lowered(autocast, named, owners)
-        make = partial(_layout_of, owners, params, trainable=options.trainable, lowered=lowered)
+        make = partial(
+            _layout_of,
+            owners,
+            params,
+            trainable=options.trainable,
+            lowered=lowered,
+            frozen=encodes(options.frozen),
+        )
         sizes = {path: x.numel() for path, x in named.items()}
         place: Any = {"stage": stage, "axis": axis, "device": _device(named)}
         units = options.units or unit_of

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import optree
+from torch import Tensor
 
 from fzero.machine.encode import require_codec
 from fzero.options import BUCKET_BYTES, OPTIONS, SharedOptions, check_values
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Reduction
-from fzero.state.codec import Compress
+from fzero.state.codec import Codec, Compress
 from fzero.state.logical import Logical
 from fzero.transforms.builtins import BUILTINS
 from fzero.transforms.compress import wire_of
@@ -56,6 +58,30 @@ def bucket_at(stage: int, bucket_bytes: int | None) -> int | None:
     """Return the bucket of a stage; None at stage 3, where leaves cross ranks unit by unit."""
     usual = BUCKET_BYTES.get(stage)
     return usual and (bucket_bytes or usual)
+
+
+def encodes(frozen: Any) -> Callable[[str, Tensor], Codec | None] | None:
+    """Return (path, leaf) -> the codec of a frozen leaf, of an option `frozen`; None for none.
+
+    Raises `LayoutError`, in a call, for what is no codec, or does not what it says.
+    """
+    if frozen is None:
+        return None
+    tried: list[Codec] = []
+
+    def codec_of(path: str, leaf: Tensor) -> Codec | None:
+        if isinstance(frozen, Codec):
+            found = frozen if leaf.ndim > 1 else None
+        else:
+            found: Any = frozen(path, leaf)
+        if found is not None and found not in tried:
+            OPTIONS["frozen"].require(found if isinstance(found, Codec) else object(), f"{path}: ")
+            require_codec("frozen", found)
+            tried.append(found)
+        # What a gradient has lost would be remembered; what is stored once is not added to.
+        return found and (replace(found, memory=False) if found.memory else found)
+
+    return codec_of
 
 
 def logical_of(options: SharedOptions) -> Logical | None:

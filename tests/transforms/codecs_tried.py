@@ -64,6 +64,13 @@ REMEMBERING = (
     Signs(memory=True),
     Halved(memory=True),
 )
-FORGETTING = (codecs.bf16(), codecs.stochastic(), codecs.int8(memory=False), Signs())
+FORGETTING = (
+    codecs.bf16(),
+    codecs.stochastic(),
+    codecs.int8(memory=False),
+    codecs.nf4(),
+    codecs.nf4(block=6, double=False),
+    Signs(),
+)
 EVERY = (*REMEMBERING, *FORGETTING, codecs.cast(torch.float16))
 each_codec = pytest.mark.parametrize("codec", EVERY, ids=str)

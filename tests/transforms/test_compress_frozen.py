@@ -52,3 +52,21 @@ def test_a_state_of_which_nothing_learns_goes_through_the_step() -> None:
     step: Any = fzero.simulate(fzero.shard(encoded, stage=3), world_size=2)
     state = step.init(PARAMS, fzero.optim.no_optimizer())
     assert step(state, torch.ones(2))[1].tolist() == [10.0, 10.0]
+
+
+def test_a_frozen_leaf_in_the_unit_of_one_that_learns_keeps_its_bits() -> None:
+    frozen = nn.Parameter(torch.randn(3, 5), requires_grad=False)
+    seen: list[Tensor] = []
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        seen.append(params["layer"]["frozen"].clone())
+        return (params["layer"]["w"] * x).sum()
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        return fzero.grad_and_reduce(loss, state)(x)
+
+    encoded = fzero.compress(step_fn, parameters=CODECS["int8"])
+    step: Any = fzero.simulate(fzero.shard(encoded, stage=3), world_size=2)
+    params = {"layer": {"w": torch.ones(4), "frozen": frozen}}
+    step(step.init(params, fzero.optim.sgd(0.1)), torch.ones(2))
+    assert len(seen) == 2 and all(torch.equal(x, frozen) for x in seen)

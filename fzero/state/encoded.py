@@ -22,10 +22,22 @@ class WireForm(NamedTuple):
     parts: tuple[tuple[torch.dtype, int], ...]
     numel: int
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the buffer."""
+        if not self.parts:
+            return torch.uint8
+        single = len(self.parts) == 1 and not _is_float8(self.parts[0][0])
+        return self.parts[0][0] if single else _bytes_of(self)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of a row."""
+        return sum(size * kind.itemsize for kind, size in self.parts)
+
     def rows_of(self, received: Tensor) -> Tensor:
         """Return the rows of what was received, [r m] -> [r, m]; one where n is 0."""
-        single = len(self.parts) == 1 and not _is_float8(self.parts[0][0])
-        width = sum(size if single else size * kind.itemsize for kind, size in self.parts)
+        width = self.nbytes // self.dtype.itemsize
         return received.view(received.numel() // width, width) if width else received.view(1, 0)
 
 
@@ -76,8 +88,38 @@ def decoded_row(codec: Codec, row: Tensor, numel: int) -> Tensor:
         >>> decoded_row(int8(), row, 3)
         tensor([ 1.0000, -0.4963,  0.0000])
     """
-    form = encoded(codec, torch.empty((1, numel), device="meta"))[1]
-    return decoded(codec, row.view(1, -1), form, torch.float32).reshape(-1)
+    return decoded(codec, row.view(1, -1), form_of(codec, numel), torch.float32).reshape(-1)
+
+
+def form_of(codec: Codec, numel: int) -> WireForm:
+    """Return what a row of n elements looks like, encoded.
+
+    Example:
+        >>> from fzero.machine.codecs import int8
+        >>> form_of(int8(), 300).nbytes, int8().wire_bytes(300)
+        (308, 308)
+    """
+    try:
+        return encoded(codec, torch.empty((1, numel), device="meta"))[1]
+    except Exception:  # a codec that reads a value, or has a table of its own on the CPU
+        return encoded(codec, torch.zeros((1, numel)))[1]
+
+
+def as_bytes(codec: Codec, x: Tensor) -> Tensor:
+    """Floating x of n elements -> the bytes [m] of one encoded row."""
+    return encoded(codec, x.reshape(1, -1))[0].contiguous().view(torch.uint8).reshape(-1)
+
+
+def from_bytes(codec: Codec, row: Tensor, form: WireForm, dtype: torch.dtype) -> Tensor:
+    """The bytes [m] of one encoded row -> [n] in `dtype`.
+
+    Example:
+        >>> from fzero.machine.codecs import bf16
+        >>> row = as_bytes(bf16(), torch.tensor([1.0, 2.0]))
+        >>> row.numel(), from_bytes(bf16(), row, form_of(bf16(), 2), torch.float32)
+        (4, tensor([1., 2.]))
+    """
+    return decoded(codec, row.view(1, -1).view(form.dtype), form, dtype).reshape(-1)
 
 
 def sum_of(codec: Codec, buffer: Tensor, form: WireForm, dtype: torch.dtype) -> Tensor:

@@ -24,7 +24,7 @@ from fzero.context.modes import needs_func
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.machine.by_path import all_paths, leaf_paths
 from fzero.machine.offload import to_device
-from fzero.machine.packing import digest, leaf_ranges, unpack
+from fzero.machine.packing import digest, leaf_ranges, stored_leaves
 from fzero.ranks.mesh import Axis
 from fzero.state import Layout, TrainState
 from fzero.transforms.access import held_of, placement_of, whole_groups
@@ -213,7 +213,8 @@ def _tensors(
 def _leaf(state: TrainState, index: int, number: int, flat: Tensor) -> Tensor:
     """Return a leaf of a full flat, in memory that nobody else has."""
     members = state.setup.layout.groups[index].leaves
-    leaf = unpack(state.setup.layout, index, flat.detach())[members.index(number)]
+    one, stored = stored_leaves(state.setup.layout, index, flat.detach())[members.index(number)]
+    leaf = one.of(stored)
     is_gathered = state.setup.part(placement_of(state, index), 0).count > 1
     return leaf if is_gathered and len(members) == 1 else leaf.clone()
 

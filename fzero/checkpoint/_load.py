@@ -16,7 +16,12 @@ from fzero.checkpoint._complete import completed
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._places import folder_to_read, in_each_place, is_in_places
+from fzero.checkpoint._places import (
+    folder_to_read,
+    in_each_place,
+    is_in_places,
+    require_one_step,
+)
 from fzero.checkpoint._rng import rng_file, rng_setter
 from fzero.checkpoint._room import NewState, room_for, warn_of
 from fzero.checkpoint.disk import read_text
@@ -177,11 +182,12 @@ def _from_places(path: PathLike, state: Any, *, rng: bool) -> tuple[Any, dict[st
     extra: dict[str, Any] = {}
 
     def read(place: str, one: TrainState) -> TrainState:
-        made, found = load_with_extra(folder_to_read(path, place), one, rng=rng)
+        where = folder_to_read(path, state.mesh, place)
+        made, found = load_with_extra(where, one, rng=rng)
         extra.update(found)
         return made
 
-    return in_each_place("load", state, read), extra
+    return require_one_step(in_each_place("load", state, read)), extra
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from fzero.checkpoint._folders import (
 from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._kept import pieces_of_rank
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._places import in_each_place, is_in_places
+from fzero.checkpoint._places import in_each_place, is_in_places, remove_others
 from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.checkpoint.disk import sync, sync_files
@@ -88,6 +88,7 @@ def save(
 
     A state on a part of a mesh (`fzero.Mesh.__getitem__`) has other values at each place along the
     other axes. Each place has a folder of its own in `path`, "expert=1of4", which is a checkpoint.
+    Those that an earlier save on another mesh has left there are removed at the end.
 
     Args:
         path: a folder, which is made if it is not there; other files in it stay.
@@ -130,6 +131,7 @@ def save(
         return one
 
     in_each_place("save", state, write_place)
+    remove_others(as_path("save", path), state)
 
 
 def save_async(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,33 @@ def test_a_place_that_is_not_there_names_those_that_are(tmp_path: Path) -> None:
         match=r"no expert=0of2[\s\S]*expert=3of4[\s\S]*path of a place",
     ):
         load(tmp_path, on_virtual_ranks(PAIRS, 2)["experts"])
+
+
+def test_a_save_on_fewer_places_leaves_none_of_an_earlier_save(tmp_path: Path) -> None:
+    four, two = trained(FOUR, 2)["experts"], trained(PAIRS, 2)["experts"]
+    save(tmp_path, four)
+    (tmp_path / "notes=1of2").mkdir()  # no checkpoint
+    shutil.copytree(tmp_path / "expert=3of4", tmp_path / "kept")
+    save(tmp_path, two)
+    there = sorted(one.name for one in tmp_path.iterdir())
+    assert there == ["expert=0of2", "expert=1of2", "kept", "notes=1of2"]
+    with pytest.raises(CheckpointError, match="there is no expert=0of4"):
+        load(tmp_path, four)
+    shutil.copytree(tmp_path / "kept", tmp_path / "expert=3of4")  # as if that save had been ended
+    with pytest.raises(
+        CheckpointError, match=r"\['expert=3of4'\][\s\S]*which of them was saved last"
+    ):
+        load(tmp_path, two)
+
+
+def test_places_after_other_numbers_of_updates_are_no_checkpoint(tmp_path: Path) -> None:
+    later = trained(PAIRS, 2)["experts"]
+    save(tmp_path / "begun", on_virtual_ranks(PAIRS, 2)["experts"])
+    save(tmp_path, later)
+    shutil.rmtree(tmp_path / "expert=1of2")
+    shutil.move(tmp_path / "begun" / "expert=1of2", tmp_path)
+    with pytest.raises(CheckpointError, match=r"expert=0of2 after 1 updates and expert=1of2 after"):
+        load(tmp_path, later)
 
 
 def test_what_knows_one_place_refuses_a_part_of_a_mesh(tmp_path: Path) -> None:

@@ -18,6 +18,17 @@ from fzero.ranks.mesh import Axis
 from fzero.state import Placement, Setup
 
 
+def over_places(setup: Setup, x: Tensor) -> Tensor:
+    """Return the sum over the places of a mesh of what is equal on the ranks of each.
+
+    A collective of all the mesh for a state on a part of one; else x itself.
+    """
+    mesh = setup.axis.mesh
+    if mesh is None:
+        return x
+    return reduce_many([x], mesh, ordered=setup.reduction.ordered)[0] / setup.axis.size
+
+
 def cut(setup: Setup, flat: Tensor, held: Placement, to: Placement) -> Tensor:
     """Return this rank's part of a flat under placement `to`: a view of that under `held`."""
     if held is to:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fzero.collectives import reduce_many
 from fzero.machine.offload import to_device
+from fzero.machine.parts import over_places
 from fzero.machine.tree_sum import square_sum
 from fzero.state import Buffers, Placement, TrainState
 from fzero.state.view import require_state
@@ -23,7 +24,8 @@ def global_norm(state: TrainState) -> Tensor:
     """sqrt(sum of g^2) over the mean gradients of every trainable element, on all ranks alike.
 
     Shards are summed over ranks, replicas counted once, padding is zero; tied leaves are one
-    leaf, frozen ones have no gradient. A scalar, fp32 or wider. A collective.
+    leaf, frozen ones have no gradient. Of a state on a part of a mesh it is over the elements at
+    all places: over all experts. A scalar, fp32 or wider. A collective.
 
     Raises `PhaseError` if the state holds no gradients, and `LayoutError` for what is no state, or
     one of which no leaf learns.
@@ -65,7 +67,8 @@ def norm_of(state: TrainState, flats: Iterable[Tensor], placement: Placement) ->
     nothing = torch.zeros((), dtype=torch.float32, device=device)
     total = torch.stack(squares).sum() if squares else nothing
     axis = setup.over(placement)  # replicas have the same elements, which count once
-    return reduce_many([total], axis, ordered=setup.reduction.ordered)[0].sqrt()
+    total = reduce_many([total], axis, ordered=setup.reduction.ordered)[0]
+    return over_places(setup, total).sqrt()
 
 
 def _square_sum(flat: Tensor) -> Tensor:

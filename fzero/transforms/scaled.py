@@ -19,6 +19,7 @@ from fzero.collectives import reduce_many
 from fzero.errors import PhaseError
 from fzero.errors.json_form import DictForm, integer
 from fzero.machine.offload import to_device
+from fzero.machine.parts import over_places
 from fzero.optim import unscaled
 from fzero.optim.recorded import lacks_value
 from fzero.state import Buffers, Form, Placement, TrainState, scale
@@ -128,7 +129,7 @@ def found_inf(state: TrainState, gradients: Buffers, held: LossScale) -> Tensor:
     if gradients.placement is not Placement.REPLICATED or isinstance(held.policy, ExternalScale):
         ordered = state.setup.reduction.ordered
         found = reduce_many([found], state.setup.axis, ordered=ordered)[0].clamp(max=1)
-    return found
+    return over_places(state.setup, found).clamp(max=1)
 
 
 def _facts(state: TrainState, at: At) -> list[str]:

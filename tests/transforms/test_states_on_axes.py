@@ -192,24 +192,73 @@ def test_a_step_is_differentiable_by_its_arguments() -> None:
     close(step(states, xs)[1], wanted)
 
 
-def test_the_norm_that_clips_is_that_of_each_state_at_each_place() -> None:
-    mesh, bound = MESHES[0], 0.5
-    (xs,) = batches(4, 1)
+@pytest.mark.parametrize("stage", [0, 2, {"dense": 2, "experts": 3}], ids=str)
+@pytest.mark.parametrize("mesh", MESHES[:3], ids=str)
+def test_the_norm_that_clips_is_that_of_all_experts(mesh: fzero.Mesh, stage: Any) -> None:
+    """Of each state over all places of the mesh: whatever the number of experts of a rank."""
+    bound, ranks, seen = 0.5, ranks_of(mesh), list[Tensor]()
+    (xs,) = batches(ranks, 1)
     gradient = torch.func.grad(plain)(PARAMS, xs)
+
+    def reduced(slots: Any, grads: Any, ctx: fzero.Context) -> Any:
+        seen.append(torch.stack([ctx.norm(grads), ctx.sum(grads)]))
+        return slots, grads
 
     def clipped(tree: Any) -> Any:
         norm = torch.cat([x.flatten() for x in tree.values()]).norm()
-        return {key: x * (bound / norm).clamp(max=1) for key, x in tree.items()}
+        return {key: x * (bound / (norm + 1e-6)).clamp(max=1) for key, x in tree.items()}
 
-    halves = [clipped({"up": x})["up"] for x in gradient["experts"]["up"].chunk(2)]
-    wanted = {"dense": clipped(gradient["dense"]), "experts": {"up": torch.cat(halves)}}
-    states, step = run_of(mesh, 2, fzero.clip(step_fn, max_norm=bound))
-    states, _ = step(states, xs)
-    ranks = fzero.simulate(fzero.full_params, world_size=4)(states)
-    expected = updated(wanted)
-    torch.testing.assert_close(ranks["dense"]["w"][0], expected["dense"]["w"], rtol=1e-5, atol=1e-6)
-    for found in whole_experts(ranks["experts"]["up"], mesh):
-        torch.testing.assert_close(found, expected["experts"]["up"], rtol=1e-5, atol=1e-6)
+    def step(states: Any, x: Tensor) -> Any:
+        states, _ = fzero.grad_and_reduce(loss, states)(x)
+        norms = {name: fzero.global_norm(one) for name, one in states.items()}
+        return fzero.apply_gradients(states), norms
+
+    looks = fzero.transform(name="looks", reduced=reduced)
+    states, run = run_of(mesh, stage, looks(fzero.clip(step, max_norm=bound)))
+    states, norms = run(states, xs)
+    wanted = {name: clipped(tree) for name, tree in gradient.items()}
+    require(mesh, states, updated(wanted))
+    for name, tree in gradient.items():
+        norm = torch.cat([x.flatten() for x in tree.values()]).norm()
+        close(norms[name], norm.expand(ranks))
+        flat = torch.cat([x.flatten() for x in wanted[name].values()])
+        both = torch.stack([flat.norm(), flat.sum()])
+        assert sum(torch.allclose(x, both, rtol=1e-9) for x in seen) == ranks, name
+
+
+@pytest.mark.parametrize("stage", [0, 2, {"dense": 2, "experts": 3}], ids=str)
+def test_an_overflow_at_one_place_is_one_of_all_places(stage: Any) -> None:
+    """Else ranks that an exchange connects would go on with other loss scales."""
+    mesh = MESHES[0]
+
+    def overflows(p: Any, x: Tensor) -> Tensor:
+        factor = torch.inf if fzero.axis_index("expert") else 0.0
+        return loss(p, x) + factor * p["experts"]["up"].sum()
+
+    def step(states: Any, x: Tensor) -> Any:
+        states, _ = fzero.grad_and_reduce(overflows, states)(x)
+        return fzero.apply_gradients(states), None
+
+    how = fzero.scale_loss(scale=fzero.DynamicScale(init_scale=8.0))
+    states, run = run_of(mesh, stage, how(step))
+    states, _ = run(states, batches(4, 1)[0])
+    assert states["experts"].step.tolist() == [0] * 4 and states["dense"].step.tolist() == [1] * 4
+    assert states["experts"].scale.scale.tolist() == [4.0] * 4
+
+
+def test_numbers_of_ctx_normal_are_others_at_each_place() -> None:
+    found: dict[int, Tensor] = {}
+
+    def reduced(slots: Any, grads: Any, ctx: fzero.Context) -> Any:
+        if "up" in grads:
+            found[fzero.axis_index()] = ctx.normal("up")
+        return slots, grads
+
+    noise = fzero.transform(name="noise", reduced=reduced)
+    states, run = run_of(MESHES[0], {"dense": 2, "experts": 0}, noise(step_fn))
+    run(states, batches(4, 1)[0])
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert not torch.equal(found[0], found[1])
 
 
 def test_a_loss_of_the_experts_alone_is_a_mean_over_the_mesh() -> None:

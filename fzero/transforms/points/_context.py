@@ -14,6 +14,7 @@ from fzero.collectives import assert_same_everywhere, reduce_many
 from fzero.context.here import has_no_values
 from fzero.errors import CallError, LayoutError
 from fzero.machine.by_path import FlatRanges, Pieces, leaf_numbers
+from fzero.machine.parts import over_places
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Setup
 from fzero.state.layout import Leaf
@@ -167,7 +168,7 @@ class Context:
             self._agree("sum", [])
             return leaf_sums(self._setup, pieces, of_squares=False)[1]
         sums = [x.sum(dtype=_wide(x)) for x in leaves]
-        return self._over_ranks("sum", _total(sums, self._device))
+        return over_places(self._setup, self._over_ranks("sum", _total(sums, self._device)))
 
     @overload
     def norm(self, tree: Mapping[str, Tensor], by: Literal["all"] = "all") -> Tensor: ...
@@ -200,7 +201,8 @@ class Context:
         squares = [_square(x) for x in values]
         if by == "all":
             sums = [x.sum() for x in squares]
-            return self._over_ranks("norm", _total(sums, self._device)).sqrt()
+            total = self._over_ranks("norm", _total(sums, self._device))
+            return over_places(self._setup, total).sqrt()
         self._require_collective("norm")
         if by == "leaf":
             total = _total_of(squares, self._device)
@@ -258,9 +260,12 @@ class Context:
         """Standard normal numbers, one for each element of this rank's piece of a leaf.
 
         They are a function of (seed, step, path, element): the same at every stage, on every
-        number of ranks, and after a resume. In fp32; complex for a complex leaf.
+        number of ranks, and after a resume. In fp32; complex for a complex leaf. On a part of a
+        mesh each place has its own.
         """
         leaf, first, numel = self._part_of("normal", path)
+        if place := self._setup.axis.place:
+            path = f"{path} at {place}"
         two = 2 if leaf.dtype.is_complex else 1
         like = torch.empty(numel * two, device=self._device)
         found = normal(seed, self.step, path, first * two, like)

@@ -166,8 +166,8 @@ class ParamIterator(Iterator[tuple[str, Tensor]]):
 
     def _goes_on(self) -> bool:
         """Whether all ranks go on to a next unit. They have finished this one then."""
-        for unit in self._left:
-            check_alive(unit.state, written=True)
+        if self._left:
+            check_alive(self._left[0].state, written=True)
         self._round(stops=False)
         if self.stopped_by:
             return False

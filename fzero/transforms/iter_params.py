@@ -211,12 +211,12 @@ def _tensors(
 
 @torch.no_grad()
 def _leaf(state: TrainState, index: int, number: int, flat: Tensor) -> Tensor:
-    """Return a leaf of a full flat, in memory that nobody else has."""
+    """Return a leaf of a full flat, decoded, in memory that nobody else has."""
     members = state.setup.layout.groups[index].leaves
-    one, stored = stored_leaves(state.setup.layout, index, flat.detach())[members.index(number)]
-    leaf = one.of(stored)
-    is_gathered = state.setup.part(placement_of(state, index), 0).count > 1
-    return leaf if is_gathered and len(members) == 1 else leaf.clone()
+    leaf, stored = stored_leaves(state.setup.layout, index, flat.detach())[members.index(number)]
+    tensor, is_gathered = leaf.of(stored), state.setup.part(placement_of(state, index), 0).count > 1
+    shared = tensor.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
+    return tensor.clone() if shared and not (is_gathered and len(members) == 1) else tensor
 
 
 def _units(layout: Layout) -> list[list[int]]:

@@ -148,6 +148,8 @@ OPTIONS: list[tuple[range, dict[str, Any]]] = [
     (range(3), {"bucket_bytes": 64}),
     (range(1, 4), {"offload": fzero.Offload(optimizer="cpu")}),
     (range(3, 4), {"offload": fzero.Offload(params="cpu")}),
+    (range(4), {"frozen": fzero.codecs.int8(block=8), "trainable": ".weight".__ne__}),
+    (range(4), {"frozen": fzero.codecs.nf4(), "trainable": lambda path: path != "1.weight"}),
     (range(3, 4), {"compress": fzero.Compress(parameters=fzero.codecs.int8(block=64))}),
 ]
 

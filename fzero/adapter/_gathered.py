@@ -72,17 +72,11 @@ def _written(wanted: Sequence[Tensor], axis: Axis, source: int) -> Iterator[list
     if performer is not None:
         performer.call(f"gathered(modify=True, from_rank={source}) of {len(whole)} parameters")
     held = _hold(wanted, source)
-    decoded: list[tuple[Any, Tensor, list[int]]] = []
     try:
         with torch.no_grad():  # else torch refuses a write to a parameter that learns
-            full = _full(wanted)
-            pairs = [pair for pair in zip(wanted, full, strict=True) if _is_decoded(pair[0])]
-            decoded += [(p, x, _seen([x], sums=True)) for p, x in pairs]
-            yield full
+            # What is written into an encoded one must be encoded: its placeholder sees to that.
+            yield [p.detach() if _is_encoded(p) else _full([p])[0] for p in wanted]
     finally:
-        for p, x, before in decoded:
-            if _seen([x], sums=True) != before:
-                p.reader.end_write(p, x)
         for owner, units in held:
             owner.let_go(units, source)
         if whole:
@@ -166,8 +160,7 @@ def _full(wanted: Sequence[Tensor]) -> list[Tensor]:
     return [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
 
 
-def _is_decoded(p: Any) -> bool:
-    """Whether what is read of a parameter are decoded values, and no view of what is held."""
+def _is_encoded(p: Any) -> bool:
     return isinstance(p, LazyParam) and p.codec is not None
 
 

@@ -24,21 +24,30 @@ from fzero.errors import LayoutError
 from fzero.machine.beside import is_own
 from fzero.machine.packing import unpack, with_own_storage
 from fzero.machine.placeholder import LazyParam
+from fzero.options import Initializer
 from fzero.state import Layout, Local, Setup, TrainState
 from fzero.state.scale import ScalePolicy
-from fzero.transforms.init import filled_state
+from fzero.transforms.init import filled_state, made_by
 from fzero.transforms.scaled import with_policy
 
 
 class ModuleParameters:
     """The parameter objects of a module, by the leaves of a layout.
 
-    own: paths of buffers that each rank has for itself. learning: every object that learns, and the
-    leaf that it is. all_objects: every object. Both as they were when `remember` was called.
+    own: paths of buffers that each rank has for itself. initializer: what makes values, if it is
+    there. learning: every object that learns, and the leaf that it is. all_objects: every object.
+    Both as they were when `remember` was called.
     """
 
-    def __init__(self, module: nn.Module, layout: Layout, own: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: Layout,
+        own: Collection[str] = (),
+        initializer: Initializer | None = None,
+    ) -> None:
         self.module, self.layout, self.own = module, layout, own
+        self.initializer = initializer
         self.paths: dict[int, list[str]] = {}  # leaf -> all paths that it has
         names = dict(module.named_parameters(remove_duplicate=False))
         for path, leaf in zip(names, layout.slots, strict=True):
@@ -54,10 +63,12 @@ class ModuleParameters:
         owner, _, name = path.rpartition(".")
         return getattr(self.module.get_submodule(owner), name)
 
-    def values(self, index: int) -> list[Tensor]:
-        """The full leaves of a group."""
-        found = (self.objects(leaf)[0].detach() for leaf in self.layout.groups[index].leaves)
-        return [x if isinstance(x, LazyParam) else Tensor.as_subclass(x, Tensor) for x in found]
+    def values(self, index: int) -> Iterator[Tensor]:
+        """Make the full leaves of a group, one after another."""
+        for number in self.layout.groups[index].leaves:
+            x = self.objects(number)[0].detach()
+            x = x if isinstance(x, LazyParam) else Tensor.as_subclass(x, Tensor)
+            yield made_by(self.layout.leaves[number], x, self.initializer)
 
     @torch.no_grad()
     def have(self, index: int, tensors: Sequence[Tensor]) -> None:

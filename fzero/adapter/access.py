@@ -135,14 +135,16 @@ def state_dict(driver: Driver) -> dict[str, Any]:
 
     Below stage 3 what is written into a value, the same on every rank, is written to the parameter,
     and masters follow. At stage 3 the values are whole, those of `full_state_dict()`, and writes
-    into them are lost: `load_state_dict()` or `set_full_parameter(path, value)` write.
+    into them are lost: `load_state_dict()` or `set_full_parameter(path, value)` write. The same is
+    true of an encoded parameter at every stage.
     """
     if driver.state.stage == 3:
         return full_state_dict(driver)
     driver.call("state_dict()")
     held, made = driver.module.state_dict(), dict[Any, Any]()
     for name, value in held.items():  # what is tied is one object
-        held[name] = made.setdefault(_memory_of(value), value)
+        key = _memory_of(value)
+        held[name] = made[key] if key in made else made.setdefault(key, _live(value))
     return held
 
 
@@ -291,6 +293,10 @@ def _memory_of(value: Any) -> Any:
     if isinstance(value, LazyParam) and not value.views:
         return id(value.reader), value.where
     return identity(value) if isinstance(value, Tensor) else id(value)
+
+
+def _live(value: Any) -> Any:
+    return _whole_copy(value) if isinstance(value, LazyParam) else value
 
 
 def _whole_copy(value: Any) -> Any:

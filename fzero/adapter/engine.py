@@ -100,9 +100,10 @@ class Engine(_as_module.NamesOfModule):
         local = self.options.local
         refuse_part(options.get("mesh"), "Engine")
         axis = mesh_for(options.get("mesh"), local)
-        setup = planned(module, optimizer, stage, axis, self.options)
+        initializer = options.get("initializer")
+        setup = planned(module, optimizer, stage, axis, self.options, made=initializer is not None)
         self.module = module
-        params = ModuleParameters(module, setup.layout, self.options.module.own)
+        params = ModuleParameters(module, setup.layout, self.options.module.own, initializer)
         first = begun_state(params, setup, local, scale_of(self.options.updating.loss_scale, setup))
         self._driver = Driver(params, first)
 

@@ -48,6 +48,7 @@ class ParameterPlace(NamedTuple):
 
     def piece(self, state: TrainState, part: Tensor) -> Tensor:
         """Return what a part has of it: 1-D."""
+        self._require_elements()
         piece = to_device(self._range(state, part).of(part.detach()), state.device)
         return as_complex(piece) if self.leaf.dtype.is_complex else piece
 
@@ -66,6 +67,7 @@ class ParameterPlace(NamedTuple):
 
     def write_piece(self, state: TrainState, part: Tensor, value: Tensor) -> None:
         """Write what this rank has of it, 1-D, into a part."""
+        self._require_elements()
         held = self._range(state, part).of(part)
         numel = held.numel() // (2 if self.leaf.dtype.is_complex else 1)
         if not isinstance(value, Tensor) or value.numel() != numel:
@@ -78,9 +80,22 @@ class ParameterPlace(NamedTuple):
         with torch.no_grad():
             held.copy_(self._stored(value))
 
+    def _require_elements(self) -> None:
+        """Raise `LayoutError` for a leaf of which a part has bytes, and no elements."""
+        if self.leaf.codec is not None:
+            raise LayoutError(
+                f"{self.leaf.path} is stored encoded, by {self.leaf.codec}: a piece of it has no "
+                "values by itself.",
+                cause="local_parameter() or set_local_parameter() of a parameter that `frozen=` "
+                "encodes.",
+                fix="use full_parameter(path) and set_full_parameter(path, value) on every rank.",
+            )
+
     def _stored(self, value: Tensor) -> Tensor:
-        """The elements of a value as a flat has them."""
+        """What a flat has of a value."""
         value, dtype = value.detach(), self.leaf.dtype
+        if self.leaf.codec is not None:
+            return self.leaf.stored(value)
         if not dtype.is_complex:
             return value.reshape(-1)
         return as_real(value.to(torch.promote_types(value.dtype, dtype))).reshape(-1)

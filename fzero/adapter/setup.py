@@ -62,8 +62,19 @@ def options_of(given: Mapping[str, Any]) -> Options:
     )
 
 
-def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: Options) -> Setup:
-    """Check module, optimizer and options; return the setup of the engine's state."""
+def planned(
+    module: nn.Module,
+    optimizer: Any,
+    stage: int,
+    axis: Axis,
+    options: Options,
+    *,
+    made: bool = False,
+) -> Setup:
+    """Check module, optimizer and options; return the setup of the engine's state.
+
+    made: whether an initializer makes the values of parameters on the meta device.
+    """
     with told_everywhere(axis, what=COMPARED):  # the next that all ranks compare
         require_autograd("Engine(...)")
         options = check_shared(options)
@@ -72,7 +83,7 @@ def planned(module: nn.Module, optimizer: Any, stage: int, axis: Axis, options: 
         check_stage(stage)
         _require_plain(module)
         require_classes(dict(module.named_parameters()), keeps=True)
-        _require_one_device(module)
+        _require_one_device(module, made=made)
         require_own_memory(module)
         autocast = as_autocast(options.autocast)
         unit, warning = _units(module, options)
@@ -173,17 +184,26 @@ def _require_plain(module: Any) -> None:
             )
 
 
-def _require_one_device(module: nn.Module) -> None:
-    """Raise unless all parameters are on one device, and have values."""
-    by_device = {p.device: path for path, p in module.named_parameters()}
+def _require_one_device(module: nn.Module, *, made: bool) -> None:
+    """Raise unless all parameters are on one device, and have values, or those are `made`."""
+    named = (pair for pair in module.named_parameters() if not (made and pair[1].is_meta))
+    by_device = {p.device: path for path, p in named}
     if len(by_device) > 1 or any(device.type == "meta" for device in by_device):
         seen = ", ".join(f"{path} on {device}" for device, path in by_device.items())
         raise LayoutError(
             f"the module's parameters are spread: {seen}.",
             cause="a part of the module was not moved, or was built on the meta device.",
             fix="call module.to(device) before making the engine; to build a model that no "
-            "rank can hold, use fzero.adapter.sharded_init.",
+            "rank can hold, use fzero.adapter.sharded_init, or initializer=.",
         )
+    for path, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise LayoutError(
+                f"the buffer {path} is on the meta device: it has a shape and no values.",
+                cause="a module that was built under torch.device('meta').",
+                fix="make its buffers: accelerate.init_empty_weights(include_buffers=False) puts "
+                "parameters alone on the meta device.",
+            )
 
 
 def _compared(options: Options) -> str:

@@ -16,6 +16,7 @@ from fzero import checkpoint
 from fzero.adapter import Engine, gathered
 from fzero.checkpoint.driven import idle
 from fzero.errors import LayoutError
+from fzero.machine.placeholder import LazyParam
 
 FOLDER = "fzero"
 """Folder of the first model and its optimizer, inside of the folder of a checkpoint."""
@@ -110,13 +111,14 @@ def whole(engine: Engine | None, *, modify: bool = False) -> Iterator[None]:
     """Gather the full parameters to the CPU for the block. Entering is a collective.
 
     One rank alone may then save, or compute with parts of the module. Tied parameters stay one
-    tensor. Below stage 3 the parameters are full anyway. With `modify`, all ranks may write to
-    them, as `load_state_dict()` does, and leaving is a collective, too. None: do nothing.
+    tensor. Below stage 3 the parameters are full anyway, but for encoded ones. With `modify`, all
+    ranks may write to them, as `load_state_dict()` does, and leaving is a collective, too. None: do
+    nothing.
     """
     with ExitStack() as stack:
         if engine is not None and modify:
             stack.enter_context(gathered(engine.module, modify=True))
-        elif engine is not None and engine.stage == 3:
+        elif engine is not None and any(isinstance(p, LazyParam) for p in engine.parameters()):
             stack.enter_context(_having(engine.module, checkpoint.state_dict(engine)))
         yield
 

@@ -243,12 +243,11 @@ class ValueOptions:
 
     initializer: Initializer | None = option(
         None,
-        "(path, leaf) -> values of that leaf, for `params` that have shapes and dtypes only "
+        "(path, leaf) -> values of that leaf, for parameters that have shapes and dtypes only "
         "(tensors on the meta device): so that no rank ever holds the model. The values of rank 0 "
         "are used on every rank.",
         instead={
             "shard": "a step has no parameters: step.init(params, optimizer, initializer=)",
-            "Engine": "a module makes its own: build it in `with fzero.adapter.sharded_init():`",
             "plan": "a plan needs no values: a model on the meta device will do",
         },
     )

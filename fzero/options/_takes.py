@@ -43,7 +43,7 @@ def taken_by(driver: str) -> list[Option]:
     Example:
         >>> engine = taken_by("Engine")
         >>> [option.name for option in taken_by("init") if option not in engine]
-        ['trainable', 'initializer']
+        ['trainable']
     """
     return [option for option in OPTIONS.values() if driver not in option.instead]
 

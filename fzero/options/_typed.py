@@ -87,6 +87,7 @@ class InitOptions(_TransformOptions, total=False):
 class EngineOptions(_TransformOptions, total=False):
     """What `Engine` takes beside the stage; the last is the older spelling of `micro_batches`."""
 
+    initializer: Initializer | None
     leaf_modules: LeafSpec | None
     own: Own
     micro_batches: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from math import prod
 from typing import Any
 
 import optree
@@ -84,7 +85,7 @@ def as_text(state: Any) -> str:
     """The lines of `repr(state)`."""
     setup, layout = state.setup, state.setup.layout
     frozen = sum(not leaf.trainable for leaf in layout.leaves)
-    numel = sum(leaf.numel for leaf in layout.leaves)
+    numel = sum(prod(leaf.shape) for leaf in layout.leaves)
     head = (
         f"TrainState(stage={setup.stage}, {setup.axis}, step={_step(state)}, "
         f"phase={state.phase.value!r})"

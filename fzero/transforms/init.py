@@ -165,12 +165,12 @@ def _filled(
 
     def make(index: int) -> Iterator[Tensor]:
         ids = layout.groups[index].leaves
-        return (_made(layout.leaves[i], tensors[i], initializer) for i in ids)
+        return (made_by(layout.leaves[i], tensors[i], initializer) for i in ids)
 
     return filled_state(setup, make, local=local)
 
 
-def _made(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
+def made_by(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
     """The full values of one leaf: from `params`, or from the initializer."""
     if initializer is None:
         if given.is_meta:

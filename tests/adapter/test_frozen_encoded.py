@@ -187,3 +187,48 @@ def test_a_compiled_forward_reads_decoded_weights() -> None:
     ours, theirs = run(compiled=True), run(compiled=False)
     for path, x in ours.items():
         assert torch.allclose(x, theirs[path], atol=1e-6), path
+
+
+def test_a_module_on_the_meta_device_is_loaded_leaf_by_leaf() -> None:
+    given = model(nf4())
+    whole = dict(given.named_parameters(remove_duplicate=False))
+    numel = sum(p.numel() for p in given.parameters())
+
+    def made(path: str, leaf: Tensor) -> Tensor:
+        assert leaf.is_meta
+        return whole[path].detach().clone()
+
+    for stage in (0, 3):
+        with torch.device("meta"):
+            module = model()
+        engine = engine_of(module, stage, nf4(), initializer=made)
+        for path, x in values(engine).items():
+            assert torch.equal(x, whole[path]), path
+        assert sum(flat.nbytes for flat in engine.state.params.flats) < numel * 4
+        update(engine, 0)
+        plain = engine_of(model(nf4()), stage, None)
+        update(plain, 0)
+        for path, x in values(engine).items():
+            assert torch.equal(x, values(plain)[path]), path
+
+
+def test_a_module_on_the_meta_device_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with pytest.raises(LayoutError, match="initializer="):
+        engine_of(module, 0, None)
+    with pytest.raises(LayoutError, match=r"the buffer 1\.running_mean is on the meta device"):
+        engine_of(module, 0, None, initializer=lambda path, leaf: torch.ones(leaf.shape))
+
+
+def test_whole_values_by_path_are_decoded_and_pieces_are_refused() -> None:
+    engine = engine_of(model(), 2, nf4())
+    found = values(engine)[WEIGHT]
+    assert torch.equal(engine.full_parameter(WEIGHT), found)
+    assert torch.equal(engine.full_parameters()[WEIGHT], found)
+    assert torch.equal(engine.full_state_dict()[WEIGHT], found)
+    assert type(engine.state_dict()[WEIGHT]) is Tensor  # a copy, which can be saved
+    engine.set_full_parameter(WEIGHT, torch.ones(WIDTH, WIDTH))
+    assert values(engine)[WEIGHT].eq(1.0).all()
+    with pytest.raises(LayoutError, match="a piece of it has no values"):
+        engine.local_parameter(WEIGHT)

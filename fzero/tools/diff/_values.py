@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.elements import RuleSlot, counters_of, slots_across, with_counters
+from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_paths
 from fzero.machine.packing import leaf_ranges, pack, part_of
 from fzero.state import Buffers, Part, Placement, Setup, TrainState
@@ -76,6 +77,15 @@ class Values:
 
 def values_of(states: Sequence[TrainState]) -> Values:
     """Return the full values of a state, from the states of all ranks."""
+    for leaf in states[0].setup.layout.leaves:
+        if leaf.codec is not None:
+            raise LayoutError(
+                f"diff: {leaf.title} is stored encoded, by {leaf.codec}.",
+                cause="a run with frozen=: what rounding explains is asked of values that are a "
+                "little apart, which an encoding does not keep.",
+                fix="leave frozen= out, and give both runs the decoded parameters, "
+                "fzero.full_params(state): training with them has the same bits.",
+            )
     return Values(
         params={path: one.full.view(one.shape) for path, one in params_of(states).items()},
         slots={key: one.full.view(one.shape) for key, one in slots_of_ranks(states).items()},

@@ -212,7 +212,8 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
 
     At stage 0, and of a scalar, every rank has to set the same.
     """
-    place, held, alone, counts, owned = parts.named_state(driver, path, name)
+    named = parts.named_state(driver, path, name)
+    place, held, alone, counts, owned, _ = named
     if counts:
         parts.count(driver, path, name, value)
     elif owned:
@@ -221,12 +222,13 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
         parts.write_whole(path, held, value)
     else:
         place.write_piece(driver.state, held, torch.as_tensor(value))
+        named.wrote()
     parts.begin(driver, path)
 
 
 def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
     """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-    place, held, alone, _, owned = parts.named_state(driver, path, name)
+    place, held, alone, _, owned, _ = parts.named_state(driver, path, name)
     driver.call(f"full_optimizer_state() {path} {name}")
     if owned:
         return whole_values(driver.state, owned)[name]
@@ -250,7 +252,8 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
     A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
     keeps in its param group, which is that of all parameters of the group.
     """
-    place, held, alone, counts, owned = parts.named_state(driver, path, name)
+    named = parts.named_state(driver, path, name)
+    place, held, alone, counts, owned, _ = named
     driver.call(f"set_full_optimizer_state() {path} {name}")
     if counts:
         parts.count(driver, path, name, value)
@@ -261,6 +264,7 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
         parts.write_whole(path, held, value)
     else:
         place.write(driver.state, held, torch.as_tensor(value))
+        named.wrote()
     parts.begin(driver, path)
 
 

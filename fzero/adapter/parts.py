@@ -15,6 +15,8 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import LeafRange, leaf_ranges, unpack
 from fzero.machine.parts import gather_parts
+from fzero.machine.rows import Blocks
+from fzero.optim.entries import codec_in
 from fzero.state import Placement, TrainState
 from fzero.state.layout import Leaf, as_complex, as_real
 from fzero.state.setup import MASTERS
@@ -213,7 +215,7 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Ten
     rule: Any = state.setup.optimizer
     odd = rule.odd_slots
     slots = {
-        name: flat
+        name: _numbers(state, place.group, name, flat)
         for name, flat in slots_of_group(state, place.group).items()
         if name != MASTERS and (flat.numel() or empty)
     }
@@ -221,6 +223,11 @@ def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Ten
     owned = owned_values(state, place.leaf.path)
     slots = {name: flat for name, flat in slots.items() if name not in owned}
     return slots, {**rule.counters(state.optimizer, place.leaf.path), **scalars, **owned}
+
+
+def _numbers(state: TrainState, group: int, name: str, flat: Tensor) -> Tensor:
+    codec = codec_in(state.setup, group, name)
+    return flat if codec is None else codec.numbers(flat)
 
 
 def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
@@ -280,6 +287,13 @@ class Named(NamedTuple):
     alone: bool
     counts: bool  # whether it is a counter
     owned: str = ""  # the path of a leaf whose owner alone has it
+    row: tuple[Blocks, Tensor] | None = None  # where it is kept encoded: what is held is a copy
+
+    def wrote(self) -> None:
+        """Keep what was written into what is held."""
+        if self.row is not None:
+            codec, row = self.row
+            codec.write(row, self.held)
 
 
 def named_state(driver: Driver, path: str, name: str) -> Named:
@@ -296,4 +310,6 @@ def named_state(driver: Driver, path: str, name: str) -> Named:
     leaf = place.leaf.path
     owned = leaf if name in owned_values(driver.state, leaf) else ""
     counts = alone and not owned and name not in driver.state.setup.optimizer.odd_slots
-    return Named(place, scalars[name] if alone else slots[name], alone, counts, owned)
+    codec = None if alone else codec_in(driver.state.setup, place.group, name)
+    row = None if codec is None else (codec, slots_of_group(driver.state, place.group)[name])
+    return Named(place, scalars[name] if alone else slots[name], alone, counts, owned, row)

@@ -103,7 +103,11 @@ def with_room(state: TrainState, rank: int, reads: Choice) -> TrainState:
             Entry(
                 name=one.name,
                 form=one.form,
-                values={i: zeros_where(x) for i, x in one.values.items()},  # padding stays zero
+                # Padding stays zero.
+                values={
+                    i: one.codecs[i].fill(zeros_where(x)) if i in one.codecs else zeros_where(x)
+                    for i, x in one.values.items()
+                },
             )
             for one in some
         ],
@@ -126,8 +130,11 @@ def read_leaves(
         for one in entries_of(state, rank):
             for index, flat in one.values.items() if one.per_leaf and reads(one) else ():
                 shard = part_of(flat, setup.part(one.placement, rank), part)
-                for own in leaf_ranges(setup.layout, index, part):
+                codec = one.codecs.get(index)
+                layout = setup.layout if codec is None else codec.layout(setup.layout)
+                for own in leaf_ranges(layout, index, part):
                     whole = setup.layout.leaves[own.leaf].stored(values(own.leaf, one.name))
+                    whole = whole if codec is None else codec.row_of(whole.float())
                     own.of(shard).copy_(whole[own.start : own.stop])
 
 

@@ -113,10 +113,12 @@ def pieces_of(
             cuts = not shared and number is None and entry.placement is not Placement.BY_RANK
             part = setup.part(Placement.OVER_ALL, rank) if cuts else held
             full = name if number is None else f"{name}/{number}"
+            codec = entry.codecs.get(index)
+            layout = setup.layout if codec is None else codec.layout(setup.layout)
             shard = OwnShard(
                 full, index, part, part_of(as_numbers(setup, entry, index, flat), held, part)
             )
-            yield from cut_shards(setup.layout, [shard])
+            yield from cut_shards(layout, [shard])
         return
     for key, x in entry.values.items():
         if writes(setup, entry, key, rank, shared=shared):

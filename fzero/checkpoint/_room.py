@@ -147,6 +147,8 @@ def _room_of(setup: Setup, entry: Entry, texts: Mapping[str, str], zero: Zero) -
             shape, dtype = form or (tuple(x.shape), x.dtype)
             shape = shape if key in entry.owned else (0,)
             values[key] = torch.zeros(shape, dtype=dtype, device=x.device)
+        elif key in entry.codecs:
+            values[key] = entry.codecs[key].fill(zero(x))
         elif entry.per_leaf and entry.form.codec is not None and not x.is_floating_point():
             values[key] = x.new_zeros(numel_of(setup, entry, key, x), dtype=torch.float32)
         else:

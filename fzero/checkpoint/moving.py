@@ -219,7 +219,7 @@ def _blank(structure: Structure, stage: int | None, mesh: MeshLike) -> TrainStat
         )
         raise
     for slot in slots_of(state):  # some rules begin with other values; padding is zero
-        slot.flat.zero_()
+        slot.flat.zero_() if slot.codec is None else slot.codec.fill(slot.flat)
     return state
 
 

@@ -23,13 +23,25 @@ from torch import Tensor
 
 from fzero.errors.check import is_count, require
 from fzero.machine.blocks import blocks_in, in_blocks, largest_of_block, with_largest
+from fzero.machine.codebooks import dynamic8 as dynamic8
 from fzero.machine.nf4 import nf4 as nf4
 from fzero.machine.powersgd import powersgd as powersgd
 from fzero.state.codec import Codec as Codec
 from fzero.state.codec import Memory, mixed, rounding
 from fzero.state.codec import cast as cast
 
-__all__ = ["Codec", "bf16", "cast", "fp8", "int4", "int8", "nf4", "powersgd", "stochastic"]
+__all__ = [
+    "Codec",
+    "bf16",
+    "cast",
+    "dynamic8",
+    "fp8",
+    "int4",
+    "int8",
+    "nf4",
+    "powersgd",
+    "stochastic",
+]
 
 _SCALE_BYTES = 4
 _FP8, _FP8_TOP = torch.float8_e4m3fn, 448
@@ -138,6 +150,10 @@ class int8(Codec):
     def bound(self, x: Tensor) -> Tensor:
         """Half a level of the largest of the block."""
         return largest_of_block(x, self.block) * ((1 + _UP) / 254) + _TINY
+
+    def of_squares(self) -> Codec:
+        """Return levels that reach far down: among even ones most squares are 0."""
+        return dynamic8(block=self.block, signed=False)
 
 
 @dataclass(frozen=True)

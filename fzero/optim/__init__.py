@@ -8,6 +8,7 @@ flats and gradients. `require_elementwise` tries whether a rule may be cut betwe
 from fzero.optim import schedules as schedules
 from fzero.optim._complex import require_ordered as require_ordered
 from fzero.optim._complex import require_real_views as require_real_views
+from fzero.optim._encoding import Encoding as Encoding
 from fzero.optim._from_torch import from_torch as from_torch
 from fzero.optim._make import adam as adam
 from fzero.optim._make import adamw as adamw

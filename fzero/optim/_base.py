@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor
 
+from fzero.machine.rows import Blocks
 from fzero.state.layout import Leaf
 
 
@@ -45,6 +46,19 @@ class Base:
     def group_of(self, path: str) -> int:
         """Return the leaf's param group; -1: not stepped. A flat has leaves of one group only."""
         return 0
+
+    @property
+    def block(self) -> int:
+        """Of how many elements leaves and shards consist, for what it keeps."""
+        return 1
+
+    def kind_of(self, path: str, numel: int) -> Hashable:
+        """Return what leaves of one flat have in common: of a leaf of so many elements."""
+        return self.group_of(path)
+
+    def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
+        """Return what a slot of a leaf is encoded by; None where it is kept in numbers."""
+        return None
 
     def bind(self, params: Any) -> Self:
         """Return the optimizer of these parameters, {path: tensor}."""

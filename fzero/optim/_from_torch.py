@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from fzero.errors.check import require
+from fzero.optim._encoding import StateDtype
 from fzero.optim._precision import precision_of
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim._usable import Needs, require_usable
@@ -19,7 +18,7 @@ def from_torch(
     *,
     needs: Needs = None,
     master_weights: bool = True,
-    state_dtype: torch.dtype | None = None,
+    state_dtype: StateDtype = None,
     stochastic_rounding: bool = False,
 ) -> TorchOptimizer:
     """torch.optim on shards: p', s' = optimizer.step() on this rank's [l] of each flat [W l].

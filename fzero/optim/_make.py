@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.errors.check import is_number
+from fzero.optim._encoding import StateDtype
 from fzero.optim._optimizer import LeafTest, Optimizer, Schedule
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import ADAM, LION, MOMENTUM, SGD, Rule
@@ -28,7 +28,7 @@ def sgd(
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
     master_weights: bool = True,
-    state_dtype: torch.dtype | None = None,
+    state_dtype: StateDtype = None,
     stochastic_rounding: bool = False,
 ) -> Optimizer:
     """p' = p - lr b,  b = momentum b + g + weight_decay p  (b = g without momentum).
@@ -59,7 +59,7 @@ def adam(
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
     master_weights: bool = True,
-    state_dtype: torch.dtype | None = None,
+    state_dtype: StateDtype = None,
     stochastic_rounding: bool = False,
 ) -> Optimizer:
     """m = b1 m + (1-b1) g,  v = b2 v + (1-b2) g^2,  p' = p - lr m^ / (sqrt(v^) + eps).
@@ -82,7 +82,7 @@ def adamw(
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
     master_weights: bool = True,
-    state_dtype: torch.dtype | None = None,
+    state_dtype: StateDtype = None,
     stochastic_rounding: bool = False,
 ) -> Optimizer:
     """Adam with p <- (1 - lr weight_decay) p before the step. Same numbers as torch's AdamW.
@@ -97,7 +97,9 @@ def adamw(
         master_weights: keep fp32 copies of 16-bit parameters and update those (4 bytes an element).
         state_dtype: of the moments: torch.bfloat16 halves them, torch.float32 is for 16-bit
             parameters without masters. They are computed with as the parameters are. None: no
-            other dtype.
+            other dtype. A codec of blocks (`fzero.codecs.int8()`, `dynamic8()`, one's own) keeps
+            them encoded, a byte an element: an update decodes a bounded piece of them, steps it in
+            fp32, and encodes it again. See `fzero.optim.Encoding`.
         stochastic_rounding: bf16 parameters without masters are updated in fp32, and rounded up
             with the probability of what is cut off: so a sum of small updates is right in the
             mean. The chance is a function of path, element and number of the update, the same on
@@ -129,7 +131,7 @@ def lion(
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
     master_weights: bool = True,
-    state_dtype: torch.dtype | None = None,
+    state_dtype: StateDtype = None,
     stochastic_rounding: bool = False,
 ) -> Optimizer:
     """p' = (1 - lr weight_decay) p - lr sign(b1 m + (1-b1) g),  m' = b2 m + (1-b2) g.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.offload import cloned
+from fzero.machine.rows import Blocks
 from fzero.machine.threads import even_spans, threads_on
 from fzero.optim._apart import Apart, Parted, parted
 from fzero.optim._base import Base
+from fzero.optim._encoded import begun, in_portions, leaves_of_flats, not_differentiable
 from fzero.optim._formula import Chosen, Span, elements_of, step_by_formula
 from fzero.optim._piece import Piece, pieces_in, whole_leaves
 from fzero.optim._precision import Precision
@@ -64,6 +66,19 @@ class Optimizer(Base):
         """Whether it divides by a state: by a mean of squared gradients."""
         return "exp_avg_sq" in self.rule.moments
 
+    @property
+    def block(self) -> int:
+        """Of how many elements leaves and shards consist, for what it keeps."""
+        return self.precision.block
+
+    def kind_of(self, path: str, numel: int) -> Hashable:
+        """Return what leaves of one flat have in common: all slots of it are kept alike."""
+        return self.group_of(path), self.precision.encodes(numel)
+
+    def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
+        """Return what a slot of a leaf is encoded by; None where it is kept in numbers."""
+        return self.precision.codec_of(leaf, slot, squares=slot == "exp_avg_sq")
+
     def init(
         self, params: Any, pieces: Sequence[Piece] = (), *, place: Place = stay, owners: Any = None
     ) -> OptimizerState:
@@ -82,9 +97,13 @@ class Optimizer(Base):
             )
         masters = make_masters(flats, [self.precision.master_weights] * len(flats), place)
         kept = [self.precision.kept(p.dtype) if p.numel() else p.dtype for p in flats]
+        leaves = leaves_of_flats(flats, pieces)
         moments = tuple(
-            tuple(place(torch.zeros_like(p, dtype=k)) for p, k in zip(flats, kept, strict=True))
-            for _ in self.rule.moments
+            tuple(
+                place(begun(self.codec_of(leaves[i], name) if i in leaves else None, p, 0.0, k))
+                for i, (p, k) in enumerate(zip(flats, kept, strict=True))
+            )
+            for name in self.rule.moments
         )
         return OptimizerState(
             count=torch.zeros((), dtype=torch.int64), moments=moments, masters=masters
@@ -93,7 +112,8 @@ class Optimizer(Base):
     def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
         """Return (updates, state'): params + updates are the new parameters. Pure."""
         flats, gs, pieces, treespec = whole_leaves(grads, params)
-        new, state = self.advance(flats, gs, state, pieces, differentiable=True)
+        by_formula = self.precision.encoding is None
+        new, state = self.advance(flats, gs, state, pieces, differentiable=by_formula)
         updates = [n - p for n, p in zip(new, flats, strict=True)]
         return optree.tree_unflatten(treespec, updates), state
 
@@ -123,6 +143,8 @@ class Optimizer(Base):
         """
         now = parted(state.apart, unused, lambda path: 0, 1 + len(state.steps))
         if differentiable or not has_kernel(params):
+            if self.precision.encoding is not None:
+                raise not_differentiable(self)
             return self._by_formula(params, grads, state, pieces, device, now)
         if not owned:
             params = [cloned(p) for p in params]
@@ -130,8 +152,11 @@ class Optimizer(Base):
         after = after_update(state, now, found_inf)
         # A skipped step does not use its number, so that it may be a wrong one then.
         numbers = [int(x) if found_inf is None else x for x in (after.count, *after.steps)]
+        flats = Flats(params, grads, state.masters, self._slots(state))
+        if self.precision.encoding is not None:
+            flats, pieces = in_portions(flats, pieces, self.codec_of, unused)
         step_flats(
-            Flats(params, grads, state.masters, self._slots(state)),
+            flats,
             partial(self._by_kernel, pieces, state.count, numbers, now, apart),
             precision=self.precision,
             device=device,
@@ -238,7 +263,7 @@ class Optimizer(Base):
 
         A schedule is compared by its value at `step`.
         """
-        lines = [f"optimizer {self!r}"]
+        lines = [f"optimizer {self!r}, {self.precision}"]
         for number, (_, changes) in enumerate(() if leaves else self.overrides):
             shown = ", ".join(f"{key}={_shown(value)}" for key, value in changes)
             lines.append(f"options {number} of some leaves: {shown}")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import lcm
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.machine.owners import Owners
+from fzero.machine.rows import Blocks
 from fzero.optim._base import Base
 from fzero.optim._complex import require_real_views
 from fzero.optim._optimizer import Optimizer
@@ -165,6 +167,19 @@ class Partition(Base):
         number = dict(self.number_at).get(path, -1)
         group = -1 if number < 0 else self.rules[number][1].group_of(path)
         return -1 if group < 0 else number * _GROUPS + group
+
+    @property
+    def block(self) -> int:
+        """Whole blocks of every rule."""
+        return lcm(*(rule.block for _, rule in self.rules))
+
+    def kind_of(self, path: str, numel: int) -> Hashable:
+        """Return what leaves of one flat have in common, and the number of their rule."""
+        return self.group_of(path), self._rule_of(path).kind_of(path, numel)
+
+    def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
+        """Return what the rule of a leaf encodes a slot of it by."""
+        return self._rule_of(leaf.path).codec_of(leaf, slot)
 
     def needs_whole(self, path: str) -> bool:
         """Whether the rule of the leaf looks at the whole of it."""

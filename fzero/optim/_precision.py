@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
 from fzero.errors import LayoutError
 from fzero.errors.check import check_flags, require
+from fzero.machine.rows import Blocks
+from fzero.optim._encoding import Encoding, encoding_of
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import cast
 from fzero.state.communication import Reduction
 from fzero.state.layout import Leaf, stored_dtype
+from fzero.state.setup import MASTERS
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 
@@ -27,15 +31,38 @@ class Precision:
         state_dtype: of the optimizer's states; None: that in which the parameter is stepped.
         stochastic_rounding: bf16 parameters without masters are stepped in fp32, and rounded up or
             down by chance, so that small updates are not lost.
+        encoding: by which codecs the states are kept; they are stepped in fp32 then.
     """
 
     master_weights: bool = True
     state_dtype: torch.dtype | None = None
     stochastic_rounding: bool = False
+    encoding: Encoding | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether flats are stepped in copies, in other dtypes than they are kept in."""
+        return self.stochastic_rounding or (self.state_dtype or self.encoding) is not None
+
+    @property
+    def block(self) -> int:
+        """Of how many elements leaves and shards consist."""
+        return 1 if self.encoding is None else self.encoding.block
+
+    def encodes(self, numel: int) -> bool:
+        """Whether states of a leaf of so many elements are encoded."""
+        return self.encoding is not None and numel >= self.encoding.smallest
+
+    def codec_of(self, leaf: Leaf, slot: str, *, squares: bool) -> Blocks | None:
+        """Return what encodes a slot of a leaf; None: nothing."""
+        if self.encoding is None or slot == MASTERS or not self.encodes(prod(leaf.shape)):
+            return None
+        return self.encoding.of(slot, squares=squares)
 
     def stepped(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which parameters of `dtype` are stepped."""
         wide = self.master_weights or self.stochastic_rounding or self.state_dtype is _FP32
+        wide = wide or self.encoding is not None
         return _FP32 if dtype in SIXTEEN_BIT and wide else dtype
 
     def kept(self, dtype: torch.dtype) -> torch.dtype:
@@ -73,7 +100,10 @@ REFUSED = (
         fix="use state_dtype=torch.bfloat16, torch.float32, or None.",
     ),
     Refused(
-        when=lambda n: n.param is torch.float64 and n.precision.state_dtype is not None,
+        when=lambda n: (
+            n.param is torch.float64
+            and (n.precision.state_dtype or n.precision.encoding) is not None
+        ),
         seen="state_dtype={state} for parameters in {param}",
         cause="one state_dtype for a model in fp64.",
         fix="leave state_dtype out: states are as precise as what is stepped.",
@@ -118,7 +148,7 @@ def require_combination(path: str, numbers: Numbers) -> None:
     precision = numbers.precision
     shown: dict[str, Any] = {
         "param": numbers.param,
-        "state": precision.state_dtype,
+        "state": precision.encoding or precision.state_dtype,
         "accumulate": numbers.accumulate,
         "communication": numbers.communication,
     }
@@ -135,10 +165,15 @@ def precision_of(name: str, master_weights: Any, state_dtype: Any, rounding: Any
     """Return the record of the options of an optimizer; raise `LayoutError` for another kind."""
     flags = {"master_weights": master_weights, "stochastic_rounding": rounding}
     check_flags(**{f"{name}: {key}": value for key, value in flags.items()})
-    is_dtype = state_dtype is None or isinstance(state_dtype, torch.dtype)
-    require(f"{name}: state_dtype", state_dtype, lambda _: is_dtype, "a torch.dtype, or None")
+    encoding = encoding_of(state_dtype)
+    good = encoding is not None or state_dtype is None or isinstance(state_dtype, torch.dtype)
+    wanted = "a torch.dtype, a codec, {slot: codec}, a fzero.optim.Encoding, or None"
+    require(f"{name}: state_dtype", state_dtype, lambda _: good, wanted)
     return Precision(
-        master_weights=master_weights, state_dtype=state_dtype, stochastic_rounding=rounding
+        master_weights=master_weights,
+        state_dtype=None if encoding is not None else state_dtype,
+        stochastic_rounding=rounding,
+        encoding=encoding,
     )
 
 
@@ -153,6 +188,8 @@ def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reducti
     precision, codec = getattr(optimizer, "precision", None), reduction.codec
     if precision is None:
         return
+    if precision.encoding is not None and optimizer.divides:
+        precision.encoding.warn_of_zeros()
     learning = {stored_dtype(leaf.dtype): leaf for leaf in leaves if leaf.trainable}
     for dtype, leaf in learning.items():
         numbers = Numbers(

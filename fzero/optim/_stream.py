@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.machine.offload import CopyStream, is_here, write_back
+from fzero.machine.rows import Blocks
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
 from fzero.optim._rounding import noise_of, rounded
@@ -30,6 +31,7 @@ class Flats(NamedTuple):
     masters: Sequence[Tensor]  # empty where there is none
     slots: Slots
     numbers: Sequence[int] = ()  # by which pieces know them; (): their places
+    codecs: Sequence[Mapping[str, Blocks]] = ()  # of each: what its slots are encoded by, if any is
 
     def steps(self, i: int) -> Tensor:
         """Return what is stepped of flat `i`: its master, if it has one."""
@@ -78,6 +80,10 @@ def step_flats(
     copies = CopyStream(device or flats.params[0].device)
     for i, work, grad, slots in _lent(flats, precision, copies):
         grads, told = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
+        codecs = flats.codecs[i] if flats.codecs else {}
+        rows = {name: slots[name] for name in codecs}
+        for name, codec in codecs.items():
+            slots[name] = codec.decode((rows[name],), work.numel(), work.dtype)
         given = {name: [x] for name, x in slots.items()}
         after = run(Portion([numbers[i]], [work], grads, given, told))
         noise = None
@@ -86,13 +92,20 @@ def step_flats(
         written_back(flats, i, work, noise)
         changed = [(flats.masters[i], work)] if flats.masters[i].numel() else []
         for name, x in slots.items():
-            if after[name][0] is x:
+            if name in codecs:
+                row = codecs[name].row_of(after[name][0], count)
+                changed.append((flats.slots[name][i], _unless(scaled.found_inf, rows[name], row)))
+            elif after[name][0] is x:
                 changed.append((flats.slots[name][i], x))
             else:  # of another shape: it stays on the device
                 made[name][i] = after[name][0]
         copies.store(changed)
     copies.end()
     return made
+
+
+def _unless(skipped: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
+    return after if skipped is None else torch.where(skipped != 0, before, after)
 
 
 def counted(count: Tensor, found_inf: Tensor | None) -> Tensor:
@@ -104,7 +117,7 @@ def counted(count: Tensor, found_inf: Tensor | None) -> Tensor:
 
 def _is_here(flats: Flats, precision: Precision, device: torch.device | None) -> bool:
     """Whether everything is on the device, in memory, and in the dtype in which it is stepped."""
-    if precision.stochastic_rounding or precision.state_dtype is not None:
+    if precision.streams:
         return not flats.params
     if device is None:
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -14,9 +14,11 @@ from torch import Tensor
 from fzero.errors import PhaseError
 from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners
+from fzero.machine.rows import Blocks
 from fzero.machine.threads import threads_on
 from fzero.optim._base import Base
 from fzero.optim._bind import Bound, bind
+from fzero.optim._encoded import require_elements
 from fzero.optim._kept import as_kept
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
@@ -112,6 +114,8 @@ class TorchOptimizer(Base):
         """
         named = dict(params)
         bound = bind(self.source, named, precision=self.precision, needs=self.needs)
+        if self.precision.encoding is not None:
+            require_elements(self, elementwise=all(bound.elementwise))
         bound_here(bound.instance)
         return replace(
             self, bound=bound, paths=tuple(bound.group_at.items()), held=kept_by(bound, named)
@@ -137,6 +141,24 @@ class TorchOptimizer(Base):
         """Whether it divides by a state: by squared gradients, as torch.optim names them."""
         return any(not _SQUARES.isdisjoint(kept.slots) for kept in self._bound().kept.values())
 
+    @property
+    def block(self) -> int:
+        """Of how many elements leaves and shards consist, for what it keeps."""
+        return self.precision.block
+
+    def kind_of(self, path: str, numel: int) -> Hashable:
+        """Return what leaves of one flat have in common: all slots of it are kept alike."""
+        return self.group_of(path), self.precision.encodes(numel)
+
+    def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
+        """Return what a slot of a leaf is encoded by; None where it is kept in numbers."""
+        kept = self._bound().kept_for(leaf)
+        if kept is None or slot not in kept.slots or not kept.slots[slot].is_floating_point():
+            return None
+        # It was tried with gradients of both signs.
+        squares = bool((torch.as_tensor(kept.sample[slot]) >= 0).all())
+        return self.precision.codec_of(leaf, slot, squares=squares)
+
     def init(
         self,
         params: Sequence[Tensor],
@@ -157,7 +179,7 @@ class TorchOptimizer(Base):
             place: takes each slot and master, as soon as it is made, to where it is to live.
             owners: which rank steps which parameter whole, and keeps what is kept of it.
         """
-        return new_state(self._bound(), params, pieces, place, owners)
+        return new_state(self._bound(), params, pieces, place, owners, self.codec_of)
 
     def advance(
         self,
@@ -201,6 +223,7 @@ class TorchOptimizer(Base):
                 Flats(params, grads, state.masters, state.slots),
                 state,
                 pieces,
+                codec_of=None if self.precision.encoding is None else self.codec_of,
                 owners=owners,
                 unused=unused,
                 device=device,

@@ -15,6 +15,7 @@ from fzero.machine.owners import Owners
 from fzero.machine.partition import identity
 from fzero.optim._apart import Apart, settled
 from fzero.optim._bind import Bound
+from fzero.optim._encoded import CodecOf, begun, leaves_of_flats
 from fzero.optim._kept import KeptState
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
@@ -53,6 +54,7 @@ def new_state(
     pieces: Sequence[Piece],
     place: Place,
     owners: Owners | None = None,
+    codec_of: CodecOf = lambda leaf, name: None,
 ) -> TorchState:
     """Return the state for flats [l] before the first step; `place` moves each tensor."""
     precision = bound.precision
@@ -62,8 +64,18 @@ def new_state(
     whole = frozenset[int]() if owners is None else owners.positions
     even = [(p, None if i in whole else kept) for i, (p, kept) in enumerate(flats)]
     every = [x for (g, *_), x in bound.kept.items() if owners is None or bound.elementwise[g]]
+    leaves = leaves_of_flats(params, pieces)
+
+    def made(name: str, i: int) -> Tensor:
+        p, kept = even[i]
+        begin = _begin(name, kept, precision, p.dtype)
+        if begin is None:
+            return p.new_empty(0)  # also of another shape: such a slot is made by the first step
+        codec = codec_of(leaves[i], name) if begin[1].is_floating_point else None
+        return begun(codec, p, *begin)
+
     slots = {
-        name: tuple(place(_slot(name, p, kept, precision)) for p, kept in even)
+        name: tuple(place(made(name, i)) for i in range(len(even)))
         for name in sorted({name for kept in every for name in (*kept.slots, *kept.odd)})
     }
     begin = [bound.begin_of(group) for group in range(len(bound.shared))]
@@ -75,13 +87,6 @@ def new_state(
     count = torch.zeros((), dtype=torch.int64)
     owned = {} if owners is None else owned_slots(bound, owners, params, place)
     return TorchState(count=count, slots=slots, counters=counters, masters=masters, owned=owned)
-
-
-def _slot(name: str, p: Tensor, kept: KeptState | None, precision: Precision) -> Tensor:
-    begin = _begin(name, kept, precision, p.dtype)
-    if begin is None:
-        return p.new_empty(0)  # also of another shape: such a slot is made by the first step
-    return torch.full_like(p, begin[0], dtype=begin[1], requires_grad=False)
 
 
 def _begin(

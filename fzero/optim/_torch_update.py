@@ -12,6 +12,7 @@ from fzero.machine.owners import Owners, Wholes
 from fzero.machine.threads import even_spans
 from fzero.optim._apart import Parted, parted
 from fzero.optim._bind import Bound
+from fzero.optim._encoded import CodecOf, in_portions
 from fzero.optim._piece import Piece
 from fzero.optim._rules import Scaled
 from fzero.optim._step import Portions, Turn, Unit, makes_state_later
@@ -26,6 +27,7 @@ def updated(
     state: TorchState,
     pieces: Sequence[Piece],
     *,
+    codec_of: CodecOf | None,
     owners: Owners | None,
     unused: frozenset[str],
     device: torch.device | None,
@@ -34,11 +36,14 @@ def updated(
 ) -> TorchState:
     """Step the flats in place, and what the state has; return the state after it.
 
+    codec_of: what slots are encoded by, if some are.
     threads: of which each is to step whole blocks of a flat.
 
     A portion has flats of this rank, or whole parameters that it owns. These are numbered behind
     the flats.
     """
+    if codec_of is not None:
+        flats, pieces = in_portions(flats, pieces, codec_of, unused)
     whole = frozenset[int]() if owners is None else owners.positions
     even = [i for i in range(len(flats.params)) if i not in whole]
     own = [] if owners is None else owned_pieces(owners, len(flats.params))
@@ -60,7 +65,7 @@ def updated(
     if owners is not None:
         owned = step_owned(step, owners, flats, owned)
     slots = {name: list(some) for name, some in state.slots.items()}
-    for name, some in made.items():
+    for name, some in made.items() if codec_of is None else ():  # portions are written in place
         for i, x in zip(even, some, strict=True):
             slots[name][i] = x
     return TorchState(
@@ -172,4 +177,5 @@ def subset(flats: Flats, indices: Sequence[int]) -> Flats:
         return [some[i] for i in indices]
 
     slots = {name: own(some) for name, some in flats.slots.items()}
-    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices)
+    codecs = [flats.codecs[i] for i in indices] if flats.codecs else ()
+    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices, codecs)

@@ -17,7 +17,7 @@ step makes that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -29,7 +29,8 @@ from torch import Tensor
 from fzero.errors import CheckpointError, LayoutError, explain
 from fzero.machine.by_path import leaf_paths
 from fzero.machine.owners import owners_of
-from fzero.state import NAMESPACE, Form, Placement, TrainState
+from fzero.machine.rows import Blocks
+from fzero.state import NAMESPACE, Form, Placement, Setup, TrainState
 from fzero.state.entry import Entry
 
 
@@ -51,6 +52,12 @@ class RuleSlot(NamedTuple):
     name: str  # in a checkpoint: torch.optim's
     group: int  # of the layout
     flat: Tensor  # as this rank holds it
+    codec: Blocks | None = None  # what it is encoded by
+
+    @property
+    def numbers(self) -> Tensor:
+        """Its elements: the flat itself, or what it is decoded to."""
+        return self.flat if self.codec is None else self.codec.numbers(self.flat)
 
 
 def slots_of(state: TrainState) -> list[RuleSlot]:
@@ -60,16 +67,25 @@ def slots_of(state: TrainState) -> list[RuleSlot]:
     """
     trainable = state.setup.layout.trainable
     return [
-        RuleSlot(role.name, trainable[role.position], leaf)
+        _slot(state, role.name, trainable[role.position], leaf)
         for role, leaf in _pairs(state)
         if role.position is not None and leaf.numel()
     ]
 
 
+def _slot(state: TrainState, name: str, group: int, flat: Tensor) -> RuleSlot:
+    return RuleSlot(name, group, flat, codec_in(state.setup, group, name))
+
+
+def codec_in(setup: Setup, group: int, slot: str) -> Blocks | None:
+    """Return what a slot of a group is encoded by; None where it is kept in numbers."""
+    return setup.optimizer.codec_of(setup.layout.leaves[setup.layout.groups[group].leaves[0]], slot)
+
+
 def slots_across(states: Sequence[TrainState]) -> Iterator[tuple[str, int, list[Tensor]]]:
-    """Yield (name, group, what each rank holds) for every slot of a state, given as its ranks'."""
+    """Yield (name, group, each rank's elements) for every slot of a state, given as its ranks'."""
     for same in zip(*map(slots_of, states), strict=True):
-        yield same[0].name, same[0].group, [slot.flat for slot in same]
+        yield same[0].name, same[0].group, [slot.numbers for slot in same]
 
 
 def rule_entries(state: TrainState, rank: int) -> list[Entry]:
@@ -77,11 +93,19 @@ def rule_entries(state: TrainState, rank: int) -> list[Entry]:
 
     Raises `LayoutError` as `slots_of`.
     """
-    setup, found = state.setup, dict[str, dict[int, Tensor]]()
-    for name, group, flat in slots_of(state):
-        found.setdefault(name, {})[group] = flat
+    setup, found = state.setup, dict[str, dict[int, RuleSlot]]()
+    for slot in slots_of(state):
+        found.setdefault(slot.name, {})[slot.group] = slot
     form = Form(placement=setup.optimizer_state)
-    even = [Entry(name=RULE + k, form=form, values=x) for k, x in found.items()]
+    even = [
+        Entry(
+            name=RULE + name,
+            form=form,
+            values={group: slot.flat for group, slot in some.items()},
+            codecs={group: slot.codec for group, slot in some.items() if slot.codec is not None},
+        )
+        for name, some in found.items()
+    ]
     return [*even, *_of_owners(state, rank)]
 
 
@@ -129,9 +153,10 @@ def slot_facts(state: TrainState) -> dict[str, dict[str, str]]:
     """
     setup, layout = state.setup, state.setup.layout
     names, found = leaf_paths(layout), dict[str, dict[str, str]]()
-    for slot, group, flat in slots_of(state):
+    for slot, group, flat, codec in slots_of(state):
         own = [names[i] for i in layout.groups[group].leaves if layout.leaves[i].numel]
-        found.setdefault(slot, {}).update(dict.fromkeys(own, str(flat.dtype)))
+        text = str(flat.dtype if codec is None else codec.codec).replace(" ", "")
+        found.setdefault(slot, {}).update(dict.fromkeys(own, text))
     owners = owners_of(setup)
     for slot, some in ({} if owners is None else setup.optimizer.owned(state.optimizer)).items():
         for one, x in zip([] if owners is None else owners.leaves, some, strict=True):
@@ -188,8 +213,10 @@ def optimizer_with(
 
     def new(role: Role, leaf: Any) -> Any:
         if role.position is not None:
-            slot = RuleSlot(role.name, trainable[role.position], leaf)
-            return made(slot) if leaf.numel() else leaf.clone()
+            slot = _slot(state, role.name, trainable[role.position], leaf)
+            new = made(slot) if leaf.numel() else leaf.clone()
+            codec = slot.codec
+            return new if codec is None or new.dtype is torch.uint8 else codec.row_of(new)
         name = f"the optimizer's {role.name}"
         return leaf if counters is None else number_like(name, leaf, counters[role.name])
 
@@ -221,15 +248,22 @@ def _pairs(state: TrainState) -> Iterator[tuple[Role, Any]]:
     names = setup.optimizer.saved_names(state.optimizer, layout.leaves)
     kept = _without_owned(state)
     leaves = optree.tree_leaves(kept, namespace=NAMESPACE)
-    for role, leaf in zip(roles_of(kept, numels), leaves, strict=True):
+    rows = [
+        {x.wire_bytes(numel) for name in {*names.parts.values()} if (x := codec_in(setup, i, name))}
+        for i, numel in zip(layout.trainable, numels, strict=True)
+    ]
+    for role, leaf in zip(roles_of(kept, numels, rows), leaves, strict=True):
         name = names.parts.get(role.name, role.name)
         yield replace(role, name=name), leaf
 
 
-def roles_of(optimizer: Any, numels: Sequence[int]) -> list[Role]:
+def roles_of(
+    optimizer: Any, numels: Sequence[int], rows: Sequence[Collection[int]] = ()
+) -> list[Role]:
     """Return the role of every leaf of `optimizer`, in the order of its leaves.
 
     numels: of the trainable groups' flat tensors, as the optimizer has them on this rank.
+    rows: of each, how many bytes it may have where it is encoded.
 
     Raises `LayoutError`, naming the place, for a leaf that is neither a slot nor a counter.
 
@@ -243,17 +277,22 @@ def roles_of(optimizer: Any, numels: Sequence[int]) -> list[Role]:
     found: list[Role] = []
     pairs = zip(accessors, leaves, strict=True)
     for parent, children in groupby(pairs, key=lambda pair: pair[0][:-1]):
-        found += _roles_in(parent(optimizer), _name(parent), list(children), numels)
+        found += _roles_in(parent(optimizer), _name(parent), list(children), numels, rows)
     return found
 
 
 def _roles_in(
-    node: Any, name: str, children: list[tuple[Any, Any]], numels: Sequence[int]
+    node: Any,
+    name: str,
+    children: list[tuple[Any, Any]],
+    numels: Sequence[int],
+    rows: Sequence[Collection[int]],
 ) -> list[Role]:
     """Return the roles of leaves that are children of one node."""
     leaves = [leaf for _, leaf in children]
     if type(node) in (list, tuple) and len(node) == len(leaves) == len(numels):
-        if all(_is_flat(leaf, n) for leaf, n in zip(leaves, numels, strict=True)):
+        triples = zip(leaves, numels, rows or [()] * len(numels), strict=True)
+        if all(_is_flat(leaf, n, some) for leaf, n, some in triples):
             return [Role(name=name, position=i) for i in range(len(leaves))]
         if type(node) is list and all(isinstance(x, Tensor) and not x.ndim for x in leaves):
             return [Role(name=name) for _ in leaves]
@@ -263,8 +302,10 @@ def _roles_in(
     return [Role(name=_name(accessor)) for accessor, _ in children]
 
 
-def _is_flat(leaf: Any, numel: int) -> bool:
-    return isinstance(leaf, Tensor) and leaf.ndim == 1 and leaf.numel() in (0, numel)
+def _is_flat(leaf: Any, numel: int, rows: Collection[int]) -> bool:
+    if not (isinstance(leaf, Tensor) and leaf.ndim == 1):
+        return False
+    return leaf.numel() in (0, numel) or (leaf.dtype is torch.uint8 and leaf.numel() in rows)
 
 
 def _is_number(leaf: Any) -> bool:

@@ -12,7 +12,16 @@ from typing import Any
 import torch
 
 from fzero.errors.check import is_count, is_positive
-from fzero.options._typed import Frozen, Initializer, Own, Scale, Stages, Trainable, Units
+from fzero.options._typed import (
+    Frozen,
+    Initializer,
+    Own,
+    Scale,
+    Stages,
+    StateDtype,
+    Trainable,
+    Units,
+)
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Gathering, Local, OptimizerOver, Reduction
 from fzero.state.codec import Codec, Compress
@@ -322,9 +331,9 @@ class Updating:
         deepspeed="bf16.bf16_master_weights_and_grads",
         axis="precisions",
     )
-    state_dtype: torch.dtype | None = option(
+    state_dtype: StateDtype = option(
         None,
-        "of the optimizer's states, as in `fzero.optim.adamw`.",
+        "of the optimizer's states, or the codec that keeps them, as in `fzero.optim.adamw`.",
         instead=_of_rule("state_dtype"),
         deepspeed="bf16.bf16_optimizer_states",
     )

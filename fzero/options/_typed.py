@@ -35,6 +35,9 @@ Initializer = Callable[[str, Tensor], Tensor]
 Own = Collection[str]
 """Paths of tensors of a module that each rank has for itself."""
 
+StateDtype = Any
+"""A dtype, a codec, {slot: codec}, or a `fzero.optim.Encoding`; None: that of what is stepped."""
+
 Scale = float | Literal["dynamic"] | DynamicScale | Tensor | Callable[[], Any] | None
 """What `fzero.scale_loss` takes."""
 
@@ -96,6 +99,6 @@ class EngineOptions(_TransformOptions, total=False):
     loss_scale: Scale
     check_finite: bool
     master_weights: bool
-    state_dtype: torch.dtype | None
+    state_dtype: StateDtype
     stochastic_rounding: bool
     gradient_accumulation_steps: int

@@ -72,6 +72,14 @@ class Codec:
         """Return the largest |decode(encode(x)) - x| of each element of x, [.., n]."""
         raise NotImplementedError
 
+    def of_squares(self) -> Codec:
+        """Return what encodes numbers >= 0 by whose roots an update divides: itself."""
+        return self
+
+    def at(self, update: int | Tensor) -> Codec:
+        """Return the codec as update number `update` encodes a state: itself, but for chance."""
+        return self
+
 
 @dataclass(frozen=True)
 class cast(Codec):

@@ -7,7 +7,7 @@ copies a state goes over the entries by their forms, and knows nothing else of t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -30,12 +30,15 @@ class Entry:
         form: with the placement that the values have.
         values: see `Values`.
         owned: of placement OWNER: the names of which this rank is the owner.
+        codecs: {group: the `Blocks` that its flat is encoded by}, of those that are: they are cut,
+            and cross ranks, as bytes.
     """
 
     name: str
     form: Form
     values: Values
     owned: frozenset[str] = frozenset()
+    codecs: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
 
     @property
     def key(self) -> tuple[str, str]:

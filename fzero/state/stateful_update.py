@@ -117,6 +117,10 @@ class StatefulUpdate(Protocol):
         """The slots whose shape is not that of their parameters."""
         ...
 
+    def codec_of(self, leaf: Leaf, slot: str) -> Any:
+        """Return the `Blocks` that encode a slot of a leaf; None where it is kept in numbers."""
+        ...
+
     def owned(self, state: OptimizerTree) -> Mapping[str, Sequence[Tensor]]:
         """Return {name: [of each parameter with an owner]}, empty but on its owner."""
         ...

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fzero.machine.offload import offloaded
 from fzero.machine.owners import Owners, owners_of
+from fzero.optim.entries import codec_in
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.setup import MASTERS
 from fzero.transforms.pieces import pieces_of
@@ -29,8 +30,12 @@ def with_new_slots(state: TrainState, stepped: Sequence[Tensor]) -> TrainState:
     zeros is none. stepped: what the optimizer steps, this rank's part.
     """
     slots = state.setup.optimizer.slots(state.optimizer)
-    kept = [x for name, flats in slots.items() if name != MASTERS for x in flats]
-    state = with_tensors(state, {id(x): torch.zeros_like(x) for x in kept})
+    new: dict[int, Tensor] = {}
+    for name in (name for name in slots if name != MASTERS):
+        for group, x in zip(state.setup.layout.trainable, slots[name], strict=True):
+            codec, zeros = codec_in(state.setup, group, name), torch.zeros_like(x)
+            new[id(x)] = zeros if codec is None or not x.numel() else codec.fill(zeros)
+    state = with_tensors(state, new)
     owners = owners_of(state.setup)
     return state if owners is None else _with_new_owned(state, stepped, owners)
 

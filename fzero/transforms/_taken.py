@@ -15,6 +15,7 @@ from fzero.machine.owners import owners_of
 from fzero.machine.packing import pack
 from fzero.machine.parts import cut
 from fzero.optim import TorchOptimizer
+from fzero.optim.entries import codec_in
 from fzero.ranks.mesh import Axis
 from fzero.state import Placement, TrainState
 
@@ -42,12 +43,12 @@ def taken_over(state: TrainState, mesh: Axis) -> TrainState:
                     flats[number] if own is None else _sent(state, torch.as_tensor(own), mesh)
                 )
             elif flats[number].numel():
-                values = [
-                    rule.begin(leaf, name, flats[number].dtype, state.device) for leaf in leaves
-                ]
+                codec = codec_in(state.setup, index, name)
+                dtype = flats[number].dtype if codec is None else torch.float32
+                values = [rule.begin(leaf, name, dtype, state.device) for leaf in leaves]
                 whole = _sent(state, pack(layout, index, values), mesh)
                 part = cut(state.setup, whole, Placement.REPLICATED, state.setup.optimizer_state)
-                write_back(flats[number], part)
+                write_back(flats[number], part if codec is None else codec.row_of(part))
     kept = {name: tuple(flats) for name, flats in slots.items()}
     owned = _owned(state, rule, mesh)
     optimizer = rule.with_owned(replace(state.optimizer, slots=kept), owned)

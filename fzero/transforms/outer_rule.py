@@ -51,6 +51,12 @@ def bound_outer(local: Local | None, named: Mapping[str, Tensor]) -> Any:
             "replica makes the outer update parameter by parameter.",
             fix="use a rule that needs an element (sgd, adamw) or a matrix (fzero.optim.muon).",
         )
+    if rule.block > 1:
+        raise LayoutError(
+            f"local: outer={rule!r}, with a codec as state_dtype.",
+            cause="the rule of the outer update keeps its states in the precision of the anchors.",
+            fix="give the codec to the rule of the state, and leave it out of outer=.",
+        )
     left = [path for path, p in named.items() if learns(p) and rule.group_of(path) < 0]
     if left or getattr(rule, "held", None):
         seen = f"does not step {left[0]}" if left else "has the state of a run"

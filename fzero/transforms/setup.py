@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from math import prod
+from math import lcm, prod
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def plan_setup(
         sizes = {path: x.numel() for path, x in named.items()}
         place: Any = {"stage": stage, "axis": axis, "device": _device(named)}
         units = options.units or unit_of
-        place |= {"given": options, "block": block_of(options)}
+        place |= {"given": options, "block": lcm(block_of(options), chosen.block)}
         setup = _planned(make, sizes, units, (chosen, outer), **place)
         said = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
         said += [] if outer is None else outer.describe(setup.layout.leaves)
@@ -172,9 +172,10 @@ def _planned(
         grouped=_travels(axis, given.offload) and (chosen.by_owners or chosen.elementwise),
         bucket_bytes=_bucket(stage, given),
         unit=_apart(units, small) if small else units,
-        kind=chosen.group_of
-        if outer is None
-        else lambda path: (chosen.group_of(path), outer.group_of(path)),
+        kind=lambda path: (
+            chosen.kind_of(path, sizes[path]),
+            None if outer is None else outer.group_of(path),
+        ),
         block=block,
     )
     asked = replace(

@@ -75,7 +75,9 @@ def _of_optimizer(state: TrainState) -> dict[str, list[Slot]]:
     """Return what the rule keeps, under its names in a checkpoint: in flats, and by owners."""
     learning, found = state.setup.layout.trainable, dict[str, list[Slot]]()
     for one in rule_entries(state, state.setup.axis.rank):
-        value: Any = dict(one.values)
+        value: Any = {
+            i: one.codecs[i].numbers(x) if i in one.codecs else x for i, x in one.values.items()
+        }
         if one.per_leaf:
             like = next(iter(value.values()))
             flats = tuple(value.get(i, like.new_empty(0)) for i in learning)

@@ -27,6 +27,15 @@ def _low(rule: Callable[..., Any], **options: Any) -> Callable[[], Any]:
     return partial(rule, 1e-2, master_weights=False, **options)
 
 
+def _eight(block: int = 256, smallest: int = 100, **how: Any) -> Any:
+    return fzero.optim.Encoding(fzero.codecs.dynamic8(block, **how), smallest)
+
+
+def _both_encoded() -> Any:
+    rules = {"low": optim.adamw(1e-2, state_dtype=_eight(40)), "rest": optim.adamw(1e-2)}
+    return optim.partition(rules, lambda x: "low" if x.path in ("w", "v") else "rest")
+
+
 def _both() -> Any:
     rules = {"matrix": fzero.optim.muon(1e-2, dtype=F32), "rest": fzero.optim.adamw(1e-2)}
     return fzero.optim.partition(rules, lambda x: "matrix" if len(x.shape) == 2 else "rest")
@@ -49,6 +58,37 @@ RULES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "adamw, masters": (partial(optim.adamw, 1e-2), BF16),
     "adamw, bf16 moments": (partial(optim.adamw, 1e-2, state_dtype=BF16), F32),
     "adamw, bf16": (_low(optim.adamw), BF16),
+    "adamw, 8 bits": (partial(optim.adamw, 1e-2, state_dtype=fzero.codecs.int8()), F32),
+    "adamw, 8 bits, rounded by chance": (
+        lambda: optim.adamw(1e-2, state_dtype=_eight(stochastic=True)),
+        BF16,
+    ),
+    "adamw, 8 bits, bf16": (lambda: _low(optim.adamw, state_dtype=_eight(48))(), BF16),
+    "nesterov, 4 bits": (
+        partial(
+            optim.sgd,
+            1e-2,
+            momentum=0.9,
+            nesterov=True,
+            state_dtype=optim.Encoding(fzero.codecs.int4(), 1),
+        ),
+        F32,
+    ),
+    "AdamW, 8 bits": (
+        lambda: optim.from_torch(partial(O.AdamW, amsgrad=True), state_dtype=_eight()),
+        F32,
+    ),
+    "RMSprop, 8 bits": (
+        lambda: optim.from_torch(
+            partial(O.RMSprop, lr=1e-2, momentum=0.9, centered=True), state_dtype=_eight()
+        ),
+        F32,
+    ),
+    "SGD, 8 bits": (
+        lambda: optim.from_torch(partial(O.SGD, lr=1e-2, momentum=0.9), state_dtype=_eight()),
+        BF16,
+    ),
+    "8 bits for some": (_both_encoded, F32),
     "adamw, rounded by chance": (_low(optim.adamw, stochastic_rounding=True), BF16),
     "adamw, options by leaf": (_masked, F32),
     "nesterov, bf16": (_low(optim.sgd, momentum=0.9, nesterov=True, weight_decay=0.1), BF16),

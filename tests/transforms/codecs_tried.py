@@ -70,6 +70,7 @@ FORGETTING = (
     codecs.int8(memory=False),
     codecs.nf4(),
     codecs.nf4(block=6, double=False),
+    codecs.dynamic8(block=32),
     Signs(),
 )
 EVERY = (*REMEMBERING, *FORGETTING, codecs.cast(torch.float16))

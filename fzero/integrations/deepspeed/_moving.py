@@ -51,9 +51,9 @@ def _tensors(state: TrainState, kinds: Sequence[str]) -> Iterable[Tensor]:
         yield from state.params.flats
     if "lp_grads" in kinds:
         yield from (*state.gradients.flats, *state.window.pending.flats)
-    for name, _, flat in slots_of(state):
-        if ("hp_params" if name == MASTERS else "optim_states") in kinds:
-            yield flat
+    for slot in slots_of(state):
+        if ("hp_params" if slot.name == MASTERS else "optim_states") in kinds:
+            yield slot.flat
     if "optim_states" in kinds:
         owned = state.setup.optimizer.owned(state.optimizer)
         yield from (x for some in owned.values() for x in some if x.numel())

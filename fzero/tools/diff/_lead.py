@@ -94,7 +94,7 @@ def corners(state: TrainState, gradients: Flats, unit: float) -> list[Corner]:
         def slot(one: RuleSlot, size: float = size * of_slots) -> Tensor:
             if one.name == MASTERS:
                 return one.flat.clone()
-            return perturbed(one.flat, size, signs[place[one.group]])
+            return perturbed(one.numbers, size, signs[place[one.group]])
 
         optimizer = with_counters(state, slot, counters_of(state), unstepped_of(state))
         given = [perturbed(g, up * size, sign) for g, sign in zip(gradients, signs, strict=True)]
@@ -110,4 +110,4 @@ def corners(state: TrainState, gradients: Flats, unit: float) -> list[Corner]:
 
 def _slots(state: TrainState, optimizer: Any) -> dict[tuple[str, int], Tensor]:
     found = slots_of(state.replace(optimizer=optimizer))
-    return {(slot.name, slot.group): slot.flat.double() for slot in found}
+    return {(slot.name, slot.group): slot.numbers.double() for slot in found}

@@ -108,7 +108,7 @@ def with_whole(state: TrainState, rank: int, values: Values) -> TrainState:
                 found = values.params[path]
             return old if found is None else found.to(old.dtype)
 
-        return flat_of(setup, slot.group, setup.optimizer_state, rank, of, slot.flat)
+        return flat_of(setup, slot.group, setup.optimizer_state, rank, of, slot.numbers)
 
     counted = counters_of(state) | counters_of(values.state)
     theirs = values.state.scale

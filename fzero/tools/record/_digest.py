@@ -20,7 +20,7 @@ from fzero.checkpoint.elements import slots_of
 from fzero.machine.by_path import leaf_paths
 from fzero.machine.offload import to_device
 from fzero.machine.packing import leaf_ranges
-from fzero.state import NAMESPACE, Buffers, Placement, TrainState
+from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
 
 Digest = Callable[[Tensor, int], Tensor]
 """(elements [n], the index of the first one in its leaf) -> [] int64."""
@@ -38,7 +38,7 @@ def digested_leaves(state: TrainState) -> tuple[DigestedLeaf, ...]:
     setup, names = state.setup, leaf_paths(state.setup.layout)
     leaves = [
         DigestedLeaf(f"{what} {names[leaf]}", placement)
-        for what, index, _, placement in _flats(state)
+        for what, index, _, placement, _ in _flats(state)
         for leaf in setup.layout.groups[index].leaves
     ]
     return (*leaves, *(DigestedLeaf(name, placement) for name, _, placement in _tensors(state)))
@@ -59,14 +59,14 @@ def places_of(state: TrainState, rank: int) -> Places:
     """Return where a rank of the mesh has what has a digest."""
     setup, found = state.setup, list[Place | None]()
     rank %= setup.axis.size  # in its replica, if replicas train apart
-    for number, (_, index, _, placement) in enumerate(_flats(state)):
+    for number, (_, index, _, placement, layout) in enumerate(_flats(state)):
         held = {
             one.leaf: (number, one.at, one.stop - one.start, one.start)
-            for one in leaf_ranges(setup.layout, index, setup.part(placement, rank))
+            for one in leaf_ranges(layout, index, setup.part(placement, rank))
         }
         found += [held.get(leaf) for leaf in setup.layout.groups[index].leaves]
     numbers = {id(x): i for i, x in enumerate(_leaves(state))}
-    kept = [flat for _, _, flat, _ in _flats(state)][len(state.params.flats) :]
+    kept = [flat for _, _, flat, *_ in _flats(state)][len(state.params.flats) :]
     return Places(tuple(numbers[id(flat)] for flat in kept), tuple(found))
 
 
@@ -165,20 +165,21 @@ def _leaves(state: TrainState) -> list[Any]:
     return optree.tree_leaves(tree, namespace=NAMESPACE)
 
 
-def _flats(state: TrainState) -> Iterator[tuple[str, int, Tensor, Placement]]:
-    """Yield (what, group, what this rank has of it, where ranks have it)."""
-    setup = state.setup
+def _flats(state: TrainState) -> Iterator[tuple[str, int, Tensor, Placement, Layout]]:
+    """Yield (what, group, what this rank has of it, where ranks have it, where leaves lie)."""
+    setup, layout = state.setup, state.setup.layout
     for index, flat in enumerate(state.params.flats):
-        yield "parameter", index, flat, setup.params
-    for name, index, flat in slots_of(state):
-        yield name, index, flat, setup.optimizer_state
+        yield "parameter", index, flat, setup.params, layout
+    for name, index, flat, codec in slots_of(state):
+        own = layout if codec is None else codec.layout(layout)
+        yield name, index, flat, setup.optimizer_state, own
     every = range(len(setup.layout.groups))
     for name, slot in state.slots.items():
         if isinstance(slot.value, Buffers):
             groups = every if slot.form.leaves == "all" else setup.layout.trainable
             for index, flat in zip(groups, slot.value.flats, strict=True):
                 if flat.numel():
-                    yield name, index, flat, slot.value.placement
+                    yield name, index, flat, slot.value.placement, layout
 
 
 def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor, Placement]]:

@@ -1,0 +1,123 @@
+"""`Encoding`: which states of an elementwise rule are kept encoded, and by what."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import lcm
+from typing import Any
+
+import torch
+
+from fzero.errors import LayoutError, explain
+from fzero.errors.check import is_count, require
+from fzero.machine.rows import Blocks
+from fzero.state.codec import Codec
+from fzero.state.layout import BLOCK
+
+_REACH = 1e-4  # of the largest of a block: the square of a gradient that is a hundredth of it
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """Which states of an optimizer are kept encoded, and of which leaves: a `state_dtype`.
+
+    A codec alone as `state_dtype` is short for `Encoding(codec)`.
+
+    Args:
+        codecs: a codec of `fzero.codecs` with blocks, or one's own that has `block`, for every
+            state of floats; squares, which are never negative and by whose roots an update divides,
+            are encoded by its `of_squares()`. Or a mapping, {"exp_avg": codec, ...}: states that it
+            does not name are kept as they are.
+        smallest: leaves of fewer elements are kept as they are.
+
+    Raises:
+        LayoutError: for what is no codec, or one without blocks.
+
+    Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
+
+    Example:
+        >>> import fzero
+        >>> codec = fzero.codecs.dynamic8(stochastic=True)
+        >>> fzero.optim.adamw(1e-3, state_dtype=Encoding(codec, smallest=1024)).block
+        256
+    """
+
+    codecs: Codec | Mapping[str, Codec]
+    smallest: int = 4096
+
+    def __post_init__(self) -> None:
+        """Try each codec on a block."""
+        named = self.codecs if isinstance(self.codecs, Mapping) else {"": self.codecs}
+        for name, codec in named.items():
+            _require_blocks(f"state_dtype[{name!r}]" if name else "state_dtype", codec)
+        good = is_count(self.smallest)
+        require("Encoding: smallest", self.smallest, lambda _: good, "an int of 1 or more")
+
+    @property
+    def block(self) -> int:
+        """The elements of which leaves and shards consist: whole blocks of every codec."""
+        some = self.codecs.values() if isinstance(self.codecs, Mapping) else (self.codecs,)
+        return lcm(BLOCK, *(Blocks(x).block for one in some for x in (one, one.of_squares())))
+
+    def of(self, slot: str, *, squares: bool) -> Blocks | None:
+        """Return what encodes a slot; None: nothing."""
+        if isinstance(self.codecs, Mapping):
+            codec = self.codecs.get(slot)
+            return None if codec is None else Blocks(codec)
+        return Blocks(self.codecs.of_squares() if squares else self.codecs)
+
+    def warn_of_zeros(self) -> None:
+        """Warn of a codec that makes zeros of squares by whose roots an update divides."""
+        codec = None if isinstance(self.codecs, Mapping) else self.of("", squares=True)
+        if codec is None:
+            return
+        squares = torch.full((codec.block,), _REACH)
+        squares[0] = 1.0
+        if not codec.numbers(codec.row_of(squares))[1:].all():
+            text = explain(
+                f"state_dtype={self.codecs}: a mean of squared gradients that is {_REACH} of the "
+                "largest of its block is kept as 0.",
+                cause="levels that are evenly spaced: an update divides by the root of it, so by "
+                "eps alone.",
+                fix='give {"exp_avg": codec, "exp_avg_sq": fzero.codecs.dynamic8(signed=False)}, '
+                "or let its `of_squares()` return such a codec.",
+            )
+            warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def encoding_of(state_dtype: Any) -> Encoding | None:
+    """Return the encoding that an option means; None where it means another thing."""
+    if isinstance(state_dtype, Codec | Mapping):
+        return Encoding(state_dtype)
+    return state_dtype if isinstance(state_dtype, Encoding) else None
+
+
+def _require_blocks(what: str, codec: Any) -> None:
+    """Raise `LayoutError` for what is no codec, or does not encode blocks as it says."""
+    require(what, codec, lambda x: isinstance(x, Codec), "a codec of fzero.codecs, or one's own")
+    if not is_count(getattr(codec, "block", None)):
+        raise LayoutError(
+            f"{what}={codec}: it has no `block`.",
+            cause="a codec of rows of any length: where ranks cut a state, it would be another.",
+            fix="use fzero.codecs.dynamic8() or int8(), a torch.dtype such as torch.bfloat16; of "
+            "your own codec, say in `block` of how many elements a row is encoded by itself.",
+        )
+    x = torch.linspace(-1.0, 1.0, codec.block)
+    try:
+        blocks = Blocks(codec)
+        found = blocks.numbers(blocks.row_of(x))
+        wrong = "" if found.shape == x.shape else f"a block is decoded to {[*found.shape]}"
+    except Exception as error:
+        wrong = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if wrong:
+        raise LayoutError(
+            f"{what}={codec} cannot encode a block of {codec.block}: {wrong}.",
+            cause="a codec that lacks a function, or encodes along other than the last dim.",
+            fix="see fzero.codecs.Codec: each row [n] of x [.., n] is encoded by itself.",
+        )
+
+
+StateDtype = torch.dtype | Codec | Mapping[str, Codec] | Encoding | None
+"""In which dtype an optimizer keeps its states, or by which codecs."""

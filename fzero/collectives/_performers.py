@@ -105,12 +105,10 @@ def before_collective(axis: Axis, call: UserCall | None = None) -> None:
     met = None
     for performer in _in_a_pass(whole):
         performer.drop_raised()
-        for number in performer.protocol.inside:
-            backward = call is not None and call.backward
-            for_training(performer.send, SyncPoint(number, codes, backward))
-            gathers = performer.protocol.models[number].units.gathers
-            if gathers and performer.axis.size == whole.size:
-                met = performer
+        backward = call is not None and call.backward
+        for_training(performer.send, SyncPoint(codes, backward))
+        if performer.protocol.meeting and performer.axis.size == whole.size:
+            met = performer
     if call is None or not codes:
         return
     if met is None:

@@ -55,7 +55,13 @@ class ModelLine:
     def hold(self, units: Sequence[int]) -> Sequence[int]:
         """Gather units and keep them until `let_go`. A collective outside of passes."""
         self.performer.drop_raised()
-        self.send(Pin(self.number, tuple(units)))
+        before = self.record.residency.blocks
+        try:
+            self.send(Pin(self.number, tuple(units)))
+        except BaseException:
+            if self.record.residency.blocks != before:  # it was held, and a gather has raised
+                self.let_go(units)
+            raise
         return () if self.record.rounds else units
 
     def let_go(self, units: Sequence[int]) -> None:

@@ -37,20 +37,21 @@ class PassState:
     crosses: bool = False  # something of the latest phase crosses ranks
     announced: bool = False  # a phase was announced, and the ranks have not ended it
     silent: bool = False  # a backward has begun, and the other ranks were not told yet
+    deferred: bool = False  # a backward is announced at its end only
     dropped: bool = False  # this rank threw its gradients away just before
     inside: bool = False  # a forward has begun, and the pass is not over
-    calls: int = 0  # collectives of the user's in it of which the backward has not come yet
+    calls: int = 0  # collectives of the user's of which the backward has not come yet
 
 
-def begin_forward(s: PassState, *, reads: bool, sums: bool) -> Next:
+def begin_forward(s: PassState, *, reads: bool, sums: bool, calls: int = 0) -> Next:
     """Begin a forward: announced if it `reads` parameters that are gathered.
 
-    `sums`: gradients of a backward that may follow cross ranks. What an earlier forward gathered is
-    ended with this one.
+    `sums`: gradients of a backward that may follow cross ranks. `calls`: as in the state. What an
+    earlier forward gathered is ended with this one.
     """
     gathers = reads or s.announced
     new = PassState(runs=True, crosses=gathers or sums, announced=gathers)
-    return replace(new, inside=True, calls=s.calls if s.inside else 0), gathers
+    return replace(new, inside=True, calls=calls), gathers
 
 
 def end_forward(s: PassState) -> PassState:
@@ -59,15 +60,22 @@ def end_forward(s: PassState) -> PassState:
 
 
 def begin_backward(
-    s: PassState, *, reads: bool, sums: bool, silent: bool = False, dropped: bool = False
+    s: PassState,
+    *,
+    reads: bool,
+    sums: bool,
+    silent: bool = False,
+    dropped: bool = False,
+    late: int = 0,
 ) -> Next:
     """Begin a backward: announced now, or if it is `silent` at its first gradient.
 
     `reads`, `sums`: as for a forward. `dropped`: this rank has just thrown its gradients away.
+    `late`: collectives of the user's to expect that no forward has made.
     """
     crosses = reads or s.announced or sums
     new = PassState(runs=True, crosses=crosses, silent=silent, dropped=dropped)
-    new = replace(new, inside=True, calls=s.calls)
+    new = replace(new, inside=True, calls=s.calls + late)
     return (new, False) if silent else first_gradient(new)
 
 
@@ -86,12 +94,18 @@ def first_gradient(s: PassState) -> Next:
     return replace(s, silent=False, announced=s.crosses), s.crosses
 
 
+def defer(s: PassState) -> PassState:
+    """Announce a backward at its end: nothing of it crosses ranks before."""
+    return replace(s, announced=False, deferred=True)
+
+
 def finish(s: PassState) -> Next:
     """End a backward, or a forward that none follows: with the other ranks if it was announced.
 
     It still `crosses`: an error on the way to its end is theirs, too.
     """
-    return replace(s, runs=False, announced=False, silent=False, inside=False), s.announced
+    over = replace(s, runs=False, announced=False, silent=False, deferred=False, inside=False)
+    return over, s.announced
 
 
 def fail(s: PassState, *, known: bool, astray: bool) -> tuple[bool, bool]:

@@ -130,10 +130,11 @@ def gather_beside(replay: Replay, r: Residency, unit: int) -> Next:
 
 
 def leave_sync_point(replay: Replay, r: Residency) -> Next:
-    """Leave the sync point with all ranks; free units that were gathered for another rank there."""
-    replay, r, frees = free_beside(replay, r)
-    replay, r, reduces = start_ready(replaced(replay, waits=False), r)
-    return replay, r, (*frees, *reduces)
+    """Leave the sync point with all ranks; free units that were gathered for another rank there.
+
+    What is ready starts behind the user's collective: ranks that are in it cannot be waited for.
+    """
+    return free_beside(replaced(replay, waits=False), r)
 
 
 def free_beside(replay: Replay, r: Residency) -> Next:

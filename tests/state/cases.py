@@ -6,6 +6,7 @@ sample, a hundred times as fast.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
@@ -43,19 +44,44 @@ class OnePass:
     """A forward and a backward of one model on one rank.
 
     uses: units of the forward, and what is inside of it: sync points, blocks, evaluations.
-    backward: ("use", unit), ("gradient", unit, whether it is complete) or ("sync", axis).
+    backward: ("use", unit), ("gradient", unit, whether it is complete) or ("sync", axis, whether
+        a forward has made it).
     """
 
     model: int
     uses: tuple[Any, ...]
     backward: tuple[tuple[Any, ...], ...]
 
+    @property
+    def joint(self) -> OnePass:
+        """What all ranks do at one place, without the pass: model -1 stands for none."""
+        uses = tuple(use for use in self.uses if not isinstance(use, int))
+        return OnePass(-1, uses, tuple(one for one in self.backward if one[0] == "sync"))
+
 
 @dataclass(frozen=True)
 class Passes:
-    """Forwards one after another, and then their backwards."""
+    """Forwards one after another, and then their backwards, mixed as autograd may on this rank.
+
+    Collectives of the user's come in one order. mix: 0 for one backward after another, else a seed.
+    """
 
     passes: tuple[OnePass, ...]
+    mix: int = 0
+
+    @property
+    def backwards(self) -> list[tuple[int, tuple[Any, ...]]]:
+        """What the backwards do, each with its model."""
+        left = [(one.model, deque(one.backward)) for one in self.passes]
+        chance, mixed = Random(self.mix), list[tuple[int, tuple[Any, ...]]]()
+        while left := [(model, events) for model, events in left if events]:
+            number = chance.randrange(len(left)) if self.mix else 0
+            before = (event for _, events in left[:number] for event in events)
+            if left[number][1][0][0] == "sync" and any(event[0] == "sync" for event in before):
+                number = 0
+            model, events = left[number]
+            mixed.append((model, events.popleft()))
+        return mixed
 
 
 @dataclass(frozen=True)
@@ -196,6 +222,9 @@ class Drawing:
         joints = [[self.joint(models) for _ in range(inside)] for _ in models]
         together = [list(zip(*some, strict=True)) or [()] * self.size for some in joints]
         out = self.out and not inside and not self.alike
+        # Drawn apart: what else a case has does not depend on it. One that only backwards make.
+        apart = Random(repr((self.units, self.syncs, models, joints)))
+        late = -1 if out or apart.randrange(4) else apart.randint(0, inside)
         first, collected = None, list[Any]()
         for rank in range(self.size):
             if out and self.flag(3):
@@ -203,9 +232,11 @@ class Drawing:
                 continue
             if first is None or not self.alike:
                 parts = [together[i][rank] for i in range(len(models))]
-                alone = len(models) == 1
                 pairs = zip(models, parts, strict=True)
-                first = Passes(tuple(self.one_pass(*pair, alone=alone) for pair in pairs))
+                passes = tuple(self.one_pass(*pair, late) for pair in pairs)
+                if self.out and inside and not self.alike:  # not in all passes: only what is joint
+                    passes = tuple(apart.choice([x, x, x, x.joint]) for x in passes)
+                first = Passes(passes, Random(repr(passes)).randrange(3))
             collected.append(first)
         return collected
 
@@ -227,8 +258,11 @@ class Drawing:
         self.syncs += 1
         return [Sync(AXES[self.syncs % len(AXES)], self.syncs % 5 > 0)] * self.size
 
-    def one_pass(self, model: int, joints: tuple[Any, ...], *, alone: bool) -> OnePass:
-        """A pass of one rank, with what all ranks do together in it."""
+    def one_pass(self, model: int, joints: tuple[Any, ...], late: int) -> OnePass:
+        """A pass of one rank, with what all ranks do together in it.
+
+        late: before which collective of the backward one comes that no forward had; -1 for none.
+        """
         uses: list[Any] = [*self.uses_of(model)]
         for joint in joints:
             uses += [joint, *self.uses_of(model, 4)]
@@ -238,14 +272,16 @@ class Drawing:
             kind = self.random.choice(["nothing", "partial", *["complete"] * 3])
             if kind != "nothing":
                 backward += [("use", one), ("gradient", one, kind == "complete")]
-        # The adjoint of each collective, in the order of autograd, at another place on each rank;
-        # but before the gradients where passes below stage 3 run beside another: a limit
-        # (docs/semantics.md, Collectives). Drawn apart: what else a case has does not depend on it.
+        # The adjoint of each collective, in the order of autograd, at another place on each rank.
+        # Drawn apart: what else a case has does not depend on it.
         apart, at = Random(repr((model, uses, backward))), 0
-        anywhere = self.units[model].gathers or alone
-        for one in [x for x in reversed(uses) if isinstance(x, Sync) and x.differentiated]:
-            at = apart.randint(at, len(backward)) if anywhere else at
-            backward.insert(at, ("sync", one.axis))
+        synced = [x for x in reversed(uses) if isinstance(x, Sync) and x.differentiated]
+        adjoints = [("sync", one.axis, True) for one in synced]
+        if late >= 0:
+            adjoints.insert(late, ("sync", "all", False))
+        for one in adjoints:
+            at = apart.randint(at, len(backward))
+            backward.insert(at, one)
             at += 1
         return OnePass(model, tuple(uses), tuple(backward))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from typing import Any
 
 from fzero.state import schedule
 from fzero.state.pass_state import BACKWARD, FORWARD
@@ -43,9 +44,10 @@ class Driver(Rank):
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, number)
         count = len(world.units)
-        # Of each model: of its passes, and of its evaluations.
-        self.schedules = [[schedule.Schedule(), schedule.Schedule()] for _ in range(count)]
-        self.evaluates: set[int] = set()
+        # Of each model: of its passes, and of what evaluates it, as `evaluate(fn, state)` has one.
+        # An engine has one for all: it asks again where its forwards differ, which costs time only.
+        self.schedules = [dict[Any, schedule.Schedule]() for _ in range(count)]
+        self.evaluates: dict[int, Any] = {}
         self.pending: list[dict[int, set[str]]] = [{} for _ in range(count)]  # of an open window
         self.carried: list[dict[int, Value]] = [{} for _ in range(count)]  # by a window
         self.taken: list[list[Counter[str]] | None] = []  # by an update; None after a failure
@@ -70,7 +72,7 @@ class Driver(Rank):
         in_window = model in self.windows
         program = schedule.backwards(len(units.numels))
         if units.gathers:
-            program = schedule.expected(self.schedules[model][model in self.evaluates], *place)
+            program = schedule.expected(self._schedule(model), *place)
         text = f"model {model}, {'in a window' if in_window else 'at once'}"
         said = Announcement(text=text, place=place, program=program, served=self.world.served)
         silent = phase == BACKWARD and not units.gathers and self.world.served  # an engine
@@ -85,6 +87,9 @@ class Driver(Rank):
             silent=silent,
         )
         yield from self.send(event)
+
+    def _schedule(self, model: int) -> schedule.Schedule:
+        return self.schedules[model].get(self.evaluates.get(model), schedule.Schedule())
 
     def _reduce_waiting(self, model: int) -> None:
         """Gradients of a window that was closed are reduced with those that come."""
@@ -148,11 +153,8 @@ class Driver(Rank):
         It is started when all have come, and waited for at once, while gathers and reductions of
         fzero's own are in flight.
         """
-        met = False
-        for number in self.protocol.inside:
-            yield from self.send(SyncPoint(number, (self.number,), backward))
-            met = met or self.world.units[number].gathers
-        if not met:
+        yield from self.send(SyncPoint((self.number,), backward))
+        if not self.protocol.meeting:
             yield from self._start_together()
         elif self.protocol.heard != tuple((rank,) for rank in range(self.world.size)):
             raise Fault("all are heard", f"rank {self.number} hears {self.protocol.heard}")
@@ -213,9 +215,8 @@ class Driver(Rank):
     def _after_pass(self, model: int, *, counts: bool = True) -> None:
         learned = self.protocol.models[model].course.learned
         for (index, phase), program in learned.items():
-            known = self.schedules[model]
-            which = model in self.evaluates
-            known[which] = schedule.with_program(known[which], index, phase, program)
+            known = schedule.with_program(self._schedule(model), index, phase, program)
+            self.schedules[model][self.evaluates.get(model)] = known
         if counts:
             self.receive(model)
             self.passes[model] += 1
@@ -250,7 +251,13 @@ class Driver(Rank):
 
     def open_block(self, model: int, units: Sequence[int]) -> Steps:
         """Gather units and keep them, as `with gathered(...):` does."""
-        yield from self.send(Pin(model, tuple(units)))
+        before = self.protocol.models[model].residency.blocks
+        try:
+            yield from self.send(Pin(model, tuple(units)))
+        except Exception:
+            if self.protocol.models[model].residency.blocks != before:
+                yield from self.send(Unpin(model, tuple(units)))
+            raise
         self.blocks.append((model, tuple(units)))
         self.require_blocks()
 

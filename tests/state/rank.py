@@ -143,6 +143,9 @@ class Rank:
             case Reduce(model, unit, mine):
                 yield from self._reduce(model, unit, mine)
             case Receive(model):
+                record = self.protocol.models.get(model)
+                if model in self.protocol.running and record and record.course.in_backward:
+                    raise Fault("a backward takes its own sums", f"rank {self.number}: {effect}")
                 self.receive(model)
             case Drop(model):
                 self._drop(model)

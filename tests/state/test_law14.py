@@ -25,7 +25,6 @@ from tests.state.cases import (
     Block,
     Case,
     Evaluation,
-    OnePass,
     Passes,
     Script,
     Window,
@@ -84,8 +83,8 @@ class Actor:
         for item in items:
             self.check()
             match item:
-                case Passes(passes):
-                    yield from self.passes(passes)
+                case Passes():
+                    yield from self.passes(item)
                 case Evaluation():
                     yield from self.evaluation(item)
                 case Window(model, inner):
@@ -118,7 +117,7 @@ class Actor:
     def evaluation(self, one: Evaluation) -> Steps:
         """A forward alone."""
         rank = self.rank
-        rank.evaluates.add(one.model)
+        rank.evaluates[one.model] = one
         try:
             yield from rank.begin(one.model, FORWARD, exact=one.exact)
             yield from self.uses(one.model, one.uses)
@@ -128,7 +127,7 @@ class Actor:
             yield from rank.fail([one.model], error)
             raise
         finally:
-            rank.evaluates.discard(one.model)
+            del rank.evaluates[one.model]
 
     def uses(self, model: int, uses: tuple[Any, ...]) -> Steps:
         """What a forward does."""
@@ -146,11 +145,15 @@ class Actor:
                     yield from self.rank.sync(use.axis)
         self.check()
 
-    def passes(self, passes: tuple[OnePass, ...]) -> Steps:
+    def passes(self, together: Passes) -> Steps:
         """Forwards, one after another; then one backward of all."""
         rank, inside = self.rank, list[int]()
+        passes = [one for one in together.passes if one.model >= 0]
         try:
-            for one in passes:
+            for one in together.passes:
+                if one.model < 0:
+                    yield from self.uses(one.model, one.uses)
+                    continue
                 inside.append(one.model)
                 yield from rank.begin(one.model, FORWARD)
                 yield from self.uses(one.model, one.uses)
@@ -158,15 +161,14 @@ class Actor:
             for one in passes:
                 self.check()
                 yield from rank.begin(one.model, BACKWARD)
-            for one in passes:
-                for kind, unit, *more in one.backward:
-                    self.check()
-                    if kind == "use":
-                        yield from rank.use(one.model, unit)
-                    elif kind == "sync":
-                        yield from rank.sync(unit, backward=True)
-                    else:
-                        yield from rank.gradient(one.model, unit, complete=more[0])
+            for model, (kind, unit, *more) in together.backwards:
+                self.check()
+                if kind == "use":
+                    yield from rank.use(model, unit)
+                elif kind == "sync":
+                    yield from rank.sync(unit, backward=more[0])
+                else:
+                    yield from rank.gradient(model, unit, complete=more[0])
             for one in passes:
                 self.check()
                 yield from rank.finish(one.model)

@@ -93,8 +93,8 @@ MUTANTS: dict[str, Edit] = {
     ),
     "what was asked for at a sync point stays": Edit(
         "replay",
-        "replay, r, frees = free_beside(replay, r)\n    replay, r, reduces",
-        "frees = ()\n    replay, r, reduces",
+        "return free_beside(replaced(replay, waits=False), r)",
+        "return replaced(replay, waits=False), r, ()",
     ),
     "reductions start as they are ready": Edit(
         "replay",
@@ -218,6 +218,49 @@ MUTANTS: dict[str, Edit] = {
         "if tells and model.may_not_wait:",
         "if False:",
         ("one fails", 706),
+    ),
+    "a rank that evaluates a model loses what it has reduced for others": Edit(
+        "protocol._rounds",
+        "if number not in p.served:",
+        "if number not in (*p.running, *p.served):",
+        ("some are out", 55),
+    ),
+    "sums of a backward are taken before it has ended": Edit(
+        "protocol._rounds",
+        "for model in p.served if model not in takes)",
+        "for model in p.served)",
+    ),
+    "a rank reduces before a collective in which others are": Edit(
+        "replay",
+        "    return free_beside(replaced(replay, waits=False), r)",
+        "    replay, r, frees = free_beside(replaced(replay, waits=False), r)\n"
+        "    replay, r, reduces = start_ready(replay, r)\n"
+        "    return replay, r, (*frees, *reduces)",
+        ("all go on", 143),
+    ),
+    "a backward beside another follows a plan": Edit(
+        "protocol.records",
+        "return not (alone or mine.units.gathers) and mine.phase.calls > 0",
+        "return False",
+        ("all go on", 27),
+    ),
+    "a collective that only a backward makes is waited for in a plan": Edit(
+        "protocol._calls",
+        "    if not late:\n",
+        "    if True:\n",
+        ("all go on", 27),
+    ),
+    "a collective that only a backward makes is not expected again": Edit(
+        "protocol._calls",
+        "replaced(p, late=1)",
+        "p",
+        ("they repeat", 17),
+    ),
+    "each pass meets at a collective for itself": Edit(
+        "protocol._calls",
+        "return p.then(*ahead, *ends, (stand, at, values), *away), ()",
+        "return p.then(*ahead, *ends, *[(stand, at, values)] * len(at), *away), ()",
+        ("in step", 1),
     ),
     "what was served of a pass that failed stays": Edit(
         "protocol._rounds",

@@ -143,8 +143,9 @@ def test_what_is_gathered_beside_the_plan_at_a_sync_point_goes_when_all_ranks_ha
         assert effects == frees, "more than two are kept beside the plan"
         here, _ = residency.start(here, unit, inexact=False)
     after, here, effects = replay.leave_sync_point(there, here)
-    assert effects == (Free(1, 1), Free(1, 2), Reduce(1, 0))
+    assert effects == (Free(1, 1), Free(1, 2)), "a rank may be in the collective already"
     assert not after.waits and after.gathered_here == ()
+    assert replay.start_ready(after, here)[2] == (Reduce(1, 0),)
 
 
 def test_a_use_behind_the_next_sync_point_is_not_in_the_plan() -> None:

@@ -288,9 +288,50 @@ def test_a_use_behind_a_sync_point_is_recorded_again() -> None:
     one = One(units(1))
     one.begin(0, 1, 0)
     one.send(Use(1, 0))
-    one.send(SyncPoint(1))
+    one.send(SyncPoint())
     one.send(Use(1, 0))
     assert one.did() == (0, 1, 0)
+
+
+def reduced(effects: list[Effect]) -> list[int]:
+    return [effect.unit for effect in effects if isinstance(effect, Reduce)]
+
+
+def test_a_backward_beside_another_pass_is_announced_at_its_end() -> None:
+    one = One(TWO_BUCKETS)
+    one.protocol, _ = advance(one.protocol, Join(2, TWO_BUCKETS))
+    program = backwards(2).events
+    one.begin(*program)
+    said = Announcement(text="another", place=(0, 0), program=backwards(2), served=True)
+    one.send(SyncPoint())
+    one.send(Begin(2, said, sums=True))
+    assert one.begin(*program, phase=1) == []
+    assert one.send(Ready(1, 1)) == [] == one.send(Ready(1, 0)), "each bucket asks the other ranks"
+    assert reduced(one.send(Finish(1, ((0, True), (1, True))))) == [1, 0]
+    # Alone, it is announced where it begins.
+    one.send(Finish(2))
+    one.begin(*program)
+    one.send(SyncPoint())
+    assert one.begin(*program, phase=1) != []
+
+
+def test_a_pass_knows_of_a_collective_that_another_has_made_before_it() -> None:
+    one = One(TWO_BUCKETS)
+    one.protocol, _ = advance(one.protocol, Join(2, TWO_BUCKETS))
+    one.begin(*backwards(2).events)
+    one.send(SyncPoint())
+    said = Announcement(text="another", place=(0, 0), program=backwards(2), served=True)
+    one.send(Begin(2, said, sums=True))
+    assert one.protocol.defers(2)
+
+
+def test_a_collective_that_only_a_backward_makes_is_expected_from_then_on() -> None:
+    one = One(TWO_BUCKETS)
+    for number, wanted in enumerate(([1, 0], [])):
+        one.begin(*backwards(2).events)
+        one.begin(*backwards(2).events, phase=1)
+        assert reduced(one.send(SyncPoint())) == wanted, f"pass {number}"
+        one.send(Finish(1))
 
 
 def test_a_use_that_begins_the_next_phase_is_recorded_there() -> None:
@@ -399,7 +440,7 @@ def test_a_rank_leaves_its_plan_at_a_sync_point_to_which_another_came_without_it
     one = One(units(2))
     one.begin(0, 2, 1)
     one.send(Use(1, 0))
-    effects = one.send(SyncPoint(1), row_of(Message(MessageKind.CALL, SYNC)))
+    effects = one.send(SyncPoint(), row_of(Message(MessageKind.CALL, SYNC)))
     assert [type(effect) for effect in effects] == [Free, Post, Read]
     assert one.course.replay is None
     assert one.course.asked
@@ -471,7 +512,7 @@ def test_a_sync_point_that_never_came_is_learned() -> None:
 def test_what_was_asked_before_a_sync_point_is_learned() -> None:
     one = One(units(1))
     one.begin(phase=1, program=False)
-    one.send(SyncPoint(1))
+    one.send(SyncPoint())
     assert has_asked(one)
 
 

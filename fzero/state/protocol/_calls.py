@@ -5,10 +5,10 @@ from __future__ import annotations
 from fzero.state import pass_state, replay, residency
 from fzero.state._replaced import replaced
 from fzero.state.effects import Effect, Exchange, TakePart
-from fzero.state.protocol._plan import close_plan, end_others, go_on, learn, walk
+from fzero.state.protocol._plan import close_plan, end_others, end_plan, go_on, learn, walk
 from fzero.state.protocol._rounds import all_know, differ, over, say, serve
 from fzero.state.protocol.events import Call, Changed, Pin, Raised, SyncPoint, Unpin
-from fzero.state.protocol.records import Next, Protocol
+from fzero.state.protocol.records import Next, Protocol, Task
 from fzero.state.rounds import Message, MessageKind, Round
 
 SYNC = "a collective of the user's (psum, all_gather, ...)"
@@ -54,29 +54,42 @@ def sync_point(p: Protocol, e: SyncPoint) -> Next:
     """Run the plan to its sync point, and wait for ranks there: they serve each other until then.
 
     It is recorded like the use of a unit that is always here. Below stage 3 reductions go on beside
-    it, over a group of their own; no rank waits for one in a backward until the last has come.
+    it, over a group of their own; no rank waits for one in a backward until the last has come. The
+    first one that only a backward makes ends the plan; later backwards expect one.
     """
-    model = p.models[e.model]
-    if not model.units.gathers:
-        phase = model.phase
-        backward = e.backward and model.course.in_backward and e.model in p.running
-        return p.put(e.model, phase=pass_state.saw_call(phase, backward=backward)), ()
-    return p.then((learn, e.model), (arrive, e.model, e.values)), ()
+    late = list[int]()
+    for number in p.inside:
+        model = p.models[number]
+        in_backward = model.course.in_backward
+        phase = pass_state.saw_call(model.phase, backward=e.backward and in_backward)
+        p = p.put(number, phase=phase)
+        late += [number] * (in_backward and not model.phase.calls)
+    at = p.meeting
+    if at:
+        return p.then(*((learn, number) for number in at), (arrive, at, e.values)), ()
+    if not late:
+        return p, ()
+    # Nobody knew of it: a rank may wait for a reduction of the plan.
+    return replaced(p, late=1).then(*((end_plan, n) for n in late if n in p.running)), ()
 
 
-def arrive(p: Protocol, number: int, values: tuple[int, ...]) -> Next:
-    """Arrive at the sync point, and wait for the other ranks there."""
-    model = p.models[number]
-    course = model.course.did_also(len(model.units.numels))
-    had_plan = course.replay is not None
-    p = p.put(number, course=course, residency=replaced(model.residency, current=-1))
-    ahead = (walk, number), (end_others, number)
-    return p.then(*ahead, (stand, number, values), (depart, number, had_plan)), ()
+def arrive(p: Protocol, at: tuple[int, ...], values: tuple[int, ...]) -> Next:
+    """Arrive at the sync point of these models, and wait for the other ranks there."""
+    away = list[Task]()
+    for number in at:
+        model = p.models[number]
+        course = model.course.did_also(len(model.units.numels))
+        away.append((depart, number, course.replay is not None))
+        p = p.put(number, course=course, residency=replaced(model.residency, current=-1))
+    ahead = [(walk, number) for number in at]
+    ends = [(end_plan, number) for number in p.running if number not in at]
+    return p.then(*ahead, *ends, (stand, at, values), *away), ()
 
 
-def stand(p: Protocol, number: int, values: tuple[int, ...]) -> Next:
+def stand(p: Protocol, at: tuple[int, ...], values: tuple[int, ...]) -> Next:
     """Wait for the other ranks; say whether this one is at a sync point of a plan."""
-    return meet(p, Call(SYNC, values, has_plan=p.models[number].course.replay is not None))
+    has_plan = any(p.models[number].course.replay is not None for number in at)
+    return meet(p, Call(SYNC, values, has_plan=has_plan))
 
 
 def depart(p: Protocol, number: int, had_plan: bool) -> Next:

@@ -42,7 +42,7 @@ def begin(p: Protocol, event: e.Begin) -> Next:
     reads = model.units.gathers and len(here.pinned) < len(model.units.numels)
     if event.announcement.place[1] == FORWARD:
         p = replaced(p, known=False)  # an error of the pass before does not concern this one
-        to = pass_state.begin_forward(model.phase, reads=reads, sums=event.sums)
+        to = pass_state.begin_forward(model.phase, reads=reads, sums=event.sums, calls=p.calls)
     else:
         to = pass_state.begin_backward(
             model.phase,
@@ -50,6 +50,7 @@ def begin(p: Protocol, event: e.Begin) -> Next:
             sums=event.sums,
             silent=event.silent,
             dropped=event.dropped,
+            late=p.late,
         )
     course = replaced(model.course, announcement=event.announcement)
     return _announced(p.put(number, course=course, residency=here), number, to), frees
@@ -63,6 +64,8 @@ def first_gradient(p: Protocol, event: e.FirstGradient) -> Next:
 
 def _announced(p: Protocol, number: int, to: pass_state.Next) -> Protocol:
     p, is_announced = p.put(number, phase=to[0]), to[1]
+    if is_announced and p.defers(number):
+        return p.put(number, phase=pass_state.defer(to[0]))
     return p.then((end_others, number), (announce, number)) if is_announced else p
 
 
@@ -74,7 +77,7 @@ def announce(p: Protocol, number: int) -> Next:
     here, frees = residency.release(replaced(model.residency, current=-1))
     # What is here already is part of what ranks must have in common to follow one plan.
     facts = said.program and (said.program.digest, sorted(here.pinned))
-    expected = facts, model.phase.calls
+    expected = facts, model.units.gathers or model.phase.calls
     message = Message(
         MessageKind.PASS,
         f"{said.text}\nphase {said.place[1]}",
@@ -118,6 +121,11 @@ def _at_rest(model: Model) -> residency.Residency:
 def finish(p: Protocol, event: e.Finish) -> Next:
     """A backward is over, or a forward that none follows."""
     number, model = event.model, p.models[event.model]
+    if model.phase.deferred and not model.phase.announced:
+        phase, _ = pass_state.first_gradient(model.phase)
+        return p.put(number, phase=phase).then(
+            (end_others, number), (announce, number), (finish, event)
+        ), ()
     phase, is_ended = pass_state.finish(model.phase)
     course = replaced(model.course, left=event.left, learned={})
     if not is_ended:

@@ -150,6 +150,8 @@ def ready(p: Protocol, e: Ready) -> Next:
     with one bucket to scatter at most; with any number where it may not wait.
     """
     model = p.models[e.model]
+    if model.phase.deferred:  # it is left at the end
+        return p, ()
     units, course = model.units, model.course.did_also(~e.unit)
     due = *course.due, e.unit
     p = p.put(e.model, course=replaced(course, due=due))

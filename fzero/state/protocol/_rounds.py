@@ -37,7 +37,7 @@ def serve(p: Protocol, said: Round, mine: frozenset[Asked] = frozenset()) -> Nex
 def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
     number, unit = one.model, one.unit
     if one.what is What.REDUCE:
-        if number not in (*p.running, *p.served):
+        if number not in p.served:
             p = replaced(p, served=(*p.served, number))
         return p, (Reduce(number, unit, mine=mine),)
     model = p.models.get(number)
@@ -57,8 +57,12 @@ def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
 
 
 def over(p: Protocol) -> Next:
-    """No rank is in a pass: what this rank has served of other passes is complete."""
-    received = (Receive(model) for model in p.served)
+    """No rank is in a pass: what this rank has served of other passes is complete.
+
+    A backward that ends here takes it itself.
+    """
+    takes = {n for n in p.running if p.models[n].course.in_backward}
+    received = (Receive(model) for model in p.served if model not in takes)
     return replaced(p, served=()), (WaitForReductions(), *received)
 
 

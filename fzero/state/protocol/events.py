@@ -97,14 +97,13 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class SyncPoint:
-    """A collective of the user's begins, in the middle of a pass of a model, or of its loss.
+    """A collective of the user's begins, in the middle of passes, or of their loss.
 
     Attributes:
         values: as of a `Call`: what the ranks compare of it.
         backward: whether it is the backward of one that was made before.
     """
 
-    model: int
     values: tuple[int, ...] = ()
     backward: bool = False
 

@@ -101,9 +101,10 @@ class Protocol:
         running: the models in a pass, in the order in which their passes began.
         open: the model whose announcement was posted and not read; None if there is none.
         posted: the last message of this rank.
-        served: models that are in no pass here, of which reductions of other ranks' pass run.
+        served: models of which reductions run that another rank has asked for.
         known: whether the last round ended in an error, on every rank.
         heard: the values of each rank in the last call; () until all of them make it.
+        late: 1 after a collective of the user's that only a backward has made; else 0.
         met: whether all ranks came to the last call by a plan, which is then the same, or none did.
         agenda: what is still to do of the event that is handled, the next task first.
         undone: effects that an error in another effect has prevented: the next event does them
@@ -123,6 +124,7 @@ class Protocol:
     served: tuple[int, ...] = ()
     known: bool = False
     heard: tuple[tuple[int, ...], ...] = ()
+    late: int = 0
     met: bool = True
     agenda: tuple[Task, ...] = ()
     undone: tuple[Effect, ...] = ()
@@ -130,11 +132,30 @@ class Protocol:
     @property
     def inside(self) -> tuple[int, ...]:
         """The models with a pass here that a collective of the user's comes in the middle of."""
-        return tuple(
-            number
-            for number, one in self.models.items()
-            if number in self.running or (one.phase.inside and not one.units.gathers)
-        )
+        models = self.models.items()
+        return tuple(n for n, one in models if n in self.running or one.phase.inside)
+
+    @property
+    def meeting(self) -> tuple[int, ...]:
+        """Those of stage 3 that run: a collective of the user's is in their order, and is met."""
+        return tuple(n for n in self.running if self.models[n].units.gathers)
+
+    @property
+    def calls(self) -> int:
+        """Collectives of the user's whose backward will come in the passes that run here."""
+        return max((one.phase.calls for one in self.models.values() if one.phase.inside), default=0)
+
+    def defers(self, number: int) -> bool:
+        """Whether a backward below stage 3 is announced at its end.
+
+        Plans run one at a time, and a rank that goes from one to another would wait in the middle
+        of a backward, see `may_not_wait`. So beside another pass there is no plan until all
+        collectives of the user's are over.
+        """
+        others = (one for n, one in self.models.items() if n != number)
+        mine = self.models[number]
+        alone = not any(one.phase.inside for one in others)
+        return not (alone or mine.units.gathers) and mine.phase.calls > 0
 
     @property
     def reducible(self) -> int:

@@ -106,7 +106,8 @@ def before_collective(axis: Axis, call: UserCall | None = None) -> None:
     for performer in _in_a_pass(whole):
         performer.drop_raised()
         backward = call is not None and call.backward
-        for_training(performer.send, SyncPoint(codes, backward))
+        if performer.protocol.inside:
+            for_training(performer.send, SyncPoint(codes, backward))
         if performer.protocol.meeting and performer.axis.size == whole.size:
             met = performer
     if call is None or not codes:

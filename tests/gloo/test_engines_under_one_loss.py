@@ -156,7 +156,7 @@ def by_states(rank: int, _: int, stages: tuple[int, ...], seeds: range) -> list[
             grad = fzero.grad_and_reduce(loss, states)
             with pytest.raises(ValueError if raises else PeerFailedError):
                 grad(ranks[rank], raises=raises)
-            states, _ = grad(ranks[rank], raises=False)
+            states = grad(ranks[rank], raises=False)[0]
             states = [fzero.apply_gradients(state) for state in states]
         found.append([fzero.full_params(state) for state in states])
     return found
@@ -180,7 +180,7 @@ def one_evaluates(rank: int, _: int) -> Any:
     loss = models[rank](1.0, Part(rank, ("p0",)))
     if rank == 1:
         with torch.no_grad():
-            models[0](1.0, Part(0, ("p0",)))
+            models[0](1.0, Part(0, tuple(PARAMS)))
     loss.backward()
     for engine in engines:
         engine.step()

@@ -188,7 +188,7 @@ def one_evaluates(rank: int, _: int) -> Any:
 
 
 def test_what_others_bring_is_in_the_update_of_a_rank_that_evaluates_the_engine() -> None:
-    """On that rank its part of the sums was lost, without an error."""
+    """On that rank its part of the sums was lost."""
     want = PARAMS | {"p0": PARAMS["p0"] * (1 - RATE)}
     for got in run_ranks(one_evaluates, 2, timeout_s=30):
         torch.testing.assert_close(got, [want, want])

@@ -49,7 +49,8 @@ class Schedule:
     """The programs that a state has recorded: pass by pass between two updates.
 
     `passes[i]` are the forward and the backward of the i-th pass since the last update, as far as
-    they are known. A pass beyond the last one is expected to be like it.
+    they are known. A pass beyond the last one is expected to be like it. They number the units of
+    all states of the pass, whose sizes are `units`; `others` are those of passes with other states.
 
     Example:
         >>> schedule = with_program(Schedule(), 0, 1, Program((0, 1, ~1, ~0)))
@@ -60,6 +61,8 @@ class Schedule:
     """
 
     passes: tuple[tuple[Program | None, Program | None], ...] = ()
+    units: tuple[int, ...] = ()
+    others: tuple[Schedule, ...] = ()
 
 
 @lru_cache(maxsize=64)
@@ -77,6 +80,26 @@ def expected(schedule: Schedule, index: int, phase: int) -> Program | None:
     """Return the program of pass `index` in `phase` (0 forward, 1 backward); None if unknown."""
     known = schedule.passes[: index + 1]
     return next((one[phase] for one in reversed(known) if one[phase] is not None), None)
+
+
+_OTHERS = 16  # of which a schedule is kept: those that were used last
+
+
+def of_units(schedule: Schedule, units: tuple[int, ...]) -> Schedule:
+    """Return the schedule of passes over units of these sizes, empty if there was none.
+
+    Example:
+        >>> one = with_program(of_units(Schedule(), (4, 4)), 0, 1, Program((0, 1, ~1, ~0)))
+        >>> two = of_units(one, (4,))
+        >>> two.passes, of_units(two, (4, 4)).passes == one.passes
+        ((), True)
+    """
+    if schedule.units == units:
+        return schedule
+    known = (replace(schedule, others=()), *schedule.others)
+    found = next((one for one in known if one.units == units), Schedule(units=units))
+    rest = tuple(one for one in known if one.units != units and one.passes)
+    return replace(found, others=rest[:_OTHERS])
 
 
 def with_program(schedule: Schedule, index: int, phase: int, program: Program) -> Schedule:

@@ -91,6 +91,7 @@ class GradientCall(NamedTuple):
     loss_of: LossOf
     has_aux: bool
     weight: Weight | None
+    name: str  # with the states that it is about
 
 
 def versions_of(flats: Sequence[Tensor]) -> list[int]:

@@ -39,7 +39,7 @@ def grad_by_func(
     calls = Calls(states, BUILTINS, None)
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
-    agree("grad_and_reduce of arguments that require grad", crosses)
+    agree(f"{call.name} with arguments that require grad", crosses)
     held = [with_full(state) for state in states]
     by, rest = factors_of(states)
     fulls = [flat for _, some in held for flat in some]

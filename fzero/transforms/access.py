@@ -20,7 +20,7 @@ from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.outer import anchor_of
 from fzero.transforms.scaled import without_scale
-from fzero.transforms.states import ParamsT, flatten_states
+from fzero.transforms.states import ParamsT, call_of_states, flatten_states
 from fzero.transforms.weights import divided, total_weight
 
 
@@ -61,7 +61,10 @@ def full_params(state: Any, *, replica: bool = False) -> Any:
     states, treespec = flatten_states("full_params", state)
     for one in states:
         check_alive(one, written=True)  # it shows what is there
-    agree("full_params", [one for one in states if _is_gathered(one, replica)])
+    agree(
+        call_of_states("full_params", treespec),
+        [one for one in states if _is_gathered(one, replica)],
+    )
     return optree.tree_unflatten(treespec, [_full_params(one, replica) for one in states])
 
 
@@ -108,7 +111,7 @@ def gradients(state: Any) -> Any:
     for one in states:
         check_alive(one)
     require_learner(states, "gradients")
-    said = agree("gradients", states)
+    said = agree(call_of_states("gradients", treespec), states)
     require_held(said, "gradients")
     found = [_gradients(one, all_say) for one, all_say in zip(states, said, strict=True)]
     return optree.tree_unflatten(treespec, found)

@@ -34,7 +34,9 @@ class PassForm:
     carries: bool = False
 
 
-def functional_of(states: Sequence[TrainState]) -> Callable[[Performer | None], PassForm]:
+def functional_of(
+    states: Sequence[TrainState], name: str
+) -> Callable[[Performer | None], PassForm]:
     """Return what gives the form of a gradient call on the ranks of a performer; None on one rank.
 
     Where ranks carry several logical ranks of these states, some make more passes than others.
@@ -43,7 +45,7 @@ def functional_of(states: Sequence[TrainState]) -> Callable[[Performer | None], 
 
     def functional(performer: Performer | None) -> PassForm:
         number = FUNCTIONAL if performer is None else performer.nested(FUNCTIONAL)
-        return PassForm(name="grad_and_reduce", number=number, carries=True, served=served)
+        return PassForm(name=name, number=number, carries=True, served=served)
 
     return functional
 

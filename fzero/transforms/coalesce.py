@@ -14,7 +14,7 @@ from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
 from fzero.transforms.points import renewed
-from fzero.transforms.states import S, flatten_states, map_states
+from fzero.transforms.states import S, call_of_states, flatten_states, map_states
 
 
 @overload
@@ -102,7 +102,7 @@ def _close(tree: S) -> S:
     """
     states, treespec = flatten_states("coalesce", tree)
     if not all(_is_settled(one.window) for one in states):
-        said = agree("the end of coalesce", states)
+        said = agree(call_of_states("the end of coalesce", treespec), states)
         states = [
             reduce_agreed(one, all_say) if all_say.waits else one
             for one, all_say in zip(states, said, strict=True)

@@ -32,7 +32,7 @@ from fzero.transforms.announcement import PassForm
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.states import ParamsT, axis_of_loss, flatten_states
+from fzero.transforms.states import ParamsT, axis_of_loss, call_of_states, flatten_states
 
 
 @overload
@@ -104,7 +104,7 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
         with running_on(over):
             if needs_func([flat for one in states for flat in one.params.flats]):
                 return call([_gathered(one) for one in states])
-            return _by_unit(call, states, known)
+            return _by_unit(call, states, known, call_of_states("evaluate", treespec))
 
     return evaluated
 
@@ -136,10 +136,13 @@ def _held(state: TrainState) -> Any:
 
 
 def _by_unit(
-    call: Callable[[list[Any]], Any], states: Sequence[TrainState], known: dict[int, Schedule]
+    call: Callable[[list[Any]], Any],
+    states: Sequence[TrainState],
+    known: dict[int, Schedule],
+    name: str,
 ) -> Any:
     lazy = [i for i, one in enumerate(states) if one.setup.gathers_by_unit]
-    passes, places = for_training(_passes_of, states, lazy, known)
+    passes, places = for_training(_passes_of, states, lazy, known, name)
     made: dict[int, Any] = {i: _held(one) for i, one in enumerate(states) if i not in lazy}
     flats = [x for i in made for x in states[i].params.flats]
     versions = versions_of(flats)
@@ -170,7 +173,7 @@ def _by_unit(
 
 
 def _passes_of(
-    states: Sequence[TrainState], lazy: Sequence[int], known: dict[int, Schedule]
+    states: Sequence[TrainState], lazy: Sequence[int], known: dict[int, Schedule], name: str
 ) -> tuple[list[Pass], list[tuple[int, int]]]:
     """One pass for each set of ranks that gathers; for each such state its pass and place."""
     read = [as_read(states[i]) for i in lazy]
@@ -182,6 +185,6 @@ def _passes_of(
     def form(performer: Performer | None) -> PassForm:
         # A number that all ranks know, whatever they have evaluated before.
         number = EVALUATION if performer is None else performer.nested(EVALUATION)
-        return PassForm(name="evaluate", number=number, exact=exact)
+        return PassForm(name=name, number=number, exact=exact)
 
     return passes_of(read, form)

@@ -47,7 +47,7 @@ from fzero.transforms.logical import call_logical_ranks, setup_of, told_of_error
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
-from fzero.transforms.states import ParamsT, S, axis_of_loss, flatten_states
+from fzero.transforms.states import ParamsT, S, axis_of_loss, call_of_states, flatten_states
 from fzero.transforms.written import returned
 
 
@@ -151,6 +151,7 @@ def grad_and_reduce(
     for one in states:
         check_alive(one)
     learns = learning(wrt, state, states)
+    name = call_of_states("grad_and_reduce", treespec, learns)
     over = axis_of_loss(states, states[0].setup.axis)
     setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
     with told_of_errors(setup):
@@ -164,7 +165,7 @@ def grad_and_reduce(
                 with computed_in(states[0].setup.policy.autocast, states[0].device):
                     return loss(optree.tree_unflatten(treespec, params), *args, **kwargs)
 
-            return GradientCall(loss_of, has_aux=has_aux, weight=weight)
+            return GradientCall(loss_of, has_aux=has_aux, weight=weight, name=name)
 
         require_autograd("grad_and_reduce")
         for one in states:  # again: a call of this function may have used them up
@@ -213,7 +214,7 @@ def _by_autograd(
     call: GradientCall, states: Sequence[TrainState]
 ) -> tuple[list[TrainState], Result]:
     _require_one_gathers(states)
-    passes, places = passes_of(states, functional_of(states))
+    passes, places = passes_of(states, functional_of(states, call.name))
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = versions_of(flats)
     in_forward, before = True, connecting_calls()

@@ -148,7 +148,11 @@ class _OneRun:
         """Wait for all ranks: this one serves the gathers of those that carry more."""
         gathers = any(one.setup.gathers_by_unit for one in self.states)
         serves = gathers and self.setup.carries_several
-        serving = passes_of(self.states, functional_of(self.states))[0] if serves else []
+        serving = (
+            passes_of(self.states, functional_of(self.states, "grad_and_reduce"))[0]
+            if serves
+            else []
+        )
         try:
             agree(f"grad_and_reduce of logical ranks, {how}", self.states)
         finally:

@@ -308,6 +308,11 @@ class Pass:
 
     def _begin(self, phase: int, *, dropped: bool = False) -> Begin:
         count = None if self.gathers else self.reducer.unit_count
+        if self.gathers:  # the states of another pass, beside which this one was, have other units
+            owner, units = self.states[self.owner], self.machine.units.numels
+            known = schedule.of_units(owner.schedule, units)
+            if known is not owner.schedule:
+                self.put(self.owner, owner.replace(schedule=known))
         return begin_of(self.form, self.states, self.owner, phase, count, dropped=dropped)
 
     def _after_pass(self) -> None:

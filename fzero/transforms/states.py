@@ -35,6 +35,25 @@ def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTre
     return leaves, treespec
 
 
+def call_of_states(name: str, treespec: optree.PyTreeSpec, learns: Sequence[bool] = ()) -> str:
+    """Return what the other ranks are told of a call: its name, and where in a tree its states are.
+
+    Two states of a tree may look alike, as adapters do: ranks that give other ones must raise.
+
+    learns: of each state; by default all of them do.
+
+    Example:
+        >>> call_of_states("evaluate", optree.tree_structure({"base": 0, "x": [0, 0]}))
+        'evaluate of base, x.0, x.1'
+    """
+    if treespec.num_nodes == 1:
+        return name
+    paths = [".".join(map(str, path)) for path in treespec.paths()]
+    learns = learns or [True] * len(paths)
+    pairs = zip(paths, learns, strict=True)
+    return f"{name} of {', '.join(path if by else f'{path} (read)' for path, by in pairs)}"
+
+
 def map_states(name: str, fn: Callable[[TrainState], TrainState], tree: S) -> S:
     """Return the pytree `tree` with fn(state) in the place of each state."""
     states, treespec = flatten_states(name, tree)

@@ -22,7 +22,7 @@ from fzero.transforms.builtins import acting, begun
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
 from fzero.transforms.points import Running, reduced, transforms_of
 from fzero.transforms.prepare import Prepared, fulls_of, given_back, is_general
-from fzero.transforms.states import S, flatten_states
+from fzero.transforms.states import S, call_of_states, flatten_states
 from fzero.transforms.stepping import Stepping, rule_options
 from fzero.transforms.written import require_unwritten, returned
 
@@ -61,7 +61,7 @@ def apply_gradients(state: S) -> S:
         require_unwritten(one, optimizer=True)
     states = [begun(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
-    said = agree("apply_gradients", due, updates=True)
+    said = agree(call_of_states("apply_gradients", treespec), due, updates=True)
     require_held(said, "apply_gradients")
     if error := refused(states, treespec, said):
         raise error

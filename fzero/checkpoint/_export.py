@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
@@ -89,7 +89,7 @@ def export_safetensors(
                 is_there(old)
 
     def values() -> Iterator[tuple[str, Tensor]]:
-        for number, value in _whole_leaves(held):
+        for number, value in whole_parameters(held):
             yield names[number], value
         yield from buffers.items()
 
@@ -133,10 +133,7 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
     held = held_by("state_dict", state)
     facts = [f"step {int(held.states[0].step)}"]
     assert_same_everywhere(facts, held.processes.axis, what="state_dict")
-    paths, by_path = all_paths(held.setup.layout), {}
-    for number, values in _whole_leaves(held):
-        copied = torch.empty_like(values, device="cpu").copy_(values)
-        by_path.update(dict.fromkeys(paths[number], copied))
+    by_path = values_by_path(held)
     of = module if held.engine is None else held.engine.module
     if of is None:
         return by_path
@@ -155,11 +152,31 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
     return result | {name: x.cpu().clone() for name, x in buffers_of(of).items()}
 
 
-def _whole_leaves(held: Held) -> Iterator[tuple[int, Tensor]]:
-    """Yield (number of the leaf, whole values), gathered group by group. A collective."""
-    for index in range(len(held.setup.layout.groups)):
+def values_by_path(held: Held, paths: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return {path: whole values} on the CPU, a tied leaf at each of its paths. A collective.
+
+    paths: of the leaves that are wanted; by default all of them.
+    """
+    of_leaves, found = all_paths(held.setup.layout), dict[str, Tensor]()
+    wanted = {i for i, some in enumerate(of_leaves) if paths is None or {*some} & {*paths}}
+    for number, values in whole_parameters(held, wanted):
+        copied = torch.empty_like(values, device="cpu").copy_(values)
+        found.update(dict.fromkeys(of_leaves[number], copied))
+    return found
+
+
+def whole_parameters(held: Held, wanted: Set[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+    """Yield (number of the leaf, whole values), gathered group by group. A collective.
+
+    wanted: the leaves; by default all of them. Groups without any are not gathered.
+    """
+    for index, group in enumerate(held.setup.layout.groups):
+        if wanted is not None and wanted.isdisjoint(group.leaves):
+            continue
         flats = [one.params.flats[index] for one in held.states]
-        yield from whole_leaves(held, index, flats, held.setup.params)
+        for number, values in whole_leaves(held, index, flats, held.setup.params):
+            if wanted is None or number in wanted:
+                yield number, values
 
 
 def _begun(partial: Path, forms: Mapping[str, TensorForm], max_bytes: int) -> dict[str, Place]:

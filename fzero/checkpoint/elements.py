@@ -3,6 +3,8 @@
 For tools that take states of other ranks apart as a checkpoint does.
 """
 
+from fzero.checkpoint._export import values_by_path as values_by_path
+from fzero.checkpoint._export import whole_parameters as whole_parameters
 from fzero.checkpoint._held import Held as Held
 from fzero.checkpoint._held import held_by as held_by
 from fzero.checkpoint._held import stack_of as stack_of

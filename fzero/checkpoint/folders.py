@@ -6,9 +6,11 @@ kept -> read_sealed -> problems -> require_whole
 
 from fzero.checkpoint._folders import LOCK as LOCK
 from fzero.checkpoint._folders import Kind as Kind
+from fzero.checkpoint._folders import PathLike as PathLike
 from fzero.checkpoint._folders import digest_of_file as digest_of_file
 from fzero.checkpoint._folders import kept as kept
 from fzero.checkpoint._folders import make_folder as make_folder
+from fzero.checkpoint._folders import path_everywhere as path_everywhere
 from fzero.checkpoint._folders import require_whole as require_whole
 from fzero.checkpoint._folders import sweep as sweep
 from fzero.checkpoint._sealed import put_sealed as put_sealed

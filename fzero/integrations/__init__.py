@@ -2,6 +2,7 @@
 
 deepspeed       `initialize` with a DeepSpeed config, and DeepSpeed's methods and functions
 accelerate      for Hugging Face accelerate; `transformers` for the trainers that are built on it
+peft            adapters of PEFT as states over one base, and its files
 fabric          for Lightning Fabric
 
 In: their configs and calls. Out: an engine that they drive. What it cannot do raises an error.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,6 +17,8 @@ from torch.utils.hooks import RemovableHandle
 from fzero import checkpoint
 from fzero.adapter import Engine, gathered
 from fzero.checkpoint.driven import idle
+from fzero.checkpoint.elements import held_by, values_by_path
+from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.placeholder import LazyParam
 
@@ -113,20 +117,43 @@ def whole(engine: Engine | None, *, modify: bool = False) -> Iterator[None]:
     One rank alone may then save, or compute with parts of the module. Tied parameters stay one
     tensor. Below stage 3 the parameters are full anyway, but for encoded ones. With `modify`, all
     ranks may write to them, as `load_state_dict()` does, and leaving is a collective, too. None: do
-    nothing.
+    nothing. Of PEFT's models those that a file of its adapters has: the base stays as it is.
     """
     with ExitStack() as stack:
         if engine is not None and modify:
-            stack.enter_context(gathered(engine.module, modify=True))
+            names = _adapters_of(module := engine.module)
+            named = module.named_parameters()
+            some = [p for name, p in named if names is None or name in names]
+            stack.enter_context(gathered(some, modify=True))
         elif engine is not None and any(isinstance(p, LazyParam) for p in engine.parameters()):
-            stack.enter_context(_having(engine.module, checkpoint.state_dict(engine)))
+            names, held = _adapters_of(engine.module), held_by("save", engine)
+            assert_same_everywhere(
+                [f"of {names and sorted(names)}"], held.processes.axis, what="whole"
+            )
+            stack.enter_context(_having(engine.module, values_by_path(held, names)))
         yield
+
+
+def _adapters_of(module: nn.Module) -> set[str] | None:
+    """Return the parameters that a model of PEFT learns or saves; None for any other model."""
+    if "peft" not in sys.modules or not isinstance(module, sys.modules["peft"].PeftModel):
+        return None
+    model: Any = module
+    values, saved = model.state_dict(keep_vars=True), set[int]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says again what it says when it saves
+        for name, config in model.peft_config.items():
+            if not config.is_prompt_learning:  # what it saves is computed from what learns
+                some = sys.modules["peft"].get_peft_model_state_dict(model, values, name)
+                saved |= set(map(id, some.values()))
+    return {name for name, p in model.named_parameters() if p.requires_grad or id(p) in saved}
 
 
 @contextmanager
 def _having(module: nn.Module, values: dict[str, Tensor]) -> Iterator[None]:
-    """Replace the parameters of a module by `values`."""
-    shards = dict(module.named_parameters(remove_duplicate=False))
+    """Replace parameters of a module by `values`."""
+    named = module.named_parameters(remove_duplicate=False)
+    shards = {path: p for path, p in named if path in values}
     full = {p: nn.Parameter(values[path], p.requires_grad) for path, p in shards.items()}
     _assign(module, {path: full[p] for path, p in shards.items()})
     try:

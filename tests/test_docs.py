@@ -19,7 +19,10 @@ ROOT = Path(__file__).parent.parent
 PAGES = [path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts]
 DOCUMENTS = [ROOT / "README.md", *sorted(PAGES)]
 # Pages on libraries that take seconds to import, or start a process group: a process each.
-APART = {"huggingface.md": ("accelerate", "peft", "transformers"), "fabric.md": ("lightning_fabric",)}
+APART = {
+    "huggingface.md": ("accelerate", "peft", "transformers"),
+    "fabric.md": ("lightning_fabric",),
+}
 # Those that take seconds; the tests of what they show run in `make test`.
 LONG = {
     *("certify.md", "diff.md", "fabric.md", "huggingface.md", "pictures.md", "plan.md", "prove.md"),

@@ -1,4 +1,4 @@
-"""PEFT's LoRA under the Trainer of transformers, with a base that ZeRO shards.
+"""PEFT's LoRA under the Trainer of transformers, with a base in 4 bits that ZeRO shards.
 
     python examples/hf_lora.py
     torchrun --nproc-per-node 2 examples/hf_lora.py --stage 3
@@ -42,7 +42,9 @@ def make_trainer(stage: int | None, folder: Path, **arguments: Any) -> Any:
     common |= {"per_device_train_batch_size": ROWS // fzero.world().size, "save_steps": STEPS // 2}
     common |= {"use_cpu": not torch.cuda.is_available(), "report_to": [], "disable_tqdm": True}
     common |= {"activation_checkpointing": True, "logging_steps": 1}
-    trainer = Trainer if stage is None else sharded(Trainer, stage=stage)  # <- the new line
+    trainer: Any = Trainer
+    if stage is not None:
+        trainer = sharded(Trainer, stage=stage, frozen=fzero.codecs.nf4(block=64))  # <- is new
     return trainer(
         model=peft.get_peft_model(make_base(), config),  # type: ignore[arg-type]
         args=TrainingArguments(**(common | arguments)),
@@ -65,15 +67,20 @@ def main() -> None:
     resumed = make_trainer(args.stage, args.folder)
     resumed.train(resume_from_checkpoint=str(args.folder / f"checkpoint-{STEPS // 2}"))
     after, again = trainer.evaluate()["eval_loss"], resumed.evaluate()["eval_loss"]
-    held = trainer.accelerator.engines[0].memory_report()
+    (engine,) = trainer.accelerator.engines
+    held, values = fzero.state_bytes(engine.state), engine.full_state_dict()
 
-    read = peft.PeftModel.from_pretrained(make_base(), args.folder)
+    read: Any = peft.PeftModel.from_pretrained(make_base(), args.folder)
+    decoded = {path: x for path, x in values.items() if ".lora_" not in path}
+    assert not read.load_state_dict(decoded, strict=False).unexpected_keys
     with torch.no_grad():
         ids = torch.stack([row["input_ids"] for row in trainer.eval_dataset])
         loss = read(input_ids=ids, labels=ids).loss.item()
     if axis.rank == 0:
+        share = f"{held['parameters']:,} of {4 * sum(x.numel() for x in values.values()):,}"
         print(f"{axis.size} rank(s), stage {args.stage}: loss {before:.4f} -> {after:.4f}, "
-              f"{again:.4f} when resumed, {loss:.4f} read by PEFT; bytes {held}")  # fmt: skip
+              f"{again:.4f} when resumed, {loss:.4f} read by PEFT; "
+              f"bytes of parameters on each rank: {share}")  # fmt: skip
     if not (after < before and abs(after - again) < 1e-4 and abs(after - loss) < 1e-4):
         raise SystemExit("nothing learned, or another adapter when resumed or read")
 

@@ -88,9 +88,10 @@ def clip(engine: Engine, max_norm: float, norm_type: float) -> Tensor:
 def save(path: Any, engine: Engine) -> None:
     """Save a model and its optimizer, without the gradients that wait for an update.
 
-    Random generators are left out, too: the libraries save them. A collective.
+    Random generators are left out, too: the libraries save them. So is the base of PEFT's models,
+    which is where it came from. A collective.
     """
-    checkpoint.save(path, idle(engine), rng=False)
+    checkpoint.save(path, idle(engine), rng=False, frozen=not _is_of_peft(engine.module))
 
 
 def save_engines(folder: Any, engines: Sequence[Engine]) -> None:
@@ -134,9 +135,13 @@ def whole(engine: Engine | None, *, modify: bool = False) -> Iterator[None]:
         yield
 
 
+def _is_of_peft(module: nn.Module) -> bool:
+    return "peft" in sys.modules and isinstance(module, sys.modules["peft"].PeftModel)
+
+
 def _adapters_of(module: nn.Module) -> set[str] | None:
     """Return the parameters that a model of PEFT learns or saves; None for any other model."""
-    if "peft" not in sys.modules or not isinstance(module, sys.modules["peft"].PeftModel):
+    if not _is_of_peft(module):
         return None
     model: Any = module
     values, saved = model.state_dict(keep_vars=True), set[int]()

@@ -303,6 +303,9 @@ def test_a_trainer_gives_the_adapter_of_one_process_saves_it_alone_and_resumes(
                 saved = [group for group in layout.groups if group.trainable]
                 assert sent == (sum(map(numel_of, saved, [layout] * 99)) if stage == 3 else 0)
                 trainer.accelerator.wait_for_everyone()
+                text = (folder / "checkpoint-2" / "fzero" / "checkpoint.json").read_text()
+                frozen = [leaf for leaf in layout.leaves if not leaf.trainable]
+                assert text.count("frozen, left out") == len(frozen) > 10  # no base
                 engine.close()
             found = logits(read(plain(kind), folder / "saved"))
             torch.testing.assert_close(found, after, rtol=0.05 if low else 1e-9, atol=tol["atol"])
@@ -350,6 +353,8 @@ def test_the_examples_on_two_ranks(rank: int, world_size: int, tmp_path: Path) -
         said = run(f"hf_lora.py --folder {tmp_path}")
         assert ("read by PEFT" in said) == (rank == 0)
         if rank == 0:
+            held, whole = re.findall(r"each rank: ([\d,]+) of ([\d,]+)$", said, re.MULTILINE)[0]
+            assert int(held.replace(",", "")) < 0.11 * int(whole.replace(",", ""))
             check_examples(2)
         else:
             run("adapters.py")

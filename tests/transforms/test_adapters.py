@@ -214,7 +214,7 @@ def test_one_batched_step_is_that_of_each_alone_within_rounding(
     def body(rank: int) -> Any:
         rule = {"base": fzero.optim.no_optimizer(), "stack": RULE}
         params = {"base": BASE, "stack": stacked}
-        states = fzero.init(params, rule, stage={key: stages[key] for key in params})
+        states: Any = fzero.init(params, rule, stage={key: stages[key] for key in params})
         for step in range(3):
             rows = torch.empty(10, WIDTH)
             for number, name in enumerate("xz"):

@@ -198,27 +198,31 @@ def test_so_do_processes() -> None:
     run_ranks(differ_on_gloo, 2, "trained")
 
 
+STACK = {path: torch.stack([x, ADAPTERS["z"][path]]) for path, x in ADAPTERS["x"].items()}
+OF_ROW = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1, 0])  # the adapter of each row
+
+
+def batched(p: Any, rows: Tensor) -> Tensor:
+    """The sum of two means, each over half of the rows."""
+    each = {path: x[OF_ROW] for path, x in p["stack"].items()}
+    made = torch.func.vmap(output, in_dims=(None, 0, 0))(p["base"], each, rows)
+    return (made - 1).square().mean() * 2
+
+
 @covered(base=[0, 3], adapters=[0, 2, 3], world=[1, 2, 3])
 def test_one_batched_step_is_that_of_each_alone_within_rounding(
     base: int, adapters: int, world: int
 ) -> None:
     stages = {"base": base, "x": adapters, "z": adapters, "stack": adapters}
-    stacked = {path: torch.stack([x, ADAPTERS["z"][path]]) for path, x in ADAPTERS["x"].items()}
-    of_row = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1, 1, 0])  # the adapter of each row
-
-    def batched(p: Any, rows: Tensor) -> Tensor:
-        each = {path: x[of_row] for path, x in p["stack"].items()}
-        made = torch.func.vmap(output, in_dims=(None, 0, 0))(p["base"], each, rows)
-        return (made - 1).square().mean() * 2  # the sum of two means over half of the rows
 
     def body(rank: int) -> Any:
         rule = {"base": fzero.optim.no_optimizer(), "stack": RULE}
-        params = {"base": BASE, "stack": stacked}
+        params = {"base": BASE, "stack": STACK}
         states: Any = fzero.init(params, rule, stage={key: stages[key] for key in params})
         for step in range(3):
             rows = torch.empty(10, WIDTH)
             for number, name in enumerate("xz"):
-                rows[of_row == number] = ROWS[name][step, rank]
+                rows[number == OF_ROW] = ROWS[name][step, rank]
             with fzero.count_collectives() as log:
                 states, _ = fzero.grad_and_reduce(batched, states, wrt="stack")(rows)
             states |= {"stack": fzero.apply_gradients(states["stack"])}
@@ -231,3 +235,23 @@ def test_one_batched_step_is_that_of_each_alone_within_rounding(
         return torch.zeros(())
 
     each_rank(body, world)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_base_in_4_bits_gives_the_bits_of_the_decoded_one(stage: int) -> None:
+    def body(rank: int) -> Any:
+        reads, found = fzero.optim.no_optimizer(), []
+        encoded = fzero.init(BASE, reads, stage=stage, frozen=fzero.codecs.nf4(block=64))
+        decoded = fzero.init(fzero.full_params(encoded), reads, stage=stage)
+        assert not torch.equal(fzero.full_params(decoded)["0.w"], BASE["0.w"])
+        for base in (encoded, decoded):
+            states: Any = {"base": base, "x": fzero.init(ADAPTERS["x"], RULE, stage=2)}
+            states, value, _ = stepped(states, "x", 0, rank, ["base", "x"])
+            both: Any = {"base": base, "stack": fzero.init(STACK, RULE, stage=2)}
+            both, of_both = fzero.grad_and_reduce(batched, both, wrt="stack")(torch.ones(10, WIDTH))
+            trained = fzero.full_params(states["x"]), fzero.gradients(both["stack"])
+            found.append([value, of_both, *(x for one in trained for x in one.values())])
+        assert all(map(torch.equal, *found))
+        return torch.zeros(())
+
+    each_rank(body, 2)

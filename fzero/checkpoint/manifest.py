@@ -22,6 +22,7 @@ from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
 from fzero.state.entry import Entry
+from fzero.state.layout import ENCODED
 from fzero.transforms.kept import entries_of, is_slot, numbers_of, shared_of, trains_apart
 
 MANIFEST, FORMAT = "checkpoint.json", 3
@@ -130,15 +131,26 @@ def leaves_out(saved: Manifest) -> bool:
 def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
     """Raise `LayoutError`, naming every difference, if `saved` is not what `wanted` describes."""
     theirs = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
-    different = list(_differences(theirs, wanted.leaves))
+    forms = [
+        {name: text.split(ENCODED)[0] for name, text in leaves.items()}
+        for leaves in (theirs, wanted.leaves)
+    ]
+    different = list(_differences(*forms))
     if different:
         raise LayoutError(
             f"load: the parameters in {path} are not those of this state:{_listed(different)}",
-            cause="another model, dtype, or choice of what is trainable; or `frozen=`: leaves of a "
-            "state are stored by another codec, or by none.",
-            fix="make the state from the model that was saved, as it was. To store frozen leaves "
-            "otherwise, load so, and then fzero.init(fzero.full_params(loaded), ..., frozen=); "
-            "export_safetensors and import_safetensors carry decoded values. Nothing was changed.",
+            cause="another model, dtype, or choice of what is trainable.",
+            fix="make the state from the model that was saved. Nothing was changed.",
+        )
+    different = list(_differences(theirs, wanted.leaves))
+    if different:
+        raise LayoutError(
+            f"load: frozen parameters in {path} are stored otherwise:{_listed(different)}",
+            cause="another codec of `frozen=`, or none.",
+            fix="make the state with the one that was saved. To go on with another one, load so, "
+            "and then fzero.init(fzero.full_params(loaded), ..., frozen=); files of "
+            "export_safetensors have decoded values, and import_safetensors encodes them. Nothing "
+            "was changed.",
         )
     before, logical = saved.origin.get("logical"), wanted.origin.get("logical")
     if before != logical and None not in (before, logical):

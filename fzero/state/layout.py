@@ -16,6 +16,9 @@ from fzero.state.codec import Codec, Compress
 from fzero.state.encoded import WireForm, as_bytes, form_of, from_bytes
 
 
+ENCODED = " as "  # what stands before the codec where a leaf says what it is
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leaf:
     """One stored tensor of the parameter pytree (tied leaves are one `Leaf`)."""
@@ -54,7 +57,7 @@ class Leaf:
     @property
     def says(self) -> str:
         """What ranks, and a checkpoint and a state, must have in common of it."""
-        encoded = "" if self.codec is None else f" as {self.codec}"
+        encoded = "" if self.codec is None else f"{ENCODED}{self.codec}"
         learns = "trainable" if self.trainable else "frozen"
         return f"{self.shape} {self.dtype} {learns}{encoded}"
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import fzero
 from fzero.machine.codecs import Codec, nf4
 from tests.adapter import test_frozen_encoded as by_engine
 from tests.adapter.on_ranks import on_ranks
+from tests.live_bytes import LiveBytes
 from tests.transforms import test_frozen as by_steps
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -45,3 +47,34 @@ def test_two_ranks_train_as_on_the_decoded_base(rank: int, world_size: int, stag
         assert ours.keys() == theirs.keys()
         for path, x in ours.items():
             assert torch.equal(x, theirs[path]), path
+
+
+@on_ranks(2)
+def test_a_gathered_unit_is_bytes_and_one_decoded_leaf(rank: int, world_size: int) -> None:
+    width, layers = 256, 6
+    draw = torch.Generator().manual_seed(0)
+    params = {
+        f"{i}": {
+            "w": nn.Parameter(torch.randn(width, width, generator=draw), requires_grad=False),
+            "v": nn.Parameter(torch.randn(width, width, generator=draw), requires_grad=False),
+            "up": torch.zeros(2, width),
+        }
+        for i in range(layers)
+    }
+    one, between = width * width * 4, list[int]()
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for layer in p.values():
+            x = torch.tanh(x @ layer["w"] @ layer["v"] + x[:, :2] @ layer["up"])
+        between.append(live.settled(before + one))
+        return x.sum()
+
+    state = fzero.init(
+        params, fzero.optim.sgd(0.1), stage=3, frozen=nf4(), reshard_after_forward=False
+    )
+    with LiveBytes() as live:
+        before = live.alive()
+        with live.at_most(before + 6 * one, "one decoded leaf, and the bytes of all"):
+            fzero.grad_and_reduce(loss, state)(torch.ones(2, width))
+    whole = layers * 2 * nf4().wire_bytes(width * width)  # all units stay gathered: encoded
+    assert whole < between[0] - before < whole + 3 * one

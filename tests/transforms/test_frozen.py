@@ -333,3 +333,16 @@ def test_loading_takes_one_whole_leaf_at_a_time() -> None:
         state = fzero.init(params, fzero.optim.sgd(0.1), stage=2, frozen=nf4(), initializer=values)
         assert live.peak <= layers * encoded + 4 * one  # the leaf, and what encodes it
     assert fzero.full_params(state)["base"]["3.weight"].eq(1.0).all()
+
+
+def test_a_mirror_carries_the_bytes(tmp_path: Path) -> None:
+    def blank() -> Any:
+        step = fzero.shard(step_fn, stage=3, frozen=nf4())
+        return step, step.init(base(), fzero.optim.adamw(1e-2))
+
+    step, state = blank()
+    after, _ = step(state, torch.arange(5))
+    with fzero.checkpoint.Mirror(tmp_path, every=1) as mirror:
+        mirror.update(after)
+        restored, _ = mirror.restore(blank()[1])
+    require_equal(restored, after)

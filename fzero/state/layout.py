@@ -15,7 +15,6 @@ from torch.nn import Parameter
 from fzero.state.codec import Codec, Compress
 from fzero.state.encoded import WireForm, as_bytes, form_of, from_bytes
 
-
 ENCODED = " as "  # what stands before the codec where a leaf says what it is
 
 

@@ -152,7 +152,7 @@ class TorchOptimizer(Base):
 
     def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
         """Return what a slot of a leaf is encoded by; None where it is kept in numbers."""
-        kept = self._bound().kept_for(leaf)
+        kept = None if self.precision.encoding is None else self._bound().kept_for(leaf)
         if kept is None or slot not in kept.slots or not kept.slots[slot].is_floating_point():
             return None
         # It was tried with gradients of both signs.

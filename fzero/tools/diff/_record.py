@@ -206,11 +206,9 @@ def spacing_of(state: TrainState) -> float:
         dtypes |= {setup.communication_dtype(i) for i in setup.layout.trainable}
     dtypes |= {setup.accumulate_dtype(i) for i in setup.layout.trainable}
     leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
-    floats = (x for x in leaves if isinstance(x, Tensor) and x.ndim and x.is_floating_point())
-    dtypes |= {x.dtype for x in floats if x.numel()}
+    dtypes |= {x.dtype for x in leaves if isinstance(x, Tensor) and x.ndim and x.numel()}
     units = [eps_of(dtype) for dtype in dtypes]
     units += map(coarseness, {group.codec for group in setup.layout.groups if group.codec})
-    units += [coarseness(slot.codec) for slot in slots_of(state) if slot.codec is not None]
     if setup.codec is not None:
         units.append(coarseness(setup.codec))
     return max(units, default=torch.finfo(torch.float64).eps)
@@ -220,8 +218,6 @@ def optimizer_unit_of(state: TrainState, gradients: Flats) -> float:
     """Return eps of the coarsest dtype of the optimizer."""
     layout, slots = state.setup.layout, slots_of(state)
     mastered = {slot.group for slot in slots if slot.name == MASTERS}
-    coded = [coarseness(slot.codec) for slot in slots if slot.codec is not None]
-    dtypes = {slot.flat.dtype for slot in slots if slot.codec is None}
-    dtypes |= {flat.dtype for flat in gradients}
+    dtypes = {slot.flat.dtype for slot in slots} | {flat.dtype for flat in gradients}
     dtypes |= {layout.groups[i].dtype for i in layout.trainable if i not in mastered}
-    return max([*map(eps_of, dtypes), *coded], default=0.0)
+    return max(map(eps_of, dtypes), default=0.0)

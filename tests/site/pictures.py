@@ -29,7 +29,7 @@ BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 DATA: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "partition.png": lambda page: [one.to_dict() for one in page["maps"]],
     "memory.png": lambda page: page["memory"].to_dict(),
-    "stages.png": lambda page: [one.to_dict() for one in page["memories"]],
+    "stages.png": lambda page: [*(one.to_dict() for one in page["memories"]), page["kept"]],
     "step.png": lambda page: page["measured"].title,
 }
 """What each picture is drawn from, of the names that the page has bound."""

@@ -26,24 +26,27 @@ from fzero.machine.powersgd import powersgd
 from fzero.machine.residual import Memories, goes_back
 from fzero.state import Placement, Setup
 from fzero.state.codec import Codec
-from fzero.state.encoded import WireForm, decoded, encoded, sum_of, wide
+from fzero.state.encoded import WireForm, decoded, encoded, is_by_rows, sum_of, wide
 
 _TRIED = 1000  # elements that a codec is tried with
 
 
-def require_codec(name: str, codec: Codec) -> None:
-    """Raise `LayoutError` for a codec that does not what it says: tried on a few numbers."""
+def require_codec(name: str, codec: Codec, *, stores: bool = False) -> None:
+    """Raise `LayoutError` for a codec that does not what it says: tried on a few numbers.
+
+    One that `stores` values has to give the same bytes on each rank, and each time.
+    """
     if not name.endswith("gradients") and isinstance(codec, powersgd):
         raise LayoutError(
             f"{name}={codec}.",
             cause="parameters are gathered from shards, which cut matrices, and are of full rank.",
             fix="give it as gradients=, and here a codec of elements: fzero.codecs.int8().",
         )
-    if wrong := _wrong_with(codec):
+    if wrong := _wrong_with(codec) or (_unlike(codec) if stores else ""):
         raise LayoutError(
             f"{name}={codec}: {wrong}.",
             cause="a codec that encodes along other than the last dim, says a wrong size, is not "
-            "as linear as it says, or lacks one of its functions.",
+            "as linear as it says, draws random numbers, or lacks one of its functions.",
             fix="see fzero.codecs.Codec: each row [n] of x [.., n] is encoded by itself, and its "
             "size is a function of n; a codec whose encoded forms do not add up has linear=False.",
         )
@@ -51,11 +54,21 @@ def require_codec(name: str, codec: Codec) -> None:
 
 def _wrong_with(codec: Codec) -> str:
     """Return what a codec does on a few numbers that it does not say; "" if nothing."""
-    x = torch.linspace(-3.0, 2.0, 2 * _TRIED).view(2, _TRIED) ** 3
+    x = _numbers()
     try:
         return _wrong_in(codec, x) or (_wrong_sum(codec, x) if codec.linear else "")
     except _Raised as found:
         return str(found)
+
+
+def _numbers() -> Tensor:
+    return torch.linspace(-3.0, 2.0, 2 * _TRIED).view(2, _TRIED) ** 3
+
+
+def _unlike(codec: Codec) -> str:
+    if is_by_rows(codec, _numbers()):
+        return ""
+    return "a row is encoded to other bytes by itself, or the next time; or decoded to other values"
 
 
 class _Raised(Exception):

@@ -9,11 +9,13 @@ from math import lcm
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.errors.check import is_count, require
 from fzero.machine.rows import Blocks
 from fzero.state.codec import Codec
+from fzero.state.encoded import is_by_rows
 from fzero.state.layout import BLOCK
 
 _REACH = 1e-4  # of the largest of a block: the square of a gradient that is a hundredth of it
@@ -104,19 +106,30 @@ def _require_blocks(what: str, codec: Any) -> None:
             fix="use fzero.codecs.dynamic8() or int8(), a torch.dtype such as torch.bfloat16; of "
             "your own codec, say in `block` of how many elements a row is encoded by itself.",
         )
-    x = torch.linspace(-1.0, 1.0, codec.block)
+    x = torch.cat([torch.linspace(-1.0, 1.0, codec.block), torch.zeros(codec.block)])
     try:
-        blocks = Blocks(codec)
-        found = blocks.numbers(blocks.row_of(x))
-        wrong = "" if found.shape == x.shape else f"a block is decoded to {[*found.shape]}"
+        found = (blocks := Blocks(codec)).numbers(blocks.row_of(x))
+        wrong = _wrong(codec, x, found)
     except Exception as error:
         wrong = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if wrong:
         raise LayoutError(
-            f"{what}={codec} cannot encode a block of {codec.block}: {wrong}.",
-            cause="a codec that lacks a function, or encodes along other than the last dim.",
+            f"{what}={codec} cannot encode blocks of {codec.block}: {wrong}.",
+            cause="a codec that lacks a function, encodes along other than the last dim, divides "
+            "by a scale of 0, or draws random numbers.",
             fix="see fzero.codecs.Codec: each row [n] of x [.., n] is encoded by itself.",
         )
+
+
+def _wrong(codec: Any, x: Tensor, found: Tensor) -> str:
+    """Return what is wrong with two blocks, the second one of zeros, and what they became."""
+    if found.shape != x.shape:
+        return f"{len(x)} elements are decoded to {[*found.shape]}"
+    if not found.isfinite().all():
+        return "numbers between -1 and 1, or zeros, are decoded to infinities or NaN"
+    if not is_by_rows(codec, x.view(2, -1)):
+        return "a block has other bytes by itself, or the next time, or is decoded to other values"
+    return ""
 
 
 StateDtype = torch.dtype | Codec | Mapping[str, Codec] | Encoding | None

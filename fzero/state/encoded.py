@@ -122,6 +122,21 @@ def from_bytes(codec: Codec, row: Tensor, form: WireForm, dtype: torch.dtype) ->
     return decoded(codec, row.view(1, -1).view(form.dtype), form, dtype).reshape(-1)
 
 
+def is_by_rows(codec: Codec, x: Tensor) -> bool:
+    """Whether each row of x [r, n] is encoded by itself, and all of it the same the next time.
+
+    Example:
+        >>> from fzero.machine.codecs import int8
+        >>> is_by_rows(int8(), torch.tensor([[1.0, -0.5, 0.0], [3.0, 1.0, 2.0]]))
+        True
+    """
+    together, form = encoded(codec, x)
+    alone = torch.cat([encoded(codec, row.unsqueeze(0))[0] for row in x])
+    once, twice = (decoded(codec, together, form, x.dtype) for _ in range(2))
+    same = torch.equal(together.view(torch.uint8), alone.view(torch.uint8))
+    return same and torch.equal(once, twice)
+
+
 def sum_of(codec: Codec, buffer: Tensor, form: WireForm, dtype: torch.dtype) -> Tensor:
     """A buffer [r, m] -> [n]: what the ranks have sent, decoded and added up in their order."""
     rows = [buffer[r : r + 1] for r in range(buffer.shape[0])]

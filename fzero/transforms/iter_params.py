@@ -201,6 +201,7 @@ def _tensors(
     with torch.no_grad():
         flats = whole_groups(state, last)
     for i in wanted:
+        check_alive(state, written=True)  # an engine has stepped in the body of the loop
         index = next(index for index in last if i in groups[index].leaves)
         flat = flats.pop(index) if i == last[index] else flats[index]
         tensor = _leaf(state, index, i, flat)

@@ -76,7 +76,7 @@ def encodes(frozen: Any) -> Callable[[str, Tensor], Codec | None] | None:
             found: Any = frozen(path, leaf)
         if found is not None and found not in tried:
             OPTIONS["frozen"].require(found if isinstance(found, Codec) else object(), f"{path}: ")
-            require_codec("frozen", found)
+            require_codec("frozen", found, stores=True)
             tried.append(found)
         # What a gradient has lost would be remembered; what is stored once is not added to.
         return found and (replace(found, memory=False) if found.memory else found)

@@ -365,6 +365,32 @@ def any_dtype(x: Any) -> Any:
     return x
 
 
+@dataclass(frozen=True)
+class ByChance(Halves):
+    """It draws."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        return super().encode(x + torch.rand_like(x) / 64)
+
+
+@dataclass(frozen=True)
+class OneScale(Halves):
+    """One scale of all blocks."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        largest = x.abs().max().clamp(min=1e-30)
+        return largest.expand(*x.shape[:-1], 1).contiguous(), (x / largest).half()
+
+
+@dataclass(frozen=True)
+class OfNoZeros(Halves):
+    """It divides by the largest."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        largest = x.abs().amax(-1, keepdim=True)
+        return largest, (x / largest).half()
+
+
 def refusals() -> Iterator[tuple[str, Any, type, str]]:
     small = {"w": torch.ones(80, 80)}
     yield "no blocks", lambda: adamw(LR, state_dtype=codecs.bf16()), LayoutError, "no `block`"
@@ -380,6 +406,13 @@ def refusals() -> Iterator[tuple[str, Any, type, str]]:
         LayoutError,
         "state_dtype='int8'",
     )
+    for low, wrong in (
+        (ByChance(), "the next time"),
+        (OneScale(), "by itself"),
+        (OfNoZeros(), "NaN"),
+    ):
+        name = type(low).__name__
+        yield name, lambda low=low: adamw(LR, state_dtype=low), LayoutError, f"{name}.*{wrong}"
     doubles = {"w": torch.ones(80, 80, dtype=torch.float64)}
     yield "fp64", lambda: fzero.init(doubles, rule(Halves()), stage=0), LayoutError, "float64"
     whole = from_torch(torch.optim.Adafactor, state_dtype=codecs.int8())

@@ -312,6 +312,39 @@ def test_what_is_no_codec_is_refused() -> None:
         make(lambda path, leaf: "nf4")
 
 
+@dataclass(frozen=True)
+class ByChance(Own):
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        top, steps = super().encode(x)
+        return top, steps - ((steps > 99) & (torch.rand_like(x) < 0.5)).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class OneScale(Own):
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        top, steps = super().encode(x.reshape(1, -1))
+        return top.expand(len(x), 1).contiguous(), steps.view_as(x)
+
+    def bound(self, x: Tensor) -> Tensor:
+        return x.abs().amax().expand_as(x) / 60
+
+
+class Counts(Own):
+    calls = 0
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        Counts.calls += 1
+        return super().decode(parts, numel, dtype) * (1 + Counts.calls / 2**20)
+
+
+@pytest.mark.parametrize(
+    "codec", [ByChance(), OneScale(), Counts()], ids=lambda x: type(x).__name__
+)
+def test_a_codec_with_other_bytes_each_time_is_refused(codec: Codec) -> None:
+    with pytest.raises(LayoutError, match="to other bytes by itself, or the next time"):
+        fzero.init(base(), fzero.optim.sgd(0.1), stage=0, frozen=codec)
+
+
 def test_a_loss_that_writes_to_an_encoded_leaf_is_refused() -> None:
     state = fzero.init(base(), fzero.optim.sgd(0.1), stage=0, frozen=nf4())
     with pytest.raises(LayoutError, match=r"embedding.*stored encoded"):

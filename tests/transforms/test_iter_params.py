@@ -407,6 +407,18 @@ def test_a_state_that_is_used_up_meanwhile_is_refused_on_all_ranks() -> None:
     on_ranks(body, 2)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_an_engine_that_steps_within_a_unit_is_heard_at_its_next_tensor(stage: int) -> None:
+    module = net()
+    engine = fzero.adapter.Engine(module, RULE, stage=stage)
+    weights = fzero.iter_params(engine.state)
+    next(weights)
+    engine.backward(module(torch.ones(1, 5)).sum())
+    engine.step()
+    with pytest.raises(DonatedError):
+        next(weights)
+
+
 @pytest.mark.xdist_group("gloo")
 def test_in_processes_one_unit_is_whole_at_a_time() -> None:
     for paths, digests, rest in run_ranks(streamed, 2):

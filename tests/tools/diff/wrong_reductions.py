@@ -70,25 +70,25 @@ def sends_rounded(self: Any, index: int, x: Tensor, sent: Any = Setup.sent) -> T
 REAL_GATHER = gather.start_gather
 
 
-def gathers_turned_on_rank_1(shards: Any, axis: Any, codec: Any) -> Any:
-    flats = REAL_GATHER(shards, axis, codec=codec).wait()
+def gathers_turned_on_rank_1(shards: Any, axis: Any, codecs: Any = ()) -> Any:
+    flats = REAL_GATHER(shards, axis, codecs=codecs).wait()
     turned = [x.view(axis.size, -1).roll(1, 0).reshape(-1) for x in flats]
     return Landed(on_rank(1, turned, flats))
 
 
-def gathers_rounded(shards: Any, axis: Any, codec: Any) -> Any:
+def gathers_rounded(shards: Any, axis: Any, codecs: Any = ()) -> Any:
     rounded = [x.bfloat16().to(x.dtype) for x in shards]
-    return REAL_GATHER(rounded, axis, codec=codec)
+    return REAL_GATHER(rounded, axis, codecs=codecs)
 
 
 def gathers_stale() -> Any:
     """The unit of the first layer, the largest one, is gathered as it was at first."""
     kept: dict[int, Any] = {}
 
-    def start(shards: Any, axis: Any, codec: Any) -> Any:
+    def start(shards: Any, axis: Any, codecs: Any = ()) -> Any:
         if shards[0].numel() > 12:
             shards = kept.setdefault(axis.rank, [x.clone() for x in shards])
-        return REAL_GATHER(shards, axis, codec=codec)
+        return REAL_GATHER(shards, axis, codecs=codecs)
 
     return patched(gather, "start_gather", start)
 

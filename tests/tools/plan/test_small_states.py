@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class Llama(nn.Module):
 
     def __init__(self, d: int = 4096, h: int = 11008, vocabulary: int = 32000) -> None:
         super().__init__()
-        low = {"dtype": torch.bfloat16}
+        low: Any = {"dtype": torch.bfloat16}
         sizes = [(d, d)] * 4 + [(d, h), (d, h), (h, d)]
         self.layers = nn.ModuleList(
             nn.ModuleList(

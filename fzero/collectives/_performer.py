@@ -119,8 +119,11 @@ class Performer:
         """End the passes of backwards that raised here without a word to the other ranks.
 
         An engine does not see the exception of a plain loss.backward(). It may be gone before its
-        pass is over, at another time on each rank.
+        pass is over, at another time on each rank. An engine that is gone in the middle of a pass
+        is in none any more.
         """
+        for number in [n for n, party in self._parties.items() if party() is None]:
+            self.leave(number)
         for number in sorted(self._running):
             if number in self._running:
                 self._running[number].drop_raised()
@@ -147,11 +150,11 @@ class Performer:
         return isinstance(error, AxisError) and getattr(error, _BY, self) is self
 
     def _advance(self, event: Event, todo: deque[Effect]) -> None:
-        before = self.protocol.running
-        self.protocol, effects = rank.advance(self.protocol, event)
+        before = self.protocol
+        self.protocol, effects = rank.advance(before, event)
         todo.extend(effects)
-        if self.protocol.running is not before:
-            self._running = {number: self._party(number) for number in self.protocol.running}
+        if self.protocol.models is not before.models or self.protocol.running is not before.running:
+            self._running = {number: self._party(number) for number in self.protocol.under_way}
 
     def _perform(self, effect: Effect) -> Answer | None:
         match effect:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+import fzero
 from fzero.errors import PeerFailedError
 from tests.adapter.nets import F64, Net
 from tests.adapter.on_ranks import Place, at_places
@@ -82,3 +83,19 @@ def test_the_next_engine_after_a_plain_backward_that_raised_trains(
     for number in range(2):
         update(new, plain, at.rank, number)
     same(new.full_parameters(), dict(plain.module.named_parameters()))
+
+
+@at_places(2)
+def test_a_backward_that_raises_beside_another_engine_in_a_pass_is_heard(at: Place) -> None:
+    """Below stage 3 it is announced at its end only, while a user's collective is pending."""
+    beside, e = at.engine(Net), at.engine(Broken)
+    output = beside(at.draw(0)(2, 3))
+    fzero.psum(torch.ones(()))
+    e.module.fails = at.rank == 1
+    with pytest.raises(MemoryError if at.rank == 1 else PeerFailedError):
+        back(e, at.draw(0))
+    new, plain = at.both(Broken)
+    for number in range(2):
+        update(new, plain, at.rank, number)
+    same(new.full_parameters(), dict(plain.module.named_parameters()))
+    del output

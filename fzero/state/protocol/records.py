@@ -136,6 +136,12 @@ class Protocol:
         return tuple(n for n, one in models if n in self.running or one.phase.inside)
 
     @property
+    def under_way(self) -> tuple[int, ...]:
+        """The models with a pass here that other ranks are in, or will hear of when it ends."""
+        deferred = (n for n, one in self.models.items() if one.phase.deferred)
+        return *self.running, *(n for n in deferred if n not in self.running)
+
+    @property
     def meeting(self) -> tuple[int, ...]:
         """Those of stage 3 that run: a collective of the user's is in their order, and is met."""
         return tuple(n for n in self.running if self.models[n].units.gathers)

@@ -67,6 +67,7 @@ def test_an_empty_config_gives_deepspeeds_defaults() -> None:
         "logical_ranks": None,
         "seed": 0,
         "trainable": None,
+        "frozen": None,
         "reshard_after_forward": False,
         "prefetch_numel": 50_000_000,
         "persistent": (),

@@ -252,8 +252,8 @@ MUTANTS: dict[str, Edit] = {
     ),
     "a collective that only a backward makes is not expected again": Edit(
         "protocol._calls",
-        "replaced(p, late=1)",
-        "p",
+        "late=p.late.union(p.inside)",
+        "late=p.late",
         ("they repeat", 17),
     ),
     "each pass meets at a collective for itself": Edit(

@@ -55,7 +55,7 @@ def sync_point(p: Protocol, e: SyncPoint) -> Next:
 
     It is recorded like the use of a unit that is always here. Below stage 3 reductions go on beside
     it, over a group of their own; no rank waits for one in a backward until the last has come. The
-    first one that only a backward makes ends the plan; later backwards expect one.
+    first one that only a backward makes ends the plan; later backwards of these models expect one.
     """
     late = list[int]()
     for number in p.inside:
@@ -70,7 +70,8 @@ def sync_point(p: Protocol, e: SyncPoint) -> Next:
     if not late:
         return p, ()
     # Nobody knew of it: a rank may wait for a reduction of the plan.
-    return replaced(p, late=1).then(*((end_plan, n) for n in late if n in p.running)), ()
+    p = replaced(p, late=p.late.union(p.inside))
+    return p.then(*((end_plan, n) for n in late if n in p.running)), ()
 
 
 def arrive(p: Protocol, at: tuple[int, ...], values: tuple[int, ...]) -> Next:

@@ -50,7 +50,7 @@ def begin(p: Protocol, event: e.Begin) -> Next:
             sums=event.sums,
             silent=event.silent,
             dropped=event.dropped,
-            late=p.late,
+            late=int(number in p.late),
         )
     course = replaced(model.course, announcement=event.announcement)
     return _announced(p.put(number, course=course, residency=here), number, to), frees

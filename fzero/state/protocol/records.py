@@ -104,7 +104,7 @@ class Protocol:
         served: models of which reductions run that another rank has asked for.
         known: whether the last round ended in an error, on every rank.
         heard: the values of each rank in the last call; () until all of them make it.
-        late: 1 after a collective of the user's that only a backward has made; else 0.
+        late: models in whose passes a collective of the user's came that only a backward has made.
         met: whether all ranks came to the last call by a plan, which is then the same, or none did.
         agenda: what is still to do of the event that is handled, the next task first.
         undone: effects that an error in another effect has prevented: the next event does them
@@ -124,7 +124,7 @@ class Protocol:
     served: tuple[int, ...] = ()
     known: bool = False
     heard: tuple[tuple[int, ...], ...] = ()
-    late: int = 0
+    late: frozenset[int] = frozenset()
     met: bool = True
     agenda: tuple[Task, ...] = ()
     undone: tuple[Effect, ...] = ()

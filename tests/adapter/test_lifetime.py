@@ -88,7 +88,8 @@ def test_the_next_engine_after_a_plain_backward_that_raised_trains(
 @at_places(2)
 def test_a_backward_that_raises_beside_another_engine_in_a_pass_is_heard(at: Place) -> None:
     """Below stage 3 it is announced at its end only, while a user's collective is pending."""
-    beside, e = at.engine(Net), at.engine(Broken)
+    beside: Any = at.engine(Net)
+    e: Any = at.engine(Broken)
     output = beside(at.draw(0)(2, 3))
     fzero.psum(torch.ones(()))
     e.module.fails = at.rank == 1

@@ -45,6 +45,7 @@ class LinearMap(NamedTuple):
     # rows this rank sends to each rank, and gets from each. The adjoint swaps the two.
     between: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     backward: bool = False  # of one that was called before
+    connects: bool = False  # its adjoint will be called, if there is a backward
 
     @property
     def adjoint(self) -> LinearMap:
@@ -55,10 +56,8 @@ class LinearMap(NamedTuple):
 
     @property
     def said(self) -> str:
-        """What ranks compare of it, beside the shapes."""
+        """What ranks compare of a user's call, beside the shapes."""
         op, name = _OPS[self.kind], self.name + " in rank order" * self.ordered
-        if not self.name:
-            return op
         return name if name.startswith(op) else f"{op} in the backward of {name}"
 
     @property
@@ -115,7 +114,8 @@ class _Linear(torch.autograd.Function):
 
 
 def _applied(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
-    if not (in_transform() or wants_graph(xs)):  # as in a backward: nothing is to be recorded
+    # Of a user's, as in a backward, where nothing is to be recorded.
+    if plan.name and not (in_transform() or wants_graph(xs)):
         return tuple(_run(plan, xs))
     apply: Callable[..., tuple[Tensor, ...]] = cast(Any, _Linear).apply  # torch gives it no type
     return apply(plan, *xs)
@@ -150,9 +150,10 @@ def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     axis = plan.axis
     if axis.runtime is Runtime.LOCAL:
         return list(xs)  # over one rank all maps are the identity
-    # Without a graph, as in the forward of a checkpoint, nobody knows yet.
-    if plan.name and (not torch.is_grad_enabled() or any(map(is_differentiated, xs))):
-        _connecting()[0] += 1
+    if plan.name:
+        plan = plan._replace(connects=any(map(is_differentiated, xs)))
+        # Without a graph, as in the forward of a checkpoint, nobody knows yet.
+        _connecting()[0] += plan.connects or not torch.is_grad_enabled()
     # To a user's call the other ranks come, and may have something.
     sent = [bool(x.numel() or plan.name) for x in xs]
     wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
@@ -190,21 +191,21 @@ def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis = plan.kind, plan.axis
     _come(plan, xs)
     # A rank without rows may get some in a ragged exchange, and virtual ranks compare calls in it.
-    if kind != "ragged" and not lowering.swaps(axis) and not any(x.numel() for x in xs):
+    if kind != "ragged" and not any(x.numel() for x in xs) and not lowering.swaps(axis):
         return [of_nothing(kind, axis, x).clone() for x in xs]
     if axis.runtime is Runtime.PROCESSES and is_recorded(xs):
         group = axis.group().group_name
         return traced.RUN[kind](list(xs), axis.name, group, axis.size, *plan.rest)
-    return _BEGIN[kind](xs, plan).wait()
+    return _BEGIN[kind](xs, plan, plan.name and plan.said).wait()
 
 
 def _come(plan: LinearMap, xs: Sequence[Tensor]) -> None:
     """Come to this place together with all ranks, which make the same call if it is a user's."""
     if not plan.name or is_recorded(xs):
-        before_collective(plan.axis)
+        before_collective(plan.axis, connects=plan.connects)
         return
     shapes = lowering.shapes_of(xs, ragged=plan.kind == "ragged")
-    before_collective(plan.axis, UserCall(plan.said, shapes, plan.backward))
+    before_collective(plan.axis, UserCall(plan.said, shapes, plan.backward), connects=plan.connects)
 
 
 _OPS = {
@@ -216,21 +217,21 @@ _OPS = {
     "permute": "ppermute",
 }
 
-Begin = Callable[[Sequence[Tensor], LinearMap], lowering.Started]
+Begin = Callable[[Sequence[Tensor], LinearMap, str], lowering.Started]
 
 _BEGIN: dict[str, Begin] = {
-    "gather": lambda xs, plan: lowering.begin_all_gather(xs, plan.axis, said=plan.said),
-    "scatter": lambda xs, plan: lowering.begin_reduce_scatter(
-        xs, plan.axis, ordered=plan.ordered, said=plan.said
+    "gather": lambda xs, plan, said: lowering.begin_all_gather(xs, plan.axis, said=said),
+    "scatter": lambda xs, plan, said: lowering.begin_reduce_scatter(
+        xs, plan.axis, ordered=plan.ordered, said=said
     ),
-    "reduce": lambda xs, plan: lowering.begin_all_reduce(
-        xs, plan.axis, ordered=plan.ordered, said=plan.said
+    "reduce": lambda xs, plan, said: lowering.begin_all_reduce(
+        xs, plan.axis, ordered=plan.ordered, said=said
     ),
-    "exchange": lambda xs, plan: lowering.begin_all_to_all(xs, plan.axis, said=plan.said),
-    "ragged": lambda xs, plan: lowering.begin_uneven_all_to_all(
-        xs, plan.axis, *plan.between, said=plan.said
+    "exchange": lambda xs, plan, said: lowering.begin_all_to_all(xs, plan.axis, said=said),
+    "ragged": lambda xs, plan, said: lowering.begin_uneven_all_to_all(
+        xs, plan.axis, *plan.between, said=said
     ),
-    "permute": lambda xs, plan: lowering.begin_permute(xs, plan.axis, *plan.between),
+    "permute": lambda xs, plan, said: lowering.begin_permute(xs, plan.axis, *plan.between),
 }
 
 

@@ -49,14 +49,14 @@ from fzero.state.buffers import SIXTEEN_BIT
 # said: of a user's call, what virtual ranks compare when they exchange values.
 
 
-def begin_all_gather(shards: Sequence[Tensor], axis: Axis, *, said: str = "all_gather") -> Started:
+def begin_all_gather(shards: Sequence[Tensor], axis: Axis, *, said: str = "") -> Started:
     """Start to give each [l, *t] -> [r l, *t], the ranks' shards in rank order."""
     shards = [shard.contiguous() for shard in shards]
     if is_abstract():
         outs = _as_op("all_gather", shards, axis)
         started = Started("all_gather", axis, (), lambda: outs, shards)
     elif axis.runtime is Runtime.VIRTUAL:
-        outs = _swap(said, shards, axis, torch.cat)
+        outs = _swap(said or "all_gather", shards, axis, torch.cat)
         started = Started("all_gather", axis, (), lambda: [out.clone() for out in outs])
     else:
         outs = [shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
@@ -67,7 +67,7 @@ def begin_all_gather(shards: Sequence[Tensor], axis: Axis, *, said: str = "all_g
 
 
 def begin_reduce_scatter(
-    fulls: Sequence[Tensor], axis: Axis, *, ordered: bool, said: str = "reduce_scatter"
+    fulls: Sequence[Tensor], axis: Axis, *, ordered: bool, said: str = ""
 ) -> Started:
     """Start to give each [r l, *t] -> [l, *t]: this rank's shard of the sum over ranks."""
     fulls = [full.contiguous() for full in fulls]
@@ -76,7 +76,7 @@ def begin_reduce_scatter(
     if _is_op(fulls):
         return given(_as_op("reduce_scatter", fulls, axis, ordered), axis)
     if swaps(axis):
-        sums = _swap(said, fulls, axis, sum_in_order)
+        sums = _swap(said or "reduce_scatter", fulls, axis, sum_in_order)
         return given([_own_rows(x, axis).clone() for x in sums], axis)
     if ordered or any(is_gloo(axis, full.device) for full in fulls):
         return begin_scatter_by_exchange(fulls, axis, "reduce_scatter")
@@ -85,14 +85,14 @@ def begin_reduce_scatter(
     return Started("reduce_scatter", axis, works, lambda: outs, fulls)
 
 
-def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis, *, said: str = "all_to_all") -> Started:
+def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis, *, said: str = "") -> Started:
     """Start to give each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
     for full in fulls:
         note("all_to_all", axis, full.numel(), full.dtype)
     if _is_op(fulls):
         return given(_as_op("all_to_all", fulls, axis), axis)
     if swaps(axis):
-        every = _swap(said, fulls, axis, torch.stack)  # [from, to l]
+        every = _swap(said or "all_to_all", fulls, axis, torch.stack)  # [from, to l]
         mine = [_cut(x, axis)[:, axis.rank] for x in every]
         form = torch.contiguous_format
         return given([x.clone(memory_format=form).flatten(0, 1) for x in mine], axis)
@@ -105,7 +105,7 @@ def begin_uneven_all_to_all(
     sent: Sequence[int],
     received: Sequence[int],
     *,
-    said: str = "all_to_all",
+    said: str = "",
 ) -> Started:
     """Start to give each [sum(sent), *t] -> [sum(received), *t].
 
@@ -120,7 +120,9 @@ def begin_uneven_all_to_all(
         return given(_as_op("uneven_all_to_all", xs, axis, list(sent), list(received)), axis)
     if swaps(axis):
         shapes = shapes_of(xs, ragged=True)
-        parts = [swap_parts(said, torch.split(x, list(sent)), axis, shapes) for x in xs]
+        parts = [
+            swap_parts(said or "all_to_all", torch.split(x, list(sent)), axis, shapes) for x in xs
+        ]
         return given([torch.cat(some) for some in parts], axis)
     return begin_uneven_by_exchange(xs, axis, sent, received)
 
@@ -181,7 +183,7 @@ def begin_all_reduce(
     *,
     ordered: bool,
     owned: bool = False,
-    said: str = "all_reduce",
+    said: str = "",
 ) -> Started:
     """Start to give each [*t] -> [*t]: the sum over ranks, on every rank.
 
@@ -193,7 +195,7 @@ def begin_all_reduce(
     if _is_op(values):
         return given(_as_op("all_reduce", values, axis, ordered), axis)
     if swaps(axis):
-        sums = _swap(said, values, axis, sum_in_order)
+        sums = _swap(said or "all_reduce", values, axis, sum_in_order)
         return given([x.clone() for x in sums], axis)
     if ordered or any(v.dtype in SIXTEEN_BIT and is_gloo(axis, v.device) for v in values):
         return begin_reduce_by_exchange(values, axis)

@@ -29,7 +29,19 @@ from fzero.state.effects import (
     Read,
     WaitForReductions,
 )
-from fzero.state.protocol import Answer, Broke, Call, Event, Join, Leave, Raised, Units
+from fzero.state.protocol import (
+    Answer,
+    Begin,
+    Broke,
+    Call,
+    Event,
+    FirstGradient,
+    GiveUp,
+    Join,
+    Leave,
+    Raised,
+    Units,
+)
 
 FUNCTIONAL = 2**29
 """The number of a functional pass; of one inside its loss, the next."""
@@ -57,6 +69,9 @@ class Party(Protocol):
         """Drop a backward that raised on this rank without a word to the other ranks."""
         ...
 
+
+_DEFERRING = (Begin, FirstGradient, GiveUp)
+"""The events at which a backward is deferred, or is not any more."""
 
 _BY = "_fzero_raised_by"
 """Of an error, the performer that raised it: a loss may have states on several sets of ranks."""
@@ -119,11 +134,8 @@ class Performer:
         """End the passes of backwards that raised here without a word to the other ranks.
 
         An engine does not see the exception of a plain loss.backward(). It may be gone before its
-        pass is over, at another time on each rank. An engine that is gone in the middle of a pass
-        is in none any more.
+        pass is over, at another time on each rank.
         """
-        for number in [n for n, party in self._parties.items() if party() is None]:
-            self.leave(number)
         for number in sorted(self._running):
             if number in self._running:
                 self._running[number].drop_raised()
@@ -153,7 +165,7 @@ class Performer:
         before = self.protocol
         self.protocol, effects = rank.advance(before, event)
         todo.extend(effects)
-        if self.protocol.models is not before.models or self.protocol.running is not before.running:
+        if self.protocol.running is not before.running or isinstance(event, _DEFERRING):
             self._running = {number: self._party(number) for number in self.protocol.under_way}
 
     def _perform(self, effect: Effect) -> Answer | None:

@@ -90,13 +90,13 @@ class UserCall(NamedTuple):
         return f"{self.name}[{self.shapes}]"
 
 
-def before_collective(axis: Axis, call: UserCall | None = None) -> None:
+def before_collective(axis: Axis, call: UserCall | None = None, *, connects: bool = False) -> None:
     """A collective begins: ranks in the middle of a pass come to the same place.
 
     All ranks of a mesh do, also for a collective over one of its dims. The name and the shapes of a
     user's `call` go with the round in which they come. Raises `MismatchError`, on every rank, if
     ranks make other calls, or one with other shapes on the ranks that it is over. Virtual ranks
-    compare shapes when they exchange values.
+    compare shapes when they exchange values. `connects`: as of a `SyncPoint`.
     """
     whole = axis.whole or axis
     codes: tuple[int, ...] = ()
@@ -105,9 +105,10 @@ def before_collective(axis: Axis, call: UserCall | None = None) -> None:
     met = None
     for performer in _in_a_pass(whole):
         performer.drop_raised()
+        if not performer.protocol.inside:
+            continue
         backward = call is not None and call.backward
-        if performer.protocol.inside:
-            for_training(performer.send, SyncPoint(codes, backward))
+        for_training(performer.send, SyncPoint(codes, backward, connects))
         if performer.protocol.meeting and performer.axis.size == whole.size:
             met = performer
     if call is None or not codes:

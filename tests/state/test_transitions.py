@@ -315,6 +315,16 @@ def test_a_backward_beside_another_pass_is_announced_at_its_end() -> None:
     assert one.begin(*program, phase=1) != []
 
 
+def test_a_collective_after_a_forward_counts_where_its_backward_will_come() -> None:
+    one = One(TWO_BUCKETS)
+    one.begin(*backwards(2).events)
+    one.send(SyncPoint(connects=False))  # of a checkpoint, maybe: nobody knows
+    one.send(EndForward(1))
+    for connects, wanted in ((False, 1), (True, 2), (False, 2)):
+        one.send(SyncPoint(connects=connects))
+        assert one.protocol.calls == wanted
+
+
 def test_a_pass_knows_of_a_collective_that_another_has_made_before_it() -> None:
     one = One(TWO_BUCKETS)
     one.protocol, _ = advance(one.protocol, Join(2, TWO_BUCKETS))

@@ -60,6 +60,8 @@ def sync_point(p: Protocol, e: SyncPoint) -> Next:
     late = list[int]()
     for number in p.inside:
         model = p.models[number]
+        if not (e.connects or e.backward or model.phase.runs):
+            continue  # a metric, after the forward
         in_backward = model.course.in_backward
         phase = pass_state.saw_call(model.phase, backward=e.backward and in_backward)
         p = p.put(number, phase=phase)

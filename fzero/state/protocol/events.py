@@ -102,10 +102,12 @@ class SyncPoint:
     Attributes:
         values: as of a `Call`: what the ranks compare of it.
         backward: whether it is the backward of one that was made before.
+        connects: whether what it gives is differentiated: its backward comes, if there is one.
     """
 
     values: tuple[int, ...] = ()
     backward: bool = False
+    connects: bool = True
 
 
 @dataclass(frozen=True, slots=True)

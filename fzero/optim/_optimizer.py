@@ -97,7 +97,7 @@ class Optimizer(Base):
             )
         masters = make_masters(flats, [self.precision.master_weights] * len(flats), place)
         kept = [self.precision.kept(p.dtype) if p.numel() else p.dtype for p in flats]
-        leaves = leaves_of_flats(flats, pieces)
+        leaves = {} if self.precision.encoding is None else leaves_of_flats(flats, pieces)
         moments = tuple(
             tuple(
                 place(begun(self.codec_of(leaves[i], name) if i in leaves else None, p, 0.0, k))

@@ -14,7 +14,7 @@ from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.machine.parts import gather_parts
-from fzero.state import Buffers, Layout, Placement, TrainState, buffers
+from fzero.state import Layout, Placement, TrainState, buffers
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
@@ -142,8 +142,7 @@ def whole_groups(
 ) -> dict[int, Tensor]:
     """Return {group: its full flat}, on the device. A collective where any of them is cut."""
     by_placement: dict[Placement, dict[int, Tensor]] = {}
-    for index in groups:
-        flat, placement = held_of(state, index, replica=replica)
+    for index, flat, placement in held_of(state, groups, replica=replica):
         by_placement.setdefault(placement, {})[index] = to_device(flat, state.device)
     whole: dict[int, Tensor] = {}
     while by_placement:
@@ -153,25 +152,27 @@ def whole_groups(
     return whole
 
 
-def held_of(state: TrainState, index: int, *, replica: bool = False) -> tuple[Tensor, Placement]:
-    """Return what this rank has of the parameters of a group, and where ranks have the rest.
+def held_of(
+    state: TrainState, groups: Iterable[int], *, replica: bool = False
+) -> list[tuple[int, Tensor, Placement]]:
+    """Return (group, what this rank has of its parameters, where ranks have the rest).
 
     replica: of a state with local updates what its replica has; else the anchors.
     """
-    anchors = None if replica else _anchors_with(state, index)
-    if anchors is None:
-        return state.params.flats[index], state.params.placement
-    return anchor_of(state, index), anchors.placement
+    outer, learning = None if replica else state.outer, state.setup.layout.trainable
+    return [
+        (index, state.params.flats[index], state.params.placement)
+        if outer is None or index not in learning
+        else (index, anchor_of(state, index), outer.anchors.placement)
+        for index in groups
+    ]
 
 
 def placement_of(state: TrainState, index: int) -> Placement:
-    """Return the placement that `held_of` returns."""
-    return (_anchors_with(state, index) or state.params).placement
-
-
-def _anchors_with(state: TrainState, index: int) -> Buffers | None:
-    learns = index in state.setup.layout.trainable
-    return state.outer.anchors if state.outer is not None and learns else None
+    """Return the placement that `held_of` gives of a group."""
+    outer, learning = state.outer, state.setup.layout.trainable
+    held = state.params if outer is None or index not in learning else outer.anchors
+    return held.placement
 
 
 def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]:

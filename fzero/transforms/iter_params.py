@@ -271,8 +271,7 @@ def _own_digests(state: TrainState) -> list[int]:
     """Return the digest of what this rank has of each leaf."""
     setup = state.setup
     found = [0] * len(setup.layout.leaves)
-    for index in range(len(setup.layout.groups)):
-        flat, placement = held_of(state, index)
+    for index, flat, placement in held_of(state, range(len(setup.layout.groups))):
         here = to_device(flat, state.device)
         for one in leaf_ranges(setup.layout, index, setup.part(placement, setup.axis.rank)):
             found[one.leaf] = digest(one.of(here), one.start)

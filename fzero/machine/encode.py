@@ -31,18 +31,19 @@ from fzero.state.encoded import WireForm, decoded, encoded, is_by_rows, sum_of, 
 _TRIED = 1000  # elements that a codec is tried with
 
 
-def require_codec(name: str, codec: Codec, *, stores: bool = False) -> None:
-    """Raise `LayoutError` for a codec that does not what it says: tried on a few numbers.
+def require_codec(name: str, codec: Codec, of: str = "gradients") -> None:
+    """Raise `LayoutError` for a codec of these that does not what it says: tried on a few numbers.
 
-    One that `stores` values has to give the same bytes on each rank, and each time.
+    One of "gradients" may have factors of matrices; one of "parameters" sees shards of them; one of
+    "frozen" leaves stores them, and has to give the same bytes on each rank, and each time.
     """
-    if not name.endswith("gradients") and isinstance(codec, powersgd):
+    if of != "gradients" and isinstance(codec, powersgd):
         raise LayoutError(
             f"{name}={codec}.",
             cause="parameters are gathered from shards, which cut matrices, and are of full rank.",
             fix="give it as gradients=, and here a codec of elements: fzero.codecs.int8().",
         )
-    if wrong := _wrong_with(codec) or (_unlike(codec) if stores else ""):
+    if wrong := _wrong_with(codec) or (_unlike(codec) if of == "frozen" else ""):
         raise LayoutError(
             f"{name}={codec}: {wrong}.",
             cause="a codec that encodes along other than the last dim, says a wrong size, is not "

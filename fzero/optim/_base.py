@@ -8,6 +8,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from fzero.machine.rows import Blocks
+from fzero.optim._precision import Precision
 from fzero.state.layout import Leaf
 
 
@@ -148,3 +149,20 @@ class Base:
     def skips(self, params: Sequence[Tensor], state: Any) -> bool:
         """Whether `advance` takes `found_inf` and `grad_scale`, so that it can skip an update."""
         return False
+
+
+class OfPrecision(Base):
+    """An optimizer with a precision, which may encode what it keeps."""
+
+    __slots__ = ()
+
+    precision: Precision
+
+    @property
+    def block(self) -> int:
+        """Of how many elements leaves and shards consist, for what it keeps."""
+        return self.precision.block
+
+    def kind_of(self, path: str, numel: int) -> Hashable:
+        """Return what leaves of one flat have in common: all slots of it are kept alike."""
+        return self.group_of(path), self.precision.encodes(numel)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from fzero.machine.offload import cloned
 from fzero.machine.rows import Blocks
 from fzero.machine.threads import even_spans, threads_on
 from fzero.optim._apart import Apart, Parted, parted
-from fzero.optim._base import Base
+from fzero.optim._base import OfPrecision
 from fzero.optim._encoded import begun, in_portions, leaves_of_flats, not_differentiable
 from fzero.optim._formula import Chosen, Span, elements_of, step_by_formula
 from fzero.optim._piece import Piece, pieces_in, whole_leaves
@@ -47,7 +47,7 @@ class OptimizerState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimizer(Base):
+class Optimizer(OfPrecision):
     """An elementwise update rule, its options, and the leaves that have other options.
 
     `init(params)` and `update(grads, state, params)` are the pure pair that optax and TorchOpt
@@ -65,15 +65,6 @@ class Optimizer(Base):
     def divides(self) -> bool:
         """Whether it divides by a state: by a mean of squared gradients."""
         return "exp_avg_sq" in self.rule.moments
-
-    @property
-    def block(self) -> int:
-        """Of how many elements leaves and shards consist, for what it keeps."""
-        return self.precision.block
-
-    def kind_of(self, path: str, numel: int) -> Hashable:
-        """Return what leaves of one flat have in common: all slots of it are kept alike."""
-        return self.group_of(path), self.precision.encodes(numel)
 
     def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
         """Return what a slot of a leaf is encoded by; None where it is kept in numbers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -16,7 +16,7 @@ from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners
 from fzero.machine.rows import Blocks
 from fzero.machine.threads import threads_on
-from fzero.optim._base import Base
+from fzero.optim._base import OfPrecision
 from fzero.optim._bind import Bound, bind
 from fzero.optim._encoded import require_elements
 from fzero.optim._kept import as_kept
@@ -51,7 +51,7 @@ _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchOptimizer(Base):
+class TorchOptimizer(OfPrecision):
     """A torch.optim class, factory or instance, used on the flat shards of a state.
 
     Between updates an instance is as its user left it: its param groups have the user's
@@ -140,15 +140,6 @@ class TorchOptimizer(Base):
     def divides(self) -> bool:
         """Whether it divides by a state: by squared gradients, as torch.optim names them."""
         return any(not _SQUARES.isdisjoint(kept.slots) for kept in self._bound().kept.values())
-
-    @property
-    def block(self) -> int:
-        """Of how many elements leaves and shards consist, for what it keeps."""
-        return self.precision.block
-
-    def kind_of(self, path: str, numel: int) -> Hashable:
-        """Return what leaves of one flat have in common: all slots of it are kept alike."""
-        return self.group_of(path), self.precision.encodes(numel)
 
     def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
         """Return what a slot of a leaf is encoded by; None where it is kept in numbers."""

@@ -89,7 +89,7 @@ def compress(
     shown = {"gradients": gradients, "parameters": parameters}
     shown = {name: codec for name, codec in shown.items() if codec is not None}
     for name, codec in shown.items():
-        require_codec(f"compress: {name}", codec)
+        require_codec(f"compress: {name}", codec, name)
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any

@@ -126,7 +126,7 @@ class Pass:
     def put(self, number: int, state: TrainState) -> None:
         """Go on with another record of a state: the one place where states are assigned."""
         self.states[number] = state
-        self.held[number].flats = state.params.flats
+        self.held[number].hold_now(state.params.flats)
 
     # The pass, in its order.
 

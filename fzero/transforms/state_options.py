@@ -35,7 +35,7 @@ def check_shared(options: OptionsT) -> OptionsT:
     compress = options.compress or Compress()
     for name, codec in (("gradients", compress.gradients), ("parameters", compress.parameters)):
         if codec is not None:
-            require_codec(f"compress: {name}", codec)
+            require_codec(f"compress: {name}", codec, name)
     return options
 
 
@@ -76,7 +76,7 @@ def encodes(frozen: Any) -> Callable[[str, Tensor], Codec | None] | None:
             found: Any = frozen(path, leaf)
         if found is not None and found not in tried:
             OPTIONS["frozen"].require(found if isinstance(found, Codec) else object(), f"{path}: ")
-            require_codec("frozen", found, stores=True)
+            require_codec("frozen", found, "frozen")
             tried.append(found)
         # What a gradient has lost would be remembered; what is stored once is not added to.
         return found and (replace(found, memory=False) if found.memory else found)

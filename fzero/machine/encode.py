@@ -32,10 +32,10 @@ _TRIED = 1000  # elements that a codec is tried with
 
 
 def require_codec(name: str, codec: Codec, of: str = "gradients") -> None:
-    """Raise `LayoutError` for a codec of these that does not what it says: tried on a few numbers.
+    """Raise `LayoutError` for a codec that does not what it says: tried on a few numbers.
 
-    One of "gradients" may have factors of matrices; one of "parameters" sees shards of them; one of
-    "frozen" leaves stores them, and has to give the same bytes on each rank, and each time.
+    of: what it encodes. "gradients" may be encoded as factors of matrices; of "parameters" it sees
+        shards; of "frozen" leaves it has to give the same bytes on each rank, and each time.
     """
     if of != "gradients" and isinstance(codec, powersgd):
         raise LayoutError(

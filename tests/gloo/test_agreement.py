@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 import fzero
 from tests import oracle
@@ -57,16 +55,12 @@ def counted(step: Any, state: Any, batches: list[tuple[Any, ...]]) -> list[tuple
 
 def rounds_everywhere(rank: int, world_size: int) -> dict[Any, list[int]]:
     """{(place, layers, calls, coalesced): rounds of each of three steps}."""
-    # A group of its own: after a collective that only a backward makes, functional steps on its
-    # ranks ask once more in each backward, and another test may have made one on these ranks.
-    group: Any = dist.new_group()
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("data",))
     found = {}
     for place in PLACES:
         for count in (2, 8):
             for calls, coalesced in ((1, False), (2, False), (3, True)):
                 options: Any = {"stage": place[0], "reshard_after_forward": place[1]}
-                state = fzero.init(layers(count), fzero.optim.sgd(LR), mesh=mesh, **options)
+                state = fzero.init(layers(count), fzero.optim.sgd(LR), **options)
                 step = fzero.coalesce(train) if coalesced else train
                 batch = (torch.ones(()).double(), [*range(count)], calls)
                 steps = counted(step, state, [batch] * 3)
@@ -77,7 +71,7 @@ def rounds_everywhere(rank: int, world_size: int) -> dict[Any, list[int]]:
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_steady_step_has_a_constant_number_of_rounds(ranks: int) -> None:
     """Whatever the number of units: where something is gathered or reduced, and for the update."""
-    for found in run_ranks(rounds_everywhere, ranks):
+    for found in run_ranks(rounds_everywhere, ranks, fresh=True):
         for (place, count, calls, coalesced), (first, *steady) in found.items():
             stage, reshard = place
             if coalesced:  # at stage 3 "window" the first of the calls gathers

@@ -73,6 +73,7 @@ def run_ranks(
     timeout_s: float = 60.0,
     raises: bool = False,
     backend: str = "gloo",
+    fresh: bool = False,
 ) -> list[Any]:
     """Call `body(rank, world_size, *args)` on every rank; return the results in rank order.
 
@@ -88,18 +89,22 @@ def run_ranks(
         raises: expect an exception on every rank, and return its (type name, message) per rank.
         backend: of the process group; with "nccl" in it every rank uses a GPU, several ranks the
             same one if there are fewer GPUs than ranks.
+        fresh: in processes that no other test has used, and none will. What ranks have done before
+            may change how many rounds they need: see docs/semantics.md.
 
     Fails the test (`pytest.fail`) with the traceback of every rank that raised, the exit code of
     every rank that died, and the stack of every rank that did not answer in time. One that waits
     for a failed rank is given 3 s, with `raises=True` the whole of `timeout_s`.
     """
-    pool = _pool(world_size, backend)
+    pool = Pool(world_size, backend) if fresh else _pool(world_size, backend)
     answers = pool.call(body, args, timeout_s, grace_s=timeout_s if raises else GRACE_S)
+    if fresh:
+        pool.stop()
     wanted = "raised" if raises else "returned"
     if any(answer.status != wanted for answer in answers):
         pool.stop()
         pytest.fail(_describe(body, answers, wanted), pytrace=False)
-    if raises and not pool.in_step():
+    if raises and not fresh and not pool.in_step():
         pool.stop()
     return [answer.value for answer in answers]
 

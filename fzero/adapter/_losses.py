@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from fzero.adapter._torch_hooks import current_graph_task
-from fzero.collectives import connecting_calls
+from fzero.collectives import Scope, close_scope, open_scope, tied_to, unreached
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.call import GivenCall, Weighed, Weight, weighed, with_weight
 from fzero.transforms.builtins import begun, called, factor_of, facts
@@ -51,18 +51,20 @@ class _Mark:
     owner: Losses
     factor: Tensor | None
     weight: Weight | None
+    connects: bool  # whether the losses of ranks are connected by collectives
 
 
 class Losses:
     """Makes the losses that one engine differentiates; notes which graph task began at which.
 
-    running: the pass of the state that learns.
+    running: the pass of the state that learns. watch: lets a backward begin where this tensor gets
+        its gradient.
     """
 
     latest: tuple[int, Losses | None] = (-1, None)
     """Of all engines: the graph task that reached a multiplied loss last, and whose it was."""
 
-    def __init__(self, running: Pass) -> None:
+    def __init__(self, running: Pass, watch: Callable[[Tensor], None]) -> None:
         self._running = running
         # Whether a loss becomes another one before its backward, but for a factor.
         self.acts = bool(transforms_of(running.states[0].setup, "loss"))
@@ -71,8 +73,10 @@ class Losses:
         self._mark: _Mark | None = None  # of the loss at which that task began
         self._weighed: Weighed | None = None  # its weight, or that of engine.backward()
         self._weight: Weight | None = None  # of engine.backward(), while it runs
-        self._connected = False  # whether one of its losses has called a collective
-        self._before = connecting_calls()
+        self._connected = False  # whether collectives connect its losses with those of others
+        self._watch, self._task_of_all = watch, -1
+        self.calls = Scope()
+        open_scope(self.calls)
 
     @property
     def are_others(self) -> bool:
@@ -81,7 +85,36 @@ class Losses:
 
     def updated(self) -> None:
         """An update: no graph from before it is differentiated any more."""
-        self._before = connecting_calls()
+        self.calls.tokens.clear()
+
+    def end(self) -> None:
+        """No backward will follow."""
+        close_scope(self.calls)
+
+    def scaled(self, loss: Any, weight: Weight | None = None) -> Tensor:
+        """Return what `learned` gives of a loss, of which the backward is made on all ranks alike.
+
+        A call of all ranks if collectives were called that connect their losses.
+        """
+        _require_loss(loss)
+        tokens, connects = unreached([loss], self.calls)
+        self._connected = connects and weight is not None
+        try:
+            return self.learned(self._as_of_all(loss, tokens, connects=connects), weight)
+        finally:
+            self._connected = False
+
+    def _as_of_all(self, loss: Tensor, tokens: Sequence[Tensor], *, connects: bool) -> Tensor:
+        """Return a loss of which the backward begins, and ends, on every rank if it `connects`."""
+        if not connects or self.is_learned(loss):
+            return loss
+        made = tied_to(loss, tokens)
+        made.register_hook(self._begins_on_all)
+        self._watch(made)
+        return made
+
+    def _begins_on_all(self, _: Tensor) -> None:
+        self._task_of_all = current_graph_task()
 
     def learned(self, loss: Any, weight: Weight | None = None) -> Tensor:
         """Return the loss that is differentiated; that of the user if nothing makes another of it.
@@ -90,8 +123,7 @@ class Losses:
 
         Raises `LayoutError` for what is no floating tensor, `PhaseError` for what it has returned.
         """
-        if not isinstance(loss, Tensor) or not loss.is_floating_point():
-            raise _no_loss("scale", loss, "; engine.scale_if_loss(x) takes anything")
+        _require_loss(loss)
         self._running.put(0, begun(self._running.states[0]))
         by = factor_of(self._running.states[0])
         if weight is not None:
@@ -103,7 +135,7 @@ class Losses:
         made: Any = loss_learned(self._running.states[:1], loss) if self.acts else loss
         made = made.view_as(made) if by is None else made * by
         if made.requires_grad:  # its hook comes before that of any output or parameter
-            made.fzero_mark = mark = _Mark(self, by, weight)
+            made.fzero_mark = mark = _Mark(self, by, weight, self._connected)
             made.register_hook(lambda gradient: self._saw(mark, loss, gradient))
         return made
 
@@ -137,19 +169,27 @@ class Losses:
             )  # raises, if it does
         marks = [_mark_of(x) for x in roots]
         weighs = weight is not None or any(one and one.weight is not None for one in marks)
-        self._connected = weighs and any(self._is_connected(x) for x in roots)
-        if self._connected and not all(isinstance(x, Tensor) for x in roots):
+        tensors = [x for x in roots if isinstance(x, Tensor)]
+        tokens, connects = unreached(tensors, self.calls, inputs=options.get("inputs"))
+        self._connected = weighs and connects
+        if connects and len(tensors) < len(roots):
             raise LayoutError(
-                "engine.backward got a GradientEdge and a weight, after a collective was called.",
-                cause="a loss that calls collectives is multiplied by its weight itself.",
+                "engine.backward got a GradientEdge, after a collective was called.",
+                cause="a loss that calls collectives is multiplied by its weight itself, and "
+                "differentiated on every rank.",
                 fix="give the loss, a tensor.",
             )
+        mark = marks[0]
+        if connects and mark is None:
+            roots[0] = self._as_of_all(roots[0], tokens, connects=True)
         if self.are_others or self._connected:
             roots = [self._as_root(x) for x in roots]
         else:
             for x in roots:
                 self._look_at(x, weight)
         self._roots, self._weight = {_mark_of(x) for x in roots}, weight
+        if tokens and mark is not None:  # it began before
+            roots[0] = tied_to(roots[0], tokens)
         try:
             torch.autograd.backward(roots if several else roots[0], gradient, **options)
         finally:
@@ -164,9 +204,9 @@ class Losses:
         """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
         self._running.calls.loss(loss, weight)
 
-    def _is_connected(self, root: Any) -> bool:
-        """Whether the adjoint of a collective of the user's may be in the graph of a loss."""
-        return connecting_calls() > self._before and _has_function(root)
+    def is_of_all(self, task: int) -> bool:
+        """Whether the backward in this graph task is made on all ranks alike."""
+        return task == self._task_of_all
 
     def begin(self, task: int) -> Weighed | None:
         """Return the weight of a backward that begins in a graph task; note it in the state.
@@ -226,7 +266,7 @@ class Losses:
             Losses.latest = (task, self)
         if self._running.calls.looks:
             self._look_at(loss.detach(), own)
-        connected = self._connected or (self._roots is None and self._is_connected(loss))
+        connected = self._connected or mark.connects
         self._weighed = weighed(loss, own, connected=connected)
         by = with_weight(None, self._weighed)
         return None if by is None else gradient * by
@@ -252,17 +292,9 @@ def _mark_of(x: Any) -> _Mark | None:
     return getattr(x, "fzero_mark", None)
 
 
-def _has_function(root: Any) -> bool:
-    """Whether a graph has a node that is written in Python: a collective, or what may call one."""
-    todo, seen = [getattr(root, "grad_fn", None) or getattr(root, "node", None)], set[Any]()
-    while todo:
-        node = todo.pop()
-        if isinstance(node, BackwardCFunction):
-            return True
-        if node is not None and node not in seen:
-            seen.add(node)
-            todo += [one for one, _ in node.next_functions]
-    return False
+def _require_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor) or not loss.is_floating_point():
+        raise _no_loss("scale", loss, "; engine.scale_if_loss(x) takes anything")
 
 
 def _no_loss(name: str, x: Any, more: str = "") -> LayoutError:

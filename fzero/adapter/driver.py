@@ -62,7 +62,7 @@ class Driver:
             for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
                 self.params.place(index, placeholders(reader, index))
         self.params.remember()
-        self.losses = Losses(self.running)
+        self.losses = Losses(self.running, weakly(self._watch))
         self.loops = Loops(self.running, module, params.own)
         learning, leaves = self.params.learning, setup.layout.leaves
         gradients = Gradients(self, [leaf for _, leaf in learning])
@@ -139,6 +139,9 @@ class Driver:
 
     # What the events lead to.
 
+    def _watch(self, loss: Tensor) -> None:
+        self.events.backwards.watch([loss])
+
     def forward_begins(self) -> None:
         """A root forward begins."""
         self.drop_unfinished()
@@ -163,7 +166,7 @@ class Driver:
                 self.running.performer.fail()
             raise error
         self.running.end_forward()
-        if not trains:
+        if not (trains or self.losses.calls.tokens):  # a backward may come by another rank's loss
             self.running.finish_forward()
 
     def backward_begins(self, first: Tensor | None) -> None:
@@ -173,8 +176,11 @@ class Driver:
             self.loops.require_none("p.grad = None")
             self.stand_ins.forget()
             self.clear()
-        weighed = self.losses.begin(current_graph_task())
-        self.running.begin_backward(silent=True, dropped=dropped, weighed=weighed)
+        weighed = self.losses.begin(task := current_graph_task())
+        # One that is made on all ranks alike is told to all, whether it brings gradients here or
+        # not: its weight counts.
+        silent = not self.losses.is_of_all(task)
+        self.running.begin_backward(silent=silent, dropped=dropped, weighed=weighed)
 
     def received(
         self, leaf: int, p: Any, task: int, around: int | None, *, first: bool = False
@@ -341,6 +347,7 @@ class Driver:
 
     def end(self) -> None:
         """The module and the optimizer were given back: no pass follows."""
+        self.losses.end()
         self.running.close()
         for p in self.params.all_objects:
             OWNERS.pop(id(p), None)

@@ -22,6 +22,13 @@ from fzero.collectives._api import psum_scatter as psum_scatter
 from fzero.collectives._api import reduce_scatter as reduce_scatter
 from fzero.collectives._backend import native as native
 from fzero.collectives._channel import Channel as Channel
+from fzero.collectives._connected import Scope as Scope
+from fzero.collectives._connected import apart as apart
+from fzero.collectives._connected import close_scope as close_scope
+from fzero.collectives._connected import connecting as connecting
+from fzero.collectives._connected import open_scope as open_scope
+from fzero.collectives._connected import tied_to as tied_to
+from fzero.collectives._connected import unreached as unreached
 from fzero.collectives._functions import connecting_calls as connecting_calls
 from fzero.collectives._functions import gather_many as gather_many
 from fzero.collectives._functions import reduce_many as reduce_many

@@ -26,11 +26,22 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
-from fzero.collectives._performers import UserCall, before_collective
+from fzero.collectives._connected import (
+    UsersCall,
+    anchors,
+    connected,
+    differentiated,
+    numbered,
+    unlike_nesting,
+)
+from fzero.collectives._performers import UserCall, also_connects, before_collective, digest
+from fzero.context import levels
 from fzero.context.here import current_ranks
 from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
 from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
+
+_TORCH: Any = torch  # what it has no types for
 
 
 class LinearMap(NamedTuple):
@@ -45,7 +56,9 @@ class LinearMap(NamedTuple):
     # rows this rank sends to each rank, and gets from each. The adjoint swaps the two.
     between: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     backward: bool = False  # of one that was called before
-    connects: bool = False  # its adjoint will be called, if there is a backward
+    call: UsersCall | None = (
+        None  # its number, if all ranks have come to it and some differentiate it
+    )
 
     @property
     def adjoint(self) -> LinearMap:
@@ -58,7 +71,10 @@ class LinearMap(NamedTuple):
     def said(self) -> str:
         """What ranks compare of a user's call, beside the shapes."""
         op, name = _OPS[self.kind], self.name + " in rank order" * self.ordered
-        return name if name.startswith(op) else f"{op} in the backward of {name}"
+        if self.backward:
+            number = "" if self.call is None else f"call {self.call.number}, "
+            return f"{op} in the backward of {number}{name}"
+        return name if name.startswith(op) else f"{op} of {name}"
 
     @property
     def batch_dim(self) -> int:
@@ -76,25 +92,40 @@ _ADJOINT = {"gather": "scatter", "scatter": "gather"}  # the others are their ow
 
 
 class _Linear(torch.autograd.Function):
-    """y = A x for one of the maps A; `plan` says which, over which axis."""
+    """y = A x for one of the maps A; `plan` says which, over which axis.
+
+    One that ranks have come to gives a token, too, see `_connected`.
+    """
 
     @staticmethod
     def forward(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(_run(plan, xs))
+        ys = _run(plan, xs)
+        return (*ys, *[ys[0].new_empty(0)] * (plan.call is not None))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.plan = inputs[0]
-        ctx.set_materialize_grads(True)
+        ctx.set_materialize_grads(ctx.plan.call is None)
+        ctx.like = output[0].shape, output[0].dtype, output[0].device
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
-        return None, *_applied(ctx.plan.adjoint, *dys)
+        plan = ctx.plan.adjoint
+        if plan.call is None:
+            return None, *_applied(plan, *dys)
+        differentiated(plan.call)
+        shape, dtype, device = ctx.like
+        dy = torch.zeros(shape, dtype=dtype, device=device) if dys[0] is None else dys[0]
+        return None, _called(plan, dy, gives=dys[0] is not None)
 
     @staticmethod
     def jvp(ctx: Any, *grad_inputs: Any) -> tuple[Tensor | None, ...]:
         _refuse_linearize()
         _, *dxs = grad_inputs
+        if ctx.plan.call is not None:
+            _, dtype, device = ctx.like
+            dy = _called(ctx.plan._replace(call=None), dxs[0])
+            return dy, torch.zeros(0, dtype=dtype, device=device)
         wanted = [dx for dx in dxs if dx is not None]  # integers have none
         done = iter(_applied(ctx.plan, *wanted) if wanted else ())
         return tuple(None if dx is None else next(done) for dx in dxs)
@@ -110,13 +141,86 @@ class _Linear(torch.autograd.Function):
             for x, dim in zip(xs, in_dims[1:], strict=True)
         ]
         ys = _applied(plan, *moved)
-        return ys, tuple(at for _ in ys)
+        return ys, tuple(at if i < len(xs) else None for i, _ in enumerate(ys))
+
+
+class _Lift(torch.autograd.Function):
+    """y = x, followed at the levels of some tokens, too."""
+
+    @staticmethod
+    def forward(x: Tensor, *tokens: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.count = len(inputs) - 1
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        return dys[0], *[None] * ctx.count
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.zeros_like(x) if tangents[0] is None else tangents[0].clone()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, int]:
+        x, *tokens = args
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        return _lifted(x, tokens), 0
+
+
+def _lifted(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+    apply: Callable[..., Tensor] = cast(Any, _Lift).apply
+    return apply(x, *tokens)
+
+
+def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
+    """Make one call of a user's, or its adjoint, on all ranks alike.
+
+    A rank that does not differentiate what another one does gets a graph, or a tangent of zeros, at
+    the same levels. gives: whether this rank has a value; None if none has, and nothing is sent.
+    """
+    if is_recorded([x]):
+        return _applied(plan._replace(call=None), x)[0]
+    bits, nesting = levels.followed(x), digest(levels.nesting())
+    shapes = lowering.shapes_of([x], ragged=plan.kind == "ragged")
+    own = levels.reverse(bits)
+    said = bits, nesting, _MASK ^ nesting, int(gives)
+    call = UserCall(plan.said, shapes, plan.backward, said, own)
+    everyone, nested, others, any_gives = before_collective(plan.axis, call)
+    if levels.by_func(everyone) and nested & others:
+        raise unlike_nesting()
+    if not any_gives:
+        return None
+    connects = levels.reverse(everyone)
+    if connects and not own:
+        also_connects(plan.axis)
+    # Without a graph, as in the forward of a checkpoint, nobody knows yet.
+    _connecting()[0] += connects or not torch.is_grad_enabled()
+    plan = plan._replace(call=numbered(plan.axis) if everyone else None)
+    missing, records = everyone & ~bits, torch.is_grad_enabled()
+    if not missing:
+        y, *token = _applied(plan, x)
+    else:
+        with torch.enable_grad():
+            x = x if records else x.detach()
+            y, *token = _applied(plan, _lifted(x, levels.tokens(missing, anchors())))
+            y = y if records else y.detach()
+    if plan.call is not None and connects:
+        connected(plan.call, token[0], backward=plan.backward)
+    return y
+
+
+_MASK = 2**56 - 1
 
 
 def _applied(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
     # Of a user's, as in a backward, where nothing is to be recorded.
     if plan.name and not (in_transform() or wants_graph(xs)):
-        return tuple(_run(plan, xs))
+        return (*_run(plan, xs), *[xs[0].new_empty(0)] * (plan.call is not None))
     apply: Callable[..., tuple[Tensor, ...]] = cast(Any, _Linear).apply  # torch gives it no type
     return apply(plan, *xs)
 
@@ -151,11 +255,8 @@ def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     if axis.runtime is Runtime.LOCAL:
         return list(xs)  # over one rank all maps are the identity
     if plan.name:
-        plan = plan._replace(connects=any(map(is_differentiated, xs)))
-        # Without a graph, as in the forward of a checkpoint, nobody knows yet.
-        _connecting()[0] += plan.connects or not torch.is_grad_enabled()
-    # To a user's call the other ranks come, and may have something.
-    sent = [bool(x.numel() or plan.name) for x in xs]
+        return [cast(Tensor, _called(plan, x)) for x in xs]
+    sent = [bool(x.numel()) for x in xs]
     wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
     done = iter(_applied(plan, *wanted) if wanted else ())
     pairs = zip(xs, sent, strict=True)
@@ -189,7 +290,9 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 
 def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis = plan.kind, plan.axis
-    _come(plan, xs)
+    if not plan.name or is_recorded(xs):
+        before_collective(axis, connects=bool(plan.name) and any(map(is_differentiated, xs)))
+    xs = [_with_memory(x) for x in xs]
     # A rank without rows may get some in a ragged exchange, and virtual ranks compare calls in it.
     if kind != "ragged" and not any(x.numel() for x in xs) and not lowering.swaps(axis):
         return [of_nothing(kind, axis, x).clone() for x in xs]
@@ -199,13 +302,11 @@ def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     return _BEGIN[kind](xs, plan, plan.name and plan.said).wait()
 
 
-def _come(plan: LinearMap, xs: Sequence[Tensor]) -> None:
-    """Come to this place together with all ranks, which make the same call if it is a user's."""
-    if not plan.name or is_recorded(xs):
-        before_collective(plan.axis, connects=plan.connects)
-        return
-    shapes = lowering.shapes_of(xs, ragged=plan.kind == "ragged")
-    before_collective(plan.axis, UserCall(plan.said, shapes, plan.backward), connects=plan.connects)
+def _with_memory(x: Tensor) -> Tensor:
+    """Return a tangent that torch keeps as zeros without memory as a tensor like others."""
+    if not _TORCH._is_zerotensor(x):
+        return x
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
 
 
 _OPS = {
@@ -231,7 +332,9 @@ _BEGIN: dict[str, Begin] = {
     "ragged": lambda xs, plan, said: lowering.begin_uneven_all_to_all(
         xs, plan.axis, *plan.between, said=said
     ),
-    "permute": lambda xs, plan, said: lowering.begin_permute(xs, plan.axis, *plan.between),
+    "permute": lambda xs, plan, said: lowering.begin_permute(
+        xs, plan.axis, *plan.between, said=said
+    ),
 }
 
 

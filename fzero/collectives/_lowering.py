@@ -12,6 +12,8 @@ from each rank. A group may have a backend for each kind of device; the tensors 
 
 from __future__ import annotations
 
+import functools
+import operator
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -128,7 +130,12 @@ def begin_uneven_all_to_all(
 
 
 def begin_permute(
-    xs: Sequence[Tensor], axis: Axis, sources: Sequence[int], destinations: Sequence[int]
+    xs: Sequence[Tensor],
+    axis: Axis,
+    sources: Sequence[int],
+    destinations: Sequence[int],
+    *,
+    said: str = "",
 ) -> Started:
     """Start to give each [*t] -> [*t]: what the source of this rank has; zeros if it has none."""
     mine = axis.rank
@@ -147,7 +154,7 @@ def begin_permute(
             # A copy for each rank that gets one: the sender may write into its own afterwards.
             return {to: everyone[of].clone() for to, of in pairs.items()}
 
-        op = f"ppermute by {sorted(zip(sources, destinations, strict=True))}"
+        op = said or f"ppermute by {sorted(zip(sources, destinations, strict=True))}"
         every: Any = _swap(op, xs, axis, made)
         outs = [
             got.pop(mine) if mine in got else torch.zeros_like(x)
@@ -380,13 +387,38 @@ def _exchange(
     It is made once, for all of them. All virtual ranks come, also over a part, and make the same
     call; those of each part with the same `shapes`.
     """
+    of_all, part = _exchanged(op, value, axis, make, shapes)
+    return of_all[part]
+
+
+class Told(tuple[int, ...]):
+    """What a rank says of a call, in bits; logical ranks of one rank say it together."""
+
+    __slots__ = ()
+
+
+def told(op: str, said: Sequence[int], axis: Axis, shapes: str = "") -> list[tuple[int, ...]]:
+    """Return what virtual ranks say of a call that all of them make: those of all parts."""
+    of_all, _ = _exchanged(op, Told(said), axis, any_of, shapes)
+    return [*of_all.values()]
+
+
+def any_of(everyone: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return what any rank says, bit by bit."""
+    return tuple([functools.reduce(operator.or_, bits) for bits in zip(*everyone, strict=True)])
+
+
+def _exchanged(
+    op: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any], shapes: str
+) -> tuple[dict[int, Any], int]:
+    """Return what is made for each part of the ranks, by its first rank, and which part is ours."""
     axis.rank  # noqa: B018 - raises AxisError, with the fix, when no virtual ranks run here
     ranks: Any = current_ranks()
     dim = "" if axis.whole is None else f" over {axis.name!r}"
     what = f"{axis.group_name} {op}{f'[{shapes}]' * bool(shapes)}{dim}".strip()
     require_no_trace(what)
     if axis.whole is None:
-        return ranks.exchange(what, value, make)
+        return {0: ranks.exchange(what, value, make)}, 0
 
     def of_each_part(everyone: list[Any]) -> dict[int, Any]:
         parts = axis.parts(everyone)
@@ -394,4 +426,4 @@ def _exchange(
             raise different({f"rank {rank}": said for rank, (said, _) in enumerate(everyone)})
         return {first: make([given for _, given in some]) for first, some in parts.items()}
 
-    return ranks.exchange(op + dim, (what, value), of_each_part)[axis.first(ranks.rank)]
+    return ranks.exchange(op + dim, (what, value), of_each_part), axis.first(ranks.rank)

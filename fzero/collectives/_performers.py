@@ -14,11 +14,11 @@ from fzero.collectives import _alive
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._backend import explained
 from fzero.collectives._channel import Channel
-from fzero.collectives._performer import Performer
+from fzero.collectives._performer import FUNCTIONAL, Performer
 from fzero.context.here import current_ranks
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
-from fzero.ranks.mesh import Axis, Runtime, own_group
+from fzero.ranks.mesh import Axis, Runs, Runtime, carried_here, own_group
 from fzero.ranks.virtual import different
 from fzero.state.protocol import SYNC, Met, SyncPoint
 
@@ -79,40 +79,75 @@ def _of_run(kept: dict[Any, Any], axis: Axis) -> Performer:
 
 
 class UserCall(NamedTuple):
-    """A collective of the user's: its name, and the shapes and dtypes of what this rank gives."""
+    """A collective of the user's: its name, and the shapes and dtypes of what this rank gives.
+
+    said: of it, in bits: all ranks hear what any of them has said. connects: as of a `SyncPoint`.
+    """
 
     name: str
     shapes: str
     backward: bool = False  # of one that was made before
+    said: tuple[int, ...] = ()
+    connects: bool = False
 
     def __str__(self) -> str:
         """Return it as virtual ranks write it."""
         return f"{self.name}[{self.shapes}]"
 
 
-def before_collective(axis: Axis, call: UserCall | None = None, *, connects: bool = False) -> None:
+def before_collective(
+    axis: Axis, call: UserCall | None = None, *, connects: bool = False
+) -> tuple[int, ...]:
     """A collective begins: ranks in the middle of a pass come to the same place.
 
     All ranks of a mesh do, also for a collective over one of its dims. The name and the shapes of a
-    user's `call` go with the round in which they come. Raises `MismatchError`, on every rank, if
-    ranks make other calls, or one with other shapes on the ranks that it is over. Virtual ranks
-    compare shapes when they exchange values. `connects`: as of a `SyncPoint`.
+    user's `call`, and what is said of it, go with the round in which they come. Returns what any
+    rank has said, bit by bit. Raises `MismatchError`, on every rank, if ranks make other calls, or
+    one with other shapes on the ranks that it is over. `connects`: as of a `SyncPoint`.
     """
     whole = axis.whole or axis
     codes: tuple[int, ...] = ()
-    if call is not None and axis.runtime is Runtime.PROCESSES:
-        codes = _digest(f"{call.name} {axis.name}"), _digest(call.shapes)
+    performers = _in_a_pass(whole)
+    by_round = axis.runtime is Runtime.PROCESSES or any(map(_announces_anywhere, performers))
+    if call is not None and by_round:
+        codes = digest(f"{call.name} {axis.name}"), digest(call.shapes), *call.said
     met = None
-    for performer in _in_a_pass(whole):
+    for performer in performers:
         performer.drop_raised()
         if not performer.protocol.inside:
             continue
-        backward = call is not None and call.backward
-        for_training(performer.send, SyncPoint(codes, backward, connects))
+        backward, own = (False, connects) if call is None else (call.backward, call.connects)
+        for_training(performer.send, SyncPoint(codes, backward, own))
         if performer.protocol.meeting and performer.axis.size == whole.size:
             met = performer
-    if call is None or not codes:
-        return
+    if call is None:
+        return ()
+    if not by_round:
+        rows = lowering.told(call.name, call.said, axis, call.shapes) if call.said else [()]
+        return lowering.any_of(rows)
+    return lowering.any_of(_rows_of_call(call, codes, axis, met))
+
+
+def _announces_anywhere(performer: Performer) -> bool:
+    """Whether a backward is announced where its first gradient comes, as that of an engine is.
+
+    Virtual ranks wait in the round of it, and so have to come to a call in a round, too.
+    """
+    return any(number < FUNCTIONAL for number in performer.protocol.inside)
+
+
+def also_connects(axis: Axis) -> None:
+    """Let the passes here know that the backward of the last collective comes, by other ranks."""
+    for performer in _in_a_pass(axis.whole or axis):
+        if performer.protocol.inside:
+            for_training(performer.send, Met(connects=True))
+
+
+def _rows_of_call(
+    call: UserCall, codes: tuple[int, ...], axis: Axis, met: Performer | None
+) -> list[tuple[int, ...]]:
+    """Return what each process has said of a call, which they have `met` for or meet for now."""
+    whole = axis.whole or axis
     if met is None:
         met = performer_of(whole)
         assert met is not None
@@ -123,8 +158,21 @@ def before_collective(axis: Axis, call: UserCall | None = None, *, connects: boo
         texts = met.tell(f"{call} over {axis.name!r}" if axis.whole else str(call))
         first = [rank for rank, text in enumerate(texts) if text not in texts[:rank]]
         raise different({f"rank {rank}": texts[rank] for rank in first})
-    if all(values[2:] for values in heard):
-        for_training(met.send, Met(tuple([values[2] for values in heard])))
+    count = len(codes)
+    if all(values[count:] for values in heard):
+        for_training(met.send, Met(tuple([values[count] for values in heard])))
+    return [values[2:count] for values in heard]
+
+
+def agreed(text: str, said: tuple[int, ...], axis: Axis) -> tuple[int, ...]:
+    """Return what any rank of `axis` has said, bit by bit: a call of all of them."""
+    performer = performer_of(axis)
+    if performer is None:
+        return said
+    carried = carried_here()
+    if carried is not None and carried.runs is Runs.TOGETHER:
+        return lowering.any_of(lowering.told(text, said, axis))
+    return lowering.any_of(performer.call_with(text, lambda: said))
 
 
 def rows_of_ranks(what: str, row: Sequence[int], axis: Axis) -> list[list[int]]:
@@ -163,7 +211,8 @@ def _go_together(heard: Sequence[tuple[int, ...]], axis: Axis) -> bool:
     return all(len(set(some)) == 1 for some in axis.parts(list(heard)).values())
 
 
-def _digest(text: str) -> int:
+def digest(text: str) -> int:
+    """Return a number of 56 bits for a text."""
     return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "little")
 
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from fzero.collectives._lowering import Told, any_of
 from fzero.collectives._performers import performer_of
 from fzero.collectives._tree import gather_values
 from fzero.context.here import Here, Make, be, current_ranks, standing_as
@@ -36,6 +37,7 @@ def run_together(body: Callable[[int], T], carried: Carried, axis: Axis) -> list
     """
     outer = current_ranks()
     ended: list[BaseException] = []  # the run of this rank itself, while it waited for others
+    met = [""]  # the call of which all ranks were told last: its values are exchanged next
     runtime = Runtime.LOCAL if carried.size == 1 else Runtime.VIRTUAL
     logical = Axis(name=axis.name, size=carried.size, runtime=runtime)
 
@@ -48,7 +50,7 @@ def run_together(body: Callable[[int], T], carried: Carried, axis: Axis) -> list
             def made(own: list[Any]) -> Any:
                 try:
                     with standing_as(outer):
-                        everyone = for_training(_of_all, op, own, carried.size, axis)
+                        everyone = for_training(_of_all, op, own, carried.size, axis, met)
                 except Exception:
                     raise
                 except BaseException as error:
@@ -77,12 +79,18 @@ def run_together(body: Callable[[int], T], carried: Carried, axis: Axis) -> list
 
 
 @torch.no_grad()
-def _of_all(op: str, own: Sequence[Any], size: int, axis: Axis) -> list[Any]:
+def _of_all(op: str, own: Sequence[Any], size: int, axis: Axis, met: list[str]) -> list[Any]:
     """Return the values of all logical ranks, of which this rank has some. A collective."""
     performer = performer_of(axis)
     if performer is None:
         return list(own)
-    performer.call(f"{op} of logical ranks in a loss")
+    called, text = op.partition("[")[0], f"{op} of logical ranks in a loss"
+    if isinstance(own[0], Told):
+        met[0] = called
+        return list(performer.call_with(text, lambda: any_of(own)))
+    if called != met[0]:
+        performer.call(text)
+    met[0] = ""
     values = [_tensors(op, value, size) for value in own]
     columns = [_column(column, size, axis) for column in zip(*values, strict=True)]
     return [list(row) for row in zip(*columns, strict=True)]

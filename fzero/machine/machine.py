@@ -63,7 +63,7 @@ class Machine:
             numels=table.numels,
             persistent=gathering.persistent,
             rounds=table.rounds,
-            bounded=frozenset(filter(self.reducer.is_bounded, range(len(table.units)))),
+            bounded=frozenset(filter(self.reducer.may_wait, range(len(table.units)))),
             limits=gathering.limits,
             gathers=any(setup.gathers_by_unit for setup in setups),
         )

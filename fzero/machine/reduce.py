@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import InFlight, about
+from fzero.context.here import is_abstract
 from fzero.errors import AxisError
 from fzero.machine.factors import GradientEncoder
 from fzero.machine.local_gradients import LocalGradients
@@ -124,6 +125,10 @@ class Reducer:
         in_place = setup.reduces_in_place and setup.logical is None
         return setup.encodes_gradients or not in_place
 
+    def may_wait(self, unit: int) -> bool:
+        """Whether a rank may wait where it starts this reduction."""
+        return self.is_bounded(unit) or self._in_step
+
     def start(self, unit: int, *, mine: bool = True) -> None:
         """Start the reduction of a unit, with zeros where this rank has nothing. A collective.
 
@@ -143,10 +148,17 @@ class Reducer:
             self.wait_all()
 
     @property
+    def _in_step(self) -> bool:
+        """Whether each reduction waits for the other ranks where it starts."""
+        setups = [one.setup for one in self.states]
+        virtual = any(one.axis.runtime is Runtime.VIRTUAL for one in setups) and not is_abstract()
+        return virtual or not all(one.reduction.overlap for one in setups)
+
+    @property
     def starts_at_once(self) -> bool:
         """Whether the next reduction would start, and this rank go on, without a wait."""
-        if not all(one.setup.reduction.overlap for one in self.states):
-            return False  # each is waited for where it starts
+        if self._in_step:
+            return False
         flights = [flight for _, flight in self._flights] + [one for *_, one in self._rest]
         return all(flight.is_over for flight in flights)
 

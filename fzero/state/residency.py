@@ -23,7 +23,8 @@ class Units:
         numels: elements of each, with padding.
         persistent: pinned from the first pass after an update to the next update.
         rounds: those whose values may cross ranks rounded.
-        bounded: those that are reduced by a reduce-scatter, of which few run at once.
+        bounded: those whose reduction may wait where it starts: for one before it, as few
+            reduce-scatters run at once, or for the other ranks.
         limits: what the schedule is planned by.
         gathers: whether there is anything to gather (stage 3); else gradients are reduced only.
     """

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
 
+from fzero.collectives import connecting, tied_to
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.machine.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
@@ -117,12 +119,17 @@ def by_func(
     def scalar(inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         parts = _cut(inputs, counts)
         params = [source.build(part) for source, part in zip(sources, parts, strict=True)]
-        with explains_writes(params):
+        level = maybe_current_level() if inputs else None
+        anchor = inputs[0].reshape(-1)[:0] if inputs else None
+        with explains_writes(params), connecting(level or 0, anchor) as calls:
             loss, aux = loss_and_aux(loss_of(params), has_aux=has_aux)
+            root = learned(loss)
         leaves, kept["treespec"] = optree.tree_flatten(aux, namespace=NAMESPACE)
         kept["others"] = [None if isinstance(x, Tensor) else x for x in leaves]
         tensors = tuple(x for x in leaves if isinstance(x, Tensor))
-        return learned(loss), (loss, *tensors)
+        if inputs and calls.tokens:
+            root = tied_to(root, [*calls.tokens.values()])
+        return root, (loss, *tensors)
 
     if inputs:
         grads, (_, found) = torch.func.grad_and_value(scalar, has_aux=True)(inputs)

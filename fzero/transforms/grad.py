@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import connecting_calls, performer_of
+from fzero.collectives import connecting, connecting_calls, performer_of, tied_to, unreached
 from fzero.context.ambient import computed_in
 from fzero.context.here import read_elsewhere
 from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
@@ -224,9 +224,10 @@ def _by_autograd(
         with torch.enable_grad():
             made = [_leaves(passes[number], position) for number, position in places]
             params = [params for params, _ in made]
-            with explains_writes(params):
+            with explains_writes(params), connecting() as calls:
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
                 learned = loss_learned([one for one in states if one.setup.layout.trainable], loss)
+                tokens, _ = unreached([learned], calls)
         in_forward = False
         how = weighed(loss, call.weight, connected=connecting_calls() > before)
         for one in passes:
@@ -240,7 +241,8 @@ def _by_autograd(
         if versions_of(flats) != versions:
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
-        _backward(learned, by, passes, learning=learning)
+        root = tied_to(learned, tokens) if tokens else learned
+        _backward(root, by, passes, learning=learning and not tokens)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
         new = [one.finish() for one in passes]

@@ -136,7 +136,7 @@ _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
     Use: _plan.use,
     Ready: _plan.ready,
     SyncPoint: _calls.sync_point,
-    Met: _plan.start_up_to,
+    Met: _calls.met_all,
     EndForward: _pass.end_forward,
     Finish: _pass.finish,
     Failed: _pass.failed,

@@ -5,9 +5,17 @@ from __future__ import annotations
 from fzero.state import pass_state, replay, residency
 from fzero.state._replaced import replaced
 from fzero.state.effects import Effect, Exchange, TakePart
-from fzero.state.protocol._plan import close_plan, end_others, end_plan, go_on, learn, walk
+from fzero.state.protocol._plan import (
+    close_plan,
+    end_others,
+    end_plan,
+    go_on,
+    learn,
+    start_up_to,
+    walk,
+)
 from fzero.state.protocol._rounds import all_know, differ, over, say, serve
-from fzero.state.protocol.events import Call, Changed, Pin, Raised, SyncPoint, Unpin
+from fzero.state.protocol.events import Call, Changed, Met, Pin, Raised, SyncPoint, Unpin
 from fzero.state.protocol.records import Next, Protocol, Task
 from fzero.state.rounds import Message, MessageKind, Round
 
@@ -74,6 +82,15 @@ def sync_point(p: Protocol, e: SyncPoint) -> Next:
     # Nobody knew of it: a rank may wait for a reduction of the plan.
     p = replaced(p, late=p.late.union(p.inside))
     return p.then(*((end_plan, n) for n in late if n in p.running)), ()
+
+
+def met_all(p: Protocol, e: Met) -> Next:
+    """All ranks are at the sync point: expect its backward; start what every rank can."""
+    for number in p.inside if e.connects else ():
+        phase = p.models[number].phase
+        if not phase.runs:  # else it was counted, whoever differentiates it
+            p = p.put(number, phase=pass_state.saw_call(phase, backward=False))
+    return start_up_to(p, e.reducible) if e.reducible else (p, ())
 
 
 def arrive(p: Protocol, at: tuple[int, ...], values: tuple[int, ...]) -> Next:

@@ -6,7 +6,7 @@ from fzero.state import replay, residency
 from fzero.state._replaced import replaced
 from fzero.state.effects import Effect, Look, Read, Reduce
 from fzero.state.protocol._rounds import differ, say, serve
-from fzero.state.protocol.events import Met, Ready, Use
+from fzero.state.protocol.events import Ready, Use
 from fzero.state.protocol.records import Next, Protocol
 from fzero.state.replay import Replay
 from fzero.state.residency import Residency
@@ -197,10 +197,13 @@ def start_one(p: Protocol, number: int, said: tuple[()] | None) -> Next:
     return go_on(p.then((look, number)), number, one)
 
 
-def start_up_to(p: Protocol, e: Met) -> Next:
-    """Start as many reductions of a model as every rank can: no rank is kept waiting for one."""
-    number, count = divmod(min(e.reducible), MANY)
-    if not count or any(code // MANY != number for code in e.reducible):
+def start_up_to(p: Protocol, reducible: tuple[int, ...]) -> Next:
+    """Start as many reductions of a model as every rank can: no rank is kept waiting for one.
+
+    reducible: `Protocol.reducible` of each rank.
+    """
+    number, count = divmod(min(reducible), MANY)
+    if not count or any(code // MANY != number for code in reducible):
         return p, ()
     model, course = p.models[number], p.models[number].course
     assert course.replay is not None

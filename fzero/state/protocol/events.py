@@ -114,10 +114,13 @@ class SyncPoint:
 class Met:
     """All ranks have come to a collective of the user's: what can start on each of them starts.
 
-    reducible: `Protocol.reducible` of each rank, when it came.
+    Attributes:
+        reducible: `Protocol.reducible` of each rank, when it came.
+        connects: whether its backward comes by what another rank gives, and not by this one.
     """
 
-    reducible: tuple[int, ...]
+    reducible: tuple[int, ...] = ()
+    connects: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,281 @@
+"""Calls of collectives that connect the losses of ranks: their adjoints run on all, or on none.
+
+The adjoint of a call is a collective, too. Autograd comes to it on a rank whose loss uses what the
+call gave; on another rank it would come to none, or to that of another call. So all calls are
+numbered, equally on all ranks, and each that any rank differentiates gives a token beside its
+result: a tensor without elements, with the same node. `tied` makes of a root of a backward one that
+also reaches the tokens of all calls that the backward of any rank reaches. Autograd runs the nodes
+that it reaches in the reverse order of their making: so every rank runs the adjoints of the same
+calls, the latest first, with no gradient where its loss does not use them, and what comes back flows
+on in its own graph.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from hashlib import blake2b
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from fzero.collectives._performers import agreed
+from fzero.context import levels
+from fzero.context.here import current_ranks
+from fzero.errors import MismatchError
+from fzero.ranks.mesh import Axis
+
+_AUTOGRAD: Any = torch._C  # what is asked of a graph task has no types
+
+WORD, WORDS = 60, 2
+"""How many calls are told in one number, and how many such numbers in one round."""
+
+
+class UsersCall(NamedTuple):
+    """A call by its number among those of its ranks."""
+
+    axis: Axis  # all ranks that make it
+    number: int
+
+
+class Scope:
+    """Where calls are made that one backward may differentiate.
+
+    Attributes:
+        level: of torch.func, at which they are differentiated; 0 is autograd's own.
+        anchor: a tensor without elements by which it differentiates: that of a rank with no graph.
+        tokens: of each call that any rank differentiates at this level, in their order.
+    """
+
+    def __init__(self, level: int = 0, anchor: Tensor | None = None) -> None:
+        self.level, self.anchor = level, anchor
+        self.tokens: dict[UsersCall, Tensor] = {}
+        self._task = _AUTOGRAD._current_graph_task_id()
+
+    def add(self, call: UsersCall, token: Tensor, *, backward: bool) -> None:
+        """Take the token of a call, unless a checkpoint has made it anew in a backward."""
+        anew = not backward and _AUTOGRAD._current_graph_task_id() != self._task
+        token = levels.at_level(token, self.level)
+        if token.requires_grad and not anew:
+            self.tokens[call] = token
+
+
+class _Book:
+    """What a rank knows of its calls: how many there were on each set of ranks, and the scopes."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[Axis]()
+        self.scopes = weakref.WeakSet[Scope]()  # one of an engine goes with it
+
+
+_BOOK = _Book()
+
+
+def _book() -> _Book:
+    here = current_ranks()
+    return _BOOK if here is None else here.kept.setdefault(_book, _Book())
+
+
+def numbered(axis: Axis) -> UsersCall:
+    """Return the next call on these ranks: they have all come to it, and count alike."""
+    whole, book = axis.whole or axis, _book()
+    book.counts[whole] += 1
+    return UsersCall(whole, book.counts[whole])
+
+
+def anchors() -> dict[int, Tensor]:
+    """Return by level a tensor without elements that the backward there differentiates by."""
+    return {one.level: one.anchor for one in _book().scopes if one.anchor is not None}
+
+
+def connected(call: UsersCall, token: Tensor, *, backward: bool) -> None:
+    """Tell the scopes of a call that some rank differentiates. backward: of an earlier call."""
+    for scope in _book().scopes:
+        scope.add(call, token, backward=backward)
+
+
+def differentiated(call: UsersCall) -> None:
+    """The adjoint of a call runs in the backward that ends its graph: no other may reach it."""
+    if not _AUTOGRAD._autograd._get_current_graph_task_keep_graph():
+        for scope in _book().scopes:
+            scope.tokens.pop(call, None)
+
+
+def open_scope(scope: Scope) -> None:
+    """Let a scope take tokens from now on."""
+    _book().scopes.add(scope)
+
+
+def close_scope(scope: Scope) -> None:
+    """Forget what a scope has taken, and let it take no more."""
+    scope.tokens.clear()
+    _book().scopes.discard(scope)
+
+
+@contextmanager
+def connecting(level: int = 0, anchor: Tensor | None = None) -> Iterator[Scope]:
+    """Take the tokens of calls in this block; what it has taken stays in the scope."""
+    scope, scopes = Scope(level, anchor), _book().scopes
+    scopes.add(scope)
+    try:
+        yield scope
+    finally:
+        scopes.discard(scope)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Calls in this block are in no scope: their graph goes with it."""
+    book = _book()
+    before, book.scopes = book.scopes, weakref.WeakSet[Scope]()
+    try:
+        yield
+    finally:
+        book.scopes = before
+
+
+# The root of a backward.
+
+
+class _Tie(torch.autograd.Function):
+    """y = root, of which a backward also reaches the tokens, with no gradient."""
+
+    @staticmethod
+    def forward(root: Tensor, *tokens: Tensor) -> Tensor:
+        return root.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.count = len(inputs) - 1
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        return dys[0], *[None] * ctx.count
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Tensor:
+        (root,) = ctx.saved_tensors
+        return torch.zeros_like(root) if tangents[0] is None else tangents[0].clone()
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, Any]:
+        return tied_to(args[0], args[1:]), in_dims[0]
+
+
+def tied_to(root: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+    """Return a root of which a backward reaches all of these tokens, too."""
+    apply: Any = cast(Any, _Tie).apply
+    with torch.enable_grad():
+        return apply(root, *tokens)
+
+
+class _Stop(Exception):
+    """Ends a graph task in which nothing has run."""
+
+
+class _Probe(torch.autograd.Function):
+    """Asks at the beginning of a graph task which nodes it will run, and ends it."""
+
+    @staticmethod
+    def forward(ctx: Any, nodes: list[Any], found: list[bool], *roots: Tensor) -> Tensor:
+        ctx.nodes, ctx.found = nodes, found
+        return torch.zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        ctx.found += map(_AUTOGRAD._will_engine_execute_node, ctx.nodes)
+        raise _Stop
+
+
+def _reached(
+    roots: Sequence[Tensor], tokens: dict[UsersCall, Tensor], inputs: Any
+) -> set[UsersCall]:
+    """Return the calls that a backward from these roots comes to."""
+    found = list[bool]()
+    with torch.enable_grad():
+        nodes = [token.grad_fn for token in tokens.values()]
+        probe: Any = cast(Any, _Probe).apply(nodes, found, *roots)
+    if not probe.requires_grad:
+        return set()
+    with suppress(_Stop):
+        torch.autograd.backward(probe, inputs=inputs)
+    return {call for call, is_on in zip(tokens, found, strict=True) if is_on}
+
+
+def unreached(
+    roots: Sequence[Tensor], scope: Scope, *, inputs: Any = None
+) -> tuple[list[Tensor], bool]:
+    """Return the tokens that a root is to be tied to, for a backward that is made on all ranks.
+
+    They are those of calls in the scope that the backward of another rank reaches, also by its own
+    tokens. And whether any rank reaches a call. A call of all ranks that have made those of the
+    scope. Raises `MismatchError`, on all of them, where a backward by `inputs` cannot reach them.
+    """
+    held, connects, again = dict[UsersCall, Tensor](), False, bool(scope.tokens)
+    tokens = dict(scope.tokens)
+    while again:
+        again, more = False, set[UsersCall]()
+        reached = _reached([*roots, *held.values()], tokens, inputs)
+        for axis in sorted({call.axis for call in tokens}, key=lambda axis: axis.size):
+            mine = [call for call in tokens if call.axis == axis]
+            stuck = not reached.issuperset(held)
+            everyone, unlike = _of_all_ranks(mine, reached, axis, stuck=stuck)
+            more, again = more | (everyone - reached), again or unlike
+            connects = connects or bool(everyone)
+        held |= {call: tokens[call] for call in more}
+    return [*held.values()], connects
+
+
+def _of_all_ranks(
+    calls: Sequence[UsersCall], reached: set[UsersCall], axis: Axis, *, stuck: bool
+) -> tuple[set[UsersCall], bool]:
+    """Return those of the calls that any rank reaches, and whether some rank does not."""
+    everyone, unlike, full = set[UsersCall](), False, 2**WORD - 1
+    text = f"the backward of a loss that has called {_shown(calls)}"
+    for start in range(0, len(calls), WORD * WORDS):
+        some = calls[start : start + WORD * WORDS]
+        words = [some[i : i + WORD] for i in range(0, len(some), WORD)]
+        bits = [sum(1 << i for i, one in enumerate(word) if one in reached) for word in words]
+        heard = agreed(text, (stuck, *bits, *(full ^ x for x in bits)), axis)
+        count = len(words)
+        if heard[0]:
+            raise _stuck()
+        for word, any_on, any_off in zip(
+            words, heard[1 : 1 + count], heard[1 + count :], strict=True
+        ):
+            everyone.update(one for i, one in enumerate(word) if any_on >> i & 1)
+            unlike = unlike or bool(any_on & any_off)
+    return everyone, unlike
+
+
+def _shown(calls: Sequence[UsersCall]) -> str:
+    numbers = [call.number for call in calls]
+    same = blake2b(repr(numbers).encode(), digest_size=3).hexdigest()
+    return f"{len(calls)} collectives, numbers {numbers[0]} to {numbers[-1]} ({same})"
+
+
+def _stuck() -> MismatchError:
+    return MismatchError(
+        "the backward of a loss comes to collectives on some ranks that it does not reach on "
+        "others.",
+        cause="a backward by some tensors only (inputs=), which on another rank are not behind "
+        "the collective.",
+        fix="leave inputs= out, or make the same use of the collectives on every rank: "
+        "loss + 0 * y.sum().",
+    )
+
+
+def unlike_nesting() -> MismatchError:
+    """Return the error of ranks that differentiate a call inside of other transforms."""
+    return MismatchError(
+        "the ranks call a collective inside of other transforms of torch.func; here: "
+        f"{levels.nesting() or 'none'}.",
+        cause="torch.func.grad, jvp or vmap on some ranks only; or one inside of the other on one "
+        "rank, and the other way round on another.",
+        fix="nest the same transforms on every rank; a rank without anything to differentiate "
+        "gives a constant inside of them.",
+    )

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._performers import UserCall, before_collective
-from fzero.context.here import current_ranks
+from fzero.context.here import WithoutMemory, current_ranks
 from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
 from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
@@ -189,6 +189,9 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 
 def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis = plan.kind, plan.axis
+    # A kernel's way to values that are gathered when they are read; a copy, for what was gathered
+    # may be freed while the ranks come together.
+    xs = [x.clone() if isinstance(x, WithoutMemory) else x for x in xs]
     _come(plan, xs)
     # A rank without rows may get some in a ragged exchange, and virtual ranks compare calls in it.
     if kind != "ragged" and not any(x.numel() for x in xs) and not lowering.swaps(axis):
@@ -242,6 +245,7 @@ class _Extremum(torch.autograd.Function):
     def forward(name: str, axis: Axis, x: Tensor) -> Tensor:
         if axis.runtime is Runtime.LOCAL:
             return x.clone()
+        x = x.clone() if isinstance(x, WithoutMemory) else x  # as in `_run`
         if is_recorded([x]):
             before_collective(axis)
         else:

@@ -63,13 +63,12 @@ def refuse_stray_thread() -> None:
     """
     if _RUNS and current_ranks() is None:
         raise AxisError(
-            f"a collective, or a question for ranks, in the thread "
+            f"ranks are asked for, or a collective is called, in the thread "
             f"{threading.current_thread().name!r}, while virtual ranks run in other threads.",
-            cause="a thread of your own inside of fzero.simulate, or of a plan or a trace: a "
-            "ThreadPoolExecutor, say. It is no rank, so nothing would be summed.",
-            fix="call the collective, and fzero.axis_index(), in the function that is simulated, "
-            "and give the thread what it returns; a thread that has nothing to do with it waits "
-            "until fzero.simulate has returned.",
+            cause="a thread of your own inside of fzero.simulate, a plan or a trace, such as that "
+            "of a ThreadPoolExecutor. It is no rank, so nothing would be summed.",
+            fix="call collectives in the function that is simulated, and give the thread what they "
+            "return; what has nothing to do with it waits until fzero.simulate has returned.",
         )
 
 
@@ -77,9 +76,9 @@ def in_forked_child(what: str, rank: str) -> AxisError:
     """Return the error of a collective in a process that was forked from a rank."""
     return AxisError(
         f"{what} in process {os.getpid()}, which was forked from {rank}.",
-        cause="a Dataset, a collate_fn or a sampler that calls a collective in a worker of a "
-        "DataLoader (num_workers > 0), or multiprocessing: the other ranks would never come.",
-        fix="call it in the process of the rank, before the fork or on what the worker returns; "
+        cause="a collective in a Dataset or a collate_fn, in a worker of a DataLoader, or under "
+        "multiprocessing: the other ranks would never come.",
+        fix="call it in the process of the rank, before the fork or on what the worker returns. "
         "fzero.axis_index() may be asked in a worker that was forked.",
     )
 

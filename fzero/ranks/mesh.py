@@ -227,13 +227,12 @@ def _require_no_worker() -> None:
         return
     if not was_forked() or describes_several_ranks(os.environ):
         raise AxisError(
-            f"a question for ranks, or a collective, in worker {os.getpid()} of a DataLoader, "
-            "which does not know of which rank it is.",
-            cause="a Dataset, a collate_fn or a sampler that asks for fzero.axis_index() or calls "
-            "a collective in a worker that was spawned, or that was forked before the ranks met.",
-            fix="ask in the process of the rank, and give the Dataset the number; call "
-            "collectives on what the worker returns. A state of the worker's own: "
-            "mesh=fzero.Axis(size=1).",
+            f"ranks are asked for in worker {os.getpid()} of a DataLoader, which does not know "
+            "them.",
+            cause="axis_index() or a collective in a Dataset or a collate_fn, in a worker that was "
+            "spawned, or that was forked before the ranks met.",
+            fix="ask in the process of the rank, and give the Dataset the number; call collectives "
+            "on what it returns. For a state of the worker alone: mesh=fzero.Axis(size=1).",
         )
 
 
@@ -242,8 +241,9 @@ def axis_of(mesh: MeshLike) -> Axis:
 
     Args:
         mesh: None for the world; named axes of the world, {"data": 2, "seq": 4}, or a `Mesh`; a
-            DeviceMesh of one dim, whose name becomes the axis's, or of two, (replicate, shard);
-            their sizes (R, S), for a world of R S ranks; an axis.
+            DeviceMesh of one dim, whose name becomes the axis's, or of two, (replicate, shard),
+            with its ranks in ascending order; their sizes (R, S), for a world of R S ranks, of
+            which (1, W) is the world; an axis.
 
     Raises:
         AxisError: for anything else, and on a rank that is not in the mesh.
@@ -434,30 +434,7 @@ def ambient() -> Axis:
 
     Raises `AxisError` where its states are on other ranks.
     """
-    here = _ambient()
-    return _the_one(here, here, "no axis")
-
-
-def _ambient() -> tuple[Axis, ...]:
-    refuse_stray_thread()
-    running = _running()
-    return running[-1] if running else (world(),)
-
-
-def _the_one(found: Sequence[Axis], of: Sequence[Axis], asked: str) -> Axis:
-    """Return the first of some axes; raise `AxisError` unless all are the same ranks.
-
-    of: the axes of states that these are, or are parts of.
-    """
-    for axis, other in zip(found[1:], of[1:], strict=True):
-        if not found[0].has_places_of(axis):
-            raise AxisError(
-                f"{asked} is given, in a loss or a step of states on {of[0]} and on {other}.",
-                cause="states of two meshes: a loss is a mean over the ranks of one.",
-                fix="make both on one mesh; or say which one is meant: "
-                "axis=fzero.Mesh(...).axis.along(...), or .axis for all of its ranks.",
-            )
-    return found[0]
+    return axis_named(None, who="all ranks")
 
 
 @contextmanager
@@ -560,16 +537,25 @@ def logical_ranks() -> range:
 def axis_named(axis: Axis | str | None, *, who: str) -> Axis:
     """Return the axis that a caller `who` means: the ambient one, or a part of it by its name.
 
-    Raises `AxisError` for what is neither.
+    Raises `AxisError` for what is neither, and for what is not the same on the meshes of all states
+    of the step: it would depend on which of them is the first.
     """
     if isinstance(axis, Axis):
         return axis
-    if axis is None:
-        return ambient()
-    here = _ambient()
-    know = [one for one in here if axis in one.names] or [here[0]]
-    found = [one.along(axis, who=who) for one in know]
-    return _the_one(found, know, f"{who}: axis={axis!r}")
+    refuse_stray_thread()
+    running = _running()
+    here = running[-1] if running else (world(),)
+    known = [one for one in here if axis in (None, *one.names)] or here[:1]
+    found = [one if axis is None else one.along(axis, who=who) for one in known]
+    for one, other in zip(known[1:], found[1:], strict=True):
+        if not found[0].has_places_of(other):
+            raise AxisError(
+                f"{who}: axis={axis!r} in a loss or a step of states on {known[0]} and on {one}.",
+                cause="states of two meshes: a loss is a mean over the ranks of one.",
+                fix="make both on one mesh; or say which one is meant: "
+                "axis=fzero.Mesh(...).axis.along(...), or .axis for all of its ranks.",
+            )
+    return found[0]
 
 
 @outside_of_graphs

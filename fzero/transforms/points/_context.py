@@ -180,7 +180,7 @@ class Context:
         tree: {path: this rank's elements}. by: "all" for one number, [], on every rank alike;
         "leaf" for {path: []}; "row" for {path: the norm of the row of each element, as long as its
         piece}: a row has all elements with one index of the first dim, and a leaf of fewer than two
-        dims is one row.
+        dims is one row. Of a state on a part of a mesh, a leaf or a row is that of all places.
         """
         if by not in ("all", "leaf", "row"):
             raise LayoutError(

@@ -220,21 +220,33 @@ def test_a_parameter_of_stage_3_is_gathered_for_a_collective(name: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("stage", range(4))
-def test_a_derivative_through_map_params_where_ranks_have_padding_alone(
-    stage: int, ranks: int
+@pytest.mark.parametrize("where", ["map_params", "updated"])
+def test_a_derivative_through_pieces_where_ranks_have_padding_alone(
+    where: str, stage: int, ranks: int
 ) -> None:
     def run(t: Tensor) -> Any:
-        state = made(torch.tensor([3.0]), None, stage)
-
         def after(t: Tensor) -> Tensor:
-            moved = fzero.map_params(lambda p: p * t, state)
-            new, _ = fzero.grad_and_reduce(lambda p: (p["w"] ** 2).sum() / 4, moved)()
-            return fzero.full_params(fzero.apply_gradients(new))["w"].sum()
+            def step_fn(state: Any) -> Any:
+                if where == "map_params":
+                    state = fzero.map_params(lambda p: p * t, state)
+                half = fzero.grad_and_reduce(
+                    lambda p: ((p["b"] ** 2).sum() + p["w"] ** 2) / 4, state
+                )
+                return fzero.apply_gradients(half()[0]), None
+
+            def updated(slots: Any, params: Any, ctx: fzero.Context) -> Any:
+                return slots, {k: p * t for k, p in params.items()}
+
+            at_end = fzero.transform(name="times", updated=updated)
+            step = fzero.shard(step_fn if where == "map_params" else at_end(step_fn), stage=stage)
+            state, _ = step(step.init({"b": torch.ones(2), "w": torch.tensor(1.0)}, SGD))
+            full = fzero.full_params(state)
+            return full["b"].sum() + full["w"]
 
         value, along = torch.func.jvp(after, (t,), (torch.ones(()),))
         return torch.stack([value, along, torch.func.grad(after)(t)])
 
-    # Each rank's own t moves its own piece, and there is one piece.
+    # Each rank's own t moves its own pieces, whatever ranks they are on.
     value, along, back = on(ranks, run, torch.full((ranks,), 2.0)).unbind(1)
     same(value, torch.full((ranks,), 4.5))
     same(along, torch.full((ranks,), 2.25))

@@ -261,6 +261,7 @@ class Axis:
         try:
             return resolve(self.group_name)
         except (RuntimeError, ValueError, KeyError) as error:
+            refuse_stray_thread()
             raise AxisError(
                 f"the process group {self.group_name!r} of {self} does not exist.",
                 cause="torch.distributed was not started, or was shut down before this call.",

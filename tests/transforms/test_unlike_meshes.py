@@ -243,8 +243,8 @@ def test_a_derivative_through_pieces_where_ranks_have_padding_alone(
             full = fzero.full_params(state)
             return full["b"].sum() + full["w"]
 
-        value, along = torch.func.jvp(after, (t,), (torch.ones(()),))
-        return torch.stack([value, along, torch.func.grad(after)(t)])
+        pair: Any = torch.func.jvp(after, (t,), (torch.ones(()),))
+        return torch.stack([*pair, torch.func.grad(after)(t)])
 
     # Each rank's own t moves its own pieces, whatever ranks they are on.
     value, along, back = on(ranks, run, torch.full((ranks,), 2.0)).unbind(1)

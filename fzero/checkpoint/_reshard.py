@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -10,7 +11,7 @@ from fzero.checkpoint._held import held_by
 from fzero.checkpoint.moving import first_on_old, held_here, moved, moved_stack
 from fzero.context.modes import for_training, in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.ranks.mesh import Axis, MeshLike, Runtime, refuse_part
+from fzero.ranks.mesh import Axis, Mesh, MeshLike, Runtime, refuse_part
 from fzero.state import TrainState
 from fzero.state.alive import require_not_donated
 from fzero.transforms import simulate
@@ -40,8 +41,8 @@ def reshard(
         state: of this rank; None where the old mesh does not have it. With virtual ranks the stack
             of all of them, outside of `fzero.simulate`; or inside, where their number stays.
         stage: 0 to 3; None: as it is.
-        mesh: as for `init`; None: as it is. Of virtual ranks, the sizes (replicas, shards), of any
-            number of ranks.
+        mesh: as for `init`; None: as it is. Of virtual ranks, the sizes (replicas, shards), or
+            names and sizes, of any number of ranks.
 
     Returns:
         The new state, or None.
@@ -82,6 +83,8 @@ def reshard(
 
 def _of_stack(state: TrainState, stage: int | None, mesh: MeshLike) -> TrainState:
     _require(state, stage)
+    refuse_part(mesh, "reshard")
+    mesh = state.mesh if mesh is None else mesh
     held = held_by("reshard", state, apart=True)
     if any(one.window.pending.held for one in held.states):
         state = simulate(_reduced, world_size=state.mesh.size)(state)
@@ -121,16 +124,18 @@ def _require(state: TrainState | None, stage: Any) -> None:
 
 def _size_of(old: Axis, mesh: Any) -> int:
     """Return how many virtual ranks a mesh means."""
-    if mesh is None:
-        return old.size
     virtual = isinstance(mesh, Axis) and (mesh.runtime is Runtime.VIRTUAL or mesh.size == 1)
     if virtual:
         return mesh.size
+    if isinstance(mesh, Mapping | Mesh):
+        named = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+        mesh = mesh if named.device_mesh is not None else (1, prod(n for _, n in named.axes))
     sizes = mesh if isinstance(mesh, tuple) else ()
     if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise AxisError(
             f"reshard of the stacked state of {old.size} virtual ranks: mesh={mesh!r}.",
             cause="a mesh of processes, or a number of ranks.",
-            fix="give its sizes, (replicas, shards): (1, 4) for 4 ranks in one dim.",
+            fix="give its sizes, (replicas, shards): (1, 4) for 4 ranks in one dim; or names and "
+            'sizes, {"data": 2, "seq": 2}.',
         )
     return prod(sizes)

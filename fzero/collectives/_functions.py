@@ -36,7 +36,7 @@ from fzero.collectives._connected import (
 )
 from fzero.collectives._performers import UserCall, also_connects, before_collective, digest
 from fzero.context import levels
-from fzero.context.here import current_ranks
+from fzero.context.here import WithoutMemory, current_ranks
 from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
 from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
@@ -183,6 +183,7 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     A rank that does not differentiate what another one does gets a graph, or a tangent of zeros, at
     the same levels. gives: whether this rank has a value; None if none has, and nothing is sent.
     """
+    x = x.clone() if isinstance(x, WithoutMemory) else x  # before the ranks come together
     if is_recorded([x]):
         return _applied(plan._replace(call=None), x)[0]
     bits, nesting = levels.followed(x), digest(levels.nesting())
@@ -290,9 +291,9 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 
 def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis = plan.kind, plan.axis
+    xs = [_with_memory(x) for x in xs]
     if not plan.name or is_recorded(xs):
         before_collective(axis, connects=bool(plan.name) and any(map(is_differentiated, xs)))
-    xs = [_with_memory(x) for x in xs]
     # A rank without rows may get some in a ragged exchange, and virtual ranks compare calls in it.
     if kind != "ragged" and not any(x.numel() for x in xs) and not lowering.swaps(axis):
         return [of_nothing(kind, axis, x).clone() for x in xs]
@@ -303,7 +304,11 @@ def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _with_memory(x: Tensor) -> Tensor:
-    """Return a tangent that torch keeps as zeros without memory as a tensor like others."""
+    """Return a tensor that has memory, of one that is gathered when it is read or torch's zeros."""
+    if isinstance(x, WithoutMemory):
+        # A kernel's way to the values; a copy, for what was gathered may be freed while the ranks
+        # come together.
+        return x.clone()
     if not _TORCH._is_zerotensor(x):
         return x
     return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -345,6 +350,7 @@ class _Extremum(torch.autograd.Function):
     def forward(name: str, axis: Axis, x: Tensor) -> Tensor:
         if axis.runtime is Runtime.LOCAL:
             return x.clone()
+        x = _with_memory(x)
         if is_recorded([x]):
             before_collective(axis)
         else:

@@ -6,6 +6,7 @@ have shapes and no values.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +19,12 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.errors import PhaseError
+from fzero.errors import AxisError, PhaseError
 
 _LOCAL = threading.local()
+_RUNS: set[object] = set()
+"""The runs of virtual ranks, and of abstract ones, that are under way in this process."""
+
 BASE_NESTING = 1
 """torch.func.jvp counts its nesting, and opens the one dual level there is, for the whole
 process. Ranks that take turns inside jvp would close it for each other; so it is held open
@@ -39,6 +43,68 @@ class Here(NamedTuple):
     exchange: Callable[[str, Any, Make], Any]
     kept: dict[Any, Any]  # what is to live as long as this run of the rank
     stands_for: str | None = None  # of an abstract rank: the kind of device it is planned for
+
+
+@contextmanager
+def ranks_run() -> Iterator[None]:
+    """Say that virtual ranks run, in this block, in threads of this process."""
+    run = object()
+    _RUNS.add(run)
+    try:
+        yield
+    finally:
+        _RUNS.discard(run)
+
+
+def refuse_stray_thread() -> None:
+    """Raise `AxisError` in a thread that is no virtual rank, while those run in other threads.
+
+    It would take itself for the only rank.
+    """
+    if _RUNS and current_ranks() is None:
+        raise AxisError(
+            f"ranks are asked for, or a collective is called, in the thread "
+            f"{threading.current_thread().name!r}, while virtual ranks run in other threads.",
+            cause="a thread of your own inside of fzero.simulate, a plan or a trace, such as that "
+            "of a ThreadPoolExecutor. It is no rank, so nothing would be summed.",
+            fix="call collectives in the function that is simulated, and give the thread what they "
+            "return; what has nothing to do with it waits until fzero.simulate has returned.",
+        )
+
+
+def in_forked_child(what: str, rank: str) -> AxisError:
+    """Return the error of a collective in a process that was forked from a rank."""
+    return AxisError(
+        f"{what} in process {os.getpid()}, which was forked from {rank}.",
+        cause="a collective in a Dataset or a collate_fn, in a worker of a DataLoader, or under "
+        "multiprocessing: the other ranks would never come.",
+        fix="call it in the process of the rank, before the fork or on what the worker returns. "
+        "fzero.axis_index() may be asked in a worker that was forked.",
+    )
+
+
+_FORKED: list[int] = []
+
+
+def was_forked() -> bool:
+    """Whether this process was forked from one that had imported fzero: it knows what that knew."""
+    return bool(_FORKED)
+
+
+def _after_fork() -> None:
+    """A child has one thread: that of the rank that was forked, which no other rank waits for."""
+    _FORKED.append(os.getpid())
+    here = current_ranks()
+    if here is None or here.stands_for is not None:
+        return
+
+    def refuse(op: str, *_: Any) -> Any:
+        raise in_forked_child(op, f"virtual rank {here.rank} of {here.size}")
+
+    _LOCAL.here = here._replace(exchange=refuse)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def be(here: Here) -> None:
@@ -70,12 +136,8 @@ def abstract_rank(rank: int, size: int, *, device: str = "cuda") -> Iterator[Non
     no values: inside of a trace it is an op. Tensors on the meta device, or fake ones, stand for
     tensors on `device`, "cpu" or "cuda", which communicate over gloo or nccl.
     """
-    before = current_ranks()
-    _LOCAL.here = Here(rank, size, _alone(size), {}, stands_for=device)
-    try:
+    with ranks_run(), standing_as(Here(rank, size, _alone(size), {}, stands_for=device)):
         yield
-    finally:
-        _LOCAL.here = before
 
 
 def _alone(size: int) -> Callable[[str, Any, Make], Any]:
@@ -92,6 +154,10 @@ def kind_of(device: torch.device) -> str:
     """The type of a device; on an abstract rank, that of the device that it is planned for."""
     here = current_ranks()
     return device.type if here is None or here.stands_for is None else here.stands_for
+
+
+class WithoutMemory(torch.Tensor):
+    """A tensor whose values are made when somebody reads them, like a parameter of stage 3."""
 
 
 def has_no_values(x: torch.Tensor) -> bool:

@@ -147,17 +147,15 @@ def as_flats(
 def _packed(some: FlatRanges, flat: Tensor, new: Mapping[str, Tensor]) -> Tensor:
     """Return one flat of its leaves' elements, with zeros between them."""
     pieces, end = list[Tensor](), 0
+    # A rank of which a leaf has nothing has its piece all the same: the flat is differentiated, or
+    # has a tangent, on every rank alike.
     for one in sorted(some.ranges, key=lambda one: one.at):
-        if not one.numel:
-            continue
         if one.at > end:
             pieces.append(flat.new_zeros(one.at - end))
         pieces.append(as_real(new[one.path]).reshape(-1))
-        end = one.at + one.numel
+        end = max(end, one.at + one.numel)
     if some.numel > end:
         pieces.append(flat.new_zeros(some.numel - end))
-    if not pieces:
-        return flat
     # New memory in any case: a function may return one tensor as two values. It is contiguous, also
     # of one element of another stride (`zeros(()).expand(1)`), which has no view as bytes.
     if len(pieces) == 1:

@@ -15,13 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fzero.context.here import WithoutMemory
 from fzero.errors import FzeroError
 from fzero.machine.written import flat
 
 ADDRESS, STORAGE, EXPORT = "the address", "the storage", "an export by DLPack"
 
 
-class Memoryless(Tensor):
+class Memoryless(WithoutMemory):
     """A tensor with a shape, and with values that are made when somebody reads them."""
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl

@@ -51,6 +51,18 @@ _MET: Counter[tuple[int, ...]] = Counter()
 """How often these ranks have made a group together, without the others of the world."""
 
 
+_OF_PARENT: list[dist.ProcessGroup] = []
+"""Of a process that was forked from a rank, the groups of that rank: sockets that are not its."""
+
+
+os.register_at_fork(after_in_child=lambda: _OF_PARENT.extend(_C10D._world.pg_map))
+
+
+def is_of_parent(group: dist.ProcessGroup) -> bool:
+    """Whether a group is that of the rank that this process was forked from."""
+    return any(group is one for one in _OF_PARENT)
+
+
 def resolve(name: str) -> dist.ProcessGroup:
     """Return the live group of that name; raise as torch does if there is none."""
     return _C10D._resolve_process_group(name)

@@ -11,13 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from fzero.context.here import current_ranks
+from fzero.context.here import current_ranks, in_forked_child, refuse_stray_thread
 from fzero.errors import AxisError
-from fzero.ranks._groups import part_of_group, resolve
+from fzero.ranks._groups import is_of_parent, part_of_group, resolve
 
 T = TypeVar("T")
 
@@ -95,9 +95,10 @@ class Axis:
         if self.runtime is Runtime.LOCAL:
             return 0
         if self.runtime is Runtime.PROCESSES:
-            return self.group().rank()
+            return self._group().rank()
         ranks = current_ranks()
         if ranks is None or ranks.size != self.size:
+            refuse_stray_thread()
             raise AxisError(
                 f"{self} has {self.size} virtual ranks, and "
                 f"{'none run' if ranks is None else f'{ranks.size} run'} here.",
@@ -161,7 +162,29 @@ class Axis:
     def names(self) -> tuple[str, ...]:
         """The names that a collective may be told: that of the axis itself, then those of parts."""
         parts = () if self.dims is None else self.dims.names
-        return (self.name, *dict.fromkeys([*(name for name, _ in self.named), *parts]))
+        return tuple(dict.fromkeys([self.name, *(name for name, _ in self.named), *parts]))
+
+    def has_places_of(self, other: Axis) -> bool:
+        """Whether both are the same ranks in the same order, by whatever name.
+
+        Example:
+            >>> import fzero
+            >>> mesh = fzero.Mesh({"data": 2, "seq": 2})
+            >>> def compared():
+            ...     data = mesh["data"].axis
+            ...     return [data.has_places_of(mesh.axis.along(name)) for name in ("data", "seq")]
+            >>> fzero.simulate(compared, world_size=4)()
+            [tensor([True, True, True, True]), tensor([False, False, False, False])]
+        """
+        return self == other or self._places() == other._places()
+
+    def _places(self) -> tuple[Any, ...]:
+        root, stride = self, 1
+        while root.whole is not None:
+            root, stride = root.whole, root.stride * stride
+        processes = root.runtime is Runtime.PROCESSES
+        ranks: Any = dist.get_process_group_ranks(root.group()) if processes else root.size
+        return root.runtime, ranks, self.size, stride
 
     def along(self, name: str, *, who: str = "") -> Axis:
         """Return the axis of that name, with the ranks that differ from this one in it alone.
@@ -183,8 +206,10 @@ class Axis:
             if other == name:
                 return self._part(name, size, stride)
             stride *= size
-        if self.dims is not None and name in self.dims.names:
-            return (self.replicas, self.shards)[self.dims.names.index(name)]
+        # All ranks in one dim are one replica: what is written for (R, S) runs on (1, W) as well.
+        dims = self.dims or Dims(1)
+        if name in dims.names and (self.dims is not None or not self.named):
+            return (self.replicas, self.shards)[dims.names.index(name)]
         raise AxisError(
             f"{who}{': ' if who else ''}axis={name!r}, and the axis here is {self}.",
             cause="the name of another mesh dim, or a mesh or a group in place of an axis; or a "
@@ -221,12 +246,22 @@ class Axis:
         return {first: list(everyone[first : first + span : self.stride]) for first in firsts}
 
     def group(self) -> dist.ProcessGroup:
-        """Return the live process group, or raise `AxisError` when it is gone."""
+        """Return the live process group, to communicate over it.
+
+        Raises `AxisError` when it is gone, and in a process that was forked from a rank.
+        """
         if self.whole is not None:
             return part_of_group(self.whole.group(), size=self.size, stride=self.stride)
+        group = self._group()
+        if is_of_parent(group):
+            raise in_forked_child(f"a collective over {self}", f"rank {group.rank()}")
+        return group
+
+    def _group(self) -> dist.ProcessGroup:
         try:
             return resolve(self.group_name)
         except (RuntimeError, ValueError, KeyError) as error:
+            refuse_stray_thread()
             raise AxisError(
                 f"the process group {self.group_name!r} of {self} does not exist.",
                 cause="torch.distributed was not started, or was shut down before this call.",

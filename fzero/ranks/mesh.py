@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import get_worker_info
 
-from fzero.context.here import current_ranks, is_abstract
+from fzero.context.here import current_ranks, is_abstract, refuse_stray_thread, was_forked
 from fzero.errors import AxisError
 from fzero.ranks._groups import among, copy_of, start_world
 from fzero.ranks._groups import holder_of_store as holder_of_store
@@ -31,8 +32,9 @@ R = TypeVar("R")
 _TORCH: Any = torch
 """What torch has no public name for."""
 
-_RUNNING: list[Axis] = []
-"""The axes of the steps that run now, so that `pmean(x)` in a loss needs no argument.
+_RUNNING: list[tuple[Axis, ...]] = []
+"""The axes of the steps that run now, so that `pmean(x)` in a loss needs no argument: of each step
+those of its states.
 
 They are the process's, not a thread's: on a GPU a backward, and what it recomputes, runs in a
 thread of autograd's own. Virtual ranks, which are threads, have one list each.
@@ -119,7 +121,7 @@ class Mesh:
             >>> fzero.Mesh({"data": 2, "expert": 4})["data"]
             Mesh({'data': 2, 'expert': 4})['data']
         """
-        asked = (names,) if isinstance(names, str) else tuple(names)
+        asked = tuple(names) if isinstance(names, tuple | list) else (names,)
         order = tuple(name for name, _ in self.axes)
         starts = order.index(asked[0]) if asked and asked[0] in order else 0
         if asked != order[starts : starts + len(asked)] or not asked or self.replicate:
@@ -127,7 +129,8 @@ class Mesh:
                 f"{self}[{', '.join(map(repr, asked))}].",
                 cause="a part of a mesh in which some axes hold copies."
                 if self.replicate
-                else "the name of another mesh's axis, or axes that do not follow each other.",
+                else "a number, the name of another mesh's axis, or axes that do not follow each "
+                "other.",
                 fix="leave replicate= out, and take stage 0 for what all ranks shall hold."
                 if self.replicate
                 else f"name axes of {[*order]} in this order, without one left out between them.",
@@ -206,9 +209,11 @@ def world() -> Axis:
     ranks = current_ranks()
     if ranks is not None:
         return Axis(size=ranks.size, runtime=Runtime.VIRTUAL if ranks.size > 1 else Runtime.LOCAL)
+    refuse_stray_thread()
     if not dist.is_available():
         return Axis(size=1)
     if not dist.is_initialized():
+        _require_no_worker()
         if not dist.is_torchelastic_launched() and not describes_several_ranks(os.environ):
             return Axis(size=1)
         start_world()
@@ -216,13 +221,29 @@ def world() -> Axis:
     return _axis_of_group(everyone)
 
 
+def _require_no_worker() -> None:
+    """Raise in a worker of a DataLoader that cannot know which ranks there are."""
+    if get_worker_info() is None:
+        return
+    if not was_forked() or describes_several_ranks(os.environ):
+        raise AxisError(
+            f"ranks are asked for in worker {os.getpid()} of a DataLoader, which does not know "
+            "them.",
+            cause="axis_index() or a collective in a Dataset or a collate_fn, in a worker that was "
+            "spawned, or that was forked before the ranks met.",
+            fix="ask in the process of the rank, and give the Dataset the number; call collectives "
+            "on what it returns. For a state of the worker alone: mesh=fzero.Axis(size=1).",
+        )
+
+
 def axis_of(mesh: MeshLike) -> Axis:
     """Return the axis that `mesh` means.
 
     Args:
         mesh: None for the world; named axes of the world, {"data": 2, "seq": 4}, or a `Mesh`; a
-            DeviceMesh of one dim, whose name becomes the axis's, or of two, (replicate, shard);
-            their sizes (R, S), for a world of R S ranks; an axis.
+            DeviceMesh of one dim, whose name becomes the axis's, or of two, (replicate, shard),
+            with its ranks in ascending order; their sizes (R, S), for a world of R S ranks, of
+            which (1, W) is the world; an axis.
 
     Raises:
         AxisError: for anything else, and on a rank that is not in the mesh.
@@ -308,7 +329,8 @@ def _require_in(mesh: DeviceMesh) -> None:
 def _other_order(mesh: DeviceMesh) -> AxisError:
     return AxisError(
         f"mesh has {mesh.ndim} dims {mesh.mesh_dim_names} of the ranks {_listed(mesh.mesh)}.",
-        cause="a mesh with dims of other kinds of parallelism, or with ranks in another order.",
+        cause="a mesh with dims of other kinds of parallelism, or with ranks in another order than "
+        "that of their numbers, in which process groups have them.",
         fix='pass one dim of it, mesh["shard"], or two, mesh["replicate", "shard"], with '
         "the ranks in ascending order, so that those of a replica follow each other. For any "
         "number of dims, fzero.Mesh(mesh, replicate=...).",
@@ -318,13 +340,14 @@ def _other_order(mesh: DeviceMesh) -> AxisError:
 def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
     _require_in(mesh)
     names = mesh.mesh_dim_names
+    ranks: list[int] = _listed(mesh.mesh.flatten())
+    if mesh.ndim > 2 or ranks != sorted(ranks):
+        raise _other_order(mesh)
     if mesh.ndim == 1:
         return _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
-    ranks: list[int] = _listed(mesh.mesh.flatten())
-    if mesh.ndim != 2 or ranks != sorted(ranks):
-        raise _other_order(mesh)
     if mesh.size(0) == 1:
-        return _axis_of_group(mesh.get_group(1), name=names[1] if names else "dp")
+        axis = _axis_of_group(mesh.get_group(1), name=names[1] if names else "dp")
+        return replace(axis, named=tuple(zip(names, mesh.shape, strict=True)) if names else ())
     dims = Dims(mesh.size(0), (names[0], names[1])) if names else Dims(mesh.size(0))
     name = "_".join(dims.names) if "dp" in dims.names else "dp"  # another one than the dims have
     return replace(_axis_of_group(among(ranks, mesh.get_group(1)), name=name), dims=dims)
@@ -363,14 +386,14 @@ def mesh_of_replicas(mesh: MeshLike) -> Axis:
     axis = axis_of(mesh)
     if axis.dims is not None or axis.size == 1:
         return axis
-    if axis.named:
+    two = isinstance(mesh, tuple) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
+    if axis.named and not two:
         raise AxisError(
             f"local updates on {axis}, of which no axis holds copies.",
             cause="a mesh of named axes, along which a loss may communicate: which of its ranks "
             "train apart?",
             fix=f'fzero.Mesh({dict(axis.named)}, replicate="{axis.named[0][0]}").',
         )
-    two = isinstance(mesh, tuple) or (isinstance(mesh, DeviceMesh) and mesh.ndim == 2)
     return replace(axis, dims=Dims(1 if two else axis.size))
 
 
@@ -407,23 +430,25 @@ def own_group(axis: Axis, *, backend: str | None = None) -> Axis:
 
 
 def ambient() -> Axis:
-    """Return the axis of the step that runs now, or else the world."""
-    running = _running()
-    return running[-1] if running else world()
+    """Return the axis of the step that runs now, or else the world.
+
+    Raises `AxisError` where its states are on other ranks.
+    """
+    return axis_named(None, who="all ranks")
 
 
 @contextmanager
-def running_on(axis: Axis) -> Generator[None, None, None]:
-    """Make `axis` the ambient one in this block."""
+def running_on(*axes: Axis) -> Generator[None, None, None]:
+    """Make these the ambient axes in this block: one, or those of several states."""
     running = _running()
-    running.append(axis)
+    running.append(axes)
     try:
         yield
     finally:
         running.pop()
 
 
-def _running() -> list[Axis]:
+def _running() -> list[tuple[Axis, ...]]:
     here = current_ranks()
     return _RUNNING if here is None else here.kept.setdefault(_running, [])
 
@@ -512,12 +537,25 @@ def logical_ranks() -> range:
 def axis_named(axis: Axis | str | None, *, who: str) -> Axis:
     """Return the axis that a caller `who` means: the ambient one, or a part of it by its name.
 
-    Raises `AxisError` for what is neither.
+    Raises `AxisError` for what is neither, and for what is not the same on the meshes of all states
+    of the step: it would depend on which of them is the first.
     """
     if isinstance(axis, Axis):
         return axis
-    here = ambient()
-    return here if axis is None else here.along(axis, who=who)
+    refuse_stray_thread()
+    running = _running()
+    here = running[-1] if running else (world(),)
+    known = [one for one in here if axis in (None, *one.names)] or here[:1]
+    found = [one if axis is None else one.along(axis, who=who) for one in known]
+    for one, other in zip(known[1:], found[1:], strict=True):
+        if not found[0].has_places_of(other):
+            raise AxisError(
+                f"{who}: axis={axis!r} in a loss or a step of states on {known[0]} and on {one}.",
+                cause="states of two meshes: a loss is a mean over the ranks of one.",
+                fix="make both on one mesh; or say which one is meant: "
+                "axis=fzero.Mesh(...).axis.along(...), or .axis for all of its ranks.",
+            )
+    return found[0]
 
 
 @outside_of_graphs

@@ -22,7 +22,7 @@ import torch
 from torch.autograd import forward_ad
 
 from fzero.context.ambient import Ambient
-from fzero.context.here import BASE_NESTING, Here, Make, be, current_ranks
+from fzero.context.here import BASE_NESTING, Here, Make, be, current_ranks, ranks_run
 from fzero.context.torch_globals import TorchGlobals
 from fzero.errors import AxisError, MismatchError, PeerFailedError
 
@@ -99,7 +99,7 @@ class _Turns:
         ]
         # Inside of a virtual rank it is open already, for there is one for the whole process.
         nested = current_ranks() is not None
-        with nullcontext() if nested else forward_ad.dual_level():
+        with nullcontext() if nested else forward_ad.dual_level(), ranks_run():
             started = threads[: self._start(threads)]
             if started:
                 self.turn[0].release()

@@ -32,7 +32,7 @@ from fzero.transforms.announcement import PassForm
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.states import ParamsT, axis_of_loss, call_of_states, flatten_states
+from fzero.transforms.states import ParamsT, axes_of_loss, call_of_states, flatten_states
 
 
 @overload
@@ -87,7 +87,7 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
         )
     refuse_model("evaluate", fn)
     states, treespec = flatten_states("evaluate", state)
-    over = axis_of_loss(states, states[0].setup.axis)
+    over = axes_of_loss(states, [one.setup.axis for one in states])
     for one in states:
         check_alive(one)
     known: dict[int, Schedule] = {}  # what calls of this function have recorded
@@ -101,7 +101,7 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
 
         for one in states:
             check_alive(one)
-        with running_on(over):
+        with running_on(*over):
             if needs_func([flat for one in states for flat in one.params.flats]):
                 return call([_gathered(one) for one in states])
             return _by_unit(call, states, known, call_of_states("evaluate", treespec))

@@ -47,7 +47,7 @@ from fzero.transforms.logical import call_logical_ranks, setup_of, told_of_error
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
-from fzero.transforms.states import ParamsT, S, axis_of_loss, call_of_states, flatten_states
+from fzero.transforms.states import ParamsT, S, axes_of_loss, call_of_states, flatten_states
 from fzero.transforms.written import returned
 
 
@@ -152,7 +152,7 @@ def grad_and_reduce(
         check_alive(one)
     learns = learning(wrt, state, states)
     name = call_of_states("grad_and_reduce", treespec, learns)
-    over = axis_of_loss(states, states[0].setup.axis)
+    over = axes_of_loss(states, [one.setup.axis for one in states])
     setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
     with told_of_errors(setup):
         given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
@@ -170,7 +170,7 @@ def grad_and_reduce(
         require_autograd("grad_and_reduce")
         for one in states:  # again: a call of this function may have used them up
             check_alive(one)
-        with running_on(over), explains_inference((args, kwargs)):
+        with running_on(*over), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
             known = [called(begun(one), given) if by else as_read(one) for one, by in pairs]
             if setup.logical is None:

@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import broadcast, told_everywhere
+from fzero.collectives import assert_same_everywhere, broadcast, told_everywhere
 from fzero.context.modes import in_transform, require_autograd
 from fzero.errors import LayoutError
 from fzero.machine.offload import offloaded
@@ -133,7 +133,8 @@ def init(  # noqa: D417 {options}
     mesh = options.get("mesh")
     meshes = leaves_of_meshes(mesh)
     axes = {id(one): mesh_for(one, local) for one in meshes}
-    with told_everywhere(axes[id(meshes[0])], what=COMPARED):  # the next that all ranks compare
+    first = axes[id(meshes[0])]
+    with told_everywhere(first.mesh or first, what=COMPARED):  # the next that all ranks compare
         require_autograd("init")
         require_params(params)
         chosen = check_shared(grouped(SharedOptions, options))
@@ -142,6 +143,8 @@ def init(  # noqa: D417 {options}
 
     def one(params: Any, optimizer: Any, stage: int, mesh: MeshLike) -> TrainState:
         axis = axes[id(mesh)]
+        if axis.mesh is not None:  # before the ranks of a part, by itself, wait for each other
+            assert_same_everywhere([f"a state on {axis}"], axis.mesh, what="the mesh of a state")
         if chosen.logical_ranks is not None:
             refuse_part(axis, "logical_ranks=")
         frozen = isinstance(optimizer, NoOptimizer)

@@ -30,7 +30,7 @@ from fzero.state import Layout, TrainState
 from fzero.transforms.access import held_of, placement_of, whole_groups
 from fzero.transforms.agree import raises_together
 from fzero.transforms.donation import check_alive
-from fzero.transforms.states import axis_of_loss, flatten_states
+from fzero.transforms.states import axes_of_loss, flatten_states
 
 
 def iter_params(state: Any, *, since: Mapping[str, str] | None = None) -> ParamIterator:
@@ -283,7 +283,7 @@ def _own_digests(state: TrainState) -> list[int]:
 
 def _axis_of(states: Sequence[TrainState]) -> Axis:
     """Return all ranks that iterate together."""
-    over = axis_of_loss(states, states[0].mesh)
+    over = axes_of_loss(states, [one.mesh for one in states])[0]
     for one in states:
         if one.mesh.mesh is None and one.mesh.size != over.size:
             raise AxisError(

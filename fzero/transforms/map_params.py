@@ -58,15 +58,17 @@ def map_params(
     Args:
         fn: (p, *others) -> p', in the shape of p; it is cast to the dtype of p.
         state: a train state.
-        others: what is parallel to the parameters: another state of the same layout, for its
-            parameters; `other.gradients`, reduced; a slot, `state.slots["ema/mean"]`; or a pytree
-            of full tensors like the parameters.
+        others: what is parallel to the parameters: another state of the same layout on the same
+            ranks, for its parameters; `other.gradients`, reduced; a slot,
+            `state.slots["ema/mean"]`; or a pytree of full tensors like the parameters. Gradients
+            and slots do not say on which ranks they are: take them from states on the same ones.
 
     Returns:
         The new state.
 
     Raises:
-        LayoutError: for what is not parallel to the parameters, for another shape returned, and
+        LayoutError: for what is not parallel to the parameters, for a state on other ranks or on
+            another part of a mesh, for another shape returned, and
             for bare gradients of a state with a loss scale, which are times it: give
             `fzero.gradients(other)`.
         PhaseError: for gradients that are not there, or not reduced.
@@ -145,6 +147,13 @@ def _operand(state: TrainState, other: Any) -> Buffers:
     if isinstance(other, TrainState):
         check_alive(other)
         _require_layout(state, other.setup.layout, "the parameters of a state")
+        if not state.setup.axis.has_places_of(other.setup.axis):
+            raise LayoutError(
+                f"map_params: a state on {other.mesh} beside one on {state.mesh}.",
+                cause="states on two parts of a mesh, or on two meshes: shards that are equally "
+                "long have other elements.",
+                fix="give its whole values: fzero.map_params(fn, state, fzero.full_params(other)).",
+            )
         flats = tuple(other.params.flats[i] for i in layout.trainable)
         return replace(other.params, flats=flats)
     if isinstance(other, Slot):

@@ -29,7 +29,7 @@ from fzero.transforms.pipeline import (
     transform,
 )
 from fzero.transforms.state_options import check_shared, check_stages
-from fzero.transforms.states import axis_of_loss, flatten_states, map_states
+from fzero.transforms.states import axes_of_loss, flatten_states, map_states
 from fzero.transforms.update import apply_gradients
 
 
@@ -112,8 +112,8 @@ def shard(  # noqa: D417 {options}
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         # So that collectives of the step know its axes by name, and its logical ranks.
-        over = axis_of_loss(states, states[0].mesh)
-        with running_on(over), carrying(carried_by(states[0].setup)):
+        over = axes_of_loss(states, [one.mesh for one in states])
+        with running_on(*over), carrying(carried_by(states[0].setup)):
             state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux
@@ -217,8 +217,9 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
             cause="the state was made in another world, or inside fzero.simulate."
             if Runtime.VIRTUAL in (axis.runtime, state.mesh.runtime)
             else "the state was made for another number of ranks, or another mesh.",
-            fix="make it with step.init in this world; fzero.reshard and fzero.checkpoint move a "
-            "state from one number of ranks to another.",
+            fix="make it with step.init in this world; or move it: fzero.reshard(state, mesh=...) "
+            "takes the mesh of the step; or give the step the mesh of the state: "
+            "fzero.shard(step, mesh=...).",
         )
     _warn_of_graph(state)
 

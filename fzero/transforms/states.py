@@ -81,14 +81,16 @@ def is_state(node: Any) -> bool:
     return isinstance(node, TrainState)
 
 
-def axis_of_loss(states: Sequence[TrainState], otherwise: Axis) -> Axis:
+def axes_of_loss(states: Sequence[TrainState], otherwise: Sequence[Axis]) -> tuple[Axis, ...]:
     """Return the mesh that a loss of some states is a mean over, where one is on a part of it.
+
+    otherwise: the axes of the states, of which each is returned once.
 
     Raises `AxisError` for a state on a part of a mesh beside one that is not on that mesh.
     """
     mesh = next((one.mesh.mesh for one in states if one.mesh.mesh is not None), None)
     if mesh is None:
-        return otherwise
+        return tuple(dict.fromkeys(otherwise))
     for one in states:
         if not _is_of(one.mesh, mesh):
             raise AxisError(
@@ -97,7 +99,7 @@ def axis_of_loss(states: Sequence[TrainState], otherwise: Axis) -> Axis:
                 fix="make both on one mesh: mesh = fzero.Mesh(...), the dense state on mesh, that "
                 'of the experts on mesh["data"].',
             )
-    return mesh
+    return (mesh,)
 
 
 def _is_of(axis: Axis, mesh: Axis) -> bool:

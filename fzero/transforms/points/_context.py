@@ -168,7 +168,7 @@ class Context:
             self._agree("sum", [])
             return leaf_sums(self._setup, pieces, of_squares=False)[1]
         sums = [x.sum(dtype=_wide(x)) for x in leaves]
-        return over_places(self._setup, self._over_ranks("sum", _total(sums, self._device)))
+        return self._over_all("sum", _total(sums, self._device))
 
     @overload
     def norm(self, tree: Mapping[str, Tensor], by: Literal["all"] = "all") -> Tensor: ...
@@ -180,7 +180,7 @@ class Context:
         tree: {path: this rank's elements}. by: "all" for one number, [], on every rank alike;
         "leaf" for {path: []}; "row" for {path: the norm of the row of each element, as long as its
         piece}: a row has all elements with one index of the first dim, and a leaf of fewer than two
-        dims is one row.
+        dims is one row. Of a state on a part of a mesh, a leaf or a row is that of all places.
         """
         if by not in ("all", "leaf", "row"):
             raise LayoutError(
@@ -201,12 +201,11 @@ class Context:
         squares = [_square(x) for x in values]
         if by == "all":
             sums = [x.sum() for x in squares]
-            total = self._over_ranks("norm", _total(sums, self._device))
-            return over_places(self._setup, total).sqrt()
+            return self._over_all("norm", _total(sums, self._device)).sqrt()
         self._require_collective("norm")
         if by == "leaf":
             total = _total_of(squares, self._device)
-            norms = self._over_ranks('norm by="leaf"', total).sqrt()
+            norms = self._over_all('norm by="leaf"', total).sqrt()
             return dict(zip(tree, norms, strict=True))
         rows = [self._rows(path, x) for path, x in tree.items()]
         sums = [
@@ -214,7 +213,7 @@ class Context:
             for x, (row, count) in zip(squares, rows, strict=True)
         ]
         total = torch.cat(sums) if sums else torch.zeros(0, device=self._device)
-        split = self._over_ranks('norm by="row"', total).sqrt().split([len(x) for x in sums])
+        split = self._over_all('norm by="row"', total).sqrt().split([len(x) for x in sums])
         return {
             path: norms[row].view(x.shape)
             for (path, x), norms, (row, _) in zip(tree.items(), split, rows, strict=True)
@@ -308,19 +307,25 @@ class Context:
                 )
         return found
 
-    def _over_ranks(self, name: str, x: Tensor) -> Tensor:
-        if self._whole:  # a leaf is on one rank
+    def _over_all(self, name: str, x: Tensor) -> Tensor:
+        """Return the sum over ranks, and over all places of a mesh that the state is on a part of.
+
+        With whole leaves, x itself: each is on one rank, at each place at another time.
+        """
+        if self._whole:
             return x
         self._agree(name, [*x.shape])
         if not x.numel():
             return x
-        return reduce_many([x], self._axis, ordered=self._setup.reduction.ordered)[0]
+        x = reduce_many([x], self._axis, ordered=self._setup.reduction.ordered)[0]
+        return over_places(self._setup, x)
 
     def _agree(self, name: str, shape: list[int]) -> None:
         """In a first call, compare which sums ranks make."""
         if self._what is not None:
             what = f"{self._what}: which sums its ctx makes"
-            assert_same_everywhere([f"ctx.{name}, {shape}"], self._setup.axis, what=what)
+            axis = self._setup.axis
+            assert_same_everywhere([f"ctx.{name}, {shape}"], axis.mesh or axis, what=what)
 
     def _require_collective(self, name: str) -> None:
         if not self._sums:

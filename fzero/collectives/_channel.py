@@ -15,6 +15,8 @@ from fzero.collectives import _lowering as lowering
 from fzero.collectives._backend import explained
 from fzero.errors import MismatchError
 from fzero.ranks.mesh import Axis, Runtime
+from fzero.ranks.virtual import UNUSED
+from fzero.state.protocol import SYNC
 from fzero.state.rounds import CODES, Message, Round, row_of
 
 
@@ -105,5 +107,6 @@ def mismatch(texts: Sequence[str]) -> MismatchError:
         f"the ranks make different calls: rank 0 {mine}, rank {rank} {theirs}.",
         cause="a call under `if rank == 0:`, one step more on some ranks, or an option "
         "that differs by rank.",
-        fix="make the same calls, with the same options, on every rank. Nothing was changed.",
+        fix="make the same calls, with the same options, on every rank. Nothing was changed."
+        + (f" {UNUSED}" if any(SYNC in text for text in texts) else ""),
     )

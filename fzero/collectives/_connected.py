@@ -6,8 +6,8 @@ numbered, equally on all ranks, and each that any rank differentiates gives a to
 result: a tensor without elements, with the same node. `tied` makes of a root of a backward one that
 also reaches the tokens of all calls that the backward of any rank reaches. Autograd runs the nodes
 that it reaches in the reverse order of their making: so every rank runs the adjoints of the same
-calls, the latest first, with no gradient where its loss does not use them, and what comes back flows
-on in its own graph.
+calls, the latest first, with no gradient where its loss does not use them, and what comes back
+flows on in its own graph.
 """
 
 from __future__ import annotations

@@ -259,7 +259,11 @@ def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
         return [cast(Tensor, _called(plan, x)) for x in xs]
     sent = [bool(x.numel()) for x in xs]
     wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
-    done = iter(_applied(plan, *wanted) if wanted else ())
+    if in_transform() and not is_recorded(xs):  # a rank may have no tangent of what it gives
+        plan = plan._replace(name=f"{_OPS[plan.kind]} of a step")
+        done = iter([_called(plan, x) for x in wanted])
+    else:
+        done = iter(_applied(plan, *wanted) if wanted else ())
     pairs = zip(xs, sent, strict=True)
     return [next(done) if is_sent else of_nothing(plan.kind, axis, x) for x, is_sent in pairs]
 

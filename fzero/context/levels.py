@@ -37,7 +37,7 @@ def _levels() -> list[Any]:
 def nesting() -> str:
     """Return which transforms of torch.func are around this call, the innermost last."""
     names = [
-        f"vmap of {level.batch_size()}" if level.key() is TransformType.Vmap else level.key().name
+        f"vmap of {level.batch_size()}" if level.key() == TransformType.Vmap else level.key().name
         for level in _levels()
     ]
     return ", ".join(names)
@@ -52,17 +52,21 @@ def followed(x: Tensor) -> int:
     bits = 0
     for i, level in reversed([*enumerate(levels)]):
         part, key = parts.get(level.level()), level.key()
-        if part is not None and _is_followed(part, key, mode=mode):
+        if part is not None and _is_followed(part, level, mode=mode):
             bits |= 1 << _FIRST + i
-        mode = mode and (key is not TransformType.Grad or level.prev_grad_mode())
+        mode = mode and (key != TransformType.Grad or level.prev_grad_mode())
     bits |= _BASE * (mode and x.requires_grad)
-    return bits | _TANGENT * (in_forward_mode() and _has_tangent(x))
+    if in_forward_mode():
+        with _lowered(None):
+            bits |= _TANGENT * _has_tangent(x)
+    return bits
 
 
-def _is_followed(x: Tensor, key: TransformType, *, mode: bool) -> bool:
-    if key is TransformType.Jvp:
-        return _has_tangent(x)
-    return (mode and x.requires_grad) if key is TransformType.Grad else True
+def _is_followed(x: Tensor, level: Any, *, mode: bool) -> bool:
+    if level.key() == TransformType.Jvp:
+        with _lowered(level):
+            return _has_tangent(x)
+    return (mode and x.requires_grad) if level.key() == TransformType.Grad else True
 
 
 def _has_tangent(x: Tensor) -> bool:
@@ -71,7 +75,7 @@ def _has_tangent(x: Tensor) -> bool:
 
 def reverse(bits: int) -> bool:
     """Whether one of these levels has a graph, by which a backward comes."""
-    grads = (i for i, one in enumerate(_levels()) if one.key() is TransformType.Grad)
+    grads = (i for i, one in enumerate(_levels()) if one.key() == TransformType.Grad)
     return bool(bits & _BASE) or any(bits >> _FIRST + i & 1 for i in grads)
 
 
@@ -100,13 +104,13 @@ def _new(level: Any) -> Tensor:
             return forward_ad.make_dual(torch.zeros(0), torch.zeros(0))
         if level is None:
             return torch.zeros(0, requires_grad=True)
-        if level.key() is TransformType.Jvp:
+        if level.key() == TransformType.Jvp:
             return forward_ad.make_dual(torch.zeros(0), torch.zeros(0))
-        if level.key() is TransformType.Vmap:
+        if level.key() == TransformType.Vmap:
             zeros = torch.zeros(level.batch_size(), 0)
             return _FUNCTORCH._add_batch_dim(zeros, 0, level.level())
         with enable_inplace_requires_grad(True):
-            return _FUNCTORCH._wrap_for_grad(torch.zeros(0), level.level()).requires_grad_()
+            return torch.zeros(0).requires_grad_()
 
 
 @contextmanager

@@ -215,6 +215,14 @@ class _Turns:
             self.error = _unmatched(f"{stuck}, but {ranks} finished without it.")
 
 
+UNUSED = (
+    "In a backward: a rank whose loss does not use what a collective gave. "
+    "fzero.grad_and_reduce and engine.backward(loss) take part in its backward on every rank; a "
+    "derivative of your own (loss.backward(), torch.autograd.grad) does where each loss uses it: "
+    "loss + 0 * y.sum()."
+)
+
+
 def different(calls: Mapping[str, str]) -> MismatchError:
     """Return the error of ranks that call collectives that cannot go together, {rank: call}."""
     seen = "; ".join(f"{rank}: {call}" for rank, call in calls.items())
@@ -223,7 +231,7 @@ def different(calls: Mapping[str, str]) -> MismatchError:
         cause="a tensor whose shape or dtype depends on the rank (a last batch, rows that were "
         "filtered), or a branch that does.",
         fix="call the same collectives in the same order on every rank, with the same shapes: pad "
-        "a tensor to the longest, or gather its length first. Nothing was sent.",
+        f"a tensor to the longest, or gather its length first. Nothing was sent. {UNUSED}",
     )
 
 
@@ -231,5 +239,5 @@ def _unmatched(seen: str) -> AxisError:
     return AxisError(
         seen,
         cause="a branch that depends on the rank, or on its data, has a collective.",
-        fix="call the same collectives in the same order on every rank.",
+        fix=f"call the same collectives in the same order on every rank. {UNUSED}",
     )

@@ -15,6 +15,7 @@ from torch._C._functorch import (
 )
 from torch.func import functional_call
 
+from fzero.collectives import apart
 from fzero.context.ambient import AutocastModes
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
@@ -227,7 +228,8 @@ class _Remat(torch.autograd.Function):
         recorded = call.records and call.plain
         with recording() if recorded else torch.no_grad():
             given = own(tensors) if recorded else tensors
-            with ClosureWatch(given, records=call.records, plain=call.plain) as watch:
+            watching = ClosureWatch(given, records=call.records, plain=call.plain)
+            with watching as watch, apart():  # its calls are made anew in the backward
                 outputs = call(*given)
         for y in outputs:
             watch.refuse(y)

@@ -36,6 +36,7 @@ from fzero.state.protocol import (
     GiveUp,
     Join,
     Leave,
+    Met,
     Pin,
     Protocol,
     Raised,
@@ -323,6 +324,9 @@ def test_a_collective_after_a_forward_counts_where_its_backward_will_come() -> N
     for connects, wanted in ((False, 1), (True, 2), (False, 2)):
         one.send(SyncPoint(connects=connects))
         assert one.protocol.calls == wanted
+    one.send(SyncPoint(connects=False))
+    one.send(Met(connects=True))  # by what another rank gives
+    assert one.protocol.calls == 3
 
 
 def test_a_pass_knows_of_a_collective_that_another_has_made_before_it() -> None:

@@ -1,0 +1,171 @@
+"""Adjoints are exact whatever subset of ranks has a graph at an input, or uses a result."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import fzero
+from fzero.adapter import Engine
+from fzero.errors import AxisError, MismatchError
+from tests.collectives.graphs import Graph, graph_of, in_one_process, on_rank, params_of, right
+from tests.strategies import seeds, stages
+
+pytestmark = pytest.mark.filterwarnings("ignore:the loss requires")
+
+XS = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+PAIR = {"image": torch.ones(2), "text": torch.ones(2)}
+
+
+def each_gives_one(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Each rank gives one of two tensors, and a constant for the other."""
+    rank, zeros = fzero.axis_index(), torch.zeros(2)
+    image = fzero.psum(p["image"] * x if rank == 0 else zeros)
+    text = fzero.psum(p["text"] * x if rank == 1 else zeros)
+    return (image * text).pow(2).sum()
+
+
+def each_uses_one(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Each rank uses one of two sums."""
+    image, text = fzero.psum(p["image"] * x), fzero.psum(p["text"] * x)
+    return (image if fzero.axis_index() == 0 else text).pow(2).sum()
+
+
+class Pair(torch.nn.Module):
+    """`PAIR` as a module whose output is a loss."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__()
+        self.image, self.text = (torch.nn.Parameter(p.clone()) for p in PAIR.values())
+        self.loss = loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(dict(self.named_parameters()), x)
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("loss", "wanted"),
+    [
+        (each_gives_one, {"image": [18.0, 200.0], "text": [18.0, 200.0]}),
+        (each_uses_one, {"image": [16.0, 49.0], "text": [16.0, 49.0]}),
+    ],
+)
+def test_ranks_that_give_and_use_other_things(loss: Any, wanted: Any, stage: int) -> None:
+    def by_state(x: Tensor) -> Any:
+        state = fzero.init(PAIR, fzero.optim.sgd(0.1), stage=stage)
+        return fzero.full_gradients(fzero.grad_and_reduce(loss, state)(x)[0])
+
+    def by_engine(x: Tensor) -> Any:
+        model = Pair(loss)
+        engine = Engine(model, fzero.optim.sgd(0.1), stage=stage)
+        engine.backward(model(x))
+        return engine.full_gradients()
+
+    for driver in (by_state, by_engine):
+        got = fzero.simulate(driver, world_size=2)(XS)
+        for name, value in wanted.items():
+            assert torch.equal(got[name], torch.tensor([value, value])), (driver, name)
+
+
+def _gradients(graph: Graph, params: dict[str, Tensor], stage: int, xs: Tensor) -> Any:
+    def step(x: Tensor) -> Any:
+        state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, bucket_bytes=16)
+        return fzero.full_gradients(fzero.grad_and_reduce(on_rank(graph), state)(x)[0])
+
+    return fzero.simulate(step, world_size=graph.ranks)(xs)
+
+
+@settings(max_examples=25)
+@given(seed=seeds, stage=stages)
+def test_random_losses_have_the_gradients_of_one_process(seed: int, stage: int) -> None:
+    random = Random(seed)
+    graph = graph_of(random)
+    params, xs = params_of(graph, random)
+    got = _gradients(graph, params, stage, xs)
+    for name, wanted in right(graph, params, xs).items():
+        torch.testing.assert_close(got[name], wanted.expand(graph.ranks, -1))
+
+
+@settings(max_examples=10)
+@given(seed=seeds)
+def test_tangents_of_random_losses(seed: int) -> None:
+    """Of the loss itself, and of its gradient by a step."""
+    random = Random(seed)
+    graph = graph_of(random, most=3)
+    (params, xs), (_, vs) = params_of(graph, random), params_of(graph, random)
+
+    def pushed(x: Tensor, v: Tensor) -> Any:
+        state = fzero.init(params, fzero.optim.sgd(0.1), stage=1)
+
+        def gradients(x: Tensor) -> Any:
+            return fzero.full_gradients(fzero.grad_and_reduce(on_rank(graph), state)(x)[0])
+
+        value = torch.func.jvp(lambda x: on_rank(graph)(params, x), (x,), (v,))[1]
+        return value, torch.func.jvp(gradients, (x,), (v,))[1]
+
+    def losses(p: dict[str, Tensor], xs: Tensor) -> Tensor:
+        return torch.stack(in_one_process(graph)([p] * graph.ranks, xs))
+
+    def mean_gradients(xs: Tensor) -> Any:
+        return torch.func.grad(lambda p: losses(p, xs).mean())(params)
+
+    value, moved = fzero.simulate(pushed, world_size=graph.ranks)(xs, vs)
+    wanted = torch.func.jvp(lambda xs: losses(params, xs), (xs,), (vs,))[1]
+    torch.testing.assert_close(value, wanted)
+    for name, one in torch.func.jvp(mean_gradients, (xs,), (vs,))[1].items():
+        torch.testing.assert_close(moved[name], one.expand(graph.ranks, -1))
+
+
+def test_a_result_that_nobody_uses_gives_no_gradient() -> None:
+    """Not even zeros, which would be NaN behind a root at 0."""
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        fzero.psum((p - p).sqrt())
+        return (p * x).sum()
+
+    def step(x: Tensor) -> Tensor:
+        state = fzero.init(torch.ones(2), fzero.optim.sgd(0.1), stage=2)
+        return fzero.full_gradients(fzero.grad_and_reduce(loss, state)(x)[0])
+
+    assert torch.equal(fzero.simulate(step, world_size=2)(XS)[0], XS.mean(0))
+
+
+def test_the_gradient_of_a_tangent_of_three_ranks() -> None:
+    def second(x: Tensor) -> Tensor:
+        push = lambda x: torch.func.jvp(lambda x: fzero.psum(x) * 2, (x,), (x,))[1].sum()  # noqa: E731
+        return torch.func.grad(push)(x)
+
+    got = fzero.simulate(second, world_size=3)(torch.ones(3, 2))
+    assert torch.equal(got, torch.full((3, 2), 6.0))
+
+
+@pytest.mark.parametrize("by", [torch.autograd.grad, torch.func.grad])
+def test_a_derivative_of_ones_own_that_differs_by_rank_raises_by_name(by: Any) -> None:
+    def one(x: Tensor) -> Tensor:
+        y = fzero.psum(x * 2)
+        return y.sum() if fzero.axis_index() == 0 else x.sum() + y.detach().sum()
+
+    def body(x: Tensor) -> Any:
+        if by is torch.func.grad:
+            return by(one)(x)
+        x = x.clone().requires_grad_()
+        return by(one(x), x)[0]
+
+    with pytest.raises(AxisError, match=r"in the backward of call 1[\s\S]*engine.backward"):
+        fzero.simulate(body, world_size=2)(XS)
+
+
+def test_transforms_that_ranks_nest_otherwise_raise_on_all() -> None:
+    def body(x: Tensor) -> Any:
+        if fzero.axis_index():
+            return torch.func.grad(lambda x: fzero.psum(x).sum())(x)
+        return fzero.psum(x)
+
+    with pytest.raises(MismatchError, match=r"other transforms of torch\.func"):
+        fzero.simulate(body, world_size=2)(XS)

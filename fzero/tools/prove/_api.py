@@ -10,7 +10,7 @@ import optree
 from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded
-from fzero.errors import AxisError, LayoutError, PhaseError
+from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from fzero.errors.check import is_count, is_positive, require
 from fzero.state import NAMESPACE, Placement
 from fzero.state.form import Slot
@@ -142,6 +142,10 @@ class _Attempt:
             return self._tried()
         except OutOfBudget as error:
             return self._refused(f"{error}")
+        except Exception as error:
+            if isinstance(error, FzeroError) or not (noted := self.recorder.watch.noted):
+                raise
+            return self._refused("; ".join(noted))  # of which torch says something else
 
     def _tried(self) -> Proof:
         record = self.recorder.of

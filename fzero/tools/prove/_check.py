@@ -86,7 +86,7 @@ def prove_programs(
     wrong, line = dict(_differences(wanted.outputs, found.outputs, varies=world == 1)), ""
     for again in (wanted.again, found.again):
         apart = (k for k, x in again.items() if not _equal(x, wanted.outputs.get(k)))
-        wrong |= dict.fromkeys((k for k in apart if k[0].startswith("state")), _NEXT)
+        wrong = dict.fromkeys((k for k in apart if k[0].startswith("state")), _NEXT) | wrong
     stopped = found.read.stopped or wanted.read.stopped
     if differs is not None and (len(every) < world or stopped is not None or wrong):
         why = next(iter(wrong.values()), "") if stopped is None else stopped[1]

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
 )
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,7 +132,7 @@ _SEED = 2**61 + 0x5EED  # that nobody else sows
 @contextmanager
 def _watching(watch: Watch) -> Iterator[None]:
     """Put what says what it is asked in the place of what a step may ask."""
-    environment, swap = os._Environ, torch._C._swap_tensor_impl
+    environment, swap = os._Environ, torch.utils.swap_tensors
     reads = {name: getattr(environment, name) for name in ("__getitem__", "__iter__", "__len__")}
 
     def reader(name: str) -> Any:
@@ -155,12 +154,12 @@ def _watching(watch: Watch) -> Iterator[None]:
     try:
         for name in reads:
             setattr(environment, name, reader(name))
-        torch._C._swap_tensor_impl, c10d._world = swapped, _Groups(watch, groups)
+        torch.utils.swap_tensors, c10d._world = swapped, _Groups(watch, groups)
         yield
     finally:
         for name, read in reads.items():
             setattr(environment, name, read)
-        torch._C._swap_tensor_impl, c10d._world = swap, groups
+        torch.utils.swap_tensors, c10d._world = swap, groups
 
 
 class _Groups:
@@ -190,13 +189,18 @@ _ESCAPES: dict[Any, str] = {
 """What is done to a tensor beside the ops of a program, and so is in no graph."""
 
 
+def _has_values(x: Any) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and not wrapped
+
+
 class _EachCall(TorchFunctionMode):
     def __init__(self, watch: Watch) -> None:
         super().__init__()
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (what := _ESCAPES.get(func)) is not None and isinstance(args[0], FakeTensor):
+        if (what := _ESCAPES.get(func)) is not None and not _has_values(args[0]):
             self._watch.notes(f"it {what}, which is in no program")
         return func(*args, **(kwargs or {}))
 

@@ -75,8 +75,8 @@ ASSUMED = (
     "each rank draws random numbers of its own, and the n-th draw is the same in both programs",
     "the batches of all ranks have these shapes; the state is between two updates, and what is "
     "whole in it is the same on all ranks",
-    "the step is this program in every call: it reads no clock, no file, and no counter of any make "
-    "(an object that it does not reach, an extension, a thread, another process) that calls change",
+    "the step is this program in every call: it reads no clock, no file, and no counter of any "
+    "make (in an object that it does not reach, an extension, a thread) that calls change",
     "the step reads and writes no raw address, and no memory of a tensor but by ops",
     "the step is this program on every rank, in every process and under every launcher: what it "
     "has from elsewhere (variables of the environment, modules, closures) is the same there",

@@ -24,7 +24,7 @@ import types
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -238,12 +238,13 @@ def _write_class(x: type, held: dict[str, Any]) -> None:
 
 
 def _read_slots(x: Any) -> dict[str, Any]:
-    return {
-        name: one.__get__(x)
-        for kind in type(x).__mro__
-        for name, one in vars(kind).items()
-        if isinstance(one, types.MemberDescriptorType) and hasattr(x, name)
-    }
+    found: dict[str, Any] = {}
+    for kind in type(x).__mro__:
+        for name, one in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(one, types.MemberDescriptorType):
+                with suppress(AttributeError):  # it has no value yet
+                    found[name] = one.__get__(x)
+    return found
 
 
 def _write_slots(x: Any, held: dict[str, Any]) -> None:
@@ -254,8 +255,7 @@ def _write_slots(x: Any, held: dict[str, Any]) -> None:
 
 
 def _read_tensor(x: Tensor) -> dict[str, Any]:
-    small = x.numel() <= _SMALL and x.device.type == "cpu" and x.layout == torch.strided
-    known = small and type(x) in (Tensor, nn.Parameter)
+    known = x.numel() <= _SMALL and x.device.type == "cpu" and x.layout == torch.strided
     version = 0 if x.is_inference() else x._version
     grad = x.grad if x.is_leaf else None
     return {"grad": grad, "version": version, "values": bytes_of(x) if known else None}
@@ -269,14 +269,16 @@ def _write_tensor(x: Tensor, held: dict[str, Any]) -> None:
         x.data.copy_(row.view(x.shape))
 
 
-def _read_bytes(x: Any) -> dict[str, Any]:
-    made = x.tobytes() if x.nbytes <= _SMALL * 8 else b""
-    return {"": made}
+def _read_bytes(x: Any) -> bytes:
+    return bytes(memoryview(x).cast("B")) if memoryview(x).nbytes <= _SMALL * 8 else b""
 
 
-def _write_bytes(x: Any, held: dict[str, Any]) -> None:
-    if held[""]:
-        memoryview(x).cast("B")[:] = held[""]
+def _write_bytes(x: Any, held: bytes) -> None:
+    if isinstance(x, bytearray | array.array):
+        x[:] = x[:0]
+        x += bytearray(held) if isinstance(x, bytearray) else array.array(x.typecode, held)
+    elif held:
+        memoryview(x).cast("B")[:] = held
 
 
 def bytes_of(x: Tensor) -> bytes:
@@ -307,7 +309,7 @@ _SET = _Kind(lambda x: dict.fromkeys(x), lambda x, held: (x.clear(), x.update(he
 _NAMES = _Kind(lambda of: {n: of[1][n] for n in of[0] if n in of[1]}, _write_names)
 _CELL, _CLASS = _Kind(_read_cell, _write_cell), _Kind(_read_class, _write_class)
 _SLOTS, _TENSOR = _Kind(_read_slots, _write_slots), _Kind(_read_tensor, _write_tensor)
-_BYTES = _Kind(_read_bytes, _write_bytes)
+_BYTES = _at(_read_bytes, _write_bytes)
 _DEFAULTS = _Kind(
     lambda fn: {"__defaults__": fn.__defaults__, "__kwdefaults__": fn.__kwdefaults__},
     lambda fn, held: [setattr(fn, name, one) for name, one in held.items()],
@@ -359,8 +361,9 @@ def _kinds_of(x: Any) -> Iterator[tuple[_Kind, Any]]:
         if not _is_library(x.__module__):
             yield _CLASS, x
     elif isinstance(x, Tensor):
-        if not isinstance(x, FakeTensor):
-            yield from ((_TENSOR, x), (_DICT, vars(x)))
+        yield _DICT, vars(x)
+        if type(x) in (Tensor, nn.Parameter):
+            yield _TENSOR, x
     elif numpy is not None and isinstance(x, numpy.ndarray):
         if x.flags.c_contiguous and x.flags.writeable and not x.dtype.hasobject:
             yield _BYTES, x
@@ -407,7 +410,9 @@ def _inside(x: Any) -> Iterator[tuple[str, Any]]:
 
 def _variables(fn: types.FunctionType) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
     """Yield (names, variables) of each module of which the code of a function names variables."""
-    names, rest = tuple(dict.fromkeys(_names_in(fn.__code__))), [fn.__globals__]
+    names = tuple(dict.fromkeys(_names_in(fn.__code__)))
+    closed = (one for c in fn.__closure__ or () for one in _read_cell(c).values())
+    rest = [fn.__globals__, *(vars(x) for x in closed if isinstance(x, types.ModuleType))]
     seen = set[int]()
     while rest:
         held = rest.pop()

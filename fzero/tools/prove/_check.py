@@ -90,7 +90,8 @@ def prove_programs(
     stopped = found.read.stopped or wanted.read.stopped
     if differs is not None and (len(every) < world or stopped is not None or wrong):
         why = next(iter(wrong.values()), "") if stopped is None else stopped[1]
-        why = f"{comparison.why}: {why}{_PIECES}" if len(every) == world > 1 else comparison.why
+        why += _PIECES if stopped is None else ""
+        why = f"{comparison.why}: {why}" if len(every) == world > 1 else comparison.why
         line, wrong = line_of(differs), dict.fromkeys(wrong or found.makers, why)
     elif stopped is not None:
         node, why = stopped

@@ -7,6 +7,7 @@ attributes and containers that the step reaches.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from fzero.machine.placeholder import LazyParam
 from fzero.optim.recorded import SCHEDULES
 from fzero.tools.prove._budget import Budget
 from fzero.tools.prove._schedules import facts_of
+from fzero.tools.trace.found import bytes_of
 from fzero.tools.trace.ops import RATE
 
 
@@ -42,6 +44,9 @@ class Watch:
         self.warm = self.inside = False
         self._rates: dict[int, Any] = {}
         self._random: Tensor = torch.default_generator.get_state()  # before a call
+        one = torch.Generator()
+        torch.rand(1, generator=one.manual_seed(_SEED))  # no seed leaves a generator here
+        self._body = bytes_of(one.get_state())[8:]
         self._seeds: list[int] = []  # of this call: where the generator stood, draw by draw
         self._draws: list[str] = []  # of this call: what was drawn, and when a state was put back
         self._first_draws: list[str] | None = None
@@ -82,14 +87,15 @@ class Watch:
     def _stands(self) -> None:
         """Note whether the generator stands where the last draw has left it."""
         seed = torch.default_generator.initial_seed()
-        if seed not in self._seeds:
+        if seed not in self._seeds or _state_now()[8:] != self._body:
             self.note("it seeds the random numbers of torch")
         elif seed != self._seeds[-1]:
             self._draws.append(f"set to {self._seeds.index(seed)}")
 
     def _moves(self) -> None:
         self._seeds.append(_SEED + len(self._seeds))
-        torch.default_generator.manual_seed(self._seeds[-1])
+        state = bytearray(self._seeds[-1].to_bytes(8, "little") + self._body)
+        torch.default_generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
 
     def compare_draws(self) -> None:
         """Note a program whose states are put back elsewhere among the draws than another's."""
@@ -124,6 +130,12 @@ class Watch:
                 torch.default_generator.set_state(self._random)
 
         return watched
+
+
+def _state_now() -> bytes:
+    with torch._C.DisableTorchFunction():  # and no op: modes and transforms are at work
+        state = torch.default_generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
 
 
 _SEED = 2**61 + 0x5EED  # that nobody else sows

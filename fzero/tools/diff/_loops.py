@@ -38,7 +38,7 @@ from fzero.tools.diff._difference import (
 from fzero.tools.diff._log import Log, LogEntry, moments
 from fzero.tools.diff._run import made_in
 from fzero.tools.diff._side import Apart, Beside
-from fzero.tools.trace.found import Found
+from fzero.tools.trace.found import AsFound
 from fzero.transforms import simulate
 from fzero.transforms.pipeline import Step
 
@@ -71,7 +71,7 @@ def compare_loops(a: Loop, b: Loop, world_size: tuple[int, int]) -> Difference |
             fix="call it in one process with world_size=...: its ranks are virtual.",
         )
     found = None
-    with Found("diff", a, b) as before:
+    with AsFound("diff", a, b) as before:
         with suppress(Exception), before.record():  # what is wrong in every dtype is raised below
             found = _compared(a, b, world_size, WIDE)
         with before.record():

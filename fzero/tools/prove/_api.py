@@ -20,7 +20,7 @@ from fzero.tools.prove._check import prove_programs
 from fzero.tools.prove._proof import Claim, Proof, line_of
 from fzero.tools.prove._record import ProgramRecorder, ranks_of
 from fzero.tools.prove._same import same_program
-from fzero.tools.trace.found import Found
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import require_recordable
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.simulate import require_stacked
@@ -113,7 +113,7 @@ def prove(
         return Proof(
             step=describe_function(inner), world=world, ranks=(), ops=(0, 0), claims=(claim,)
         )
-    with Found("prove", inner, state, given) as found:
+    with AsFound("prove", inner, state, given) as found:
         recorder = ProgramRecorder(inner, state, given, budget, found)
         return _Attempt(describe_function(inner), recorder, world, budget).proof()
 

@@ -17,7 +17,7 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.tools.prove._budget import Budget
 from fzero.tools.prove._gradient import again, marked
 from fzero.tools.prove._outside import Watch
-from fzero.tools.trace.found import Found
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import RecordedStep, record_step
 from fzero.transforms.states import flatten_states, map_states
 
@@ -45,7 +45,7 @@ class ProgramRecorder:
     gradients cross ranks.
     """
 
-    def __init__(self, step: Any, state: Any, args: Any, budget: Budget, found: Found) -> None:
+    def __init__(self, step: Any, state: Any, args: Any, budget: Budget, found: AsFound) -> None:
         self._step, self._args, self._budget, self._found = step, args, budget, found
         self._given, self._treespec = flatten_states("prove", state)
         setups = [one.setup.optimizer for one in self._given]
@@ -87,7 +87,7 @@ class ProgramRecorder:
                 self.watch.call_ends()
                 if not self._found.changed():
                     return one
-                kept = Found("prove", *self._found.roots)
+                kept = AsFound("prove", *self._found.roots)
                 kept.look()
             self.watch.call_begins()
             again(next(x for x in leaves if isinstance(x, Tensor)))
@@ -112,7 +112,7 @@ def record(
     step: Any, state: Any, args: Any, world: int, ranks: Sequence[int]
 ) -> list[RecordedStep]:
     """Record ranks of a world."""
-    with Found("prove", step, state, args) as found:
+    with AsFound("prove", step, state, args) as found:
         recorder = ProgramRecorder(step, state, args, Budget(ranks=len(ranks)), found)
         return [recorder.of(world, rank) for rank in ranks]
 

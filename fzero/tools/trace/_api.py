@@ -15,7 +15,7 @@ from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE
 from fzero.tools.trace._calls import calls_of
 from fzero.tools.trace._trace import Trace
-from fzero.tools.trace.found import Found
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.ops import ops_of
 from fzero.tools.trace.program import RecordedStep, record_step
 from fzero.transforms.pipeline import Step, describe_function
@@ -67,7 +67,7 @@ def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[...,
         )
 
     def traced(*arguments: Any) -> Trace:
-        with Found("trace", step, arguments) as found:
+        with AsFound("trace", step, arguments) as found:
             program = program_of(step, arguments, rank, found)
             inputs, ops, outputs = ops_of(program)
             world_size = program.states[0].setup.axis.size
@@ -86,7 +86,7 @@ def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[...,
 
 
 def program_of(
-    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None, found: Found
+    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None, found: AsFound
 ) -> RecordedStep:
     """Record a step on one rank of the axis that its state is on."""
     if in_transform() or is_recorded(()):

@@ -9,7 +9,7 @@ from fzero.collectives import assert_same_everywhere, disagreement, told_everywh
 from fzero.ranks.mesh import Axis
 from fzero.tools.trace._api import program_of
 from fzero.tools.trace._record import Op
-from fzero.tools.trace.found import Found
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.ops import ops_of
 from fzero.transforms.pipeline import Step
 from fzero.transforms.states import flatten_states
@@ -54,12 +54,12 @@ def check_spmd(step: Callable[..., Any], state: Any, args: Any = ()) -> tuple[st
     """
     arguments = (state, *(args if isinstance(args, tuple) else (args,)))
     axis = flatten_states("check_spmd", state)[0][0].setup.axis
-    with Found("check_spmd", step, arguments) as found:
+    with AsFound("check_spmd", step, arguments) as found:
         return _checked(step, arguments, axis, found)
 
 
 def _checked(
-    step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, found: Found
+    step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, found: AsFound
 ) -> tuple[str, ...]:
     if isinstance(step, Step) and step.name == "simulate":
         everyone = [_schedule(step, arguments, rank, found) for rank in range(axis.size)]
@@ -85,7 +85,7 @@ class _Schedule(NamedTuple):
 
 
 def _schedule(
-    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None, found: Found
+    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None, found: AsFound
 ) -> _Schedule:
     program = program_of(step, arguments, rank, found)
     collectives = (op for op in ops_of(program)[1] if op.is_collective)

@@ -2,7 +2,7 @@
 
 A record runs the Python of a step, and with it what a step keeps for its next call: a table that is
 made once, a cache, a counter. Its tensors have no values, and a real call must not meet them. So
-every recorder enters `Found`: it looks at what the step reaches before the first record, and puts
+every recorder enters `AsFound`: it looks at what the step reaches before the first record, and puts
 it back after each one. What it does not reach is told by name where it is met: see `RecordMode`.
 
 Looked at are variables of enclosing functions, globals that code names, default arguments,
@@ -33,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fzero.errors import PhaseError
 from fzero.state import TrainState
+from fzero.transforms.module_copy import Template
 
 MOST = 100_000
 """Of so many objects it is known what they were."""
@@ -40,7 +41,7 @@ _SMALL = 4096
 _PASSED_BY = ("fzero.", "torch._", "torch.fx", "torch.utils._", "threading", "logging")
 _LOOKED_INTO = (
     *("fzero.optim", "fzero.transforms.pipeline", "fzero.state.points", "fzero.state.codec"),
-    *("fzero.transforms.functionalize", "fzero.transforms.module_copy"),
+    "fzero.transforms.functionalize",
 )
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
 _LIBRARIES = frozenset(
@@ -108,7 +109,7 @@ class _Place(NamedTuple):
         return [*now] != [*self.held] or not all(map(_same, now.values(), self.held.values()))
 
 
-class Found:
+class AsFound:
     """What the roots reach, as it is when this context is entered.
 
     tool: who records, by its name in fzero. However the context ends, all is put back, and the
@@ -399,6 +400,8 @@ def _inside(x: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{i}]", one) for i, one in enumerate(x))
     elif isinstance(x, type):
         yield from ((".base", one) for one in x.__bases__ if not _is_library(x.__module__))
+    elif isinstance(x, Template):  # which notes modes in each call
+        yield from ((f".{name}", one) for name, one in vars(x).items())
     elif isinstance(x, TrainState):
         yield from ((".optimizer", x.setup.optimizer), (".transforms", x.setup.transforms))
     elif not isinstance(x, types.ModuleType | Tensor | torch._ops.OpOverload):

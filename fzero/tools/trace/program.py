@@ -33,7 +33,7 @@ from fzero.machine.placeholder import LazyParam
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.tools.trace._modules import Modules, followed_modules
-from fzero.tools.trace.found import Found, RecordMode
+from fzero.tools.trace.found import AsFound, RecordMode
 from fzero.tools.trace.recurrent import unfused_recurrence
 from fzero.transforms.pipeline import Step
 from fzero.transforms.states import flatten_states, is_state
@@ -75,7 +75,7 @@ class RecordedStep:
 
 
 def record_step(
-    step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, rank: int, found: Found
+    step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, rank: int, found: AsFound
 ) -> RecordedStep:
     """Record `step(*arguments)` as rank `rank` of `axis` runs it; the first argument has the state.
 
@@ -96,7 +96,7 @@ def record_step(
         raise
 
 
-def _recorded(step: Callable[..., Any], arguments: Any, rank: int, found: Found) -> RecordedStep:
+def _recorded(step: Callable[..., Any], arguments: Any, rank: int, found: AsFound) -> RecordedStep:
     leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
     inputs = [x for x in leaves if isinstance(x, Tensor)]
     made: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def _faked(mode: RecordMode, arguments: Any) -> Any:
     return optree.tree_map(fake, arguments, namespace=NAMESPACE)
 
 
-def _scheduled(step: Callable[..., Any], arguments: Any, rank: int, found: Found) -> Any:
+def _scheduled(step: Callable[..., Any], arguments: Any, rank: int, found: AsFound) -> Any:
     """Return the arguments with the schedule of a first step in their states."""
     states, treespec = flatten_states("trace", arguments[0])
     if not any(one.setup.gathers_by_unit and not one.schedule.passes for one in states):

@@ -322,6 +322,11 @@ def test_pieces_that_differ_by_rank_are_followed(step_fn: Any, stage: int, world
     assert proof_of(step_fn, stage=stage, world=world)
 
 
+def test_a_module_with_dropout_is_proved() -> None:
+    apply, params = fzero.functionalize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    assert proof_of(descends(lambda p, x: apply(p, x).pow(2).mean()), params=params)
+
+
 def test_a_table_that_is_made_once_is_proved() -> None:
     held: dict[str, Tensor] = {}
 

@@ -28,6 +28,7 @@ from fzero.tools.compile._run import (
     same_places,
     step_donates,
 )
+from fzero.tools.trace.found import AsFound
 from fzero.transforms.closure import values_read
 from fzero.transforms.module_copy import Template, modes_asked
 from fzero.transforms.pipeline import P, R, Step, require_order
@@ -95,8 +96,11 @@ def compile(
 
     def made(inner: Callable[..., Any], arguments: Any) -> Compiled:
         axis = axis_of_states(arguments)
-        with told_everywhere(axis, what="a compiled step"):
-            program = recorded(inner, arguments, axis, sizes)
+        with (
+            told_everywhere(axis, what="a compiled step"),
+            AsFound("compile", inner, arguments) as found,
+        ):
+            program = recorded(inner, arguments, axis, sizes, found)
             donated = same_places(program) if donate else None
             return compiled(program.graph, returned_by(program, axis), axis, backend, donated)
 

@@ -20,6 +20,7 @@ from fzero.tools.compile._passes import gather_early, merge_collectives, remater
 from fzero.tools.compile._segments import Action, Compiler, actions_of, held_in
 from fzero.tools.compile._writes import without_writes, write_back
 from fzero.tools.trace.alive import inputs_of
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.ops import is_collective
 from fzero.tools.trace.program import RecordedStep, record_step
 from fzero.transforms.donation import take_over, undo_take_over
@@ -67,14 +68,14 @@ def axis_of_states(arguments: Any) -> Axis:
 
 
 def recorded(
-    step: Callable[..., Any], arguments: Any, axis: Axis, sizes: dict[str, int]
+    step: Callable[..., Any], arguments: Any, axis: Axis, sizes: dict[str, int], found: AsFound
 ) -> RecordedStep:
     """Return the program of this rank, after the passes. The last argument has the keywords."""
 
     def with_keywords(*given: Any) -> Any:
         return step(*given[:-1], **given[-1])
 
-    program = record_step(with_keywords, arguments, axis, axis.rank)
+    program = record_step(with_keywords, arguments, axis, axis.rank, found)
     program = replace(program, graph=without_writes(program.graph))
     graph = program.graph.graph
     gather_early(graph, most_bytes=sizes["gather_bytes"])

@@ -32,6 +32,7 @@ from fzero.tools.diff._record import Leads
 from fzero.tools.diff._run import Run, RunUnderWay, made_in, require_runs, start_dtypes
 from fzero.tools.diff._side import Apart
 from fzero.tools.diff._values import Values, disturbed
+from fzero.tools.trace.found import AsFound
 from fzero.transforms.states import is_state
 
 _WIDE = torch.float64
@@ -124,10 +125,13 @@ def diff(
     run_a, run_b = require_runs(run_a, run_b, world_size)
     dtypes = [start_dtypes(run) for run in (run_a, run_b)]
     found = None
-    if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
-        with suppress(Exception):  # a dtype is fixed somewhere; what else is wrong is raised below
-            found = _compared(run_a, run_b, _WIDE)
-    return found or _compared(run_a, run_b, None) or _of_bits(run_a, run_b)
+    with AsFound("diff", *((run.step, run.batches) for run in (run_a, run_b))) as before:
+        if dtypes[0] == dtypes[1] and _WIDE not in dtypes[0]:
+            # A dtype is fixed somewhere; what else is wrong is raised below.
+            with suppress(Exception), before.record():
+                found = _compared(run_a, run_b, _WIDE)
+        with before.record():
+            return found or _compared(run_a, run_b, None) or _of_bits(run_a, run_b)
 
 
 def _of_bits(run_a: Run, run_b: Run) -> Difference | None:

@@ -38,6 +38,7 @@ from fzero.tools.diff._difference import (
 from fzero.tools.diff._log import Log, LogEntry, moments
 from fzero.tools.diff._run import made_in
 from fzero.tools.diff._side import Apart, Beside
+from fzero.tools.trace.found import AsFound
 from fzero.transforms import simulate
 from fzero.transforms.pipeline import Step
 
@@ -70,9 +71,11 @@ def compare_loops(a: Loop, b: Loop, world_size: tuple[int, int]) -> Difference |
             fix="call it in one process with world_size=...: its ranks are virtual.",
         )
     found = None
-    with suppress(Exception):  # what is wrong in every dtype is raised below
-        found = _compared(a, b, world_size, WIDE)
-    return found or _compared(a, b, world_size, None)
+    with AsFound("diff", a, b) as before:
+        with suppress(Exception), before.record():  # what is wrong in every dtype is raised below
+            found = _compared(a, b, world_size, WIDE)
+        with before.record():
+            return found or _compared(a, b, world_size, None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

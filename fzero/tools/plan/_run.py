@@ -26,6 +26,7 @@ from fzero.tools.plan._subject import PlannedStep
 from fzero.tools.plan._time import Rates, time_of
 from fzero.tools.plan._values import ASKED_OF_FAKE, NoValues
 from fzero.tools.plan._watch import REST, MemoryWatch
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import reads_values
 from fzero.tools.trace.recurrent import unfused_recurrence
 from fzero.transforms.states import flatten_states
@@ -45,7 +46,12 @@ def plan_step(
     wanted = '"cpu" (with gloo) or "cuda" (with nccl)'
     require("device", device, lambda device: device in ("cpu", "cuda"), wanted)
     try:
-        with abstract_rank(rank, world, device=device), unfused_recurrence():
+        with (
+            AsFound("plan", subject.step, optimizer, subject.args) as found,
+            found.record(),
+            abstract_rank(rank, world, device=device),
+            unfused_recurrence(),
+        ):
             state = subject.step.init(
                 subject.params, optimizer, initializer=lambda _, leaf: torch.empty_like(leaf)
             )

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import optree
 from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded
-from fzero.errors import AxisError, LayoutError, PhaseError
+from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from fzero.errors.check import is_count, is_positive, require
-from fzero.state import NAMESPACE
+from fzero.state import NAMESPACE, Placement
+from fzero.state.form import Slot
 from fzero.state.progress import Phase
 from fzero.tools.prove._budget import DEFAULT_S, Budget, OutOfBudget
 from fzero.tools.prove._check import prove_programs
 from fzero.tools.prove._proof import Claim, Proof, line_of
-from fzero.tools.prove._reach import changed, snapshot
 from fzero.tools.prove._record import ProgramRecorder, ranks_of
 from fzero.tools.prove._same import same_program
+from fzero.tools.trace.found import AsFound
+from fzero.tools.trace.program import require_recordable
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.simulate import require_stacked
 from fzero.transforms.states import flatten_states
@@ -97,6 +99,7 @@ def prove(
             cause="a call within a step.",
             fix="call it between two updates.",
         )
+    require_recordable("prove", inner, states)
     given: Any = args if isinstance(args, tuple) else (args,)
     if inner is not step:
         require_stacked("prove", given, one.setup.axis.size)
@@ -105,8 +108,24 @@ def prove(
         )
     require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
     budget = Budget(budget_s, len(ranks_of(world)))
-    recorder = ProgramRecorder(inner, state, given, budget)
-    return _Attempt(describe_function(inner), recorder, world, budget).proof()
+    if own := [name for x in states for name, one in x.slots.items() if _is_own(one)]:
+        claim = Claim(tensor=f"state.slots[{own[0]!r}]", leaf="", why=_OWN)
+        return Proof(
+            step=describe_function(inner), world=world, ranks=(), ops=(0, 0), claims=(claim,)
+        )
+    with AsFound("prove", inner, state, given) as found:
+        recorder = ProgramRecorder(inner, state, given, budget, found)
+        return _Attempt(describe_function(inner), recorder, world, budget).proof()
+
+
+_OWN = "each rank has its own (Placement.PARTIAL, OWNER): it is no part of a state of one rank"
+
+
+def _is_own(slot: Slot) -> bool:
+    return slot.form.lifetime == "run" and slot.form.placement in (
+        Placement.PARTIAL,
+        Placement.OWNER,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +142,14 @@ class _Attempt:
             return self._tried()
         except OutOfBudget as error:
             return self._refused(f"{error}")
+        except Exception as error:
+            if isinstance(error, FzeroError) or not (noted := self.recorder.watch.noted):
+                raise
+            return self._refused("; ".join(noted))  # of which torch says something else
 
     def _tried(self) -> Proof:
-        record, reached = self.recorder.of, self.recorder.reached()
+        record = self.recorder.of
         alone = record(1, 0)
-        before = snapshot(*reached)
         ranks = (record(self.world, rank) for rank in ranks_of(self.world))
         proof = prove_programs(self.step, alone, ranks, self.world, budget=self.budget)
         if not proof:
@@ -136,10 +158,9 @@ class _Attempt:
         # call, in which torch has looked up what it wants to know.
         if (node := same_program(alone, record(1, 0))) is not None:
             return self._refused("a later call has another program", line_of(node))
-        if where := changed(before, snapshot(*reached)):
-            return self._refused(f"a call writes {where}, which the next call may read")
         noted = self.recorder.watch.noted
-        return self._refused("; ".join(noted)) if noted else proof
+        local = tuple(sorted(self.recorder.local))
+        return self._refused("; ".join(noted)) if noted else replace(proof, local=local)
 
     def _refused(self, why: str, line: str = "") -> Proof:
         return Proof(

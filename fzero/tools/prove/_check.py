@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -10,7 +11,7 @@ from torch import fx
 
 from fzero.tools.prove._blame import Explained, first_unexplained
 from fzero.tools.prove._budget import Budget
-from fzero.tools.prove._gradient import GRADIENT
+from fzero.tools.prove._gradient import AGAIN, GRADIENT
 from fzero.tools.prove._programs import (
     BufferPlace,
     Key,
@@ -19,10 +20,10 @@ from fzero.tools.prove._programs import (
     places_of,
 )
 from fzero.tools.prove._proof import Claim, Proof, line_of
-from fzero.tools.prove._read import ProgramRead, read
+from fzero.tools.prove._read import ProgramRead, read_together
 from fzero.tools.prove._reading import Interpretation
 from fzero.tools.prove._same import ProgramComparison
-from fzero.tools.prove._terms import Symbolic, Terms, exact, text_of
+from fzero.tools.prove._terms import Symbolic, Terms, cut, exact, joined, text_of
 from fzero.tools.trace.program import RecordedStep
 
 
@@ -32,8 +33,24 @@ class _Side(NamedTuple):
     ops: int
     inputs: Sequence[BufferPlace]
     read: ProgramRead
-    outputs: Mapping[Key, Symbolic | None]
+    places: Sequence[BufferPlace]  # of what it returns
+    count: int  # of those of this call; the next call's follow, if one keeps something for it
     makers: Mapping[Key, fx.Node]  # what makes the outputs
+    values: Sequence[Symbolic]
+
+    @property
+    def outputs(self) -> Mapping[Key, Symbolic | None]:
+        """What a call makes of the state."""
+        return outputs_by_leaf(
+            self.places[: len(self.values)][: self.count], self.values[: self.count]
+        )
+
+    @property
+    def again(self) -> Mapping[Key, Symbolic | None]:
+        """What the next call makes of the same state."""
+        return outputs_by_leaf(
+            self.places[: len(self.values)][self.count :], self.values[self.count :]
+        )
 
 
 def prove_programs(
@@ -49,22 +66,33 @@ def prove_programs(
     step: its name in the text. ranks: compared one by one, and only the first of them is kept.
     """
     rest = iter(ranks)
-    first = next(rest)
-    comparison, seen = ProgramComparison(first), [first.rank]
+    every = [next(rest)]
+    comparison, seen = ProgramComparison(every[0]), [every[0].rank]
     for one in rest:
         comparison.add(one)
         seen.append(one.rank)
-    terms, axis = Terms(), first.states[0].setup.axis
+        every += [one] if len(seen) == len(every) + 1 and one.rank == len(every) else []
+    terms, axis = Terms(), every[0].states[0].setup.axis
     alone = Interpretation(terms=terms, world=world, one_rank=True)
     named, own = (axis.name, axis.group_name), comparison.own_parts()
+    differs = comparison.differs
+    if differs is None or len(every) < world:  # one is read for all; else all beside each other
+        every = every[:1]
+    own = own if differs is None else frozenset()
     together = Interpretation(terms=terms, world=world, one_rank=False, axis=named, own_parts=own)
     budget = Budget() if budget is None else budget
-    wanted = _side(one_rank, alone, budget.of_one())
-    found = _side(first, together, budget.of_one())
+    (wanted,) = _sides([one_rank], alone, budget.of_one())
+    found = _joined(_sides(every, together, budget))
     wrong, line = dict(_differences(wanted.outputs, found.outputs, varies=world == 1)), ""
-    differs, stopped = comparison.differs, found.read.stopped or wanted.read.stopped
-    if differs is not None:
-        line, wrong = line_of(differs), dict.fromkeys(found.makers, comparison.why)
+    for again in (wanted.again, found.again):
+        apart = (k for k, x in again.items() if not _equal(x, wanted.outputs.get(k)))
+        wrong = dict.fromkeys((k for k in apart if k[0].startswith("state")), _NEXT) | wrong
+    stopped = found.read.stopped or wanted.read.stopped
+    if differs is not None and (len(every) < world or stopped is not None or wrong):
+        why = next(iter(wrong.values()), "") if stopped is None else stopped[1]
+        why += _PIECES if stopped is None else ""
+        why = f"{comparison.why}: {why}" if len(every) == world > 1 else comparison.why
+        line, wrong = line_of(differs), dict.fromkeys(wrong or found.makers, why)
     elif stopped is not None:
         node, why = stopped
         ends = [node] if found.read.stopped else []
@@ -82,23 +110,74 @@ def prove_programs(
     return Proof(step=step, world=world, ranks=tuple(seen), ops=ops, claims=tuple(claims))
 
 
-def _side(program: RecordedStep, reading: Interpretation, budget: Budget) -> _Side:
-    nodes = list(program.graph.graph.nodes)
-    given, ends = [n for n in nodes if n.op == "placeholder"], list(nodes[-1].args[0])
-    inputs, ends_at = (
-        places_of(program, *x) for x in ((program.inputs, given), (program.outputs, ends))
-    )
-    values = [input_value(reading.terms, *pair) for pair in zip(inputs, given, strict=True)]
-    made = read(program.graph, values, reading, budget)
+_NEXT = "the next call makes something else of it, by what this one has kept"
+_PIECES = (
+    ". Ranks have other pieces of leaves: what looks at more than an element of one is another "
+    "function on each; ctx.sum and ctx.norm look at all"
+)
+
+
+def _sides(
+    programs: Sequence[RecordedStep], reading: Interpretation, budget: Budget
+) -> list[_Side]:
+    """Read one program, or those of all ranks beside each other."""
+    given, ends, counts, inputs = [], [], [], []
+    for program in programs:
+        nodes = list(program.graph.graph.nodes)
+        starts, outs = [n for n in nodes if n.op == "placeholder"], list(nodes[-1].args[0])  # type: ignore
+        paths = list(program.outputs)
+        if any(node.target is AGAIN for node in nodes):
+            paths = [re.sub("^aux", "state", path) for path in paths]
+        counts.append(sum(path.startswith("state") for path in program.outputs))
+        inputs.append(places_of(program, program.inputs, starts))
+        ends.append([*zip(places_of(program, paths, outs), outs, strict=True)])
+        values = (
+            input_value(reading.terms, *pair) for pair in zip(inputs[-1], starts, strict=True)
+        )
+        given.append([_of_rank(x, program.rank, len(programs)) for x in values])
+    every = read_together([one.graph for one in programs], given, reading, budget)
+    return [_side(*each) for each in zip(programs, inputs, every, ends, counts, strict=True)]
+
+
+def _of_rank(value: Symbolic, rank: int, ranks: int) -> Symbolic:
+    """Return what a rank has; of one rank that stands for all, as it is."""
+    if ranks == 1 or not value.spread:
+        return value
+    return Symbolic(value.shape, cut(value.pieces, rank * value.numel, value.numel))
+
+
+def _side(
+    program: RecordedStep,
+    inputs: Sequence[BufferPlace],
+    made: ProgramRead,
+    ends: Sequence[tuple[BufferPlace, fx.Node]],
+    count: int,
+) -> _Side:
     makers = {
         key: node
-        for place, node in zip(ends_at, ends, strict=True)
+        for place, node in ends[:count]
         for key in (place.keys if node.meta["val"].numel() else ())
     }
-    ops = sum(node.op == "call_function" and node.target is not GRADIENT for node in nodes)
-    return _Side(
-        ops, inputs, made, outputs_by_leaf(ends_at if made.outputs else (), made.outputs), makers
-    )
+    nodes = program.graph.graph.nodes
+    ops = sum(n.op == "call_function" and n.target not in (GRADIENT, AGAIN) for n in nodes)
+    return _Side(ops, inputs, made, [place for place, _ in ends], count, makers, made.outputs)
+
+
+def _joined(sides: Sequence[_Side]) -> _Side:
+    """Return the sides of all ranks as one, with what they have together."""
+    first, *_ = sides
+    stopped = next((one.read.stopped for one in sides if one.read.stopped), None)
+    first = first._replace(read=first.read._replace(stopped=stopped))
+    if len(sides) == 1 or stopped is not None:
+        return first
+    values = []
+    for place, *some in zip(first.places, *(one.values for one in sides), strict=True):
+        if place.spread:
+            pieces = joined(p for x in some for p in x.pieces)
+            values.append(Symbolic(some[0].shape, pieces, spread=True))
+        else:
+            values.append(some[0] if len({*some}) == 1 else some[0]._replace(spread=True))
+    return first._replace(values=values)
 
 
 def _differences(
@@ -113,6 +192,10 @@ def _differences(
             yield key, f"on one rank it depends on more of the batch than a gradient: {_brief(a)}"
         elif a.pieces != b.pieces or (any(x.term.varies for x in b.addends) and not varies):
             yield key, "it is made of {} and not of {}".format(*map(_brief, _inner(b, a)))
+
+
+def _equal(a: Symbolic | None, b: Symbolic | None) -> bool:
+    return a is not None and b is not None and a.pieces == b.pieces
 
 
 def _inner(a: Symbolic, b: Symbolic) -> tuple[Symbolic, Symbolic]:

@@ -7,6 +7,7 @@ attributes and containers that the step reaches.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -14,18 +15,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.machine.placeholder import LazyParam
 from fzero.optim.recorded import SCHEDULES
 from fzero.tools.prove._budget import Budget
 from fzero.tools.prove._schedules import facts_of
+from fzero.tools.trace.found import bytes_of
 from fzero.tools.trace.ops import RATE
 
 
@@ -40,6 +43,11 @@ class Watch:
         self.noted: dict[str, None] = {}
         self.warm = self.inside = False
         self._rates: dict[int, Any] = {}
+        self._random: Tensor = torch.default_generator.get_state()  # before a call
+        one = torch.Generator()
+        torch.rand(1, generator=one.manual_seed(_SEED))  # no seed leaves a generator here
+        self._body = bytes_of(one.get_state())[8:]
+        self._seeds: list[int] = []  # of this call: where the generator stood, draw by draw
         self._draws: list[str] = []  # of this call: what was drawn, and when a state was put back
         self._first_draws: list[str] | None = None
 
@@ -47,26 +55,58 @@ class Watch:
         """Keep what was seen."""
         self.noted.setdefault(what)
 
+    def notes(self, what: str) -> None:
+        """Keep what this thread does inside of the step."""
+        if self.inside and threading.get_ident() == self._thread:
+            self.note(what)
+
     def asks_for_rate(self, number: int) -> None:
         """A schedule is asked now: what it reads must be the same whenever it is."""
         facts = facts_of(SCHEDULES[number])
         if self._rates.setdefault(number, facts) != facts:
             self.note("the option lr reads other values, or is another function, in another call")
 
+    def call_begins(self) -> None:
+        """The step runs from here on; let the generator stand where no program puts it."""
+        self.inside, self._seeds = True, []
+        self._moves()
+
+    def call_ends(self) -> None:
+        """It does no longer. Put the generator back, and note where it was left."""
+        self.inside = False
+        self._stands()
+        torch.default_generator.set_state(self._random)
+
     def draws(self, what: str) -> None:
-        """A random number is drawn, or the state of the generator is set."""
+        """A random number is drawn: a record moves no generator, so it is moved here."""
         if self.inside:
+            self._stands()
             self._draws.append(what)
+            self._moves()
+
+    def _stands(self) -> None:
+        """Note whether the generator stands where the last draw has left it."""
+        seed = torch.default_generator.initial_seed()
+        if seed not in self._seeds or _state_now()[8:] != self._body:
+            self.note("it seeds the random numbers of torch")
+        elif seed != self._seeds[-1]:
+            self._draws.append(f"set to {self._seeds.index(seed)}")
+
+    def _moves(self) -> None:
+        self._seeds.append(_SEED + len(self._seeds))
+        state = bytearray(self._seeds[-1].to_bytes(8, "little") + self._body)
+        torch.default_generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
 
     def compare_draws(self) -> None:
         """Note a program whose states are put back elsewhere among the draws than another's."""
         first = self._draws if self._first_draws is None else self._first_draws
         self._first_draws = first
-        if first != self._draws and "set" in (*first, *self._draws):
+        if first != self._draws and any(x.startswith("set") for x in (*first, *self._draws)):
             self.note("it sets the state of random numbers in other places than on one rank")
 
     def __enter__(self) -> Watch:
-        self._watching = _watching(self, threading.get_ident())
+        self._thread = threading.get_ident()
+        self._watching = _watching(self)
         self._watching.__enter__()
         return self
 
@@ -80,63 +120,101 @@ class Watch:
         """
 
         def watched(*args: Any) -> Any:
-            self.inside, self.warm, self._draws = True, warm, []
+            self.warm, self._draws = warm, []
+            self.call_begins()
             try:
-                with _EachOp(self, budget):
+                with _EachOp(self, budget), _EachCall(self):
                     return step(*args)
             finally:
                 self.inside = False
+                torch.default_generator.set_state(self._random)
 
         return watched
 
 
+def _state_now() -> bytes:
+    with torch._C.DisableTorchFunction():  # and no op: modes and transforms are at work
+        state = torch.default_generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+_SEED = 2**61 + 0x5EED  # that nobody else sows
+
+
 @contextmanager
-def _watching(watch: Watch, thread: int) -> Iterator[None]:
-    look_up, ask = os._Environ.__getitem__, c10d._rank_not_in_group
-    is_there = dist.is_initialized
-    seed = torch.default_generator.initial_seed()
+def _watching(watch: Watch) -> Iterator[None]:
+    """Put what says what it is asked in the place of what a step may ask."""
+    environment, swap = os._Environ, torch.utils.swap_tensors
+    reads = {name: getattr(environment, name) for name in ("__getitem__", "__iter__", "__len__")}
 
-    def looked_up(self: Any, key: Any) -> Any:
-        mine = (
-            watch.warm and watch.inside and threading.get_ident() == thread and isinstance(key, str)
-        )
-        if mine:
-            watch.note(f"it reads os.environ[{key!r}]")
-        return look_up(self, key)
+    def reader(name: str) -> Any:
+        def read(self: Any, *key: Any) -> Any:
+            if watch.warm:
+                asked = (
+                    f"[{os.fsdecode(key[0])!r}]" if key and isinstance(key[0], str | bytes) else ""
+                )
+                watch.notes(f"it reads os.environ{asked}")
+            return reads[name](self, *key)
 
-    def asked(group: Any) -> bool:
-        if threading.get_ident() == thread:
-            watch.note("it asks torch.distributed for its rank or for the number of ranks")
-        return ask(group)
+        return read
 
-    def there() -> bool:
-        if watch.inside and threading.get_ident() == thread:
-            watch.note("it asks torch.distributed whether there is a group")
-        return is_there()
+    def swapped(*tensors: Any) -> Any:
+        watch.notes("it swaps the memory of tensors, which is in no program")
+        return swap(*tensors)
 
-    def put_back(state: Any) -> None:
-        watch.draws("set")
-        put(state)
-
-    def seeded(number: int) -> Any:
-        if watch.inside:
-            watch.note("it seeds the random numbers of torch")
-        return sow(number)
-
-    put, sow = torch.random.set_rng_state, torch.random.manual_seed
-    torch.set_rng_state = torch.random.set_rng_state = put_back
-    torch.manual_seed = torch.random.manual_seed = seeded
-    os._Environ.__getitem__, c10d._rank_not_in_group = looked_up, asked
-    dist.is_initialized = c10d.is_initialized = there
+    groups = c10d._world
     try:
+        for name in reads:
+            setattr(environment, name, reader(name))
+        torch.utils.swap_tensors, c10d._world = swapped, _Groups(watch, groups)
         yield
     finally:
-        os._Environ.__getitem__, c10d._rank_not_in_group = look_up, ask
-        dist.is_initialized = c10d.is_initialized = is_there
-        torch.set_rng_state = torch.random.set_rng_state = put
-        torch.manual_seed = torch.random.manual_seed = sow
-        if torch.default_generator.initial_seed() != seed:
-            watch.note("it seeds the random numbers of torch")
+        for name, read in reads.items():
+            setattr(environment, name, read)
+        torch.utils.swap_tensors, c10d._world = swap, groups
+
+
+class _Groups:
+    """What torch.distributed knows of groups of ranks, which says who asks."""
+
+    def __init__(self, watch: Watch, of: Any) -> None:
+        vars(self).update(_watch=watch, _of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        self._watch.notes("it asks torch.distributed for its rank or for the number of ranks")
+        return getattr(self._of, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._of, name, value)
+
+
+_ESCAPES: dict[Any, str] = {
+    Tensor.data.__set__: "sets `.data` of a tensor",  # type: ignore[attr-defined]
+    Tensor.numpy: "asks for `.numpy()`",
+    Tensor.__array__: "asks for `.numpy()`",
+    Tensor.tolist: "asks for `.tolist()`",
+    Tensor.data_ptr: "asks for `.data_ptr()`",
+    Tensor.untyped_storage: "asks for `.untyped_storage()`",
+    Tensor.storage: "asks for `.storage()`",
+    Tensor.__dlpack__: "asks for `.__dlpack__()`",
+}
+"""What is done to a tensor beside the ops of a program, and so is in no graph."""
+
+
+def _has_values(x: Any) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return type(x) in (Tensor, torch.nn.Parameter) and not wrapped
+
+
+class _EachCall(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (what := _ESCAPES.get(func)) is not None and not _has_values(args[0]):
+            self._watch.notes(f"it {what}, which is in no program")
+        return func(*args, **(kwargs or {}))
 
 
 class _EachOp(TorchDispatchMode):

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from fzero.state import Setup
+from fzero.state import Setup, TrainState
 from fzero.tools.prove._terms import Stretch, Symbolic, Terms, cut, joined, of_term, whole
 from fzero.tools.trace.program import FIELD, RecordedStep
 
@@ -49,18 +49,24 @@ def places_of(
     program: RecordedStep, paths: Sequence[str], nodes: Sequence[fx.Node]
 ) -> list[BufferPlace]:
     """Return the place of each tensor of a state, or of an argument."""
-    setups = program.setups
-    return [_place(path, node, setups) for path, node in zip(paths, nodes, strict=True)]
+    states = dict(zip(program.setups, program.states, strict=True))
+    return [_place(path, node, states) for path, node in zip(paths, nodes, strict=True)]
 
 
-def _place(path: str, node: fx.Node, setups: Mapping[str, Setup]) -> BufferPlace:
-    state, indexed = FIELD.match(path), re.match(r"^(.*)\[(\d+)\]$", path)
+_SLOT = re.compile(r"^(state.*?)\.slots\[(['\"])(.*?)\2\]\.value\.flats\[\d+\]$")
+
+
+def _place(path: str, node: fx.Node, states: Mapping[str, TrainState]) -> BufferPlace:
+    state, indexed = _SLOT.match(path) or FIELD.match(path), re.match(r"^(.*)\[(\d+)\]$", path)
     shape = getattr(node.meta.get("val"), "shape", ())
     if state is None or indexed is None or len(shape) != 1 or not shape[0]:
         return BufferPlace(path)
-    setup, of_params = setups[state[1]], state[2] == "params"
-    groups = range(len(setup.layout.groups)) if of_params else setup.layout.trainable
-    placement = setup.params if of_params else setup.optimizer_state
+    setup, every, placement = states[state[1]].setup, state[2] == "params", None
+    if state.re is _SLOT:
+        slot = states[state[1]].slots[state[3]]
+        every, placement = slot.form.leaves == "all", slot.value.placement
+    groups = range(len(setup.layout.groups)) if every else setup.layout.trainable
+    placement = placement or (setup.params if every else setup.optimizer_state)
     at = int(indexed[2])
     if at >= len(groups) or shape[0] != setup.numel(groups[at], placement):
         return BufferPlace(path)

@@ -34,6 +34,7 @@ class Proof:
 
     claims: one for each leaf in each buffer of the new state, and for each number in it. ranks:
     those whose programs were recorded. ops: of the programs of one rank alone, and of a rank.
+    local: the transforms that change a rank's gradients before they cross ranks.
     """
 
     step: str
@@ -41,6 +42,7 @@ class Proof:
     ranks: tuple[int, ...]
     ops: tuple[int, int]
     claims: tuple[Claim, ...]
+    local: tuple[str, ...] = ()
 
     @property
     def proved(self) -> bool:
@@ -73,7 +75,9 @@ ASSUMED = (
     "each rank draws random numbers of its own, and the n-th draw is the same in both programs",
     "the batches of all ranks have these shapes; the state is between two updates, and what is "
     "whole in it is the same on all ranks",
-    "the step is this program in every call: it reads no clock, file or counter that calls change",
+    "the step is this program in every call: it reads no clock, no file, and no counter of any "
+    "make (in an object that it does not reach, an extension, a thread) that calls change",
+    "the step reads and writes no raw address, and no memory of a tensor but by ops",
     "the step is this program on every rank, in every process and under every launcher: what it "
     "has from elsewhere (variables of the environment, modules, closures) is the same there",
     "the step is this program when it is not recorded: it does not ask whether it is",
@@ -84,8 +88,10 @@ _MOST = 5
 
 
 def _theorem(proof: Proof) -> Iterator[str]:
-    yield f"Theorem, over the reals. {_named(proof)}, from every state and all such batches:"
-    yield "new state = update(state, mean over ranks of gradients), as of one rank alone."
+    of = f", of the gradients that `local` of {', '.join(proof.local)} returns" * bool(proof.local)
+    yield f"Theorem, over the reals{of}. {_named(proof)}, from every state and all such batches:"
+    what = "these gradients" if proof.local else "gradients"
+    yield f"new state = update(state, mean over ranks of {what}), as of one rank alone."
     counts = Counter(claim.tensor if claim.leaf else "numbers" for claim in proof.claims)
     yield f"Shown of: {', '.join(f'{name} ({count})' for name, count in counts.items())}."
     yield _programs(proof)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from fzero.tools.prove import _table as table
 from fzero.tools.prove._budget import Budget, OutOfBudget
 from fzero.tools.prove._call import OpCall, call_of
 from fzero.tools.prove._dtypes import ADDS
+from fzero.tools.prove._gradient import AGAIN
 from fzero.tools.prove._memory import Storages, StorageSlice, view_of
 from fzero.tools.prove._ops import opaque, written
 from fzero.tools.prove._reading import Interpretation
 from fzero.tools.prove._terms import Symbolic, of_term
+from fzero.tools.trace.found import bytes_of
 
 
 class ProgramRead(NamedTuple):
@@ -49,24 +50,80 @@ def read(
     budget: Budget | None = None,
 ) -> ProgramRead:
     """Return what the values of a graph are, given what its inputs are."""
+    return read_together([graph], [inputs], reading, budget)[0]
+
+
+def read_together(
+    graphs: Sequence[fx.GraphModule],
+    inputs: Sequence[Sequence[Symbolic]],
+    reading: Interpretation,
+    budget: Budget | None = None,
+) -> list[ProgramRead]:
+    """Return the same of the graphs of all ranks, given the inputs of each; or of one for all."""
+    done: list[ProgramRead] = []
+    with reading.terms.within(budget):
+        runs = [_run(*pair, reading) for pair in zip(graphs, inputs, strict=True)]
+        answers: list[Any] = [None] * len(runs)
+        while not done:
+            sent = list[_Sent]()
+            for run, answer in zip(runs, answers, strict=True):
+                try:
+                    sent.append(
+                        run.throw(answer) if isinstance(answer, Exception) else run.send(answer)
+                    )
+                except StopIteration as end:
+                    done.append(end.value)
+            if sent and done:
+                raise NotImplementedError("ranks make other collectives")
+            answers = _answers(reading, sent)
+    return done
+
+
+def _answers(reading: Interpretation, sent: Sequence[_Sent]) -> list[Any]:
+    """Return what a collective gives each rank, or the error that it is."""
+    try:
+        if len({(one.name, len(one.values)) for one in sent}) > 1:
+            raise NotImplementedError("ranks make other collectives")
+        made = [
+            reading.collective(one.name, list(x))
+            for one in sent[:1]
+            for x in zip(*(one.values for one in sent), strict=True)
+        ]
+        return [list(own) for own in zip(*made, strict=True)] if made else [[] for _ in sent]
+    except _NOTHING_KNOWN as error:
+        return [error for _ in sent]
+
+
+class _Sent(NamedTuple):
+    """What a rank hands in to a collective."""
+
+    name: str
+    values: list[Symbolic]
+
+
+def _run(
+    graph: fx.GraphModule, inputs: Sequence[Symbolic], reading: Interpretation
+) -> Generator[_Sent, Any, ProgramRead]:
+    """Read a program; at a collective ask for what it gives."""
     reader, given = _ProgramReader(graph, reading), iter(inputs)
     made: dict[fx.Node, list[Symbolic]] = {}
     outputs, stopped = [], None
-    with reading.terms.within(budget):
-        for node in graph.graph.nodes:
-            try:
-                if node.op == "output":
-                    outputs = reader.value(node.args[0])
-                    break
-                if node.op == "placeholder":
-                    reader.put(node, next(given))
-                else:
-                    reader.run(node)
-                made[node] = reader.made_by(node)
-            except _NOTHING_KNOWN as error:
-                said = isinstance(error, NotImplementedError | OutOfBudget)
-                stopped = node, f"{error}" if said else repr(error)
+    for node in graph.graph.nodes:
+        try:
+            if node.op == "output":
+                outputs = reader.value(node.args[0])
                 break
+            if node.op == "placeholder":
+                reader.put(node, next(given))
+            elif node.target in table.COLLECTIVES:
+                reader.put(node, (yield reader.sent(node)))
+            else:
+                reader.run(node)
+            made[node] = reader.made_by(node)
+        except _NOTHING_KNOWN as error:
+            said = isinstance(error, NotImplementedError | OutOfBudget)
+            stopped = node, f"{error}" if said else repr(error)
+            break
     return ProgramRead(made, outputs, {node: reader.writers_of(node) for node in made}, stopped)
 
 
@@ -124,8 +181,9 @@ class _ProgramReader:
             self._constants.add(self._regions[node].storage)
         elif target is operator.getitem:
             self._regions[node] = self._regions[node.args[0]][node.args[1]]
-        elif target in table.COLLECTIVES:
-            self._collective(node)
+        elif target is AGAIN:  # the next call draws its own numbers
+            self._draws = 0
+            self.put(node, self.value(node.args[0]))
         elif target in table.VIEWS:
             self._view(node)
         elif target in table.MOVES:
@@ -155,7 +213,8 @@ class _ProgramReader:
         head = "unwritten", self._reading.one_rank, node.name
         return of_term(self._reading.terms.term(head, (), prod(shape), varies=True), shape)
 
-    def _collective(self, node: fx.Node) -> None:
+    def sent(self, node: fx.Node) -> _Sent:
+        """Return what the rank hands in to a collective."""
         given: Any
         given, axis, group, size, _ = node.args
         if (axis, group) != self._reading.axis or size != self._reading.world:
@@ -163,7 +222,7 @@ class _ProgramReader:
         name = table.COLLECTIVES[node.target]
         if name != "all_gather" and any(x.meta["val"].dtype not in ADDS for x in given):
             raise NotImplementedError("it sums numbers of a dtype that wraps around")
-        self.put(node, [self._reading.collective(name, x) for x in self.value(given)])
+        return _Sent(name, self.value(given))
 
     def _view(self, node: fx.Node) -> None:
         """Read a view: of elements in a row the same memory, else a function of it."""
@@ -244,10 +303,3 @@ def digest(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...] | None:
     if type(held) is not Tensor:
         return None
     return hashlib.sha256(bytes_of(held)).hexdigest(), str(held.dtype), tuple(held.shape)
-
-
-def bytes_of(x: Tensor) -> bytes:
-    """Return the elements of a tensor, whatever its strides and the bits that it waits to apply."""
-    row = x.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
-    made = torch.empty(row.shape, dtype=row.dtype).copy_(row)
-    return made.view(torch.uint8).numpy().tobytes()

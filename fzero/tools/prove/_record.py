@@ -9,13 +9,15 @@ import optree
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.context.here import abstract_rank
 from fzero.machine.partition import assemble
-from fzero.state import TrainState
+from fzero.state import NAMESPACE, TrainState
 from fzero.tools.prove._budget import Budget
-from fzero.tools.prove._gradient import marked
+from fzero.tools.prove._gradient import again, marked
 from fzero.tools.prove._outside import Watch
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import RecordedStep, record_step
 from fzero.transforms.states import flatten_states, map_states
 
@@ -39,24 +41,21 @@ def ranks_of(world: int) -> tuple[int, ...]:
 class ProgramRecorder:
     """Records ranks of worlds, from new states with parameters of the shapes of `state`.
 
-    watch: has noted what the step uses beside its arguments.
+    watch: has noted what the step uses beside its arguments. local: the transforms that act before
+    gradients cross ranks.
     """
 
-    def __init__(self, step: Any, state: Any, args: Any, budget: Budget) -> None:
-        self._step, self._args, self._budget = step, args, budget
+    def __init__(self, step: Any, state: Any, args: Any, budget: Budget, found: AsFound) -> None:
+        self._step, self._args, self._budget, self._found = step, args, budget, found
         self._given, self._treespec = flatten_states("prove", state)
         setups = [one.setup.optimizer for one in self._given]
         self._optimizers: Any = optree.tree_unflatten(self._treespec, setups)
         self._schedules: dict[int, list[Any]] = {}
-        self.watch = Watch()
-
-    def reached(self) -> tuple[Any, ...]:
-        """Return what a call may leave changed: see `snapshot`."""
-        return self._step, *(one.setup.optimizer for one in self._given), self._args
+        self.watch, self.local = Watch(), set[str]()
 
     def of(self, world: int, rank: int) -> RecordedStep:
         """Return the program of a rank among `world`. On one rank gradients are marked."""
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = self._found.mode()
         params: Any = optree.tree_unflatten(
             self._treespec, [_params(mode, one) for one in self._given]
         )
@@ -67,16 +66,39 @@ class ProgramRecorder:
         if known := list(self._schedules.get(world, ())):  # that of the first rank is that of all
             new = map_states("prove", lambda one: one.replace(schedule=known.pop(0)), new)
         states = flatten_states("prove", new)[0]
-        step = marked(self._step, len(states)) if world == 1 else self._step
+        step = marked(self._step, len(states), self.local) if world == 1 else self._step
         with self.watch:
             warm = world in self._schedules  # torch looks up much as it first records
-            watched = self.watch.around(step, self._budget.of_one(), warm=warm)
-            made = record_step(watched, (new, *self._args), states[0].setup.axis, rank)
+            watched = self.watch.around(self._again(step), self._budget.of_one(), warm=warm)
+            made = record_step(watched, (new, *self._args), states[0].setup.axis, rank, self._found)
         self.watch.compare_draws()
         if any(new.setup != old.setup for new, old in zip(_after(made), made.states, strict=True)):
             self.watch.note("the new state has other options than the old one")
         self._schedules.setdefault(world, [one.schedule for one in made.states])
         return made
+
+    def _again(self, step: Any) -> Any:
+        """Return the step; where a call keeps something for the next one, that one follows."""
+
+        def twice(*args: Any) -> Any:
+            leaves, treespec = optree.tree_flatten(args, namespace=NAMESPACE)
+            one = step(*optree.tree_unflatten(treespec, leaves))
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                self.watch.call_ends()
+                if not self._found.changed():
+                    return one
+                kept = AsFound("prove", *self._found.roots)
+                kept.look()
+            self.watch.call_begins()
+            again(next(x for x in leaves if isinstance(x, Tensor)))
+            other = step(*optree.tree_unflatten(treespec, leaves))
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                self.watch.call_ends()
+                if where := kept.changed():
+                    self.watch.note(f"a call writes {where}, which the next call may read")
+            return one[0], other[0]
+
+        return twice
 
 
 def _after(program: RecordedStep) -> list[TrainState]:
@@ -90,8 +112,9 @@ def record(
     step: Any, state: Any, args: Any, world: int, ranks: Sequence[int]
 ) -> list[RecordedStep]:
     """Record ranks of a world."""
-    recorder = ProgramRecorder(step, state, args, Budget(ranks=len(ranks)))
-    return [recorder.of(world, rank) for rank in ranks]
+    with AsFound("prove", step, state, args) as found:
+        recorder = ProgramRecorder(step, state, args, Budget(ranks=len(ranks)), found)
+        return [recorder.of(world, rank) for rank in ranks]
 
 
 def _params(mode: FakeTensorMode, state: TrainState) -> Any:

@@ -15,9 +15,9 @@ from fzero.tools.trace.program import RecordedStep
 OTHER_PROGRAMS = "ranks run other programs"
 _CUT = (
     f"{OTHER_PROGRAMS}: their updates differ. Options of some leaves (decay_mask=, groups=) cut "
-    "what each rank has of a flat at other elements, which a proof does not follow. It does with "
-    "stage=0, where ranks have all of a flat; at stage 3 with units=lambda path: path, where each "
-    "leaf is a flat; and with the same options for all leaves"
+    "what each rank has of a flat at other elements, which is followed on 64 ranks and fewer. With "
+    "more it is with stage=0, where ranks have all of a flat; at stage 3 with units=lambda path: "
+    "path, where each leaf is a flat; and with the same options for all leaves"
 )
 _SELECT, _SLICE = torch.ops.aten.select.int, torch.ops.aten.slice.Tensor
 

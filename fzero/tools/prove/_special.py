@@ -68,17 +68,18 @@ def _any_rank(call: OpCall, one: Sum) -> Sum | None:
     """Return min(1, sum_r (1 - f_r)) = 1 - f, where f_r says if part r is finite, f if all is."""
     number = sum(x.by for x in one if x.term.head == "one")
     rest = [x for x in one if x.term.head != "one"]
-    if len(rest) != 1:
-        return None
-    term, by = rest[0].term, rest[0].by
-    if term.head == OVER_RANKS and number == call.reading.world == -number * by:
-        term = term.operands[0].pieces[0].sum[0].term
-        mixed = any(x.term.varies for value in term.operands for x in value.addends)
-        if term.head != FINITE or mixed:
+    own = [v for x in rest if x.term.head == FINITE for v in x.term.operands]
+    if len(rest) == 1 and rest[0].term.head == OVER_RANKS and -rest[0].by == 1:
+        inner = rest[0].term.operands[0].pieces[0].sum[0].term
+        mixed = any(x.term.varies for value in inner.operands for x in value.addends)
+        if number != call.reading.world or inner.head != FINITE or mixed:
             return None
-        term = call.reading.finite(value._replace(spread=False) for value in term.operands)
-    elif term.head != FINITE or term.varies or not number == -by >= 1:
+        own = [value._replace(spread=False) for value in inner.operands]
+    elif number != -sum(x.by for x in rest) or any(
+        x.term.head != FINITE or x.term.varies or x.by > -1 for x in rest
+    ):
         return None
+    term = call.reading.finite(own)
     return added(call.terms.number(Fraction(1)), times(whole(term), Fraction(-1)))
 
 

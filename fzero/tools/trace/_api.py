@@ -15,6 +15,7 @@ from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE
 from fzero.tools.trace._calls import calls_of
 from fzero.tools.trace._trace import Trace
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.ops import ops_of
 from fzero.tools.trace.program import RecordedStep, record_step
 from fzero.transforms.pipeline import Step, describe_function
@@ -66,25 +67,26 @@ def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[...,
         )
 
     def traced(*arguments: Any) -> Trace:
-        program = program_of(step, arguments, rank)
-        inputs, ops, outputs = ops_of(program)
-        world_size = program.states[0].setup.axis.size
-        return Trace(
-            title=f"{describe_function(step)} on rank {program.rank} of {world_size}",
-            rank=program.rank,
-            inputs=inputs,
-            ops=ops,
-            outputs=outputs,
-            log=program.log,
-            graph=program.graph,
-            calls=calls_of(program, ops),
-        )
+        with AsFound("trace", step, arguments) as found:
+            program = program_of(step, arguments, rank, found)
+            inputs, ops, outputs = ops_of(program)
+            world_size = program.states[0].setup.axis.size
+            return Trace(
+                title=f"{describe_function(step)} on rank {program.rank} of {world_size}",
+                rank=program.rank,
+                inputs=inputs,
+                ops=ops,
+                outputs=outputs,
+                log=program.log,
+                graph=program.graph,
+                calls=calls_of(program, ops),
+            )
 
     return traced
 
 
 def program_of(
-    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None
+    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None, found: AsFound
 ) -> RecordedStep:
     """Record a step on one rank of the axis that its state is on."""
     if in_transform() or is_recorded(()):
@@ -93,7 +95,7 @@ def program_of(
             cause="a traced step in the place of the step.",
             fix="trace the outermost function.",
         )
-    return record_step(*_of_one_rank(step, arguments, rank))
+    return record_step(*_of_one_rank(step, arguments, rank), found)
 
 
 def _of_one_rank(

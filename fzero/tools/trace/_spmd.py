@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from fzero.collectives import assert_same_everywhere, disagreement, told_everywhere
+from fzero.ranks.mesh import Axis
 from fzero.tools.trace._api import program_of
 from fzero.tools.trace._record import Op
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.ops import ops_of
 from fzero.transforms.pipeline import Step
 from fzero.transforms.states import flatten_states
@@ -52,14 +54,21 @@ def check_spmd(step: Callable[..., Any], state: Any, args: Any = ()) -> tuple[st
     """
     arguments = (state, *(args if isinstance(args, tuple) else (args,)))
     axis = flatten_states("check_spmd", state)[0][0].setup.axis
+    with AsFound("check_spmd", step, arguments) as found:
+        return _checked(step, arguments, axis, found)
+
+
+def _checked(
+    step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, found: AsFound
+) -> tuple[str, ...]:
     if isinstance(step, Step) and step.name == "simulate":
-        everyone = [_schedule(step, arguments, rank) for rank in range(axis.size)]
+        everyone = [_schedule(step, arguments, rank, found) for rank in range(axis.size)]
         for what, lines in zip(_WHAT, zip(*everyone, strict=True), strict=True):
             if any(other != lines[0] for other in lines):
                 raise disagreement(lines, what=what)
         return everyone[0].collectives
     with told_everywhere(axis, what=_WHAT[0]):
-        mine = _schedule(step, arguments, None)
+        mine = _schedule(step, arguments, None, found)
     for what, lines in zip(_WHAT, mine, strict=True):
         assert_same_everywhere(lines, axis, what=what)
     return mine.collectives
@@ -75,8 +84,10 @@ class _Schedule(NamedTuple):
     calls: tuple[str, ...]
 
 
-def _schedule(step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None) -> _Schedule:
-    program = program_of(step, arguments, rank)
+def _schedule(
+    step: Callable[..., Any], arguments: tuple[Any, ...], rank: int | None, found: AsFound
+) -> _Schedule:
+    program = program_of(step, arguments, rank, found)
     collectives = (op for op in ops_of(program)[1] if op.is_collective)
     said = (event.said for event in program.log.of(program.rank) if event.said)
     return _Schedule(

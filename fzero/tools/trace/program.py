@@ -6,10 +6,12 @@ any number of ranks, and each collective is one op of the graph.
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +22,6 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -32,7 +33,9 @@ from fzero.machine.placeholder import LazyParam
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.tools.trace._modules import Modules, followed_modules
+from fzero.tools.trace.found import AsFound, RecordMode
 from fzero.tools.trace.recurrent import unfused_recurrence
+from fzero.transforms.pipeline import Step
 from fzero.transforms.states import flatten_states, is_state
 
 BACKWARD = "backward"
@@ -72,27 +75,28 @@ class RecordedStep:
 
 
 def record_step(
-    step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, rank: int
+    step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, rank: int, found: AsFound
 ) -> RecordedStep:
     """Record `step(*arguments)` as rank `rank` of `axis` runs it; the first argument has the state.
 
     A state of stage 3 without a schedule first gets one, so that the graph is that of a steady
-    step.
+    step. found: what the step reaches, entered; each record begins and ends with it.
 
     Raises `PhaseError` if the step reads a value, for there is none.
     """
-    faked = FakeTensorMode(allow_non_fake_inputs=True)
+    faked = found.mode()
+    require_recordable(found.tool, step, flatten_states(found.tool, arguments[0])[0])
     try:
-        with abstract_rank(rank, axis.size), unfused_recurrence(), _explained():
+        with abstract_rank(rank, axis.size), unfused_recurrence(), _explained(), _uncompiled():
             with faked:
                 arguments = _faked(faked, _on_abstract(arguments))
-            return _recorded(step, _scheduled(step, arguments, rank), rank)
+            return _recorded(step, _scheduled(step, arguments, rank, found), rank, found)
     except Exception as error:
         error.add_note(f"(raised while rank {rank} of {axis.size} was traced)")
         raise
 
 
-def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> RecordedStep:
+def _recorded(step: Callable[..., Any], arguments: Any, rank: int, found: AsFound) -> RecordedStep:
     leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
     inputs = [x for x in leaves if isinstance(x, Tensor)]
     made: dict[str, Any] = {}
@@ -107,9 +111,9 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int) -> RecordedSt
         made["paths"] = _paths(returned, _RESULT)
         return [x for x in outs if isinstance(x, Tensor)]
 
-    with count_collectives() as log, fx_traceback.preserve_node_meta():
+    with found.record(), count_collectives() as log, fx_traceback.preserve_node_meta():
         record: Any = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
-        graph = without_unused(record(*inputs))
+        graph = without_unused(contextvars.copy_context().run(record, *inputs))
     return RecordedStep(
         graph=graph,
         log=log,
@@ -155,19 +159,19 @@ def _on_abstract(arguments: Any) -> Any:
     return optree.tree_map(moved, arguments, is_leaf=is_state, namespace=NAMESPACE)
 
 
-def _faked(mode: FakeTensorMode, arguments: Any) -> Any:
+def _faked(mode: RecordMode, arguments: Any) -> Any:
     def fake(x: Any) -> Any:
         return mode.from_tensor(x) if isinstance(x, Tensor) else x
 
     return optree.tree_map(fake, arguments, namespace=NAMESPACE)
 
 
-def _scheduled(step: Callable[..., Any], arguments: Any, rank: int) -> Any:
+def _scheduled(step: Callable[..., Any], arguments: Any, rank: int, found: AsFound) -> Any:
     """Return the arguments with the schedule of a first step in their states."""
     states, treespec = flatten_states("trace", arguments[0])
     if not any(one.setup.gathers_by_unit and not one.schedule.passes for one in states):
         return arguments
-    result = _recorded(step, arguments, rank).result
+    result = _recorded(step, arguments, rank, found).result
     leaves: Any = [0] * result.num_leaves
     returned: Any = optree.tree_unflatten(result, leaves)
     pairs = zip(states, flatten_states("trace", returned[0])[0], strict=True)
@@ -219,6 +223,32 @@ def _explained() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise reads_values("traced", error) from error
+
+
+def require_recordable(tool: str, step: Any, states: Sequence[TrainState]) -> None:
+    """Raise `PhaseError` for a step that no graph has, by the name of what is in its way."""
+    encoded = [one.setup.optimizer for one in states]
+    if any(one.setup.logical is not None for one in states):
+        what, cause = "logical ranks", "a rank runs several, one after another, on their own rows"
+        fix = "shard the step without logical_ranks=; the numbers are those of as many ranks"
+    elif any(getattr(getattr(x, "precision", None), "encoding", None) is not None for x in encoded):
+        what, cause = (
+            "states of 8 bits or fewer",
+            "state_dtype=codec, whose kernels are in no graph",
+        )
+        fix = "make the state with state_dtype=None"
+    elif isinstance(step, Step) and "check_finite" in step.names():
+        what, cause = "fzero.check_finite", "it reads values, to raise where one is not finite"
+        fix = "leave check_finite out of the step that is recorded"
+    else:
+        return
+    raise PhaseError(f"{tool}: the step has {what}.", cause=f"{cause}.", fix=f"{fix}.")
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Record a function under torch.compile as the function that it is."""
+    config = sys.modules.get("torch._dynamo.config")
+    return nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
 
 
 def reads_values(done: str, op: Any) -> PhaseError:

@@ -15,11 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import get_world_size, is_initialized
 
 import fzero
 from fzero import axis_index, axis_size
 from tests.descends import descends
-from tests.tools.prove.steps import loss, of_loss, of_update, proof_of, why
+from tests.tools.prove.steps import PARAMS, loss, of_loss, of_update, proof_of, why
 
 # 7. Ranks.
 
@@ -33,11 +34,13 @@ def test_each_rank_is_read(rank: int) -> None:
     assert "ranks run other programs" in why(proof_of(dropped, world=8))
 
 
-@pytest.mark.parametrize("stage", [0, 2])
-def test_options_of_some_leaves_are_named(stage: int) -> None:
+@pytest.mark.parametrize(("stage", "world"), [(0, 2), (2, 2), (2, 65)])
+def test_options_of_some_leaves_are_followed_on_64_ranks_and_else_named(
+    stage: int, world: int
+) -> None:
     rule = fzero.optim.adamw(0.1, decay_mask=lambda leaf: len(leaf.shape) > 1)
-    proof = proof_of(descends(loss), rule, stage=stage)
-    assert proof.proved if stage == 0 else "decay_mask=, groups=" in why(proof)
+    proof = proof_of(descends(loss), rule, stage=stage, world=world)
+    assert proof.proved if world == 2 else "decay_mask=, groups=" in why(proof)
 
 
 def test_beyond_64_ranks_the_theorem_says_which_were_read() -> None:
@@ -122,7 +125,8 @@ def from_data(x: Tensor) -> Tensor:
 def test_what_a_call_writes_for_the_next_one_is_refused(times: Any) -> None:
     said = why(of_loss(times))
     assert any(
-        one in said for one in ("writes", "other programs", "a constant of the step", "not of")
+        one in said
+        for one in ("writes", "other programs", "a constant of the step", "not of", "next call")
     )
 
 
@@ -145,6 +149,32 @@ def rank_of_torch(x: Tensor) -> int:
         return 1
 
 
+def seeded_by_name(x: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(axis_index() + 1)
+    return torch.rand(())
+
+
+def world_by_name(x: Tensor) -> int:
+    try:
+        return get_world_size()
+    except ValueError:
+        return 1
+
+
+def numpy_and_swallowed(x: Tensor) -> float:
+    try:
+        return float(x.numpy().max())
+    except Exception:
+        return 1.0
+
+
+def storage_and_swallowed(x: Tensor) -> float:
+    try:
+        return float(x.untyped_storage()[0])
+    except Exception:
+        return 1.0
+
+
 @pytest.mark.parametrize(
     ("times", "said"),
     [
@@ -154,6 +184,14 @@ def rank_of_torch(x: Tensor) -> int:
         (rank_of_torch, "asks torch.distributed"),
         (asked_and_swallowed, "asks for a value"),
         (seeded, "seeds the random numbers"),
+        (seeded_by_name, "seeds the random numbers"),
+        (lambda x: 2 if b"RANK" in os.environb else 1, "os.environ['RANK']"),
+        (lambda x: len(os.environ) and 1, "os.environ"),
+        (lambda x: 1 if dist.group.WORLD is None else 2, "asks torch.distributed"),
+        (lambda x: 2 if is_initialized() else 1, "asks torch.distributed"),
+        (world_by_name, "asks torch.distributed"),
+        (numpy_and_swallowed, "asks for `.numpy()`"),
+        (storage_and_swallowed, "asks for `.untyped_storage()`"),
     ],
 )
 def test_what_is_read_from_outside_is_named(times: Any, said: str) -> None:
@@ -236,3 +274,88 @@ def test_a_number_of_the_batch_in_the_update_is_no_gradient() -> None:
         return fzero.apply_gradients(state.replace(gradients=gradients)), value
 
     assert "more of the batch than a gradient" in why(proof_of(step_fn, stage=0))
+
+
+# Transforms, and what is refused by its own name.
+
+
+def test_a_transform_at_local_is_in_the_first_line() -> None:
+    clip = fzero.transform(name="bound", local=lambda slots, g, ctx: (slots, g.clamp(-1, 1)))
+    proof = proof_of(clip(descends(loss)))
+    assert proof and "of the gradients that `local` of bound returns" in str(proof).splitlines()[0]
+    assert proof.local == ("bound",)
+
+
+def average(rate: float = 0.01) -> Any:
+    def begin(params: Any, ctx: Any) -> Any:
+        return {"mean": {path: p.clone() for path, p in params.items()}}
+
+    def follow(slots: Any, params: Any, ctx: Any) -> Any:
+        return {"mean": {k: m.lerp(params[k], rate) for k, m in slots["mean"].items()}}, params
+
+    return fzero.transform(name="average", init=begin, updated=follow)(descends(loss))
+
+
+def sam(state: Any, x: Tensor) -> Any:
+    there, value = fzero.grad_and_reduce(loss, state)(x)
+    scale = 0.05 / fzero.global_norm(there)
+    moved = fzero.map_params(lambda p, g: p + scale * g, state, there.gradients)
+    moved, _ = fzero.grad_and_reduce(loss, moved)(x)
+    return fzero.apply_gradients(fzero.add_gradients(state, moved)), value
+
+
+def halves(slots: Any, grads: Any, ctx: Any) -> Any:
+    return slots, {k: g * 0.5 / ctx.norm(grads) for k, g in grads.items()}
+
+
+HALF = fzero.transform(name="half", reduced=halves)
+
+
+@pytest.mark.parametrize(
+    ("step_fn", "stage", "world"),
+    [
+        *[(average(), 0, 2), (average(), 1, 5), (average(), 3, 4), (sam, 2, 3), (sam, 3, 2)],
+        (HALF(descends(loss)), 2, 5),
+    ],
+)
+def test_pieces_that_differ_by_rank_are_followed(step_fn: Any, stage: int, world: int) -> None:
+    assert proof_of(step_fn, stage=stage, world=world)
+
+
+def test_a_module_with_dropout_is_proved() -> None:
+    apply, params = fzero.functionalize(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)))
+    assert proof_of(descends(lambda p, x: apply(p, x).pow(2).mean()), params=params)
+
+
+def test_a_table_that_is_made_once_is_proved() -> None:
+    held: dict[str, Tensor] = {}
+
+    def times(x: Tensor) -> Tensor:
+        if "table" not in held:
+            held["table"] = torch.arange(3.0)
+        return held["table"].sum()
+
+    assert of_loss(times) and not held
+
+
+@pytest.mark.parametrize(
+    ("step", "optimizer", "said"),
+    [
+        (fzero.shard(fzero.check_finite(descends(loss)), stage=2), None, "fzero.check_finite"),
+        (fzero.shard(descends(loss), stage=2, logical_ranks=2, seed=0), None, "logical ranks"),
+        (
+            fzero.shard(descends(loss), stage=2),
+            fzero.optim.adamw(0.1, state_dtype=fzero.codecs.int8()),
+            "8 bits or fewer",
+        ),
+    ],
+)
+def test_what_no_graph_has_is_refused_by_its_own_name(step: Any, optimizer: Any, said: str) -> None:
+    state = step.init(PARAMS, optimizer or fzero.optim.sgd(0.1))
+    for tool in (fzero.prove, fzero.check_spmd, lambda s, *args: fzero.trace(s)(*args)):
+        with pytest.raises(fzero.PhaseError, match=said):
+            tool(step, state, torch.zeros(4, 4))
+
+
+def test_a_loss_under_torch_compile_is_read_as_it_is() -> None:
+    assert proof_of(descends(torch.compile(loss, backend="eager")))

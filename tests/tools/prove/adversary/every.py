@@ -12,6 +12,7 @@ from tests.tools.prove.adversary import (
     collectives,
     custom,
     gradients,
+    kept,
     memory,
     options,
     outside,
@@ -24,8 +25,8 @@ from tests.tools.prove.adversary.programs import Program, proof_of
 from tests.tools.prove.adversary.truth import error_of
 
 SUBJECTS = (
-    *(arguments, casts, collectives, custom, gradients, memory, options, ranks, schedules),
-    *(sly, states),
+    *(arguments, casts, collectives, custom, gradients, kept, memory, options, ranks),
+    *(schedules, sly, states),
 )
 FALSE: dict[str, list[Program]] = {}
 for _module in SUBJECTS:

@@ -1,0 +1,473 @@
+"""The program as it was found: what a record of a step leaves changed is put back.
+
+A record runs the Python of a step, and with it what a step keeps for its next call: a table that is
+made once, a cache, a counter. Its tensors have no values, and a real call must not meet them. So
+every recorder enters `AsFound`: it looks at what the step reaches before the first record, and puts
+it back after each one. What it does not reach is told by name where it is met: see `RecordMode`.
+
+Looked at are variables of enclosing functions, globals that code names, default arguments,
+attributes of objects, classes and modules, elements of containers, small tensors and arrays, memo
+caches, generators of random numbers and iterators, from the step on. Objects of fzero and torch are
+passed through for what of the user's is in them; what they keep for themselves is not looked at.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import functools
+import gc
+import pickle
+import random
+import sys
+import types
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from fzero.errors import PhaseError
+from fzero.state import TrainState
+from fzero.transforms.module_copy import Template
+
+MOST = 100_000
+"""Of so many objects it is known what they were."""
+_SMALL = 4096
+_PASSED_BY = ("fzero.", "torch._", "torch.fx", "torch.utils._", "threading", "logging")
+_LOOKED_INTO = (
+    *("fzero.optim", "fzero.transforms.pipeline", "fzero.state.points", "fzero.state.codec"),
+    "fzero.transforms.functionalize",
+)
+_PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_LIBRARIES = frozenset(
+    ("fzero", "torch", "numpy", "optree", "builtins", *sys.stdlib_module_names)
+) - {"__main__"}
+_MEMO = type(functools.lru_cache(len))
+
+
+class RecordMode(FakeTensorMode):
+    """The mode of the tensors of a record, which a call after it must not meet."""
+
+    def __init__(self, tool: str) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._tool, self._is_over = tool, False
+
+    def end(self) -> None:
+        """The record is over: whoever computes with a tensor of it raises."""
+        self._is_over = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call `func` on tensors without values; raise `PhaseError` once the record is over."""
+        if not self._is_over:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        of = next((x for x in leaves if isinstance(x, FakeTensor) and x.fake_mode is self), None)
+        seen = "a tensor" if of is None else f"a {of.dtype} tensor of shape {tuple(of.shape)}"
+        raise PhaseError(
+            f"{func} met {seen} without values, which fzero.{self._tool} left in {_holder(of)}.",
+            cause=f"the step made it while fzero.{self._tool} recorded it, and kept it where fzero "
+            "does not look: in an object of a library, a generator, another thread.",
+            fix=f"delete it there; make it before fzero.{self._tool} is called, or keep it in an "
+            "attribute, a container or a functools.lru_cache of your own.",
+        )
+
+
+def _holder(x: Any) -> str:
+    """Return where a tensor is held, for the words of an error."""
+    for one in gc.get_referrers(x) if x is not None else ():
+        key = next((k for k, v in one.items() if v is x), None) if type(one) is dict else None
+        if key is None:
+            continue
+        if "__spec__" in one:
+            return f"{one['__name__']}.{key}"
+        for owner in gc.get_referrers(one):
+            if getattr(owner, "__dict__", None) is one:
+                return f"{type(owner).__module__}.{type(owner).__qualname__}.{key}"
+    return "what the step keeps"
+
+
+class _Kind(NamedTuple):
+    """What can be read of an object, by names, and put back."""
+
+    read: Callable[[Any], dict[Any, Any]]
+    write: Callable[[Any, dict[Any, Any]], Any]
+
+
+class _Place(NamedTuple):
+    path: str
+    kind: _Kind
+    of: Any
+    held: dict[Any, Any]
+
+    def is_changed(self) -> bool:
+        now = self.kind.read(self.of)
+        return [*now] != [*self.held] or not all(map(_same, now.values(), self.held.values()))
+
+
+class AsFound:
+    """What the roots reach, as it is when this context is entered.
+
+    tool: who records, by its name in fzero. However the context ends, all is put back, and the
+    tensors of its `mode`s are of no use.
+    """
+
+    def __init__(self, tool: str, *roots: Any) -> None:
+        self.tool, self.roots, self._modes = tool, roots, list[RecordMode]()
+        self._places = list[_Place]()
+
+    def mode(self) -> RecordMode:
+        """Return a mode for the tensors of a record."""
+        self._modes.append(RecordMode(self.tool))
+        return self._modes[-1]
+
+    def look(self) -> None:
+        """Take what is there now for what was found."""
+        self._places = [*_places(self.roots)]
+
+    def __enter__(self) -> Self:
+        self.look()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.put_back()
+        for one in self._modes:
+            one.end()
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Context of one record, which begins and ends with the program as it was found."""
+        for one in self._places:
+            if any(map(_is_iterator, one.held.values())):  # the record advances copies
+                one.kind.write(one.of, {key: _copied(x) for key, x in one.held.items()})
+        try:
+            yield
+        finally:
+            self.put_back()
+
+    def changed(self) -> str:
+        """Return where something is not as it was found, first of all such places; "" for none."""
+        return next((one.path for one in self._places if one.is_changed()), "")
+
+    def put_back(self) -> None:
+        """Make all as it was found."""
+        for i, one in enumerate(self._places):
+            if one.is_changed() or any(map(_is_iterator, one.held.values())):
+                one.kind.write(one.of, one.held)
+                self._places[i] = one._replace(held=one.kind.read(one.of))
+
+
+def _places(roots: tuple[Any, ...]) -> Iterator[_Place]:
+    """Yield what can be changed in all that the roots reach."""
+    for path, kind, of in _ambient():
+        yield _Place(path, kind, of, kind.read(of))
+    rest = deque(("", x) for x in roots)
+    seen, kept = set[Hashable](), list[Any]()
+    while rest and len(seen) < MOST:
+        path, x = rest.popleft()
+        if isinstance(x, _PLAIN) or id(x) in seen:
+            continue
+        seen.add(id(x))
+        kept.append(x)  # else another object could get its id
+        for kind, of in _kinds_of(x):
+            place = _Place(path, kind, of, kind.read(of))
+            yield place
+            rest.extend((f"{path}{_name(key)}", one) for key, one in place.held.items())
+        rest.extend((f"{path}{name}", one) for name, one in _inside(x))
+
+
+def _name(key: Any) -> str:
+    if key == "":
+        return ""
+    plain = isinstance(key, str) and key.isidentifier()
+    return f".{key}" if plain else f"[{key!r}]" if isinstance(key, _PLAIN) else "[...]"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if isinstance(a, _PLAIN):
+        return type(a) is type(b) and (a == b or (a != a and b != b))
+    return _is_iterator(a) and type(a) is type(b) and _position(a) == _position(b)
+
+
+# What is put back, by kind.
+
+
+def _write_dict(x: dict[Any, Any], held: dict[Any, Any]) -> None:
+    kind = OrderedDict if isinstance(x, OrderedDict) else dict
+    kind.clear(x)
+    kind.update(x, held)
+
+
+def _write_names(of: Any, held: dict[str, Any]) -> None:
+    """Set variables of a module; others of those names go."""
+    names, variables = of
+    for name in names:
+        variables.pop(name, None)
+    variables.update(held)
+
+
+def _read_cell(x: types.CellType) -> dict[str, Any]:
+    try:
+        return {"": x.cell_contents}
+    except ValueError:
+        return {}
+
+
+def _write_cell(x: types.CellType, held: dict[str, Any]) -> None:
+    if held:
+        x.cell_contents = held[""]
+    else:
+        del x.cell_contents
+
+
+def _read_class(x: type) -> dict[str, Any]:
+    return {name: one for name, one in vars(x).items() if not name.startswith("__")}
+
+
+def _write_class(x: type, held: dict[str, Any]) -> None:
+    for name in _read_class(x).keys() - held.keys():
+        type.__delattr__(x, name)
+    for name, one in held.items():
+        if vars(x).get(name) is not one:
+            type.__setattr__(x, name, one)
+
+
+def _read_slots(x: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for kind in type(x).__mro__:
+        for name, one in vars(kind).items() if "__slots__" in vars(kind) else ():
+            if isinstance(one, types.MemberDescriptorType):
+                with suppress(AttributeError):  # it has no value yet
+                    found[name] = one.__get__(x)
+    return found
+
+
+def _write_slots(x: Any, held: dict[str, Any]) -> None:
+    for name in _read_slots(x).keys() - held.keys():
+        object.__delattr__(x, name)
+    for name, one in held.items():
+        object.__setattr__(x, name, one)
+
+
+def _read_tensor(x: Tensor) -> dict[str, Any]:
+    known = x.numel() <= _SMALL and x.device.type == "cpu" and x.layout == torch.strided
+    version = 0 if x.is_inference() else x._version
+    grad = x.grad if x.is_leaf else None
+    return {"grad": grad, "version": version, "values": bytes_of(x) if known else None}
+
+
+def _write_tensor(x: Tensor, held: dict[str, Any]) -> None:
+    if x.is_leaf and x.grad is not held["grad"]:
+        x.grad = held["grad"]
+    if held["values"] and bytes_of(x) != held["values"]:
+        row = torch.frombuffer(bytearray(held["values"]), dtype=torch.uint8).view(x.dtype)
+        x.data.copy_(row.view(x.shape))
+
+
+def _read_bytes(x: Any) -> bytes:
+    return bytes(memoryview(x).cast("B")) if memoryview(x).nbytes <= _SMALL * 8 else b""
+
+
+def _write_bytes(x: Any, held: bytes) -> None:
+    if isinstance(x, bytearray | array.array):
+        x[:] = x[:0]
+        x += bytearray(held) if isinstance(x, bytearray) else array.array(x.typecode, held)
+    elif held:
+        memoryview(x).cast("B")[:] = held
+
+
+def bytes_of(x: Tensor) -> bytes:
+    """Return the elements of a tensor, whatever its strides and the bits that it waits to apply."""
+    row = x.detach().resolve_conj().resolve_neg().cpu().reshape(-1)
+    made = torch.empty(row.shape, dtype=row.dtype).copy_(row)
+    return made.view(torch.uint8).numpy().tobytes()
+
+
+def _at(read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> _Kind:
+    """Return the kind of an object with one number or text that says where it stands."""
+    return _Kind(lambda x: {"": read(x)}, lambda x, held: write(x, held[""]))
+
+
+def _pickled(of: Callable[[Any], Any]) -> Callable[[Any], bytes]:
+    return lambda x: pickle.dumps(of(x))
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+_DICT = _Kind(lambda x: dict(dict.items(x)), _write_dict)
+_LIST = _Kind(
+    lambda x: dict(enumerate(x)), lambda x, held: x.__setitem__(slice(None), [*held.values()])
+)
+_DEQUE = _Kind(lambda x: dict(enumerate(x)), lambda x, held: (x.clear(), x.extend(held.values())))
+_SET = _Kind(lambda x: dict.fromkeys(x), lambda x, held: (x.clear(), x.update(held)))
+_NAMES = _Kind(lambda of: {n: of[1][n] for n in of[0] if n in of[1]}, _write_names)
+_CELL, _CLASS = _Kind(_read_cell, _write_cell), _Kind(_read_class, _write_class)
+_SLOTS, _TENSOR = _Kind(_read_slots, _write_slots), _Kind(_read_tensor, _write_tensor)
+_BYTES = _at(_read_bytes, _write_bytes)
+_DEFAULTS = _Kind(
+    lambda fn: {"__defaults__": fn.__defaults__, "__kwdefaults__": fn.__kwdefaults__},
+    lambda fn, held: [setattr(fn, name, one) for name, one in held.items()],
+)
+_MADE = _at(lambda memo: memo.cache_info().misses, lambda memo, _: memo.cache_clear())
+_PYTHON = _at(_pickled(lambda x: x.getstate()), lambda x, held: x.setstate(pickle.loads(held)))
+_TORCH = _at(
+    lambda x: bytes_of(x.get_state()),
+    lambda x, held: x.set_state(torch.frombuffer(bytearray(held), dtype=torch.uint8)),
+)
+_NUMPY = _at(_pickled(lambda x: x.state), lambda x, held: setattr(x, "state", pickle.loads(held)))
+
+
+def _ambient() -> Iterator[tuple[str, _Kind, Any]]:
+    yield "random", _PYTHON, random._inst  # type: ignore[attr-defined]
+    yield "torch.default_generator", _TORCH, torch.default_generator
+    if torch.cuda.is_initialized():
+        yield from (("torch.cuda", _TORCH, one) for one in torch.cuda.default_generators)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        yield "numpy.random", _NUMPY, numpy.random.mtrand._rand._bit_generator
+
+
+_BY_TYPE: tuple[tuple[Any, _Kind], ...] = (
+    (dict, _DICT),
+    (list, _LIST),
+    (deque, _DEQUE),
+    (set, _SET),
+    (types.CellType, _CELL),
+    (bytearray, _BYTES),
+    (array.array, _BYTES),
+    (_MEMO, _MADE),
+    (random.Random, _PYTHON),
+    (torch.Generator, _TORCH),
+)
+
+
+def _kinds_of(x: Any) -> Iterator[tuple[_Kind, Any]]:
+    """Yield (kind, of what) of all that can be changed in an object."""
+    numpy = sys.modules.get("numpy")
+    if not isinstance(x, _MEMO) or not _is_library(x.__module__):
+        yield from ((kind, x) for of, kind in _BY_TYPE if isinstance(x, of))
+    if isinstance(x, types.FunctionType):
+        if not _is_library(x.__module__):
+            yield from ((_DEFAULTS, x), (_DICT, vars(x)))
+            yield from ((_NAMES, of) for of in _variables(x))
+        elif "__wrapped__" in vars(x):
+            yield _DICT, vars(x)
+    elif isinstance(x, type):
+        if not _is_library(x.__module__):
+            yield _CLASS, x
+    elif isinstance(x, Tensor):
+        yield _DICT, vars(x)
+        if type(x) in (Tensor, nn.Parameter):
+            yield _TENSOR, x
+    elif numpy is not None and isinstance(x, numpy.ndarray):
+        if x.flags.c_contiguous and x.flags.writeable and not x.dtype.hasobject:
+            yield _BYTES, x
+    elif numpy is not None and isinstance(x, numpy.random.BitGenerator):
+        yield _NUMPY, x
+    elif _is_iterator(x):
+        yield _at(lambda x: repr(_position(x)), _nothing), x
+    elif not isinstance(x, types.ModuleType | torch._ops.OpOverload) and not _is_passed_by(x):
+        if isinstance(held := getattr(x, "__dict__", None), dict):
+            yield _DICT, held
+        yield _SLOTS, x
+
+
+def _inside(x: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, what) of what an object holds for good."""
+    if isinstance(x, types.FunctionType):
+        yield from (
+            (f".{n}", c) for n, c in zip(x.__code__.co_freevars, x.__closure__ or (), strict=False)
+        )
+    elif isinstance(x, types.MethodType):
+        yield from ((".self", x.__self__), (".function", x.__func__))
+    elif isinstance(x, functools.partial):
+        yield from ((".function", x.func), (".args", x.args), (".keywords", x.keywords))
+    elif isinstance(x, staticmethod | classmethod):
+        yield ".function", x.__func__
+    elif isinstance(x, property):
+        yield from ((".function", one) for one in (x.fget, x.fset, x.fdel))
+    elif isinstance(x, types.GeneratorType):
+        yield from (
+            (f".{n}", one) for n, one in (x.gi_frame.f_locals if x.gi_frame else {}).items()
+        )
+    elif isinstance(x, tuple | frozenset):
+        yield from ((f"[{i}]", one) for i, one in enumerate(x))
+    elif isinstance(x, type):
+        yield from ((".base", one) for one in x.__bases__ if not _is_library(x.__module__))
+    elif isinstance(x, Template):  # which notes modes in each call
+        yield from ((f".{name}", one) for name, one in vars(x).items())
+    elif isinstance(x, TrainState):
+        yield from ((".optimizer", x.setup.optimizer), (".transforms", x.setup.transforms))
+    elif not isinstance(x, types.ModuleType | Tensor | torch._ops.OpOverload):
+        if (bits := getattr(x, "bit_generator", None)) is not None:
+            yield ".bit_generator", bits
+        if not _is_library(type(x).__module__):
+            yield ".class", type(x)
+
+
+def _variables(fn: types.FunctionType) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
+    """Yield (names, variables) of each module of which the code of a function names variables."""
+    names = tuple(dict.fromkeys(_names_in(fn.__code__)))
+    closed = (one for c in fn.__closure__ or () for one in _read_cell(c).values())
+    rest = [fn.__globals__, *(vars(x) for x in closed if isinstance(x, types.ModuleType))]
+    seen = set[int]()
+    while rest:
+        held = rest.pop()
+        if id(held) not in seen:
+            seen.add(id(held))
+            yield names, held
+            modules = (one for n in names if isinstance(one := held.get(n), types.ModuleType))
+            rest += [vars(one) for one in modules if not _is_library(one.__name__)]
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names_in(one)
+
+
+def _is_iterator(x: Any) -> bool:
+    builtin = type(x).__module__ in ("builtins", "itertools")
+    return builtin and not isinstance(x, type) and hasattr(x, "__next__")
+
+
+def _position(x: Any) -> Any:
+    """Return where an iterator or a generator of Python is."""
+    if isinstance(x, types.GeneratorType):
+        return x.gi_frame and x.gi_frame.f_lasti
+    if isinstance(x, tuple):
+        return tuple(map(_position, x))
+    if not _is_iterator(x):
+        return x if isinstance(x, _PLAIN) else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # itertools' are to lose it in Python 3.14
+        try:
+            return _position(x.__reduce__()[1:])
+        except TypeError:
+            return None
+
+
+def _copied(x: Any) -> Any:
+    """Return a copy of an iterator, if it has one; else what it is given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return copy.copy(x) if _is_iterator(x) else x
+        except TypeError:
+            return x
+
+
+def _is_passed_by(x: Any) -> bool:
+    module = type(x).__module__
+    return module.startswith(_PASSED_BY) and not module.startswith(_LOOKED_INTO)
+
+
+def _is_library(module: str | None) -> bool:
+    return (module or "").split(".")[0] in _LIBRARIES

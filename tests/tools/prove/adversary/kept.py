@@ -1,0 +1,417 @@
+"""Steps that keep something for the next call, or go around the program; and pieces by rank."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fzero
+from fzero import Form, Placement, axis_index, axis_size
+from tests.descends import descends
+from tests.tools.prove.adversary.places import Fn
+from tests.tools.prove.adversary.programs import Program, hidden, usual_loss
+
+Times = Callable[[], Any]
+"""What a loss is times; made anew for each step."""
+
+
+def value() -> Any:
+    """What is kept."""
+    return axis_size()
+
+
+def _closure() -> Times:
+    kept: Any = None
+
+    def times() -> Any:
+        nonlocal kept
+        kept = value() if kept is None else kept
+        return kept
+
+    return times
+
+
+def _of_dict(held: Any) -> Times:
+    return lambda: held.setdefault("n", value())
+
+
+def _of_list(held: Any) -> Times:
+    def times() -> Any:
+        if not held:
+            held.append(value())
+        return held[0]
+
+    return times
+
+
+def _of_set() -> Times:
+    held: set[int] = set()
+
+    def times() -> Any:
+        if not held:
+            held.add(value())
+        return max(held)
+
+    return times
+
+
+def _default() -> Times:
+    def times(held: dict[str, int] = {}) -> Any:  # noqa: B006
+        return held.setdefault("n", value())
+
+    times.__defaults__ = ({},)
+    return times
+
+
+def _keyword() -> Times:
+    def times(*, held: Any) -> Any:
+        return held.setdefault("n", value())
+
+    times.__kwdefaults__ = {"held": {}}
+    return times  # type: ignore[return-value]
+
+
+def _of_attribute(holder: Any) -> Times:
+    def times() -> Any:
+        if getattr(holder, "kept", None) is None:
+            holder.kept = value()
+        return holder.kept
+
+    return times
+
+
+class _Base:
+    kept: Any = None
+
+
+class _Plain(_Base): ...
+
+
+class _Slots:
+    __slots__ = ("kept",)
+
+
+def _of_class() -> Times:
+    kind = type("Kind", (_Plain,), {})
+    return _of_attribute(kind)
+
+
+def _of_base() -> Times:
+    base = type("Base", (), {"kept": None})
+    one = type("One", (base,), {})()
+
+    def times() -> Any:
+        if one.kept is None:
+            base.kept = value()
+        return one.kept
+
+    return times
+
+
+def _function() -> Times:
+    def times() -> Any:
+        if not hasattr(times, "kept"):
+            times.kept = value()  # type: ignore[attr-defined]
+        return times.kept  # type: ignore[attr-defined]
+
+    return times
+
+
+def _cached() -> Times:
+    return functools.lru_cache(lambda: value())
+
+
+def _cached_method() -> Times:
+    class One:
+        @functools.cache  # noqa: B019
+        def number(self) -> int:
+            return value()
+
+    return One().number
+
+
+def _property() -> Times:
+    class One:
+        @functools.cached_property
+        def number(self) -> int:
+            return value()
+
+    one = One()
+    return lambda: one.number
+
+
+GLOBAL: Any = None
+
+
+def _of_global() -> Times:
+    global GLOBAL
+    GLOBAL = None
+
+    def times() -> Any:
+        global GLOBAL
+        GLOBAL = value() if GLOBAL is None else GLOBAL
+        return GLOBAL
+
+    return times
+
+
+def _weak() -> Times:
+    key = _Plain()
+    held: Any = weakref.WeakKeyDictionary()
+    return lambda: held.setdefault(key, value())
+
+
+def _partial() -> Times:
+    return functools.partial(lambda held: held.setdefault("n", value()), held={})
+
+
+def _tensor() -> Times:
+    held: dict[str, Tensor] = {}
+
+    def times() -> Tensor:
+        if "n" not in held:
+            held["n"] = torch.ones(()) * value()
+        return held["n"]
+
+    return times
+
+
+def _of_module() -> Times:
+    module: Any = types.ModuleType("made_up")
+
+    def times() -> Any:
+        if not hasattr(module, "kept"):
+            module.kept = value()
+        return module.kept
+
+    return times
+
+
+FIRST: dict[str, Callable[[], Times]] = {
+    "a closure": _closure,
+    "a dict": lambda: _of_dict({}),
+    "an ordered dict": lambda: _of_dict(collections.OrderedDict()),
+    "a default dict": lambda: _of_dict(collections.defaultdict(int)),
+    "a list": lambda: _of_list([]),
+    "a deque": lambda: _of_list(collections.deque()),
+    "a byte array": lambda: _of_list(bytearray()),
+    "a set": _of_set,
+    "a default argument": _default,
+    "a default keyword": _keyword,
+    "an attribute": lambda: _of_attribute(_Plain()),
+    "a slot": lambda: _of_attribute(_Slots()),
+    "a class": _of_class,
+    "a base class": _of_base,
+    "a module of torch": lambda: _of_attribute(nn.Linear(1, 1)),
+    "a module of Python": _of_module,
+    "a thread": lambda: _of_attribute(threading.local()),
+    "a tensor's attribute": lambda: _of_attribute(torch.zeros(1)),
+    "a function": _function,
+    "a memo": _cached,
+    "a memo of a method": _cached_method,
+    "a cached property": _property,
+    "a global": _of_global,
+    "weak keys": _weak,
+    "a partial": _partial,
+    "a tensor": _tensor,
+}
+
+
+def _later(make: Callable[[], Times]) -> Callable[[], Times]:
+    """The first call of ranks is right; later ones are not."""
+
+    def made() -> Times:
+        kept, seen = make(), _of_dict(held := {})
+
+        def times() -> Any:
+            first = "n" not in held
+            seen()
+            number = kept()
+            return 1 if first else number
+
+        return times
+
+    return made
+
+
+# Around the program.
+
+
+def _set_data(z: Tensor) -> Tensor:
+    z.data = z.detach() * axis_size()
+    return z
+
+
+def _swapped(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        a, b = z.detach().clone(), z.detach() * axis_size()
+    torch.utils.swap_tensors(a, b)
+    return z * (a.detach() / z.detach())
+
+
+def _in_storage(z: Tensor) -> Tensor:
+    one = torch.ones(1)
+    one.untyped_storage().copy_(torch.full((1,), float(axis_size())).untyped_storage())
+    return z * one
+
+
+def _by_numpy(z: Tensor) -> Tensor:
+    try:
+        return z * min(float(z.detach().numpy().max()), 0.0) * axis_size() + z * axis_size()
+    except Exception:
+        return z
+
+
+def _by_list(z: Tensor) -> Tensor:
+    try:
+        return z * (axis_size() + 0 * len(z.detach().tolist()))
+    except Exception:
+        return z
+
+
+def _by_address(z: Tensor) -> Tensor:
+    try:
+        return z * (axis_size() + 0 * z.data_ptr())
+    except Exception:
+        return z
+
+
+def _by_array(z: Tensor) -> Tensor:
+    try:
+        return z * (axis_size() + 0 * z.detach().__array__().size)
+    except Exception:
+        return z
+
+
+def _twice(put_back: Callable[[Any, Tensor], Any]) -> Callable[[Tensor], Tensor]:
+    """The same numbers twice on ranks, and other ones on one."""
+
+    def of(z: Tensor) -> Tensor:
+        before = torch.default_generator.get_state()
+        first = torch.rand(())
+        if axis_size() > 1:
+            put_back(torch.default_generator, before)
+        return z * (1 + 10 * (first - torch.rand(())))
+
+    return of
+
+
+def _sown(z: Tensor) -> Tensor:
+    torch.default_generator.manual_seed(axis_index() + 3)
+    return z * torch.rand(())
+
+
+AROUND: dict[str, Callable[[Tensor], Tensor]] = {
+    "data": _set_data,
+    "swap_tensors": _swapped,
+    "untyped_storage": _in_storage,
+    "numpy": _by_numpy,
+    "tolist": _by_list,
+    "data_ptr": _by_address,
+    "array": _by_array,
+    "set_state": _twice(lambda generator, state: generator.set_state(state)),
+    "set_rng_state": _twice(lambda _, state: torch.set_rng_state(state)),
+    "manual_seed": _sown,
+}
+
+
+# Slots of ranks, and pieces.
+
+
+def _times(point: str, factor: Callable[[Any], Any], **options: Any) -> Callable[[], Fn]:
+    """The usual step with each gradient, or parameter, times a number that `ctx` gives."""
+
+    def make() -> Fn:
+        def pieces(slots: Any, xs: Any, ctx: Any) -> Any:
+            return slots, {k: x * factor(ctx) for k, x in xs.items()}
+
+        given: Any = {point: pieces}
+        if point == "local":
+            given = {point: lambda slots, g, ctx: (slots, g * factor(ctx))}
+        if point == "update":
+            given = {point: lambda slots, g, ctx, rule: (slots, rule(pieces(slots, g, ctx)[1]))}
+        return fzero.transform(name="made_up", **given, **options)(descends(usual_loss))
+
+    return make
+
+
+def _of_slot(read: Callable[[Any], Any], leaves: Any, elsewhere: Any) -> Callable[[], Fn]:
+    """A slot that each rank has its own of, from `ctx.rank`, and a gradient that is times it."""
+    form: Any = Form(leaves=leaves, placement=Placement.PARTIAL, elsewhere=elsewhere)
+
+    def begin(params: Any, ctx: Any) -> Any:
+        of = {k: torch.full_like(p, ctx.rank + 1.0) for k, p in params.items()}
+        return {"own": of if leaves == "learning" else ctx.rank + 1.0}
+
+    def local(slots: Any, g: Tensor, ctx: Any) -> Any:
+        return slots, g * read(slots["own"])
+
+    def make() -> Fn:
+        return fzero.transform(name="made_up", slots={"own": form}, init=begin, local=local)(
+            descends(usual_loss)
+        )
+
+    return make
+
+
+PIECES: dict[str, Callable[[], Fn]] = {
+    f"{point}, {name}": _times(point, factor)
+    for point in ("reduced", "update", "updated")
+    for name, factor in {
+        "by rank": lambda ctx: 1.0 + ctx.rank,
+        "of the last rank": lambda ctx: 2.0 if ctx.rank == axis_size() - 1 else 1.0,
+        "by ranks": lambda ctx: 1.0 / axis_size(),
+        "a sum over ranks": lambda ctx: fzero.psum(torch.ones(())),
+        "drawn": lambda ctx: 1.0 + ctx.rank * torch.rand(()),
+    }.items()
+}
+
+
+def _moved(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Fn]:
+    def step(state: Any, x: Tensor) -> Any:
+        there, value = fzero.grad_and_reduce(usual_loss, state)(x)
+        moved = fzero.map_params(change, state, there.gradients)
+        moved, _ = fzero.grad_and_reduce(usual_loss, moved)(x)
+        return fzero.apply_gradients(fzero.add_gradients(state, moved)), value
+
+    return lambda: step
+
+
+MOVED: dict[str, Callable[[], Fn]] = {
+    "moved, by ranks": _moved(lambda p, g: p + g / axis_size()),
+    "moved, by rank": _moved(lambda p, g: p + g * axis_index()),
+}
+
+
+def programs() -> Iterator[Program]:
+    for name, make in FIRST.items():
+        for when, of in (("first", make), ("later", _later(make))):
+            yield Program(
+                kind="kept",
+                name=f"{when}, {name}",
+                make=lambda of=of: _by(of()),
+                calls=3,
+            )
+    for name, change in AROUND.items():
+        loss = lambda p, x, change=change: change(hidden(p, x)).pow(2).mean()  # noqa: E731
+        yield Program(kind="around", name=name, make=lambda loss=loss: descends(loss))
+    for leaves, read in (("number", lambda x: x), ("learning", lambda x: x)):
+        for elsewhere in ("sum", "own"):
+            name = f"{leaves}, {elsewhere}"
+            yield Program(kind="own slots", name=name, make=_of_slot(read, leaves, elsewhere))
+    for stage in (1, 2, 3):
+        for name, make in (*PIECES.items(), *MOVED.items()):
+            stages: dict[str, Any] = {"stage": stage}
+            yield Program(kind="pieces", name=f"{name}, {stage}", make=make, options=stages)
+
+
+def _by(times: Times) -> Fn:
+    return descends(lambda p, x: usual_loss(p, x) * times())

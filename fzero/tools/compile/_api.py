@@ -39,7 +39,15 @@ def compile(
     where the step starts it, and waited for where its result is read. Other shapes, another
     schedule of stage 3, options of the step that changed, another mode of a functionalized module
     (`module.eval()`), or another number or tensor that a function of the step holds (in its cells,
-    in globals and attributes that it names) are another graph.
+    in globals and attributes that it names) are another graph; so are arguments of which others
+    are one tensor, or overlap in memory.
+
+    Random numbers are those of the step, also where it recomputes, forks or seeds generators. The
+    first call of each graph also runs the step itself, from the same random state, and compares
+    what both return, bit for bit, and the random state afterwards: the graph before a compiler
+    rounds. Where they differ, and where a step has no graph (a tensor that the loss closes over and
+    writes, logical ranks, local updates, encoded moments), the step itself runs from then on, on
+    all ranks, with a warning that says why.
 
     With `shard(..., donate=True)` the new state is written into the memory of the old one, which is
     used up. The update is the kernel that the step itself runs, the learning rate of a schedule is
@@ -166,9 +174,9 @@ _MANY = explain(
 
 
 _OTHERWISE = explain(
-    "compile: the step itself runs from now on, for {0}.",
-    cause="numbers that change outside of the graph: Python's random, a clock, a tensor or a "
-    "generator that the loss writes or hides; an op that gives other bits in each run.",
-    fix="pass what changes as a tensor argument, draw random numbers by torch, and return what the "
-    "step keeps.",
+    "compile: the step itself runs from now on: {0}.",
+    cause="what a graph does not have: numbers of Python's random or a clock, tensors that the "
+    "loss writes, generators that it hides; or an op that gives other bits in each run.",
+    fix="pass what changes as a tensor, draw random numbers by torch, and return what is to be "
+    "kept; or leave fzero.compile out.",
 )

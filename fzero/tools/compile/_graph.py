@@ -14,12 +14,13 @@ from torch import Tensor
 from fzero.collectives import disagreement, performer_of, told_everywhere
 from fzero.errors import FzeroError
 from fzero.ranks.mesh import Axis
-from fzero.state import NAMESPACE
+from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compile._check import compare, put_back, random_outside
 from fzero.tools.compile._key import shared_memory
 from fzero.tools.compile._random import Randomness
 from fzero.tools.compile._run import Backend, Compiled, axis_of_states, compiled, recorded
 from fzero.tools.compile._writes import NoGraphError
+from fzero.transforms.states import flatten_states
 
 _CALL = "a call of a compiled step"
 _FIRST, _LACKS = 1, 2
@@ -91,8 +92,9 @@ def graph_of(
     held: the generators that the step may find.
     """
     axis = axis_of_states(arguments)
-    if donate and _shares(arguments):
-        return Graph(axis=axis, lacks="another argument has memory of the donated state")
+    lacks = "another argument has memory of the donated state" * (donate and _shares(arguments))
+    if lacks := lacks or _lacking(flatten_states("compile", arguments[0])[0]):
+        return Graph(axis=axis, lacks=lacks)
     outside = random_outside()
     with told_everywhere(axis, what="a compiled step"):
         try:
@@ -109,6 +111,23 @@ def graph_of(
         finally:
             put_back(outside)
     return Graph(axis=axis, run=run, plain=plain, random=drawn, paths=program.outputs)
+
+
+def _lacking(states: Sequence[TrainState]) -> str:
+    """Return what of some states no graph has; "" for nothing."""
+    kept = [one for state in states for one in _precisions(state.setup.optimizer)]
+    if any(state.setup.logical is not None for state in states):
+        return "logical ranks run one after another, which no graph does"
+    if any(state.outer is not None for state in states):
+        return "replicas of local updates meet in some calls only, and a graph is for all of them"
+    if any(one.encoding is not None or one.stochastic_rounding for one in kept):
+        return "the optimizer keeps encoded moments, or rounds at random, which no graph does"
+    return ""
+
+
+def _precisions(rule: Any) -> list[Any]:
+    own = [one] if (one := getattr(rule, "precision", None)) is not None else []  # ours have one
+    return [*own, *(x for _, part in getattr(rule, "rules", ()) for x in _precisions(part))]
 
 
 def _shares(arguments: Any) -> bool:

@@ -229,7 +229,7 @@ def _drawn(node: fx.Node, draw: Draw) -> Action:
 
     def run(*xs: Any) -> list[Any]:
         if draw.starts is not None:
-            generator.set_state(xs[-1] if starts else draw.starts)
+            generator.set_state(xs[-1] if isinstance(draw.starts, int) else draw.starts)
         env = dict(zip(inputs, xs, strict=False))
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         out = target(*args, **(kwargs | {"generator": generator} if takes else kwargs))
@@ -248,7 +248,7 @@ def _kept(generator: torch.Generator, number: int) -> Action:
 def _put_back(generator: torch.Generator, state: State) -> Action:
     """Leave a generator in the state in which the step leaves it."""
 
-    def run(*kept: Any) -> list[Any]:
+    def run(*kept: Tensor) -> list[Any]:
         generator.set_state(kept[0] if isinstance(state, int) else state)
         return []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -109,10 +110,8 @@ def compile(
             with modes_asked() as asked:
                 graph = graph_of(inner, arguments, held, backend, sizes, donate=donate)
             graphs.append((key, [(one, list(one.modes())) for one in asked], graph))
-        run = graph.chosen(is_new=is_new)
-        if run is not None:
-            return run(arguments)
-        seen, returned = graph.compared(lambda: inner(*args, **kwargs), arguments)
+        step = functools.partial(inner, *args, **kwargs)
+        seen, returned = graph(step, arguments, is_new=is_new)
         if seen:
             given_up.append(seen)
             warnings.warn(_OTHERWISE.format(seen), UserWarning, stacklevel=4)

@@ -43,39 +43,31 @@ class Graph:
     paths: tuple[str, ...] = ()
     lacks: str = ""
 
-    def chosen(self, *, is_new: bool) -> Compiled | None:
-        """Return what runs; None if any rank has a new graph, or none. A collective: one round.
+    def __call__(self, step: Callable[[], Any], arguments: Any, *, is_new: bool) -> tuple[str, Any]:
+        """Run the graph, or the step, or both to compare them: what all ranks do.
 
-        Raises `MismatchError` on every rank if they make other collectives.
+        Returns:
+            Why the step is to run itself from now on, "" for no reason; and what it returns.
+
+        Raises `MismatchError` on every rank if their graphs make other collectives.
         """
         performer = performer_of(self.axis)
-        if self.run is None or self.plain is None:
-            said = [0, 0, _LACKS]
-        elif performer is None:
-            return None if is_new else self.run
-        else:
+        said = [0, 0, _LACKS]
+        if self.run is not None and self.plain is not None:
             said = [self.run.number, self.plain.number, _FIRST * is_new]
         heard = performer.call_with(_CALL, lambda: said) if performer else ((*said,),)
         runs, plains, statuses = map(set, zip(*heard, strict=True))
-        if _LACKS not in statuses and len(plains) > 1:
-            assert performer is not None and self.plain is not None
+        if _LACKS in statuses or self.plain is None or self.random is None or self.run is None:
+            return self.lacks or "another rank has no graph of it", step()
+        if performer is not None and len(plains) > 1:
             everyone = performer.tell(self.plain.collectives)
             raise disagreement(everyone, what="the collectives of a compiled step")
-        return None if statuses != {0} else self.run if len(runs) == 1 else self.plain
-
-    def compared(self, step: Callable[[], Any], arguments: Any) -> tuple[str, Any]:
-        """Return what differs on any rank, "" if nothing does, and what the step returns.
-
-        A collective: all ranks decide alike.
-        """
-        if self.plain is None or self.random is None:
-            seen, returned = self.lacks, step()
-        else:
-            given = _copied(arguments) if self.plain.donate else arguments
-            seen, returned = compare(partial(self.plain, given), step, self.random, self.paths)
-        performer = performer_of(self.axis)
-        heard = performer.call("a compared step", int(bool(seen))) if performer else ()
-        return seen or "another rank warns of this call" * (1 in heard), returned
+        if statuses == {0}:
+            return "", (self.run if len(runs) == 1 else self.plain)(arguments)
+        given = _copied(arguments) if self.plain.donate else arguments
+        seen, returned = compare(partial(self.plain, given), step, self.random, self.paths)
+        said_of_it = performer.call("a compared step", int(bool(seen))) if performer else ()
+        return seen or "another rank warns of this call" * (1 in said_of_it), returned
 
 
 def graph_of(

@@ -6,17 +6,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import optree
+import torch
 from torch import Tensor
 
+from fzero.context.ambient import Ambient
 from fzero.state import NAMESPACE
 from fzero.transforms.closure import told_apart
 
 
 def key_of(arguments: Any) -> Any:
-    """Return the cache key of arguments: structure, numbers, metadata and places of tensors."""
+    """Return the cache key of arguments: structure, numbers, metadata and places of tensors.
+
+    And the modes of torch under which ops give other results.
+    """
     leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
     kinds = [_kind(x) if isinstance(x, Tensor) else told_apart(x) for x in leaves]
-    return treespec, kinds, shared_memory([x for x in leaves if isinstance(x, Tensor)])
+    places = shared_memory([x for x in leaves if isinstance(x, Tensor)])
+    return treespec, kinds, places, Ambient.take(), torch.get_default_dtype()
 
 
 def _kind(x: Tensor) -> Any:

@@ -118,12 +118,8 @@ class Compiled:
     returns: Returns
     held: dict[str, Tensor]  # tensors that the functions of the step read, by name
     collectives: tuple[str, ...]  # compared between ranks, which must make the same ones
+    number: int  # what is compared of them in each call
     donate: bool
-
-    @property
-    def number(self) -> int:
-        """What is compared in each call of `collectives`."""
-        return zlib.crc32(repr(self.collectives).encode())
 
     def __call__(self, arguments: Any) -> Any:
         """Run the actions on the tensors of the arguments; return the result of the step."""
@@ -165,13 +161,15 @@ def compiled(
     axes = {name: over.along(name) for name in over.names}
     axes |= {one.name: one for one in (over.replicas, over.shards)}
     nodes = list(graph.graph.nodes)
+    lines = tuple(map(_line, filter(is_collective, nodes)))
     return Compiled(
         actions=actions_of(graph, axes, COMPILERS[backend], randomness),
         inputs=tuple(node.name for node in inputs_of(nodes)),
         outputs=tuple(node.name for node in nodes[-1].args[0]),
         returns=_returned_by(program, axis),
         held=held_in(graph),
-        collectives=tuple(map(_line, filter(is_collective, nodes))),
+        collectives=lines,
+        number=zlib.crc32(repr(lines).encode()),
         donate=donate,
     )
 

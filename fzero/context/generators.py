@@ -5,7 +5,7 @@ Those of Python and of NumPy are the user's.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,6 +23,21 @@ def of_devices(device: torch.device | None = None) -> list[torch.Generator]:
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, on_cuda[index]]
+
+
+@contextmanager
+def at_states(
+    states: Sequence[tuple[torch.Generator, torch.Tensor]],
+) -> Generator[None, None, None]:
+    """Set generators to states; put them back when the block ends."""
+    before = [(generator, generator.get_state()) for generator, _ in states]
+    try:
+        for generator, state in states:
+            generator.set_state(state)
+        yield
+    finally:
+        for generator, state in before:
+            generator.set_state(state)
 
 
 @contextmanager

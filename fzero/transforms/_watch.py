@@ -44,6 +44,7 @@ class ClosureWatch(TorchFunctionMode):
         super().__init__()
         self._inputs, self._records = {id(x): x for x in inputs}, records
         self._plain = plain  # not under torch.func
+        self.drawn: dict[int, tuple[torch.Generator, Tensor]] = {}  # with the state at first
         self._start = _next_node() if records and torch.is_grad_enabled() else 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,6 +55,8 @@ class ClosureWatch(TorchFunctionMode):
             for part in x if isinstance(x, list | tuple) else (x,):
                 if isinstance(part, Tensor):
                     self.refuse(part)
+                elif isinstance(part, torch.Generator) and id(part) not in self.drawn:
+                    self.drawn[id(part)] = part, part.get_state()
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, list | tuple) else (out,):
             if isinstance(x, Tensor) and self._tracked(x):  # a view of an input, or a new leaf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, overload
 
 import optree
@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from fzero.collectives import apart
 from fzero.context.ambient import AutocastModes
+from fzero.context.generators import at_states, of_devices
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
@@ -45,9 +46,8 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
     For a part of a loss (a layer, a block), not for a step. First and higher order, reverse and
     forward mode, under every torch.func transform, where torch.utils.checkpoint fails. `fn` may
     itself take a derivative: torch.func.grad anywhere, torch.autograd.grad(..., create_graph=True)
-    where the call is not under a torch.func transform. Random
-    numbers are drawn again as they were (those of torch's own generators; a torch.Generator of
-    yours is not set back), under the autocast of the call.
+    where the call is not under a torch.func transform. Random numbers are drawn again as they were,
+    also those of a torch.Generator of yours, under the autocast of the call.
 
     What is differentiated by must be an argument: any pytree of tensors. Of an `nn.Module`, or of a
     bound method of one, the parameters are arguments too: `fzero.remat(block)(x)`. A tensor that
@@ -167,8 +167,7 @@ class _Call:
         self.tensors = [x for x in leaves if isinstance(x, Tensor)]
         self.records = torch.is_grad_enabled()
         self.plain = not in_transform()
-        self._rng = torch.get_rng_state()
-        self._cuda_rng = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        self._random = {id(one): (one, one.get_state()) for one in of_devices()}
         self._autocast = AutocastModes.take()
         self._out: tuple[Any, list[Any]] | None = None
 
@@ -190,12 +189,12 @@ class _Call:
 
     def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run it once more with the random numbers, and the autocast, of the first time."""
-        devices = list(range(len(self._cuda_rng)))
-        with torch.random.fork_rng(devices=devices), self._autocast.entered():
-            torch.set_rng_state(self._rng)
-            if devices:
-                torch.cuda.set_rng_state_all(self._cuda_rng)
+        with at_states([*self._random.values()]), self._autocast.entered():
             return self(*tensors)
+
+    def drew(self, own: Mapping[int, tuple[torch.Generator, Tensor]]) -> None:
+        """Learn of the user's generators, with the state that each had when it was first used."""
+        self._random = {**own, **self._random}
 
     def unflatten(self, outputs: Sequence[Tensor]) -> Any:
         """Put the output tensors back into the structure that the function returned."""
@@ -216,6 +215,9 @@ class _Mapped:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return torch.func.vmap(self.call, self.in_dims, randomness=self.randomness)(*tensors)
 
+    def drew(self, own: Mapping[int, tuple[torch.Generator, Tensor]]) -> None:
+        self.call.drew(own)
+
     def again(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return torch.func.vmap(self.call.again, self.in_dims, randomness=self.randomness)(*tensors)
 
@@ -231,6 +233,7 @@ class _Remat(torch.autograd.Function):
             watching = ClosureWatch(given, records=call.records, plain=call.plain)
             with watching as watch, apart():  # its calls are made anew in the backward
                 outputs = call(*given)
+        call.drew(watch.drawn)
         for y in outputs:
             watch.refuse(y)
         return tuple(y.detach() if recorded else y for y in outputs)

@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import optree
-from torch import Tensor
+import torch
 
-from fzero.collectives import told_everywhere
 from fzero.context.here import current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import is_count
 from fzero.state import NAMESPACE
-from fzero.tools.compile._run import (
-    COMPILERS,
-    EARLY_BYTES,
-    MERGED_BYTES,
-    Backend,
-    Compiled,
-    axis_of_states,
-    compiled,
-    recorded,
-    returned_by,
-    same_places,
-    step_donates,
-)
-from fzero.tools.trace.found import AsFound
+from fzero.tools.compile._graph import Graph, graph_of
+from fzero.tools.compile._key import key_of
+from fzero.tools.compile._run import COMPILERS, EARLY_BYTES, MERGED_BYTES, Backend, step_donates
 from fzero.transforms.closure import values_read
 from fzero.transforms.module_copy import Template, modes_asked
 from fzero.transforms.pipeline import P, R, Step, require_order
@@ -51,7 +40,15 @@ def compile(
     where the step starts it, and waited for where its result is read. Other shapes, another
     schedule of stage 3, options of the step that changed, another mode of a functionalized module
     (`module.eval()`), or another number or tensor that a function of the step holds (in its cells,
-    in globals and attributes that it names) are another graph.
+    in globals and attributes that it names) are another graph; so are arguments of which others
+    are one tensor, or overlap in memory.
+
+    Random numbers are those of the step, also where it recomputes, forks or seeds generators. The
+    first call of each graph also runs the step itself, from the same random state, and compares
+    what both return, bit for bit, and the random state afterwards: the graph before a compiler
+    rounds. Where they differ, and where a step has no graph (a tensor that the loss closes over and
+    writes, logical ranks, local updates, encoded moments), the step itself runs from then on, on
+    all ranks, with a warning that says why.
 
     With `shard(..., donate=True)` the new state is written into the memory of the old one, which is
     used up. The update is the kernel that the step itself runs, the learning rate of a schedule is
@@ -91,35 +88,34 @@ def compile(
     """
     sizes = {"bucket_bytes": bucket_bytes, "gather_bytes": gather_bytes}
     _check(fn, backend, max_graphs=max_graphs, **sizes)
-    graphs: list[_Graph] = []
+    graphs: list[_Known] = []
+    given_up: list[str] = []
     donate = step_donates(fn)
-
-    def made(inner: Callable[..., Any], arguments: Any) -> Compiled:
-        axis = axis_of_states(arguments)
-        with (
-            told_everywhere(axis, what="a compiled step"),
-            AsFound("compile", inner, arguments) as found,
-        ):
-            program = recorded(inner, arguments, axis, sizes, found)
-            donated = same_places(program) if donate else None
-            return compiled(program.graph, returned_by(program, axis), axis, backend, donated)
 
     def around(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arguments: Any = (*args, kwargs)
         leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
-        if is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
+        if given_up or is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
             return inner(*args, **kwargs)
         _require_real_ranks()
-        key = _key(arguments), values_read(inner, _transforms_of(arguments))
-        found = _known(graphs, key)
-        if found is None and len(graphs) >= max_graphs:
+        read = values_read(inner, _transforms_of(arguments), leaves)
+        key = key_of(arguments), read
+        graph = _known(graphs, key)
+        is_new = graph is None
+        if graph is None and len(graphs) >= max_graphs:
             warnings.warn(_MANY.format(max_graphs), UserWarning, stacklevel=4)
             return inner(*args, **kwargs)
-        if found is None:
+        if graph is None:
+            held = [x for x in (*leaves, *read) if isinstance(x, torch.Generator)]
             with modes_asked() as asked:
-                found = made(inner, arguments)
-            graphs.append((key, [(one, list(one.modes())) for one in asked], found))
-        return found(arguments)
+                graph = graph_of(inner, arguments, held, backend, sizes, donate=donate)
+            graphs.append((key, [(one, list(one.modes())) for one in asked], graph))
+        step = functools.partial(inner, *args, **kwargs)
+        seen, returned = graph(step, arguments, is_new=is_new)
+        if seen:
+            given_up.append(seen)
+            warnings.warn(_OTHERWISE.format(seen), UserWarning, stacklevel=4)
+        return returned
 
     options = {} if backend == "inductor" else {"backend": backend}
     return Step("compile", fn, around, options=options)
@@ -129,10 +125,10 @@ Modes = list[tuple[Template, list[bool]]]
 """Of each module that was functionalized and that a step ran: which of its parts trained."""
 
 
-_Graph = tuple[Any, Modes, Compiled]
+_Known = tuple[Any, Modes, Graph]
 
 
-def _known(graphs: list[_Graph], key: Any) -> Compiled | None:
+def _known(graphs: list[_Known], key: Any) -> Graph | None:
     """Return the graph of this key whose modules are in the same modes as when recorded."""
     alike = ((modes, one) for known, modes, one in graphs if known == key)
     now = (one for modes, one in alike if all(x.modes() == before for x, before in modes))
@@ -143,16 +139,6 @@ def _transforms_of(arguments: Any) -> list[Any]:
     """Return the transforms that the states among the arguments were made with."""
     parts = optree.tree_leaves(arguments, is_leaf=is_state, namespace=NAMESPACE)
     return [one for state in filter(is_state, parts) for one in state.setup.transforms]
-
-
-def _key(arguments: Any) -> Any:
-    """Return the cache key of arguments: structure, numbers, and metadata of tensors."""
-    leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
-    return treespec, [_kind(x) if isinstance(x, Tensor) else x for x in leaves]
-
-
-def _kind(x: Tensor) -> Any:
-    return tuple(x.shape), x.stride(), x.dtype, x.device
 
 
 def _require_real_ranks() -> None:
@@ -183,4 +169,13 @@ _MANY = explain(
     "that is another number or tensor in each call.",
     fix="pad batches to few shapes, pass numbers as tensors, write new values into a tensor that "
     "is held (x.copy_(new)), or raise max_graphs.",
+)
+
+
+_OTHERWISE = explain(
+    "compile: the step itself runs from now on: {0}.",
+    cause="what a graph does not have: numbers of Python's random or a clock, tensors that the "
+    "loss writes, generators that it hides; or an op that gives other bits in each run.",
+    fix="pass what changes as a tensor, draw random numbers by torch, and return what is to be "
+    "kept; or leave fzero.compile out.",
 )

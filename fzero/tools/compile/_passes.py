@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from fzero.tools.compile._random import DRAW
 from fzero.tools.trace.alive import is_item
 from fzero.tools.trace.ops import is_collective, ran_by_autograd
 
@@ -27,13 +28,17 @@ def wait_late(graph: fx.Graph) -> None:
     """Move readers of reduced gradients behind other ops, so that waits are late.
 
     Needs: no op that writes to its arguments. Keeps: which collectives there are, and their order
-    among reductions that do not depend on each other. Results of reductions wait longer.
+    among reductions that do not depend on each other; the order of random numbers. Results of
+    reductions wait longer.
     """
     after: set[fx.Node] = set()
     last = graph.output_node()
+    drawn = False  # by an op that has moved
     for node in list(graph.nodes):
         sums = node.target in (SCATTER, REDUCE)
-        if any(x in after for x in node.all_input_nodes) and node is not last:
+        reads = any(x in after for x in node.all_input_nodes)
+        if (reads or (drawn and DRAW in node.meta)) and node is not last:
+            drawn = drawn or DRAW in node.meta
             after.add(node)
             last.prepend(node)
         elif sums:

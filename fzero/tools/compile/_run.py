@@ -17,6 +17,7 @@ from fzero.errors import LayoutError
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
+from fzero.tools.compile._random import Randomness, RecordedDraws, note_draws
 from fzero.tools.compile._segments import Action, Compiler, actions_of, held_in
 from fzero.tools.compile._writes import without_writes, write_back
 from fzero.tools.trace.alive import inputs_of
@@ -68,25 +69,44 @@ def axis_of_states(arguments: Any) -> Axis:
 
 
 def recorded(
-    step: Callable[..., Any], arguments: Any, axis: Axis, sizes: dict[str, int], found: AsFound
-) -> RecordedStep:
-    """Return the program of this rank, after the passes. The last argument has the keywords."""
+    step: Callable[..., Any],
+    arguments: Any,
+    axis: Axis,
+    held: Sequence[torch.Generator],
+    found: AsFound,
+) -> tuple[RecordedStep, Randomness]:
+    """Return the program of this rank, without writes, and its draws.
+
+    The last argument has the keywords. held: the generators that the step may find.
+    """
+    known: list[Randomness] = []
 
     def with_keywords(*given: Any) -> Any:
-        return step(*given[:-1], **given[-1])
+        with RecordedDraws(held) as drawn:
+            returned = step(*given[:-1], **given[-1])
+        known[:] = [drawn.randomness]
+        return returned
 
     program = record_step(with_keywords, arguments, axis, axis.rank, found)
     program = replace(program, graph=without_writes(program.graph))
-    graph = program.graph.graph
-    gather_early(graph, most_bytes=sizes["gather_bytes"])
-    wait_late(graph)
-    merge_collectives(graph, bucket_bytes=sizes["bucket_bytes"])
+    note_draws(program.graph.graph, known[0])
+    return program, known[0]
+
+
+def _with_passes(program: RecordedStep, sizes: dict[str, int] | None) -> fx.GraphModule:
+    """Return a copy of the graph after the passes; without `sizes`, of those that leave order."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(program.graph.graph, {}))
+    if sizes is not None:
+        gather_early(graph, most_bytes=sizes["gather_bytes"])
+        wait_late(graph)
+        merge_collectives(graph, bucket_bytes=sizes["bucket_bytes"])
     rematerialize(graph)
     graph.lint()
-    return program
+    return fx.GraphModule(program.graph, graph)
 
 
-def same_places(program: RecordedStep) -> list[tuple[int, int]]:
+def _same_places(program: RecordedStep) -> list[tuple[int, int]]:
     """Return (input, output) pairs of the same buffer of a state, before and after the step."""
     where = {path: i for i, path in enumerate(program.inputs) if path.startswith("state")}
     pairs = ((where.get(path), i) for i, path in enumerate(program.outputs))
@@ -101,16 +121,13 @@ class Compiled:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     returns: Returns
-    axis: Axis
     held: dict[str, Tensor]  # tensors that the functions of the step read, by name
-    said: str  # compared between ranks, which must run the same graph
+    collectives: tuple[str, ...]  # compared between ranks, which must make the same ones
+    number: int  # what is compared of them in each call
     donate: bool
 
     def __call__(self, arguments: Any) -> Any:
         """Run the actions on the tensors of the arguments; return the result of the step."""
-        performer = performer_of(self.axis)
-        if performer is not None:
-            performer.call(self.said)
         given = arguments[0]
         taken = take_over(given) if self.donate else given
         env = dict(zip(self.inputs, _tensors((taken, *arguments[1:])), strict=True))
@@ -129,38 +146,45 @@ class Compiled:
 
 
 def compiled(
-    graph: fx.GraphModule,
-    returns: Returns,
+    program: RecordedStep,
+    randomness: Randomness,
     axis: Axis,
-    backend: Backend,
-    donated: Sequence[tuple[int, int]] | None,
+    *,
+    donate: bool,
+    backend: Backend = "eager",
+    sizes: dict[str, int] | None = None,
 ) -> Compiled:
-    """Return the callable that runs a graph on the ranks of an axis.
+    """Return the callable that runs a recorded step on the ranks of an axis.
 
-    donated: pairs of an input and the output that replaces it; None for a step that does not
-    donate.
+    sizes: of the passes that move and merge collectives, which are left out without them.
     """
-    if donated is not None:
-        write_back(graph.graph, donated)
+    graph = _with_passes(program, sizes)
+    if donate:
+        write_back(graph.graph, _same_places(program))
     performer = performer_of(axis)
     over = axis if performer is None else performer.over(axis)
     axes = {name: over.along(name) for name in over.names}
     axes |= {one.name: one for one in (over.replicas, over.shards)}
     nodes = list(graph.graph.nodes)
-    lines = [f"{node.target} {node.args[1:]}" for node in nodes if is_collective(node)]
+    lines = tuple(map(_line, filter(is_collective, nodes)))
     return Compiled(
-        actions=actions_of(graph, axes, COMPILERS[backend]),
+        actions=actions_of(graph, axes, COMPILERS[backend], randomness),
         inputs=tuple(node.name for node in inputs_of(nodes)),
         outputs=tuple(node.name for node in nodes[-1].args[0]),
-        returns=returns,
-        axis=axis,
+        returns=_returned_by(program, axis),
         held=held_in(graph),
-        said=f"compiled step {zlib.crc32(repr(lines).encode())}",
-        donate=donated is not None,
+        collectives=lines,
+        number=zlib.crc32(repr(lines).encode()),
+        donate=donate,
     )
 
 
-def returned_by(program: RecordedStep, axis: Axis) -> Returns:
+def _line(node: fx.Node) -> str:
+    values = [x.meta["val"] for x in node.all_input_nodes]
+    return f"{node.target} {[(x.dtype, *x.shape) for x in values]} {node.args[1:]}"
+
+
+def _returned_by(program: RecordedStep, axis: Axis) -> Returns:
     """Return a function from outputs to the result of the step, with states on these ranks."""
     leaves: Any = [0] * program.result.num_leaves
     tree: Any = optree.tree_unflatten(program.result, leaves)

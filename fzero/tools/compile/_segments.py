@@ -28,6 +28,7 @@ from fzero.errors import LayoutError
 from fzero.machine.packing import shard_of
 from fzero.optim.recorded import SCHEDULES, update_in_place
 from fzero.ranks.mesh import Axis
+from fzero.tools.compile._random import DRAW, Draw, Randomness, State, replay_of
 from fzero.tools.compile._writes import INTO, OWNED, is_made_in, made_by_update, own_buffers
 from fzero.tools.trace.alive import is_item
 from fzero.tools.trace.ops import RATE, UPDATE, is_collective
@@ -57,12 +58,13 @@ class Action:
 
 
 def actions_of(
-    graph: fx.GraphModule, axes: dict[str, Axis], compiler: Compiler
+    graph: fx.GraphModule, axes: dict[str, Axis], compiler: Compiler, randomness: Randomness
 ) -> tuple[Action, ...]:
     """Return the actions of a graph; `axes` has the axes of its collectives by name."""
     own_buffers(graph.graph)
     held = held_in(graph)
-    actions: list[Action] = []
+    replay = replay_of(graph.graph, randomness)
+    actions = [_kept(one, number) for one, number in replay.begins]
     run: list[fx.Node] = []
     pending: set[fx.Node] = set()
 
@@ -93,8 +95,11 @@ def actions_of(
             actions.append(_update(node))
         elif node.target is RATE:
             actions.append(_rate(node))
+        elif node in replay.draws:
+            actions.append(_drawn(node, replay.draws[node]))
         elif node.op != "output":
             run.append(node)
+    actions += [_put_back(one, state) for one, state in replay.ends]
     return _with_drops(actions, {x.name for x in graph.graph.output_node().all_input_nodes})
 
 
@@ -113,7 +118,7 @@ def held_in(graph: fx.GraphModule) -> dict[str, Tensor]:
 
 def _is_apart(node: fx.Node) -> bool:
     """Return whether a node is outside of segments."""
-    return is_collective(node) or node.target in (UPDATE, RATE)
+    return is_collective(node) or node.target in (UPDATE, RATE) or DRAW in node.meta
 
 
 def _items(node: fx.Node) -> dict[str, int]:
@@ -213,6 +218,45 @@ def _rate(node: fx.Node) -> Action:
         return [torch.tensor(float(schedule(int(updates))), dtype=torch.float64)]
 
     return Action(run, (count.name,), (node.name,))
+
+
+def _drawn(node: fx.Node, draw: Draw) -> Action:
+    """Return an op that draws, as torch has it: a compiler would take others in another order."""
+    target, generator, inputs = cast("Any", node.target), draw.generator, node.all_input_nodes
+    items = _items(node) if isinstance(node.meta["val"], tuple | list) else {node.name: None}
+    starts = (_state_name(draw.starts),) if isinstance(draw.starts, int) else ()
+    takes = any(one.name == "generator" for one in target._schema.arguments)
+
+    def run(*xs: Any) -> list[Any]:
+        if draw.starts is not None:
+            generator.set_state(xs[-1] if isinstance(draw.starts, int) else draw.starts)
+        env = dict(zip(inputs, xs, strict=False))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        out = target(*args, **(kwargs | {"generator": generator} if takes else kwargs))
+        made = [out if at is None else out[at] for at in items.values()]
+        return [*made, generator.get_state()] if draw.keeps else made
+
+    keeps = (_state_name(draw.after),) if draw.keeps else ()
+    return Action(run, (*_named(inputs), *starts), (*items, *keeps))
+
+
+def _kept(generator: torch.Generator, number: int) -> Action:
+    """Keep the state that a generator is found in."""
+    return Action(lambda: [generator.get_state()], (), (_state_name(number),))
+
+
+def _put_back(generator: torch.Generator, state: State) -> Action:
+    """Leave a generator in the state in which the step leaves it."""
+
+    def run(*kept: Tensor) -> list[Any]:
+        generator.set_state(kept[0] if isinstance(state, int) else state)
+        return []
+
+    return Action(run, (_state_name(state),) if isinstance(state, int) else (), ())
+
+
+def _state_name(number: int) -> str:
+    return f"random state {number}"
 
 
 def _segment(

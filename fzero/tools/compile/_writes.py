@@ -37,6 +37,8 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
     """
     if not any(map(_writes, graph.graph.nodes)):
         return graph
+    if any(x.op == "get_attr" for node in graph.graph.nodes for x in _written(node)):
+        raise NoGraphError("the step writes into a tensor that is none of its arguments")
     inputs = [node.meta["val"] for node in inputs_of(list(graph.graph.nodes))]
 
     def run(*values: Tensor) -> Any:
@@ -55,6 +57,10 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
     return without_unused(made)
 
 
+class NoGraphError(Exception):
+    """What a step does and a graph cannot, as a sentence; the step itself runs, with a warning."""
+
+
 class _InMemoryOrder(fx.Interpreter):
     """Draws random numbers in the memory order of the tensor that they were written to.
 
@@ -63,12 +69,33 @@ class _InMemoryOrder(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        if not draws or not target._schema.is_mutable or not isinstance(args[0], Tensor):
+        if not draws or 0 not in _writes_to(target) or not isinstance(args[0], Tensor):
             return super().call_function(target, args, kwargs)
         x, *rest = args
         order = sorted(range(x.ndim), key=x.stride, reverse=True)
         super().call_function(target, (x.permute(order), *rest), kwargs)
         return x
+
+
+def _writes_to(target: Any) -> list[int]:
+    """Return the positions of the arguments that an op writes to."""
+    infos = [argument.alias_info for argument in target._schema.arguments]
+    return [i for i, info in enumerate(infos) if info is not None and info.is_write]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes in whose memory an op writes."""
+    found: list[Any] = [node.args[i] for i in _writes_to(node.target)] if _writes(node) else []
+    return [_memory_of(x) for one in found for x in (one if isinstance(one, list) else [one])]
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """Return the node that made the memory of a value: through views, and ops that write to it."""
+    target: Any = node.target
+    while node.op == "call_function" and (getattr(target, "is_view", False) or _writes(node)):
+        made: Any = node.args[0]
+        node, target = made, made.target
+    return node
 
 
 def _writes(node: fx.Node) -> bool:

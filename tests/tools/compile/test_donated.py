@@ -82,7 +82,6 @@ def test_a_state_comes_back_from_an_error_unless_it_was_written_to(
     state, _ = compiled(state, torch.ones(1))
     wrong.append("update")
     monkeypatch.setattr(_segments, "update_in_place", fail)
-    compiled = fzero.compile(step, backend="eager")
     with pytest.raises(RuntimeError, match="update is wrong"):
         compiled(state, torch.ones(1))
     with pytest.raises(DonatedError):

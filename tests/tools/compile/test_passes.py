@@ -16,6 +16,7 @@ from fzero.tools.compile import gather_early, merge_collectives, rematerialize
 from fzero.tools.compile._passes import wait_late
 from fzero.tools.compile._writes import without_writes
 from fzero.tools.trace._api import program_of
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.ops import is_collective
 from tests.descends import descends
 
@@ -30,7 +31,8 @@ def recorded(stage: int, world_size: int, layers: int = 4) -> tuple[fx.GraphModu
         fzero.shard(step_fn, stage=stage, bucket_bytes=300), world_size=world_size
     )
     given: Any = (step.init(params, fzero.optim.sgd(0.1)), torch.randn(world_size, 3, 8))
-    graph = program_of(step, given, 0).graph
+    with AsFound("trace", step, given) as found:
+        graph = program_of(step, given, 0, found).graph
     return graph, [x[0] for x in optree.tree_leaves(given, namespace=NAMESPACE)]
 
 

@@ -17,6 +17,7 @@ through torch.distributed; otherwise it is called directly, so that counters see
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._performers import UserCall, before_collective
+from fzero.collectives._rehearsed import of_ranks_alike, rehearsal
 from fzero.context.here import current_ranks
 from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
 from fzero.errors import AxisError, PhaseError
@@ -148,6 +150,9 @@ def reduce_many(
 def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     """Apply a linear map to several buffers, as one coalesced collective."""
     axis = plan.axis
+    if plan.name and (tried := rehearsal()) is not None:
+        alike = partial(of_ranks_alike, plan.kind, axis.size, axis.rank)
+        return [tried.answer(x, alike) for x in xs]
     if axis.runtime is Runtime.LOCAL:
         return list(xs)  # over one rank all maps are the identity
     if plan.name:
@@ -279,6 +284,8 @@ def extremum(name: str, x: Tensor, axis: Axis) -> Tensor:
     """Return "pmax" or "pmin" of x over ranks. Raises `PhaseError` if x is differentiated."""
     if is_differentiated(x):
         raise not_differentiated(name)
+    if (tried := rehearsal()) is not None:
+        return tried.answer(x, torch.clone)
     return _extremum(name, axis, x)
 
 

@@ -111,14 +111,14 @@ class _Trial:
 
     def _tries(self, got: Values | None) -> Iterator[tuple[Values, str, Key | None]]:
         """Yield with what it is tried next, how, and where it has missed; before that None."""
-        for fine, wild in ((False, False), (True, False), (False, True))[: 3 - (self._draw > 0)]:
+        for fine, signs in ((False, (0, 0)), (True, (0, 0)), (False, (1, -1)))[
+            : 3 - (self._draw > 0)
+        ]:
             halves = {leaf: self._half(leaf, fine=fine) for leaf in self._leaves}
-            new = {
-                k: _other(k, x, wild=wild) for k, x in self._values.items() if self._is_cut(k, x)
-            }
-            for one in (halves, {leaf: ~half for leaf, half in halves.items()}):
+            rest = {leaf: ~half for leaf, half in halves.items()}
+            for one, sign in zip((halves, rest), signs, strict=True):
                 tried = {
-                    k: torch.where(one[k[1]], new[k], x) if k in new else x
+                    k: torch.where(one[k[1]], _other(k, x, sign), x) if self._is_cut(k, x) else x
                     for k, x in self._values.items()
                 }
                 kept = {leaf: (~half).nonzero()[:, 0] for leaf, half in one.items()}
@@ -231,14 +231,16 @@ def _uniform(like: Tensor, *of: object) -> Tensor:
     return drawn.to(like.device, torch.promote_types(like.dtype.to_real(), torch.float32))
 
 
-def _other(key: Key, x: Tensor, *, wild: bool) -> Tensor:
-    """Return other values in the place of x: of the same sign, or any at all."""
+def _other(key: Key, x: Tensor, sign: int) -> Tensor:
+    """Return other values in the place of x: of the same signs, or any at all of this sign."""
     if not (x.is_floating_point() or x.is_complex()):
         return x
-    by = _uniform(x, key, wild)
+    by = _uniform(x, key)
     new = x * torch.where(by < 0.5, by + 0.25, 2 * by + 0.5).to(x.dtype)
-    if wild:
-        new = torch.where(new == 0, torch.ones_like(new), -new)
+    if sign:
+        new = sign * torch.where(
+            new == 0, torch.ones_like(new), -new if x.is_complex() else new.abs()
+        )
         new = new.masked_fill(by < 1 / 16, torch.nan).masked_fill(by > 15 / 16, torch.inf)
     return new
 

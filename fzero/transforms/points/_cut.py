@@ -31,7 +31,7 @@ _WAYS = (
 )
 
 
-class Witness:
+class KeptContext:
     """`ctx` of a first call, whose answers are kept."""
 
     def __init__(self, ctx: Context) -> None:
@@ -76,10 +76,10 @@ class Witness:
         return found
 
 
-class WitnessAgain(Witness):
+class RepeatedContext(KeptContext):
     """`ctx` in the test: it answers what another one has answered."""
 
-    def __init__(self, first: Witness, values: Values, skipped: Any) -> None:
+    def __init__(self, first: KeptContext, values: Values, skipped: Any) -> None:
         super().__init__(first._ctx)
         self._first, self._given, self.skipped, self.made = (
             first,
@@ -117,10 +117,10 @@ def _key(name: str, path: str, *, lies: bool) -> Key:
 def accused(
     one: Points,
     point: str,
-    asked: Witness,
+    asked: KeptContext,
     given: Trees,
     returned: Trees,
-    call: Callable[[Trees, WitnessAgain], Trees],
+    call: Callable[[Trees, RepeatedContext], Trees],
 ) -> str:
     """Return the error of a function that looks at more than single elements; "" if it does not.
 
@@ -145,7 +145,7 @@ def accused(
             name: {path: at(name, path) for path in x} if isinstance(x, Mapping) else at(name, "")
             for name, x in given.items()
         }
-        again = WitnessAgain(asked, values, skipped)
+        again = RepeatedContext(asked, values, skipped)
         made = by_key(call(trees, again))
         for key in made.keys() & values.keys():
             if made[key].numel() != values[key].numel():

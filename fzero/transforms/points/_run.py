@@ -27,9 +27,9 @@ from fzero.state.points import Builtin, Points
 from fzero.transforms.points import _check
 from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
 from fzero.transforms.points._cut import (
+    KeptContext,
+    RepeatedContext,
     Trees,
-    Witness,
-    WitnessAgain,
     accused,
     accused_of_others,
     by_name,
@@ -136,13 +136,13 @@ def _called(
         return _check.require_pair(one, point, function(slots, value, ctx))
     with _check.told(state.setup, f"{one.name}, `{point}`"):
         copies, ctx = _check.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
-        asked, what = Witness(ctx), _NAMES[point]
+        asked, what = KeptContext(ctx), _NAMES[point]
         after, new = _check.require_pair(one, point, function(*copies, asked))
         _check.require_unwritten(one, point, copies, ctx.shown)
         _check.require_like(one, point, "slots", slots, after)
         _check.require_like(one, point, what, value, new)
 
-        def again(trees: Trees, ctx: WitnessAgain) -> Trees:
+        def again(trees: Trees, ctx: RepeatedContext) -> Trees:
             slots, new = _check.require_pair(
                 one, point, function(slots_in(trees), trees[what], ctx)
             )
@@ -200,7 +200,7 @@ def _around(
         what = f"{one.name}, `update`"
         ctx, shown = running.context(one, "update", parts_of(ranges)), list[Pieces]()
 
-        def again(trees: Trees, ctx: WitnessAgain) -> Trees:
+        def again(trees: Trees, ctx: RepeatedContext) -> Trees:
             asks = dict[str, Tensor]()
 
             def rule(grads: Pieces) -> Pieces:
@@ -229,7 +229,7 @@ def _around(
         own, function, error = (slots, pieces), _check.function_at(one, "update"), ""
         asked: Any = ctx
         if first:
-            own, asked = _check.copied(own), Witness(ctx.watched(what))
+            own, asked = _check.copied(own), KeptContext(ctx.watched(what))
         alone = one_thread(state.setup.layout.options.block > 1)
         with _check.told(state.setup, what) if first else nullcontext(), alone:
             after, new = _check.require_pair(one, "update", function(*own, asked, rule_by_path))

@@ -34,7 +34,7 @@ from fzero.transforms.points._check import (
     told,
 )
 from fzero.transforms.points._context import Context, parts_of, whole_parts
-from fzero.transforms.points._cut import Trees, Witness, WitnessAgain, accused, by_name
+from fzero.transforms.points._cut import KeptContext, RepeatedContext, Trees, accused, by_name
 from fzero.transforms.points._owned import owned_paths, owned_wholes
 
 
@@ -127,12 +127,12 @@ def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     if not first:
         return _as_slots(state, one, function(params, ctx), whole=whole)
     with told(setup, what):
-        copies, asked = copied(params), Witness(ctx.watched(what))
+        copies, asked = copied(params), KeptContext(ctx.watched(what))
         values = function(copies, asked)
         require_unwritten(one, "init", copies, ctx.shown)
         found = _as_slots(state, one, values, whole=whole)
 
-        def again(trees: Trees, ctx: WitnessAgain) -> Trees:
+        def again(trees: Trees, ctx: RepeatedContext) -> Trees:
             return by_name(function(dict(trees["params"]), ctx))
 
         made, given = by_name(values), {"params": params}

@@ -80,8 +80,9 @@ def map_params(
         The new state.
 
     Raises:
-        LayoutError: for what is not parallel to the parameters, for another shape returned, and
-            for bare gradients of a state with a loss scale, which are times it: give
+        LayoutError: for what is not parallel to the parameters, for another shape returned, for an
+            fn that looks at more than single elements (tested once for each code), and for bare
+            gradients of a state with a loss scale, which are times it: give
             `fzero.gradients(other)`.
         PhaseError: for gradients that are not there, or not reduced.
         DonatedError: for a state that was used up.

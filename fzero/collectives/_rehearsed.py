@@ -7,7 +7,7 @@ each run; any other answer of the first run is given again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,7 @@ class Rehearsal:
         self._size, self.asked, self._number = size, list[tuple[bool, Tensor]](), 0
 
     @contextmanager
-    def given(self) -> Iterator[None]:
+    def given(self) -> Generator[None]:
         """Let collectives be answered by it in this block."""
         before, self._number, _HERE.answers = rehearsal(), 0, self
         try:

@@ -280,8 +280,10 @@ def require_unaccused(lines: Sequence[str], axis: Axis, *, what: str) -> None:
     def error_in(_: object, *some: str) -> LayoutError | None:
         return next((LayoutError(x) for x in some if _CAUSE in x), None)
 
-    assert_same_everywhere(lines, axis, what=what, explains=error_in)
-    if (error := error_in(None, lines[0])) is not None:
+    error = error_in(None, lines[0])
+    said = lines[:1] if error else lines  # the first line that differs is an accusation then
+    assert_same_everywhere(said, axis, what=what, explains=error_in)
+    if error is not None:
         raise error
 
 

@@ -16,14 +16,9 @@ from fzero.collectives import told_everywhere
 from fzero.context.here import is_abstract
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
+from fzero.machine import elementwise
 from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
-from fzero.machine.elementwise import (
-    Values,
-    accusation,
-    looks_beyond,
-    require_unaccused,
-    sampled,
-)
+from fzero.machine.elementwise import Values, sampled
 from fzero.machine.offload import to_device
 from fzero.machine.packing import pack
 from fzero.machine.partition import matched
@@ -137,7 +132,7 @@ def _mapped(
         new = {path: _checked(path, p, made[path]) for path, p in pieces.items()}
         error = _accused(fn, [pieces, *rest], new) if first else ""
     if first:
-        require_unaccused([error], Axis(size=1) if alike else setup.axis, what=what)
+        elementwise.require_unaccused([error], Axis(size=1) if alike else setup.axis, what=what)
         _tested[key] = None
         while len(_tested) > _MOST:
             del _tested[next(iter(_tested))]
@@ -167,19 +162,16 @@ def _accused(fn: Callable[..., Tensor], given: Sequence[Pieces], made: Pieces) -
     """Return the error of a function that looks at more than single elements; "" if it does not."""
 
     def called(values: Values) -> Values:
-        count = range(len(given))
-        return {
-            ("p", path): _checked(
-                path, values["0", path], fn(*(values[str(i), path] for i in count))
-            )
-            for path in made
-        }
+        some = [{path: values[str(i), path] for path in made} for i in range(len(given))]
+        return {("p", k): _checked(k, p, fn(*(x[k] for x in some))) for k, p in some[0].items()}
 
     values = {
         (str(i), path): sampled(x) for i, some in enumerate(given) for path, x in some.items()
     }
-    found = looks_beyond(called, values, {("p", path): sampled(x) for path, x in made.items()})
-    return "" if found is None else accusation("map_params: fn", found, _WAYS)
+    found = elementwise.looks_beyond(
+        called, values, {("p", path): sampled(x) for path, x in made.items()}
+    )
+    return "" if found is None else elementwise.accusation("map_params: fn", found, _WAYS)
 
 
 def _checked(path: str, p: Tensor, new: Any) -> Tensor:

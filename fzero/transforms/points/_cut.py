@@ -21,8 +21,6 @@ from fzero.machine.elementwise import Key, Values, sampled
 from fzero.state.points import Points
 from fzero.transforms.points._context import By, Context
 
-Trees = Mapping[str, Any]
-"""By name: {path: elements}, named tensors, or a number."""
 _WAYS = (
     "ask ctx.norm and ctx.sum for norms and sums over whole leaves, ctx.shape(path) for a shape, "
     "ctx.normal(path, seed) for random numbers; keep what lasts in a slot; or declare "
@@ -81,12 +79,8 @@ class RepeatedContext(KeptContext):
 
     def __init__(self, first: KeptContext, values: Values, skipped: Any) -> None:
         super().__init__(first._ctx)
-        self._first, self._given, self.skipped, self.made = (
-            first,
-            values,
-            skipped,
-            dict[Key, Tensor](),
-        )
+        self._first, self._given, self.skipped = first, values, skipped
+        self.made = dict[Key, Tensor]()
 
     def skip(self, flag: Any = True) -> None:
         """Keep the flag, which must be the same for all parts."""
@@ -118,35 +112,48 @@ def accused(
     one: Points,
     point: str,
     asked: KeptContext,
-    given: Trees,
-    returned: Trees,
-    call: Callable[[Trees, RepeatedContext], Trees],
+    slots: Mapping[str, Any],
+    value: Mapping[str, Tensor],
+    after: Mapping[str, Any],
+    new: Mapping[str, Tensor],
+    stepped: Mapping[str, Tensor] | None = None,
 ) -> str:
     """Return the error of a function that looks at more than single elements; "" if it does not.
 
-    asked: the context of its first call. given, returned: what that was given, and returned.
-    call: calls it again with other values of what it was given.
+    asked: the context of its first call. slots, value: what that was given. after, new: what it
+    returned. stepped: what the rule returned, at `update`.
     """
-    named = {f"slot {name}" for name, form in one.slots or () if form.leaves == "named"}
-    skipped = asked.skipped
+    named = {name for name, form in one.slots or () if form.leaves == "named"}
+    skipped, function = asked.skipped, getattr(one, point)
 
-    def by_key(trees: Trees) -> dict[Key, Tensor]:
+    def key_of(name: str, path: str) -> Key:
+        return _key(name, path, lies=bool(path) and name.removeprefix("slot ") not in named)
+
+    def by_key(slots: Mapping[str, Any], **more: Any) -> dict[Key, Tensor]:
+        trees = {**{f"slot {name}": x for name, x in slots.items()}, **more}
         return {
-            _key(name, path, lies=bool(path) and name not in named): torch.as_tensor(x)
+            key_of(name, path): torch.as_tensor(x)
             for name, tree in trees.items()
             for path, x in (tree if isinstance(tree, Mapping) else {"": tree}).items()
         }
 
     def called(values: Values) -> Values:
-        def at(name: str, path: str) -> Tensor:
-            return values[_key(name, path, lies=bool(path) and name not in named)]
+        def of(name: str, like: Any) -> Any:
+            if not isinstance(like, Mapping):
+                return values[key_of(name, "")]
+            return {path: values[key_of(name, path)] for path in like}
 
-        trees = {
-            name: {path: at(name, path) for path in x} if isinstance(x, Mapping) else at(name, "")
-            for name, x in given.items()
-        }
-        again = RepeatedContext(asked, values, skipped)
-        made = by_key(call(trees, again))
+        def rule(grads: Mapping[str, Tensor]) -> Any:
+            asks.update(grads)
+            return of("the rule's", stepped)
+
+        again, asks = RepeatedContext(asked, values, skipped), dict[str, Tensor]()
+        own, given = {name: of(f"slot {name}", x) for name, x in slots.items()}, of("", value)
+        if point == "init":
+            made = by_key(function(given, again))
+        else:
+            after, new = function(own, given, again, *([rule] if point == "update" else []))
+            made = by_key(after, **{"": new, "for the rule": asks})
         for key in made.keys() & values.keys():
             if made[key].numel() != values[key].numel():
                 raise LayoutError(f"it returned {made[key].numel()}, not {values[key].numel()}")
@@ -155,8 +162,10 @@ def accused(
     def looked_at(some: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         return {key: sampled(x) if key[1] else x.detach() for key, x in some.items()}
 
-    values = {**looked_at(by_key(given)), **asked.values}
-    found = elementwise.looks_beyond(called, values, looked_at(by_key(returned)))
+    given = by_key(slots, **{"": value, "the rule's": stepped or {}})
+    returned = by_key(after, **({} if point == "init" else {"": new}))
+    values = {**looked_at(given), **asked.values}
+    found = elementwise.looks_beyond(called, values, looked_at(returned))
     return elementwise.accusation(f"{one.name}: `{point}`", found, _WAYS) if found else ""
 
 
@@ -188,13 +197,3 @@ def accused_of_others(
                 'are asked of ctx in a transform with needs="element". Nothing was changed.',
             )
     return ""
-
-
-def by_name(slots: Mapping[str, Any], **more: Any) -> Trees:
-    """Return slots, and what else a function is given or returns, by name."""
-    return {**{f"slot {name}": x for name, x in slots.items()}, **more}
-
-
-def slots_in(trees: Trees) -> dict[str, Any]:
-    """Return the slots in what `by_name` has made."""
-    return {k.removeprefix("slot "): x for k, x in trees.items() if k.startswith("slot ")}

@@ -26,15 +26,7 @@ from fzero.state import Buffers, Placement, Setup, TrainState
 from fzero.state.points import Builtin, Points
 from fzero.transforms.points import _check
 from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
-from fzero.transforms.points._cut import (
-    KeptContext,
-    RepeatedContext,
-    Trees,
-    accused,
-    accused_of_others,
-    by_name,
-    slots_in,
-)
+from fzero.transforms.points._cut import KeptContext, accused, accused_of_others
 from fzero.transforms.points._owned import on_owners, owned_paths
 from fzero.transforms.points._running import Running
 from fzero.transforms.points._slots import (
@@ -136,20 +128,12 @@ def _called(
         return _check.require_pair(one, point, function(slots, value, ctx))
     with _check.told(state.setup, f"{one.name}, `{point}`"):
         copies, ctx = _check.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
-        asked, what = KeptContext(ctx), _NAMES[point]
+        asked = KeptContext(ctx)
         after, new = _check.require_pair(one, point, function(*copies, asked))
         _check.require_unwritten(one, point, copies, ctx.shown)
         _check.require_like(one, point, "slots", slots, after)
-        _check.require_like(one, point, what, value, new)
-
-        def again(trees: Trees, ctx: RepeatedContext) -> Trees:
-            slots, new = _check.require_pair(
-                one, point, function(slots_in(trees), trees[what], ctx)
-            )
-            return by_name(slots, **{what: new})
-
-        given, made = by_name(slots, **{what: value}), by_name(after, **{what: new})
-        error = accused(one, point, asked, given, made, again)
+        _check.require_like(one, point, _NAMES[point], value, new)
+        error = accused(one, point, asked, slots, value, after, new)
     # What was returned as it was given is a copy here: the state goes on with its own.
     after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
     now = put(state, one, slots, after)
@@ -200,17 +184,6 @@ def _around(
         what = f"{one.name}, `update`"
         ctx, shown = running.context(one, "update", parts_of(ranges)), list[Pieces]()
 
-        def again(trees: Trees, ctx: RepeatedContext) -> Trees:
-            asks = dict[str, Tensor]()
-
-            def rule(grads: Pieces) -> Pieces:
-                asks.update(grads)
-                return dict(trees["rule"])
-
-            given = slots_in(trees), dict(trees["grads"]), ctx, rule
-            after, new = _check.require_pair(one, "update", function(*given))
-            return by_name(after, params=new, **{"gradients for the rule": asks})
-
         def rule_by_path(grads: Pieces) -> Pieces:
             if stepped:
                 raise CallError(
@@ -239,10 +212,8 @@ def _around(
             _check.require_like(one, "update", "slots", slots, after)
             _check.require_like(one, "update", "params", old, new)
             if first:
-                stepped_to = shown[0] if shown else {}
-                given_first = by_name(slots, grads=pieces, rule=stepped_to)
-                made_first = by_name(after, params=new)
-                error = accused(one, "update", asked, given_first, made_first, again)
+                to = shown[0] if shown else None
+                error = accused(one, "update", asked, slots, pieces, after, new, to)
         running.put(put(running.state, one, slots, after))
         if first:
             _check.require_equal(running.state, one, "update", new, accused=error)

@@ -34,7 +34,7 @@ from fzero.transforms.points._check import (
     told,
 )
 from fzero.transforms.points._context import Context, parts_of, whole_parts
-from fzero.transforms.points._cut import KeptContext, RepeatedContext, Trees, accused, by_name
+from fzero.transforms.points._cut import KeptContext, accused
 from fzero.transforms.points._owned import owned_paths, owned_wholes
 
 
@@ -131,12 +131,7 @@ def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
         values = function(copies, asked)
         require_unwritten(one, "init", copies, ctx.shown)
         found = _as_slots(state, one, values, whole=whole)
-
-        def again(trees: Trees, ctx: RepeatedContext) -> Trees:
-            return by_name(function(dict(trees["params"]), ctx))
-
-        made, given = by_name(values), {"params": params}
-        error = "" if whole else accused(one, "init", asked, given, made, again)
+        error = "" if whole else accused(one, "init", asked, {}, params, values, {})
     require_equal(state.replace(slots=found), one, "init", None, accused=error)
     passed(state, one, "init")
     return found

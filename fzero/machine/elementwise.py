@@ -281,7 +281,9 @@ def require_unaccused(lines: Sequence[str], axis: Axis, *, what: str) -> None:
         return next((LayoutError(x) for x in some if _CAUSE in x), None)
 
     error = error_in(None, lines[0])
-    said = lines[:1] if error else lines  # the first line that differs is an accusation then
+    said = (
+        lines[:1] if error else ["no error", *lines[1:]]
+    )  # the first line that differs is an accusation then
     assert_same_everywhere(said, axis, what=what, explains=error_in)
     if error is not None:
         raise error

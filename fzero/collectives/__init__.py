@@ -43,6 +43,7 @@ from fzero.collectives._performer import Performer as Performer
 from fzero.collectives._performers import gather_objects as gather_objects
 from fzero.collectives._performers import gather_objects_beside as gather_objects_beside
 from fzero.collectives._performers import performer_of as performer_of
+from fzero.collectives._rehearsed import Rehearsal as Rehearsal
 from fzero.collectives._start import InFlight as InFlight
 from fzero.collectives._start import start_all_to_all as start_all_to_all
 from fzero.collectives._start import start_extremum as start_extremum

@@ -12,10 +12,10 @@ from torch import Tensor
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._channel import first_difference
 from fzero.collectives._performers import SETUP_OR_CHECKPOINT, performer_of
-from fzero.errors import AxisError, MismatchError
+from fzero.errors import AxisError, FzeroError, MismatchError
 from fzero.ranks.mesh import Axis, Runtime
 
-Explains = Callable[[int, str, str], MismatchError | None]
+Explains = Callable[[int, str, str], FzeroError | None]
 """(rank, the first line of rank 0 that differs, its own) -> an error that says more; None."""
 
 
@@ -39,7 +39,7 @@ def assert_same_everywhere(
 
 def disagreement(
     everyone: Sequence[Sequence[str]], *, what: str, explains: Explains | None = None
-) -> MismatchError:
+) -> FzeroError:
     """Return the error that names the first rank and line that differ, of the lines of each."""
     rank, _, mine, theirs = first_difference(everyone)
     if explains is not None and (said := explains(rank, mine, theirs)) is not None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
+from fzero.machine.elementwise import Values, looks_beyond, sampled
 from fzero.machine.packing import without_padding
 from fzero.machine.powersgd import powersgd
 from fzero.machine.residual import Memories, goes_back
@@ -47,7 +48,8 @@ def require_codec(name: str, codec: Codec, of: str = "gradients") -> None:
         raise LayoutError(
             f"{name}={codec}: {wrong}.",
             cause="a codec that encodes along other than the last dim, says a wrong size, is not "
-            "as linear as it says, draws random numbers, or lacks one of its functions.",
+            "as linear as it says, looks beyond single elements and has block=1, draws random "
+            "numbers, or lacks one of its functions.",
             fix="see fzero.codecs.Codec: each row [n] of x [.., n] is encoded by itself, and its "
             "size is a function of n; a codec whose encoded forms do not add up has linear=False.",
         )
@@ -57,7 +59,8 @@ def _wrong_with(codec: Codec) -> str:
     """Return what a codec does on a few numbers that it does not say; "" if nothing."""
     x = _numbers()
     try:
-        return _wrong_in(codec, x) or (_wrong_sum(codec, x) if codec.linear else "")
+        wrong = _wrong_in(codec, x) or (_wrong_sum(codec, x) if codec.linear else "")
+        return wrong or _beyond_elements(codec, x)
     except _Raised as found:
         return str(found)
 
@@ -70,6 +73,21 @@ def _unlike(codec: Codec) -> str:
     if is_by_rows(codec, _numbers()):
         return ""
     return "a row is encoded to other bytes by itself, or the next time; or decoded to other values"
+
+
+def _beyond_elements(codec: Codec, x: Tensor) -> str:
+    """Try whether single elements are encoded by themselves, where a codec says so."""
+    if getattr(codec, "block", None) != 1:
+        return ""
+
+    def received(values: Values) -> Values:
+        row = values["x", "a row"].view(1, -1)
+        parts = codec.encode(row)
+        return {("x", "a row"): codec.decode(parts, row.shape[-1], x.dtype).view(-1)}
+
+    if looks_beyond(received, {("x", "a row"): sampled(x)}) is None:
+        return ""
+    return "it says block=1, and what it makes of an element changes with others, or by its place"
 
 
 class _Raised(Exception):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fzero.context.here import current_ranks
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.partition import identity
 from fzero.optim._kept import GroupCounts, KeptState, early_of_group, try_state
@@ -22,6 +23,8 @@ from fzero.optim._small import (
     Begin,
     is_elementwise,
     is_leafwise,
+    is_random,
+    looks_at_elements,
     rule_of,
     sees_no_other,
     small_shape,
@@ -37,6 +40,7 @@ from fzero.optim._usable import (
     not_an_optimizer,
     not_elements,
     require_pure_class,
+    warn_of_chance,
 )
 from fzero.state.layout import Leaf, learns, stored_dtype
 from fzero.state.setup import NO_OPTIONS, ParamGroups
@@ -163,12 +167,20 @@ def _needs_of(
         if declared is not None:
             if not passes(sees_no_other, number, sorted(some, key=prod)[:1]):
                 raise not_alone(rule, declared)
+            if declared == "element":
+                if not passes(looks_at_elements, number, some):
+                    raise not_elements(rule)
+                chance.update(shape for shape in some if passes(is_random, number, [shape]))
             return declared
         if passes(is_elementwise, number, some):
             return "element"
         return "matrix" if passes(is_leafwise, number, some) else "all"
 
-    return [need_of(number, some) for number, some in enumerate(shapes)]
+    chance = set[Shape]()
+    found = [need_of(number, some) for number, some in enumerate(shapes)]
+    if chance and ((here := current_ranks()) is None or not here.rank):
+        warn_of_chance(rule)
+    return found
 
 
 def _learned(

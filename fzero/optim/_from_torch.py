@@ -41,7 +41,9 @@ def from_torch(
             steps a part of each parameter; "matrix", its whole parameter, which is stepped by the
             rank that owns it. None: it is known of torch.optim's classes; of any other an
             experiment on a few elements says so, for each param group. It sees the branches that
-            it takes: declare a rule that looks at its matrix in some steps only.
+            it takes: declare a rule that looks at its matrix in some steps only. The experiment
+            also tests what is said to need an element. One by chance (stochastic rounding of its
+            own) passes with a warning: its bits are others at each stage.
         master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
         state_dtype: as in `fzero.optim.adamw`.
         stochastic_rounding: as in `fzero.optim.adamw`.
@@ -51,7 +53,8 @@ def from_torch(
         differentiated; those of `fzero.optim.adamw` and its like can.
 
     Raises:
-        LayoutError: for what is no such thing, for LBFGS and SparseAdam, and for another `needs`.
+        LayoutError: for what is no such thing, for LBFGS and SparseAdam, for another `needs`; when
+            it is bound, for a rule that looks at more than it is said to need.
 
     Example:
         >>> import functools, torch

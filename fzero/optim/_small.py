@@ -166,15 +166,19 @@ def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
     return tuple(max(size, 1) for size in small) or (1,)
 
 
-def is_elementwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+def is_elementwise(
+    rule: Rule, device: torch.device, shape: Sequence[int], tolerance: float = 0.0
+) -> bool:
     """Whether flat shards are updated as they are inside of a small leaf, up to rounding.
 
-    The shards are those of three ranks, each of which runs the rule alone.
+    The shards are those of three ranks, each of which runs the rule alone. tolerance: beside what
+    the rule itself may round.
     """
     numel = torch.Size(shape).numel()
     ranks = [[(a * numel // 24, b * numel // 24) for a, b in parts] for parts in _RANKS]
     alone = [[(0, (a, b)) for a, b in spans if a < b] for spans in ranks]
-    return _agrees(rule, device, shape, [parts for parts in alone if parts], (*SIZES, *LATER))
+    some = [parts for parts in alone if parts]
+    return _agrees(rule, device, shape, some, (*SIZES, *LATER), tolerance)
 
 
 def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
@@ -185,15 +189,43 @@ def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
     return _agrees(rule, device, shape, [[(0, None)], [(1, None)]], SIZES)
 
 
-def sees_no_other(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
-    """Whether a leaf may be updated alone, as far as a trial tells: random rules are believed."""
+def looks_at_elements(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether a rule that is said to need elements alone does, as far as a trial tells.
+
+    It may round otherwise at the ends of parts. One by chance is tried with the same draws: other
+    numbers in one half of a leaf leave the update of the other half as it was, both ways.
+    """
+    return is_elementwise(rule, device, shape, tolerance=1e-4) or (
+        is_random(rule, device, shape)
+        and all(_is_same_beside(rule, device, shape, even=even) for even in (False, True))
+    )
+
+
+def _is_same_beside(rule: Rule, device: torch.device, shape: Sequence[int], *, even: bool) -> bool:
+    values, *grads = (numbers_of(shape, k).to(device, torch.float32) for k in range(3))
+    other = torch.arange(values.numel(), device=device).view(values.shape) // 3 % 2 == even
+    found = list[Tensor]()
+    for factor in (1.0, -3.5):
+        one, *every = (torch.where(other, factor * x, x) for x in (values, *grads))
+        with same_random_numbers(device):
+            found.append(rule([one], [[g] for g in every])[0][0][~other])
+    return torch.equal(*found)
+
+
+def is_random(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether the update is another with other random numbers."""
     x, g = (numbers_of(shape, seed).to(device, torch.float32) for seed in (0, 1))
 
     def change(seed: int) -> Tensor:
         with same_random_numbers(device, seed):
             return rule([x.clone()], [[g.clone()]])[0][0]
 
-    return is_leafwise(rule, device, shape) or not torch.equal(change(0), change(1))
+    return not torch.equal(change(0), change(1))
+
+
+def sees_no_other(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
+    """Whether a leaf may be updated alone, as far as a trial tells: random rules are believed."""
+    return is_leafwise(rule, device, shape) or is_random(rule, device, shape)
 
 
 def _agrees(
@@ -202,12 +234,14 @@ def _agrees(
     shape: Sequence[int],
     alone: Sequence[Sequence[_Part]],
     sizes: Sequence[float],
+    least: float = 0.0,
 ) -> bool:
     """Whether small leaves are updated together as in runs that have some parts of them each.
 
-    sizes: of the gradients of each step.
+    sizes: of the gradients of each step. least: how far they may be apart in any case.
     """
     dtype, tolerance = (torch.float64, 1e-9) if device.type == "cpu" else (torch.float32, 1e-4)
+    tolerance = max(tolerance, least)
     count = 1 + max(leaf for parts in alone for leaf, _ in parts)
     leaves, *steps = (
         [size * numbers_of(shape, count * k + i).to(device, dtype) for i in range(count)]

@@ -6,13 +6,14 @@ of fzero; of others `needs=` says it, or an experiment.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
 
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import LayoutError, PhaseError, explain
 from fzero.optim._base import Base
 
 Needs = Literal["element", "matrix"] | None
@@ -101,9 +102,8 @@ def require_leafwise(optimizer: Base) -> None:
         "foreign (init, update) pair that is not elementwise.",
         fix="use stage 0 or one rank; clip with fzero.clip or max_norm, and not inside of the "
         "optimizer; write a rule for matrices as a torch.optim optimizer, and give it to "
-        "fzero.optim.from_torch. If the trial is wrong, from_torch(..., needs='element') says that "
-        "parts may be updated alone, and needs='matrix', of a random rule, that each parameter "
-        "may.",
+        "fzero.optim.from_torch. Of a random rule from_torch(..., needs='element') says that parts "
+        "may be updated alone, and needs='matrix' that each parameter may.",
     )
 
 
@@ -120,12 +120,28 @@ def not_alone(rule: str, needs: str) -> LayoutError:
 
 
 def not_elements(rule: str) -> LayoutError:
-    """Return the error for a class of matrices that is declared to need elements alone."""
+    """Return the error for a class that is declared to need elements alone, and looks at more."""
     return LayoutError(
-        f"from_torch({rule}, needs='element'): {rule} looks at whole matrices.",
-        cause="a rule for matrices of torch.optim, which would make other updates of parts.",
-        fix="leave needs= out: the owner of each parameter steps the whole of it, at every stage.",
+        f"from_torch({rule}, needs='element'): {rule} looks at whole matrices, or at more of them "
+        "than single elements.",
+        cause="a rule for matrices of torch.optim; or, tried on small parameters, it makes other "
+        "updates of parts than of the whole: a mean, a norm, rows, the shape, the number of "
+        "elements.",
+        fix="leave needs= out, or say needs='matrix': the owner of each parameter steps the whole "
+        "of it, at every stage.",
     )
+
+
+def warn_of_chance(rule: str) -> None:
+    """Warn of a rule of elements that draws random numbers."""
+    text = explain(
+        f"from_torch({rule}, needs='element'): {rule} draws random numbers.",
+        cause="stochastic rounding, or noise, from torch's generators: each rank draws for its own "
+        "part, so that the bits are others at each stage and on each number of ranks.",
+        fix="nothing, if its mean is what counts; fzero.optim.adamw and from_torch have "
+        "stochastic_rounding=True, which is the same everywhere.",
+    )
+    warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def not_streamed(optimizer: object) -> LayoutError:

@@ -28,6 +28,9 @@ class Codec:
     Values are encoded along their last dim, x [.., n] in fp32 (or wider): each row by itself. The
     size of what is sent is a function of n alone. `fzero.codecs` has those that fzero has.
 
+    An attribute `block` says how many elements share a scale. A codec with `block = 1` says that it
+    encodes single elements, each by itself; that is tested where it is given.
+
     Attributes:
         memory: whether what encoding a gradient has lost is added to the next one (error feedback):
             False, True (kept in the dtype in which gradients add up, fp32 or wider), or the dtype

@@ -13,8 +13,9 @@ from typing import Any, Literal
 from fzero.state.codec import Codec
 from fzero.state.form import Form
 
-Needs = Literal["element", "matrix"]
-"""What a transform looks at to change an element: that element, or its whole leaf."""
+Needs = Literal["element", "leaf", "matrix"]
+"""What a transform looks at to change an element: that element, or its whole leaf, of any shape; a
+matrix is such a leaf."""
 
 POINTS = ("loss", "local", "wire", "reduced", "update", "updated")
 """The points of a step, in their order."""
@@ -41,7 +42,7 @@ class Points:
         update: (slots, grads, ctx, rule) -> (slots, params).
         updated: (slots, params, ctx) -> (slots, params).
         reads: "before": the parameters before the update are kept for `updated`.
-        needs: "matrix": `reduced` and `updated` get whole leaves, on the ranks that own them.
+        needs: "leaf", "matrix": `reduced` and `updated` get whole leaves, on their owners.
         excludes: the names of transforms and options that it cannot stand beside.
         checked: the first calls that were found right, by point and rank.
     """
@@ -59,6 +60,11 @@ class Points:
     needs: Needs = "element"
     excludes: tuple[str, ...] = ()
     checked: set[Any] = field(default_factory=set[Any], compare=False, repr=False)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it looks at whole leaves."""
+        return self.needs != "element"
 
     @property
     def at(self) -> tuple[str, ...]:

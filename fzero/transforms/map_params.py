@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
+from inspect import unwrap
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
+from fzero.collectives import told_everywhere
+from fzero.context.here import is_abstract
+from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.by_path import as_flats, by_path, leaf_paths, ranges_in
+from fzero.machine import elementwise
+from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
+from fzero.machine.elementwise import Values, sampled
 from fzero.machine.offload import to_device
 from fzero.machine.packing import pack
 from fzero.machine.partition import matched
 from fzero.machine.parts import cut
 from fzero.machine.threads import one_thread
+from fzero.ranks.mesh import Axis
 from fzero.state import Buffers, Layout, Placement, Slot, TrainState
 from fzero.state.view import require_state
 from fzero.transforms.agree import agree
@@ -68,8 +77,9 @@ def map_params(
 
     Raises:
         LayoutError: for what is not parallel to the parameters, for a state on other ranks or on
-            another part of a mesh, for another shape returned, and
-            for bare gradients of a state with a loss scale, which are times it: give
+            another part of a mesh, for another shape returned, for an fn that looks at more than
+            single elements (tested once for each code), and for bare gradients of a state with a
+            loss scale, which are times it: give
             `fzero.gradients(other)`.
         PhaseError: for gradients that are not there, or not reduced.
         DonatedError: for a state that was used up.
@@ -114,11 +124,56 @@ def _mapped(
         )
         for one in operands
     ]
-    with one_thread(setup.layout.options.block > 1):  # pieces are cut where ranks are
-        made = {path: fn(p, *(x[path] for x in rest)) for path, p in pieces.items()}
-    new = {path: _checked(path, p, made[path]) for path, p in pieces.items()}
+    key = _key(state, fn)
+    first = key not in _tested and not (in_transform() or is_recorded(parts) or is_abstract())
+    # Where all ranks have all of it, they find the same, and one may be called without the others.
+    alike, what = at is Placement.REPLICATED or not first, "map_params: fn"
+    with nullcontext() if alike else told_everywhere(setup.axis, what=what):
+        with one_thread(setup.layout.options.block > 1):  # pieces are cut where ranks are
+            made = {path: fn(p, *(x[path] for x in rest)) for path, p in pieces.items()}
+        new = {path: _checked(path, p, made[path]) for path, p in pieces.items()}
+        error = _accused(fn, [pieces, *rest], new) if first else ""
+    if first:
+        elementwise.require_unaccused([error], Axis(size=1) if alike else setup.axis, what=what)
+        _tested[key] = None
+        while len(_tested) > _MOST:
+            del _tested[next(iter(_tested))]
     flats = as_flats(ranges, parts, pieces, new)
     return [x.clone() if x is old else x for x, old in zip(flats, parts, strict=True)]
+
+
+_tested: dict[Hashable, None] = {}  # the latest functions that were not accused
+_MOST = 256
+_WAYS = (
+    "take norms before, of the state: fzero.global_norm(state), fzero.full_params(state); what "
+    'looks at whole leaves is a transform with needs="leaf". Nothing was changed.'
+)
+
+
+def _key(state: TrainState, fn: Any) -> Hashable:
+    """Return what a function is tested once for: its code, as a lambda is new at each step."""
+    while isinstance(fn := unwrap(fn), partial):
+        fn = fn.func
+    setup = state.setup
+    code = getattr(fn, "__code__", fn if isinstance(fn, Hashable) else type(fn))
+    return code, setup.axis.rank, setup.axis, setup.stage, setup.layout
+
+
+@torch.no_grad()
+def _accused(fn: Callable[..., Tensor], given: Sequence[Pieces], made: Pieces) -> str:
+    """Return the error of a function that looks at more than single elements; "" if it does not."""
+
+    def called(values: Values) -> Values:
+        some = [{path: values[str(i), path] for path in made} for i in range(len(given))]
+        return {("p", k): _checked(k, p, fn(*(x[k] for x in some))) for k, p in some[0].items()}
+
+    values = {
+        (str(i), path): sampled(x) for i, some in enumerate(given) for path, x in some.items()
+    }
+    found = elementwise.looks_beyond(
+        called, values, {("p", path): sampled(x) for path, x in made.items()}
+    )
+    return "" if found is None else elementwise.accusation("map_params: fn", found, _WAYS)
 
 
 def _checked(path: str, p: Tensor, new: Any) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from fzero.collectives import assert_same_everywhere, told_everywhere
 from fzero.context.here import is_abstract
 from fzero.context.modes import in_transform, is_recorded
-from fzero.errors import LayoutError, MismatchError, PhaseError
+from fzero.errors import AxisError, LayoutError, MismatchError, PhaseError
+from fzero.machine.elementwise import require_unaccused
 from fzero.machine.packing import digest
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
 from fzero.state.points import Function, Points
@@ -134,21 +135,23 @@ def require_equal(
     point: str,
     values: Mapping[str, Tensor] | None,
     skipped: Any = False,
+    accused: str = "",
 ) -> None:
     """Raise `MismatchError` on every rank if what ranks must have in common differs. A collective.
 
     values: pieces by path, placed as the optimizer's state; slots are those of the state.
+    accused: the `LayoutError` that all ranks raise where any has found one.
     """
     setup = state.setup
-    lines = [f"skipped: {bool(skipped)}"]
+    lines = [accused, f"skipped: {bool(skipped)}"]
     for name, slot in state.slots.items():
         if name.startswith(f"{one.name}/"):
             lines += _lines_of(setup, name, slot)
     if values is not None and setup.optimizer_state is Placement.REPLICATED:
         lines += [f"{path} {digest(x)}" for path, x in values.items()]
     try:
-        assert_same_everywhere(lines, setup.axis, what=f"{one.name}, `{point}`")
-    except Exception as error:
+        require_unaccused(lines, setup.axis, what=f"{one.name}, `{point}`")
+    except AxisError as error:
         error.add_note(
             f"({one.name}: what `{point}` returned must be equal on these ranks. Random numbers: "
             "use ctx.normal(path). What each rank has of its own: give the slot "

@@ -107,12 +107,14 @@ class Context:
     def params(self) -> Pieces:
         """The parameters before the update, as the rule steps them: masters where there are any.
 
-        In `updated` only for a transform that reads=("before",). At `local` and `loss`, none.
+        In `updated`, and of whole leaves, only for a transform that reads=("before",). At `local`
+        and `loss`, none.
         """
         if self._params is None:
             raise CallError(
                 "ctx.params: the parameters before the update are not there at this point.",
-                cause="`updated` of a transform without reads=('before',), `loss` or `local`.",
+                cause="`updated`, or a function of whole leaves, of a transform without "
+                "reads=('before',); or `loss` or `local`.",
                 fix="declare reads=('before',); at `loss` and `local` use the parameters that the "
                 "loss is given.",
             )
@@ -272,13 +274,19 @@ class Context:
             found = torch.view_as_complex(found.view(-1, 2))
         return found.view(leaf.shape) if self._whole else found
 
+    def shape(self, path: str) -> tuple[int, ...]:
+        """The shape of a whole leaf, wherever its elements are: the same on every rank.
+
+        So the size of a row or of a leaf is asked here, and not of a piece.
+        """
+        numbers = leaf_numbers(self._setup.layout)
+        if path not in numbers:
+            raise _no_leaf("shape", path, "no leaf", numbers)
+        return self._setup.layout.leaves[numbers[path]].shape
+
     def _part_of(self, name: str, path: str) -> LeafPart:
         if path not in self._parts:
-            raise LayoutError(
-                f"ctx.{name}: {path!r} is no leaf that learns; {', '.join(self._parts)} are.",
-                cause="another name, or that of a frozen leaf.",
-                fix="take paths from what the function is given, e.g. grads.items().",
-            )
+            raise _no_leaf(name, path, "no leaf that learns", self._parts)
         return self._parts[path]
 
     def _rows(self, path: str, x: Tensor) -> tuple[Tensor, int]:
@@ -340,11 +348,19 @@ class Context:
         self._require_collective(name)
         if self._whole:
             raise CallError(
-                f"ctx.{name} over all leaves, in a transform that needs whole matrices.",
+                f"ctx.{name} over all leaves, in a transform that needs whole leaves.",
                 cause="owners are called batch by batch, and each has other leaves.",
                 fix='use norm(tree, by="leaf") or by="row", or a second transform with '
                 'needs="element" before it.',
             )
+
+
+def _no_leaf(name: str, path: str, what: str, known: Iterable[str]) -> LayoutError:
+    return LayoutError(
+        f"ctx.{name}: {path!r} is {what}; {', '.join(known)} are.",
+        cause="another name, or that of a frozen leaf.",
+        fix="take paths from what the function is given, e.g. grads.items().",
+    )
 
 
 def _wide(x: Tensor) -> torch.dtype:

@@ -136,9 +136,13 @@ def transform(
             optimizer. Left out: rule.
         updated: (slots, params, ctx) -> (slots, params): once an update, of what the optimizer has
             stepped (masters, where there are any), before parameters are gathered or rounded.
-        reads: "before": `updated` may read `ctx.params`, the parameters before the update.
-        needs: "element"; or "matrix": `reduced` and `updated` get whole leaves in their shapes, on
-            the rank that owns each, and slots are by leaf on its owner.
+        reads: "before": `updated` may read `ctx.params`, the parameters before the update; with
+            whole leaves `reduced` needs it for that, too.
+        needs: what its functions look at to change an element. "element": that one alone, which is
+            tested when a function is first called. "leaf": its leaf: `reduced` and `updated` get
+            whole leaves in their shapes, each on the rank that owns it, and slots are by leaf on
+            its owner. "matrix" says the same of leaves that are matrices. `local` has whole leaves
+            anyway.
         excludes: names of transforms and options of fzero, or of other transforms, that it cannot
             stand beside: "clip", "scale_loss", "local", "compress", "offload", "autocast".
 
@@ -148,7 +152,8 @@ def transform(
 
     Raises:
         LayoutError: for arguments that do not go together; on its first call for what a function
-            returns in another shape or dtype.
+            returns in another shape or dtype; and, on every rank, for a function of elements that
+            looks at more: a mean or a norm of a piece, its length, a place in it.
         MismatchError: on its first call, on every rank, for a value that differs by rank where its
             form says that it is equal.
         PhaseError: on its first call, for a function that writes in place.
@@ -183,7 +188,8 @@ def transform(
         good = function is None or callable(function)
         require(f"transform: {key}", function, lambda _, good=good: good, "a function, or None")
         _require_arguments(name, key, function)
-    require("transform: needs", needs, ("element", "matrix").__contains__, '"element" or "matrix"')
+    wanted = '"element", "leaf" or "matrix"'
+    require("transform: needs", needs, ("element", "leaf", "matrix").__contains__, wanted)
     good = all(one == "before" for one in reads)
     require("transform: reads", reads, lambda _: good, '("before",), or ()')
     if wire is not None:
@@ -262,19 +268,19 @@ def _require_together(record: Points) -> None:
                 fix="give {slot: fzero.Form(...)}.",
             )
         if (
-            record.needs == "matrix"
+            record.whole
             and form.leaves != "number"
             and (form.leaves != "named" or form.placement is not Placement.OWNER)
         ):
             raise LayoutError(
-                f"{name}: the slot {slot} is {form.leaves!r}, and needs='matrix'.",
-                cause="whole matrices are on their owners, and so is what is kept of them.",
+                f"{name}: the slot {slot} is {form.leaves!r}, and needs={record.needs!r}.",
+                cause="whole leaves are on their owners, and so is what is kept of them.",
                 fix='leave slots= out, or give fzero.Form(leaves="named", '
                 "placement=fzero.Placement.OWNER).",
             )
-    if record.needs == "matrix" and record.update is not None:
+    if record.whole and record.update is not None:
         raise LayoutError(
-            f"{name}: `update` with needs='matrix'.",
+            f"{name}: `update` with needs={record.needs!r}.",
             cause="the rule steps this rank's parts, and not the leaves that it owns.",
             fix="act at `reduced` or `updated`, or write a rule: fzero.optim.from_torch("
             "..., needs='matrix').",

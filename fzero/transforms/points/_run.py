@@ -17,15 +17,16 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.collectives import assert_same_everywhere
 from fzero.errors import CallError, LayoutError
 from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
+from fzero.machine.elementwise import require_unaccused
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.threads import one_thread
 from fzero.state import Buffers, Placement, Setup, TrainState
 from fzero.state.points import Builtin, Points
 from fzero.transforms.points import _check
 from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
+from fzero.transforms.points._cut import KeptContext, accused, accused_of_others
 from fzero.transforms.points._owned import on_owners, owned_paths
 from fzero.transforms.points._running import Running
 from fzero.transforms.points._slots import (
@@ -79,7 +80,7 @@ def reduced(running: Running) -> None:
 
 
 def _reduced_by_path(running: Running, one: Points, gradients: Buffers) -> Buffers:
-    if one.needs != "matrix":
+    if not one.whole:
         return _on_pieces(running, one, "reduced", gradients)
     flats = [to_device(x, running.state.device) for x in gradients.flats]
     made = _on_owners(running, one, "reduced", flats)
@@ -90,7 +91,7 @@ def updated(running: Running, flats: Sequence[Tensor]) -> list[Tensor]:
     """Return what the rule has stepped after all transforms at `updated`."""
     held = Buffers(flats=tuple(flats), placement=running.state.setup.optimizer_state)
     for one in transforms_of(running.state.setup, "updated"):
-        if one.needs == "matrix":
+        if one.whole:
             made = _on_owners(running, one, "updated", held.flats)
             held = Buffers(flats=made, placement=held.placement)
             continue
@@ -127,13 +128,16 @@ def _called(
         return _check.require_pair(one, point, function(slots, value, ctx))
     with _check.told(state.setup, f"{one.name}, `{point}`"):
         copies, ctx = _check.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
-        after, new = _check.require_pair(one, point, function(*copies, ctx))
+        asked = KeptContext(ctx)
+        after, new = _check.require_pair(one, point, function(*copies, asked))
         _check.require_unwritten(one, point, copies, ctx.shown)
         _check.require_like(one, point, "slots", slots, after)
         _check.require_like(one, point, _NAMES[point], value, new)
+        error = accused(one, point, asked, slots, value, after, new)
     # What was returned as it was given is a copy here: the state goes on with its own.
     after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
-    _check.require_equal(put(state, one, slots, after), one, point, new, running.skipped)
+    now = put(state, one, slots, after)
+    _check.require_equal(now, one, point, new, running.skipped, error)
     _check.passed(state, one, point)
     return after, new
 
@@ -195,20 +199,24 @@ def _around(
             shown.append(_check.copied(made) if first else made)
             return dict(shown[0])
 
-        own, function = (slots, pieces), _check.function_at(one, "update")
+        own, function, error = (slots, pieces), _check.function_at(one, "update"), ""
+        asked: Any = ctx
         if first:
-            own, ctx = _check.copied(own), ctx.watched(what)
+            own, asked = _check.copied(own), KeptContext(ctx.watched(what))
         alone = one_thread(state.setup.layout.options.block > 1)
         with _check.told(state.setup, what) if first else nullcontext(), alone:
-            after, new = _check.require_pair(one, "update", function(*own, ctx, rule_by_path))
+            after, new = _check.require_pair(one, "update", function(*own, asked, rule_by_path))
             if first:
                 _check.require_unwritten(one, "update", own, shown, ctx.shown)
             after = _same(own[0], slots, after)
             _check.require_like(one, "update", "slots", slots, after)
             _check.require_like(one, "update", "params", old, new)
+            if first:
+                to = shown[0] if shown else None
+                error = accused(one, "update", asked, slots, pieces, after, new, to)
         running.put(put(running.state, one, slots, after))
         if first:
-            _check.require_equal(running.state, one, "update", new)
+            _check.require_equal(running.state, one, "update", new, accused=error)
             _check.passed(state, one, "update")
         base = stepped[0] if stepped else stepped_parts(state)
         now = [to_device(x, state.device) for x in base]
@@ -234,22 +242,27 @@ def _on_owners(
     function, what = _check.function_at(one, point), f"{one.name}, `{point}`"
     first = _check.is_first(state, one, point)
 
+    def slots_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {
+            name: {path: value[path] for path in own} if isinstance(value, dict) else value
+            for name, value in after.items()
+        }
+
     def checked(some: Any, own: Any, ctx: Context) -> Any:
         """The first call: owners have other leaves, so all are told of an error of one."""
         with _check.told(state.setup, what):
             copies = _check.copied((some, own))
             after, new = _check.require_pair(one, point, function(*copies, ctx.watched(what)))
             _check.require_unwritten(one, point, copies, ctx.shown)
-        assert_same_everywhere([f"skipped: {running.skipped}"], state.setup.axis, what=what)
+            alone = lambda x: function(*_check.copied((slots_of(x), x)), ctx)[1]  # noqa: E731
+            error = accused_of_others(one, point, own, new, alone)
+        lines = [error, f"skipped: {running.skipped}"]
+        require_unaccused(lines, state.setup.axis, what=what)
         return _same(copies[0], some, after), new
 
     def compute(wholes: list[dict[str, Tensor]]) -> Mapping[str, Tensor]:
-        own = wholes[0]
-        some = {
-            name: {path: value[path] for path in own} if isinstance(value, dict) else value
-            for name, value in after.items()
-        }
-        ctx = running.context(one, point, parts, whole=True)
+        own, some = wholes[0], slots_of(wholes[0])
+        ctx = running.context(one, point, parts, wholes=wholes)
         if first:
             new_slots, new = checked(some, own, ctx)
         else:
@@ -262,13 +275,16 @@ def _on_owners(
             elif value is not after[name]:
                 raise LayoutError(
                     f"{one.name}: `{point}` returned another number {name}.",
-                    cause="a number that is kept by a transform that needs matrices: owners are "
+                    cause="a number that is kept by a transform of whole leaves: owners are "
                     "called batch by batch, and each has other leaves.",
                     fix="keep what belongs to a leaf by its path.",
                 )
         return new
 
-    on_owners(state.setup, [list(flats)], compute, outs)
+    inputs = [list(flats)]
+    if "before" in one.reads:
+        inputs.append([to_device(x, state.device) for x in stepped_parts(state)])
+    on_owners(state.setup, inputs, compute, outs)
     if first:
         _check.passed(state, one, point)
     running.put(put(running.state, one, slots, _of_owners(state.setup, after)))

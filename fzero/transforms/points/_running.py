@@ -11,7 +11,7 @@ A reason to skip has the slots of its moment: what was put into slots before it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -106,13 +106,23 @@ class Running:
         ]
 
     def context(
-        self, one: Points, point: str, parts: Mapping[str, LeafPart], *, whole: bool = False
+        self,
+        one: Points,
+        point: str,
+        parts: Mapping[str, LeafPart],
+        *,
+        wholes: Sequence[Pieces] = (),
     ) -> Context:
-        """Return what a function of a transform at a point may know."""
+        """Return what a function of a transform at a point may know.
+
+        wholes: the whole leaves that it is given; and behind them those before the update.
+        """
         state = self.state
         setup = state.setup
         reads: Callable[[], Pieces] | None = None
-        if point in ("reduced", "update"):
+        if wholes:
+            reads = (lambda: dict(wholes[1])) if len(wholes) > 1 else None
+        elif point in ("reduced", "update"):
             reads = lambda: stepped_by_path(state)[1]  # noqa: E731
         elif self.before is not None and "before" in one.reads:
             kept = self.before
@@ -127,7 +137,7 @@ class Running:
             device=state.device,
             params=reads,
             running=running,
-            whole=whole,
+            whole=bool(wholes),
         )
 
     # After it.

@@ -34,6 +34,7 @@ from fzero.transforms.points._check import (
     told,
 )
 from fzero.transforms.points._context import Context, parts_of, whole_parts
+from fzero.transforms.points._cut import KeptContext, accused
 from fzero.transforms.points._owned import owned_paths, owned_wholes
 
 
@@ -115,7 +116,7 @@ def _names(one: Points, state: TrainState) -> list[str]:
 def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     """Return the slots of one transform as its `init` makes them, checked."""
     setup, (ranges, params) = state.setup, stepped_by_path(state)
-    parts, whole = parts_of(ranges), one.needs == "matrix"
+    parts, whole = parts_of(ranges), one.whole
     if whole:
         params, parts = owned_wholes(setup, stepped_parts(state)), whole_parts(parts)
     axis, what = setup.over(setup.optimizer_state), f"{one.name}, `init`"
@@ -126,11 +127,12 @@ def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     if not first:
         return _as_slots(state, one, function(params, ctx), whole=whole)
     with told(setup, what):
-        copies = copied(params)
-        values = function(copies, ctx.watched(what))
+        copies, asked = copied(params), KeptContext(ctx.watched(what))
+        values = function(copies, asked)
         require_unwritten(one, "init", copies, ctx.shown)
         found = _as_slots(state, one, values, whole=whole)
-    require_equal(state.replace(slots=found), one, "init", None)
+        error = "" if whole else accused(one, "init", asked, {}, params, values, {})
+    require_equal(state.replace(slots=found), one, "init", None, accused=error)
     passed(state, one, "init")
     return found
 
@@ -206,7 +208,7 @@ def _named(state: TrainState, one: Points, place: str, value: Any) -> dict[str, 
         if not isinstance(x, Tensor):
             raise _bad_init(one, f"made a {type(x).__name__} for {place}[{key!r}]")
     made = {key: _stored(state, _own(_apart(x))) for key, x in value.items()}
-    if one.needs == "matrix":  # every rank knows every name
+    if one.whole:  # every rank knows every name
         for path in owned_paths(state.setup):
             made.setdefault(path, torch.zeros(0, device=state.device))
     return dict(sorted(made.items()))

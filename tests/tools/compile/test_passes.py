@@ -103,7 +103,8 @@ def test_a_cheap_activation_is_computed_again_where_the_backward_reads_it() -> N
 
     state: Any = fzero.init({"w": torch.ones(4)}, fzero.optim.sgd(0.5), stage=0)
     given: Any = (state, torch.ones(4))
-    graph = program_of(step_fn, given, None).graph
+    with AsFound("trace", step_fn, given) as found:
+        graph = program_of(step_fn, given, None, found).graph
     count = [str(n.target) for n in graph.graph.nodes].count("aten.exp.default")
     assert count == 1
     rematerialize(graph.graph)
@@ -125,7 +126,8 @@ def test_random_numbers_of_a_transposed_tensor_stay() -> None:
     state = fzero.init({"0": torch.ones(3, 4)}, fzero.optim.sgd(0.5), stage=0)
     given: Any = (state, torch.ones(3, 4))
     leaves = [x.detach() for x in optree.tree_leaves(given, namespace=NAMESPACE)]
-    graph = program_of(step_fn, given, None).graph
+    with AsFound("trace", step_fn, given) as found:
+        graph = program_of(step_fn, given, None, found).graph
     made = []
     for one in (graph, without_writes(graph)):
         torch.manual_seed(0)

@@ -91,7 +91,7 @@ class Losses:
         """No backward will follow."""
         close_scope(self.calls)
 
-    def scaled(self, loss: Any, weight: Weight | None = None) -> Tensor:
+    def learned_by_all(self, loss: Any, weight: Weight | None = None) -> Tensor:
         """Return what `learned` gives of a loss, of which the backward is made on all ranks alike.
 
         A call of all ranks if collectives were called that connect their losses.

@@ -20,7 +20,7 @@ def scale(driver: Driver, loss: Tensor, *, weight: Weight | None = None) -> Tens
     this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
     """
     driver.require_not_closed()
-    return driver.losses.scaled(loss, weight)
+    return driver.losses.learned_by_all(loss, weight)
 
 
 def scale_if_loss(driver: Driver, x: Any) -> Any:

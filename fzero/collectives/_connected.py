@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple, cast
@@ -28,7 +28,8 @@ from fzero.context.here import current_ranks
 from fzero.errors import MismatchError
 from fzero.ranks.mesh import Axis
 
-_AUTOGRAD: Any = torch._C  # what is asked of a graph task has no types
+_TORCH: Any = torch
+_AUTOGRAD: Any = _TORCH._C  # what is asked of a graph task has no types
 
 WORD, WORDS = 60, 2
 """How many calls are told in one number, and how many such numbers in one round."""
@@ -116,7 +117,7 @@ def close_scope(scope: Scope) -> None:
 
 
 @contextmanager
-def connecting(level: int = 0, anchor: Tensor | None = None) -> Iterator[Scope]:
+def connecting(level: int = 0, anchor: Tensor | None = None) -> Generator[Scope]:
     """Take the tokens of calls in this block; what it has taken stays in the scope."""
     scope, scopes = Scope(level, anchor), _book().scopes
     scopes.add(scope)
@@ -127,7 +128,7 @@ def connecting(level: int = 0, anchor: Tensor | None = None) -> Iterator[Scope]:
 
 
 @contextmanager
-def apart() -> Iterator[None]:
+def apart() -> Generator[None]:
     """Calls in this block are in no scope: their graph goes with it."""
     book = _book()
     before, book.scopes = book.scopes, weakref.WeakSet[Scope]()

@@ -16,7 +16,7 @@ through torch.distributed; otherwise it is called directly, so that counters see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -111,7 +111,7 @@ class _Linear(torch.autograd.Function):
         ctx.like = output[0].shape, output[0].dtype, output[0].device
 
     @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *dys: Any) -> tuple[Any, ...]:
         plan = ctx.plan.adjoint
         if plan.call is None:
             return None, *_applied(plan, *dys)
@@ -266,7 +266,7 @@ def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
     if in_transform() and not is_recorded(xs):  # a rank may have no tangent of what it gives
         plan = plan._replace(name=f"{_OPS[plan.kind]} of a step")
-        done = iter([_called(plan, x) for x in wanted])
+        done: Iterator[Any] = iter([_called(plan, x) for x in wanted])
     else:
         done = iter(_applied(plan, *wanted) if wanted else ())
     pairs = zip(xs, sent, strict=True)

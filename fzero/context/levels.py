@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch._C._functorch import (
     TransformType,
     get_unwrapped,
@@ -22,7 +21,7 @@ from torch.autograd import forward_ad
 
 from fzero.context.here import in_forward_mode
 
-_FUNCTORCH: Any = _functorch  # what wraps tensors has no types
+_TORCH: Any = torch  # what wraps tensors has no types
 _BASE, _TANGENT, _FIRST = 1, 2, 2
 """The bits of ordinary autograd and of its forward mode; how many come before torch.func's."""
 
@@ -108,13 +107,13 @@ def _new(level: Any) -> Tensor:
             return forward_ad.make_dual(torch.zeros(0), torch.zeros(0))
         if level.key() == TransformType.Vmap:
             zeros = torch.zeros(level.batch_size(), 0)
-            return _FUNCTORCH._add_batch_dim(zeros, 0, level.level())
+            return _TORCH._C._functorch._add_batch_dim(zeros, 0, level.level())
         with enable_inplace_requires_grad(True):
             return torch.zeros(0).requires_grad_()
 
 
 @contextmanager
-def _lowered(level: Any) -> Iterator[None]:
+def _lowered(level: Any) -> Generator[None]:
     """Be at a level of torch.func, or outside of all of them, in this block."""
     down_to = 0 if level is None or level == "tangent" else level.level()
     with ExitStack() as stack:

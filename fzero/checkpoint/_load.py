@@ -11,15 +11,15 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._chunks import read_pieces
+from fzero.checkpoint._chunks import read_pieces, tensor_files
 from fzero.checkpoint._complete import completed
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._places import (
-    folder_to_read,
     in_each_place,
     is_in_places,
+    read_together,
     require_one_step,
 )
 from fzero.checkpoint._rng import rng_file, rng_setter
@@ -143,8 +143,25 @@ def load_with_extra(
         {'samples_seen': 1024}
     """
     wait_for_earlier(raises=False)
-    if is_in_places(state):
-        return _from_places(path, state, rng=rng)
+    if not is_in_places(state):
+        return _read(path, state, rng=rng)
+    extra: dict[str, Any] = {}
+    with read_together(path, state.mesh) as place_of:
+
+        def read(place: str, one: TrainState) -> TrainState:
+            where, data = place_of(place)
+            made, found = _read(where, one, data, rng=rng)
+            extra.update(found)
+            return made
+
+        made: Any = require_one_step(in_each_place("load", state, read))
+    return made, extra
+
+
+def _read(
+    path: PathLike, state: Thing, data: str = "", *, rng: bool = True
+) -> tuple[Thing, dict[str, Any]]:
+    """Load one checkpoint. data: the name of its data folder, where others of its save name it."""
     held = held_by("load", state, apart=True)
     ranks = held.processes
     where = path_everywhere(ranks, "load", path)
@@ -153,14 +170,15 @@ def load_with_extra(
 
         def begin() -> Manifest:
             until_read.enter_context(kept(where))
-            return read_manifest(where)
+            return read_manifest(where, data)
 
         saved = from_first(ranks, begin, what=f"read {where}")
         folder, axis = where / saved.data, ranks.axis
 
         def prepare() -> LoadPlan:
-            require_whole(folder, saved.files, axis.rank, axis.size)
-            file = folder / rng_file(axis.rank)
+            file, tensors = folder / rng_file(axis.rank), tensor_files(saved)
+            others = [name for name in saved.files if name not in tensors]
+            require_whole(folder, saved.files, [*others[axis.rank :: axis.size], file.name])
             text = read_text(file) if rng and file.name in saved.files else None
             plan = planned(held, saved, where, rng=text)
             require_tensors(saved, plan.pieces, where / MANIFEST)
@@ -169,25 +187,15 @@ def load_with_extra(
         with torch.no_grad():
             plan = everywhere(ranks, prepare, what=f"read {where}")
             everywhere(
-                ranks, lambda: read_pieces(plan.pieces, folder, saved), what=f"read {folder}"
+                ranks,
+                lambda: read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size)),
+                what=f"read {folder}",
             )
             made: Any = finished(held, saved, plan)
     is_state: bool = isinstance(made, TrainState)
     if is_state:
         returned(made)
     return made, saved.extra
-
-
-def _from_places(path: PathLike, state: Any, *, rng: bool) -> tuple[Any, dict[str, Any]]:
-    extra: dict[str, Any] = {}
-
-    def read(place: str, one: TrainState) -> TrainState:
-        where = folder_to_read(path, state.mesh, place)
-        made, found = load_with_extra(where, one, rng=rng)
-        extra.update(found)
-        return made
-
-    return require_one_step(in_each_place("load", state, read)), extra
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:

@@ -24,9 +24,8 @@ from fzero.checkpoint._kept import (
     numel_of,
     pieces_of,
     place_of,
-    whole_pieces,
 )
-from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
+from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards, whole_pieces
 from fzero.checkpoint.manifest import Manifest
 from fzero.errors import explain
 from fzero.machine.offload import empty_where

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from fzero.checkpoint._behind import AsyncSave, group_beside, start_thread, wait
 from fzero.checkpoint._folders import (
     CHECKPOINT,
     PathLike,
-    as_path,
     digest_of_file,
     kept,
     make_folder,
@@ -26,10 +26,10 @@ from fzero.checkpoint._folders import (
 from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._kept import pieces_of_rank
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._places import in_each_place, is_in_places, remove_others
+from fzero.checkpoint._places import in_each_place, is_in_places, saved_together
 from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
 from fzero.checkpoint._rng import rng_file, rng_text
-from fzero.checkpoint.disk import sync, sync_files
+from fzero.checkpoint.disk import is_there, sync, sync_files
 from fzero.checkpoint.driven import (
     Buffers,
     Driven,
@@ -38,10 +38,26 @@ from fzero.checkpoint.driven import (
     facts_of,
     options_of,
 )
-from fzero.checkpoint.everywhere import Ranks, everywhere, from_first, results_of_ranks
-from fzero.checkpoint.manifest import Manifest, as_extra, facts_of_state, note_texts, write_manifest
+from fzero.checkpoint.everywhere import (
+    Ranks,
+    damaged,
+    everywhere,
+    from_first,
+    results_of_ranks,
+)
+from fzero.checkpoint.manifest import (
+    SUMS,
+    Manifest,
+    as_extra,
+    facts_of_state,
+    note_texts,
+    write_manifest,
+)
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
+
+if TYPE_CHECKING:
+    from fzero.checkpoint._storage import Written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +103,9 @@ def save(
     With virtual ranks, save the stacked state, outside `fzero.simulate`.
 
     A state on a part of a mesh (`fzero.Mesh.__getitem__`) has other values at each place along the
-    other axes. Each place has a folder of its own in `path`, "expert=1of4", which is a checkpoint.
-    Those that an earlier save on another mesh has left there are removed at the end.
+    other axes. Each place has a folder of its own in `path`, "expert=1of4", which is a checkpoint;
+    all of them are committed together. Those that an earlier save of this state on a mesh of other
+    sizes has left there are removed at the end, and no others.
 
     Args:
         path: a folder, which is made if it is not there; other files in it stay.
@@ -119,19 +136,20 @@ def save(
     """
     wait_for_earlier()
 
-    def write(path: PathLike, state: TrainState | Driven) -> None:
+    def write(path: PathLike, state: TrainState | Driven, data: str = "") -> None:
         where, held = _place(path, state)
-        write_draft(draft_of(held, extra, rng=rng, frozen=frozen, copies=False), where)
+        draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=False)
+        write_draft(draft, where, data)
 
     if not is_in_places(state):
         return write(path, state)
+    with saved_together(path, state.mesh) as (where, data):
 
-    def write_place(place: str, one: TrainState) -> TrainState:
-        write(as_path("save", path) / place, one)
-        return one
+        def write_place(place: str, one: TrainState) -> TrainState:
+            write(where / place, one, data)
+            return one
 
-    in_each_place("save", state, write_place)
-    remove_others(as_path("save", path), state)
+        in_each_place("save", state, write_place)
 
 
 def save_async(
@@ -159,7 +177,8 @@ def save_async(
 
     Returns:
         A handle: `.done()` says whether it is over, `.result(timeout)` waits, and raises what went
-        wrong. An error that nobody asked for is raised by the next `save` or `save_async`.
+        wrong. An error that nobody asked for is raised by the next `save` or `save_async`; at the
+        end of the program it is printed, and the exit status is 1.
 
     Raises:
         PhaseError, DonatedError, LayoutError, AxisError: as `save`, before anything is copied.
@@ -243,15 +262,18 @@ def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
     return [piece for one, rank in pairs for piece in pieces_of_rank(one, rank, frozen=frozen)]
 
 
-def write_draft(draft: Draft, path: Path) -> None:
-    """Write a draft, and commit it as the checkpoint at `path`. A collective."""
+def write_draft(draft: Draft, path: Path, among: str = "") -> None:
+    """Write a draft, and commit it as the checkpoint at `path`. A collective.
+
+    among: the name of its data folder, where it is one of several that are committed together.
+    """
     ranks = draft.ranks
     try:
         with ExitStack() as until_written:
 
             def make() -> str:
                 until_written.enter_context(kept(path, makes=CHECKPOINT))
-                return make_folder(path, CHECKPOINT)
+                return make_folder(path, CHECKPOINT, among)
 
             data = from_first(ranks, make, what=f"make {path}")
 
@@ -267,37 +289,37 @@ def write_draft(draft: Draft, path: Path) -> None:
             # It imports DCP, which is slow: who never saves need not wait for it.
             from fzero.checkpoint._storage import write_pieces
 
-            tensors = write_pieces([*draft.pieces, *more], path / data, ranks.axis)
+            written = write_pieces([*draft.pieces, *more], path / data, ranks.axis)
             module = {**draft.manifest.module, "buffers": own}
-            whole = replace(draft.manifest, data=data, module=module, tensors=tensors)
-            _commit(ranks, path, whole)
+            whole = replace(draft.manifest, data=data, module=module, tensors=written.tensors)
+            _commit(ranks, path, whole, written, alone=not among)
     finally:
-        if ranks.axis.rank == 0 and os.path.isdir(path):  # False for a name that cannot be
+        if ranks.axis.rank == 0 and not among and os.path.isdir(path):  # False for no name
             sweep(path, CHECKPOINT)
 
 
-def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:
-    """Put the manifest, with a digest of every file, in place of the old one, if there is one."""
-    folder, axis = path / manifest.data, ranks.axis
+def _commit(ranks: Ranks, path: Path, manifest: Manifest, written: Written, *, alone: bool) -> None:
+    """Put the manifest, with a digest of every file, in place of the old one, if there is one.
 
-    def listed() -> list[str]:
-        return sorted(file.name for file in folder.iterdir())
+    alone: it names what counts; else it waits in its data folder to be named.
+    """
+    folder = path / manifest.data
+    told = results_of_ranks(ranks, lambda: written.files, what=f"write {folder}")
 
-    names = from_first(ranks, listed, what=f"list {folder}")
-    shares = results_of_ranks(
-        ranks,
-        lambda: {name: digest_of_file(folder / name) for name in names[axis.rank :: axis.size]},
-        what=f"read back {folder} (do all ranks share this file system?)",
-    )
-    digests = {name: value for share in shares for name, value in share.items()}
-    whole = replace(manifest, files={name: digests[name] for name in names})
-
-    def replace_manifest() -> None:
+    def commit() -> None:
+        (folder / SUMS).write_text(json.dumps(written.sums))
+        sync_files([folder / SUMS])
+        for file, fact in ((folder / name, fact) for some in told for name, fact in some.items()):
+            known = written.files.get(file.name) == fact and is_there(file)
+            if not known or file.stat().st_size != fact[0]:
+                raise damaged(file, "is not here as it was written (is it a file system of all?)")
+        there = sorted(file.name for file in folder.iterdir())
+        files = {one: written.files.get(one) or digest_of_file(folder / one) for one in there}
         sync(folder)
-        write_manifest(whole, path)
-        sync(path)
+        write_manifest(replace(manifest, files=files), path, commits=alone)
+        sync(path if alone else folder)
 
-    from_first(ranks, replace_manifest, what=f"write {path}")
+    from_first(ranks, commit, what=f"write {path}")
 
 
 def _copied(values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._pieces import TensorPiece
+from fzero.checkpoint._pieces import TensorPiece, whole_pieces
 from fzero.checkpoint.everywhere import CheckpointError
 from fzero.errors import LayoutError
 from fzero.state import TrainState
@@ -82,9 +82,10 @@ def buffer_pieces(
 ) -> list[TensorPiece]:
     """Return the buffers that `rank` writes: those that differ from rank 0's."""
     return [
-        TensorPiece(name=_name(rank, path), start=0, numel=value.numel(), values=value.reshape(-1))
+        piece
         for path, value in buffers.items()
-        if value.numel() and str(rank) in saved[path]
+        if str(rank) in saved[path]
+        for piece in whole_pieces(_name(rank, path), value)
     ]
 
 

@@ -17,6 +17,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.checkpoint import CheckpointError, load, read_extra, save, save_async
 from fzero.checkpoint import _save as module
+from fzero.checkpoint import _storage
 from fzero.errors import PhaseError
 from tests.checkpoint.forge import full_disk
 from tests.checkpoint.states import ADAM, blank, contents, make, mixed, snapshot, train
@@ -32,10 +33,10 @@ class Gate:
         self.open, self.reached = threading.Event(), threading.Event()
         real = module.write_draft
 
-        def write(draft: Any, path: Any) -> None:
+        def write(*given: Any) -> None:
             self.reached.set()
             assert self.open.wait(60)
-            real(draft, path)
+            real(*given)
 
         monkeypatch.setattr(module, "write_draft", write)
 
@@ -102,7 +103,7 @@ def test_an_error_comes_at_result_or_at_the_next_save(
     state = make(mixed(), stage=0, ranks=0)
     save(tmp_path, state, extra={"which": "old"})
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full_disk)
+        patch.setattr(_storage, "packed", full_disk)
         saving = save_async(tmp_path, state)
         with pytest.raises(CheckpointError, match="disk is full"):
             saving.result(60)
@@ -181,7 +182,7 @@ def _one_rank_cannot(rank: int, size: int, folder: Path) -> list[str]:
     save(folder, state, extra={"which": "old"})
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(torch, "save", full_disk)
+            patch.setattr(_storage, "packed", full_disk)
         saving = save_async(folder, state)
         with pytest.raises(CheckpointError, match="disk is full") as raised:
             saving.result(60)

@@ -59,7 +59,9 @@ def bytes_of(values: Tensor) -> memoryview:
 
 
 def packed(values: Tensor) -> Packed:
-    """Return what is written of 1-D values that fill a storage in host memory."""
+    """Return what is written of 1-D values, wherever they are."""
+    own = bytes_of(values.detach().to("cpu").contiguous())
+    values = torch.frombuffer(own, dtype=torch.uint8).view(values.dtype)  # a storage of its own
     pickled = io.BytesIO()
     _Pickler(pickled, 2).dump(values)
     records = [
@@ -67,21 +69,20 @@ def packed(values: Tensor) -> Packed:
         (b"archive/byteorder", sys.byteorder.encode()),
         (b"archive/version", b"3\n"),
     ]
-    data = bytes_of(values)
-    crc = zlib.crc32(data)
-    facts = _facts(_VALUES, data, crc)
+    crc = zlib.crc32(own)
+    facts = _facts(_VALUES, own, crc)
     filled = HEADER - 30 - len(_VALUES)
     # The filling is an extra field, of the kind that torch.save fills up with.
     head = _local(facts, _VALUES, struct.pack(f"<2sH{filled - 4}x", b"FB", filled - 4))
     table = _central(facts, _VALUES, 0)
-    rest, end = b"", HEADER + len(data)
+    rest, end = b"", HEADER + len(own)
     for name, content in records:
         facts = _facts(name, content, zlib.crc32(content))
         table += _central(facts, name, end + len(rest))
         rest += _local(facts, name) + content
     number = len(records) + 1
     last = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, number, number, len(table), end + len(rest), 0)
-    return Packed(head, data, rest + table + last, crc)
+    return Packed(head, own, rest + table + last, crc)
 
 
 def _facts(name: bytes, content: bytes | memoryview, crc: int) -> bytes:

@@ -35,7 +35,6 @@ from fzero.errors import LayoutError, explain
 from fzero.machine.by_path import all_paths, leaf_paths
 from fzero.state import TrainState
 
-
 _OWN = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
 """The names that an export gives."""
 
@@ -51,8 +50,8 @@ def export_safetensors(
     and rank 0 writes each at once: no rank holds more than its part and one unit.
 
     An earlier export in the folder counts until the new index is put in its place, in one move; its
-    files are removed then, unless somebody imports just now. So the new files have other names where
-    these are taken: model-<8 hex digits>-0000i-of-0000N.safetensors. Other files stay.
+    files are removed then, unless somebody imports just now. So the new files have other names
+    where these are taken: model-<8 hex digits>-0000i-of-0000N.safetensors. Other files stay.
 
     Args:
         folder: where to; it is made if it is not there. Give it a config.json for from_pretrained.

@@ -144,7 +144,7 @@ def read_values(place: Place) -> Tensor:
         if stream.readinto(data) != len(data):
             raise damaged(place.file, "is shorter than it was")
     if not data:
-        return torch.empty(form.shape, dtype=form.dtype)
+        return torch.empty(form.shape, dtype=form.dtype, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(form.dtype).reshape(form.shape)
 
 

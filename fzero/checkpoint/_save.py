@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from fzero.checkpoint._folders import (
     kept,
     make_folder,
     path_everywhere,
+    require_whole,
     sweep,
 )
 from fzero.checkpoint._held import Held, held_by, require_idle
@@ -29,7 +29,7 @@ from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._places import in_each_place, is_in_places, saved_together
 from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
 from fzero.checkpoint._rng import rng_file, rng_text
-from fzero.checkpoint.disk import is_there, sync, sync_files
+from fzero.checkpoint.disk import sync, sync_files
 from fzero.checkpoint.driven import (
     Buffers,
     Driven,
@@ -40,24 +40,20 @@ from fzero.checkpoint.driven import (
 )
 from fzero.checkpoint.everywhere import (
     Ranks,
-    damaged,
     everywhere,
     from_first,
     results_of_ranks,
 )
 from fzero.checkpoint.manifest import (
-    SUMS,
     Manifest,
     as_extra,
     facts_of_state,
     note_texts,
+    require_readable,
     write_manifest,
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
-
-if TYPE_CHECKING:
-    from fzero.checkpoint._storage import Written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +119,7 @@ def save(
         DonatedError: for a used-up one.
         LayoutError: for an empty path, or an `extra` or an optimizer state that cannot be saved.
         AxisError: when the ranks save at different steps or paths.
+        LostRankError: when a rank ended, or its disk took longer than the timeout of the group.
         CheckpointError: when the disk does not take it, or did not take an earlier `save_async`.
 
     Example:
@@ -251,6 +248,7 @@ def draft_of(
     if any_named(held.states[0]):
         told = results_of_ranks(ranks, lambda: texts_here(held), what="prepare the checkpoint")
         note_texts(draft.manifest, (texts for some in told for texts in some))
+    everywhere(ranks, lambda: require_readable(draft.manifest), what="prepare the checkpoint")
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
     assert_same_everywhere([f"step {facts or step}"], ranks.axis, what="the checkpoint")
     return draft
@@ -279,9 +277,7 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
 
             def begin() -> dict[str, tuple[str, int]]:
                 if draft.rng:
-                    file = path / data / rng_file(ranks.axis.rank)
-                    file.write_text(draft.rng)
-                    sync_files([file])
+                    (path / data / rng_file(ranks.axis.rank)).write_text(draft.rng)
                 return facts_of(draft.buffers)
 
             own = differing_buffers(results_of_ranks(ranks, begin, what=f"write {path}"))
@@ -289,37 +285,31 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
             # It imports DCP, which is slow: who never saves need not wait for it.
             from fzero.checkpoint._storage import write_pieces
 
-            written = write_pieces([*draft.pieces, *more], path / data, ranks.axis)
+            tensors, files = write_pieces([*draft.pieces, *more], path / data, ranks)
             module = {**draft.manifest.module, "buffers": own}
-            whole = replace(draft.manifest, data=data, module=module, tensors=written.tensors)
-            _commit(ranks, path, whole, written, alone=not among)
+            whole = replace(draft.manifest, data=data, module=module, tensors=tensors, files=files)
+            _commit(ranks, path, whole, alone=not among)
     finally:
         if ranks.axis.rank == 0 and not among and os.path.isdir(path):  # False for no name
             sweep(path, CHECKPOINT)
 
 
-def _commit(ranks: Ranks, path: Path, manifest: Manifest, written: Written, *, alone: bool) -> None:
+def _commit(ranks: Ranks, path: Path, manifest: Manifest, *, alone: bool) -> None:
     """Put the manifest, with a digest of every file, in place of the old one, if there is one.
 
     alone: it names what counts; else it waits in its data folder to be named.
     """
-    folder = path / manifest.data
-    told = results_of_ranks(ranks, lambda: written.files, what=f"write {folder}")
+    folder, files = path / manifest.data, manifest.files
 
     def commit() -> None:
-        (folder / SUMS).write_text(json.dumps(written.sums))
-        sync_files([folder / SUMS])
-        for file, fact in ((folder / name, fact) for some in told for name, fact in some.items()):
-            known = written.files.get(file.name) == fact and is_there(file)
-            if not known or file.stat().st_size != fact[0]:
-                raise damaged(file, "is not here as it was written (is it a file system of all?)")
-        there = sorted(file.name for file in folder.iterdir())
-        files = {one: written.files.get(one) or digest_of_file(folder / one) for one in there}
-        sync(folder)
-        write_manifest(replace(manifest, files=files), path, commits=alone)
+        require_whole(folder, files, ())  # this rank sees what others have written
+        others = [file for file in sorted(folder.iterdir()) if file.name not in files]
+        sync_files([*others, folder])
+        whole = {**files, **{file.name: digest_of_file(file) for file in others}}
+        write_manifest(replace(manifest, files=whole), path, commits=alone)
         sync(path if alone else folder)
 
-    from_first(ranks, commit, what=f"write {path}")
+    from_first(ranks, commit, what=f"read back {folder} (do all ranks share this file system?)")
 
 
 def _copied(values: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ def blank_buffers(
                 cause="another module.",
                 fix="make the engine from the module that was saved. Nothing was changed.",
             )
-        value = torch.empty(here[path].shape, dtype=here[path].dtype)
+        value = torch.empty(here[path].shape, dtype=here[path].dtype, device="cpu")
         found[path] = value
         if value.numel():
             flat = value.reshape(-1)

@@ -222,7 +222,31 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
             cause="a tensor, an array or another object in it.",
             fix="give a dict of numbers, strings, lists and dicts; x.tolist() of a tensor.",
         ) from error
-    return json.loads(text)
+    return json.loads(text, object_pairs_hook=_apart)
+
+
+def _apart(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of JSON. Raises `LayoutError` where two keys have become one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1)
+        raise LayoutError(
+            f"save: extra has two keys that are {twice!r} in JSON, in one dict.",
+            cause="a number and its text as keys: the keys of JSON are texts.",
+            fix="give keys that are texts, and other ones.",
+        )
+    return found
+
+
+def require_readable(manifest: Manifest) -> None:
+    """Raise `LayoutError` for a manifest that could be written, and never be read."""
+    body = {**manifest.as_json(), "data": f"data-{'0' * 16}"}
+    for wrong in problems(body, MANIFEST_FORM, "the manifest"):
+        raise LayoutError(
+            f"save: {wrong}.",
+            cause="a parameter, buffer or slot with a line break in its name.",
+            fix="give it another name: load would refuse this one. Nothing was written.",
+        )
 
 
 def _state_dict(value: Any) -> Any:

@@ -15,9 +15,8 @@ from torch import nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.checkpoint import CheckpointError, load, read_extra, save, save_async
+from fzero.checkpoint import CheckpointError, _storage, load, read_extra, save, save_async
 from fzero.checkpoint import _save as module
-from fzero.checkpoint import _storage
 from fzero.errors import PhaseError
 from tests.checkpoint.forge import full_disk
 from tests.checkpoint.states import ADAM, blank, contents, make, mixed, snapshot, train

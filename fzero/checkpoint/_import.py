@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._complete import are_alike, make_whole, read_leaves, with_room
+from fzero.checkpoint._complete import are_alike, make_whole, read_leaves, require_equal, with_room
 from fzero.checkpoint._folders import PathLike, as_path, locked, path_everywhere
 from fzero.checkpoint._held import held_by, require_closed
 from fzero.checkpoint._safetensors import (
@@ -114,6 +114,9 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
             _found(places, paths, TensorForm(leaf.shape, leaf.dtype))
             for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
         ]
+        for paths in all_paths(layout):
+            some = [path for path in dict.fromkeys(paths) if path in places]
+            require_equal(where, some, lambda name: read_values(places[name]))
         buffers = {
             name: read_values(_found(places, [name], TensorForm(tuple(x.shape), x.dtype)))
             for name, x in held.buffers.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -36,6 +37,7 @@ from fzero.checkpoint.driven import (
     buffer_pieces,
     differing_buffers,
     facts_of,
+    group_names,
     options_of,
 )
 from fzero.checkpoint.everywhere import (
@@ -45,6 +47,7 @@ from fzero.checkpoint.everywhere import (
     results_of_ranks,
 )
 from fzero.checkpoint.manifest import (
+    GROUPS,
     Manifest,
     as_extra,
     facts_of_state,
@@ -65,6 +68,7 @@ class Draft:
     pieces: list[TensorPiece]
     buffers: Buffers  # of an engine's module
     rng: str  # the random generators of this process; empty: they are not saved
+    groups: list[list[str]]  # of an engine: what is in each of its optimizer's param groups
 
     @property
     def nbytes(self) -> int:
@@ -239,6 +243,7 @@ def draft_of(
             pieces=pieces,
             buffers={name: _copied(x) if copies else x for name, x in held.buffers.items()},
             rng=rng_text() if rng else "",
+            groups=[] if held.engine is None else group_names(held.states[0]),
         )
 
     draft = everywhere(ranks, prepare, what="prepare the checkpoint")
@@ -278,6 +283,8 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
             def begin() -> dict[str, tuple[str, int]]:
                 if draft.rng:
                     (path / data / rng_file(ranks.axis.rank)).write_text(draft.rng)
+                if draft.groups and ranks.axis.rank == 0:
+                    (path / data / GROUPS).write_text(json.dumps(draft.groups))
                 return facts_of(draft.buffers)
 
             own = differing_buffers(results_of_ranks(ranks, begin, what=f"write {path}"))

@@ -29,6 +29,7 @@ from fzero.transforms.kept import entries_of, is_slot, numbers_of, shared_of, tr
 
 MANIFEST, FORMAT = "checkpoint.json", 3
 SUMS = "sums.json"  # in the data folder: the checksum of each chunk
+GROUPS = "groups.json"  # there, too, of an engine: the names in each param group
 LEFT_OUT = ", left out"  # what a manifest says at the end of a frozen leaf that was not saved
 _SHOWN = 8  # differences that an error lists
 _CONVERTED = tuple(f"{x}, {Placement.PARTIAL.value}" for x in ("learning", "all"))

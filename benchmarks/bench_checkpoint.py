@@ -1,6 +1,6 @@
 """Save and load beside torch.distributed.checkpoint (DCP) and torch.save, in one process.
 
-python benchmarks/bench_checkpoint.py [result.json]
+    python benchmarks/bench_checkpoint.py [result.json] [leaves ...]
 
 All of them write the same bytes to one folder, and are called in turn, several times; the best of
 each counts. fzero's checksums are made and looked at; DCP has none. torch.save is not on the disk
@@ -70,8 +70,9 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory() as folder:
         found["seconds"] = _best(_calls(Path(folder), LEAVES, SIDE, SIDE), ROUNDS)
+        print(found, flush=True)
     found["leaves"] = {}
-    for leaves in GROUPS:
+    for leaves in [int(x) for x in sys.argv[2:]] or GROUPS:
         with tempfile.TemporaryDirectory() as folder:
             found["leaves"][leaves] = _best(_calls(Path(folder), leaves, 100), 2)
     found["load at the end"] = os.getloadavg()

@@ -73,13 +73,13 @@ def packed(values: Tensor) -> Packed:
     facts = _facts(_VALUES, own, crc)
     filled = HEADER - 30 - len(_VALUES)
     # The filling is an extra field, of the kind that torch.save fills up with.
-    head = _local(facts, _VALUES, struct.pack(f"<2sH{filled - 4}x", b"FB", filled - 4))
-    table = _central(facts, _VALUES, 0)
+    head = _header(facts, _VALUES, struct.pack(f"<2sH{filled - 4}x", b"FB", filled - 4))
+    table = _entry(facts, _VALUES, 0)
     rest, end = b"", HEADER + len(own)
     for name, content in records:
         facts = _facts(name, content, zlib.crc32(content))
-        table += _central(facts, name, end + len(rest))
-        rest += _local(facts, name) + content
+        table += _entry(facts, name, end + len(rest))
+        rest += _header(facts, name) + content
     number = len(records) + 1
     last = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, number, number, len(table), end + len(rest), 0)
     return Packed(head, own, rest + table + last, crc)
@@ -91,11 +91,11 @@ def _facts(name: bytes, content: bytes | memoryview, crc: int) -> bytes:
     return struct.pack("<4H3LH", 0, 0, 0, _DATE, crc, size, size, len(name))
 
 
-def _local(facts: bytes, name: bytes, extra: bytes = b"") -> bytes:
+def _header(facts: bytes, name: bytes, extra: bytes = b"") -> bytes:
     return struct.pack("<4sH", b"PK\3\4", 20) + facts + struct.pack("<H", len(extra)) + name + extra
 
 
-def _central(facts: bytes, name: bytes, at: int) -> bytes:
+def _entry(facts: bytes, name: bytes, at: int) -> bytes:
     rest = struct.pack("<4H2L", 0, 0, 0, 0, 0, at)
     return struct.pack("<4s2H", b"PK\1\2", 20, 20) + facts + rest + name
 

@@ -222,7 +222,7 @@ def test_data_that_torch_cannot_read_is_refused(
     save(tmp_path, state_of())
     (file,) = tmp_path.glob("data-*/*.distcp")
     file.write_text("no tensors")
-    refused(tmp_path, state_of(), "could not read")
+    refused(tmp_path, state_of(), "its checksum is wrong")
 
 
 def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:

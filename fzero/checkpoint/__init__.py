@@ -8,6 +8,8 @@
         optimizer/<slot>/<leaf>   what the optimizer keeps for each element of it
         buffers/<rank>/<name>     of an engine's module: those of rank 0, and others that differ
     path/data-<id>/rng-<rank>.json    the random generators of each rank
+    path/data-<id>/sums.json          the checksum of each chunk of the files with tensors
+    path/data-<id>/groups.json        of an engine: the names in each param group of its optimizer
     path/.lock                    held by who writes or reads there
 
 The position in the data, and all else that JSON can hold, goes into `extra`.

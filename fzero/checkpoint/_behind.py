@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 
-from fzero.errors import AxisError, explain
+from fzero.errors import AxisError, CheckpointError, explain
 from fzero.ranks.mesh import Axis, Runtime, own_group
 
 _EARLIER: list[AsyncSave] = []
@@ -24,10 +28,16 @@ class AsyncSave:
         self._what = what
         self._future: Future[None] = Future()
         self._asked = False
+        self._process = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its thread is of this process: one that was forked meanwhile has none."""
+        return self._process == os.getpid()
 
     def done(self) -> bool:
         """Return whether it is over, well or not. No collective, and no wait."""
-        return self._future.done()
+        return not self.is_here or self._future.done()
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the checkpoint is there, for `timeout` seconds at most.
@@ -35,7 +45,15 @@ class AsyncSave:
         Raises:
             TimeoutError: if it is not over by then; it goes on.
             CheckpointError: what went wrong, on every rank; what was there before is still there.
+                In a process that was forked meanwhile, always.
         """
+        if not self.is_here:
+            raise CheckpointError(
+                f"{self._what} was begun by process {self._process}; this is {os.getpid()}.",
+                cause="a process that was forked while the save was in flight: it has no thread "
+                "that writes.",
+                fix="ask in the process that began it, which goes on with it.",
+            )
         try:
             self._future.result(timeout)
         except TimeoutError:
@@ -52,8 +70,8 @@ class AsyncSave:
             self._asked = self._asked or self._future.done()
 
     def __repr__(self) -> str:
-        if not self.done():
-            return f"<{self._what}: in flight>"
+        if not self.is_here or not self.done():
+            return f"<{self._what}: in flight{'' if self.is_here else ' elsewhere'}>"
         return f"<{self._what}: {'failed' if self._future.exception() else 'done'}>"
 
 
@@ -62,6 +80,29 @@ def start_thread(run: Callable[[], None], *, what: str) -> AsyncSave:
     handle = run_beside(run, what=what)
     _EARLIER[:] = [handle]
     return handle
+
+
+@atexit.register
+def _say_what_failed() -> None:
+    """End a program with an error, if nobody has heard that its last save failed.
+
+    All threads are over then. Only `os._exit` sets the status of a program that ends; what was
+    registered before this, by torch and Python, has nothing to do for one that fails.
+    """
+    for handle in _EARLIER:
+        if handle.is_here and not handle._asked and (error := handle._future.exception()):
+            traceback.print_exception(error)
+            text = explain(
+                f"{handle._what} failed, and nobody asked for its result.",
+                cause="what is said above; or torch.distributed.destroy_process_group() before the "
+                "save was over.",
+                fix="call result() of what save_async returned before the end. What was saved "
+                "before is still there.",
+            )
+            print(text, file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
 
 def run_beside(run: Callable[[], None], *, what: str) -> AsyncSave:
@@ -82,7 +123,7 @@ def run_beside(run: Callable[[], None], *, what: str) -> AsyncSave:
 
 def wait_for_earlier(*, raises: bool = True) -> None:
     """Wait for a save in flight; raise its error, if nobody has asked for its result."""
-    for handle in list(_EARLIER):
+    for handle in [one for one in _EARLIER if one.is_here]:
         if raises and not handle._asked:
             _EARLIER.clear()
             handle.result()

@@ -1,24 +1,32 @@
 """From a manifest to values: which chunks have the elements of a piece, and reading them.
 
 A chunk is what one rank wrote of one tensor. A rank reads those that its own pieces touch, each
-once, and one at a time.
+once, and one at a time; and what it reads it has checked, for another rank may see another copy.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._container import HEADER, bytes_of
+from fzero.checkpoint._folders import require_digest
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint.disk import regular
-from fzero.checkpoint.manifest import Manifest
+from fzero.checkpoint.disk import read_text, regular
+from fzero.checkpoint.everywhere import damaged
+from fzero.checkpoint.manifest import SUMS, Manifest
+from fzero.errors.json_form import DictForm, natural, problems
+
+Targets = list[tuple[Tensor, int]]
+"""What is filled of a chunk, and with which of its elements first."""
 
 
 class Chunk(NamedTuple):
@@ -40,18 +48,89 @@ def chunks_of(saved: Manifest, piece: TensorPiece) -> Iterator[tuple[Chunk, Tens
             yield chunk, piece.values[low - first : high - first], low - chunk.start
 
 
-def read_pieces(pieces: Sequence[TensorPiece], folder: Path, saved: Manifest) -> None:
-    """Fill the values of pieces from the files of a folder, in which `torch.save` wrote chunks."""
-    wanted: dict[Chunk, list[tuple[Tensor, int]]] = defaultdict(list)
+def tensor_files(saved: Manifest) -> dict[str, list[Chunk]]:
+    """Return the files that have tensors, each with its chunks in their order; by their writers."""
+    found: dict[str, list[Chunk]] = defaultdict(list)
+    for tensor in saved.tensors.values():
+        for chunk in map(Chunk._make, tensor["chunks"]):
+            found[chunk.file].append(chunk)
+    for chunks in found.values():
+        chunks.sort(key=lambda chunk: chunk.offset)
+    return dict(sorted(found.items(), key=lambda item: (len(item[0]), item[0])))
+
+
+def read_pieces(
+    pieces: Sequence[TensorPiece],
+    folder: Path,
+    saved: Manifest,
+    share: tuple[int, int] = (0, 2**62),
+) -> None:
+    """Fill the values of pieces from the files of a folder, and check all that is read.
+
+    share: which part of how many this rank checks of all that is there, whether it is read or not.
+
+    Raises `CheckpointError` for a file that is not what was written.
+    """
+    wanted: dict[Chunk, Targets] = defaultdict(list)
     for piece in pieces:
         for chunk, target, at in chunks_of(saved, piece):
             wanted[chunk].append((target, at))
-    in_order = sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset))
-    for file, chunks in groupby(in_order, key=lambda chunk: chunk.file):
-        with open(folder / file, "rb", opener=regular) as stream:
-            for chunk in chunks:
-                stream.seek(chunk.offset)
-                data = io.BytesIO(stream.read(chunk.length))
-                values = torch.load(data, map_location="cpu", weights_only=True)
-                for target, at in wanted[chunk]:
-                    target.copy_(values.narrow(0, at, target.numel()))
+    sums = _sums(folder, saved)
+    for number, (name, chunks) in enumerate(tensor_files(saved).items()):
+        file, checks = folder / name, number % share[1] == share[0]
+        if not checks and wanted.keys().isdisjoint(chunks):
+            continue
+        if name not in sums:  # saved by a version that kept the checksum of whole files only
+            require_digest(file, saved.files[name])
+        elif len(sums[name]) != len(chunks):
+            raise damaged(file, f"has {len(chunks)} chunks, and checksums of {len(sums[name])}")
+        crc = 0
+        with open(file, "rb", opener=regular) as stream:
+            for chunk, after in zip(chunks, sums.get(name, [-1] * len(chunks)), strict=True):
+                if checks or chunk in wanted:
+                    stream.seek(chunk.offset)
+                    if after < 0:
+                        _unpickle(stream, chunk, wanted.get(chunk, []))
+                    elif _read(stream, chunk, wanted.get(chunk, []), crc) != after:
+                        raise damaged(file, "is not what was written: its checksum is wrong")
+                crc = after
+
+
+def _sums(folder: Path, saved: Manifest) -> dict[str, list[int]]:
+    """Return the crc32 of each file from its begin to the end of each of its chunks."""
+    if SUMS not in saved.files:
+        return {}
+    require_digest(folder / SUMS, saved.files[SUMS])
+    found = json.loads(read_text(folder / SUMS))
+    for wrong in problems(found, DictForm(others=[natural]), "the file"):
+        raise damaged(folder / SUMS, f"is not what was written: {wrong}")
+    return found
+
+
+def _read(stream: BinaryIO, chunk: Chunk, targets: Targets, crc: int) -> int:
+    """Fill the targets; return the crc32 of the file at the end of the chunk, from that before."""
+    if not targets:
+        return zlib.crc32(stream.read(chunk.length), crc)
+    whole, at = targets[0]
+    alone = len(targets) == 1 and at == 0 and whole.numel() == chunk.numel
+    if not alone or whole.device.type != "cpu" or not whole.is_contiguous():
+        whole = torch.empty(chunk.numel, dtype=whole.dtype, device="cpu")
+    data = bytes_of(whole)
+    crc = zlib.crc32(stream.read(HEADER), crc)
+    if stream.readinto(data) != len(data):  # type: ignore[attr-defined]
+        return -1
+    rest = stream.read(max(chunk.length - HEADER - len(data), 0))
+    if whole is not targets[0][0]:
+        _fill(targets, whole)
+    return zlib.crc32(rest, zlib.crc32(data, crc))
+
+
+def _unpickle(stream: BinaryIO, chunk: Chunk, targets: Targets) -> None:
+    data = io.BytesIO(stream.read(chunk.length))
+    if targets:
+        _fill(targets, torch.load(data, map_location="cpu", weights_only=True))
+
+
+def _fill(targets: Targets, values: Tensor) -> None:
+    for target, at in targets:
+        target.copy_(values.narrow(0, at, target.numel()))

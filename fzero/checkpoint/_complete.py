@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.checkpoint._held import Held
 from fzero.checkpoint._room import NewState, finished_room, zeros_where
-from fzero.errors import explain
+from fzero.errors import LayoutError, explain
 from fzero.machine.packing import leaf_ranges, part_of, shard_of
 from fzero.machine.parts import gather_parts_in_place
 from fzero.ranks.mesh import axis_index
@@ -136,6 +136,17 @@ def read_leaves(
                     whole = setup.layout.leaves[own.leaf].stored(values(own.leaf, one.name))
                     whole = whole if codec is None else codec.row_of(whole.float())
                     own.of(shard).copy_(whole[own.start : own.stop])
+
+
+def require_equal(where: object, names: Sequence[str], values: Callable[[str], Tensor]) -> None:
+    """Raise `LayoutError` where files have several values for one tied parameter."""
+    for name in names[1:]:
+        if not torch.equal(values(names[0]), values(name)):
+            raise LayoutError(
+                f"{where} has one value for {names[0]} and another for {name}.",
+                cause="a model that ties them, and a checkpoint of one that did not.",
+                fix="load it into a model that does not tie them. Nothing was changed.",
+            )
 
 
 def are_alike(saved: torch.dtype, own: torch.dtype) -> bool:

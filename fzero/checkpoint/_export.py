@@ -4,30 +4,39 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Set
+import re
+import secrets
+import warnings
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._folders import PathLike, path_everywhere
+from fzero.checkpoint._folders import PathLike, locked, path_everywhere
 from fzero.checkpoint._held import Held, held_by, whole_leaves
 from fzero.checkpoint._safetensors import (
     INDEX,
+    SINGLE,
     Place,
     TensorForm,
     begin_file,
+    places_in,
     split_files,
     write_values,
 )
-from fzero.checkpoint.disk import is_there, sync_files
+from fzero.checkpoint.disk import is_there, put_text, sync, sync_files
 from fzero.checkpoint.driven import Driven, buffers_of
-from fzero.checkpoint.everywhere import written_by_first
+from fzero.checkpoint.everywhere import CheckpointError, written_by_first
 from fzero.collectives import assert_same_everywhere
-from fzero.errors import LayoutError
+from fzero.errors import LayoutError, explain
 from fzero.machine.by_path import all_paths, leaf_paths
 from fzero.state import TrainState
+
+_OWN = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
+"""The names that an export gives."""
 
 
 def export_safetensors(
@@ -40,7 +49,9 @@ def export_safetensors(
     `model.safetensors.index.json` says which file has what. Parameters are gathered unit by unit,
     and rank 0 writes each at once: no rank holds more than its part and one unit.
 
-    Files of an earlier export are replaced when all is written, and until then they stay.
+    An earlier export in the folder counts until the new index is put in its place, in one move; its
+    files are removed then, unless somebody imports just now. So the new files have other names
+    where these are taken: model-<8 hex digits>-0000i-of-0000N.safetensors. Other files stay.
 
     Args:
         folder: where to; it is made if it is not there. Give it a config.json for from_pretrained.
@@ -78,29 +89,36 @@ def export_safetensors(
     forms |= {name: TensorForm(tuple(x.shape), x.dtype) for name, x in buffers.items()}
 
     places: dict[str, Place] = {}
+    until_written = ExitStack()
 
     def begin(partial: Path) -> None:
         _require_bound(max_shard_bytes)
         if ranks.axis.rank == 0:
+            where.mkdir(parents=True, exist_ok=True)
+            until_written.enter_context(locked(where, alone=False, file=""))
+            is_there(where / INDEX)
+            for old in where.iterdir():
+                if _OWN.fullmatch(old.name):
+                    is_there(old)
+            _warn_of_single(where)
             places.update(_begun(partial, forms, max_shard_bytes))
-            for new in partial.iterdir():
-                is_there(where / new.name)
-            for old in where.glob("model*.safetensors"):
-                is_there(old)
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for number, value in whole_parameters(held):
             yield names[number], value
         yield from buffers.items()
 
-    written_by_first(
-        ranks,
-        where,
-        begin=begin,
-        values=values(),
-        write=lambda _, named: write_values(places[named[0]], named[1]),
-        finish=lambda partial: _put_in_place(partial, where),
-    )
+    with until_written:
+        written_by_first(
+            ranks,
+            where,
+            begin=begin,
+            values=values(),
+            write=lambda _, named: write_values(places[named[0]], named[1]),
+            finish=lambda partial: _put_in_place(partial, where, places),
+        )
+    if ranks.axis.rank == 0:
+        _remove_others(where)
 
 
 def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> dict[str, Tensor]:
@@ -183,27 +201,61 @@ def _begun(partial: Path, forms: Mapping[str, TensorForm], max_bytes: int) -> di
     partial.mkdir(parents=True)
     shards = split_files(forms, max_bytes)
     places: dict[str, Place] = {}
-    file_of = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         places |= begin_file(partial / file, {name: forms[name] for name in names})
-        file_of |= dict.fromkeys(names, file)
-    total = sum(form.nbytes for form in forms.values())
-    index = {"metadata": {"total_size": total}, "weight_map": file_of}
-    (partial / INDEX).write_text(json.dumps(index, indent=2))
-    return places
+    return {name: places[name] for name in forms}
 
 
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """Replace an earlier export. Without its index nobody reads files of both."""
-    new = {file.name for file in partial.iterdir()}
-    sync_files(partial.iterdir())
-    (folder / INDEX).unlink(missing_ok=True)
-    for old in folder.glob("model*.safetensors"):
-        if old.name not in new:
-            old.unlink()
-    for name in sorted(new, key=lambda name: name == INDEX):
-        os.replace(partial / name, folder / name)
+def _put_in_place(partial: Path, folder: Path, places: Mapping[str, Place]) -> None:
+    """Give the files names that nothing has, and then let the index name them."""
+    new = sorted(partial.iterdir())
+    sync_files(new)
+    names = _free_names(folder, [file.name for file in new])
+    for file in new:
+        os.replace(file, folder / names[file.name])
+    sync(folder)
+    index = {
+        "metadata": {"total_size": sum(place.form.nbytes for place in places.values())},
+        "weight_map": {name: names[place.file.name] for name, place in places.items()},
+    }
+    put_text(folder / INDEX, json.dumps(index, indent=2), through=partial / INDEX)
+    sync(folder)
+
+
+def _free_names(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """Return the names to give files, each taken by an empty file: two exports never have one."""
+    taken: list[Path] = []
+    try:
+        for name in names:
+            (folder / name).open("xb").close()
+            taken.append(folder / name)
+        return {name: name for name in names}
+    except FileExistsError:
+        for file in taken:
+            file.unlink()
+    mark = secrets.token_hex(4)
+    return {name: name.replace("model-", f"model-{mark}-", 1) for name in names}
+
+
+def _remove_others(folder: Path) -> None:
+    """Remove the files of earlier exports, if nobody exports or imports; what cannot be, stays."""
+    with locked(folder, alone=True, file="") as alone, suppress(OSError, CheckpointError):
+        named = {place.file for place in places_in(folder).values()} if alone else set[Path]()
+        for old in folder.iterdir() if alone else ():
+            if _OWN.fullmatch(old.name) and old not in named:
+                old.unlink()
+
+
+def _warn_of_single(folder: Path) -> None:
+    if is_there(folder / SINGLE):
+        text = explain(
+            f"export_safetensors: there is a {SINGLE} in {folder}, which stays.",
+            cause="a folder of save_pretrained with one file.",
+            fix=f"remove {SINGLE}: from_pretrained of transformers reads it, and not the export. "
+            "Or give another folder.",
+        )
+        warnings.warn(text, UserWarning, stacklevel=2)
 
 
 def _require_bound(max_shard_bytes: int) -> None:

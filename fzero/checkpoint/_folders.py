@@ -14,14 +14,14 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from fzero.checkpoint.disk import is_there, regular
 from fzero.checkpoint.everywhere import CheckpointError, Ranks, damaged, everywhere
-from fzero.checkpoint.manifest import MANIFEST, read_manifest
+from fzero.checkpoint.manifest import MANIFEST, manifest_file, read_manifest
 from fzero.errors import LayoutError
 
 PathLike = str | os.PathLike[str]
@@ -34,7 +34,7 @@ class Kind(NamedTuple):
 
     manifest: str  # the name of its manifest
     data: str  # how the names of its data folders begin
-    named: Callable[[Path], str]  # path -> the data folder that the manifest there names
+    named: Callable[[Path], str]  # path -> the data folder that counts; "" where there is none
 
     @property
     def names(self) -> re.Pattern[str]:
@@ -42,13 +42,19 @@ class Kind(NamedTuple):
         return re.compile(f"{self.data}-[0-9a-f]{{16}}")
 
 
-CHECKPOINT = Kind(MANIFEST, "data", lambda path: read_manifest(path).data)
+def _named(path: Path) -> str:
+    """Return the data folder that counts at a path; "" where there is none yet."""
+    return read_manifest(path).data if manifest_file(path).exists() else ""
+
+
+CHECKPOINT = Kind(MANIFEST, "data", _named)
 
 
 def as_path(name: str, path: PathLike) -> Path:
     """Return the path of a folder. Raises `LayoutError` for what is none. `name`: of the call.
 
-    An empty text is none: as a folder, it would be the current one.
+    An empty text is none: as a folder, it would be the current one. A relative path is made
+    absolute, so that a program may change its folder while something is on its way.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if not (isinstance(text, str) and text):
@@ -60,7 +66,7 @@ def as_path(name: str, path: PathLike) -> Path:
             fix=f"fzero.checkpoint.{name}(path, ...) takes the folder of the checkpoint first, as "
             'a text or a pathlib.Path; "." is the current one.',
         )
-    return Path(text)
+    return Path(text).absolute()
 
 
 def path_everywhere(ranks: Ranks, name: str, path: PathLike) -> Path:
@@ -81,13 +87,18 @@ def kept(path: Path, *, makes: Kind | None = None) -> Iterator[None]:
         is_there(path / makes.manifest)  # before anything is written that would end in its place
         with open(path / LOCK, "ab", opener=regular):
             pass
-    with _locked(path, alone=False):
+    with locked(path, alone=False):
         yield
 
 
-def make_folder(path: Path, kind: Kind) -> str:
-    """Make a data folder of a new name in a path that is kept; return the name."""
-    data = f"{kind.data}-{secrets.token_hex(8)}"
+def new_name(kind: Kind) -> str:
+    """Return a name of a data folder that nobody else has."""
+    return f"{kind.data}-{secrets.token_hex(8)}"
+
+
+def make_folder(path: Path, kind: Kind, name: str = "") -> str:
+    """Make a data folder in a path that is kept, of a new name or a given one; return the name."""
+    data = name or new_name(kind)
     (path / data).mkdir()
     return data
 
@@ -101,16 +112,18 @@ def digest_of_file(file: Path) -> list[int]:
     return [size, crc]
 
 
-def require_whole(folder: Path, files: dict[str, list[int]], rank: int, ranks: int) -> None:
-    """Raise `CheckpointError` if a file is not what was written, or lies elsewhere.
+def require_whole(
+    folder: Path, files: dict[str, list[int]], reads: Container[str] | None = None
+) -> None:
+    """Raise `CheckpointError` if a file is not there, or has another size, or lies elsewhere.
 
-    Every rank looks for every file, and the ranks share the reading.
+    reads: of which files the checksums are looked at; by default of all.
     """
     if folder.is_symlink():
         raise damaged(folder, "is a link: it would be read from elsewhere")
     if folder.exists() and not folder.is_dir():
         raise damaged(folder, "is no folder")
-    for number, (name, wanted) in enumerate(files.items()):
+    for name, wanted in files.items():
         file = folder / name
         if file.is_symlink():
             raise damaged(file, "is a link: it would be read from elsewhere")
@@ -119,33 +132,46 @@ def require_whole(folder: Path, files: dict[str, list[int]], rank: int, ranks: i
         size = file.stat().st_size
         if size != wanted[0]:
             raise damaged(file, f"has {size:,} bytes, {wanted[0]:,} were written")
-        if number % ranks == rank and digest_of_file(file) != wanted:
-            raise damaged(file, "is not what was written: its checksum is wrong")
+        if reads is None or name in reads:
+            require_digest(file, wanted)
+
+
+def require_digest(file: Path, wanted: list[int]) -> None:
+    """Raise `CheckpointError` unless a file has the bytes and the checksum that were written."""
+    if digest_of_file(file) != wanted:
+        raise damaged(file, "is not what was written: its checksum is wrong")
 
 
 def sweep(path: Path, kind: Kind) -> None:
-    """Remove the data folders that the manifest at `path` does not name, if nobody is there."""
-    with _locked(path, alone=True) as alone:
-        if not alone:
-            return
-        try:
-            named = kind.named(path) if (path / kind.manifest).exists() else ""
-        except CheckpointError:
-            return  # nobody knows which of them is good
-        for folder in path.iterdir():
-            is_one = kind.names.fullmatch(folder.name)
-            if is_one and not folder.is_symlink() and folder.name != named:
-                shutil.rmtree(folder, ignore_errors=True)
+    """Remove the data folders that the manifest at `path` does not name, if nobody is there.
+
+    What cannot be removed stays: it is no part of a checkpoint, and a later sweep looks again.
+    """
+    with locked(path, alone=True) as alone, suppress(OSError, CheckpointError):
+        remove_data(path, kind, kind.named(path) if alone else None)
+
+
+def remove_data(path: Path, kind: Kind, named: str | None) -> None:
+    """Remove all data folders at a path but one; for None nobody knows which of them is good."""
+    for folder in path.iterdir() if named is not None else ():
+        is_one = kind.names.fullmatch(folder.name)
+        if is_one and not folder.is_symlink() and folder.name != named:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
-def _locked(path: Path, *, alone: bool) -> Iterator[bool]:
-    """Lock a path; say whether it is locked. A shared lock waits for a removal to be over."""
+def locked(path: Path, *, alone: bool, file: str = LOCK) -> Iterator[bool]:
+    """Lock a path; say whether it is locked. A shared lock waits for a removal to be over.
+
+    file: that has the lock; "": the folder itself.
+    """
     import fcntl  # not on Windows, where fzero can be imported all the same
 
     is_locked, held = False, None
     try:
-        held = regular(os.fspath(path / LOCK), os.O_RDWR if alone else os.O_RDONLY)
+        flags = os.O_RDWR if alone and file else os.O_RDONLY
+        place = os.fspath(path / file)
+        held = regular(place, flags) if file else os.open(place, flags)
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB if alone else fcntl.LOCK_SH)
         is_locked = True
     except CheckpointError:

@@ -9,6 +9,17 @@ from fzero.transforms.kept import FACTS, NUMBERS
 
 DATA = re.compile(r"data-[0-9a-f]{16}")
 
+PLACE = re.compile(r"[^=,]+=[0-9]+of[0-9]+(,[^=,]+=[0-9]+of[0-9]+)*")
+"""The name of the folder of one place of a mesh."""
+
+
+def _is_data(value: object) -> bool:
+    return isinstance(value, str) and DATA.fullmatch(value) is not None
+
+
+COMMIT_FORM = DictForm(must={"data": _is_data, "places": [text]})
+"""The body of checkpoint-<axes>.json, which says what all places of a mesh have saved together."""
+
 _CHUNK = (natural, integer(1, 2**63), text, natural, natural)
 MANIFEST_FORM = DictForm(
     must={
@@ -31,7 +42,7 @@ MANIFEST_FORM = DictForm(
             }
         ),
         "tensors": DictForm(others=DictForm(must={"dtype": text, "chunks": [_CHUNK]})),
-        "data": lambda x: isinstance(x, str) and DATA.fullmatch(x) is not None,
+        "data": _is_data,
         # No folder, not . and not ..
         "files": DictForm(
             others=(natural, integer(0, 2**32)),

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._complete import are_alike, make_whole, read_leaves, with_room
-from fzero.checkpoint._folders import PathLike, as_path, path_everywhere
+from fzero.checkpoint._complete import are_alike, make_whole, read_leaves, require_equal, with_room
+from fzero.checkpoint._folders import PathLike, as_path, locked, path_everywhere
 from fzero.checkpoint._held import held_by, require_closed
-from fzero.checkpoint._safetensors import Place, TensorForm, places_in, read_values
-from fzero.checkpoint.everywhere import everywhere
+from fzero.checkpoint._safetensors import (
+    Place,
+    TensorForm,
+    places_in,
+    read_index,
+    read_values,
+)
+from fzero.checkpoint.everywhere import everywhere, from_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.by_path import all_paths
@@ -92,15 +99,24 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
     where = path_everywhere(held.processes, "import_safetensors", folder)
     assert_same_everywhere([f"path {where}"], held.processes.axis, what="the import")
 
-    def read() -> tuple[list[TrainState], dict[str, Tensor]]:
+    until_read = ExitStack()
+
+    def begin() -> dict[str, str]:
+        until_read.enter_context(locked(where, alone=False, file=""))
+        return read_index(where)
+
+    def read(index: dict[str, str]) -> tuple[list[TrainState], dict[str, Tensor]]:
         for one in held.states:
             require_closed(one)
-        places = places_in(where)
+        places = places_in(where, index)
         layout = held.setup.layout
         found = [
             _found(places, paths, TensorForm(leaf.shape, leaf.dtype))
             for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
         ]
+        for paths in all_paths(layout):
+            some = [path for path in dict.fromkeys(paths) if path in places]
+            require_equal(where, some, lambda name: read_values(places[name]))
         buffers = {
             name: read_values(_found(places, [name], TensorForm(tuple(x.shape), x.dtype)))
             for name, x in held.buffers.items()
@@ -111,8 +127,10 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
         read_leaves(held, made, has_values, lambda leaf, _: read_values(found[leaf]))
         return made, buffers
 
-    with torch.no_grad():
-        states, buffers = everywhere(held.processes, read, what=f"read {where}")
+    with torch.no_grad(), until_read:
+        what = f"read {where}"
+        index = from_first(held.processes, begin, what=what)  # the same one on all ranks
+        states, buffers = everywhere(held.processes, lambda: read(index), what=what)
         make_whole(held, states, has_values)
         return held.returned(states, buffers)
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._pieces import BLOCK_NUMEL, OwnShard, TensorPiece, blocks, cut_shards
+from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards, whole_pieces
 from fzero.errors import CheckpointError, LayoutError
 from fzero.machine.by_path import leaf_paths
 from fzero.machine.packing import part_of
@@ -124,13 +124,6 @@ def pieces_of(
         if writes(setup, entry, key, rank, shared=shared):
             own = str(rank) if entry.placement is Placement.PARTIAL else ""
             yield from whole_pieces("/".join(filter(None, (name, own, key))), x)
-
-
-def whole_pieces(name: str, x: Tensor) -> Iterator[TensorPiece]:
-    """Yield all of a tensor."""
-    flat = x.reshape(-1)
-    for start, stop in blocks(0, flat.numel(), BLOCK_NUMEL):
-        yield TensorPiece(name=name, start=start, numel=flat.numel(), values=flat[start:stop])
 
 
 def writes(setup: Setup, entry: Entry, key: str, rank: int, *, shared: bool = False) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,15 +12,15 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._chunks import read_pieces
+from fzero.checkpoint._chunks import read_pieces, tensor_files
 from fzero.checkpoint._complete import completed
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._places import (
-    folder_to_read,
     in_each_place,
     is_in_places,
+    read_together,
     require_one_step,
 )
 from fzero.checkpoint._rng import rng_file, rng_setter
@@ -29,12 +30,14 @@ from fzero.checkpoint.driven import (
     Buffers,
     Driven,
     blank_buffers,
+    options_by_name,
     require_options,
     set_buffers,
     set_options,
 )
-from fzero.checkpoint.everywhere import everywhere, from_first
+from fzero.checkpoint.everywhere import damaged, everywhere, from_first
 from fzero.checkpoint.manifest import (
+    GROUPS,
     MANIFEST,
     Manifest,
     facts_of_state,
@@ -44,6 +47,7 @@ from fzero.checkpoint.manifest import (
     require_tensors,
 )
 from fzero.collectives import assert_same_everywhere
+from fzero.errors.json_form import problems, text
 from fzero.state import TrainState
 from fzero.transforms.kept import APART, require_facts
 from fzero.transforms.written import returned
@@ -58,6 +62,7 @@ class LoadPlan:
     rooms: list[NewState]  # of each of its ranks
     pieces: list[TensorPiece]  # views of them, and of `buffers`
     buffers: Buffers  # of an engine's module
+    options: list[dict[str, Any]]  # of an engine's param groups
     set_rng: Callable[[], None] | None
 
 
@@ -143,8 +148,25 @@ def load_with_extra(
         {'samples_seen': 1024}
     """
     wait_for_earlier(raises=False)
-    if is_in_places(state):
-        return _from_places(path, state, rng=rng)
+    if not is_in_places(state):
+        return _read(path, state, rng=rng)
+    extra: dict[str, Any] = {}
+    with read_together(path, state.mesh) as place_of:
+
+        def read(place: str, one: TrainState) -> TrainState:
+            where, data = place_of(place)
+            made, found = _read(where, one, data, rng=rng)
+            extra.update(found)
+            return made
+
+        made: Any = require_one_step(in_each_place("load", state, read))
+    return made, extra
+
+
+def _read(
+    path: PathLike, state: Thing, data: str = "", *, rng: bool = True
+) -> tuple[Thing, dict[str, Any]]:
+    """Load one checkpoint. data: the name of its data folder, where others of its save name it."""
     held = held_by("load", state, apart=True)
     ranks = held.processes
     where = path_everywhere(ranks, "load", path)
@@ -153,41 +175,33 @@ def load_with_extra(
 
         def begin() -> Manifest:
             until_read.enter_context(kept(where))
-            return read_manifest(where)
+            return read_manifest(where, data)
 
         saved = from_first(ranks, begin, what=f"read {where}")
         folder, axis = where / saved.data, ranks.axis
 
         def prepare() -> LoadPlan:
-            require_whole(folder, saved.files, axis.rank, axis.size)
-            file = folder / rng_file(axis.rank)
-            text = read_text(file) if rng and file.name in saved.files else None
-            plan = planned(held, saved, where, rng=text)
+            file, tensors = folder / rng_file(axis.rank), tensor_files(saved)
+            others = [name for name in saved.files if name not in tensors]
+            mine = [*others[axis.rank :: axis.size], file.name, GROUPS]
+            require_whole(folder, saved.files, mine)
+            numbers = read_text(file) if rng and file.name in saved.files else None
+            plan = planned(held, saved, where, rng=numbers, groups=_groups_in(folder, saved))
             require_tensors(saved, plan.pieces, where / MANIFEST)
             return plan
 
         with torch.no_grad():
             plan = everywhere(ranks, prepare, what=f"read {where}")
             everywhere(
-                ranks, lambda: read_pieces(plan.pieces, folder, saved), what=f"read {folder}"
+                ranks,
+                lambda: read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size)),
+                what=f"read {folder}",
             )
             made: Any = finished(held, saved, plan)
     is_state: bool = isinstance(made, TrainState)
     if is_state:
         returned(made)
     return made, saved.extra
-
-
-def _from_places(path: PathLike, state: Any, *, rng: bool) -> tuple[Any, dict[str, Any]]:
-    extra: dict[str, Any] = {}
-
-    def read(place: str, one: TrainState) -> TrainState:
-        where = folder_to_read(path, state.mesh, place)
-        made, found = load_with_extra(where, one, rng=rng)
-        extra.update(found)
-        return made
-
-    return require_one_step(in_each_place("load", state, read)), extra
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:
@@ -226,18 +240,38 @@ def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
     with kept(where):
         saved = read_manifest(where)
         same = saved.origin["ranks"] == size
-        require_options(engine.optimizer, saved.module["options"])
+        groups = _groups_in(where / saved.data, saved)
+        options = options_by_name(saved.module["options"], groups, engine.state)
+        require_options(engine.optimizer, options)
         buffers, pieces = blank_buffers(engine.module, saved.module["buffers"], rank, same)
         require_tensors(saved, pieces, where / MANIFEST)
         read_pieces(pieces, where / saved.data, saved)
     set_buffers(engine.module, buffers)
-    set_options(engine.optimizer, saved.module["options"])
+    set_options(engine.optimizer, options)
 
 
-def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> LoadPlan:
+def _groups_in(folder: Path, saved: Manifest) -> list[list[str]]:
+    """Return the names in each param group; none of a state, or of a version before these were."""
+    if GROUPS not in saved.files:
+        return []
+    found = json.loads(read_text(folder / GROUPS))
+    for wrong in problems(found, [[text]], "the file"):
+        raise damaged(folder / GROUPS, f"is not what was written: {wrong}")
+    return found
+
+
+def planned(
+    held: Held,
+    saved: Manifest,
+    where: Path,
+    *,
+    rng: str | None,
+    groups: Sequence[Sequence[str]] = (),
+) -> LoadPlan:
     """Check a manifest against the states, and allocate what is read. Reads no tensor.
 
-    where: it was read from. rng: the random generators of this rank; None: they stay.
+    where: it was read from. rng: the random generators of this rank; None: they stay. groups: the
+    names in each param group that was saved.
     """
     for one in held.states:
         require_closed(one)
@@ -245,12 +279,13 @@ def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> Loa
     if (facts := saved.origin.get(APART)) is not None:
         require_facts(held.states[0], facts, where, "load")
     axis, engine = held.processes.axis, held.engine
-    buffers, pieces = {}, []
+    buffers, pieces, options = {}, [], []
     if engine is not None:
+        options = options_by_name(saved.module["options"], groups, held.states[0])
         same = saved.origin["ranks"] == axis.size
         found = saved.module["buffers"]
         buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
-        require_options(engine.optimizer, saved.module["options"])
+        require_options(engine.optimizer, options)
     frozen = not leaves_out(saved)
     rooms = [
         room_for(one.without_gradients(), saved, rank, frozen=frozen)
@@ -259,7 +294,7 @@ def planned(held: Held, saved: Manifest, where: Path, *, rng: str | None) -> Loa
     warn_of(rooms, saved, where, "load")
     pieces += [piece for room in rooms for piece in room.pieces]
     set_rng = None if rng is None else rng_setter(rng, where)
-    return LoadPlan(rooms=rooms, pieces=pieces, buffers=buffers, set_rng=set_rng)
+    return LoadPlan(rooms=rooms, pieces=pieces, buffers=buffers, options=options, set_rng=set_rng)
 
 
 @torch.no_grad()
@@ -267,7 +302,7 @@ def finished(held: Held, saved: Manifest, plan: LoadPlan) -> Any:
     """Return the state or engine with what was read into the pieces of a plan. A collective."""
     made = held.returned(completed(held, plan.rooms), plan.buffers)
     if held.engine is not None:
-        set_options(held.engine.optimizer, saved.module["options"])
+        set_options(held.engine.optimizer, plan.options)
     if plan.set_rng is not None:
         plan.set_rng()
     return made

@@ -164,7 +164,7 @@ def _memories(home: Home, copies: Sequence[HostCopy], names: set[str]) -> Mappin
         if sender == home.rank:
             sent.append((to, mapped(home.folder / one.label.name)[: one.nbytes]))
         if to == home.rank:
-            memories[one.label.name] = torch.empty(one.nbytes, dtype=torch.uint8)
+            memories[one.label.name] = torch.empty(one.nbytes, dtype=torch.uint8, device="cpu")
             got.append((sender, memories[one.label.name]))
     exchange_beside(sent, got, home.beside.axis)
     return memories

@@ -8,15 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.checkpoint.driven import plain_options, require_options
+from fzero.checkpoint.driven import options_by_name, plain_options, require_options
 from fzero.checkpoint.everywhere import CheckpointError, damaged
+from fzero.state import TrainState
 from fzero.state.setup import ParamGroups
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how it computes, not what
 
 
 def options_for(
-    file: Path, found: Mapping[str, Any], here: ParamGroups
+    file: Path, found: Mapping[str, Any], here: ParamGroups, state: TrainState
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the options to set in the instance, group by group; and which differ of a rule.
 
@@ -30,6 +31,10 @@ def options_for(
     saved = found.get("param_groups")
     if not isinstance(saved, list) or not all(isinstance(one, dict) for one in saved):
         raise damaged(file, f"has no list of param_groups, but {saved!r:.80}")
+    theirs = [one.get("param_names") for one in saved]
+    if all(isinstance(names, list) for names in theirs):
+        plain = [{k: x for k, x in one.items() if not k.startswith("param")} for one in saved]
+        saved = options_by_name(plain, theirs, state)
     if len(saved) != len(here.options):
         if here.instance is None:
             return [], [f"{len(saved)} param groups, {len(here.options)} here"]

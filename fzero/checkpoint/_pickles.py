@@ -80,7 +80,8 @@ def read_pickle(file: Path) -> Any:
 def write_pickle(file: Path, value: Any) -> None:
     """Write a new file. Who gives it its place has its bytes on the disk before."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(value, file)
+    with open(file, "wb") as stream:  # whose error says why; torch's own does not
+        torch.save(value, stream)
 
 
 def require_dense(file: Path, value: Any) -> Tensor:

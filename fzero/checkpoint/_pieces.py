@@ -59,6 +59,13 @@ def cut_shards(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[TensorPie
                 yield TensorPiece(name=name, start=start, numel=numel, values=block)
 
 
+def whole_pieces(name: str, x: Tensor) -> Iterator[TensorPiece]:
+    """Yield all of a tensor."""
+    flat = x.reshape(-1)
+    for start, stop in blocks(0, flat.numel(), BLOCK_NUMEL):
+        yield TensorPiece(name=name, start=start, numel=flat.numel(), values=flat[start:stop])
+
+
 def blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
     """Cut low..high at the multiples of `size`; nothing if it is empty."""
     while low < high:

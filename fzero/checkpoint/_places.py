@@ -1,18 +1,45 @@
-"""States on a part of a mesh: a checkpoint for each place along its other axes, "expert=1of4"."""
+"""States on a part of a mesh: a checkpoint for each place along its other axes, "expert=1of4".
+
+    path/checkpoint-expert.json       names the data folder of all places: what was saved together
+    path/expert=1of4/data-<id>/       with the manifest of this place in it
+    path/expert=1of4/checkpoint.json  a copy of that manifest, for who has this folder alone
+
+All places write; then one file is put in place, in one move; then each place is given its copy, and
+what nothing names is removed. Places without such a file have been saved one by one.
+"""
 
 from __future__ import annotations
 
-import re
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from fzero.checkpoint._folders import PathLike, as_path
+from fzero.checkpoint._folders import (
+    CHECKPOINT,
+    LOCK,
+    Kind,
+    PathLike,
+    kept,
+    locked,
+    new_name,
+    path_everywhere,
+    remove_data,
+    sweep,
+)
+from fzero.checkpoint._form import PLACE
 from fzero.checkpoint._held import held_by, stack_of, state_of_rank
+from fzero.checkpoint._sealed import put_sealed
+from fzero.checkpoint.disk import put_text, read_text, sync
 from fzero.checkpoint.everywhere import CheckpointError, Ranks, everywhere, from_first
-from fzero.checkpoint.manifest import MANIFEST
+from fzero.checkpoint.manifest import (
+    MANIFEST,
+    Commit,
+    commit_file,
+    manifest_file,
+    read_commit,
+)
 from fzero.collectives import assert_same_everywhere
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import TrainState
@@ -66,31 +93,72 @@ def _of_stack(state: TrainState, mesh: Axis, do: Do) -> TrainState:
     return stack_of([found[rank] for rank in range(mesh.size)])
 
 
-_PLACE = re.compile(r"[^=,]+=\d+of\d+(,[^=,]+=\d+of\d+)*")
+def _all_ranks(axis: Axis) -> Ranks:
+    """Return the processes of the whole mesh of a part."""
+    mesh = axis.mesh
+    assert mesh is not None
+    return Ranks(axis=mesh if mesh.runtime is Runtime.PROCESSES else Axis(size=1))
+
+
+def _places_of(axis: Axis) -> list[str]:
+    assert axis.mesh is not None
+    return sorted({axis.place_of(rank) for rank in range(axis.mesh.size)})
 
 
 def _of_other_meshes(where: Path, axis: Axis) -> list[str]:
     """Return the places in a folder that the mesh of a part does not have."""
-    mesh = axis.mesh
-    assert mesh is not None
-    own = {axis.place_of(rank) for rank in range(mesh.size)}
     there = {one.parent.name for one in where.glob(f"*/{MANIFEST}")}
-    return sorted(name for name in there - own if _PLACE.fullmatch(name))
+    return sorted(name for name in there - {*_places_of(axis)} if PLACE.fullmatch(name))
 
 
-def remove_others(where: Path, state: TrainState) -> None:
-    """Remove the places of an earlier save on another mesh: all of this one have been written."""
-    mesh = state.mesh.mesh
-    assert mesh is not None
+@contextmanager
+def saved_together(path: PathLike, axis: Axis) -> Iterator[tuple[Path, str]]:
+    """Give (folder, name of the data folder of each place), and commit what the block wrote there.
 
-    def remove() -> None:
-        for name in _of_other_meshes(where, state.mesh):
-            (where / name / MANIFEST).unlink()
-            shutil.rmtree(where / name, ignore_errors=True)
+    A collective of all the mesh. If the block fails, on any rank, what was there still counts.
+    """
+    ranks, places = _all_ranks(axis), _places_of(axis)
+    where = path_everywhere(ranks, "save", path)
+    assert_same_everywhere([f"path {where}"], ranks.axis, what="the checkpoint")
+    file, before = commit_file(where / places[0]), list[str]()
 
-    alone = mesh.runtime is not Runtime.PROCESSES
-    ranks = Ranks(axis=Axis(size=1) if alone else mesh)
-    from_first(ranks, remove, what=f"remove the places of an earlier save in {where}")
+    def commit() -> None:
+        before.extend((read_commit(where / places[0]) or Commit("", [])).places)
+        for name in places:
+            sync(where / name)
+        through = where / places[0] / data / file.name
+        put_sealed(file, "places", Commit(data, places)._asdict(), through=through)
+        sync(where)
+
+    try:
+        with ExitStack() as until_written:
+
+            def begin() -> str:
+                until_written.enter_context(kept(where, makes=Kind(file.name, "data", str)))
+                return new_name(CHECKPOINT)
+
+            data = from_first(ranks, begin, what=f"make {where}")
+            yield where, data
+            from_first(ranks, commit, what=f"write {where}")
+    finally:
+        if ranks.axis.rank == 0 and where.is_dir():
+            with locked(where, alone=True) as alone, suppress(OSError, CheckpointError):
+                _tidy(where, places, before) if alone else None
+
+
+def _tidy(where: Path, places: list[str], before: list[str]) -> None:
+    """Give places their manifests, and remove what an earlier save has left: no more than that."""
+    for name in places:
+        own, copy = manifest_file(where / name), where / name / MANIFEST
+        if own != copy and own.exists():
+            put_text(copy, read_text(own), through=own.with_suffix(".copy"))
+        sweep(where / name, CHECKPOINT)
+    for name in {*before} - {*places}:  # of a mesh of other sizes, which this save has replaced
+        (where / name / MANIFEST).unlink(missing_ok=True)
+        remove_data(where / name, CHECKPOINT, "")
+        (where / name / LOCK).unlink(missing_ok=True)
+        with suppress(OSError):  # there is something of others in it
+            (where / name).rmdir()
 
 
 def require_one_step(state: TrainState) -> TrainState:
@@ -111,25 +179,42 @@ def require_one_step(state: TrainState) -> TrainState:
     return state
 
 
-def folder_to_read(path: PathLike, axis: Axis, place: str) -> Path:
-    """Return where a place is read from: its folder in `path`, or `path`, if that is a checkpoint.
+@contextmanager
+def read_together(path: PathLike, axis: Axis) -> Iterator[Callable[[str], tuple[Path, str]]]:
+    """Give place -> (where it is read, its data folder); "" where a place has its own manifest.
 
-    axis: the part of a mesh. Raises `CheckpointError` where neither is there, and where there are
-    places of two meshes.
+    A collective of all the mesh: all places are of one save, and stay for the time of the block.
+    Raises `CheckpointError` where a place is not there, and where there are places of two meshes.
     """
-    where = as_path("load", path)
-    if (where / place).is_dir() and (others := _of_other_meshes(where, axis)):
-        raise CheckpointError(
-            f"load: there are {place} and {others} in {where}: which of them was saved last?",
-            cause="a save on another mesh that was ended before it had removed those of this one.",
-            fix="remove the folders of one mesh, or give the path of a place: "
-            f'load(folder / "{place}", state).',
-        )
-    if (where / place).is_dir():
-        return where / place
-    if (where / MANIFEST).is_file():
-        return where
+    ranks, places = _all_ranks(axis), _places_of(axis)
+    where = path_everywhere(ranks, "load", path)
+    with ExitStack() as until_read:
+
+        def begin() -> Commit | None:
+            until_read.enter_context(kept(where))
+            return read_commit(where / places[0])
+
+        commit = from_first(ranks, begin, what=f"read {where}")
+        yield lambda place: _to_read(where, axis, place, commit)
+
+
+def _to_read(where: Path, axis: Axis, place: str, commit: Commit | None) -> tuple[Path, str]:
     found = sorted(one.parent.name for one in where.glob(f"*/{MANIFEST}"))
+    if commit is not None:
+        if place in commit.places:
+            return where / place, commit.data
+        found = commit.places
+    elif (where / place).is_dir():
+        if others := _of_other_meshes(where, axis):
+            raise CheckpointError(
+                f"load: there are {place} and {others} in {where}: which of them was saved last?",
+                cause="saves of an earlier version of fzero on two meshes.",
+                fix="remove the folders of one mesh, or give the path of a place: "
+                f'load(folder / "{place}", state).',
+            )
+        return where / place, ""
+    elif manifest_file(where).is_file():
+        return where, ""
     raise CheckpointError(
         f"load: there is no {place} in {where}, but {found or 'nothing'}.",
         cause="a state on a part of a mesh, saved on a mesh of another size along its other axes.",

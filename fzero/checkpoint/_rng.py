@@ -86,4 +86,5 @@ def _text(state: Tensor) -> str:
 
 
 def _bytes(text: str) -> Tensor:
-    return torch.tensor(list(base64.b64decode(text, validate=True)), dtype=torch.uint8)
+    values = list(base64.b64decode(text, validate=True))
+    return torch.tensor(values, dtype=torch.uint8, device="cpu")

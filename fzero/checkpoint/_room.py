@@ -24,9 +24,8 @@ from fzero.checkpoint._kept import (
     numel_of,
     pieces_of,
     place_of,
-    whole_pieces,
 )
-from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards
+from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards, whole_pieces
 from fzero.checkpoint.manifest import Manifest
 from fzero.errors import explain
 from fzero.machine.offload import empty_where
@@ -179,7 +178,9 @@ class _Reader:
             self._cut(entry, prefix)
         elif not self._has(name) or (form.optional and not self._fits(entry, name)):
             self._begin(entry)
-            if form.lifetime == "run" and not form.optional:
+            if self._has(name):
+                room.notes.append(f"{entry.name} has other shapes there than here")
+            elif form.lifetime == "run" and not form.optional:
                 room.notes.append(f"it has no {entry.name}, which the state keeps")
         elif form.elsewhere == "anew" and self._moved:
             self._begin(entry)

@@ -9,12 +9,13 @@ Source: Hugging Face, safetensors, section "Format" of its README.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,6 +67,13 @@ class Place:
     file: Path
     begin: int
     form: TensorForm
+    mark: tuple[int, int] | None = None  # of the file that was looked at; None: it is being made
+
+
+def _mark(stream: BinaryIO) -> tuple[int, int]:
+    """Return what another file of this name would not have."""
+    found = os.fstat(stream.fileno())
+    return found.st_mtime_ns, found.st_size
 
 
 def split_files(forms: Mapping[str, TensorForm], max_bytes: int) -> list[list[str]]:
@@ -130,16 +138,18 @@ def read_values(place: Place) -> Tensor:
     form = place.form
     data = bytearray(form.nbytes)
     with open(place.file, "rb", opener=regular) as stream:
+        if place.mark not in (None, _mark(stream)):
+            raise damaged(place.file, "was replaced since its header was read")
         stream.seek(place.begin)
         if stream.readinto(data) != len(data):
             raise damaged(place.file, "is shorter than it was")
     if not data:
-        return torch.empty(form.shape, dtype=form.dtype)
+        return torch.empty(form.shape, dtype=form.dtype, device="cpu")
     return torch.frombuffer(data, dtype=torch.uint8).view(form.dtype).reshape(form.shape)
 
 
-def places_in(folder: Path) -> dict[str, Place]:
-    """Return where each tensor of a folder is: by its index, or in its one file.
+def read_index(folder: Path) -> dict[str, str]:
+    """Return which file of a folder has each tensor, by its index; {} where there is one file.
 
     Raises `CheckpointError`, naming the file, for what is not as the format has it.
     """
@@ -151,15 +161,27 @@ def places_in(folder: Path) -> dict[str, Place]:
                 cause="a mistyped path, or an export that was cut off.",
                 fix="pass the folder of export_safetensors, or of save_pretrained.",
             )
-        return read_file(folder / SINGLE)
+        return {}
     with open(index, "rb", opener=regular) as stream:
         file_of = _json(index, stream.read()).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise damaged(index, "has no weight_map")
-    files: dict[str, dict[str, Place]] = {}
     for name, file in file_of.items():
         if not isinstance(file, str) or not _NAME.fullmatch(file):
             raise damaged(index, f"has {name} in {file!r:.200}, which is no file of the folder")
+    return file_of
+
+
+def places_in(folder: Path, file_of: Mapping[str, str] | None = None) -> dict[str, Place]:
+    """Return where each tensor of a folder is: by its index, or in its one file.
+
+    file_of: what `read_index` has returned; by default it is read. Raises as that does.
+    """
+    file_of = read_index(folder) if file_of is None else file_of
+    if not file_of:
+        return read_file(folder / SINGLE)
+    files: dict[str, dict[str, Place]] = {}
+    for name, file in file_of.items():
         if file not in files:
             if not is_there(folder / file):
                 raise damaged(folder / file, "is missing")
@@ -173,28 +195,29 @@ def read_file(file: Path) -> dict[str, Place]:
     """Return where each tensor of a file is. Raises `CheckpointError` for a damaged one."""
     if not is_there(file):
         raise damaged(file, "is missing")
-    size = file.stat().st_size
     with open(file, "rb", opener=regular) as stream:
+        mark = _mark(stream)
+        size = mark[1]
         length = int.from_bytes(stream.read(8), "little")
         if not 0 < length <= size - 8:
             raise damaged(file, f"of {size:,} bytes has no header of {length:,} bytes")
         header = _json(file, stream.read(length))
     header.pop("__metadata__", None)
-    return {name: _place(file, name, entry, 8 + length, size) for name, entry in header.items()}
+    return {name: _place(file, name, entry, 8 + length, mark) for name, entry in header.items()}
 
 
-def _place(file: Path, name: str, entry: Any, first: int, size: int) -> Place:
+def _place(file: Path, name: str, entry: Any, first: int, mark: tuple[int, int]) -> Place:
     """Return where a tensor is. Raises `CheckpointError` unless that is in the file."""
     try:
         begin, end = entry["data_offsets"]
         form = TensorForm(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
         good = all(type(n) is int and n >= 0 for n in (begin, end, *form.shape))
-        good = good and end - begin == form.nbytes and first + end <= size
+        good = good and end - begin == form.nbytes and first + end <= mark[1]
     except (KeyError, TypeError, ValueError):
         good = False
     if not good:
         raise damaged(file, f"has no tensor {name} where its header says: {entry!r:.200}")
-    return Place(file=file, begin=first + begin, form=form)
+    return Place(file=file, begin=first + begin, form=form, mark=mark)
 
 
 def _json(file: Path, data: bytes) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -16,17 +17,17 @@ from fzero.checkpoint._behind import AsyncSave, group_beside, start_thread, wait
 from fzero.checkpoint._folders import (
     CHECKPOINT,
     PathLike,
-    as_path,
     digest_of_file,
     kept,
     make_folder,
     path_everywhere,
+    require_whole,
     sweep,
 )
 from fzero.checkpoint._held import Held, held_by, require_idle
 from fzero.checkpoint._kept import pieces_of_rank
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._places import in_each_place, is_in_places, remove_others
+from fzero.checkpoint._places import in_each_place, is_in_places, saved_together
 from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
 from fzero.checkpoint._rng import rng_file, rng_text
 from fzero.checkpoint.disk import sync, sync_files
@@ -36,10 +37,24 @@ from fzero.checkpoint.driven import (
     buffer_pieces,
     differing_buffers,
     facts_of,
+    group_names,
     options_of,
 )
-from fzero.checkpoint.everywhere import Ranks, everywhere, from_first, results_of_ranks
-from fzero.checkpoint.manifest import Manifest, as_extra, facts_of_state, note_texts, write_manifest
+from fzero.checkpoint.everywhere import (
+    Ranks,
+    everywhere,
+    from_first,
+    results_of_ranks,
+)
+from fzero.checkpoint.manifest import (
+    GROUPS,
+    Manifest,
+    as_extra,
+    facts_of_state,
+    note_texts,
+    require_readable,
+    write_manifest,
+)
 from fzero.collectives import assert_same_everywhere
 from fzero.state import TrainState
 
@@ -53,6 +68,7 @@ class Draft:
     pieces: list[TensorPiece]
     buffers: Buffers  # of an engine's module
     rng: str  # the random generators of this process; empty: they are not saved
+    groups: list[list[str]]  # of an engine: what is in each of its optimizer's param groups
 
     @property
     def nbytes(self) -> int:
@@ -87,8 +103,9 @@ def save(
     With virtual ranks, save the stacked state, outside `fzero.simulate`.
 
     A state on a part of a mesh (`fzero.Mesh.__getitem__`) has other values at each place along the
-    other axes. Each place has a folder of its own in `path`, "expert=1of4", which is a checkpoint.
-    Those that an earlier save on another mesh has left there are removed at the end.
+    other axes. Each place has a folder of its own in `path`, "expert=1of4", which is a checkpoint;
+    all of them are committed together. Those that an earlier save of this state on a mesh of other
+    sizes has left there are removed at the end, and no others.
 
     Args:
         path: a folder, which is made if it is not there; other files in it stay.
@@ -106,6 +123,7 @@ def save(
         DonatedError: for a used-up one.
         LayoutError: for an empty path, or an `extra` or an optimizer state that cannot be saved.
         AxisError: when the ranks save at different steps or paths.
+        LostRankError: when a rank ended, or its disk took longer than the timeout of the group.
         CheckpointError: when the disk does not take it, or did not take an earlier `save_async`.
 
     Example:
@@ -119,19 +137,20 @@ def save(
     """
     wait_for_earlier()
 
-    def write(path: PathLike, state: TrainState | Driven) -> None:
+    def write(path: PathLike, state: TrainState | Driven, data: str = "") -> None:
         where, held = _place(path, state)
-        write_draft(draft_of(held, extra, rng=rng, frozen=frozen, copies=False), where)
+        draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=False)
+        write_draft(draft, where, data)
 
     if not is_in_places(state):
         return write(path, state)
+    with saved_together(path, state.mesh) as (where, data):
 
-    def write_place(place: str, one: TrainState) -> TrainState:
-        write(as_path("save", path) / place, one)
-        return one
+        def write_place(place: str, one: TrainState) -> TrainState:
+            write(where / place, one, data)
+            return one
 
-    in_each_place("save", state, write_place)
-    remove_others(as_path("save", path), state)
+        in_each_place("save", state, write_place)
 
 
 def save_async(
@@ -159,7 +178,8 @@ def save_async(
 
     Returns:
         A handle: `.done()` says whether it is over, `.result(timeout)` waits, and raises what went
-        wrong. An error that nobody asked for is raised by the next `save` or `save_async`.
+        wrong. An error that nobody asked for is raised by the next `save` or `save_async`; at the
+        end of the program it is printed, and the exit status is 1.
 
     Raises:
         PhaseError, DonatedError, LayoutError, AxisError: as `save`, before anything is copied.
@@ -223,6 +243,7 @@ def draft_of(
             pieces=pieces,
             buffers={name: _copied(x) if copies else x for name, x in held.buffers.items()},
             rng=rng_text() if rng else "",
+            groups=[] if held.engine is None else group_names(held.states[0]),
         )
 
     draft = everywhere(ranks, prepare, what="prepare the checkpoint")
@@ -232,6 +253,7 @@ def draft_of(
     if any_named(held.states[0]):
         told = results_of_ranks(ranks, lambda: texts_here(held), what="prepare the checkpoint")
         note_texts(draft.manifest, (texts for some in told for texts in some))
+    everywhere(ranks, lambda: require_readable(draft.manifest), what="prepare the checkpoint")
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
     assert_same_everywhere([f"step {facts or step}"], ranks.axis, what="the checkpoint")
     return draft
@@ -243,23 +265,26 @@ def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
     return [piece for one, rank in pairs for piece in pieces_of_rank(one, rank, frozen=frozen)]
 
 
-def write_draft(draft: Draft, path: Path) -> None:
-    """Write a draft, and commit it as the checkpoint at `path`. A collective."""
+def write_draft(draft: Draft, path: Path, among: str = "") -> None:
+    """Write a draft, and commit it as the checkpoint at `path`. A collective.
+
+    among: the name of its data folder, where it is one of several that are committed together.
+    """
     ranks = draft.ranks
     try:
         with ExitStack() as until_written:
 
             def make() -> str:
                 until_written.enter_context(kept(path, makes=CHECKPOINT))
-                return make_folder(path, CHECKPOINT)
+                return make_folder(path, CHECKPOINT, among)
 
             data = from_first(ranks, make, what=f"make {path}")
 
             def begin() -> dict[str, tuple[str, int]]:
                 if draft.rng:
-                    file = path / data / rng_file(ranks.axis.rank)
-                    file.write_text(draft.rng)
-                    sync_files([file])
+                    (path / data / rng_file(ranks.axis.rank)).write_text(draft.rng)
+                if draft.groups and ranks.axis.rank == 0:
+                    (path / data / GROUPS).write_text(json.dumps(draft.groups))
                 return facts_of(draft.buffers)
 
             own = differing_buffers(results_of_ranks(ranks, begin, what=f"write {path}"))
@@ -267,37 +292,31 @@ def write_draft(draft: Draft, path: Path) -> None:
             # It imports DCP, which is slow: who never saves need not wait for it.
             from fzero.checkpoint._storage import write_pieces
 
-            tensors = write_pieces([*draft.pieces, *more], path / data, ranks.axis)
+            tensors, files = write_pieces([*draft.pieces, *more], path / data, ranks)
             module = {**draft.manifest.module, "buffers": own}
-            whole = replace(draft.manifest, data=data, module=module, tensors=tensors)
-            _commit(ranks, path, whole)
+            whole = replace(draft.manifest, data=data, module=module, tensors=tensors, files=files)
+            _commit(ranks, path, whole, alone=not among)
     finally:
-        if ranks.axis.rank == 0 and os.path.isdir(path):  # False for a name that cannot be
+        if ranks.axis.rank == 0 and not among and os.path.isdir(path):  # False for no name
             sweep(path, CHECKPOINT)
 
 
-def _commit(ranks: Ranks, path: Path, manifest: Manifest) -> None:
-    """Put the manifest, with a digest of every file, in place of the old one, if there is one."""
-    folder, axis = path / manifest.data, ranks.axis
+def _commit(ranks: Ranks, path: Path, manifest: Manifest, *, alone: bool) -> None:
+    """Put the manifest, with a digest of every file, in place of the old one, if there is one.
 
-    def listed() -> list[str]:
-        return sorted(file.name for file in folder.iterdir())
+    alone: it names what counts; else it waits in its data folder to be named.
+    """
+    folder, files = path / manifest.data, manifest.files
 
-    names = from_first(ranks, listed, what=f"list {folder}")
-    shares = results_of_ranks(
-        ranks,
-        lambda: {name: digest_of_file(folder / name) for name in names[axis.rank :: axis.size]},
-        what=f"read back {folder} (do all ranks share this file system?)",
-    )
-    digests = {name: value for share in shares for name, value in share.items()}
-    whole = replace(manifest, files={name: digests[name] for name in names})
+    def commit() -> None:
+        require_whole(folder, files, ())  # this rank sees what others have written
+        others = [file for file in sorted(folder.iterdir()) if file.name not in files]
+        sync_files([*others, folder])
+        whole = {**files, **{file.name: digest_of_file(file) for file in others}}
+        write_manifest(replace(manifest, files=whole), path, commits=alone)
+        sync(path if alone else folder)
 
-    def replace_manifest() -> None:
-        sync(folder)
-        write_manifest(whole, path)
-        sync(path)
-
-    from_first(ranks, replace_manifest, what=f"write {path}")
+    from_first(ranks, commit, what=f"read back {folder} (do all ranks share this file system?)")
 
 
 def _copied(values: Tensor) -> Tensor:

@@ -1,129 +1,101 @@
-"""Pieces -> a folder, by torch.distributed.checkpoint (DCP).
+"""Pieces -> a folder, which torch.distributed.checkpoint (DCP) reads, too.
 
-DCP plans and writes; a small planner tells it which ranges of which 1-D tensors this process has.
-DCP is given an empty state dict: a state dict cannot hold ranges, and DCP logs each of its entries.
-
-DCP's own index of the folder is a pickle, which can call any function, and its form changes with
-the version of torch. It is there for other programs; what `_chunks` reads is JSON in the manifest,
-made of what the writer says of each chunk that it has written:
+Each process writes one file, chunk by chunk (`_container`). DCP's index of the folder is a pickle,
+which can call any function, and its form changes with the version of torch: it is there for other
+programs. What `_chunks` reads is JSON in the manifest,
 
     {tensor: {"dtype": dtype, "chunks": [[first element, elements, file, offset, bytes], ...]}}
+
+and, beside the files, the crc32 that each of them has from its begin to the end of each chunk:
+
+    {file: [after the first chunk, after the second, ..., of the whole file]}
 """
 
 from __future__ import annotations
 
-import warnings
-from collections import defaultdict
-from collections.abc import Sequence
+import json
+import os
+import pickle
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 
+from fzero.checkpoint._chunks import Chunk
+from fzero.checkpoint._container import packed
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint.everywhere import could_not, said_by
-from fzero.ranks.mesh import Axis, Runtime
-
-Named = defaultdict[str, list[TensorPiece]]
+from fzero.checkpoint.everywhere import Ranks, from_first, results_of_ranks
+from fzero.checkpoint.manifest import SUMS
 
 
-def write_pieces(pieces: Sequence[TensorPiece], folder: Path, axis: Axis) -> dict[str, Any]:
-    """Write the pieces of all ranks into a new folder; rank 0 gets the index. A collective.
+class _Written(NamedTuple):
+    """A chunk that was written."""
+
+    name: str  # of the tensor
+    dtype: torch.dtype
+    numel: int  # of the tensor
+    chunk: Chunk
+    crc: int  # of its file, up to its end
+
+
+def write_pieces(
+    pieces: Sequence[TensorPiece], folder: Path, ranks: Ranks
+) -> tuple[dict[str, Any], dict[str, list[int]]]:
+    """Write the pieces of all ranks into a new folder. A collective.
 
     Returns:
-        On rank 0 what the manifest says of the tensors; nothing on the others.
+        What the manifest says of the tensors; and {file: [bytes, crc32]} of what was written.
 
     Raises:
         CheckpointError: on every rank, naming the rank that failed.
     """
-    writer, named, alone = _Writer(folder), Named(list), axis.runtime is not Runtime.PROCESSES
-    for piece in pieces:
-        named[piece.name].append(piece)
-    try:
-        with warnings.catch_warnings():
-            # DCP warns whenever it runs in one process, even if that was asked for by `no_dist`.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.save(
-                {},
-                storage_writer=writer,
-                planner=_Writing(named),
-                no_dist=alone,
-                process_group=None if alone else axis.group(),
-            )
-    except CheckpointException as failed:  # DCP raises it on all ranks; it is no Exception
-        rank, (error, _) = min(failed.failures.items())
-        if not isinstance(error, Exception):
-            raise error from None  # Ctrl-C and its like: DCP catches those, too
-        raise said_by(could_not(f"write {folder}", error), rank, axis) from None
-    return writer.tensors
-
-
-class _Writer(dcp.FileSystemWriter):
-    """Notes where each chunk was written, on the rank that ends the checkpoint.
-
-    Some versions of torch return this from `dcp.save`, others do not.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.tensors: dict[str, Any] = {}
-
-    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        super().finish(metadata, results)
-        places = {one.index: one.storage_data for some in results for one in some}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, dcp.TensorStorageMetadata)
-            self.tensors[name] = {"dtype": str(tensor.properties.dtype), "chunks": []}
-            for chunk in tensor.chunks:
-                place = places[MetadataIndex(name, chunk.offsets)]
-                self.tensors[name]["chunks"].append(
-                    [*chunk.offsets, *chunk.sizes, place.relative_path, place.offset, place.length]
-                )
-
-
-class _Writing(dcp.DefaultSavePlanner):
-    """Writes pieces; the plan of all ranks together is checked by DCP: no overlap, no gap."""
-
-    def __init__(self, named: Named) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._named = named
-
-    def create_local_plan(self) -> dcp.SavePlan:
-        items = [_write_item(piece) for pieces in self._named.values() for piece in pieces]
-        self.plan = dcp.SavePlan(items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None
-        start = index.offset[0]  # a process has few pieces of one tensor
-        return _apart(next(p.values for p in self._named[index.fqn] if p.start == start))
-
-
-def _write_item(piece: TensorPiece) -> dcp.WriteItem:
-    start, numel = torch.Size([piece.start]), torch.Size([piece.values.numel()])
-    chunk = dcp.ChunkStorageMetadata(offsets=start, sizes=numel)
-    return dcp.WriteItem(
-        index=MetadataIndex(piece.name, chunk.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=chunk,
-            properties=TensorProperties(dtype=piece.values.dtype),
-            size=torch.Size([piece.numel]),
-        ),
+    file = folder / f"__{ranks.axis.rank}_0.distcp"
+    told = results_of_ranks(
+        ranks, lambda: _write(pieces, file) if pieces else [], what=f"write {folder}"
     )
+    tensors, files, sums = dict[str, Any](), dict[str, list[int]](), dict[str, list[int]]()
+    for name, dtype, _, chunk, crc in (one for some in told for one in some):
+        tensors.setdefault(name, {"dtype": str(dtype), "chunks": []})["chunks"].append([*chunk])
+        sums.setdefault(chunk.file, []).append(crc)
+        files[chunk.file] = [chunk.offset + chunk.length, crc]
+
+    def write_index() -> None:
+        with open(folder / ".metadata", "wb") as stream:
+            pickle.dump(_index_of_dcp(one for some in told for one in some), stream)
+        (folder / SUMS).write_text(json.dumps(sums))
+
+    from_first(ranks, write_index, what=f"write {folder}")
+    return tensors, files
 
 
-def _apart(values: Tensor) -> Tensor:
-    """Return the same memory as a storage that has nothing else in it.
+def _write(pieces: Sequence[TensorPiece], file: Path) -> list[_Written]:
+    """Write the file of one process."""
+    found: list[_Written] = []
+    offset = crc = 0
+    with open(file, "xb") as stream:
+        for piece in pieces:
+            parts = packed(piece.values)
+            length = sum(map(stream.write, parts[:3]))
+            crc = parts.crc_after(crc)
+            chunk = Chunk(piece.start, piece.values.numel(), file.name, offset, length)
+            found.append(_Written(piece.name, piece.values.dtype, piece.numel, chunk, crc))
+            offset += length
+        stream.flush()
+        os.fsync(stream.fileno())
+    return found
 
-    DCP copies what is a part of a larger storage, and keeps all copies until the file is written.
-    """
-    if values.device.type != "cpu":
-        return values
-    return torch.from_numpy(values.detach().view(torch.uint8).numpy()).view(values.dtype)
+
+def _index_of_dcp(written: Iterable[_Written]) -> dcp.Metadata:
+    index = dcp.Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+    for name, dtype, numel, chunk, _ in written:
+        form = dcp.TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size([numel]), [])
+        tensor: Any = index.state_dict_metadata.setdefault(name, form)
+        start = torch.Size([chunk.start])
+        tensor.chunks.append(dcp.ChunkStorageMetadata(start, torch.Size([chunk.numel])))
+        info = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+        index.storage_data[MetadataIndex(name, start)] = info
+    return index

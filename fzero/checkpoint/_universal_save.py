@@ -27,7 +27,7 @@ from fzero.checkpoint._universal import (
     require_places,
 )
 from fzero.checkpoint.disk import is_there, put_text, sync, sync_files
-from fzero.checkpoint.driven import Buffers, Driven, plain_options
+from fzero.checkpoint.driven import Buffers, Driven, group_names, plain_options
 from fzero.checkpoint.everywhere import written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
@@ -135,7 +135,9 @@ def _write_values(file: Path, values: Tensor) -> None:
     dtype = values.dtype
     if dtype.is_floating_point:
         dtype = torch.promote_types(dtype, torch.float32)
-    own = torch.empty(values.shape, dtype=dtype).copy_(values)  # and nothing else of its memory
+    own = torch.empty(values.shape, dtype=dtype, device="cpu").copy_(
+        values
+    )  # and nothing else of its memory
     write_pickle(file, {"param": own, "cat_dim": 0})
 
 
@@ -152,12 +154,15 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
         if number >= 0:
             own = float(steps[name] if isinstance(steps, dict) else steps)
             of_group[number] = max(of_group[number], own)
-            write_pickle(
-                partial / ZERO / name / f"{STEP}.pt", torch.tensor(own, dtype=torch.float32)
-            )
+            count = torch.tensor(own, dtype=torch.float32, device="cpu")
+            write_pickle(partial / ZERO / name / f"{STEP}.pt", count)
     options = [
-        {**plain_options(one), "params": [i for i, k in enumerate(groups.of_leaf) if k == number]}
-        for number, one in zip(numbers, groups.options, strict=True)
+        {
+            **plain_options(one),
+            "params": [i for i, k in enumerate(groups.of_leaf) if k == number],
+            "param_names": names,
+        }
+        for number, one, names in zip(numbers, groups.options, group_names(state), strict=True)
     ]
     shared: dict[str, Any] = {
         "ds_version": _LAYOUT,
@@ -166,7 +171,7 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
         "param_groups": options,
         # Where stage 3 of DeepSpeed looks for the step and the options.
         "optimizer_state_dict": {
-            "state": {k: {"step": torch.tensor(n)} for k, n in of_group.items()},
+            "state": {k: {"step": torch.tensor(n, device="cpu")} for k, n in of_group.items()},
             "param_groups": options,
         },
     }

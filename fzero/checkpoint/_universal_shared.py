@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fzero.checkpoint._complete import require_equal
 from fzero.checkpoint._options import options_for
 from fzero.checkpoint._pickles import require_dense
 from fzero.checkpoint._universal import (
+    FP32,
     OPTIMIZER,
     STATES,
     STEP,
@@ -53,6 +55,12 @@ def shared_of(
 ) -> SharedFacts:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
     buffers = {} if engine is None else _buffers(source, engine)
+    layout = state.setup.layout
+    for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True):
+        some = [path for path in dict.fromkeys(paths) if is_name(path) and source.holds(path)]
+        require_equal(
+            source.root, some, lambda name, leaf=leaf: source.values(name, FP32, leaf.shape)
+        )
     counters = numbers_of(state)
     setup, file = state.setup, source.root / ZERO / OPTIMIZER
     groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
@@ -75,7 +83,7 @@ def shared_of(
         UNSTEPPED: [name for name, taken in by_leaf.items() if not taken],
     }
     now = setup.optimizer.param_groups(setup.layout.leaves, step)
-    options, differing = options_for(file, found, now)
+    options, differing = options_for(file, found, now, state)
     return SharedFacts(counters=counters, options=options, differing=differing, buffers=buffers)
 
 

@@ -10,9 +10,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._pieces import TensorPiece
+from fzero.checkpoint._pieces import TensorPiece, whole_pieces
 from fzero.checkpoint.everywhere import CheckpointError
 from fzero.errors import LayoutError
+from fzero.machine.by_path import leaf_paths
 from fzero.state import TrainState
 from fzero.state.setup import NO_OPTIONS
 
@@ -82,9 +83,10 @@ def buffer_pieces(
 ) -> list[TensorPiece]:
     """Return the buffers that `rank` writes: those that differ from rank 0's."""
     return [
-        TensorPiece(name=_name(rank, path), start=0, numel=value.numel(), values=value.reshape(-1))
+        piece
         for path, value in buffers.items()
-        if value.numel() and str(rank) in saved[path]
+        if str(rank) in saved[path]
+        for piece in whole_pieces(_name(rank, path), value)
     ]
 
 
@@ -112,7 +114,7 @@ def blank_buffers(
                 cause="another module.",
                 fix="make the engine from the module that was saved. Nothing was changed.",
             )
-        value = torch.empty(here[path].shape, dtype=here[path].dtype)
+        value = torch.empty(here[path].shape, dtype=here[path].dtype, device="cpu")
         found[path] = value
         if value.numel():
             flat = value.reshape(-1)
@@ -138,6 +140,42 @@ def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a param group that are numbers, strings, or several of them."""
     names = (name for name in group if name not in NO_OPTIONS and _is_plain(group[name]))
     return {name: _plain(group[name]) for name in names}
+
+
+def group_names(state: TrainState) -> list[list[str]]:
+    """Return the names of what learns in each param group of a state's optimizer."""
+    layout = state.setup.layout
+    groups = state.setup.optimizer.param_groups(layout.leaves, int(state.step))
+    pairs = list(zip(leaf_paths(layout), groups.of_leaf, strict=True))
+    return [[name for name, k in pairs if k == number] for number in range(len(groups.options))]
+
+
+def options_by_name(
+    saved: Sequence[dict[str, Any]], theirs: Sequence[Sequence[str]], state: TrainState
+) -> list[dict[str, Any]]:
+    """Return the options of each param group here: those that its parameters had.
+
+    theirs: the names in each group that was saved. Without them, of an earlier version, a group has
+    the options of its place. Raises `LayoutError` for a group of which the file has two halves.
+    """
+    of_name = {name: k for k, names in enumerate(theirs) for name in names}
+    ours, found = group_names(state), list[dict[str, Any]]()
+    if of_name.keys().isdisjoint(name for names in ours for name in names):
+        return [*saved]
+    for number, names in enumerate(ours):
+        some = {of_name[name]: name for name in names if name in of_name}
+        one = min(some, default=number)
+        for other, name in some.items():
+            if saved[other] != saved[one]:
+                differing = [k for k, x in saved[one].items() if saved[other].get(k) != x]
+                raise LayoutError(
+                    f"load: {some[one]} and {name} are in one param group here, and in two of the "
+                    f"checkpoint, with another {', '.join(differing)}.",
+                    cause="an optimizer that was made with other param groups.",
+                    fix="make it with those that were saved. Nothing was changed.",
+                )
+        found.append(saved[one] if one < len(saved) and (some or len(saved) == len(ours)) else {})
+    return found
 
 
 def set_options(optimizer: torch.optim.Optimizer | None, saved: Sequence[dict[str, Any]]) -> None:

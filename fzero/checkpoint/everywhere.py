@@ -36,9 +36,13 @@ def could_not(what: str, error: Exception) -> CheckpointError:
     It has the first line of `error` and not its traceback, which is torch's own: tens of frames,
     and advice about other programs.
     """
-    first = next(iter(str(error).splitlines()), "")
+    seen: BaseException = error
+    while not isinstance(seen, OSError) and seen.__context__ is not None:
+        seen = seen.__context__  # of the disk: torch says something else when a write has failed
+    seen = seen if isinstance(seen, OSError) else error
+    first = next(iter(str(seen).splitlines()), "")
     return CheckpointError(
-        f"could not {what}: {type(error).__name__}: {first}",
+        f"could not {what}: {type(seen).__name__}: {first}",
         cause="a full disk, no permission, a damaged file, or a path that not all ranks share.",
         fix="free the space, or choose another path or copy; what was saved before is still there.",
     )

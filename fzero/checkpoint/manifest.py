@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._form import MANIFEST_FORM
+from fzero.checkpoint._form import COMMIT_FORM, MANIFEST_FORM, PLACE
 from fzero.checkpoint._kept import Texts, named_entries, place_of, texts_of
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._sealed import put_sealed, read_sealed
+from fzero.checkpoint.disk import is_there
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.errors.json_form import problems
@@ -26,6 +28,8 @@ from fzero.state.layout import ENCODED
 from fzero.transforms.kept import entries_of, is_slot, numbers_of, shared_of, trains_apart
 
 MANIFEST, FORMAT = "checkpoint.json", 3
+SUMS = "sums.json"  # in the data folder: the checksum of each chunk
+GROUPS = "groups.json"  # there, too, of an engine: the names in each param group
 LEFT_OUT = ", left out"  # what a manifest says at the end of a frozen leaf that was not saved
 _SHOWN = 8  # differences that an error lists
 _CONVERTED = tuple(f"{x}, {Placement.PARTIAL.value}" for x in ("learning", "all"))
@@ -219,7 +223,31 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
             cause="a tensor, an array or another object in it.",
             fix="give a dict of numbers, strings, lists and dicts; x.tolist() of a tensor.",
         ) from error
-    return json.loads(text)
+    return json.loads(text, object_pairs_hook=_apart)
+
+
+def _apart(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of JSON. Raises `LayoutError` where two keys have become one."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1)
+        raise LayoutError(
+            f"save: extra has two keys that are {twice!r} in JSON, in one dict.",
+            cause="a number and its text as keys: the keys of JSON are texts.",
+            fix="give keys that are texts, and other ones.",
+        )
+    return found
+
+
+def require_readable(manifest: Manifest) -> None:
+    """Raise `LayoutError` for a manifest that could be written, and never be read."""
+    body = {**manifest.as_json(), "data": f"data-{'0' * 16}"}
+    for wrong in problems(body, MANIFEST_FORM, "the manifest"):
+        raise LayoutError(
+            f"save: {wrong}.",
+            cause="a parameter, buffer or slot with a line break in its name.",
+            fix="give it another name: load would refuse this one. Nothing was written.",
+        )
 
 
 def _state_dict(value: Any) -> Any:
@@ -228,21 +256,65 @@ def _state_dict(value: Any) -> Any:
     return value.state_dict()
 
 
-def write_manifest(manifest: Manifest, path: Path) -> None:
+def write_manifest(manifest: Manifest, path: Path, *, commits: bool = True) -> None:
     """Put the manifest in place in one move: from then on the checkpoint is the new one.
 
-    It is written into its own data folder first, where no other writer writes.
+    It is written into its own data folder first, where no other writer writes; and it stays there,
+    unless it `commits`, for a commit of several places to name it.
     """
-    body = {"format": FORMAT, **manifest.as_json()}
-    put_sealed(path / MANIFEST, "checkpoint", body, through=path / manifest.data / MANIFEST)
+    body, own = {"format": FORMAT, **manifest.as_json()}, path / manifest.data / MANIFEST
+    file = path / MANIFEST if commits else own
+    put_sealed(file, "checkpoint", body, through=own.with_suffix(".partial"))
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Return the manifest at `path`. Raises `CheckpointError` if there is no good one."""
-    file = path / MANIFEST
+class Commit(NamedTuple):
+    """What all places of a mesh have saved together: data folders of one name, one in each."""
+
+    data: str
+    places: list[str]
+
+
+def commit_file(place: Path) -> Path:
+    """Return the file in the folder of a place that names what its mesh has saved."""
+    return place.with_name(f"checkpoint-{re.sub('=[0-9]+of[0-9]+', '', place.name)}.json")
+
+
+def read_commit(place: Path) -> Commit | None:
+    """Return what the places of a mesh have saved together; None where each has its own manifest.
+
+    Raises `CheckpointError` for a damaged file.
+    """
+    if not PLACE.fullmatch(place.name) or not is_there(file := commit_file(place)):
+        return None
+    body = read_sealed(file, "places")
+    for wrong in problems(body, COMMIT_FORM, "the file"):
+        raise damaged(file, f"is no commit: {wrong}")
+    return Commit(**body)
+
+
+def manifest_file(path: Path, data: str = "") -> Path:
+    """Return where the manifest of the checkpoint at `path` is.
+
+    data: that a commit of its mesh names, which was read; by default it is read here.
+    """
+    if not data and (commit := read_commit(path)) is not None and path.name in commit.places:
+        data = commit.data
+    return path / data / MANIFEST
+
+
+def read_manifest(path: Path, data: str = "") -> Manifest:
+    """Return the manifest at `path`. Raises `CheckpointError` if there is no good one.
+
+    data: as for `manifest_file`.
+    """
+    file = manifest_file(path, data)
     try:
         body = read_sealed(file, "checkpoint")
     except (FileNotFoundError, NotADirectoryError):
+        if file.parent != path:
+            raise damaged(
+                file, f"is missing, and {commit_file(path)} names it: it is of another save"
+            ) from None
         raise CheckpointError(
             f"there is no checkpoint at {path}: no {MANIFEST} in it.",
             cause="a mistyped path, a save that was cut off before it was complete, or a "

@@ -54,7 +54,6 @@ class FlatRanges(NamedTuple):
     ranges: tuple[Range, ...]
 
 
-@lru_cache(maxsize=64)
 def leaf_paths(layout: Layout) -> tuple[str, ...]:
     """Return the path of every leaf; one that two leaves share is numbered from the second on.
 
@@ -63,14 +62,7 @@ def leaf_paths(layout: Layout) -> tuple[str, ...]:
         >>> leaf_paths(plan_layout({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, ranks=1))
         ('a.b', 'a.b#2')
     """
-    names: dict[str, None] = {}
-    for leaf in layout.leaves:
-        name, number = leaf.path, 1
-        while name in names:
-            number += 1
-            name = f"{leaf.path}#{number}"
-        names[name] = None
-    return tuple(names)
+    return layout.names
 
 
 @lru_cache(maxsize=64)

@@ -220,6 +220,9 @@ class Layout:
     learning: int = field(init=False, repr=False, compare=False)
     """The leaves in those, bit by bit: bit i is leaf i."""
 
+    names: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    """The path of every leaf; one that two leaves share is numbered from the second on."""
+
     def __post_init__(self) -> None:
         """Note what every step asks for."""
         found: dict[str, list[int]] = {}
@@ -230,6 +233,14 @@ class Layout:
         object.__setattr__(self, "trainable", learning)
         leaves = (leaf for i in learning for leaf in self.groups[i].leaves)
         object.__setattr__(self, "learning", as_bits(leaves))
+        names: dict[str, None] = {}
+        for leaf in self.leaves:
+            name, number = leaf.path, 1
+            while name in names:
+                number += 1
+                name = f"{leaf.path}#{number}"
+            names[name] = None
+        object.__setattr__(self, "names", tuple(names))
 
     def __hash__(self) -> int:
         """Hash a few fields only: every step looks up what was computed of this layout once."""

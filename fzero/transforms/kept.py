@@ -209,7 +209,7 @@ def numbered(state: TrainState, numbers: Mapping[str, Any]) -> TrainState:
         optimizer=with_counters(state, lambda slot: slot.flat, counters, unstepped),
         gradients=Buffers(),
         window=CLOSED,
-        step=torch.tensor(numbers["step"], dtype=torch.int64),
+        step=torch.tensor(numbers["step"], dtype=torch.int64, device="cpu"),
         progress=Progress(),
         slots=with_slot(state.slots, from_numbers(state.scale, numbers["scale"])),
     )

@@ -47,7 +47,8 @@ def data_of(path: Path) -> Path:
 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
-    """Replace a file of the data, and its checksum with it."""
+    """Replace a file of the data, and its checksum with it; those of its chunks are left out."""
     file = data_of(path) / name
     file.write_bytes(data)
     edit(path, lambda body: body["files"].update({name: digest_of_file(file)}))
+    edit(path, lambda body: body["files"].pop("sums.json"))

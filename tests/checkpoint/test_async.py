@@ -15,7 +15,7 @@ from torch import nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.checkpoint import CheckpointError, load, read_extra, save, save_async
+from fzero.checkpoint import CheckpointError, _storage, load, read_extra, save, save_async
 from fzero.checkpoint import _save as module
 from fzero.errors import PhaseError
 from tests.checkpoint.forge import full_disk
@@ -32,10 +32,10 @@ class Gate:
         self.open, self.reached = threading.Event(), threading.Event()
         real = module.write_draft
 
-        def write(draft: Any, path: Any) -> None:
+        def write(*given: Any) -> None:
             self.reached.set()
             assert self.open.wait(60)
-            real(draft, path)
+            real(*given)
 
         monkeypatch.setattr(module, "write_draft", write)
 
@@ -102,7 +102,7 @@ def test_an_error_comes_at_result_or_at_the_next_save(
     state = make(mixed(), stage=0, ranks=0)
     save(tmp_path, state, extra={"which": "old"})
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", full_disk)
+        patch.setattr(_storage, "packed", full_disk)
         saving = save_async(tmp_path, state)
         with pytest.raises(CheckpointError, match="disk is full"):
             saving.result(60)
@@ -181,7 +181,7 @@ def _one_rank_cannot(rank: int, size: int, folder: Path) -> list[str]:
     save(folder, state, extra={"which": "old"})
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(torch, "save", full_disk)
+            patch.setattr(_storage, "packed", full_disk)
         saving = save_async(folder, state)
         with pytest.raises(CheckpointError, match="disk is full") as raised:
             saving.result(60)
@@ -207,3 +207,50 @@ save_async(sys.argv[1], state, extra={"last": True})
 def test_a_program_that_ends_waits_for_a_save_in_flight(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], timeout=100, check=True)
     assert read_extra(tmp_path) == {"last": True}
+
+
+FAILS = """
+import os, sys, torch, fzero
+from fzero.checkpoint import CheckpointError, save, save_async
+torch.set_num_threads(1)
+state = fzero.init({"w": torch.ones(1000)}, fzero.optim.sgd(1.0), stage=0)
+real, reached = os.replace, []
+def replace(*args):
+    if sys.argv[2] == "full":
+        raise OSError("disk is full")
+    while not reached:  # until the child has ended
+        pass
+    real(*args)
+os.replace = replace
+os.chdir(sys.argv[1])
+saving = save_async("here", state, extra={"last": True})
+os.chdir("/")
+if sys.argv[2] == "forks":
+    child = os.fork()
+    if not child:
+        os.replace = real
+        try:
+            saving.result()
+        except CheckpointError as error:
+            assert "forked" in str(error) and saving.done(), error
+            save(os.path.join(sys.argv[1], "of child"), state)
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    reached.append(1)
+    saving.result()
+sys.exit()
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("full", 1), ("forks", 0)])
+def test_a_save_in_flight_at_the_end_and_in_a_forked_process(
+    how: str, status: int, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", FAILS, str(tmp_path), how]
+    ended = subprocess.run(command, timeout=100, capture_output=True, text=True)
+    assert ended.returncode == status, ended.stderr
+    if how == "full":
+        assert "disk is full" in ended.stderr and "nobody asked for its result" in ended.stderr
+    else:  # in the folder that was the current one at the call
+        assert read_extra(tmp_path / "here") == {"last": True}

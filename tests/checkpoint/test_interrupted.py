@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint import CheckpointError, load, read_extra, save
+from fzero.checkpoint import CheckpointError, _storage, load, read_extra, save
 from tests.checkpoint.states import blank, contents, make, mixed, snapshot
 from tests.ranks import run_ranks
 from tests.strategies import same
 
 Target = tuple[Any, str]  # what is replaced: an attribute of an object
-TORCH_SAVE: Target = (torch, "save")  # in the middle of the data
+TORCH_SAVE: Target = (torch, "save")  # in the middle of the data of a universal checkpoint
+PACKED: Target = (_storage, "packed")  # in the middle of the data
 FSYNC: Target = (os, "fsync")  # at the end of each file; the last is the manifest
 REPLACE: Target = (os, "replace")  # the manifest, complete, is about to become the checkpoint
 
@@ -31,7 +32,7 @@ def failing(target: Target, after: int, error: BaseException) -> Any:
     return mock.patch.object(*target, wraps=getattr(*target), side_effect=effects)
 
 
-MOMENTS = [(TORCH_SAVE, 0), (TORCH_SAVE, 5), *((FSYNC, n) for n in range(5)), (REPLACE, 0)]
+MOMENTS = [(PACKED, 0), (PACKED, 5), *((FSYNC, n) for n in range(5)), (REPLACE, 0)]
 ERRORS = [
     (OSError("disk is full"), CheckpointError),
     (KeyboardInterrupt("stop"), KeyboardInterrupt),
@@ -65,7 +66,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(
 
 def test_a_first_save_that_fails_leaves_no_checkpoint(tmp_path: Path) -> None:
     state, message = make(mixed(), stage=0), r"could not write .*: OSError: disk is full"
-    fails = failing(TORCH_SAVE, 3, OSError("disk is full"))
+    fails = failing(PACKED, 3, OSError("disk is full"))
     with fails, pytest.raises(CheckpointError, match=message):
         save(tmp_path / "new", state)
     assert [file.name for file in (tmp_path / "new").iterdir()] == [".lock"]
@@ -136,7 +137,7 @@ def test_a_process_that_is_killed_leaves_the_old_checkpoint(
 def _one_rank_fails(rank: int, size: int, folder: Path, target: str, loser: int) -> str:
     old, new = make(mixed(seed=1), stage=3), make(mixed(seed=2), stage=3)
     save(folder, old)
-    where = {"save": TORCH_SAVE, "replace": REPLACE}[target]
+    where = {"save": PACKED, "replace": REPLACE}[target]
     before = snapshot(new)
     fails = failing(where, 0, OSError("disk is full")) if rank == loser else nullcontext()
     with fails, pytest.raises(CheckpointError) as raised:

@@ -99,20 +99,49 @@ def test_a_save_on_fewer_places_leaves_none_of_an_earlier_save(tmp_path: Path) -
     shutil.copytree(tmp_path / "expert=3of4", tmp_path / "kept")
     save(tmp_path, two)
     there = sorted(one.name for one in tmp_path.iterdir())
-    assert there == ["expert=0of2", "expert=1of2", "kept", "notes=1of2"]
+    own = [".lock", "checkpoint-expert.json", "expert=0of2", "expert=1of2"]
+    assert there == [*own, "kept", "notes=1of2"]
     with pytest.raises(CheckpointError, match="there is no expert=0of4"):
         load(tmp_path, four)
-    shutil.copytree(tmp_path / "kept", tmp_path / "expert=3of4")  # as if that save had been ended
+    shutil.copytree(tmp_path / "kept", tmp_path / "expert=3of4")  # of somebody else
+    save(tmp_path, two)
+    assert (tmp_path / "expert=3of4" / "checkpoint.json").is_file()
+    load(tmp_path, two)
+    saved_one_by_one(tmp_path)
     with pytest.raises(
         CheckpointError, match=r"\['expert=3of4'\][\s\S]*which of them was saved last"
     ):
         load(tmp_path, two)
 
 
+def saved_one_by_one(folder: Path) -> None:
+    """Make a folder as versions of fzero have written it that committed each place alone."""
+    (folder / "checkpoint-expert.json").unlink()
+
+
+def test_places_of_two_saves_are_no_checkpoint(tmp_path: Path) -> None:
+    """Also after as many updates."""
+    states = trained(PAIRS, 2)["experts"]
+    save(tmp_path / "other", states)
+    save(tmp_path, states)
+    shutil.rmtree(tmp_path / "expert=1of2")
+    shutil.move(tmp_path / "other" / "expert=1of2", tmp_path)
+    with pytest.raises(CheckpointError, match=r"is missing, and .*expert.json names it"):
+        load(tmp_path, states)
+
+
+def test_places_that_were_saved_one_by_one_are_read(tmp_path: Path) -> None:
+    states = trained(PAIRS, 2)["experts"]
+    save(tmp_path, states)
+    saved_one_by_one(tmp_path)
+    same(load(tmp_path, on_virtual_ranks(PAIRS, 2)["experts"]), states)
+
+
 def test_places_after_other_numbers_of_updates_are_no_checkpoint(tmp_path: Path) -> None:
     later = trained(PAIRS, 2)["experts"]
     save(tmp_path / "begun", on_virtual_ranks(PAIRS, 2)["experts"])
     save(tmp_path, later)
+    saved_one_by_one(tmp_path)
     shutil.rmtree(tmp_path / "expert=1of2")
     shutil.move(tmp_path / "begun" / "expert=1of2", tmp_path)
     with pytest.raises(CheckpointError, match=r"expert=0of2 after 1 updates and expert=1of2 after"):

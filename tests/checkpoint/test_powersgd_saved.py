@@ -44,7 +44,9 @@ def test_on_other_ranks_sums_are_what_they_were_and_factors_start_where_they_did
     for path, value in wanted.items():
         torch.testing.assert_close(found[path], value, rtol=0, atol=1e-6)
     other = fzero.simulate(step_of(3, codecs.powersgd(rank=1)), world_size=2)
-    trained(other, load(tmp_path, begun(other)), 2, 2)  # of another rank: factors start anew
+    with pytest.warns(UserWarning, match="start has other shapes there than here"):
+        loaded = load(tmp_path, begun(other))  # of another rank: factors start anew
+    trained(other, loaded, 2, 2)
 
 
 def whole(state: Any) -> dict[str, Tensor]:

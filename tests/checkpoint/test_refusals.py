@@ -174,7 +174,7 @@ def test_paths_that_cannot_be_are_refused_and_an_empty_one_is_not_the_current_fo
     with pytest.raises(LayoutError, match="save: the path is empty"):
         save("", state_of())  # others are in test_special_files.py
     for name in ("x" * 5000, "a\0b"):
-        with pytest.raises(CheckpointError, match=f"could not make {name[:1]}"):
+        with pytest.raises(CheckpointError, match=f"could not make .*{name[:1]}"):
             save(name, state_of())
     assert list(tmp_path.iterdir()) == []
     save(".", state_of())  # the current folder, by its name
@@ -222,7 +222,7 @@ def test_data_that_torch_cannot_read_is_refused(
     save(tmp_path, state_of())
     (file,) = tmp_path.glob("data-*/*.distcp")
     file.write_text("no tensors")
-    refused(tmp_path, state_of(), "could not read")
+    refused(tmp_path, state_of(), "its checksum is wrong")
 
 
 def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:

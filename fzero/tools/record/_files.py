@@ -138,7 +138,7 @@ def read_folder(folder: Path) -> RecordedPart:
     with kept(folder):
         head = _read_head(folder)
         data, form = folder / head["data"], _form_in(head["form"])
-        require_whole(data, head["files"], 0, 1)
+        require_whole(data, head["files"])
         for one in head["kept"]:
             _require_state(data, form, one)
         parts = [_read_rank(data, rank, head) for rank in range(form.world_size)]
@@ -225,7 +225,7 @@ def _require_state(data: Path, form: RecordedForm, one: Mapping[str, Any]) -> No
     saved = read_manifest(path)
     for wrong in misfits_of_state(form, one["updates"], saved):
         raise damaged(path, f"does not fit the recording: {wrong}")
-    require_whole(path / saved.data, saved.files, 0, 1)
+    require_whole(path / saved.data, saved.files)
 
 
 def _require_elsewhere(recording: RecordedPart, folder: Path) -> None:
@@ -239,7 +239,11 @@ def _require_elsewhere(recording: RecordedPart, folder: Path) -> None:
         )
 
 
-_RECORDING = Kind(HEAD, "calls", lambda folder: _read_head(folder)["data"])
+def _named(folder: Path) -> str:
+    return _read_head(folder)["data"] if (folder / HEAD).exists() else ""
+
+
+_RECORDING = Kind(HEAD, "calls", _named)
 
 
 # The part of one rank.

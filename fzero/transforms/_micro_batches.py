@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
-from torch import Tensor
+import torch
 
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
+from fzero.state.batch import Parts, is_array, plain, unplain
 from fzero.transforms.states import is_state
 
 InAxes = int | None | Sequence[Any] | Mapping[str, Any]
@@ -64,12 +66,17 @@ def parts_of(
     axes = _axes(name, fn, names, args, kwargs, in_axes)
     places = [f"arguments[0][{i}]" for i in range(len(args))]
     places += [f"arguments[1][{key!r}]" for key in kwargs]
-    values = [*args, *kwargs.values()]
+    given = [*args, *kwargs.values()]
+    values = [plain(value, is_state) for value in given]
     cuts = [
         [*_cuts(name, where, value, axis)]
         for where, value, axis in zip(places, values, axes, strict=True)
     ]
-    cut = [one for some in cuts for one in some if one.dim is not None]
+    flat = [one for some in cuts for one in some]
+    for one in flat:
+        if isinstance(one.leaf, Parts):
+            _require_parts(name, one, count, groups)
+    cut = [one for one in flat if one.dim is not None and not isinstance(one.leaf, Parts)]
     whole = count * groups if sizes is None else sum(sizes)
     _require_one_size(name, cut, whole, even=sizes is None)
     columns = [[_pieces(one, count, sizes, groups) for one in some] for some in cuts]
@@ -78,6 +85,7 @@ def parts_of(
     for i in range(count):
         pairs = zip(specs, columns, strict=True)
         part = [optree.tree_unflatten(spec, [x[i] for x in some]) for spec, some in pairs]
+        part = [unplain(x, y, is_state) for x, y in zip(given, part, strict=True)]
         keywords = dict(zip(kwargs, part[len(args) :], strict=True))
         found.append((tuple(part[: len(args)]), keywords))
     return found
@@ -150,7 +158,10 @@ def _cuts(name: str, where: str, value: Any, axis: Any) -> Iterator[_Cut]:
         path = accessor.codify(where)
         if is_state(leaf) and dim is not None:
             raise _is_a_state(name, path)
-        if dim is None or not isinstance(leaf, Tensor) or not leaf.ndim:
+        if isinstance(leaf, Parts):
+            yield _Cut(path, leaf, dim)
+            continue
+        if dim is None or not is_array(leaf) or not leaf.ndim:
             yield _Cut(path, leaf, None)
             continue
         if not -leaf.ndim <= dim < leaf.ndim:
@@ -192,18 +203,47 @@ def _require_one_size(name: str, cut: Sequence[_Cut], count: int, *, even: bool)
             )
 
 
-def _pieces(one: _Cut, count: int, sizes: Sequence[int] | None, groups: int) -> Sequence[Any]:
-    dim = one.dim
-    if dim is None or not one.leaf.shape[dim]:
-        return [one.leaf] * count
+def _require_parts(name: str, one: _Cut, count: int, groups: int) -> None:
+    """Raise `LayoutError` for `Parts` of other logical ranks, or that do not divide."""
+    wanted, parts = (count if groups == 1 else groups), one.leaf.parts
+    if len(parts) != wanted:
+        raise LayoutError(
+            f"{name}: argument {one.path} has the values of {len(parts)} logical ranks, and is cut "
+            f"for {wanted}.",
+            cause="a batch of another order than the step's, or a step without logical_ranks=.",
+            fix="give fzero.data.Order and fzero.shard the same logical_ranks=.",
+        )
     if groups > 1:
-        parts = one.leaf.unflatten(dim, (groups, count, -1)).unbind(dim + 1)
-        pieces = [part.flatten(dim, dim + 1) for part in parts]
-    elif sizes is not None:
-        pieces = one.leaf.split([*sizes], dim)
-    else:
-        pieces = one.leaf.chunk(count, dim)
-    return pieces
+        for x in parts:
+            _require_one_size(name, _arrays(one, x), count, even=True)
+
+
+def _arrays(one: _Cut, x: Any) -> list[_Cut]:
+    """Return the value of one logical rank as what is cut, if it is cut."""
+    cut = one.dim is not None and is_array(x) and x.ndim
+    return [_Cut(one.path, x, one.dim)] if cut else []
+
+
+def _pieces(one: _Cut, count: int, sizes: Sequence[int] | None, groups: int) -> Sequence[Any]:
+    dim, leaf = one.dim, one.leaf
+    if isinstance(leaf, Parts) and groups == 1:
+        return leaf.parts
+    if dim is None or not (isinstance(leaf, Parts) or leaf.shape[dim]):
+        return [leaf] * count
+    if isinstance(leaf, Parts):
+        each = [_arrays(one, x) for x in leaf.parts]
+        columns = [
+            _pieces(some[0], count, None, 1) if some else [x] * count
+            for some, x in zip(each, leaf.parts, strict=True)
+        ]
+        return [Parts(tuple(column)) for column in zip(*columns, strict=True)]
+    if isinstance(leaf, np.ndarray):
+        rows = _pieces(_Cut(one.path, torch.arange(leaf.shape[dim]), 0), count, sizes, groups)
+        return [leaf.take(some.numpy(), axis=dim) for some in rows]
+    if groups > 1:
+        parts = leaf.unflatten(dim, (groups, count, -1)).unbind(dim + 1)
+        return [part.flatten(dim, dim + 1) for part in parts]
+    return leaf.chunk(count, dim) if sizes is None else leaf.split([*sizes], dim)
 
 
 def _is_a_state(name: str, path: str) -> LayoutError:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from fzero.data.collated import joined, rows_of, without_rows
+from fzero.context.generators import seeded
+from fzero.data.collated import digest_of, joined, rows_of, without_rows
 from fzero.data.order import Order
-from fzero.errors import CallError, LayoutError, check
+from fzero.errors import CallError, LayoutError, check, explain
 from fzero.state.fold_in import fold_in
 
 _WORKERS, _ROWS = int.from_bytes(b"workers"), int.from_bytes(b"rows")  # for seeds of their own
@@ -142,9 +144,21 @@ def batches(
 
 
 def _paired(loader: Iterable[Any], order: Order) -> Iterator[tuple[Any, Order]]:
-    for batch in loader:
-        order = order.after()
+    for digest, batch in loader:
+        if 0 != order.digest != digest != 0:
+            warnings.warn(_OTHERS, UserWarning, stacklevel=2)
+        order = dataclasses.replace(order.after(), digest=digest)
         yield batch, order
+
+
+_OTHERS = explain(
+    "batches: rows of the data set are others than those of the run that saved the order.",
+    cause="a data set of the same length in another order (shuffled or split by another seed, "
+    "files listed otherwise), or with other values: the epoch would not go on with the rows that "
+    "it has left.",
+    fix="give the data set of that run; or begin at the next epoch: "
+    "dataclasses.replace(order, position=(order.epoch + 1) * order.batches_per_epoch, digest=0).",
+)
 
 
 class _Batches(Dataset[Any]):
@@ -163,8 +177,28 @@ class _Batches(Dataset[Any]):
         self.collate, self.empty = collate, empty
         self._dims: dict[Any, int | None] | None = None  # of the rows, in a batch
         self._tried = not order.leaves_some_without_rows
+        self._digest: int | None = None
 
-    def __getitem__(self, position: int) -> Any:
+    def __getitem__(self, position: int) -> tuple[int, Any]:
+        if self._digest is None:
+            self._digest = self._digest_of_some()
+        return self._digest, self._batch(position)
+
+    def _digest_of_some(self) -> int:
+        """Return a digest of the first, the middle and the last row; 0 if it is not always equal.
+
+        So draws from other generators than torch's are not told as another data set.
+        """
+        length, known = self.order.length, self.order.digest
+
+        def made() -> int:
+            with seeded(0, torch.device("cpu")):
+                return digest_of([self.dataset[row] for row in (0, length // 2, length - 1)])
+
+        found = made()
+        return found if known in (0, found) or made() == found else 0
+
+    def _batch(self, position: int) -> Any:
         order = dataclasses.replace(self.order, position=position)
         parts, found = order.parts(self.ranks), []
         with torch.random.fork_rng(devices=[]):
@@ -197,11 +231,10 @@ class _Batches(Dataset[Any]):
 
     def _once_and_twice(self, ids: list[int]) -> tuple[Any, Any]:
         """Return a batch of some rows, and one that has them twice, with the same draws."""
-        made = []
+        made, rows = [], self._rows(ids)
         for times in (1, 2):
             torch.default_generator.manual_seed(0)
-            rows = self._rows(ids) * times
-            made.append(self.collate([copy.copy(row) for row in rows]))  # some collators pop keys
+            made.append(self.collate([copy.copy(row) for row in rows * times]))  # some pop keys
         return made[0], made[1]
 
     def _without_rows(self) -> Any:

@@ -144,7 +144,7 @@ class Order:
         if not self.shuffle:
             return [[*one] for one in places]
         keys = keys_of(self.seed, self.epoch)
-        return [[permuted(place, self.length, keys) for place in one] for one in places]
+        return permuted(places, self.length, keys)
 
     def sizes(self, ranks: Iterable[int] | None = None) -> list[int]:
         """Return the numbers of rows of the next batch by logical rank, one for each of `ranks`.

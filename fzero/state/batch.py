@@ -12,10 +12,7 @@ from collections.abc import Callable, Container, Mapping, MutableMapping, Sequen
 from typing import Any
 
 import numpy as np
-import optree
 from torch import Tensor
-
-from fzero.state._record import NAMESPACE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,30 +123,11 @@ def is_array(x: Any) -> bool:
     return isinstance(x, Tensor | np.ndarray)
 
 
-def plain(tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    """Return a tree with dicts in the place of containers that optree does not know.
-
-    Those without an array or `Parts` are leaves, and stay as they are.
-    """
-
-    def one(x: Any) -> Any:
-        inner = None if is_leaf(x) else children(x)
-        if inner is None:
-            return x
-        made = {key: plain(value, is_leaf) for key, value in inner.items()}
-        leaves = optree.tree_leaves(made, is_leaf=is_leaf, namespace=NAMESPACE)  # type: ignore[arg-type]
-        return made if any(is_array(y) or isinstance(y, Parts) for y in leaves) else x
-
-    return optree.tree_map(one, tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+def opened(x: Any) -> dict[Any, Any] | None:
+    """Return what a container has, by key, if an array or `Parts` is somewhere in it, else None."""
+    inner = children(x)
+    return inner if inner is not None and any(map(_has_rows, inner.values())) else None
 
 
-def unplain(like: Any, tree: Any, is_leaf: Callable[[Any], bool]) -> Any:
-    """Return a tree as `plain(like)` has it with the containers of `like`."""
-
-    def one(x: Any, y: Any) -> Any:
-        inner = children(x)
-        if y is x or is_leaf(x) or inner is None:
-            return y
-        return with_children(x, {k: unplain(inner[k], y[k], is_leaf) for k in inner})
-
-    return optree.tree_map(one, like, tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
+def _has_rows(x: Any) -> bool:
+    return is_array(x) or isinstance(x, Parts) or opened(x) is not None

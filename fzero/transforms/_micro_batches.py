@@ -12,7 +12,7 @@ import torch
 
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
-from fzero.state.batch import Parts, is_array, plain, unplain
+from fzero.state.batch import Parts, is_array, opened, with_children
 from fzero.transforms.states import is_state
 
 InAxes = int | None | Sequence[Any] | Mapping[str, Any]
@@ -66,13 +66,12 @@ def parts_of(
     axes = _axes(name, fn, names, args, kwargs, in_axes)
     places = [f"arguments[0][{i}]" for i in range(len(args))]
     places += [f"arguments[1][{key!r}]" for key in kwargs]
-    given = [*args, *kwargs.values()]
-    values = [plain(value, is_state) for value in given]
+    values = [*args, *kwargs.values()]
     cuts = [
         [*_cuts(name, where, value, axis)]
         for where, value, axis in zip(places, values, axes, strict=True)
     ]
-    flat = [one for some in cuts for one in some]
+    flat = [leaf for some in cuts for one in some for leaf in _leaves(name, one)]
     for one in flat:
         if isinstance(one.leaf, Parts):
             _require_parts(name, one, count, groups)
@@ -85,7 +84,6 @@ def parts_of(
     for i in range(count):
         pairs = zip(specs, columns, strict=True)
         part = [optree.tree_unflatten(spec, [x[i] for x in some]) for spec, some in pairs]
-        part = [unplain(x, y, is_state) for x, y in zip(given, part, strict=True)]
         keywords = dict(zip(kwargs, part[len(args) :], strict=True))
         found.append((tuple(part[: len(args)]), keywords))
     return found
@@ -158,15 +156,25 @@ def _cuts(name: str, where: str, value: Any, axis: Any) -> Iterator[_Cut]:
         path = accessor.codify(where)
         if is_state(leaf) and dim is not None:
             raise _is_a_state(name, path)
-        if isinstance(leaf, Parts):
-            yield _Cut(path, leaf, dim)
-            continue
-        if dim is None or not is_array(leaf) or not leaf.ndim:
-            yield _Cut(path, leaf, None)
-            continue
+        yield _Cut(path, leaf, dim)
+
+
+def _leaves(name: str, one: _Cut) -> Iterator[_Cut]:
+    """Yield the arrays and the `Parts` of a leaf: its own, or those of a container."""
+    path, leaf, dim = one
+    for key, x in (_inner(leaf) or {}).items():
+        yield from _leaves(name, _Cut(f"{path}[{key!r}]", x, dim))
+    if isinstance(leaf, Parts):
+        yield one
+    elif is_array(leaf) and leaf.ndim and dim is not None:
         if not -leaf.ndim <= dim < leaf.ndim:
-            raise _misfit(name, axis, f"{path} has {leaf.ndim} dims, shape {tuple(leaf.shape)}")
+            raise _misfit(name, dim, f"{path} has {leaf.ndim} dims, shape {tuple(leaf.shape)}")
         yield _Cut(path, leaf, dim % leaf.ndim)
+
+
+def _inner(leaf: Any) -> dict[Any, Any] | None:
+    """Return what a leaf has that is a container with arrays; a state is none."""
+    return None if is_state(leaf) else opened(leaf)
 
 
 def _require_one_size(name: str, cut: Sequence[_Cut], count: int, *, even: bool) -> None:
@@ -213,36 +221,29 @@ def _require_parts(name: str, one: _Cut, count: int, groups: int) -> None:
             cause="a batch of another order than the step's, or a step without logical_ranks=.",
             fix="give fzero.data.Order and fzero.shard the same logical_ranks=.",
         )
-    if groups > 1:
-        for x in parts:
-            _require_one_size(name, _arrays(one, x), count, even=True)
-
-
-def _arrays(one: _Cut, x: Any) -> list[_Cut]:
-    """Return the value of one logical rank as what is cut, if it is cut."""
-    cut = one.dim is not None and is_array(x) and x.ndim
-    return [_Cut(one.path, x, one.dim)] if cut else []
+    for x in parts if groups > 1 else ():
+        cut = [*_leaves(name, _Cut(one.path, x, one.dim))]
+        _require_one_size(name, cut, count, even=True)
 
 
 def _pieces(one: _Cut, count: int, sizes: Sequence[int] | None, groups: int) -> Sequence[Any]:
-    dim, leaf = one.dim, one.leaf
-    if isinstance(leaf, Parts) and groups == 1:
-        return leaf.parts
-    if dim is None or not (isinstance(leaf, Parts) or leaf.shape[dim]):
-        return [leaf] * count
+    path, leaf, dim = one
     if isinstance(leaf, Parts):
-        each = [_arrays(one, x) for x in leaf.parts]
-        columns = [
-            _pieces(some[0], count, None, 1) if some else [x] * count
-            for some, x in zip(each, leaf.parts, strict=True)
-        ]
-        return [Parts(tuple(column)) for column in zip(*columns, strict=True)]
+        if groups == 1:
+            return leaf.parts
+        columns = [_pieces(_Cut(path, x, dim), count, None, 1) for x in leaf.parts]
+        return [Parts(column) for column in zip(*columns, strict=True)]
+    if (inner := _inner(leaf)) is not None:
+        each = {k: _pieces(_Cut(path, x, dim), count, sizes, groups) for k, x in inner.items()}
+        return [with_children(leaf, {k: x[i] for k, x in each.items()}) for i in range(count)]
+    if dim is None or not is_array(leaf) or not leaf.ndim or not leaf.shape[dim]:
+        return [leaf] * count
     if isinstance(leaf, np.ndarray):
-        rows = _pieces(_Cut(one.path, torch.arange(leaf.shape[dim]), 0), count, sizes, groups)
+        rows = _pieces(_Cut(path, torch.arange(leaf.shape[dim]), 0), count, sizes, groups)
         return [leaf.take(some.numpy(), axis=dim) for some in rows]
     if groups > 1:
-        parts = leaf.unflatten(dim, (groups, count, -1)).unbind(dim + 1)
-        return [part.flatten(dim, dim + 1) for part in parts]
+        parts = leaf.unflatten(dim, (groups, count, -1)).unbind(dim % leaf.ndim + 1)
+        return [part.flatten(dim % leaf.ndim, dim % leaf.ndim + 1) for part in parts]
     return leaf.chunk(count, dim) if sizes is None else leaf.split([*sizes], dim)
 
 

@@ -176,7 +176,8 @@ class _Batches(Dataset[Any]):
         self.several = getattr(dataset, "__getitems__", None)
         self.collate, self.empty = collate, empty
         self._dims: dict[Any, int | None] | None = None  # of the rows, in a batch
-        self._tried = not order.leaves_some_without_rows
+        last = dataclasses.replace(order, position=order.batches_per_epoch - 1)
+        self._tried = all(last.sizes(range(order.logical_ranks)))  # whether an empty one is known
         self._digest: int | None = None
 
     def __getitem__(self, position: int) -> tuple[int, Any]:

@@ -91,12 +91,6 @@ class Order:
         return whole + (rest > 0 and not self.drop_last)
 
     @property
-    def leaves_some_without_rows(self) -> bool:
-        """Whether the last batch of an epoch has fewer rows than there are logical ranks."""
-        rest = self.length % (self.batch_size * self.logical_ranks)
-        return not self.drop_last and 0 < rest < self.logical_ranks
-
-    @property
     def epoch(self) -> int:
         """The epoch of the next batch, from 0."""
         return self.position // self.batches_per_epoch

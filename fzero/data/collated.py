@@ -93,7 +93,7 @@ def without_rows(one: Any, two: Any) -> Any:
             return type(a)()
         if _is_same(a, b):
             return a
-        seen = f"shape {[*a.shape]} of one row" if is_array(a) else f"{a!r:.60} of one row"
+        seen = f"shape {[*values[0].shape]} of one row" if is_array(a) else f"{a!r:.60} of one row"
         where = "".join(f"[{key!r}]" for key in path)
         raise LayoutError(
             f"batches: the last batch of an epoch leaves a logical rank without rows, and batch"

@@ -14,6 +14,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+_TYPE: Any = type
+"""The class of what may be anything."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parts:
@@ -63,25 +66,25 @@ def children(x: Any) -> dict[Any, Any] | None:
         >>> children([3, 4]), children(3)
         ({0: 3, 1: 4}, None)
     """
-    if isinstance(x, Mapping):
+    if _is(x, Mapping):
         return dict(x.items())
-    if type(x) in (list, tuple) or _is_namedtuple(x):
+    if _TYPE(x) in (list, tuple) or _is_namedtuple(x):
         return dict(enumerate(x))
-    if dataclasses.is_dataclass(x) and not isinstance(x, type | Parts):
+    if dataclasses.is_dataclass(_TYPE(x)) and not _is(x, Parts):
         return {one.name: getattr(x, one.name) for one in dataclasses.fields(x)}
     return None
 
 
 def with_children(x: Any, new: Mapping[Any, Any]) -> Any:
     """Return a container like x that has others in it."""
-    if isinstance(x, list | tuple):
-        make: Any = type(x)._make if _is_namedtuple(x) else type(x)
-        return make(new.values())
-    if isinstance(x, Mapping) and not isinstance(x, MutableMapping):
-        return type(x)(dict(new))
+    kind = _TYPE(x)
+    if _is(x, list, tuple):
+        return (kind._make if _is_namedtuple(x) else kind)(new.values())
+    if _is(x, Mapping) and not _is(x, MutableMapping):
+        return kind(dict(new))
     made = copy.copy(x)
     for key, value in new.items():
-        if isinstance(made, MutableMapping):
+        if _is(x, MutableMapping):
             made[key] = value
         else:
             object.__setattr__(made, key, value)  # also of a frozen dataclass: the copy is ours
@@ -114,8 +117,12 @@ def map_together(
     return with_children(trees[0], made)
 
 
+def _is(x: Any, *kinds: type) -> bool:
+    return isinstance(x, kinds)
+
+
 def _is_namedtuple(x: Any) -> bool:
-    return isinstance(x, tuple) and hasattr(x, "_fields")
+    return _is(x, tuple) and hasattr(x, "_fields")
 
 
 def is_array(x: Any) -> bool:

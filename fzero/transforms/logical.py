@@ -447,10 +447,11 @@ def logical_mean(tree: Any, state: Any = None, *, weight: Any = None) -> Any:
             )
 
     weights = None if weight is None else torch.as_tensor(weight, dtype=torch.float64)
-    for x in optree.tree_leaves((tree, weights), namespace=NAMESPACE):
-        require(x)
+    if weights is not None:
+        require(weights)
 
     def one(x: Tensor) -> Tensor:
+        require(x)
         if x.is_floating_point() or x.is_complex():
             return _mean(x, axis, carried.size, weights)
         return gather_rows(x, axis, carried.size)[0]

@@ -64,7 +64,7 @@ def joined(batches: Sequence[Any], sizes: Sequence[int], dims: Mapping[Path, int
 
     def join(path: Path, values: Sequence[Any]) -> Any:
         if dims.get(path) == 0 and all(map(_has_rows, values, sizes)):
-            there = [x for x, n in zip(values, sizes, strict=True) if n] or values[:1]
+            there = [x for x, n in zip(values, sizes, strict=True) if n] or [values[0]]
             if len({(type(x), x.dtype, x.shape[1:]) for x in there}) == 1:
                 return torch.cat(there) if isinstance(there[0], Tensor) else np.concatenate(there)
         same = all(_is_same(values[0], x) for x in values[1:])

@@ -69,7 +69,8 @@ def children(x: Any) -> dict[Any, Any] | None:
     if _is(x, Mapping):
         return dict(x.items())
     if _TYPE(x) in (list, tuple) or _is_namedtuple(x):
-        return dict(enumerate(x))
+        pairs: Any = enumerate(x)
+        return dict(pairs)
     if dataclasses.is_dataclass(_TYPE(x)) and not _is(x, Parts):
         return {one.name: getattr(x, one.name) for one in dataclasses.fields(x)}
     return None

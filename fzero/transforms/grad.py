@@ -186,8 +186,7 @@ def grad_and_reduce(
                 def one_call(place: int, states: Sequence[TrainState]) -> Any:
                     return _differentiate(call_of(*each[place]), states, each[place][:2])
 
-                weights = [one for _, _, one in each]
-                new, result = call_logical_ranks(one_call, known, learns, weights)
+                new, result = call_logical_ranks(one_call, known, learns, [by for *_, by in each])
         new = [
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)

@@ -107,8 +107,12 @@ def all_reduce(x: Tensor | float, axis: AxisLike | None = None, *, ordered: bool
     """y = sum_r(x_r): the same shape, on every rank. transpose: all_reduce.
 
     Always a sum; `pmean` is the visible division. See `reduce_scatter` for `ordered` and 16-bit
-    floats, `all_gather` for `axis`. With `logical_ranks=` a value of a step, outside of a loss,
-    counts for each logical rank that its rank carries, here and in `pmean`.
+    floats, `all_gather` for `axis`.
+
+    With `logical_ranks=`, in a step and outside of a loss, the axis is to be named: `axis="dp"`
+    adds up what ranks have divided among them, such as numbers of rows. What each of them has
+    whole, such as the loss, counts once for each rank there, of which a step knows no number: so
+    without an axis it raises `PhaseError`. `pmean` counts it for each logical rank of a rank.
 
     Example:
         >>> import torch, fzero
@@ -117,7 +121,15 @@ def all_reduce(x: Tensor | float, axis: AxisLike | None = None, *, ordered: bool
     """
     over = _axis("all_reduce", axis)
     if axis is None and (carried := _carried_by_step()) is not None:
-        return _sum_of_logical(_as_tensor(x), over, carried, name="all_reduce")
+        raise PhaseError(
+            f"psum of a value of each rank, in a step of {carried.size} logical ranks on "
+            f"{over.size} ranks.",
+            cause="a sum that would depend on the number of ranks, or count rows once for each "
+            "logical rank.",
+            fix=f'of what ranks have divided among them, as rows: fzero.psum(x, axis="{over.name}")'
+            "; of a value of each logical rank, fzero.logical_mean(aux) or a psum in the loss; "
+            "the loss of grad_and_reduce is the mean over all of them already.",
+        )
     axis, ordered = over, ordered or _in_order()
     return reduce_many([_as_tensor(x)], axis, ordered=ordered, name="all_reduce")[0]
 

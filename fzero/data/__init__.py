@@ -8,3 +8,4 @@ torch.utils.data.DataLoader, and pairs its batches with the order after each.
 from fzero.data.loader import BatchSampler as BatchSampler
 from fzero.data.loader import batches as batches
 from fzero.data.order import Order as Order
+from fzero.state.batch import Parts as Parts

@@ -38,6 +38,9 @@ class Order:
             have more, and some may have no rows. A mean over rows then needs the numbers of rows
             as `weight=`.
         position: how many batches of the run were taken, over all epochs.
+        digest: of some rows of the data set, as `fzero.data.batches` makes it, which warns where
+            those of a run that goes on are others; 0: not known. Orders that differ by it alone are
+            equal.
 
     Raises:
         LayoutError: for a number out of range, and with `drop_last` for fewer rows than a batch.
@@ -60,6 +63,7 @@ class Order:
     shuffle: bool = True
     drop_last: bool = True
     position: int = 0
+    digest: int = dataclasses.field(default=0, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse numbers of which no order can be made."""
@@ -67,6 +71,7 @@ class Order:
             _require_count(name, getattr(self, name), least)
         _require_count("seed", self.seed, 0)
         _require_count("position", self.position, 0)
+        _require_count("digest", self.digest, 0)
         check.check_flags(shuffle=self.shuffle, drop_last=self.drop_last)
         if not self.batches_per_epoch:
             whole = self.batch_size * self.logical_ranks
@@ -133,7 +138,7 @@ class Order:
         if not self.shuffle:
             return [[*one] for one in places]
         keys = keys_of(self.seed, self.epoch)
-        return [[permuted(place, self.length, keys) for place in one] for one in places]
+        return permuted(places, self.length, keys)
 
     def sizes(self, ranks: Iterable[int] | None = None) -> list[int]:
         """Return the numbers of rows of the next batch by logical rank, one for each of `ranks`.
@@ -207,6 +212,7 @@ class Order:
             return self
         mine = self.state_dict()
         given: Any = dict(saved) if isinstance(saved, Mapping) else {}
+        given.setdefault("digest", 0)  # an order that was saved before there was one
         if given.keys() != mine.keys():
             raise LayoutError(
                 f"Order.resumed: {saved!r:.200} is no saved order.",
@@ -216,15 +222,26 @@ class Order:
             )
         there = dataclasses.replace(self, **given)  # and so it is checked
         if dataclasses.replace(there, position=self.position) != self:
-            names = [name for name in mine if name != "position" and mine[name] != given[name]]
+            names = [
+                name
+                for name in mine
+                if name not in ("position", "digest") and mine[name] != given[name]
+            ]
             saved_as = ", ".join(f"{name}={given[name]!r}" for name in names)
+            grown = given["length"] < self.length and names == ["length"]
             raise LayoutError(
                 f"Order.resumed: the order was saved with {saved_as}; here it has "
                 f"{', '.join(f'{name}={mine[name]!r}' for name in names)}.",
                 cause="another data set or other options than those of the run that saved it: the "
                 "rows that come next would not be those that it has left.",
                 fix="give the options of that run; the number of ranks may be another one. A new "
-                "Order begins at its first batch.",
+                "Order begins at its first batch."
+                if not grown
+                else "if rows were added at the end, finish the epoch with those of that run, "
+                f"torch.utils.data.Subset(dataset, range({given['length']})) and "
+                f"Order({given['length']}, ...).resumed(saved). Then begin new = "
+                f"Order({self.length}, ...) at the epoch e that follows, "
+                "position=e * new.batches_per_epoch.",
             )
         return there
 

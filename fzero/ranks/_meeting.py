@@ -148,7 +148,10 @@ def call_roll(store: Any, place: MeetingPlace, limit: datetime.timedelta) -> Non
     try:
         if store.check([keys[place.rank]]) and store.get(keys[place.rank]) == GIVEN_UP.encode():
             raise _too_late(place)
-        store.set(keys[place.rank], me)
+        if place.of_launcher:  # which numbers them, and may start them again
+            store.set(keys[place.rank], me)
+        else:
+            _come_once(store, place, keys, me)
         try:
             store.wait(keys, limit)
         except dist.DistStoreError:  # it is over, and not all are there
@@ -157,6 +160,8 @@ def call_roll(store: Any, place: MeetingPlace, limit: datetime.timedelta) -> Non
                     store.set(key, GIVEN_UP)
         names = [store.get(key).decode() for key in keys]
         missing = [rank for rank, name in enumerate(names) if name == GIVEN_UP]
+        if missing and store.check(["twice"]):
+            raise _twice(place, store.get("twice").decode())
         if missing:
             _hear(store, place, missing)
             raise _not_come(place, missing, limit)
@@ -164,6 +169,28 @@ def call_roll(store: Any, place: MeetingPlace, limit: datetime.timedelta) -> Non
             _require_met(store, place, names, me)
     except dist.DistError as error:
         raise _store_gone(place, error) from error
+
+
+def _come_once(store: Any, place: MeetingPlace, keys: Sequence[str], me: str) -> None:
+    """Put a name into the store. Raise `AxisError`, on every rank, if another one has this rank."""
+    there = store.compare_set(keys[place.rank], "", me).decode()
+    if there == me or store.check(["met"]):
+        return
+    seen = f"two processes came as rank {place.rank} of {place.size}: {there}, and {me}."
+    store.set("twice", seen)
+    for key in keys:  # nobody waits for who is not there
+        store.compare_set(key, "", GIVEN_UP)
+    raise _twice(place, seen)
+
+
+def _twice(place: MeetingPlace, seen: str) -> AxisError:
+    return AxisError(
+        f"{seen} They met at {place.name}.",
+        cause="a script that exports one RANK for two processes, or two jobs with one MASTER_ADDR "
+        "and MASTER_PORT.",
+        fix=f"export another RANK for each process, from 0 to {place.size - 1}, and another "
+        "MASTER_PORT for each job.",
+    )
 
 
 def _require_met(store: Any, place: MeetingPlace, names: Sequence[str], me: str) -> None:

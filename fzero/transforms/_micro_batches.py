@@ -6,11 +6,13 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import optree
-from torch import Tensor
+import torch
 
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
+from fzero.state.batch import Parts, is_array, opened, with_children
 from fzero.transforms.states import is_state
 
 InAxes = int | None | Sequence[Any] | Mapping[str, Any]
@@ -69,7 +71,11 @@ def parts_of(
         [*_cuts(name, where, value, axis)]
         for where, value, axis in zip(places, values, axes, strict=True)
     ]
-    cut = [one for some in cuts for one in some if one.dim is not None]
+    flat = [leaf for some in cuts for one in some for leaf in _leaves(name, one)]
+    for one in flat:
+        if isinstance(one.leaf, Parts):
+            _require_parts(name, one, count, groups)
+    cut = [one for one in flat if one.dim is not None and not isinstance(one.leaf, Parts)]
     whole = count * groups if sizes is None else sum(sizes)
     _require_one_size(name, cut, whole, even=sizes is None)
     columns = [[_pieces(one, count, sizes, groups) for one in some] for some in cuts]
@@ -150,12 +156,25 @@ def _cuts(name: str, where: str, value: Any, axis: Any) -> Iterator[_Cut]:
         path = accessor.codify(where)
         if is_state(leaf) and dim is not None:
             raise _is_a_state(name, path)
-        if dim is None or not isinstance(leaf, Tensor) or not leaf.ndim:
-            yield _Cut(path, leaf, None)
-            continue
+        yield _Cut(path, leaf, dim)
+
+
+def _leaves(name: str, one: _Cut) -> Iterator[_Cut]:
+    """Yield the arrays and the `Parts` of a leaf: its own, or those of a container."""
+    path, leaf, dim = one
+    for key, x in (_inner(leaf) or {}).items():
+        yield from _leaves(name, _Cut(f"{path}[{key!r}]", x, dim))
+    if isinstance(leaf, Parts):
+        yield one
+    elif is_array(leaf) and leaf.ndim and dim is not None:
         if not -leaf.ndim <= dim < leaf.ndim:
-            raise _misfit(name, axis, f"{path} has {leaf.ndim} dims, shape {tuple(leaf.shape)}")
+            raise _misfit(name, dim, f"{path} has {leaf.ndim} dims, shape {tuple(leaf.shape)}")
         yield _Cut(path, leaf, dim % leaf.ndim)
+
+
+def _inner(leaf: Any) -> dict[Any, Any] | None:
+    """Return what a leaf has that is a container with arrays; a state is none."""
+    return None if is_state(leaf) else opened(leaf)
 
 
 def _require_one_size(name: str, cut: Sequence[_Cut], count: int, *, even: bool) -> None:
@@ -192,18 +211,40 @@ def _require_one_size(name: str, cut: Sequence[_Cut], count: int, *, even: bool)
             )
 
 
+def _require_parts(name: str, one: _Cut, count: int, groups: int) -> None:
+    """Raise `LayoutError` for `Parts` of other logical ranks, or that do not divide."""
+    wanted, parts = (count if groups == 1 else groups), one.leaf.parts
+    if len(parts) != wanted:
+        raise LayoutError(
+            f"{name}: argument {one.path} has the values of {len(parts)} logical ranks, and is cut "
+            f"for {wanted}.",
+            cause="a batch of another order than the step's, or a step without logical_ranks=.",
+            fix="give fzero.data.Order and fzero.shard the same logical_ranks=.",
+        )
+    for x in parts if groups > 1 else ():
+        cut = [*_leaves(name, _Cut(one.path, x, one.dim))]
+        _require_one_size(name, cut, count, even=True)
+
+
 def _pieces(one: _Cut, count: int, sizes: Sequence[int] | None, groups: int) -> Sequence[Any]:
-    dim = one.dim
-    if dim is None or not one.leaf.shape[dim]:
-        return [one.leaf] * count
+    path, leaf, dim = one
+    if isinstance(leaf, Parts):
+        if groups == 1:
+            return leaf.parts
+        columns = [_pieces(_Cut(path, x, dim), count, None, 1) for x in leaf.parts]
+        return [Parts(column) for column in zip(*columns, strict=True)]
+    if (inner := _inner(leaf)) is not None:
+        each = {k: _pieces(_Cut(path, x, dim), count, sizes, groups) for k, x in inner.items()}
+        return [with_children(leaf, {k: x[i] for k, x in each.items()}) for i in range(count)]
+    if dim is None or not is_array(leaf) or not leaf.ndim or not leaf.shape[dim]:
+        return [leaf] * count
+    if isinstance(leaf, np.ndarray):
+        rows = _pieces(_Cut(path, torch.arange(leaf.shape[dim]), 0), count, sizes, groups)
+        return [leaf.take(some.numpy(), axis=dim) for some in rows]
     if groups > 1:
-        parts = one.leaf.unflatten(dim, (groups, count, -1)).unbind(dim + 1)
-        pieces = [part.flatten(dim, dim + 1) for part in parts]
-    elif sizes is not None:
-        pieces = one.leaf.split([*sizes], dim)
-    else:
-        pieces = one.leaf.chunk(count, dim)
-    return pieces
+        parts = leaf.unflatten(dim, (groups, count, -1)).unbind(dim % leaf.ndim + 1)
+        return [part.flatten(dim % leaf.ndim, dim % leaf.ndim + 1) for part in parts]
+    return leaf.chunk(count, dim) if sizes is None else leaf.split([*sizes], dim)
 
 
 def _is_a_state(name: str, path: str) -> LayoutError:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from fzero.context.generators import seeded
+from fzero.context.generators import of_devices, seeded
+from fzero.context.here import is_abstract
+from fzero.errors import PhaseError
+from fzero.state import TrainState
 from fzero.state.fold_in import fold_in
 
 
@@ -39,3 +43,31 @@ def generators_of(
         True
     """
     return seeded(fold_in(seed, update, call, logical_rank), device)
+
+
+@contextmanager
+def drawn_in_losses_alone(state: TrainState) -> Iterator[None]:
+    """Raise `PhaseError` at the end of a step of logical ranks that has moved torch's generators.
+
+    A loss puts them back. What else draws does it for the rows of all logical ranks of this rank
+    together, so the numbers of a row depend on how many ranks there are.
+    """
+    if state.setup.logical is None or is_abstract():
+        yield
+        return
+    generators = of_devices(state.device)
+    before = [one.get_state() for one in generators]
+    yield
+    for one, then in zip(generators, before, strict=True):
+        if not torch.equal(one.get_state(), then):
+            raise PhaseError(
+                f"a step with logical_ranks={state.setup.logical.ranks} drew from torch's "
+                f"generator of {one.device} outside of its losses: on another number of ranks its "
+                "rows would get other numbers.",
+                cause="noise on the batch, or a model in train mode, before grad_and_reduce; noise "
+                "on gradients after it.",
+                fix="draw in the loss that grad_and_reduce is given, or in the data set or "
+                "collate_fn of fzero.data.batches, where the numbers are those of the logical "
+                "rank. What is the same for all ranks: generator=torch.Generator().manual_seed("
+                "fzero.fold_in(seed, int(state.step))).",
+            )

@@ -114,11 +114,12 @@ def grad_and_reduce(
         then made for each of them, one after another, with its part of the arguments: `in_axes`
         says which dim of each is cut, as in `torch.func.vmap` and `fzero.accumulate`, and `sizes`
         how many rows each gets, default equal parts. The value is the mean over all logical ranks,
-        equal on all ranks; the tensors of aux have a first dim of this rank's. `weight` is a
-        sequence of one for each of this rank's, or a function of its part, weight(*args). Where fn
-        calls a collective, those of this rank run at once, as virtual ranks, with the bits of a
-        rank for each: all of their activations, and at stage 3 whole parameters, are then in
-        memory, and a first forward is given up where it meets the collective.
+        by their weights if they have some, equal on all ranks; the tensors of aux have a first dim
+        of this rank's. `weight` is a sequence of one for each of this rank's, or a function of its
+        part, weight(*args). Where fn calls a collective, those of this rank run at once, as virtual
+        ranks, with the bits of a rank for each: all of their activations, and at stage 3 whole
+        parameters, are then in memory, and a first forward is given up where it meets the
+        collective.
 
     Pure: `state` stays as it is, also when fn raises. Under a torch.func transform, or when fn's
     arguments require grad, the result can be differentiated again. Other leaves that require grad
@@ -185,7 +186,7 @@ def grad_and_reduce(
                 def one_call(place: int, states: Sequence[TrainState]) -> Any:
                     return _differentiate(call_of(*each[place]), states, each[place][:2])
 
-                new, result = call_logical_ranks(one_call, known, learns)
+                new, result = call_logical_ranks(one_call, known, learns, [by for *_, by in each])
         new = [
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)

@@ -27,6 +27,7 @@ from fzero.machine.offload import offloaded
 from fzero.ranks.mesh import Axis, Carried, MetInLoss, Runs, ambient, carried_here, carrying
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progress, window
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.call import Weight
 from fzero.state.form import Slot
 from fzero.transforms._differentiate import Result
 from fzero.transforms._grad_by_func import with_full
@@ -36,6 +37,7 @@ from fzero.transforms.agree import agree
 from fzero.transforms.announcement import functional_of
 from fzero.transforms.generators import generators_of
 from fzero.transforms.receive import add_means, mean_of_nodes, part_of_update, waiting
+from fzero.transforms.states import flatten_states
 from fzero.transforms.weights import by_some
 
 Call = Callable[[int, Sequence[TrainState]], tuple[list[TrainState], Result]]
@@ -84,16 +86,20 @@ def told_of_errors(setup: Setup) -> Iterator[None]:
 
 
 def call_logical_ranks(
-    call: Call, states: Sequence[TrainState], learns: Sequence[bool]
+    call: Call,
+    states: Sequence[TrainState],
+    learns: Sequence[bool],
+    weights: Sequence[Weight | None],
 ) -> tuple[list[TrainState], Result]:
     """Return the states with the mean gradient of all logical ranks, and what the calls gave.
 
-    The value is the mean over all of them, and `aux` has a first dim of those of this rank.
+    The value is the mean over all of them, by the weights of this rank's logical ranks if they have
+    some, and `aux` has a first dim of those of this rank.
     """
     chosen = [one for one, by in zip(states, learns, strict=True) if by]
     setup = setup_of(chosen)
     run = _RowRun if setup.carries_several else _OneRun
-    return run(call, states, chosen[0]).made()
+    return run(call, states, chosen[0], weights).made()
 
 
 def parts_of_batch(
@@ -114,8 +120,15 @@ class _OneRun:
 
     runs = Runs.IN_TURN
 
-    def __init__(self, call: Call, states: Sequence[TrainState], first: TrainState) -> None:
+    def __init__(
+        self,
+        call: Call,
+        states: Sequence[TrainState],
+        first: TrainState,
+        weights: Sequence[Weight | None],
+    ) -> None:
         self.call, self.states, self.first = call, list(states), first
+        self.weights = weights
         self.setup = first.setup
         assert self.setup.logical is not None
         self.logical = self.setup.logical
@@ -162,10 +175,8 @@ class _OneRun:
     def _joined(self, results: Sequence[Result]) -> Result:
         rows = torch.stack([one.value for one in results])
         aux = [one.aux for one in results]
-        return Result(grads=(), value=self._mean(rows), aux=_stacked(aux))
-
-    def _mean(self, rows: Tensor) -> Tensor:
-        return mean_of_rows(rows, self.setup)
+        value = _mean(rows, self.setup.axis, self.logical.ranks, _row_of(self.weights, rows))
+        return Result(grads=(), value=value, aux=_stacked(aux))
 
 
 class _RowRun(_OneRun):
@@ -386,22 +397,27 @@ def mean_of_rows(rows: Tensor, setup: Setup) -> Tensor:
     return _mean(rows, setup.axis, setup.logical.ranks)
 
 
-def logical_mean(tree: Any) -> Any:
+def logical_mean(tree: Any, state: Any = None, *, weight: Any = None) -> Any:
     """Return the mean over all logical ranks of what each has, the same on every rank.
 
-    For the aux of a loss, such as new buffers: `buffers = fzero.logical_mean(aux)`. Called in a
-    step with `logical_ranks=`, outside of a loss. A collective.
+    For the aux of a loss, such as new buffers: `buffers = fzero.logical_mean(aux)`, in a step with
+    `logical_ranks=`. For losses of an engine's loop, and whatever is computed outside of a step,
+    give it the state. A collective.
 
     Args:
         tree: a pytree of tensors [k, *t], a row for each logical rank of this rank, as
-            `grad_and_reduce` gives aux.
+            `grad_and_reduce` gives aux, and `torch.stack` makes of the losses of a loop.
+        state: whose logical ranks they are, `engine.state`; left out, those of the step. Without
+            `logical_ranks=` each rank is one.
+        weight: of each row, [k]: then the mean is sum(w x) / sum(w), in which a row of weight 0
+            counts for nothing, also if it is NaN. `order.sizes()` for means over rows.
 
     Returns:
         The pytree of tensors [*t]: of floating ones the mean, by one tree whatever the number of
         ranks; of others, such as counts, the row of logical rank 0.
 
     Raises:
-        PhaseError: outside of a step with logical ranks, and in a loss.
+        PhaseError: in a loss, and without a state outside of a step with logical ranks.
         LayoutError: for a leaf that has not a row for each logical rank of this rank.
 
     Example:
@@ -411,38 +427,90 @@ def logical_mean(tree: Any) -> Any:
         ...     state, (_, sums) = fzero.grad_and_reduce(loss, state, has_aux=True)(x)
         ...     return fzero.apply_gradients(state), fzero.logical_mean(sums)
         >>> step = fzero.shard(step_fn, stage=2, logical_ranks=2)
-        >>> step(step.init(torch.ones(1), fzero.optim.sgd(1.0)), torch.tensor([[1.0], [2.0]]))[1]
+        >>> state = step.init(torch.ones(1), fzero.optim.sgd(1.0))
+        >>> step(state, torch.tensor([[1.0], [2.0]]))[1]
         tensor(1.5000)
+        >>> fzero.logical_mean(torch.tensor([1.0, 4.0]), state, weight=[2, 1])
+        tensor(2.)
     """
-    carried, axis = carried_here(), ambient()
-    if carried is None or carried.rank is not None:
-        where = "in a loss" if carried is not None else "outside of a step with logical ranks"
-        raise PhaseError(
-            f"logical_mean {where}.",
-            cause="a call in a loss, or in a step that fzero.shard was not put around.",
-            fix="call it in the step, with the aux that grad_and_reduce gave.",
-        )
+    carried, axis = _logical_of(state)
+    count = len(carried.ranks)
 
-    def one(x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor) or not x.ndim or len(x) != len(carried.ranks):
+    def require(x: Any) -> None:
+        if not isinstance(x, Tensor) or not x.ndim or len(x) != count:
             seen = f"shape {[*x.shape]}" if isinstance(x, Tensor) else f"{x!r:.60}"
             raise LayoutError(
-                f"logical_mean got {seen}, and this rank has {len(carried.ranks)} logical ranks.",
+                f"logical_mean got {seen}, and this rank has {count} logical ranks.",
                 cause="a value of this rank, or what was averaged already.",
-                fix="give the aux of grad_and_reduce, which has a first dim of them.",
+                fix="give the aux of grad_and_reduce, which has a first dim of them, or "
+                "torch.stack([...]) of a value of each.",
             )
+
+    weights = None if weight is None else torch.as_tensor(weight, dtype=torch.float64)
+    if weights is not None:
+        require(weights)
+
+    def one(x: Tensor) -> Tensor:
+        require(x)
         if x.is_floating_point() or x.is_complex():
-            return _mean(x, axis, carried.size)
+            return _mean(x, axis, carried.size, weights)
         return gather_rows(x, axis, carried.size)[0]
 
     return optree.tree_map(one, tree, namespace=NAMESPACE)
 
 
-def _mean(rows: Tensor, axis: Axis, places: int) -> Tensor:
+def _logical_of(state: Any) -> tuple[Carried, Axis]:
+    """Return the logical ranks of a state, or of the step that runs, and the ranks."""
+    carried, axis = carried_here(), ambient()
+    in_loss = carried is not None and carried.rank is not None
+    if state is not None and not in_loss:
+        setup = flatten_states("logical_mean", state)[0][0].setup
+        axis = setup.axis.mesh or setup.axis
+        carried = carried_by(setup) or Carried(axis.size, range(axis.rank, axis.rank + 1))
+    if carried is None or in_loss:
+        where = "in a loss" if in_loss else "outside of a step with logical ranks"
+        raise PhaseError(
+            f"logical_mean {where}.",
+            cause="a call in a loss or in a turn of engine.parts(), or one in a loop around steps.",
+            fix="in a step give it the aux of grad_and_reduce; after a loop over engine.parts() "
+            "logical_mean(torch.stack(losses), engine.state); outside of a step the state, too.",
+        )
+    return carried, axis
+
+
+def _mean(rows: Tensor, axis: Axis, places: int, weights: Tensor | None = None) -> Tensor:
+    if weights is not None:
+        return _weighted_mean(rows, axis, places, weights)
     every = gather_rows(rows, axis, places)
     wide = every.float() if every.dtype in SIXTEEN_BIT else every
     mean = (fold_rows(wide) / places).to(rows.dtype)
     return torch.where((every == every[0]).all(0), every[0], mean)
+
+
+def _weighted_mean(rows: Tensor, axis: Axis, places: int, weights: Tensor) -> Tensor:
+    """sum(w x) / sum(w) over all logical ranks, in fp64; a row of weight 0 counts for nothing."""
+    wide = torch.promote_types(rows.dtype, torch.float64)
+    both = torch.cat(
+        [
+            rows.to(wide).flatten(1) if rows.ndim > 1 else rows.to(wide)[:, None],
+            weights.to(rows.device, wide)[:, None],
+        ],
+        1,
+    )
+    every = gather_rows(both, axis, places)
+    x, w = every[:, :-1], every[:, -1:]
+    total, first = fold_rows(w), x[(w[:, 0] != 0).int().argmax()]
+    mean = fold_rows(torch.where(w == 0, 0, x * w)) / total
+    same = ((x == first) | (w == 0)).all(0) & (total != 0)
+    return torch.where(same, first, mean).to(rows.dtype).reshape(rows.shape[1:])
+
+
+def _row_of(weights: Sequence[Weight | None], like: Tensor) -> Tensor | None:
+    """Return the weights of the logical ranks of this rank, [k] fp64; None without any."""
+    known = [one for one in weights if one is not None]
+    if not known:
+        return None
+    return torch.stack([torch.as_tensor(w, dtype=torch.float64, device=like.device) for w in known])
 
 
 def _stacked(auxes: Sequence[Any]) -> Any:

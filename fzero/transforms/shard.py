@@ -16,6 +16,7 @@ from fzero.state import TrainState
 from fzero.transforms._models import meshes_of, stages_of
 from fzero.transforms.closure import reaches
 from fzero.transforms.donation import check_alive, own_gradients
+from fzero.transforms.generators import drawn_in_losses_alone
 from fzero.transforms.init import init
 from fzero.transforms.logical import carried_by
 from fzero.transforms.outer import mesh_for
@@ -76,6 +77,8 @@ def shard(  # noqa: D417 {options}
             stage, states under other keys, or one state under two keys with `donate`.
         AxisError: in a call, before anything runs, for a state of another axis.
         DonatedError: in a call, for a state that was used up.
+        PhaseError: after a call with `logical_ranks=` that drew from torch's generators outside of
+            the losses of `grad_and_reduce`.
 
     Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.
 
@@ -112,8 +115,8 @@ def shard(  # noqa: D417 {options}
             _require_apart(states)
         state = map_states("shard", lambda one: _donating(one, donate), state)
         # So that collectives of the step know its axes by name, and its logical ranks.
-        over = axes_of_loss(states, [one.mesh for one in states])
-        with running_on(*over), carrying(carried_by(states[0].setup)):
+        over, first = axes_of_loss(states, [one.mesh for one in states]), states[0]
+        with running_on(*over), carrying(carried_by(first.setup)), drawn_in_losses_alone(first):
             state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
         leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux

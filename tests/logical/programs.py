@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 from fzero.state import NAMESPACE
-from fzero.transforms.logical import mean_of_rows
 
 FEATURES = 6
 
@@ -110,8 +109,7 @@ def step_of(program: Program, place: Place, apply: Any) -> Any:
         if program.sizes:
             options["sizes"] = [program.rows(r) for r in ranks]
         for call in range(program.calls):
-            if program.weighted:
-                options["weight"] = [0.1 * (1 + r) + call for r in ranks]
+            options["weight"] = weights_of(program, call, ranks)
             state, loss = fzero.grad_and_reduce(loss_fn, state, **options)(x[call], update)
             losses.append(loss)
         return fzero.apply_gradients(state), torch.stack(losses)
@@ -195,7 +193,13 @@ def run_engine(program: Program, place: Place) -> dict[str, Any]:
                     weight = 0.1 * (1 + rank) + call if program.weighted else None
                     engine.backward(loss, weight=weight)
                     losses[call].append(loss.detach())
-        every.append(torch.stack([mean_of_all(program, one) for one in losses]))
+        means = [
+            fzero.logical_mean(
+                torch.stack(one), engine.state, weight=weights_of(program, call, ranks)
+            )
+            for call, one in enumerate(losses)
+        ]
+        every.append(torch.stack(means))
         engine.step()
     found = {
         "params": fzero.full_params(engine.state),
@@ -209,15 +213,9 @@ def run_engine(program: Program, place: Place) -> dict[str, Any]:
     return found
 
 
-def mean_of_all(program: Program, losses: list[Tensor]) -> Tensor:
-    """The mean of the losses of all logical ranks, of which a rank has some."""
-    return mean_of_rows(torch.stack(losses), setup_here(program))
-
-
-def setup_here(program: Program) -> Any:
-    """A setup of these logical ranks on the world."""
-    state = fzero.init(torch.ones(1), fzero.optim.sgd(1.0), stage=0, logical_ranks=program.logical)
-    return state.setup
+def weights_of(program: Program, call: int, ranks: Sequence[int]) -> list[float] | None:
+    """The weights of a call of some logical ranks."""
+    return [0.1 * (1 + rank) + call for rank in ranks] if program.weighted else None
 
 
 def trained(program: Program, place: Place, run: Any = run) -> dict[str, Any]:

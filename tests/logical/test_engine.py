@@ -19,7 +19,6 @@ from tests.logical.programs import (
     Place,
     Program,
     differs,
-    mean_of_all,
     run_engine,
     trained,
 )
@@ -91,7 +90,7 @@ def normed(ranks: int, stage: int, logical: int = 5, loops: int = 2) -> dict[str
                     loss = engine(part).square().mean()
                     engine.backward(loss)
                     losses.append(loss.detach())
-                seen.append(mean_of_all(Program(logical=logical), losses))
+                seen.append(fzero.logical_mean(torch.stack(losses), engine.state))
             engine.step()
         found = {
             "params": fzero.full_params(engine.state),

@@ -124,6 +124,55 @@ def test_gradients_of_a_rank() -> None:
     assert fzero.gradients(state)["w"].tolist() == [1.0] * 4
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("where", ["before", "after", "teacher", "in the loss"])
+def test_draws_outside_of_a_loss(where: str, ranks: int) -> None:
+    """Rows of several logical ranks are there together, so they would get other numbers."""
+
+    def noisy(p: Any, x: Tensor) -> Tensor:
+        return loss_fn(p, torch.nn.functional.dropout(x, 0.5))
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        if where == "before":
+            x = x + torch.randn_like(x)
+        if where == "teacher":
+            fzero.evaluate(noisy, state)(x)
+        loss = noisy if where == "in the loss" else loss_fn
+        state, value = fzero.grad_and_reduce(loss, state)(x)
+        if where == "after":
+            torch.rand(2)
+        torch.rand(2, generator=torch.Generator().manual_seed(3))  # anybody's
+        return fzero.apply_gradients(state), value
+
+    def run(logical: int | None) -> None:
+        step: Any = fzero.shard(step_fn, stage=2, logical_ranks=logical)
+        state = step.init({"w": torch.ones(4)}, fzero.optim.sgd(0.1))
+        if logical is None or where == "in the loss":
+            step(state, torch.ones(4, 4))
+            return
+        with pytest.raises(PhaseError, match=r"logical_ranks=4 drew from torch's generator of cpu"):
+            step(state, torch.ones(4, 4))
+
+    for logical in (4, None):
+        fzero.simulate(lambda logical=logical: run(logical), world_size=ranks)()
+
+
+def test_a_sum_of_a_step_names_its_axis() -> None:
+    def step_fn(state: Any, x: Tensor, axis: Any) -> Any:
+        return state, fzero.psum(len(x), axis=axis)
+
+    def run() -> Tensor:
+        step: Any = fzero.shard(step_fn, stage=0, logical_ranks=6)
+        state = step.init({"w": torch.ones(4)}, fzero.optim.sgd(0.1))
+        x = torch.ones(2 * len(state.setup.carried(fzero.axis_index())))
+        with pytest.raises(PhaseError, match=r'as rows: fzero.psum\(x, axis="dp"\)'):
+            step(state, x, None)
+        return step(state, x, "dp")[1]
+
+    for ranks in (1, 2, 4):
+        assert fzero.simulate(run, world_size=ranks)().tolist() == [12.0] * ranks
+
+
 def test_states_of_other_logical_ranks_under_one_loss() -> None:
     states = {"a": init(), "b": init(logical_ranks=2)}
     with pytest.raises(PhaseError, match="under one loss"):

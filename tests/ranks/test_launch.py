@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.utils.data import DataLoader, Dataset
 
 import fzero
 from fzero.errors import AxisError
@@ -129,3 +130,22 @@ def test_processes_that_srun_starts_join_the_world_that_they_describe() -> None:
     for rank, process in enumerate(ranks):
         told, errors = process.communicate(timeout=100)
         assert (process.returncode, told) == (0, f"{rank} 3.0\n"), errors
+
+
+class Asking(Dataset[int]):
+    """Rows that ask which rank they are of."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, row: int) -> int:
+        return fzero.axis_index()
+
+
+def test_a_worker_of_a_loader_starts_no_second_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the variables of its rank, and would wait for the others for ever."""
+    assert [*DataLoader(Asking(), batch_size=None, num_workers=1)] == [0, 0]  # of one rank
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", **MEETING}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(AxisError, match="worker 0 of a DataLoader asks which rank it is of"):
+        next(iter(DataLoader(Asking(), batch_size=None, num_workers=1)))

@@ -70,6 +70,15 @@ def test_all_who_come_go_on_and_one_too_many_is_told() -> None:
             assert "two jobs with one MASTER_ADDR and MASTER_PORT" in str(error)
 
 
+def test_a_rank_that_comes_twice_is_told_to_all_at_once() -> None:
+    store: Any = dist.HashStore()
+    for error in roll(store, [place(rank, 4) for rank in (0, 2, 2)]):
+        assert type(error) is AxisError  # none was lost
+        assert str(error).startswith("two processes came as rank 2 of 4: process ")
+    (late,) = roll(store, [place(1, 4)])
+    assert "the others had given it up" in str(late)
+
+
 def test_a_group_that_did_not_start_names_who_is_gone() -> None:
     store: Any = dist.HashStore()
     for rank in (0, 1):

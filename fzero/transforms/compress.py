@@ -32,9 +32,7 @@ def compress(
 def compress(
     *, gradients: Codec | None = None, parameters: Codec | None = None, over: Over = "all"
 ) -> Transform: ...
-@called_as(
-    "compress(step, gradients=fzero.codecs.int8())", any_of=("gradients", "parameters")
-)
+@called_as("compress(step, gradients=fzero.codecs.int8())", any_of=("gradients", "parameters"))
 def compress(
     fn: Callable[..., Any] | None = None,
     /,

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import eq, is_
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ class ModuleParameters:
     ) -> None:
         self.module, self.layout, self.own = module, layout, own
         self.initializer = initializer
+        # Who owns a parameter stays its owner, also where the user puts another part in its place.
+        self._parts = dict(module.named_modules(remove_duplicate=False))
         self.paths: dict[int, list[str]] = {}  # leaf -> all paths that it has
         names = dict(module.named_parameters(remove_duplicate=False))
         for path, leaf in zip(names, layout.slots, strict=True):
@@ -61,7 +64,7 @@ class ModuleParameters:
     def at(self, path: str) -> Tensor:
         """The module's parameter at `path`, as it is now."""
         owner, _, name = path.rpartition(".")
-        return getattr(self.module.get_submodule(owner), name)
+        return getattr(self._parts[owner], name)
 
     def values(self, index: int) -> Iterator[Tensor]:
         """Make the full leaves of a group, one after another."""
@@ -115,7 +118,7 @@ class ModuleParameters:
 
     def _assign(self, path: str, p: nn.Parameter) -> None:
         owner, _, name = path.rpartition(".")
-        module = self.module.get_submodule(owner)
+        module = self._parts[owner]
         if getattr(module, name) is not p:
             setattr(module, name, p)
         if isinstance(module, nn.RNNBase):
@@ -151,11 +154,35 @@ class ModuleParameters:
         )
 
     def require_same(self) -> None:
-        """Raise for a parameter that was replaced, moved or unfrozen: it would not be trained."""
+        """Raise for a parameter that was replaced, moved, added or unfrozen: it is not trained."""
         self.require_same_memory()
+        self.require_none_added()
         for i in self._before.frozen:
             if self._before.objects[i].requires_grad:
                 raise self._refused(i, "requires grad now, unlike when", "requires_grad_(True)")
+
+    def require_none_added(self) -> None:
+        """Raise for a parameter that learns and that the engine was not made of.
+
+        Another part without such parameters, or one that has those of before, is taken.
+        """
+        before = self._before
+        there = _parts_in(before.held)
+        if len(there) == len(before.parts) and all(map(is_, there, before.parts)):
+            return
+        known = {*map(id, before.objects)}
+        for path, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in known:
+                raise LayoutError(
+                    f"{path} was not there when the engine was made.",
+                    cause="a part of the module that was replaced or added after Engine(...), as "
+                    "model[1] = nn.Linear(...): in no buffer of the engine, and in none of its "
+                    "param groups, so that it would not be trained, and be another on each rank.",
+                    fix="engine.close(), then change the module, optimizer.add_param_group(...), "
+                    "and make a new Engine of both. A part that does not learn needs "
+                    "requires_grad_(False).",
+                )
+        self._before = before._replace(**_structure_of(self.module))
 
     def _refused(self, index: int, seen: str, cause: str) -> LayoutError:
         return LayoutError(
@@ -174,6 +201,8 @@ class _Remembered(NamedTuple):
     objects: list[Any]
     frozen: list[int]  # rows of those that did not require grad
     pointers: list[int]
+    held: list[dict[str, Any]]  # the dicts of all parts of the module, of parameters and of parts
+    parts: list[Any]  # what was in them
 
     @staticmethod
     def of(module: nn.Module) -> _Remembered:
@@ -186,7 +215,18 @@ class _Remembered(NamedTuple):
         ]
         objects: list[Any] = [held[name] for held, name, _ in slots]
         frozen = [i for i, p in enumerate(objects) if not p.requires_grad]
-        return _Remembered(slots, objects, frozen, _addresses(objects))
+        structure = _structure_of(module)
+        return _Remembered(slots, objects, frozen, _addresses(objects), **structure)
+
+
+def _structure_of(module: nn.Module) -> dict[str, Any]:
+    held = [held for part in module.modules() for held in (part._parameters, part._modules)]
+    return {"held": held, "parts": _parts_in(held)}
+
+
+def _parts_in(held: Sequence[dict[str, Any]]) -> list[Any]:
+    """Which parameters and parts are in these dicts."""
+    return [*chain.from_iterable(map(dict.values, held))]
 
 
 def _addresses(objects: Sequence[Any]) -> list[int]:

@@ -286,14 +286,14 @@ class Driver:
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
         name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
-        written, running = self.writes.since if updates else bool, self.running
+        running = self.running
         return agree(
             name,
             running.states,
             updates=updates,
             uses=updates,
             now=lambda: running.states,
-            written=written,
+            written=lambda: updates and self.writes.ask,
         )[0]
 
     # Where it stands.

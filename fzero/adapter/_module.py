@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -153,6 +152,17 @@ class ModuleParameters:
             "`p.data = x`, module.half(), .to(...) or share_memory()",
         )
 
+    def moved_away(self) -> list[int]:
+        """Return the groups of parameters that have other memory, of the same shape, as before."""
+        before = self._before
+        found, leaves = set[int](), {id(p): i for i in self.paths for p in self.objects(i)}
+        for p, pointer in zip(before.objects, before.pointers, strict=True):
+            leaf = leaves.get(id(p), -1)
+            if _addresses([p]) != [pointer] and self.layout.leaves[leaf].shape == p.shape:
+                found.add(leaf)
+        groups = enumerate(self.layout.groups)
+        return [index for index, group in groups if not found.isdisjoint(group.leaves)]
+
     def require_same(self) -> None:
         """Raise for a parameter that was replaced, moved, added or unfrozen: it is not trained."""
         self.require_same_memory()
@@ -264,20 +274,6 @@ def moved(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainS
     return filled_state(setup, params.values, partial(params.follow, setup), local=local)
 
 
-@contextmanager
-def free_to_swap(module: nn.Module) -> Iterator[None]:
-    """Let the weights of recurrent modules be swapped: torch refuses it for weak references."""
-    recurrent: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-    for part in recurrent:
-        part._flat_weight_refs = []
-    try:
-        yield
-    finally:
-        for part in recurrent:
-            weights = part._flat_weights
-            part._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
-
-
 def _keep_apart(module: nn.RNNBase, lazy: bool) -> None:
     """Let `flatten_parameters` of a recurrent module do nothing while its weights are `lazy`.
 
@@ -300,9 +296,9 @@ _CLASS = "_fzero_class"  # of the parameter that a placeholder stands for, if it
 def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     """Return a parameter with this value: the object `old` itself, if torch can swap it.
 
-    torch cannot swap a tensor that has weak references, as recurrent modules hold them. A new
-    parameter is returned then, so the caller assigns the result in any case. Hooks, attributes and
-    the gradient of `old` move to it; its class, too, which a placeholder keeps for its successor.
+    torch cannot swap a tensor that something else of C++ holds. A new parameter is returned then,
+    so the caller assigns the result in any case. Hooks, attributes and the gradient of `old` move
+    to it; its class, too, which a placeholder keeps for its successor.
     """
     kind = vars(old).pop(_CLASS, nn.Parameter if isinstance(old, LazyParam) else type(old))
     if isinstance(value, LazyParam) or kind is nn.Parameter:
@@ -319,7 +315,7 @@ def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     old._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     p: Any = old
     try:
-        torch.utils.swap_tensors(old, new)
+        _swap(old, new)
     except RuntimeError:
         p = new
     vars(p).update(attributes)
@@ -327,3 +323,15 @@ def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     # The same dicts, so that handles of hooks go on working.
     p._backward_hooks, p._post_accumulate_grad_hooks = hooks
     return p
+
+
+def _swap(a: Any, b: Any) -> None:
+    """`torch.utils.swap_tensors`, also of what has weak references: they lead to the objects."""
+    if not weakref.getweakrefcount(a):
+        torch.utils.swap_tensors(a, b)
+        return
+    if a._use_count() > 1:
+        raise RuntimeError("Something else holds the tensor.")
+    a.__class__, b.__class__ = b.__class__, a.__class__
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fzero.adapter._gradient import Gradients
 from fzero.adapter._guard import Guard, optimizer_of
 from fzero.adapter._held import HeldGradient
 from fzero.adapter._losses import Losses
-from fzero.adapter._module import ModuleParameters, free_to_swap
+from fzero.adapter._module import ModuleParameters
 from fzero.adapter._region import Region
 from fzero.adapter._stand_ins import StandIns
 from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
@@ -58,9 +59,8 @@ class Driver:
         written = weakly(self._written)
         self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)
         reader = self.running.reader if setup.gathers_by_unit else self.running.held[0]
-        with free_to_swap(module):
-            for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
-                self.params.place(index, placeholders(reader, index))
+        for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
+            self.params.place(index, placeholders(reader, index))
         self.params.remember()
         self.losses = Losses(self.running)
         self.loops = Loops(self.running, module, params.own)
@@ -130,6 +130,22 @@ class Driver:
         torch.autograd.graph.increment_version(self.params.all_objects)
         self.writes.published()
         self.losses.updated()
+
+    def take_back(self) -> None:
+        """Give what `p.data = x` has moved away a part of the engine's buffers again.
+
+        A new one: that of before may be kept, to be put back by `p.data = kept`.
+        """
+        moved, state = self.params.moved_away(), self.state
+        if not moved:
+            return
+        flats = list(state.params.flats)
+        for index in moved:
+            flats[index] = flats[index].clone()
+            self.params.follow(state.setup, index, flats[index])
+        held = replace(state.params, flats=tuple(flats))
+        self.put_each(lambda one: one.replace(params=held))
+        self.params.remember()
 
     def _written(self, units: Sequence[int]) -> None:
         """`gathered(modify=True)` has written these units of stage 3."""

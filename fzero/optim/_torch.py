@@ -20,6 +20,7 @@ from fzero.optim._base import OfPrecision
 from fzero.optim._bind import Bound, bind
 from fzero.optim._encoded import require_elements
 from fzero.optim._kept import KeptState, as_kept
+from fzero.optim._of_matrices import OfMatrices
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
@@ -87,6 +88,14 @@ class TorchOptimizer(OfPrecision):
     def of_torch(self) -> Sequence[Bound]:
         """What is stepped, as one step, by each update."""
         return (self._bound(),)
+
+    def batch_dims_of(self, path: str) -> tuple[str, int | None] | None:
+        """Return what a rule of fzero's own for matrices was told of stacks of them."""
+        group, instance = self.group_of(path), self._bound().instance
+        if group < 0 or not isinstance(instance, OfMatrices):
+            return None
+        name = type(instance).__name__.lower()
+        return name, instance.param_groups[group].get("batch_dims")
 
     def needs_whole(self, path: str) -> bool:
         """Whether the rule for the leaf at `path` is not elementwise."""

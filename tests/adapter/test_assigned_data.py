@@ -166,7 +166,7 @@ def test_weak_references_of_before_lead_to_the_parameters(
     engine = Engine(module, torch.optim.SGD(module.parameters(), lr=0.25), stage=stage)
 
     def now() -> list[Any]:
-        return [one().detach().clone() for one in held]  # type: ignore[union-attr]
+        return [one().detach().clone() for one in held]
 
     assert all(map(torch.equal, now(), plain))
     engine(X if make is ones else X.view(2, 1, 2)).sum().backward()

@@ -35,7 +35,7 @@ def train(edit: Edit, stage: int, world_size: int, **options: Any) -> None:
             for path, p in some.items():
                 p.grad = gradients[path].clone() if path in plain.used else None
             edit(some)
-            plain.optimizer.step()  # type: ignore[union-attr]
+            plain.optimizer.step()
             plain.used = set()
             back(engine, Draw(rank, number))
             edit(learning(engine.module))

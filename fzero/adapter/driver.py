@@ -10,6 +10,7 @@ What all ranks make together (an update, the end of a window) is in `boundary`.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,7 +31,7 @@ from fzero.adapter._stand_ins import StandIns
 from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
 from fzero.adapter._writes import Writes
 from fzero.collectives import performer_of
-from fzero.errors import PhaseError
+from fzero.errors import PhaseError, explain
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState
@@ -54,6 +55,7 @@ class Driver:
     def __init__(self, params: ModuleParameters, state: TrainState) -> None:
         self.params, module = params, params.module
         self.outside: TrainState | None = None
+        self._dropped = ""  # what is to be said of a window that raised
         setup, performer = state.setup, performer_of(state.setup.axis)
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)
@@ -184,6 +186,7 @@ class Driver:
 
     def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts."""
+        self.say_dropped()
         dropped = self.stand_ins.dropped(first)
         if dropped:
             self.loops.require_none("p.grad = None")
@@ -248,7 +251,27 @@ class Driver:
 
     def clear(self) -> None:
         """Forget every gradient, also what an open window adds to."""
+        self._dropped = ""
         self.put_each(without_gradients)
+
+    def note_dropped(self, name: str, backwards: int, error: str) -> None:
+        """A window was left by an exception, and what so many backwards brought was dropped."""
+        if backwards > 0:
+            self._dropped = explain(
+                f"{error} left a {name} block, and the gradients of its {backwards} backwards were "
+                "dropped.",
+                cause="a loader that ended in the block (StopIteration), an error that was caught "
+                "outside of it, or a `break` out of a generator around it. What was there before "
+                "the block stays. (DDP keeps what a no_sync() block has brought until then.)",
+                fix="end the block before what may raise, or run the backwards again; "
+                "engine.zero_grad() after the error says that they are not wanted.",
+            )
+
+    def say_dropped(self) -> None:
+        """Warn, once, of what a window that raised has dropped."""
+        text, self._dropped = self._dropped, ""
+        if text:
+            warnings.warn(text, UserWarning, stacklevel=4)
 
     def drop_if_user_did(self) -> None:
         """Forget every gradient if somebody has set `p.grad` to None."""

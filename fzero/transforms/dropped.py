@@ -1,0 +1,105 @@
+"""Which states a step has made that nothing has used: an update, or gradients, that are dropped.
+
+    made    a call has returned a state with new tensors          noted, with its line
+    took    a call was given a state, or the step returned it     what it has is used
+
+A state is known by some of its tensors, which copies of it by `replace` share. Outside of a step
+nothing is noted: what becomes of a state is not known there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import optree
+
+from fzero.errors import explain
+from fzero.state import NAMESPACE, TrainState
+
+_HERE = threading.local()
+_SAID: dict[Any, Any] = {}
+
+
+class Made(NamedTuple):
+    """What a call has returned that its states were not given."""
+
+    name: str
+    tensors: dict[int, Any]  # by id, for as long as it is not used
+    line: tuple[str, int]
+
+
+def begin() -> list[Made] | None:
+    """A step begins: return where its states are noted; None inside of another one."""
+    if getattr(_HERE, "made", None) is not None:
+        return None
+    _HERE.made = found = list[Made]()
+    return found
+
+
+def end() -> None:
+    """It is over."""
+    _HERE.made = None
+
+
+def note_made(name: str, given: Sequence[TrainState], new: Sequence[TrainState]) -> None:
+    """Note the states that a call returns."""
+    if (noted := getattr(_HERE, "made", None)) is None:
+        return
+    before, after = _tensors_of(given), _tensors_of(new)
+    if fresh := {key: x for key, x in after.items() if key not in before}:
+        noted.append(Made(name, fresh, _line()))
+
+
+def took(states: Iterable[TrainState]) -> None:
+    """Note that a call was given these states."""
+    if noted := getattr(_HERE, "made", None):
+        used = _tensors_of(states).keys()
+        noted[:] = [one for one in noted if used.isdisjoint(one.tensors)]
+
+
+def left_by(noted: list[Made], returned: Any) -> Made | None:
+    """Return the last of what a step has made and dropped, given what it returns."""
+    if noted:
+        leaves: Any = optree.tree_leaves(returned, is_leaf=_is_state, namespace=NAMESPACE)
+        took(filter(_is_state, leaves))
+    return noted[-1] if noted else None
+
+
+def warn_of(one: Made, step: str) -> None:
+    """Say so, with the line of the call."""
+    text = explain(
+        f"what {one.name} returned was not used, and {step} has returned no state that came of it.",
+        cause=f"`fzero.{one.name}(state)` without `state = ...`: states are values, and the one "
+        "that is given stays as it was; or a step that returns the state that it was given.",
+        fix="write state = fzero.apply_gradients(state), and return that state. For the value of "
+        "a loss alone, fzero.evaluate(loss, state)(batch); of several states, `wrt=` says which "
+        "of them are to learn.",
+    )
+    warnings.warn_explicit(text, UserWarning, *one.line, registry=_SAID)
+
+
+def _is_state(x: Any) -> bool:
+    return isinstance(x, TrainState)
+
+
+def _tensors_of(states: Iterable[TrainState]) -> dict[int, Any]:
+    """What changes in an update, and with gradients: one tensor of each kind."""
+    found = dict[int, Any]()
+    for one in states:
+        found[id(one.step)] = one.step
+        for flats in (one.params.flats, one.gradients.flats, one.window.pending.flats):
+            if flats:
+                found[id(flats[0])] = flats[0]
+    return found
+
+
+def _line() -> tuple[str, int]:
+    """Where the user has called fzero."""
+    frame: Any = sys._getframe(2)
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("fzero.", "torch.")):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno

@@ -332,6 +332,8 @@ def _swap(a: Any, b: Any) -> None:
         return
     if a._use_count() > 1:
         raise RuntimeError("Something else holds the tensor.")
-    a.__class__, b.__class__ = b.__class__, a.__class__
-    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    for name in ("__class__", "__dict__"):
+        mine, theirs = getattr(a, name), getattr(b, name)
+        setattr(a, name, theirs)
+        setattr(b, name, mine)
     torch._C._swap_tensor_impl(a, b)

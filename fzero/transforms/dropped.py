@@ -4,7 +4,8 @@
     took    a call was given a state, or the step returned it     what it has is used
 
 A state is known by some of its tensors, which copies of it by `replace` share. Outside of a step
-nothing is noted: what becomes of a state is not known there.
+nothing is noted: what becomes of a state is not known there. What a step inside of another one
+returns counts as used.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import optree
 from fzero.errors import explain
 from fzero.state import NAMESPACE, TrainState
 
-_HERE = threading.local()
 _SAID: dict[Any, Any] = {}
 
 
@@ -32,22 +32,29 @@ class Made(NamedTuple):
     line: tuple[str, int]
 
 
-def begin() -> list[Made] | None:
-    """A step begins: return where its states are noted; None inside of another one."""
-    if getattr(_HERE, "made", None) is not None:
-        return None
-    _HERE.made = found = list[Made]()
-    return found
+class _Here(threading.local):
+    """What the outermost step of this thread has made; None outside of a step."""
+
+    made: list[Made] | None = None
+
+    def begin(self) -> list[Made] | None:
+        """A step begins: return where its states are noted; None inside of another one."""
+        if self.made is not None:
+            return None
+        self.made = []
+        return self.made
+
+    def end(self) -> None:
+        """It is over."""
+        self.made = None
 
 
-def end() -> None:
-    """It is over."""
-    _HERE.made = None
+HERE = _Here()
 
 
 def note_made(name: str, given: Sequence[TrainState], new: Sequence[TrainState]) -> None:
     """Note the states that a call returns."""
-    if (noted := getattr(_HERE, "made", None)) is None:
+    if (noted := HERE.made) is None:
         return
     before, after = _tensors_of(given), _tensors_of(new)
     if fresh := {key: x for key, x in after.items() if key not in before}:
@@ -56,7 +63,7 @@ def note_made(name: str, given: Sequence[TrainState], new: Sequence[TrainState])
 
 def took(states: Iterable[TrainState]) -> None:
     """Note that a call was given these states."""
-    if noted := getattr(_HERE, "made", None):
+    if noted := HERE.made:
         used = _tensors_of(states).keys()
         noted[:] = [one for one in noted if used.isdisjoint(one.tensors)]
 

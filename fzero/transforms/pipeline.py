@@ -63,14 +63,14 @@ class Step(Generic[P, R]):
 
         Warns, once, of an update or gradients that it makes and drops.
         """
-        noted = dropped.begin()
+        noted = dropped.HERE.begin()
         if noted is None:  # inside of another step
             return self._around(self.inner, *args, **kwargs)
         try:
             result = self._around(self.inner, *args, **kwargs)
             left = dropped.left_by(noted, result)
         finally:
-            dropped.end()
+            dropped.HERE.end()
         if left is not None and not self._told:
             self._told = True
             dropped.warn_of(left, describe_function(self.inner))

@@ -166,14 +166,6 @@ def test_several_models_and_nested_steps() -> None:
     states = {name: fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=0) for name in "gd"}
     gan(states, torch.ones(6))
 
-    @fzero.shard(stage=0)
-    def drops(state: Any, x: Tensor) -> Any:
-        inner(state, x)
-        return state, None
-
-    with pytest.warns(UserWarning, match="what apply_gradients returned was not used"):
-        drops(fzero.init(PARAMS, fzero.optim.sgd(0.5), stage=0), torch.ones(6))
-
 
 def test_a_step_that_raises_leaves_nothing_behind() -> None:
     @fzero.shard(stage=0)

@@ -47,7 +47,7 @@ def require_matrices(params: Mapping[str, Tensor], owners: Mapping[str, Any], as
     owners: of each path, the names of the classes of the modules that have it.
     """
     for path, p in params.items():
-        told = asks(path) if learns(p) and p.ndim > 2 else None
+        told = asks(path) if p.ndim > 2 and learns(p) else None
         if told is None:
             continue
         name, batch_dims = told

@@ -22,6 +22,7 @@ from fzero.errors import explain
 from fzero.state import NAMESPACE, TrainState
 
 _SAID: dict[Any, Any] = {}
+_NOT_USERS = ("fzero.", "torch.")
 
 
 class Made(NamedTuple):
@@ -56,23 +57,38 @@ def note_made(name: str, given: Sequence[TrainState], new: Sequence[TrainState])
     """Note the states that a call returns."""
     if (noted := HERE.made) is None:
         return
-    before, after = _tensors_of(given), _tensors_of(new)
-    if fresh := {key: x for key, x in after.items() if key not in before}:
-        noted.append(Made(name, fresh, _line()))
+    fresh = dict[int, Any]()
+    for some, is_new in ((new, True), (given, False)):
+        for one in some:
+            flats = one.params.flats[:1] + one.gradients.flats[:1] + one.window.pending.flats[:1]
+            for x in (one.step, *flats):
+                if is_new:
+                    fresh[id(x)] = x
+                else:
+                    fresh.pop(id(x), None)
+    if fresh:
+        frame: Any = sys._getframe(1)  # up to where the user has called fzero
+        while frame.f_back and frame.f_globals.get("__name__", "").startswith(_NOT_USERS):
+            frame = frame.f_back
+        noted.append(Made(name, fresh, (frame.f_code.co_filename, frame.f_lineno)))
 
 
 def took(states: Iterable[TrainState]) -> None:
     """Note that a call was given these states."""
     if noted := HERE.made:
-        used = _tensors_of(states).keys()
+        used = _tensors_of(states)
         noted[:] = [one for one in noted if used.isdisjoint(one.tensors)]
 
 
 def left_by(noted: list[Made], returned: Any) -> Made | None:
     """Return the last of what a step has made and dropped, given what it returns."""
     if noted:
-        leaves: Any = optree.tree_leaves(returned, is_leaf=_is_state, namespace=NAMESPACE)
-        took(filter(_is_state, leaves))
+        first = returned[0] if isinstance(returned, tuple) and returned else None
+        if isinstance(first, TrainState):
+            took([first])
+        if noted:
+            leaves: Any = optree.tree_leaves(returned, is_leaf=_is_state, namespace=NAMESPACE)
+            took(filter(_is_state, leaves))
     return noted[-1] if noted else None
 
 
@@ -93,20 +109,10 @@ def _is_state(x: Any) -> bool:
     return isinstance(x, TrainState)
 
 
-def _tensors_of(states: Iterable[TrainState]) -> dict[int, Any]:
-    """What changes in an update, and with gradients: one tensor of each kind."""
-    found = dict[int, Any]()
+def _tensors_of(states: Iterable[TrainState]) -> set[int]:
+    """What changes in an update, and with gradients: one tensor of each kind, by id."""
+    found = set[int]()
     for one in states:
-        found[id(one.step)] = one.step
-        for flats in (one.params.flats, one.gradients.flats, one.window.pending.flats):
-            if flats:
-                found[id(flats[0])] = flats[0]
+        flats = one.params.flats[:1] + one.gradients.flats[:1] + one.window.pending.flats[:1]
+        found.update(map(id, (one.step, *flats)))
     return found
-
-
-def _line() -> tuple[str, int]:
-    """Where the user has called fzero."""
-    frame: Any = sys._getframe(2)
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(("fzero.", "torch.")):
-        frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno

@@ -92,7 +92,8 @@ def plan_setup(
         units = options.units or unit_of
         place |= {"given": options, "block": lcm(block_of(options), chosen.block)}
         setup = _planned(make, sizes, units, (chosen, outer), **place)
-        _require_matrices(setup, named, owners)
+        if any(p.ndim > 2 for p in named.values()):
+            _require_matrices(setup, named, owners)
         said = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
         said += [] if outer is None else outer.describe(setup.layout.leaves)
         said += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()

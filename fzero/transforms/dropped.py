@@ -87,7 +87,8 @@ def left_by(noted: list[Made], returned: Any) -> Made | None:
         if isinstance(first, TrainState):
             took([first])
         if noted:
-            leaves: Any = optree.tree_leaves(returned, is_leaf=_is_state, namespace=NAMESPACE)
+            tree: Any = returned
+            leaves: Any = optree.tree_leaves(tree, is_leaf=_is_state, namespace=NAMESPACE)
             took(filter(_is_state, leaves))
     return noted[-1] if noted else None
 

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fzero.adapter import parts
 from fzero.adapter._kept_masters import keep
-from fzero.adapter._module import free_to_swap
 from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.collectives import gather_many
@@ -52,17 +51,16 @@ def _give_back(driver: Driver) -> None:
         for path, own in rule.held.items():  # of parameters that were frozen meanwhile
             rule.instance.state[driver.params.at(path)] = own
     driver.writes.masters.follow(state)
-    with free_to_swap(driver.module):
-        for index in range(len(state.setup.layout.groups)):
-            _give_parameters(driver, index)
-            keep(driver.params, state, index)
-            if stepped is not None:
-                _give_states(driver, stepped, index)
-            held = [state.params.flats[index], *parts.slots_of_group(state, index).values()]
-            if driver.state.setup.gathers_by_unit:  # the gatherer has the shard by another tensor
-                held.append(driver.running.gatherer.groups[index].shard)
-            for flat in held:
-                empty(flat, flat.new_empty(0))
+    for index in range(len(state.setup.layout.groups)):
+        _give_parameters(driver, index)
+        keep(driver.params, state, index)
+        if stepped is not None:
+            _give_states(driver, stepped, index)
+        held = [state.params.flats[index], *parts.slots_of_group(state, index).values()]
+        if driver.state.setup.gathers_by_unit:  # the gatherer has the shard by another tensor
+            held.append(driver.running.gatherer.groups[index].shard)
+        for flat in held:
+            empty(flat, flat.new_empty(0))
     driver.end()
 
 

@@ -80,12 +80,16 @@ def _written(wanted: Sequence[Tensor], axis: Axis, source: int) -> Iterator[list
         for owner, units in held:
             owner.let_go(units, source)
         if whole:
+            values = broadcast([p.detach() for p in whole], axis, source)
+            found = (OWNERS.get(id(p)) for p in whole)
+            drivers = {id(one): one for one in found if one is not None}.values()
+            for driver in drivers:
+                driver.take_back()
             with torch.no_grad():  # `copy_` tells the engine that they were written
-                for p, value in zip(whole, broadcast(whole, axis, source), strict=True):
+                for p, value in zip(whole, values, strict=True):
                     p.copy_(value)
-            for p in whole:
-                if (driver := OWNERS.get(id(p))) is not None:
-                    driver.writes.agree([p])
+            for driver in drivers:
+                driver.writes.agree(whole)
 
 
 @contextmanager

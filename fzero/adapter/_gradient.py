@@ -15,8 +15,7 @@ from fzero.adapter._held import HeldGradient
 from fzero.adapter._life import HoldsState
 from fzero.adapter._torch_hooks import in_backward
 from fzero.machine.offload import change
-from fzero.state import TrainState, progress
-from fzero.state.layout import as_bits
+from fzero.state import TrainState
 from fzero.transforms.builtins import times_factor
 from fzero.transforms.weights import unaveraged
 
@@ -125,8 +124,7 @@ class Gradients:
         def zeroed(state: TrainState) -> TrainState:
             for piece in pieces_of(state, address):
                 piece.zero_()
-            used = progress.saw_zero(state.progress, as_bits([address.here.leaf]))
-            return state.replace(progress=used)
+            return state
 
         with torch.inference_mode(False), torch.no_grad():
             self._holder.put_each(zeroed)

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from operator import eq, is_
 from typing import Any, NamedTuple
 
@@ -48,6 +48,8 @@ class ModuleParameters:
     ) -> None:
         self.module, self.layout, self.own = module, layout, own
         self.initializer = initializer
+        # Who owns a parameter stays its owner, also where the user puts another part in its place.
+        self._parts = dict(module.named_modules(remove_duplicate=False))
         self.paths: dict[int, list[str]] = {}  # leaf -> all paths that it has
         names = dict(module.named_parameters(remove_duplicate=False))
         for path, leaf in zip(names, layout.slots, strict=True):
@@ -61,7 +63,7 @@ class ModuleParameters:
     def at(self, path: str) -> Tensor:
         """The module's parameter at `path`, as it is now."""
         owner, _, name = path.rpartition(".")
-        return getattr(self.module.get_submodule(owner), name)
+        return getattr(self._parts[owner], name)
 
     def values(self, index: int) -> Iterator[Tensor]:
         """Make the full leaves of a group, one after another."""
@@ -115,7 +117,7 @@ class ModuleParameters:
 
     def _assign(self, path: str, p: nn.Parameter) -> None:
         owner, _, name = path.rpartition(".")
-        module = self.module.get_submodule(owner)
+        module = self._parts[owner]
         if getattr(module, name) is not p:
             setattr(module, name, p)
         if isinstance(module, nn.RNNBase):
@@ -150,12 +152,47 @@ class ModuleParameters:
             "`p.data = x`, module.half(), .to(...) or share_memory()",
         )
 
+    def moved_away(self) -> list[int]:
+        """Return the groups of parameters that have other memory, of the same shape, as before."""
+        before = self._before
+        found, leaves = set[int](), {id(p): i for i in self.paths for p in self.objects(i)}
+        for p, pointer in zip(before.objects, before.pointers, strict=True):
+            leaf = leaves.get(id(p), -1)
+            if _addresses([p]) != [pointer] and self.layout.leaves[leaf].shape == p.shape:
+                found.add(leaf)
+        groups = enumerate(self.layout.groups)
+        return [index for index, group in groups if not found.isdisjoint(group.leaves)]
+
     def require_same(self) -> None:
-        """Raise for a parameter that was replaced, moved or unfrozen: it would not be trained."""
+        """Raise for a parameter that was replaced, moved, added or unfrozen: it is not trained."""
         self.require_same_memory()
+        self.require_none_added()
         for i in self._before.frozen:
             if self._before.objects[i].requires_grad:
                 raise self._refused(i, "requires grad now, unlike when", "requires_grad_(True)")
+
+    def require_none_added(self) -> None:
+        """Raise for a parameter that learns and that the engine was not made of.
+
+        Another part without such parameters, or one that has those of before, is taken.
+        """
+        before = self._before
+        there = _parts_in(before.held)
+        if len(there) == len(before.parts) and all(map(is_, there, before.parts)):
+            return
+        known = {*map(id, before.objects)}
+        for path, p in self.module.named_parameters():
+            if p.requires_grad and id(p) not in known:
+                raise LayoutError(
+                    f"{path} was not there when the engine was made.",
+                    cause="a part of the module that was replaced or added after Engine(...), as "
+                    "model[1] = nn.Linear(...): in no buffer of the engine, and in none of its "
+                    "param groups, so that it would not be trained, and be another on each rank.",
+                    fix="engine.close(), then change the module, optimizer.add_param_group(...), "
+                    "and make a new Engine of both. A part that does not learn needs "
+                    "requires_grad_(False).",
+                )
+        self._before = before._replace(**_structure_of(self.module))
 
     def _refused(self, index: int, seen: str, cause: str) -> LayoutError:
         return LayoutError(
@@ -174,6 +211,8 @@ class _Remembered(NamedTuple):
     objects: list[Any]
     frozen: list[int]  # rows of those that did not require grad
     pointers: list[int]
+    held: list[dict[str, Any]]  # the dicts of all parts of the module, of parameters and of parts
+    parts: list[Any]  # what was in them
 
     @staticmethod
     def of(module: nn.Module) -> _Remembered:
@@ -186,7 +225,18 @@ class _Remembered(NamedTuple):
         ]
         objects: list[Any] = [held[name] for held, name, _ in slots]
         frozen = [i for i, p in enumerate(objects) if not p.requires_grad]
-        return _Remembered(slots, objects, frozen, _addresses(objects))
+        structure = _structure_of(module)
+        return _Remembered(slots, objects, frozen, _addresses(objects), **structure)
+
+
+def _structure_of(module: nn.Module) -> dict[str, Any]:
+    held = [held for part in module.modules() for held in (part._parameters, part._modules)]
+    return {"held": held, "parts": _parts_in(held)}
+
+
+def _parts_in(held: Sequence[dict[str, Any]]) -> list[Any]:
+    """Which parameters and parts are in these dicts."""
+    return [*chain.from_iterable(map(dict.values, held))]
 
 
 def _addresses(objects: Sequence[Any]) -> list[int]:
@@ -224,20 +274,6 @@ def moved(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainS
     return filled_state(setup, params.values, partial(params.follow, setup), local=local)
 
 
-@contextmanager
-def free_to_swap(module: nn.Module) -> Iterator[None]:
-    """Let the weights of recurrent modules be swapped: torch refuses it for weak references."""
-    recurrent: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-    for part in recurrent:
-        part._flat_weight_refs = []
-    try:
-        yield
-    finally:
-        for part in recurrent:
-            weights = part._flat_weights
-            part._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
-
-
 def _keep_apart(module: nn.RNNBase, lazy: bool) -> None:
     """Let `flatten_parameters` of a recurrent module do nothing while its weights are `lazy`.
 
@@ -260,9 +296,9 @@ _CLASS = "_fzero_class"  # of the parameter that a placeholder stands for, if it
 def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     """Return a parameter with this value: the object `old` itself, if torch can swap it.
 
-    torch cannot swap a tensor that has weak references, as recurrent modules hold them. A new
-    parameter is returned then, so the caller assigns the result in any case. Hooks, attributes and
-    the gradient of `old` move to it; its class, too, which a placeholder keeps for its successor.
+    torch cannot swap a tensor that something else of C++ holds. A new parameter is returned then,
+    so the caller assigns the result in any case. Hooks, attributes and the gradient of `old` move
+    to it; its class, too, which a placeholder keeps for its successor.
     """
     kind = vars(old).pop(_CLASS, nn.Parameter if isinstance(old, LazyParam) else type(old))
     if isinstance(value, LazyParam) or kind is nn.Parameter:
@@ -279,7 +315,7 @@ def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     old._post_accumulate_grad_hooks = None  # type: ignore[assignment]
     p: Any = old
     try:
-        torch.utils.swap_tensors(old, new)
+        _swap(old, new)
     except RuntimeError:
         p = new
     vars(p).update(attributes)
@@ -287,3 +323,17 @@ def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     # The same dicts, so that handles of hooks go on working.
     p._backward_hooks, p._post_accumulate_grad_hooks = hooks
     return p
+
+
+def _swap(a: Any, b: Any) -> None:
+    """`torch.utils.swap_tensors`, also of what has weak references: they lead to the objects."""
+    if not weakref.getweakrefcount(a):
+        torch.utils.swap_tensors(a, b)
+        return
+    if a._use_count() > 1:
+        raise RuntimeError("Something else holds the tensor.")
+    for name in ("__class__", "__dict__"):
+        mine, theirs = getattr(a, name), getattr(b, name)
+        setattr(a, name, theirs)
+        setattr(b, name, mine)
+    torch._C._swap_tensor_impl(a, b)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fzero.adapter._module import ModuleParameters, free_to_swap, on_own_group
+from fzero.adapter._module import ModuleParameters, on_own_group
 from fzero.adapter.boundary import require_no_forward, require_outside
 from fzero.adapter.driver import Driver
 from fzero.checkpoint.driven import buffers_of, options_of, set_options
@@ -112,9 +112,8 @@ def _installed(driver: Driver, state: TrainState) -> Driver:
     setup = state.setup
     params = ModuleParameters(driver.module, setup.layout, driver.params.own)
     _let_go(driver)
-    with free_to_swap(driver.module):
-        for index, flat in enumerate(state.params.flats):
-            params.follow(setup, index, flat)
+    for index, flat in enumerate(state.params.flats):
+        params.follow(setup, index, flat)
     made = Driver(params, state)
     made.show_gradients()
     return made
@@ -124,10 +123,9 @@ def _gone(driver: Driver) -> Driver:
     """Close the engine of a rank that leaves; of stage 3 its parameters are NaN, without memory."""
     _let_go(driver)
     params, setup = driver.params, driver.state.setup
-    with free_to_swap(driver.module):
-        for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
-            leaves = [setup.layout.leaves[i] for i in setup.layout.groups[index].leaves]
-            params.place(index, [_nothing(leaf, driver.state.device) for leaf in leaves])
+    for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
+        leaves = [setup.layout.leaves[i] for i in setup.layout.groups[index].leaves]
+        params.place(index, [_nothing(leaf, driver.state.device) for leaf in leaves])
     return driver
 
 

@@ -23,6 +23,7 @@ from fzero.machine.partition import identity
 from fzero.machine.placeholder import LazyParam
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
+from fzero.transforms.agree import raises_together
 from fzero.transforms.builtins import times_factor
 from fzero.transforms.norm import norm_of_state
 from fzero.transforms.receive import filled
@@ -121,8 +122,7 @@ def full_state_dict(driver: Driver) -> dict[str, Any]:
 
     At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
     """
-    driver.call("full_state_dict()")
-    held = driver.module.state_dict()
+    held = _state_dict_of(driver, "full_state_dict()")
     made: dict[Any, Any] = {}
     for value in held.values():  # what is tied stays tied, and is saved once
         if (key := _memory_of(value)) not in made:
@@ -140,8 +140,7 @@ def state_dict(driver: Driver) -> dict[str, Any]:
     """
     if driver.state.stage == 3:
         return full_state_dict(driver)
-    driver.call("state_dict()")
-    held, made = driver.module.state_dict(), dict[Any, Any]()
+    held, made = _state_dict_of(driver, "state_dict()"), dict[Any, Any]()
     for name, value in held.items():  # what is tied is one object
         key = _memory_of(value)
         held[name] = made[key] if key in made else made.setdefault(key, _live(value))
@@ -290,6 +289,14 @@ def _held(state: TrainState, gradient: Any) -> Any:
     if not isinstance(gradient, Tensor):
         return gradient
     return times_factor(state, [unaveraged(state, gradient)])[0]
+
+
+def _state_dict_of(driver: Driver, name: str) -> dict[str, Any]:
+    """Return that of the module, on every rank; raise on every rank for what the engine lacks."""
+    with raises_together(driver.axis):
+        driver.params.require_none_added()
+    driver.call(name)
+    return driver.module.state_dict()
 
 
 def _memory_of(value: Any) -> Any:

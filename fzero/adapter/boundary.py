@@ -29,6 +29,7 @@ def call_step(driver: Driver, every: int) -> bool:
     require_no_forward(driver, "step()")
     driver.require_no_window("step()")
     driver.loops.require_whole("step()")
+    driver.say_dropped()
     if isinstance(driver.state.setup.optimizer, NoOptimizer):
         raise without_optimizer()
     driver.drop_what_user_dropped()
@@ -114,7 +115,8 @@ def zero_grad(driver: Driver) -> progress.Progress:
 def coalesce(driver: Driver) -> Iterator[None]:
     """Any number of backwards, one reduction, at the end of the block. A collective.
 
-    A block that raises brings nothing, and leaves what was there before.
+    A block that raises brings nothing, and leaves what was there before: the next backward or
+    `step()` then warns of how many backwards were dropped.
     """
     with _window(driver, "coalesce()"):
         yield
@@ -126,7 +128,11 @@ def coalesce(driver: Driver) -> Iterator[None]:
 
 @contextmanager
 def no_sync(driver: Driver) -> Iterator[None]:
-    """Like `coalesce`, but the reduction is left to the next backward, or to `step`."""
+    """Like `coalesce`, but the reduction is left to the next backward, or to `step`.
+
+    Unlike in DDP, which keeps the backwards of a block that raises, they are dropped: ranks that
+    raise in other places would go on with other numbers of micro-batches in one mean.
+    """
     with _window(driver, "no_sync()"):
         yield
 
@@ -139,10 +145,13 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
     driver.wait()
     opened = open_window(replace(driver.state.window, pending=CLOSED.pending))
     driver.enter_window(renewed(driver.state, "window").replace(window=opened))
-    good = False
+    good, error = False, None
     try:
         yield
         good = True
+    except BaseException as raised:
+        error = raised
+        raise
     finally:
         driver.wait()
         if good:
@@ -156,6 +165,8 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
             driver.put(now.replace(window=shut))
         else:
             driver.put(_without_block(now, before))
+            lost = now.progress.backwards - before.progress.backwards
+            driver.note_dropped(name, lost, type(error).__name__)
         driver.show_gradients()
         driver.running.window_ends()
 

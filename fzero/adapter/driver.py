@@ -10,8 +10,10 @@ What all ranks make together (an update, the end of a window) is in `boundary`.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,13 +25,13 @@ from fzero.adapter._gradient import Gradients
 from fzero.adapter._guard import Guard, optimizer_of
 from fzero.adapter._held import HeldGradient
 from fzero.adapter._losses import Losses
-from fzero.adapter._module import ModuleParameters, free_to_swap
+from fzero.adapter._module import ModuleParameters
 from fzero.adapter._region import Region
 from fzero.adapter._stand_ins import StandIns
 from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
 from fzero.adapter._writes import Writes
 from fzero.collectives import performer_of
-from fzero.errors import PhaseError
+from fzero.errors import PhaseError, explain
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState
@@ -53,14 +55,14 @@ class Driver:
     def __init__(self, params: ModuleParameters, state: TrainState) -> None:
         self.params, module = params, params.module
         self.outside: TrainState | None = None
+        self._dropped = ""  # what is to be said of a window that raised
         setup, performer = state.setup, performer_of(state.setup.axis)
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)
         self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)
         reader = self.running.reader if setup.gathers_by_unit else self.running.held[0]
-        with free_to_swap(module):
-            for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
-                self.params.place(index, placeholders(reader, index))
+        for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
+            self.params.place(index, placeholders(reader, index))
         self.params.remember()
         self.losses = Losses(self.running, weakly(self._watch))
         self.loops = Loops(self.running, module, params.own)
@@ -131,6 +133,22 @@ class Driver:
         self.writes.published()
         self.losses.updated()
 
+    def take_back(self) -> None:
+        """Give what `p.data = x` has moved away a part of the engine's buffers again.
+
+        A new one: that of before may be kept, to be put back by `p.data = kept`.
+        """
+        moved, state = self.params.moved_away(), self.state
+        if not moved:
+            return
+        flats = list(state.params.flats)
+        for index in moved:
+            flats[index] = flats[index].clone()
+            self.params.follow(state.setup, index, flats[index])
+        held = replace(state.params, flats=tuple(flats))
+        self.put_each(lambda one: one.replace(params=held))
+        self.params.remember()
+
     def _written(self, units: Sequence[int]) -> None:
         """`gathered(modify=True)` has written these units of stage 3."""
         table = self.running.gatherer.table
@@ -171,6 +189,7 @@ class Driver:
 
     def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts."""
+        self.say_dropped()
         dropped = self.stand_ins.dropped(first)
         if dropped:
             self.loops.require_none("p.grad = None")
@@ -238,7 +257,27 @@ class Driver:
 
     def clear(self) -> None:
         """Forget every gradient, also what an open window adds to."""
+        self._dropped = ""
         self.put_each(without_gradients)
+
+    def note_dropped(self, name: str, backwards: int, error: str) -> None:
+        """A window was left by an exception, and what so many backwards brought was dropped."""
+        if backwards > 0:
+            self._dropped = explain(
+                f"{error} left a {name} block, and the gradients of its {backwards} backwards were "
+                "dropped.",
+                cause="a loader that ended in the block (StopIteration), an error that was caught "
+                "outside of it, or a `break` out of a generator around it. What was there before "
+                "the block stays. (DDP keeps what a no_sync() block has brought until then.)",
+                fix="end the block before what may raise, or run the backwards again; "
+                "engine.zero_grad() after the error says that they are not wanted.",
+            )
+
+    def say_dropped(self) -> None:
+        """Warn, once, of what a window that raised has dropped."""
+        text, self._dropped = self._dropped, ""
+        if text:
+            warnings.warn(text, UserWarning, stacklevel=4)
 
     def drop_if_user_did(self) -> None:
         """Forget every gradient if somebody has set `p.grad` to None."""
@@ -292,14 +331,14 @@ class Driver:
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
         name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
-        written, running = self.writes.since if updates else bool, self.running
+        running = self.running
         return agree(
             name,
             running.states,
             updates=updates,
             uses=updates,
             now=lambda: running.states,
-            written=written,
+            written=lambda: updates and self.writes.ask,
         )[0]
 
     # Where it stands.

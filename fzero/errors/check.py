@@ -63,11 +63,13 @@ def called_as(
     *,
     of_module: bool = False,
     prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+    any_of: tuple[str, ...] = (),
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function that is called with other arguments say how it is called.
 
     of_module: its first argument may be an nn.Module; of others it never is. prepare: is given the
-    keywords first, and returns those that the function gets.
+    keywords first, and returns those that the function gets. any_of: keywords without all of which
+    the function would do nothing; one that is written as None is a user's way to switch it off.
 
     Example:
         >>> half = called_as("half(x)")(lambda x: x / 2)
@@ -87,11 +89,22 @@ def called_as(
                 if args and not of_module:
                     refuse_module(name or fn.__name__, args[0])
                 raise _wrong_call(name or fn.__name__, signature, usage, more, error) from None
+            if any_of and not more.keys() & any_of:
+                raise _nothing_asked(name or fn.__name__, any_of, usage)
             return fn(*args, **more)  # pyright: ignore[reportCallIssue]
 
         return checked
 
     return wrap
+
+
+def _nothing_asked(name: str, any_of: tuple[str, ...], usage: str) -> CallError:
+    options = " or ".join(f"{one}=" for one in any_of)
+    return CallError(
+        f"{name} got none of its options, and would do nothing.",
+        cause="a transform that was put around a step by its name alone.",
+        fix=f"give {options}: {usage}; or leave {name} out ({any_of[0]}=None is the identity).",
+    )
 
 
 def refuse_module(name: str, fn: Any) -> None:

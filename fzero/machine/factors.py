@@ -120,9 +120,9 @@ class FactorEncoder(Memories):
     def _rest(self, index: int, flat: Tensor) -> list[Tensor]:
         """Return what lies between the matrices of a flat [n]: views; without padding."""
         layout, matrices = self._setup.layout, self._matrices.get(index, [])
-        at, group = {one.offset for one in matrices}, layout.groups[index]
+        of, group = {one.leaf for one in matrices}, layout.groups[index]
         pairs = zip(group.leaves, group.offsets, strict=True)
-        places = [(o, layout.leaves[n].numel) for n, o in pairs if o not in at]
+        places = [(o, layout.leaves[n].numel) for n, o in pairs if n not in of]
         return [flat[offset : offset + numel] for offset, numel in places]
 
 

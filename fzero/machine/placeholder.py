@@ -64,6 +64,8 @@ class LazyParam(Memoryless):
     reader: Gathers
     where: tuple[int, int]  # group, position of the leaf in it
     meta: Tensor
+    before: list[Tensor]  # what it was before `p.data = x`, of an alias of before; else empty
+    assigned: bool  # whether `p.data = x` has written it
     views: tuple[_View, ...]
     read: CompiledRead | None  # how a compiled graph reads it, once one has it
 
@@ -78,19 +80,21 @@ class LazyParam(Memoryless):
         """Make the placeholder; `meta` has its shape and strides."""
         made = memoryless(cls, meta, reader.device_of(where[0]))
         made.reader, made.where, made.meta, made.views = reader, where, meta, views
-        made.read = None
+        made.read, made.before, made.assigned = None, [], False
         return made
 
     def full(self) -> Tensor:
         """Return the values, gathered."""
-        x = self.reader.leaf(*self.where)
+        x = self.before[0] if self.before else self.reader.leaf(*self.where)
         for view in self.views:
             x = view(x)
         return x.to(self.dtype)
 
     def _seen(self, meta: Tensor, *more: _Replay) -> LazyParam:
         """A view of it: its values are those of this one, seen through `more` as well."""
-        return type(self)(self.reader, self.where, meta, (*self.views, *more))
+        made = type(self)(self.reader, self.where, meta, (*self.views, *more))
+        made.before = self.before
+        return made
 
     def __repr__(self) -> str:
         group, position = self.where
@@ -105,9 +109,14 @@ class LazyParam(Memoryless):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """`p.data = value` is a write: what the `Gathers` refuses, or keeps."""
+        """`p.data = value` is a write: what the `Gathers` refuses, or keeps.
+
+        As in torch, what was taken of it before, `kept = p.data`, has the values of before then.
+        """
         if isinstance(value, LazyParam) and value.where == self.where and not value.views:
-            return  # module.to() of what it is already
+            if value.before is self.before:
+                return  # module.to() of what it is already
+            value = value.full()
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
             raise LayoutError(
                 f"{self!r} ({self.dtype}, {self.device}) was given data of {value.dtype}, "
@@ -123,7 +132,19 @@ class LazyParam(Memoryless):
                 "forward; or write its values, p.copy_(q.clone()), where it may be written.",
             )
         with torch.no_grad():
+            own = self.full()
+            if self.assigned and value.numel() and value.data_ptr() == own.data_ptr():
+                raise LayoutError(
+                    f"{self!r} was given the tensor that gathered(...) has yielded for it, after "
+                    "`p.data = x` had written to that.",
+                    cause="a swap whose restore has no copy of what was there.",
+                    fix="keep `kept = p.data` or p.detach().clone() before `p.data = x`, and "
+                    "restore by `p.data = kept`.",
+                )
+            before = own.clone()
             self.copy_(value)
+        self.before.append(before)
+        self.read, self.before, self.assigned = None, [], True
 
     def __deepcopy__(self, memo: Any) -> LazyParam:
         raise self._not_here("copied")

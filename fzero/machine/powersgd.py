@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors.check import is_count, require
+from fzero.machine.stacks import check_batch_dims, in_matrices
 from fzero.state.codec import Codec, Memory, mixed
 from fzero.state.layout import Layout
 
@@ -32,12 +33,14 @@ from fzero.state.layout import Layout
 class powersgd(Codec):
     """Matrices as two factors of a low rank, with error feedback; what is no matrix as it is.
 
-    For gradients, over all ranks. A parameter of more than two dims is the matrix [first dim, all
-    others]. One whose factors would not be smaller than itself crosses as it is, as do vectors and
-    scalars, all in the dtype in which gradients add up, fp32 at least.
+    For gradients, over all ranks. One whose factors would not be smaller than itself crosses as it
+    is, as do vectors and scalars, all in the dtype in which gradients add up, fp32 at least.
 
     Args:
         rank: the columns of each factor, k: rank k (m + n) numbers cross twice in place of m n.
+        batch_dims: of parameters of 3 or more dims, how many of the first count matrices: 1 for a
+            stack of experts [E, out, in], each of which has factors of its own; 0 for one matrix of
+            the first dim by the others. None: convolutions of torch.nn are one, others raise.
         memory: as of `Codec`, but not False: without error feedback what is not in the factors
             would be lost.
 
@@ -54,6 +57,7 @@ class powersgd(Codec):
     """
 
     rank: int = 4
+    batch_dims: int | None = field(default=None, kw_only=True)
     memory: Memory = field(default=True, kw_only=True)
     linear: ClassVar[bool] = True
 
@@ -61,20 +65,22 @@ class powersgd(Codec):
         """Refuse what is no rank, and no memory."""
         super().__post_init__()
         require("powersgd: rank", self.rank, is_count, "an int of 1 or more")
+        check_batch_dims("powersgd", self.batch_dims)
         wanted = "True or a dtype: what factors do not hold would be lost"
         require("powersgd: memory", self.memory, lambda x: x is not False, wanted)
 
     # Of a matrix.
 
     def rank_of(self, shape: tuple[int, ...]) -> int:
-        """Return the columns of the factors of a parameter; 0 if it crosses as it is."""
+        """Return the columns of the factors of a matrix; 0 if it crosses as it is."""
         rows, columns = _as_matrix(shape)
         rank = min(self.rank, rows, columns)
         return rank if rank * (rows + columns) < rows * columns else 0
 
     def wire_bytes_of(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of a parameter in fp32: of P and Q', or of itself."""
-        return 4 * (self.rank_of(shape) * sum(_as_matrix(shape)) or prod(shape))
+        count, each = in_matrices(shape, self.batch_dims)
+        return 4 * count * (self.rank_of(each) * sum(_as_matrix(each)) or prod(each))
 
     def bound_of(self, matrix: Tensor) -> Tensor:
         """Return the largest |B B^T M - M| of each element: the size of its column, [m, n]."""
@@ -168,11 +174,13 @@ def matrices_of(codec: powersgd, layout: Layout, index: int) -> list[Matrix]:
     group, found = layout.groups[index], []
     for number, offset in zip(group.leaves, group.offsets, strict=True):
         leaf = layout.leaves[number]
-        rank = codec.rank_of(leaf.stored_shape) if len(leaf.shape) > 1 else 0
-        if rank:
-            first, others = _as_matrix(leaf.stored_shape)
+        _, shape = in_matrices(leaf.shape, codec.batch_dims)
+        each = leaf.stored_shape[len(leaf.shape) - len(shape) :]
+        rank = codec.rank_of(each) if len(leaf.shape) > 1 else 0
+        for at in range(offset, offset + leaf.numel, prod(each)) if rank else ():
+            first, others = _as_matrix(each)
             sizes = min(first, others), max(first, others)
-            found.append(Matrix(number, offset, *sizes, rank, transposed=first > others))
+            found.append(Matrix(number, at, *sizes, rank, transposed=first > others))
     return found
 
 

@@ -9,7 +9,7 @@ A memory is a rank's own. A start is the same on all ranks, for it is made of su
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -101,6 +101,14 @@ def starts_of(setup: Setup) -> dict[int, list[Matrix]]:
     return {i: some for i, some in found.items() if some}
 
 
+def _by_leaf(matrices: Sequence[Matrix]) -> dict[int, list[Matrix]]:
+    """Return the matrices of each leaf, in their order."""
+    found: dict[int, list[Matrix]] = {}
+    for one in matrices:
+        found.setdefault(one.leaf, []).append(one)
+    return found
+
+
 RESIDUAL, BACK, START = "residual", "residual/back", "start"
 
 
@@ -131,9 +139,9 @@ def memory_slots(setup: Setup, device: torch.device) -> dict[str, Slot]:
     paths, starts = leaf_paths(setup.layout), dict[str, Tensor]()
     for group, matrices in starts_of(setup).items():
         kept = wide(setup.accumulate_dtype(group))
-        for one in matrices:
-            first = powersgd.start(one.columns, one.rank, device)
-            starts[paths[one.leaf]] = first.reshape(-1).to(kept)
+        for leaf, own in _by_leaf(matrices).items():
+            first = [powersgd.start(one.columns, one.rank, device).reshape(-1) for one in own]
+            starts[paths[leaf]] = torch.cat(first).to(kept)
     if starts:
         form = Form(leaves="named", placement=Placement.REPLICATED, optional=True, kind="window")
         made[START] = Slot(value=starts, form=form)
@@ -155,7 +163,7 @@ def memory_flats(state: TrainState) -> list[Tensor]:
     return [
         *lost,
         *(
-            torch.cat([slots[START].value[paths[one.leaf]] for one in matrices], -1)
+            torch.cat([slots[START].value[paths[leaf]] for leaf in _by_leaf(matrices)], -1)
             for matrices in starts_of(setup).values()
         ),
     ]
@@ -179,8 +187,10 @@ def with_memories(state: TrainState, changed: Mapping[int, Tensor]) -> TrainStat
     starts = dict(slots[START].value) if START in slots else {}
     for number, matrices in enumerate(starts_of(setup).values(), start=len(memories)):
         if number in changed:
-            pieces = changed[number].split([one.start_numel for one in matrices])
-            starts |= {paths[one.leaf]: x for one, x in zip(matrices, pieces, strict=True)}
+            each = _by_leaf(matrices)
+            sizes = [sum(one.start_numel for one in own) for own in each.values()]
+            pieces = changed[number].split(sizes)
+            starts |= {paths[leaf]: x for leaf, x in zip(each, pieces, strict=True)}
     if starts:
         made[START] = form.changed(slots[START], starts)
     return state.replace(slots=made)

@@ -39,6 +39,10 @@ class Base:
         """Whether a part of the leaf at `path` may not be updated alone."""
         return not self.elementwise
 
+    def batch_dims_of(self, path: str) -> tuple[str, int | None] | None:
+        """Return (the rule of the leaf at `path`, its `batch_dims`); None if it has no matrices."""
+        return None
+
     @property
     def of_torch(self) -> Sequence[Any]:
         """The optimizers of torch.optim that it steps, as they are bound."""

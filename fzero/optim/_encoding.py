@@ -35,7 +35,8 @@ class Encoding:
         smallest: leaves of fewer elements are kept as they are.
 
     Raises:
-        LayoutError: for what is no codec, or one without blocks.
+        LayoutError: for what is no codec, or one without blocks; of a rule, for the name of a state
+            that it does not keep, and for a codec that loses the sign of a state that has one.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861.
 
@@ -52,6 +53,7 @@ class Encoding:
     def __post_init__(self) -> None:
         """Try each codec on a block."""
         named = self.codecs if isinstance(self.codecs, Mapping) else {"": self.codecs}
+        require("state_dtype", self.codecs, lambda _: bool(named), '{"exp_avg": codec, ...}')
         for name, codec in named.items():
             _require_blocks(f"state_dtype[{name!r}]" if name else "state_dtype", codec)
         good = is_count(self.smallest)
@@ -70,21 +72,43 @@ class Encoding:
             return None if codec is None else Blocks(codec)
         return Blocks(self.codecs.of_squares() if squares else self.codecs)
 
-    def warn_of_zeros(self) -> None:
+    def require_fits(self, rule: str, squares: Mapping[str, bool]) -> None:
+        """Raise `LayoutError` where a rule keeps no state of a name, or one that loses its sign.
+
+        squares: {slot of the rule: whether it is never negative}.
+        """
+        named = set[str](self.codecs if isinstance(self.codecs, Mapping) else ())
+        for slot in sorted(named - squares.keys()):
+            raise LayoutError(
+                f"state_dtype[{slot!r}]: {rule} keeps no state of that name.",
+                cause="a misspelt name, or one of another rule, which would be ignored.",
+                fix=f"name one of {sorted(squares)}." if squares else "leave it out.",
+            )
+        for slot in (slot for slot, never_negative in squares.items() if not never_negative):
+            codec = self.of(slot, squares=False)
+            if codec is not None and _loses_sign(codec):
+                raise LayoutError(
+                    f"state_dtype: {slot} of {rule} by {codec.codec}, which keeps no negative "
+                    "numbers.",
+                    cause="a codec for means of squares, as of exp_avg_sq, for a state of both "
+                    "signs, half of which would be lost.",
+                    fix=f'give {{"{slot}": fzero.codecs.dynamic8()}} for it; a codec of all '
+                    "states is used by its of_squares() where they are never negative.",
+                )
+
+    def warn_of_zeros(self, squares: Mapping[str, bool]) -> None:
         """Warn of a codec that makes zeros of squares by whose roots an update divides."""
-        codec = None if isinstance(self.codecs, Mapping) else self.of("", squares=True)
-        if codec is None:
-            return
-        squares = torch.full((codec.block,), _REACH)
-        squares[0] = 1.0
-        if not codec.numbers(codec.row_of(squares))[1:].all():
+        for slot in (slot for slot, never_negative in squares.items() if never_negative):
+            codec = self.of(slot, squares=True)
+            if codec is None or not _makes_zeros(codec):
+                continue
             text = explain(
-                f"state_dtype={self.codecs}: a mean of squared gradients that is {_REACH} of the "
-                "largest of its block is kept as 0.",
+                f"state_dtype={self.codecs}: of {slot}, a mean of squared gradients that is "
+                f"{_REACH} of the largest of its block is kept as 0.",
                 cause="levels that are evenly spaced: an update divides by the root of it, so by "
                 "eps alone.",
-                fix='give {"exp_avg": codec, "exp_avg_sq": fzero.codecs.dynamic8(signed=False)}, '
-                "or let its `of_squares()` return such a codec.",
+                fix=f'give {{"{slot}": fzero.codecs.dynamic8(signed=False), ...}}, or let its '
+                "`of_squares()` return such a codec.",
             )
             warnings.warn(text, UserWarning, stacklevel=3)
 
@@ -94,6 +118,19 @@ def encoding_of(state_dtype: Any) -> Encoding | None:
     if isinstance(state_dtype, Codec | Mapping):
         return Encoding(state_dtype)
     return state_dtype if isinstance(state_dtype, Encoding) else None
+
+
+def _loses_sign(codec: Blocks) -> bool:
+    """Whether of negative numbers none is received as one."""
+    below = torch.linspace(-1.0, -0.5, codec.block)
+    return bool((codec.numbers(codec.row_of(below)) >= 0).all())
+
+
+def _makes_zeros(codec: Blocks) -> bool:
+    """Whether small numbers beside a large one are received as 0."""
+    squares = torch.full((codec.block,), _REACH)
+    squares[0] = 1.0
+    return not codec.numbers(codec.row_of(squares))[1:].all()
 
 
 def _require_blocks(what: str, codec: Any) -> None:

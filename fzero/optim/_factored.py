@@ -8,25 +8,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fzero.optim._of_matrices import OfMatrices
 
-class Shampoo(torch.optim.Optimizer):
+
+class Shampoo(OfMatrices):
     """`fzero.optim.shampoo` on whole parameters."""
 
-    def __init__(self, params: Iterable[Any], lr: float, eps: float, roots_every: int) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float,
+        eps: float,
+        roots_every: int,
+        batch_dims: int | None = None,
+    ) -> None:
         """Take the options of `fzero.optim.shampoo`."""
-        super().__init__(params, {"lr": lr, "eps": eps, "roots_every": roots_every})
+        super().__init__(params, batch_dims, lr=lr, eps=eps, roots_every=roots_every)
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                if p.ndim < 2:
-                    p.sub_(group["lr"] * _by_squares(state, p.grad, group["eps"]))
-                else:
-                    update = _by_factors(state, _matrix(p.grad), group)
-                    p.sub_(group["lr"] * update.reshape(p.shape))
+    @staticmethod
+    def step_matrix(state: dict[str, Any], p: Tensor, gradient: Tensor, group: Any) -> None:
+        """Update one matrix, or a vector."""
+        if p.ndim < 2:
+            p.sub_(group["lr"] * _by_squares(state, gradient, group["eps"]))
+        else:
+            update = _by_factors(state, _matrix(gradient), group)
+            p.sub_(group["lr"] * update.reshape(p.shape))
 
 
 def _by_squares(state: dict[str, Any], g: Tensor, eps: float) -> Tensor:

@@ -155,12 +155,15 @@ def _optimizer(
 
     chosen: (decay_mask, groups).
     """
-    return Optimizer(
+    made = Optimizer(
         rule=rule,
         options=tuple(plain_numbers(options).items()),
         overrides=overrides_of(name, options, *chosen),
         precision=precision,
     )
+    if precision.encoding is not None:
+        precision.encoding.require_fits(name, made.squares)
+    return made
 
 
 def overrides_of(

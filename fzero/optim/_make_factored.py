@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fzero.errors.check import is_count, is_number, require
+from fzero.machine.stacks import check_batch_dims
 from fzero.optim._factored import Shampoo
 from fzero.optim._from_torch import from_torch
 from fzero.optim._soap import Soap
@@ -59,18 +60,25 @@ def adafactor(
 
 
 def shampoo(
-    lr: float, *, eps: float = 1e-6, roots_every: int = 1, master_weights: bool = True
+    lr: float,
+    *,
+    eps: float = 1e-6,
+    roots_every: int = 1,
+    batch_dims: int | None = None,
+    master_weights: bool = True,
 ) -> TorchOptimizer:
     """L += g g^T,  R += g^T g,  p' = p - lr L^(-1/4) g R^(-1/4).
 
-    L and R begin at eps I. A vector is divided by the root of the sum of its squares (Adagrad); a
-    parameter of more dims is a matrix of its first dim by the others. The owner of a parameter
-    keeps L, R and their roots.
+    L and R begin at eps I. A vector is divided by the root of the sum of its squares (Adagrad). The
+    owner of a parameter keeps L, R and their roots.
 
     Args:
         lr: a number.
         eps: with which the factors begin.
         roots_every: updates after which the roots are computed again.
+        batch_dims: of parameters of 3 or more dims, how many of the first count matrices: 1 for a
+            stack of experts [E, out, in], each of which is then one by itself; 0 for one matrix of
+            the first dim by the others. None: convolutions of torch.nn are one, others raise.
         master_weights: as in `fzero.optim.adamw`.
 
     Returns:
@@ -90,7 +98,9 @@ def shampoo(
     """
     require("shampoo: eps", eps, lambda x: is_number(x) and x >= 0, "a number >= 0")
     require("shampoo: roots_every", roots_every, is_count, "updates, at least 1")
+    check_batch_dims("shampoo", batch_dims)
     options: dict[str, Any] = {"lr": _rate("shampoo", lr), "eps": eps, "roots_every": roots_every}
+    options |= {"batch_dims": batch_dims}
     return _of(partial(Shampoo, **options), master_weights)
 
 
@@ -102,6 +112,7 @@ def soap(
     weight_decay: float = 0.01,
     refresh_every: int = 10,
     max_size: int = 10_000,
+    batch_dims: int | None = None,
     master_weights: bool = True,
 ) -> TorchOptimizer:
     """Adam in the basis of Shampoo: p' = (1 - lr weight_decay) (p - a Q_L u Q_R^T).
@@ -110,9 +121,8 @@ def soap(
     Q_L^T g Q_R; a = lr sqrt(1 - b2^t) / (1 - b1^t). Q_L and Q_R are eigenvectors of the means of
     g g^T and g^T g: of the first gradient, and every `refresh_every` updates a step nearer to those
     of now, by a QR decomposition. The first update makes these and moves nothing, so t counts from
-    the second. A parameter of more dims is a matrix of its first dim by the others; vectors,
-    matrices of one row or column, and sides of more than `max_size` have no basis. The owner of a
-    parameter keeps all of it.
+    the second. Vectors, matrices of one row or column, and sides of more than `max_size` have no
+    basis. The owner of a parameter keeps all of it.
 
     A factor of few gradients has a null space, of which any basis is one of eigenvectors: it gets
     one made of fixed numbers, so that rounding chooses none.
@@ -124,6 +134,9 @@ def soap(
         weight_decay: 0 for none; it is decoupled.
         refresh_every: updates after which the bases are turned.
         max_size: of a side that has a basis: it keeps two matrices of that size.
+        batch_dims: of parameters of 3 or more dims, how many of the first count matrices: 1 for a
+            stack of experts [E, out, in], each of which is then one by itself; 0 for one matrix of
+            the first dim by the others. None: convolutions of torch.nn are one, others raise.
         master_weights: as in `fzero.optim.adamw`.
 
     Returns:
@@ -150,7 +163,9 @@ def soap(
     for name, value in (("refresh_every", refresh_every), ("max_size", max_size)):
         require(f"soap: {name}", value, is_count, "at least 1")
     options: dict[str, Any] = {"lr": _rate("soap", lr), "betas": tuple(betas), "eps": eps}
+    check_batch_dims("soap", batch_dims)
     options |= {"weight_decay": weight_decay, "refresh_every": refresh_every, "max_size": max_size}
+    options |= {"batch_dims": batch_dims}
     return _of(partial(Soap, **options), master_weights)
 
 

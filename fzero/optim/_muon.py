@@ -16,6 +16,7 @@ from fzero.errors import LayoutError
 from fzero.errors.check import is_count, require
 from fzero.machine.offload import change, cloned, to_device
 from fzero.machine.owners import Owners, Wholes
+from fzero.machine.stacks import check_batch_dims, in_matrices
 from fzero.machine.threads import one_thread
 from fzero.optim._apart import parted
 from fzero.optim._make import Groups, overrides_of
@@ -70,6 +71,7 @@ def muon(
     ns_steps: int = 5,
     adjust_lr: str = "original",
     split: Split | None = None,
+    batch_dims: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
     decay_mask: LeafTest | None = None,
     groups: Groups = (),
@@ -81,8 +83,8 @@ def muon(
     nearly: `ns_steps` of Newton and Schulz. r = sqrt(max(1, rows / columns)). The numbers are those
     of torch.optim.Muon, bit for bit.
 
-    It is for matrices; a parameter of more dims is one of its first dim by the others. Give
-    vectors, embeddings and heads another rule, with `fzero.optim.partition`. Momentum and masters
+    It is for matrices, and stacks of them. Give vectors, embeddings and heads another rule, with
+    `fzero.optim.partition`. Momentum and masters
     stay in flats that are cut evenly. At an update, u crosses to the ranks that own whole matrices,
     in `dtype`, and NS(u) comes back: 2 M (W - 1) / W elements of M in all. An owner iterates
     matrices of one shape together.
@@ -97,6 +99,9 @@ def muon(
             with which a learning rate of AdamW can be used.
         split: leaf -> rows of each matrix that it is made of, or None: [d, d, d] for a fused QKV
             [3 d, d], of which each is orthogonalized by itself.
+        batch_dims: of parameters of 3 or more dims, how many of the first count matrices: 1 for a
+            stack of experts [E, out, in], each of which is then one by itself; 0 for one matrix of
+            the first dim by the others. None: convolutions of torch.nn are one, others raise.
         dtype: in which it iterates, and in which u crosses ranks.
         decay_mask: as in `adamw`.
         groups: as in `adamw`.
@@ -130,6 +135,7 @@ def muon(
         require("muon: adjust_lr", way, RATIOS.__contains__, " or ".join(map(repr, RATIOS)))
     is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
     require("muon: dtype", dtype, lambda _: is_float, "a floating torch.dtype")
+    check_batch_dims("muon", batch_dims)
     require("muon: split", split, lambda x: x is None or callable(x), "leaf -> rows, or None")
     return Muon(
         rule=MUON,
@@ -138,6 +144,7 @@ def muon(
         precision=precision_of("muon", master_weights, None, False),
         dtype=dtype,
         split=split,
+        batch_dims=batch_dims,
     )
 
 
@@ -147,6 +154,7 @@ class Muon(Optimizer):
 
     dtype: torch.dtype = torch.bfloat16
     split: Split | None = None
+    batch_dims: int | None = None
 
     @property
     def elementwise(self) -> bool:
@@ -166,8 +174,13 @@ class Muon(Optimizer):
                 self.rows_of(leaf)
         return self
 
+    def batch_dims_of(self, path: str) -> tuple[str, int | None]:
+        """Return what it was told of stacks of matrices."""
+        return "muon", self.batch_dims
+
     def rows_of(self, leaf: Leaf) -> Sequence[int]:
-        """Return the rows of each matrix that a leaf is made of."""
+        """Return the rows of each matrix that a leaf is made of, one under another."""
+        count, shape = in_matrices(leaf.shape, self.batch_dims)
         if len(leaf.shape) < 2:
             raise LayoutError(
                 f"muon: {leaf.path} has the shape {leaf.shape}, and is no matrix.",
@@ -177,13 +190,13 @@ class Muon(Optimizer):
                 "len(leaf.shape) == 2 else 'rest'); embeddings and heads, by their paths, too.",
             )
         rows = None if self.split is None else self.split(leaf)
-        if rows is not None and (not all(map(is_count, rows)) or sum(rows) != leaf.shape[0]):
+        if rows is not None and (not all(map(is_count, rows)) or sum(rows) != shape[0]):
             raise LayoutError(
-                f"muon: split gave {rows!r} for {leaf.path}, which has {leaf.shape[0]} rows.",
+                f"muon: split gave {rows!r} for {leaf.path}, which has {shape[0]} rows.",
                 cause="the number of the matrices, or the columns, in the place of their rows.",
                 fix="return the rows of each, [d, d, d] for a fused QKV of [3 d, d], or None.",
             )
-        return [leaf.shape[0]] if rows is None else rows
+        return count * ([shape[0]] if rows is None else list(rows))
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
         """Return (updates, state'), as `Optimizer.update` does, of whole matrices. Pure."""
@@ -238,7 +251,8 @@ class Muon(Optimizer):
 
     def __repr__(self) -> str:
         split = "" if self.split is None else f" split by {shown(self.split)}"
-        return f"{Optimizer.__repr__(self)} in {self.dtype}{split}"
+        stack = "" if self.batch_dims is None else f" with batch_dims={self.batch_dims}"
+        return f"{Optimizer.__repr__(self)} in {self.dtype}{split}{stack}"
 
     def options_of(self, leaf: Leaf, count: Tensor) -> dict[str, Any]:
         """Return the options of a leaf at its update after `count` others."""
@@ -307,10 +321,8 @@ class _Step:
                 steps = self._options(leaves[k])["ns_steps"]
                 by_steps.setdefault(steps, []).append(k)
         for steps, some in by_steps.items():
-            parts = {
-                k: made[k].view(leaves[k].shape[0], -1).split(list(self.rule.rows_of(leaves[k])))
-                for k in some
-            }
+            rows = {k: list(self.rule.rows_of(leaves[k])) for k in some}
+            parts = {k: made[k].view(sum(rows[k]), -1).split(rows[k]) for k in some}
             every = [part for k in some for part in parts[k]]
             made_of = partial(orthogonalized, coefficients=COEFFICIENTS, steps=steps)
             # A product of a batch may round otherwise than that of one matrix.
@@ -335,8 +347,9 @@ class _Step:
     def _spans(self, piece: Piece, way: str) -> Iterator[tuple[int, int, float]]:
         """Yield (start, stop, r) of each matrix of a leaf in its piece of a flat."""
         _, leaf, start, stop, first = piece
-        columns, begin = leaf.numel // leaf.shape[0] if leaf.numel else 1, 0
-        for rows in self.rule.rows_of(leaf):
+        every, begin = self.rule.rows_of(leaf), 0
+        columns = leaf.numel // sum(every) if leaf.numel else 1
+        for rows in every:
             end = begin + rows * columns
             low, high = max(begin, first), min(end, first + stop - start)
             if low < high:

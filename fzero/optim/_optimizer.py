@@ -66,6 +66,11 @@ class Optimizer(OfPrecision):
         """Whether it divides by a state: by a mean of squared gradients."""
         return "exp_avg_sq" in self.rule.moments
 
+    @property
+    def squares(self) -> Mapping[str, bool]:
+        """Return {slot: whether it is never negative}."""
+        return {slot: slot == "exp_avg_sq" for slot in self.rule.moments}
+
     def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
         """Return what a slot of a leaf is encoded by; None where it is kept in numbers."""
         return self.precision.codec_of(leaf, slot, squares=slot == "exp_avg_sq")

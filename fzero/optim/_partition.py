@@ -181,6 +181,10 @@ class Partition(Base):
         """Return what the rule of a leaf encodes a slot of it by."""
         return self._rule_of(leaf.path).codec_of(leaf, slot)
 
+    def batch_dims_of(self, path: str) -> tuple[str, int | None] | None:
+        """Return what the rule of the leaf was told of stacks of matrices."""
+        return self._rule_of(path).batch_dims_of(path)
+
     def needs_whole(self, path: str) -> bool:
         """Whether the rule of the leaf looks at the whole of it."""
         return self._rule_of(path).needs_whole(path)

@@ -189,7 +189,7 @@ def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reducti
     if precision is None:
         return
     if precision.encoding is not None and optimizer.divides:
-        precision.encoding.warn_of_zeros()
+        precision.encoding.warn_of_zeros(optimizer.squares)
     learning = {stored_dtype(leaf.dtype): leaf for leaf in leaves if leaf.trainable}
     for dtype, leaf in learning.items():
         numbers = Numbers(

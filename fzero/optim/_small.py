@@ -154,7 +154,7 @@ def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
     """Return the shape of the leaf on which a rule for leaves of a shape is tried.
 
     It is square if the leaf is: factors of a matrix [n, m], which are [n, n] and [m, m], have the
-    shape of the leaf itself only if n = m.
+    shape of the leaf itself only if n = m. So are its last two dims, for a stack of matrices.
 
     Example:
         >>> small_shape([50_000, 768]), small_shape([64, 3, 7, 7]), small_shape([])
@@ -163,6 +163,8 @@ def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
     small = [min(size, most if dim < 2 else 2) for dim, size in enumerate(shape)]
     if len(small) > 1 and small[0] == small[1] and shape[0] != shape[1]:
         small[0 if shape[0] > shape[1] else 1] += 1
+    if len(small) > 2 and (small[-2] == small[-1]) != (shape[-2] == shape[-1]):
+        small[-1] = small[-2] + (shape[-2] != shape[-1])
     return tuple(max(size, 1) for size in small) or (1,)
 
 

@@ -25,32 +25,34 @@ from torch import Tensor
 
 from fzero.context.here import has_no_values
 from fzero.machine.powersgd import hashed
+from fzero.machine.stacks import in_matrices
+from fzero.optim._of_matrices import OfMatrices, State
 
 _SIDES = ("left", "right")
 _EPS = torch.finfo(torch.float32).eps  # of all dtypes: bases are not nearer to their directions
-State = dict[str, Any]
 
 
-class Soap(torch.optim.Optimizer):
+class Soap(OfMatrices):
     """`fzero.optim.soap` on whole parameters."""
 
-    def __init__(self, params: Iterable[Any], lr: float, **options: Any) -> None:
+    def __init__(
+        self, params: Iterable[Any], lr: float, batch_dims: int | None = None, **options: Any
+    ) -> None:
         """Take the options of `fzero.optim.soap`."""
-        super().__init__(params, {"lr": lr, **options})
+        super().__init__(params, batch_dims, lr=lr, **options)
 
     @staticmethod
     def kept_numel(shape: tuple[int, ...], group: State) -> int:
         """Return the elements that are kept of a parameter: two means, a factor and a basis."""
+        count, shape = in_matrices(shape, group.get("batch_dims"))
         sides = (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
         based = [x for x in sides if x <= group["max_size"] and min(sides) > 1]
-        return 2 * prod(shape) + sum(2 * x * x for x in based)
+        return count * (2 * prod(shape) + sum(2 * x * x for x in based))
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                _step(self.state[p], p, p.grad, group)
+    @staticmethod
+    def step_matrix(state: State, p: Tensor, gradient: Tensor, group: State) -> None:
+        """Update one matrix, or a vector."""
+        _step(state, p, gradient, group)
 
 
 def _step(state: State, p: Tensor, gradient: Tensor, group: State) -> None:

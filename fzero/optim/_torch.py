@@ -19,7 +19,8 @@ from fzero.machine.threads import threads_on
 from fzero.optim._base import OfPrecision
 from fzero.optim._bind import Bound, bind
 from fzero.optim._encoded import require_elements
-from fzero.optim._kept import as_kept
+from fzero.optim._kept import KeptState, as_kept
+from fzero.optim._of_matrices import OfMatrices
 from fzero.optim._optimizer import copied
 from fzero.optim._piece import Piece
 from fzero.optim._precision import Precision
@@ -46,7 +47,7 @@ from fzero.optim.visible import bound_here
 from fzero.state.layout import Leaf
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
 
-_SQUARES = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
+_DIVISORS = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
 
@@ -88,6 +89,14 @@ class TorchOptimizer(OfPrecision):
         """What is stepped, as one step, by each update."""
         return (self._bound(),)
 
+    def batch_dims_of(self, path: str) -> tuple[str, int | None] | None:
+        """Return what a rule of fzero's own for matrices was told of stacks of them."""
+        group, instance = self.group_of(path), self._bound().instance
+        if group < 0 or not isinstance(instance, OfMatrices):
+            return None
+        name = type(instance).__name__.lower()
+        return name, instance.param_groups[group].get("batch_dims")
+
     def needs_whole(self, path: str) -> bool:
         """Whether the rule for the leaf at `path` is not elementwise."""
         group = self.group_of(path)
@@ -116,6 +125,8 @@ class TorchOptimizer(OfPrecision):
         bound = bind(self.source, named, precision=self.precision, needs=self.needs)
         if self.precision.encoding is not None:
             require_elements(self, elementwise=all(bound.elementwise))
+            if bound.kept:
+                self.precision.encoding.require_fits(name_of(self.source), _squares_of(bound))
         bound_here(bound.instance)
         return replace(
             self, bound=bound, paths=tuple(bound.group_at.items()), held=kept_by(bound, named)
@@ -139,16 +150,19 @@ class TorchOptimizer(OfPrecision):
     @property
     def divides(self) -> bool:
         """Whether it divides by a state: by squared gradients, as torch.optim names them."""
-        return any(not _SQUARES.isdisjoint(kept.slots) for kept in self._bound().kept.values())
+        return any(not _DIVISORS.isdisjoint(kept.slots) for kept in self._bound().kept.values())
+
+    @property
+    def squares(self) -> Mapping[str, bool]:
+        """Return {slot of floats: whether it is never negative}."""
+        return _squares_of(self._bound())
 
     def codec_of(self, leaf: Leaf, slot: str) -> Blocks | None:
         """Return what a slot of a leaf is encoded by; None where it is kept in numbers."""
         kept = None if self.precision.encoding is None else self._bound().kept_for(leaf)
-        if kept is None or slot not in kept.slots or not kept.slots[slot].is_floating_point():
+        if kept is None or slot not in _squares(kept):
             return None
-        # It was tried with gradients of both signs.
-        squares = bool((torch.as_tensor(kept.sample[slot]) >= 0).all())
-        return self.precision.codec_of(leaf, slot, squares=squares)
+        return self.precision.codec_of(leaf, slot, squares=_squares(kept)[slot])
 
     def init(
         self,
@@ -390,3 +404,17 @@ class TorchOptimizer(OfPrecision):
 
     def __repr__(self) -> str:
         return f"from_torch({name_of(self.source)})"
+
+
+def _squares(kept: KeptState) -> dict[str, bool]:
+    """Return {slot of floats: whether it was never negative, with gradients of both signs}."""
+    floats = [slot for slot, begin in kept.slots.items() if begin.is_floating_point()]
+    return {slot: bool((torch.as_tensor(kept.sample[slot]) >= 0).all()) for slot in floats}
+
+
+def _squares_of(bound: Bound) -> dict[str, bool]:
+    """Return the same of all param groups."""
+    found = dict[str, bool]()
+    for slot, never in (one for kept in bound.kept.values() for one in _squares(kept).items()):
+        found[slot] = never and found.get(slot, True)
+    return found

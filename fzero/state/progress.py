@@ -66,11 +66,6 @@ def saw_use(progress: Progress, used: int) -> Progress:
     return replace(progress, used=progress.used | used)
 
 
-def saw_zero(progress: Progress, zeroed: int) -> Progress:
-    """Note leaves whose gradient was set to zero: as if nothing had used them since the update."""
-    return replace(progress, used=progress.used & ~zeroed)
-
-
 def of_all_ranks(progress: Progress, backwards: int, used: int) -> Progress:
     """Return the progress of a rank that goes on with the gradients of all ranks.
 

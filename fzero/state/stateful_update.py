@@ -149,6 +149,10 @@ class StatefulUpdate(Protocol):
         """Whether parameters that may not be cut are updated by the ranks that own them."""
         ...
 
+    def batch_dims_of(self, path: str) -> tuple[str, int | None] | None:
+        """Return (the rule of the leaf, its `batch_dims`); None if it has no matrices."""
+        ...
+
     def needs_whole(self, path: str) -> bool:
         """Whether the update of an element looks at the whole parameter at `path`."""
         ...

@@ -24,7 +24,7 @@ def clip(
 ) -> Step[P, R]: ...
 @overload
 def clip(*, max_norm: float | None = None, max_value: float | None = None) -> Transform: ...
-@called_as("clip(step, max_norm=1.0)")
+@called_as("clip(step, max_norm=1.0)", any_of=("max_norm", "max_value"))
 def clip(
     fn: Callable[..., Any] | None = None,
     /,
@@ -50,6 +50,7 @@ def clip(
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
+        CallError: without any bound: `max_norm=None`, written, is the identity.
         LayoutError: for a bound that is not a positive number.
         MismatchError: in a call, on every rank, when the ranks clip by other bounds.
 

@@ -32,7 +32,7 @@ def compress(
 def compress(
     *, gradients: Codec | None = None, parameters: Codec | None = None, over: Over = "all"
 ) -> Transform: ...
-@called_as("compress(step, gradients=fzero.codecs.int8())")
+@called_as("compress(step, gradients=fzero.codecs.int8())", any_of=("gradients", "parameters"))
 def compress(
     fn: Callable[..., Any] | None = None,
     /,
@@ -67,6 +67,7 @@ def compress(
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
+        CallError: without any codec: `gradients=None`, written, is the identity.
         LayoutError: for what is no codec, or does not what it says of itself; around `shard`,
             `simulate` or another `compress`; in `init`, for parameters below stage 3, and for
             replicas where there are none.

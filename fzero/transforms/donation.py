@@ -14,6 +14,7 @@ from fzero.machine.offload import add_to
 from fzero.state import NAMESPACE, Buffers, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.offload import Home
+from fzero.transforms.dropped import HERE, took
 from fzero.transforms.written import given_back, require_unwritten
 
 
@@ -79,6 +80,8 @@ def check_alive(state: TrainState, *, written: bool = False) -> None:
     And `AxisError` if its ranks are not here: a stacked state outside of `simulate`, say;
     `PhaseError` if one of its buffers was written in place, unless a `written` state will do.
     """
+    if HERE.made:
+        took([state])
     state.setup.axis.rank  # noqa: B018 - raises
     require_not_donated(state)
     if not written:

@@ -43,6 +43,7 @@ from fzero.transforms.announcement import functional_of
 from fzero.transforms.builtins import begun, called, factors_of
 from fzero.transforms.carried import require_own_backward
 from fzero.transforms.donation import check_alive
+from fzero.transforms.dropped import note_made
 from fzero.transforms.logical import call_logical_ranks, setup_of, told_of_errors
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
@@ -192,6 +193,7 @@ def grad_and_reduce(
             for (one, by), made in zip(pairs, new, strict=True)
         ]
         returned(*new, gradients=True)
+        note_made("grad_and_reduce", states, new)
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 

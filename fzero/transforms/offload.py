@@ -35,7 +35,7 @@ def offload(
     params: Home = None,
     folder: str | Path | None = None,
 ) -> Transform: ...
-@called_as("offload(step, ...)")
+@called_as('offload(step, optimizer="cpu")', any_of=("optimizer", "gradients", "params"))
 def offload(
     fn: Callable[..., Any] | None = None,
     /,
@@ -67,6 +67,8 @@ def offload(
         A step that is called as `fn` is. Without `fn`, a decorator.
 
     Raises:
+        CallError: if it is not said what is to live elsewhere. `optimizer=None`, written, is the
+            identity, and brings a state back that lives elsewhere.
         LayoutError: for another place; "disk" without a folder that is there; around `shard`,
             `simulate` or another `offload`; in `init` or a call, for `params` below stage 3, and
             for an optimizer that is neither of `fzero.optim` nor from `from_torch`.

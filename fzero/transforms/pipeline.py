@@ -11,6 +11,7 @@ import torch
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import refuse_module
 from fzero.state import TrainState
+from fzero.transforms import dropped
 
 P = ParamSpec("P")  # the arguments of a step
 Q = ParamSpec("Q")  # those after the state
@@ -32,6 +33,7 @@ class Step(Generic[P, R]):
         "_around",
         "_init",
         "_prepare",
+        "_told",
         "init_options",
         "inner",
         "name",
@@ -52,13 +54,27 @@ class Step(Generic[P, R]):
         require_function(name, inner)
         self.name, self.inner, self.options = name, inner, options
         self._around, self._init, self._prepare = around, init, prepare
-        self.init_options = dict(init_options or {})
+        self.init_options, self._told = dict(init_options or {}), False
         functools.update_wrapper(self, inner, updated=())
 
     @torch._disable_dynamo
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call the transformed function, with its own calling convention."""
-        return self._around(self.inner, *args, **kwargs)
+        """Call the transformed function, with its own calling convention.
+
+        Warns, once, of an update or gradients that it makes and drops.
+        """
+        noted = dropped.HERE.begin()
+        if noted is None:  # inside of another step
+            return self._around(self.inner, *args, **kwargs)
+        try:
+            result = self._around(self.inner, *args, **kwargs)
+            left = dropped.left_by(noted, result)
+        finally:
+            dropped.HERE.end()
+        if left is not None and not self._told:
+            self._told = True
+            dropped.warn_of(left, describe_function(self.inner))
+        return result
 
     @overload
     def init(

@@ -19,6 +19,8 @@ from fzero.machine.beside import difference, noted_lines
 from fzero.machine.memory import HeldTensor, require_apart
 from fzero.machine.offload import require_folder
 from fzero.machine.partition import assemble, named_leaves, plan_layout, regrouped, unit_of
+from fzero.machine.powersgd import powersgd
+from fzero.machine.stacks import require_matrices
 from fzero.machine.subclasses import require_classes
 from fzero.optim import (
     ShardOptimizer,
@@ -90,11 +92,24 @@ def plan_setup(
         units = options.units or unit_of
         place |= {"given": options, "block": lcm(block_of(options), chosen.block)}
         setup = _planned(make, sizes, units, (chosen, outer), **place)
+        if any(p.ndim > 2 for p in named.values()):
+            _require_matrices(setup, named, owners)
         said = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
         said += [] if outer is None else outer.describe(setup.layout.leaves)
         said += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()
     assert_same_everywhere(said, axis, what=COMPARED, explains=difference)
     return setup
+
+
+def _require_matrices(
+    setup: Setup, named: Mapping[str, Tensor], owners: Mapping[str, Owners]
+) -> None:
+    """Raise `LayoutError` for what is taken for a matrix, and may be a stack of them."""
+    codec, outer = setup.reduction.codec, setup.layout.options.outer
+    for rule in (setup.optimizer, *([] if outer is None else [outer])):
+        require_matrices(named, owners, rule.batch_dims_of)
+    if isinstance(codec, powersgd):
+        require_matrices(named, owners, lambda _: ("powersgd", codec.batch_dims))
 
 
 def lies_apart(stage: int, axis: Axis, offload: Offload | None) -> bool:

@@ -10,6 +10,7 @@ import optree
 from fzero.errors import AxisError, LayoutError
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
+from fzero.transforms.dropped import HERE, took
 from fzero.transforms.pipeline import ParamsT as ParamsT
 from fzero.transforms.pipeline import S as S
 from fzero.transforms.pipeline import returned_pair
@@ -18,6 +19,8 @@ from fzero.transforms.pipeline import returned_pair
 def flatten_states(name: str, tree: Any) -> tuple[list[TrainState], optree.PyTreeSpec]:
     """Return the states in `tree` and its structure; raise `LayoutError` for other leaves."""
     leaves, treespec = optree.tree_flatten(tree, is_leaf=is_state, namespace=NAMESPACE)
+    if HERE.made:
+        took(filter(is_state, leaves))
     for leaf in leaves:
         if not is_state(leaf):
             raise LayoutError(

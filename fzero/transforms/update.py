@@ -20,6 +20,7 @@ from fzero.state.points import Points
 from fzero.transforms.agree import Agreed, agree, reduce_agreed, refused, require_held
 from fzero.transforms.builtins import acting, begun
 from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
+from fzero.transforms.dropped import note_made
 from fzero.transforms.points import Running, reduced, transforms_of
 from fzero.transforms.prepare import Prepared, fulls_of, given_back, is_general
 from fzero.transforms.states import S, call_of_states, flatten_states
@@ -68,6 +69,7 @@ def apply_gradients(state: S) -> S:
     rest = iter(said)
     made = [_apply(one, rest) for one in states]
     returned(*made)
+    note_made("apply_gradients", states, made)
     new: Any = optree.tree_unflatten(treespec, made)
     return new
 

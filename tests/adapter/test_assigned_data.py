@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from fzero.adapter import Engine, gathered
 from fzero.errors import LayoutError, PhaseError
 from tests.adapter.nets import F64, linear
-from tests.adapter.on_ranks import Place, at_places, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks, virtually
 from tests.adapter.plain import Draw, engine_of, update
 
 X = torch.ones(1, 4, dtype=F64)
@@ -150,3 +151,28 @@ def test_a_param_group_that_is_added_is_refused_and_the_gradient_is_kept(stage: 
     del optimizer.param_groups[1:]
     engine.step()
     assert values(engine) == [0.75]
+
+
+@virtually(1, 2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("make", [ones, Listed])
+def test_weak_references_of_before_lead_to_the_parameters(
+    stage: int, make: Callable[[], nn.Module]
+) -> None:
+    """An average of the weights, as torch-ema keeps it."""
+    module = make()
+    plain = [p.detach().clone() for p in module.parameters()]
+    held = [weakref.ref(p) for p in module.parameters()]
+    engine = Engine(module, torch.optim.SGD(module.parameters(), lr=0.25), stage=stage)
+
+    def now() -> list[Any]:
+        return [one().detach().clone() for one in held]
+
+    assert all(map(torch.equal, now(), plain))
+    engine(X if make is ones else X.view(2, 1, 2)).sum().backward()
+    engine.step()
+    after = list(engine.full_parameters().values())
+    assert all(map(torch.equal, now(), after)) and not torch.equal(after[0], plain[0])
+    engine.close()
+    assert all(map(torch.equal, now(), after))
+    assert all(one() is p for one, p in zip(held, module.parameters(), strict=True))

@@ -13,7 +13,7 @@ from fzero.adapter import gathered
 from fzero.collectives import all_reduce
 from fzero.errors import LayoutError, MismatchError, PhaseError
 from tests.adapter.nets import Odd, Tied
-from tests.adapter.on_ranks import Place, at_places, on_ranks
+from tests.adapter.on_ranks import Place, at_places, on_ranks, virtually
 from tests.adapter.plain import Draw, Reference, adamw_of, back, engine_of, same, update
 
 each_kind = pytest.mark.parametrize("kind", ["module", "parameter", "list"])
@@ -220,3 +220,51 @@ def test_a_write_on_one_rank_alone_raises_on_all(rank: int, stage: int) -> None:
             gathered(engine.module.b.bias, modify=True, from_rank=1).__enter__()
         engine.full_gradients()
     same(engine.full_parameters(), begin, 0.0)
+
+
+def swaps(module: Any, new: torch.Tensor, kind: str) -> Any:
+    """What puts `new` into a weight, by `p.data = new`; returns what puts back what was there."""
+    p = module.get_parameter("a.weight")
+    kept = {"p.data": lambda: p.data, "detach": p.detach, "clone": lambda: p.data.clone()}[kind]()
+
+    def restore() -> None:
+        p.data = kept
+
+    p.data = new.clone()
+    assert torch.equal(p, new)
+    return restore
+
+
+@virtually(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_swap_by_p_data_is_seen_and_its_restore_brings_back_what_was_there(stage: int) -> None:
+    for kind in ("p.data", "detach", "clone"):
+        engine, reference = engine_of(Odd, stage, adamw_of), Reference(Odd, world().size, adamw_of)
+        module, before = engine.module, engine.full_parameters()
+        new = torch.full_like(before["a.weight"], 7.0)
+        swapped = {**before, "a.weight": new}
+        with gathered(module, modify=True):
+            swaps(module, new, kind)()
+        same(engine.full_parameters(), before, 0.0)
+        with gathered(module, modify=True):
+            restore = swaps(module, new, kind)
+        same(engine.full_parameters(), swapped, 0.0)
+        x = Draw(0, 5)(2, 3)
+        found = torch.func.functional_call(reference.module, swapped, (x,))
+        assert torch.equal(engine(x), found)
+        with gathered(module, modify=True):
+            restore()
+        same(engine.full_parameters(), before, 0.0)
+        update(engine, reference, world().rank, 0, tol=1e-9)
+        engine.close()
+
+
+@virtually(2)
+def test_a_restore_of_the_yielded_tensor_that_was_written_since_is_refused() -> None:
+    engine = engine_of(Odd, 3)
+    p = engine.module.get_parameter("a.weight")
+    with gathered(p, modify=True) as fulls:
+        p.data = fulls[0]  # what it is already
+        p.data = torch.ones_like(fulls[0])
+        with pytest.raises(LayoutError, match=r"that gathered.* has yielded"):
+            p.data = fulls[0]

@@ -16,7 +16,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from tests.adapter.nets import Net, linear
-from tests.adapter.on_ranks import STAGES, Place, at_places, each_stage, on_ranks
+from tests.adapter.on_ranks import STAGES, Place, at_places, each_stage, on_ranks, virtually
 from tests.adapter.plain import Draw, Reference, back, engine_of, same, sgd_of, update
 
 
@@ -178,3 +178,52 @@ def test_an_option_that_is_wrong_on_one_rank_is_told_to_the_others(
     with pytest.raises(LayoutError if rank else AxisError, match=f"{name}={bad}"):
         Engine(module, torch.optim.SGD, **options)
     Engine(module, torch.optim.SGD, stage=2).close()
+
+
+def with_a_part(module: Any, name: str, part: Any) -> None:
+    setattr(module, name, part)
+
+
+ADDED: dict[str, Callable[[Any], None]] = {
+    "a replaced part": lambda m: with_a_part(m, "1", linear(3, 3)),
+    "a replaced part further down": lambda m: with_a_part(m[0], "0", linear(3, 3)),
+    "a new part": lambda m: m.append(linear(3, 3)),
+    "a new parameter": lambda m: m.register_parameter("more", nn.Parameter(torch.ones(3))),
+    "a wrapped part": lambda m: with_a_part(m, "1", nn.Sequential(m[1], linear(3, 3))),
+}
+TAKEN: dict[str, Callable[[Any], None]] = {
+    "a part without parameters": lambda m: with_a_part(m, "1", nn.Identity()),
+    "a frozen part": lambda m: m.append(linear(3, 3).requires_grad_(False)),
+    "the same in another": lambda m: with_a_part(m, "1", nn.Sequential(m[1], nn.Identity())),
+}
+
+
+def nested() -> nn.Sequential:
+    return nn.Sequential(nn.Sequential(linear(3, 3)), linear(3, 3))
+
+
+@virtually(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_that_was_replaced_or_added_and_learns_is_refused(stage: int) -> None:
+    for change in ADDED.values():
+        e = engine_of(nested, stage)
+        change(e.module)
+        e(Draw(fzero.world().rank, 0)(2, 3)).sum().backward()
+        for call in (e.step, e.full_state_dict, e.state_dict, e.step):
+            refused(call, LayoutError, "was not there when the engine was made.")
+        e.close()
+
+
+@virtually(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_part_that_was_replaced_by_what_does_not_learn_is_taken(stage: int) -> None:
+    for change in TAKEN.values():
+        e = engine_of(nested, stage)
+        change(e.module)
+        for number in range(2):
+            e(Draw(fzero.world().rank, number)(2, 3)).sum().backward()
+            assert e.step()
+        with_a_part(e.module, "1", linear(3, 3))
+        e(Draw(fzero.world().rank, 2)(2, 3)).sum().backward()
+        refused(e.step, LayoutError, "1.weight was not there when the engine was made.")
+        e.close()

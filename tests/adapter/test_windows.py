@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from fzero.adapter import Engine
 from fzero.collectives import CollectiveLog, count_collectives
 from fzero.errors import PhaseError
+from fzero.ranks.virtual import run_ranks
 from tests.adapter.nets import Net
 from tests.adapter.on_ranks import Place, at_places, each_stage, on_ranks
 from tests.adapter.plain import (
@@ -165,3 +167,69 @@ def test_accumulation_by_no_sync_costs_one_reduction_at_every_update(
         costs.append(counted(accumulate))
         e.step()
     assert costs == [counted(lambda: back(e, draw))] * 4
+
+
+class Caught(Exception):
+    """What a loop catches outside of a window."""
+
+
+def by_error(e: Any, window: Any, draw: Draw) -> None:
+    with suppress(Caught), window():
+        back(e, draw)
+        back(e, draw)
+        raise Caught
+
+
+def by_the_end_of_a_loader(e: Any, window: Any, draw: Draw) -> None:
+    batches = iter([1, 2])
+    with suppress(StopIteration), window():
+        for _ in range(3):
+            next(batches)
+            back(e, draw)
+
+
+def by_a_break(e: Any, window: Any, draw: Draw) -> None:
+    def batches() -> Any:
+        with window():
+            yield from range(5)
+
+    some = batches()
+    for number in some:
+        back(e, draw)
+        if number == 1:
+            break
+    some.close()
+
+
+@pytest.mark.parametrize("leave", [by_error, by_the_end_of_a_loader, by_a_break])
+@pytest.mark.parametrize("name", ["no_sync", "coalesce"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_backwards_that_an_exception_has_dropped_are_told_by_the_next_backward_or_step(
+    leave: Callable[..., None], name: str, stage: int
+) -> None:
+    def body(rank: int) -> list[str]:
+        e, said = engine_of(Net, stage), list[str]()
+
+        def saying(call: Callable[[], Any]) -> None:
+            try:
+                call()
+            except UserWarning as error:  # warnings are errors here
+                said.append(str(error).partition("\n")[0])
+
+        back(e, Draw(rank, 0))
+        before = e.full_gradients()
+        leave(e, getattr(e, name), Draw(rank, 1))
+        saying(e.step)
+        same(e.full_gradients(), before, 0.0)
+        assert e.step()
+        leave(e, getattr(e, name), Draw(rank, 1))
+        saying(lambda: back(e, Draw(rank, 2)))
+        leave(e, getattr(e, name), Draw(rank, 1))
+        e.zero_grad()  # they are not wanted
+        back(e, Draw(rank, 2))
+        assert e.step()
+        return said
+
+    error = {by_error: "Caught", by_a_break: "GeneratorExit"}.get(leave, "StopIteration")
+    one = f"{error} left a {name}() block, and the gradients of its 2 backwards were dropped."
+    assert run_ranks(body, 2) == 2 * [[one, one]]

@@ -29,7 +29,7 @@ from tests.strategies import on_rank
 RULES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "adamw": (partial(fzero.optim.adamw, 1e-2), torch.bfloat16),
     "torch's": (lambda: fzero.optim.from_torch(torch.optim.RMSprop), torch.float32),
-    "soap": (lambda: fzero.optim.soap(1e-2, refresh_every=2), torch.float32),
+    "soap": (lambda: fzero.optim.soap(1e-2, refresh_every=2, batch_dims=0), torch.float32),
 }
 MOVES = [
     (Place(3, 2), Place()),

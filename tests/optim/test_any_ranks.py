@@ -96,8 +96,8 @@ RULES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
     "lion, bf16": (_low(optim.lion), BF16),
     "muon and adamw": (_both, F32),
     "adafactor": (lambda: optim.adafactor(), F32),
-    "shampoo": (lambda: optim.shampoo(1e-2), F32),
-    "soap": (lambda: optim.soap(1e-2, refresh_every=2), F32),
+    "shampoo": (lambda: optim.shampoo(1e-2, batch_dims=0), F32),
+    "soap": (lambda: optim.soap(1e-2, refresh_every=2, batch_dims=0), F32),
     "AdamW": (_of(O.AdamW, lr=1e-2, amsgrad=True), F32),
     "RMSprop": (_of(O.RMSprop, lr=1e-2, momentum=0.9, centered=True), F32),
     "RMSprop, bf16": (

@@ -42,6 +42,14 @@ class Halves(codecs.Codec):
         return (parts[1].to(dtype) * parts[0].to(dtype))[..., :numel]
 
 
+@dataclass(frozen=True)
+class Roots(Halves):
+    """Halves of what is never negative."""
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        return super().encode(x.abs())
+
+
 CODECS = {
     "int8": codecs.int8(block=128),
     "dynamic8": codecs.dynamic8(),
@@ -420,6 +428,27 @@ def refusals() -> Iterator[tuple[str, Any, type, str]]:
     told = from_torch(torch.optim.SGD, needs="matrix", state_dtype=codecs.int8())
     yield "needs", lambda: fzero.init(small, told, stage=0), LayoutError, "whole parameters"
 
+    unsigned = codecs.dynamic8(signed=False)
+    torchs = partial(torch.optim.AdamW, amsgrad=True)
+    by_rule = {
+        "adamw": lambda low: adamw(LR, state_dtype=low),
+        "from_torch": lambda low: fzero.init(small, from_torch(torchs, state_dtype=low), stage=2),
+        "an engine": lambda low: Engine(
+            nn.Linear(8, 8), torch.optim.AdamW, stage=2, state_dtype=low
+        ),
+    }
+    for name, call in by_rule.items():
+        for low in (unsigned, Encoding(unsigned, 1), {"exp_avg": Roots()}):
+            lost = partial(call, low)
+            yield f"{name}: {low}", lost, LayoutError, "exp_avg of .* keeps no negative numbers"
+        for slot in ("exp_avgs", "momentum_buffer", "masters", "step"):
+            what = rf"state_dtype\['{slot}'\]: .* keeps no state of that name[\s\S]*'exp_avg_sq'"
+            yield f"{name}: {slot}", partial(call, {slot: codecs.int8()}), LayoutError, what
+    what = "momentum_buffer'\\]: sgd keeps no state of that name"
+    one = {"momentum_buffer": codecs.int8()}
+    yield "no momentum", lambda: fzero.optim.sgd(LR, state_dtype=one), LayoutError, what
+    yield "nothing", lambda: adamw(LR, state_dtype={}), LayoutError, "state_dtype={}"
+
     def meta() -> Any:
         state = fzero.init(small, rule(Halves()), stage=0)
 
@@ -441,6 +470,15 @@ def test_what_cannot_be_is_refused(call: Any, kind: type[Exception], match: str)
         call()
 
 
+def test_a_codec_by_name_for_what_is_never_negative_is_taken() -> None:
+    some = {"exp_avg_sq": codecs.dynamic8(signed=False)}
+    for rule in (adamw(LR, state_dtype=some), from_torch(torch.optim.AdamW, state_dtype=some)):
+        state = fzero.init({"w": torch.ones(80, 80)}, rule, stage=2)
+        state, _ = fzero.grad_and_reduce(lambda p: -p["w"].sum(), state)()
+        held = fzero.slots(fzero.apply_gradients(state), "optimizer")
+        assert held["exp_avg"]["w"].lt(0).all() and held["exp_avg_sq"]["w"].gt(0).all()
+
+
 @dataclass(frozen=True)
 class Even(Halves):
     """Levels that are evenly spaced."""
@@ -453,9 +491,10 @@ class Even(Halves):
         return super().decode((parts[0], parts[1].to(dtype) / 127), numel, dtype)
 
 
-def test_even_levels_of_squares_are_warned_of() -> None:
+@pytest.mark.parametrize("codec", [Even(), {"exp_avg_sq": codecs.int8()}], ids=["one", "by name"])
+def test_even_levels_of_squares_are_warned_of(codec: Any) -> None:
     with pytest.warns(UserWarning, match="is kept as 0"):
-        fzero.init({"w": torch.ones(80, 80)}, adamw(LR, state_dtype=Even()), stage=0)
+        fzero.init({"w": torch.ones(80, 80)}, adamw(LR, state_dtype=codec), stage=0)
     fzero.init({"w": torch.ones(80, 80)}, fzero.optim.lion(LR, state_dtype=Even()), stage=0)
 
 
@@ -515,4 +554,5 @@ def test_training_goes_as_in_fp32() -> None:
     wide, even = final(None), codecs.int8()
     for low in (even, codecs.dynamic8(), codecs.dynamic8(stochastic=True)):
         assert abs(final(low) / wide - 1) < 0.01
-    assert not abs(final({"exp_avg": even, "exp_avg_sq": even}) / wide - 1) < 0.01  # zeros
+    with pytest.warns(UserWarning, match="is kept as 0"):
+        assert not abs(final({"exp_avg": even, "exp_avg_sq": even}) / wide - 1) < 0.01

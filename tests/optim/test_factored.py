@@ -73,9 +73,9 @@ RULES: dict[str, tuple[Any, Any]] = {
         partial(adafactor, 0.1, weight_decay=0.1),
         lambda of: torch.optim.Adafactor([*of.values()], 0.1, weight_decay=0.1),
     ),
-    "shampoo": (partial(shampoo, 0.1, eps=1e-2), _by(partial(by_shampoo, every=1))),
+    "shampoo": (partial(shampoo, 0.1, eps=1e-2, batch_dims=0), _by(partial(by_shampoo, every=1))),
     "shampoo every 2": (
-        partial(shampoo, 0.1, eps=1e-2, roots_every=2),
+        partial(shampoo, 0.1, eps=1e-2, roots_every=2, batch_dims=0),
         _by(partial(by_shampoo, every=2)),
     ),
 }

@@ -39,12 +39,12 @@ class ByColumns(torch.optim.Optimizer):
 
 
 RULES: dict[str, Any] = {
-    "soap": partial(soap, 0.1, refresh_every=2),
-    "shampoo": partial(shampoo, 0.1, roots_every=2),
+    "soap": partial(soap, 0.1, refresh_every=2, batch_dims=0),
+    "shampoo": partial(shampoo, 0.1, roots_every=2, batch_dims=0),
     "adafactor": partial(fzero.optim.adafactor, 0.1),
     "a user's": partial(from_torch, ByColumns, needs="matrix"),
     "parted": lambda: partition(
-        {"matrices": soap(0.1, refresh_every=2), "rest": fzero.optim.adamw(0.1)},
+        {"matrices": soap(0.1, refresh_every=2, batch_dims=0), "rest": fzero.optim.adamw(0.1)},
         lambda leaf: "matrices" if len(leaf.shape) > 1 else "rest",
     ),
 }

@@ -90,7 +90,7 @@ def test_the_numbers_are_those_of_the_formula(place: tuple[int, int]) -> None:
     stage, ranks = place
     loss = generic(STEPS * ranks)
     xs = torch.arange(STEPS * ranks, dtype=torch.float64).view(STEPS, ranks)
-    rule = soap(0.1, max_size=10, **OPTIONS)
+    rule = soap(0.1, max_size=10, batch_dims=0, **OPTIONS)
     got, _ = trained(parameters(), rule, xs, loss=loss, stage=stage)
     params = {path: p.detach().clone().requires_grad_() for path, p in parameters().items()}
     optimizer = ByFormula([*params.values()], SIDES)
@@ -111,8 +111,10 @@ def test_ranks_have_the_bits_of_one_process(place: tuple[int, int]) -> None:
     stage, ranks = place
     xs = integers((STEPS, 1), 8).double()
     run = partial(trained, loss=linear_loss)
-    got, _ = run(parameters(WIDE), soap(0.1, **OPTIONS), xs.expand(STEPS, ranks), stage=stage)
-    want, _ = run(parameters(WIDE), soap(0.1, **OPTIONS), xs, stage=0)
+    got, _ = run(
+        parameters(WIDE), soap(0.1, batch_dims=0, **OPTIONS), xs.expand(STEPS, ranks), stage=stage
+    )
+    want, _ = run(parameters(WIDE), soap(0.1, batch_dims=0, **OPTIONS), xs, stage=0)
     for path in WIDE:
         for rank in range(ranks):
             assert torch.equal(got[path][rank], want[path][0])
@@ -122,17 +124,17 @@ def test_ranks_have_the_bits_of_one_process(place: tuple[int, int]) -> None:
 def test_other_ranks_go_on_with_the_bases(saving: int, tmp_path: Path) -> None:
     xs = integers((STEPS, 1), 8).double().expand(STEPS, 3)
     run = partial(trained, loss=linear_loss)
-    _, state = run(parameters(WIDE), soap(0.1, **OPTIONS), xs[:saving], stage=3)
+    _, state = run(parameters(WIDE), soap(0.1, batch_dims=0, **OPTIONS), xs[:saving], stage=3)
     save(tmp_path, state)
-    _, fresh = run(parameters(WIDE), soap(0.1, **OPTIONS), xs[:0, :2], stage=1)
+    _, fresh = run(parameters(WIDE), soap(0.1, batch_dims=0, **OPTIONS), xs[:0, :2], stage=1)
     got, _ = run(
         parameters(WIDE),
-        soap(0.1, **OPTIONS),
+        soap(0.1, batch_dims=0, **OPTIONS),
         xs[saving:, :2],
         stage=1,
         state=load(tmp_path, fresh),
     )
-    want, _ = run(parameters(WIDE), soap(0.1, **OPTIONS), xs, stage=2)
+    want, _ = run(parameters(WIDE), soap(0.1, batch_dims=0, **OPTIONS), xs, stage=2)
     for path, p in got.items():
         assert torch.equal(p[0], want[path][0])
 
@@ -222,7 +224,7 @@ def test_an_engine_with_masters_a_loss_scale_and_odd_parameters() -> None:
 def test_a_nan_goes_on_into_the_parameters_as_with_any_rule() -> None:
     for first in (1.0, torch.nan):
         xs = torch.tensor([first, torch.nan, 1.0], dtype=torch.float64)[:, None].expand(3, 2)
-        got, _ = trained(parameters(WIDE), soap(0.1), xs, loss=linear_loss, stage=2)
+        got, _ = trained(parameters(WIDE), soap(0.1, batch_dims=0), xs, loss=linear_loss, stage=2)
         assert all(p.isnan().all() for p in got.values())
 
 

@@ -84,6 +84,26 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[FzeroError], str, str]] = {
         "clip got .*'maxnorm'",
         "write max_norm=",
     ),
+    **{
+        f"{name} without an option, {how}": (
+            call,
+            CallError,
+            f"{name} got none of its options, and would do nothing",
+            rf"give {options}[\s\S]*or leave {name} out \({options.partition('=')[0]}=None is",
+        )
+        for name, options in {
+            "clip": "max_norm= or max_value=",
+            "compress": "gradients= or parameters=",
+            "offload": "optimizer= or gradients= or params=",
+        }.items()
+        for how, call in {
+            "around a step": lambda name=name: getattr(ANY, name)(step_fn),
+            "as a decorator": lambda name=name: getattr(ANY, name)(),
+            "with an option that is not enough": lambda name=name: getattr(ANY, name)(
+                step_fn, **{"offload": {"folder": "."}, "compress": {"over": "all"}}.get(name, {})
+            ),
+        }.items()
+    },
     "an option by position": (
         lambda: ANY.accumulate(step_fn, 4),
         CallError,

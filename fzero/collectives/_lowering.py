@@ -13,7 +13,6 @@ from each rank. A group may have a backend for each kind of device; the tensors 
 from __future__ import annotations
 
 import functools
-import operator
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -405,7 +404,8 @@ def told(op: str, said: Sequence[int], axis: Axis, shapes: str = "") -> list[tup
 
 def any_of(everyone: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return what any rank says, bit by bit."""
-    return tuple([functools.reduce(operator.or_, bits) for bits in zip(*everyone, strict=True)])
+    columns: list[tuple[int, ...]] = [*zip(*everyone, strict=True)]
+    return tuple([functools.reduce(int.__or__, bits) for bits in columns])
 
 
 def _exchanged(

@@ -22,6 +22,8 @@ from fzero.machine.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.call import Weight
 
+_storage_id: Any = vars(torch._C)["_storage_id"]  # it has no type
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
@@ -215,10 +217,10 @@ def detached(x: Any) -> Any:
 def copy_views(result: Any, states: Sequence[TrainState]) -> Any:
     """Copy the tensors in a result that are views of a state's buffer: that may be donated."""
     flats = [flat for state in states for flat in state.params.flats if flat.numel()]
-    ours = {torch._C._storage_id(flat) for flat in flats}
+    ours = {_storage_id(flat) for flat in flats}
 
     def copied(x: Any) -> Any:
-        shared = type(x) is Tensor and x.numel() and torch._C._storage_id(x) in ours
+        shared = type(x) is Tensor and x.numel() and _storage_id(x) in ours
         return x.clone() if shared else x
 
     return optree.tree_map(copied, result, namespace=NAMESPACE)

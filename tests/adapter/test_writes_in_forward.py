@@ -323,7 +323,8 @@ def test_uncounted_writes_that_differ_are_warned_of_once_with_the_path(
         for number in range(9):
             back(engine, Draw(rank, number))
             if number >= first:
-                engine.module.a.weight.data.add_(rank)
+                weight: Any = engine.module.a.weight
+                weight.data.add_(rank)
             assert engine.step()
 
     with pytest.warns(UserWarning) as said:
@@ -339,5 +340,6 @@ def test_uncounted_writes_that_are_equal_are_no_warning(stage: int) -> None:
     for number in range(3):
         update(engine, plain, fzero.world().rank, number)
         for module in (engine.module, plain.module):
-            module.a.weight.data.add_(1.0)
+            weight: Any = module.a.weight
+            weight.data.add_(1.0)
         same(engine.full_parameters(), plain.parameters())

@@ -44,7 +44,7 @@ def test_groups_in_another_order_have_the_options_of_their_parameters(
     write: Any, read: Any, tmp_path: Path
 ) -> None:
     engine = engine_of("w", "b", decay=0.25)
-    engine.optimizer.param_groups[0]["lr"] = 0.125  # type: ignore[union-attr]
+    engine.optimizer.param_groups[0]["lr"] = 0.125
     engine(torch.ones(1, 3)).sum().backward()
     engine.step()
     write(tmp_path, engine)

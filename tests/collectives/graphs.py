@@ -106,7 +106,7 @@ def _call(step: Step, x: Tensor, rank: int, ranks: int) -> Tensor:
     )
     if step.op == "sizes":
         return fzero.all_to_all(x, sizes=list(step.sizes[rank]))[0]
-    return {"ppermute": ring}.get(step.op, getattr(fzero, step.op))(x)
+    return (ring if step.op == "ppermute" else getattr(fzero, step.op))(x)
 
 
 def on_rank(graph: Graph, *, remat: bool = False) -> Callable[[dict[str, Tensor], Tensor], Tensor]:

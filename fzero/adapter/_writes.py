@@ -2,15 +2,13 @@
 
     a root forward wrote        refused: each rank writes as its own data say, and replicas part
     anybody else wrote          compared at the next update: equal writes on all ranks are right
-    nobody, as torch counts     values are compared before updates 1, 2, 3, 5, 9, ...
 
 At stage 3 a placeholder refuses every write. A write through `p.data` or NumPy is counted nowhere:
-`fzero.check_replicas` compares values, whenever it is called.
+`fzero.check_replicas` compares values.
 """
 
 from __future__ import annotations
 
-import warnings
 from operator import attrgetter
 
 from torch import Tensor
@@ -42,7 +40,7 @@ class Writes:
         self._paths, self._watched = [path for path, _ in pairs], [p for _, p in pairs]
         self._by_forward: dict[int, str] = {}  # parameters that a forward wrote, by id
         self._begun: list[int] = []
-        self._alone, self._updates = alone, 0  # updates since; -1: it was said that ranks differ
+        self._alone = alone
         self.settle()
 
     def follow(self, state: TrainState) -> None:
@@ -52,7 +50,6 @@ class Writes:
     def published(self) -> None:
         """An update has written all parameters, and their masters."""
         self.masters.published()
-        self._updates += self._updates >= 0
         self.settle()
 
     def settle(self) -> None:
@@ -89,34 +86,17 @@ class Writes:
         rows = zip(self._paths, self._settled, now, strict=True)
         return [path for path, before, after in rows if after != before]
 
-    @property
-    def ask(self) -> bool:
-        """Whether all ranks are to `compare` before this update."""
-        return bool(self.since()) or self._looks
-
-    @property
-    def _looks(self) -> bool:
-        """Whether values are compared that nobody wrote as torch counts it: every one is read."""
-        looks = not self._alone and bool(self._watched)
-        return looks and self._updates & (self._updates - 1) == 0
-
     def compare(self, performer: Performer) -> None:
         """Raise on every rank if ranks differ in a parameter that any of them has written.
 
-        Warn on every rank, once, if they differ in another one. A collective, which every rank
-        makes if one of them asks. Masters then follow on all ranks: a rank that got the values by
-        dist.broadcast(p.data) has counted no write.
+        A collective, which every rank makes if one of them has written. Masters then follow on all
+        ranks: a rank that got the values by dist.broadcast(p.data) has counted no write.
         """
-        told = performer.tell((self.since(), self._looks))
-        written, looks = {path for some, _ in told for path in some}, any(look for _, look in told)
+        written = {path for some in performer.tell(self.since()) for path in some}
         pairs = zip(self._paths, self._watched, strict=True)
-        mine = [(f"parameter {path}", digest(p)) for path, p in pairs if looks or path in written]
-        names, told = {f"parameter {path}" for path in written}, performer.tell(mine)
-        if (error := unequal([[x for x in some if x[0] in names] for some in told])) is not None:
+        mine = [(f"parameter {path}", digest(p)) for path, p in pairs if path in written]
+        if (error := unequal(performer.tell(mine))) is not None:
             raise error
-        if (error := unequal(told)) is not None and self._updates >= 0:
-            self._updates = -1
-            warnings.warn(f"{error}", UserWarning, stacklevel=3)
         self.masters.note(written)
         self.settle()
 

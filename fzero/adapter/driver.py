@@ -331,14 +331,14 @@ class Driver:
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
         name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
-        running = self.running
+        written, running = self.writes.since if updates else bool, self.running
         return agree(
             name,
             running.states,
             updates=updates,
             uses=updates,
             now=lambda: running.states,
-            written=lambda: updates and self.writes.ask,
+            written=written,
         )[0]
 
     # Where it stands.

@@ -106,6 +106,7 @@ def test_a_gradient_of_zero_that_came_is_a_gradient(rank: int, stage: int) -> No
     assert moved(engine, before) == {"stem", "head", "0", "1"}  # they decay
 
 
+@pytest.mark.filterwarnings("ignore:KeyError left a coalesce")
 @virtually(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_what_was_thrown_away_was_not_used(stage: int) -> None:

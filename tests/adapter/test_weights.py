@@ -202,6 +202,7 @@ def test_p_grad_says_that_the_total_weight_is_not_known_on_one_rank() -> None:
         fzero.simulate(body, world_size=2)()
 
 
+@pytest.mark.filterwarnings("ignore:KeyError left a coalesce")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_block_that_raises_takes_its_weights_with_it(stage: int) -> None:
     def body() -> Any:

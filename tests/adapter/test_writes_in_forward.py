@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine, gathered
 from fzero.errors import FzeroError, LayoutError, MismatchError, PeerFailedError, PhaseError
-from fzero.ranks.virtual import run_ranks
 from tests.adapter.nets import F64, linear
 from tests.adapter.on_ranks import Place, at_places, each_stage, on_ranks, virtually
 from tests.adapter.plain import Draw, Reference, back, engine_of, same, update
@@ -311,35 +310,3 @@ def test_certify_says_that_replicas_part(driver: str) -> None:
     )
     assert not report
     assert "rank 1 has other values of parameter code than rank 0" in str(report)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@pytest.mark.parametrize("first", [0, 1, 4])
-def test_uncounted_writes_that_differ_are_warned_of_once_with_the_path(
-    stage: int, first: int
-) -> None:
-    def train(rank: int) -> None:
-        engine = Engine(Codes(nothing), torch.optim.SGD, stage=stage)
-        for number in range(9):
-            back(engine, Draw(rank, number))
-            if number >= first:
-                weight: Any = engine.module.a.weight
-                weight.data.add_(rank)
-            assert engine.step()
-
-    with pytest.warns(UserWarning) as said:
-        run_ranks(train, 2)
-    start = "rank 1 has other values of parameter a.weight than rank 0."
-    assert [str(one.message).partition("\n")[0] for one in said] == 2 * [start]
-
-
-@virtually(2)
-@pytest.mark.parametrize("stage", [0, 2])
-def test_uncounted_writes_that_are_equal_are_no_warning(stage: int) -> None:
-    engine, plain = engine_of(lambda: Codes(nothing), stage), Reference(lambda: Codes(nothing), 2)
-    for number in range(3):
-        update(engine, plain, fzero.world().rank, number)
-        for module in (engine.module, plain.module):
-            weight: Any = module.a.weight
-            weight.data.add_(1.0)
-        same(engine.full_parameters(), plain.parameters())

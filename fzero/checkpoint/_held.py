@@ -20,6 +20,7 @@ from fzero.ranks.mesh import Axis, Runtime, refuse_part
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.stacked import stack_ranks
+from fzero.transforms.dropped import took
 from fzero.transforms.kept import is_owner, trains_apart
 
 
@@ -62,6 +63,7 @@ def held_by(name: str, thing: Any, *, apart: bool = False) -> Held:
     `fzero.simulate` or without the state's process group.
     """
     state, engine = _state_of(name, thing)
+    took([state])
     axis = state.mesh
     refuse_part(axis, name)
     if trains_apart(state) and not apart:

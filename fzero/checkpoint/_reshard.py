@@ -16,6 +16,7 @@ from fzero.state import TrainState
 from fzero.state.alive import require_not_donated
 from fzero.transforms import simulate
 from fzero.transforms.agree import agree, reduce_agreed
+from fzero.transforms.dropped import took
 from fzero.transforms.state_options import check_stage
 from fzero.transforms.written import returned
 
@@ -71,6 +72,7 @@ def reshard(
             cause="an engine, parameters, or a pytree of states.",
             fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
         )
+    took([] if state is None else [state])
     refuse_part(None if state is None else state.mesh, "reshard")
     if state is None or tuple(state.step.shape) != (state.mesh.size,):
         new = for_training(_of_process, state, stage, mesh)

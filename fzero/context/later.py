@@ -8,6 +8,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from fzero.errors import explain
+
 
 def importer(
     package: str, modules: Iterable[str], names: Mapping[str, Iterable[str]] | None = None
@@ -41,6 +43,32 @@ def importer(
             raise AttributeError(message, name=name, obj=this)
         setattr(this, name, value)  # so that the next access does not come here
         return value
+
+    return get
+
+
+def gone(package: str, instead: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a package that says what to use for names that it had.
+
+    Args:
+        package: the package's `__name__`.
+        instead: {what to use: the names that it takes the place of}.
+
+    Example:
+        >>> gone("fzero.tools.plot", {"trace.diff(other)": ["op_diff"]})("op_diff")
+        Traceback (most recent call last):
+        AttributeError: fzero.tools.plot.op_diff is gone.
+        Usual cause: a name of an older fzero.
+        Fix: trace.diff(other).
+    """
+    fixes = {name: fix for fix, names in instead.items() for name in names}
+
+    def get(name: str) -> Any:
+        message = f"module {package!r} has no attribute {name!r}"
+        if name in fixes:
+            seen, cause = f"{package}.{name} is gone.", "a name of an older fzero."
+            message = explain(seen, cause=cause, fix=f"{fixes[name]}.")
+        raise AttributeError(message, name=name, obj=sys.modules[package])
 
     return get
 

@@ -1,7 +1,7 @@
 """Run docs/pictures.md and store the pictures that it draws: python -m tests.site.pictures.
 
-Beside them `drawn.json` has a hash of what each was drawn from: the data of today's code, but for
-times that were measured, and the code that draws. A test compares them.
+Beside them `drawn.json` has a hash of what each was drawn from: the data of today's code, and
+the code that draws. A test compares them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ DATA: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "partition.png": lambda page: [one.to_dict() for one in page["maps"]],
     "memory.png": lambda page: page["memory"].to_dict(),
     "stages.png": lambda page: [*(one.to_dict() for one in page["memories"]), page["kept"]],
-    "step.png": lambda page: page["measured"].title,
 }
 """What each picture is drawn from, of the names that the page has bound."""
 

@@ -15,6 +15,6 @@ def test_the_stored_pictures_are_of_todays_code(tmp_path: Path) -> None:
     assert drawn == {path.name for path in STORED.glob("*.png")} == DATA.keys()
     stored = json.loads(HASHES.read_text(encoding="utf-8"))
     assert stored == hashes(page), "draw them again: python -m tests.site.pictures"
-    page["measured"] = dataclasses.replace(page["measured"], title="another")
+    page["memory"] = dataclasses.replace(page["memory"], title="another")
     other = hashes(page)
-    assert [name for name in DATA if other[name] != stored[name]] == ["step.png"]
+    assert [name for name in DATA if other[name] != stored[name]] == ["memory.png"]

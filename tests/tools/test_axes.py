@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -124,12 +125,15 @@ def test_check_spmd_tells_them_apart(loss: Any, message: str) -> None:
         fzero.check_spmd(step, state, integers((2, 2, 4), 1))
 
 
-def test_a_picture_of_a_schedule_has_them() -> None:
+def test_a_difference_of_collectives_has_them() -> None:
     ring = importlib.import_module("ring_attention")
     args = [torch.stack([ring.piece(x, r, 2) for r in range(2)]) for x in ring.whole]
     _, step, state, _ = stepped(ring.loss, ring.params, {"seq": 2}, 3, args)
     trace = fzero.trace(step)(state, *args)
-    assert "ppermute" in str(fzero.plot.schedule_diff(trace, trace))
+    assert trace.diff(trace, only="collectives").equal
+    without = replace(trace, ops=tuple(op for op in trace.ops if op.name != "ppermute"), calls=())
+    lines = trace.diff(without, only="collectives").lines
+    assert "ppermute" in str(lines) and not any(line.startswith("-  ") for line in lines)
 
 
 def moves(p: Any, x: Tensor) -> Tensor:

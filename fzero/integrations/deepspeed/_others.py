@@ -10,7 +10,7 @@ _CONFIG = (
 _PRECISION = "fp16_enabled(), bfloat16_enabled(), engine.options.autocast, engine.state.scale"
 _RANKS = "world_size, global_rank, and engine.axis, the ranks of the engine"
 _SAVE = "save_checkpoint(), load_checkpoint(), or fzero.checkpoint.save and load"
-_TIME = "torch.profiler, or fzero.plot.measured_timeline(step)"
+_TIME = "torch.profiler"
 _REDUCE = "nothing: a backward reduces its gradients; allreduce_gradients() what a window left"
 _NO_PARTS = "nothing: fzero shards data-parallel training alone; mesh=(R, S) has two dims of ranks"
 _COMPILE = "torch.compile(model) before initialize, or fzero.compile(step) of a functional step"

@@ -7,7 +7,12 @@
 The formula is differentiated by the same transform, on all ranks' inputs stacked in one process.
 """
 
+import typing
+
+from fzero.context import later
 from fzero.tools.doctor._report import DoctorReport as DoctorReport
-from fzero.tools.doctor._report import Section as Section
 from fzero.tools.doctor._report import examine as examine
 from fzero.tools.doctor._subjects import CollectiveSubject as CollectiveSubject
+
+if not typing.TYPE_CHECKING:
+    __getattr__ = later.gone(__name__, {"examine(subjects, dtypes=...)": ["Section"]})

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import fzero
-from fzero.collectives import native
 
 FLOATS = {
     "fp64": torch.float64,
@@ -25,9 +22,6 @@ DTYPES = FLOATS | INTEGERS
 OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "sum": lambda xs: xs.sum(0),
     "avg": lambda xs: xs.mean(0),
-    "min": lambda xs: xs.amin(0),
-    "max": lambda xs: xs.amax(0),
-    "product": lambda xs: xs.prod(0),
 }
 """The reductions over ranks: [W, ..] -> [..]."""
 
@@ -41,8 +35,8 @@ def formula(kind: str, op: str) -> Callable[[Tensor], Tensor]:
         op: how "scatter" and "reduce" put ranks together: a key of `OPS`.
 
     Example:
-        >>> formula("scatter", "max")(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
-        tensor([[3.],
+        >>> formula("scatter", "sum")(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
+        tensor([[4.],
                 [2.]])
     """
     if kind == "gather":
@@ -60,8 +54,7 @@ def formula(kind: str, op: str) -> Callable[[Tensor], Tensor]:
 class CollectiveSubject:
     """A collective: `run` on rank r must return row r of `formula(kind, op)` of all inputs.
 
-    `run` is found by name in the process of each rank, so it is a function of a module, or a
-    `functools.partial` of one.
+    `run` is found by name in the process of each rank, so it is a function of a module.
     """
 
     name: str
@@ -75,7 +68,7 @@ def _shift(x: Tensor) -> Tensor:
     return fzero.ppermute(x, [(rank, (rank + 1) % size) for rank in range(size)])
 
 
-OF_FZERO = (
+SUBJECTS = (
     CollectiveSubject(name="all_gather", run=fzero.all_gather, kind="gather"),
     CollectiveSubject(
         name="reduce_scatter (psum_scatter)", run=fzero.reduce_scatter, kind="scatter"
@@ -84,28 +77,4 @@ OF_FZERO = (
     CollectiveSubject(name="pmean", run=fzero.pmean, kind="reduce", op="avg"),
     CollectiveSubject(name="all_to_all", run=fzero.all_to_all, kind="exchange"),
     CollectiveSubject(name="ppermute", run=_shift, kind="shift"),
-)
-
-
-def _raw_all_reduce(x: Tensor, *, op: str = "sum") -> Tensor:
-    y = x.clone()
-    dist.all_reduce(y, op=getattr(dist.ReduceOp, op.upper()))
-    return y
-
-
-def _raw_reduce_scatter(x: Tensor, *, op: str = "sum") -> Tensor:
-    y = x.new_empty(x.shape[0] // dist.get_world_size(), *x.shape[1:])
-    native("reduce_scatter")(y, x.contiguous(), op=getattr(dist.ReduceOp, op.upper()))
-    return y
-
-
-OF_THE_BACKEND = tuple(
-    CollectiveSubject(
-        name=f"{name} {op.upper()}", run=functools.partial(run, op=op), kind=kind, op=op
-    )
-    for name, run, kind in (
-        ("all_reduce", _raw_all_reduce, "reduce"),
-        ("reduce_scatter", _raw_reduce_scatter, "scatter"),
-    )
-    for op in OPS
 )

@@ -6,20 +6,17 @@ import argparse
 import json
 from typing import Any
 
-from fzero.tools._columns import wants_color
 from fzero.tools.doctor._report import examine
 
 SUMMARY = "examine collectives x transforms x dtypes on 2 ranks of this installation"
 DESCRIPTION = (
     "Starts 2 ranks on gloo and runs every collective under every transform in every dtype, on "
     "whole numbers, with which all results are exact, and compares them with a formula of one "
-    "process. Finds sums that are no sums, and gradients that are silently zero. Then it does the "
-    "same with the reduce operations of gloo."
+    "process. Finds sums that are no sums, and gradients that are silently zero."
 )
 EPILOG = (
     "right: equal bit for bit. wrong, zero: not so, without an error. refused: it raises. The exit "
-    "code is 1 if one of fzero's collectives is not right, or a reduce operation of gloo is wrong; "
-    "2 if no ranks can be started."
+    "code is 1 if a cell is not right, 2 if no ranks can be started."
 )
 
 
@@ -34,5 +31,5 @@ def run(given: dict[str, Any]) -> int:
     if given.get("json"):
         print(json.dumps(report.to_dict(), indent=1))
     else:
-        print(report.text(color=wants_color()))
+        print(report.text())
     return 0 if report else 1

@@ -11,7 +11,7 @@ from fzero.tools._units import in_bytes
 from fzero.tools.plot import _figure
 from fzero.tools.plot._html import Table
 from fzero.tools.plot._palette import BASE, EDGE
-from fzero.tools.trace import Op, Trace
+from fzero.tools.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -116,9 +116,15 @@ def memory_timeline(trace: Trace) -> MemoryTimeline:
         >>> memory.rows[0].alive["parameters"]  # a quarter of 1024 bytes
         256
     """
+    if not isinstance(trace, Trace):
+        raise LayoutError(
+            f"memory_timeline was given a {type(trace).__name__}.",
+            cause="the step, or its result, in the place of its trace.",
+            fix="give what fzero.trace(step)(state, *args) returns.",
+        )
     rows = [
         MemoryRow(number=i, name=op.name, phase=op.phase, alive=asdict(op.alive))
-        for i, op in enumerate(ops_of_trace(trace, "memory_timeline"))
+        for i, op in enumerate(trace.ops)
     ]
     if not rows:
         raise LayoutError(
@@ -127,17 +133,6 @@ def memory_timeline(trace: Trace) -> MemoryTimeline:
             fix="trace a step that computes something.",
         )
     return MemoryTimeline(title=trace.title, rows=tuple(rows))
-
-
-def ops_of_trace(trace: Trace, who: str) -> tuple[Op, ...]:
-    """Return the ops of a trace. Raises `LayoutError` for another type. `who`: the caller."""
-    if not isinstance(trace, Trace):
-        raise LayoutError(
-            f"{who} was given a {type(trace).__name__}.",
-            cause="the step, or its result, in the place of its trace.",
-            fix="give what fzero.trace(step)(state, *args) returns.",
-        )
-    return trace.ops
 
 
 # The picture. Op i is at [i, i + 1) of the x axis.

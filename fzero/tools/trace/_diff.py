@@ -63,6 +63,20 @@ class ComparedProgram(NamedTuple):
     calls: Sequence[CalledOp]
 
 
+def collectives_of(program: ComparedProgram) -> ComparedProgram:
+    """Return the collectives of a program: with their constants, without what made their inputs."""
+    calls = [
+        CalledOp(op=call.op, arguments=tuple(x for x in call.arguments if isinstance(x, Constant)))
+        for op, call in zip(program.ops, _calls(program), strict=False)
+        if op.is_collective
+    ]
+    return program._replace(ops=[op for op in program.ops if op.is_collective], calls=calls)
+
+
+def _calls(program: ComparedProgram) -> Sequence[CalledOp]:
+    return program.calls or [CalledOp(op=op.name) for op in program.ops]
+
+
 def compare_ops(a: ComparedProgram, b: ComparedProgram) -> TraceDiff:
     """Compare ops with their constants, what each reads, through which views, and what comes out.
 
@@ -134,7 +148,7 @@ def _difference(a: list[_Line], b: list[_Line], titles: tuple[str, str]) -> Trac
 
 
 def _lines(program: ComparedProgram) -> list[_Line]:
-    calls = program.calls or tuple(CalledOp(op=op.name) for op in program.ops)
+    calls = _calls(program)
     made: dict[str, tuple[int, int]] = {}  # the line of each value, and which result it is
     names: dict[str, str] = {}
     lines: list[_Line] = []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import fx
 
 from fzero.collectives import CollectiveLog
+from fzero.errors import LayoutError
 from fzero.tools.trace._calls import CalledOp
-from fzero.tools.trace._diff import ComparedProgram, TraceDiff, compare_ops
+from fzero.tools.trace._diff import ComparedProgram, TraceDiff, collectives_of, compare_ops
 from fzero.tools.trace._record import Op, Value
 from fzero.tools.trace._text import text
 
@@ -64,13 +66,21 @@ class Trace:
         """The most of `live_bytes`: the arguments are among them, for the step is pure."""
         return max(self.live_bytes, default=0)
 
-    def diff(self, other: Trace) -> TraceDiff:
+    def diff(self, other: Trace, *, only: Literal["collectives"] | None = None) -> TraceDiff:
         """Return the ops in which `other` differs: with constants, views and what they read.
 
         Numbers, tensors that are no arguments of the step (by their values), learning rates that
         are functions (by their code), the options of the optimizer, and which elements of which
         value an op reads, are parts of a program; so is what it returns. Names of values and of
         modules do not count, nor does by which views elements were reached.
+
+        Args:
+            other: the trace of another rank, stage or version of the step.
+            only: "collectives" compares those alone, in their order: the kind, the axis, the
+                parameters that they are about, what they give, and their constants.
+
+        Raises:
+            LayoutError: for an `other` that is no trace, and another word for `only`.
 
         Example:
             >>> import torch, fzero
@@ -81,9 +91,18 @@ class Trace:
             >>> two, three = (trace(step_fn)(state, torch.ones(n)) for n in (2, 3))
             >>> two.diff(two).equal, two.diff(three).equal
             (True, False)
+            >>> two.diff(three, only="collectives")  # neither has one
+            the same
         """
+        if not isinstance(other, Trace) or only not in (None, "collectives"):
+            raise LayoutError(
+                f"trace.diff was given a {type(other).__name__}, only={only!r}.",
+                cause="the step, or its result, in the place of its trace; or another word.",
+                fix='trace.diff(other), or trace.diff(other, only="collectives"), with another '
+                "trace of fzero.trace(step)(state, *args).",
+            )
         a, b = (ComparedProgram(one.title, one.ops, one.calls) for one in (self, other))
-        return compare_ops(a, b)
+        return compare_ops(collectives_of(a), collectives_of(b)) if only else compare_ops(a, b)
 
     def __str__(self) -> str:
         return text(self.title, self.inputs, self.ops, self.outputs, self.calls)

@@ -12,23 +12,17 @@ import torch
 from matplotlib.figure import Figure
 
 import fzero
-from fzero.state.hooks import HookState
 from fzero.tools.plot import (
-    HookEvent,
     MissingExtraError,
-    StepEvent,
-    StepTimeline,
-    hook_timeline,
     memory_timeline,
     partition_map,
-    schedule_diff,
     side_by_side,
 )
 from fzero.tools.plot._entries import entries_of
 from fzero.tools.plot._palette import COLOURS, colour
 from fzero.tools.trace import Op, Value
 from tests.tools.plot.states import Case, stacked_states
-from tests.tools.plot.traces import by_hand
+from tests.tools.plot.traces import by_hand, traced
 
 A, C = torch.arange(3, dtype=torch.float64), torch.arange(3, 6, dtype=torch.float64)
 CASE = Case({"a<b>": A, "c": C}, 3, 2, 4096)  # two numbers on rank 0, one and padding on rank 1
@@ -60,24 +54,19 @@ def parsed(text: str) -> Balanced:
 
 def shown(kind: str) -> Any:
     """A record of each kind, of names that HTML has to escape."""
-    event = HookEvent(name="note <i>", before=HookState(), after=HookState())
     gives = (Value(name="b", shape=(2,), dtype=torch.float32),)
     told: dict[str, Any] = {"phase": "forward", "reads": ("a",), "gives": gives}
     trace = by_hand([Op(name="all_gather <i>", kind="collective", wire_bytes=4, **told)])
-    ran = StepEvent(lane="compute", name="mm <i>", start_s=0.0, duration_s=1.0)
     return {
         "map": lambda: partition_map(stacked_states(CASE)[0]),
-        "timeline": lambda: hook_timeline([event]),
         "memory": lambda: memory_timeline(trace),
-        "step": lambda: StepTimeline(title="a step", events=(ran,), total_s=1.0),
-        "schedule": lambda: schedule_diff(trace, trace),
     }[kind]()
 
 
-PICTURES = ("map", "timeline", "memory", "step")
+PICTURES = ("map", "memory")
 
 
-@pytest.mark.parametrize("kind", ["schedule", *PICTURES])
+@pytest.mark.parametrize("kind", PICTURES)
 def test_text_and_html_have_the_same_rows_and_html_escapes_names(kind: str) -> None:
     found = shown(kind)
     text, page = repr(found), found._repr_html_()
@@ -100,8 +89,20 @@ def test_it_draws_on_given_axes() -> None:
     found = partition_map(stacked_states(CASE)[0])
     left, right = Figure().subplots(1, 2)
     assert found.draw(left) is left and left.get_legend() is not None
-    event = HookEvent(name="note", before=HookState(), after=HookState())
-    assert hook_timeline([event]).draw(right) is right
+    assert memory_timeline(traced(3)).draw(right) is right
+
+
+def test_names_that_are_gone_say_what_to_use() -> None:
+    for name, use in (
+        ("schedule_diff", r'trace.diff\(other, only="collectives"\)'),
+        ("measured_timeline", "torch.profiler"),
+        ("HookEvent", "fzero.state.hooks"),
+    ):
+        with pytest.raises(AttributeError, match=f"{name} is gone(.|\n)*Fix: .*{use}"):
+            getattr(fzero.plot, name)
+        assert not hasattr(fzero.plot, name)
+    with pytest.raises(AttributeError, match="has no attribute 'schedules'"):
+        _ = fzero.plot.schedules
 
 
 @pytest.mark.parametrize("count", [2, 40])

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import fzero
+from fzero.tools.trace import Op
 from tests.descends import descends
+from tests.tools.plot.traces import by_hand, value
 from tests.tools.trace.steps import Of
 
 D = 4
@@ -261,3 +265,64 @@ def test_a_norm_is_printed_in_one_way() -> None:
             own = [name for name in names if name not in ("sin", "cos", "exp", "all_gather")]
             shown.add(tuple(own))
     assert shown == {("pow", "mean", "add", "rsqrt", "mul", "mul", "sum")}
+
+
+def collective(kind: str, path: str, numel: int) -> Op:
+    told: dict[str, Any] = {"kind": "collective", "wire_bytes": numel, "detail": f"dp: {path}"}
+    return Op(name=kind, phase="backward", reads=(), gives=(value("x", numel),), **told)
+
+
+COLLECTIVES = st.builds(
+    collective,
+    st.sampled_from(["all_gather", "reduce_scatter"]),
+    st.sampled_from(["w", "v"]),
+    st.sampled_from([4, 8]),
+)
+SCHEDULES = st.lists(COLLECTIVES, min_size=1, max_size=12)
+
+
+@given(a=SCHEDULES, b=SCHEDULES, extra=COLLECTIVES, data=st.data())
+def test_schedules_are_equal_or_every_collective_that_is_not_is_shown(
+    a: list[Op], b: list[Op], extra: Op, data: Any
+) -> None:
+    assert by_hand(a).diff(by_hand(b), only="collectives").equal == (a == b)
+    at = data.draw(st.integers(0, len(a)))
+    found = by_hand(a).diff(by_hand([*a[:at], extra, *a[at:]]), only="collectives")
+    marked = [line for line in found.lines[2:] if line[0] in "-+"]
+    assert marked == [f"+* {extra.name} -> {extra.gives[0]}   <{extra.detail}>"]
+
+
+def test_collectives_alone_are_compared() -> None:
+    """What is computed between them makes no difference; of two ranks the one more is shown."""
+    one, other = (traced(body, 3) for body in TWO["eps of a norm by hand"])
+    assert not one.diff(other).equal and one.diff(other, only="collectives").equal
+    found = traced(norm(1.0), 2).diff(traced(norm(1.0), 3), only="collectives")
+    assert {line.split()[0] for line in found.lines[3:]} <= {"*", "-*", "+*"}
+    assert [line.split()[1] for line in found.lines if line[0] == "+"][1:] == ["all_gather"]
+    assert found.first[0] is not None and found.first[0].name == "reduce_scatter"
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        return state, fzero.pmean(x) if fzero.axis_index() == 1 else x
+
+    step = fzero.simulate(fzero.shard(step_fn, stage=0), world_size=2)
+    state = step.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0))
+    ranks = [fzero.trace(step, rank=r)(state, torch.ones(2, 3)) for r in range(2)]
+    lines = ranks[0].diff(ranks[1], only="collectives").lines
+    assert lines[3:] == ("+* all_reduce -> f32[3]   <dp>",)
+    with pytest.raises(fzero.LayoutError, match=r"given a function(.|\n)*Fix: .*fzero.trace\(step"):
+        ranks[0].diff(step_fn)  # type: ignore[arg-type]
+    with pytest.raises(fzero.LayoutError, match="only='ops'"):
+        ranks[0].diff(ranks[1], only="ops")  # type: ignore[arg-type]
+
+
+def test_partners_of_a_permutation_are_told_apart() -> None:
+    def steps(*pairs: tuple[int, int]) -> Any:
+        def step_fn(state: Any, x: Tensor) -> Any:
+            return state, fzero.ppermute(x, pairs)
+
+        step = fzero.simulate(fzero.shard(step_fn, stage=0), world_size=3)
+        state = step.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0))
+        return fzero.trace(step)(state, torch.ones(3, 3))
+
+    assert steps((0, 1)).diff(steps((0, 1)), only="collectives").equal
+    assert steps((0, 1)).diff(steps((0, 2)), only="collectives")

@@ -230,12 +230,14 @@ def _by_autograd(
             with explains_writes(params), connecting() as calls:
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
                 learned = loss_learned([one for one in states if one.setup.layout.trainable], loss)
-                tokens, _ = unreached([learned], calls)
         in_forward = False
         how = weighed(loss, call.weight, connected=connecting_calls() > before)
         for one in passes:
             one.calls.loss(loss, call.weight)
             one.end_forward()
+        with torch.enable_grad():  # other ranks may wait for what is left of the forward's plan
+            tokens, _ = unreached([learned], calls)
+        for one in passes:
             one.begin_backward(weighed=how)
         by, rest = factors_of(states)
         by = with_weight(by, how)

@@ -22,6 +22,7 @@ MAY_BE_SET = {
     ("optim/visible.py", "idle.state"): "a copy of torch's optimizer, which has nothing to step",
     ("optim/_small.py", "small.state"): "a copy of torch's optimizer, which its own way makes",
     ("tools/compile/_writes.py", "output.args"): "a node of torch.fx",
+    ("tools/prove/_outside.py", "c10d._world"): "torch's groups, while a record sees who asks",
     # public properties with a setter
     ("integrations/deepspeed/_checkpoint.py", "engine.state"): "Engine.state",
     ("checkpoint/_held.py", "self.engine.state"): "Engine.state",

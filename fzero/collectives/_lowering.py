@@ -388,8 +388,13 @@ def _exchange(
     It is made once, for all of them. All virtual ranks come, also over a part, and make the same
     call; those of each part with the same `shapes`.
     """
-    of_all, part = _exchanged(op, value, axis, make, shapes)
-    return of_all[part]
+    if axis.whole is not None:
+        return _of_parts(op, value, axis, make, shapes)[axis.first(axis.rank)]
+    axis.rank  # noqa: B018 - raises AxisError, with the fix, when no virtual ranks run here
+    ranks: Any = current_ranks()
+    what = f"{axis.group_name} {op}{f'[{shapes}]' * bool(shapes)}".strip()
+    require_no_trace(what)
+    return ranks.exchange(what, value, make)
 
 
 class Told(tuple[int, ...]):
@@ -400,8 +405,9 @@ class Told(tuple[int, ...]):
 
 def told(op: str, said: Sequence[int], axis: Axis, shapes: str = "") -> list[tuple[int, ...]]:
     """Return what virtual ranks say of a call that all of them make: those of all parts."""
-    of_all, _ = _exchanged(op, Told(said), axis, any_of, shapes)
-    return [*of_all.values()]
+    if axis.whole is None:
+        return [_exchange(op, Told(said), axis, any_of, shapes)]
+    return [*_of_parts(op, Told(said), axis, any_of, shapes).values()]
 
 
 def any_of(everyone: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -410,17 +416,15 @@ def any_of(everyone: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple([functools.reduce(int.__or__, bits) for bits in columns])
 
 
-def _exchanged(
+def _of_parts(
     op: str, value: Any, axis: Axis, make: Callable[[list[Any]], Any], shapes: str
-) -> tuple[dict[int, Any], int]:
-    """Return what is made for each part of the ranks, by its first rank, and which part is ours."""
-    axis.rank  # noqa: B018 - raises AxisError, with the fix, when no virtual ranks run here
+) -> dict[int, Any]:
+    """Return what is made for each part of the ranks, by its first rank."""
+    axis.rank  # noqa: B018 - as in `_exchange`
     ranks: Any = current_ranks()
-    dim = "" if axis.whole is None else f" over {axis.name!r}"
+    dim = f" over {axis.name!r}"
     what = f"{axis.group_name} {op}{f'[{shapes}]' * bool(shapes)}{dim}".strip()
     require_no_trace(what)
-    if axis.whole is None:
-        return {0: ranks.exchange(what, value, make)}, 0
 
     def of_each_part(everyone: list[Any]) -> dict[int, Any]:
         parts = axis.parts(everyone)
@@ -428,4 +432,4 @@ def _exchanged(
             raise different({f"rank {rank}": said for rank, (said, _) in enumerate(everyone)})
         return {first: make([given for _, given in some]) for first, some in parts.items()}
 
-    return ranks.exchange(op + dim, (what, value), of_each_part), axis.first(ranks.rank)
+    return ranks.exchange(op + dim, (what, value), of_each_part)

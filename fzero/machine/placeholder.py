@@ -64,7 +64,7 @@ class LazyParam(Memoryless):
     reader: Gathers
     where: tuple[int, int]  # group, position of the leaf in it
     meta: Tensor
-    before: list[Tensor]  # what it was before `p.data = x`, of an alias of before; else empty
+    former: list[Tensor]  # what it was before `p.data = x`, of an alias of before; else empty
     assigned: bool  # whether `p.data = x` has written it
     views: tuple[_View, ...]
     read: CompiledRead | None  # how a compiled graph reads it, once one has it
@@ -80,12 +80,12 @@ class LazyParam(Memoryless):
         """Make the placeholder; `meta` has its shape and strides."""
         made = memoryless(cls, meta, reader.device_of(where[0]))
         made.reader, made.where, made.meta, made.views = reader, where, meta, views
-        made.read, made.before, made.assigned = None, [], False
+        made.read, made.former, made.assigned = None, [], False
         return made
 
     def full(self) -> Tensor:
         """Return the values, gathered."""
-        x = self.before[0] if self.before else self.reader.leaf(*self.where)
+        x = self.former[0] if self.former else self.reader.leaf(*self.where)
         for view in self.views:
             x = view(x)
         return x.to(self.dtype)
@@ -93,7 +93,7 @@ class LazyParam(Memoryless):
     def _seen(self, meta: Tensor, *more: _Replay) -> LazyParam:
         """A view of it: its values are those of this one, seen through `more` as well."""
         made = type(self)(self.reader, self.where, meta, (*self.views, *more))
-        made.before = self.before
+        made.former = self.former
         return made
 
     def __repr__(self) -> str:
@@ -114,7 +114,7 @@ class LazyParam(Memoryless):
         As in torch, what was taken of it before, `kept = p.data`, has the values of before then.
         """
         if isinstance(value, LazyParam) and value.where == self.where and not value.views:
-            if value.before is self.before:
+            if value.former is self.former:
                 return  # module.to() of what it is already
             value = value.full()
         if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
@@ -143,8 +143,8 @@ class LazyParam(Memoryless):
                 )
             before = own.clone()
             self.copy_(value)
-        self.before.append(before)
-        self.read, self.before, self.assigned = None, [], True
+        self.former.append(before)
+        self.read, self.former, self.assigned = None, [], True
 
     def __deepcopy__(self, memo: Any) -> LazyParam:
         raise self._not_here("copied")

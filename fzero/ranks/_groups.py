@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.utils.data import get_worker_info
 
-from fzero.errors import AxisError, LostRankError
+from fzero.errors import LostRankError
 from fzero.ranks._launch import attempt, local_rank, timeout
 from fzero.ranks._meeting import (
     MeetingPlace,
@@ -186,19 +185,7 @@ def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
 
 
 def start_world() -> None:
-    """Start the group of all ranks that the environment describes.
-
-    Raises `AxisError` in a worker of a DataLoader, which has the variables of its rank.
-    """
-    if (worker := get_worker_info()) is not None:
-        raise AxisError(
-            f"worker {worker.id} of a DataLoader asks which rank it is of: it has no group of "
-            "ranks, and would start a second one.",
-            cause="fzero.axis_index() or axis_size() in a data set, with workers that are not "
-            'forked (multiprocessing_context="spawn"), or forked before the ranks have met.',
-            fix="ask in the main process, and keep the numbers in the data set: "
-            "Rows(fzero.axis_index(), fzero.axis_size()).",
-        )
+    """Start the group of all ranks that the environment describes."""
     # Its functions take the world as default argument when it is imported, as checkpoints do: if
     # that is after the start, the group outlives destroy_process_group, and a gloo thread that
     # then frees a tensor while the interpreter ends aborts the process.

@@ -269,6 +269,7 @@ def test_one_state_under_two_keys_is_not_donated() -> None:
     fzero.shard(step_fn, stage=0)({"a": state, "b": state})
 
 
+@pytest.mark.filterwarnings("ignore:what grad_and_reduce returned was not used")
 def test_views_of_a_donated_state_are_views_of_the_next() -> None:
     """As docs/semantics.md says: a copy is safe, a view is not."""
     step = fzero.shard(lambda state: (stepped(state, [1], donate=True), 0), stage=0, donate=True)

@@ -117,10 +117,8 @@ class _Trial:
         for fine in (False,) if signs else (False, True):
             orders = self._orders(fine=fine)
             for half in (slice(SIZE // 2), slice(SIZE // 2, SIZE)):
-                kept, tried = (
-                    {leaf: order[half] for leaf, order in orders.items()},
-                    dict[Key, Tensor](),
-                )
+                kept = {leaf: order[half] for leaf, order in orders.items()}
+                tried = dict[Key, Tensor]()
                 for key, x in self._values.items():
                     tried[key] = x
                     if self._is_cut(key, x):
@@ -274,9 +272,8 @@ def require_unaccused(lines: Sequence[str], axis: Axis, *, what: str) -> None:
         return next((LayoutError(x) for x in some if _CAUSE in x), None)
 
     error = error_in(None, lines[0])
-    said = (
-        lines[:1] if error else ["no error", *lines[1:]]
-    )  # the first line that differs is an accusation then
+    # The first line that differs is an accusation, where there is one.
+    said = lines[:1] if error else ["no error", *lines[1:]]
     assert_same_everywhere(said, axis, what=what, explains=error_in)
     if error is not None:
         raise error

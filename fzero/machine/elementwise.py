@@ -4,7 +4,7 @@
 
     others   other values in one half: what is returned for the other half keeps its bits, both ways
     chance   another seed of torch's generators: all keeps its bits
-    place    other places: what is returned has moved along
+    place    in another order: what is returned is in that order
     part     cut in two: what is returned of the parts, joined, is what was returned of the whole
 
 A rank has a part of each leaf, and which one depends on the stage and on the number of ranks. So
@@ -12,11 +12,12 @@ only a function of single elements is the same everywhere. Lengths and halves co
 blocks of BLOCK elements, at whose edges no vector kernel has a tail that rounds otherwise: there
 bits are compared. Halves and places are also tried element by element, and cuts also at an odd
 place: there a few elements may miss, for a kernel may round them otherwise, and a discontinuous
-function shows it. Each leaf has halves and places of its own, so that one leaf is not taken for
-another.
+function shows it. Each leaf has an order of its own, so that one is not taken for another. What is
+no piece (a number) must come out equal each time.
 
 It is tried with the values of the call, and with two draws that scale them: one of them finds the
-function on either side of a threshold. Signs, zeros, integers and counts stay.
+function on either side of a threshold. Signs, zeros, integers and counts stay. A last draw is of
+one sign, beside which others are of the other one, zero, infinite or NaN.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ from fzero.ranks.mesh import Axis
 SIZE = 1024
 """How many elements of a leaf are looked at; of a smaller piece, the same ones several times."""
 BLOCK = 64
-_DRAWS = 3  # the values of the call, and two that scale them
+_SIGNS = 3
+_DRAWS = 4  # the values of the call, two that scale them, and one of a single sign
 _LARGE, _SMALL = 2.0**8, 2.0**-10  # the mean sizes of what is scaled
 _FEW = 8  # elements that may miss where a kernel may round otherwise
 _ULPS = 8
@@ -45,7 +47,7 @@ Key = tuple[str, str]
 """(what it is, the path of the leaf that it is parallel to; "" for none: it is not cut)."""
 Values = Mapping[Key, Tensor]
 Of = dict[str, Tensor]
-"""Of each leaf [SIZE]: which elements, by number, or which ones have other values."""
+"""Of each leaf: which elements, by number."""
 
 
 class Beyond(NamedTuple):
@@ -80,7 +82,7 @@ def looks_beyond(
     """
     leaves = sorted({leaf for (_, leaf), x in values.items() if leaf and x.numel()})
     for draw in range(_DRAWS if leaves else 0):
-        trial = _Trial(fn, values if not draw else _scaled(values, draw), leaves, draw)
+        trial = _Trial(fn, _drawn(values, draw) if draw else values, leaves, draw)
         if (found := trial.beyond(None if draw else got)) is not None:
             return found
     return None
@@ -111,17 +113,17 @@ class _Trial:
 
     def _tries(self, got: Values | None) -> Iterator[tuple[Values, str, Key | None]]:
         """Yield with what it is tried next, how, and where it has missed; before that None."""
-        for fine, signs in ((False, (0, 0)), (True, (0, 0)), (False, (1, -1)))[
-            : 3 - (self._draw > 0)
-        ]:
-            halves = {leaf: self._half(leaf, fine=fine) for leaf in self._leaves}
-            rest = {leaf: ~half for leaf, half in halves.items()}
-            for one, sign in zip((halves, rest), signs, strict=True):
-                tried = {
-                    k: torch.where(one[k[1]], _other(k, x, sign), x) if self._is_cut(k, x) else x
-                    for k, x in self._values.items()
-                }
-                kept = {leaf: (~half).nonzero()[:, 0] for leaf, half in one.items()}
+        signs = self._draw == _SIGNS
+        for fine in (False,) if signs else (False, True):
+            orders = self._orders(fine=fine)
+            for half in (slice(SIZE // 2), slice(SIZE // 2, SIZE)):
+                kept = {leaf: order[half] for leaf, order in orders.items()}
+                tried = dict[Key, Tensor]()
+                for key, x in self._values.items():
+                    tried[key] = x
+                    if self._is_cut(key, x):
+                        tried[key] = _other(key, x, signs=signs)
+                        tried[key][kept[key[1]]] = x[kept[key[1]]]
                 try:
                     made = self._picked(self._run(tried), kept)
                 except KeyError:
@@ -129,6 +131,8 @@ class _Trial:
                 except Exception:  # it does not take such values
                     continue
                 yield tried, "others", self._missing(made, _FEW * fine, kept)
+        if signs:
+            return
         yield self._values, "chance", self._missing(self._run(self._values, seed=1), 0)
         cut = (3 + 7 * self._draw % 11) * BLOCK
         for fine, how, ends, few in (
@@ -137,15 +141,9 @@ class _Trial:
             (False, "part", [cut, SIZE], _FEW),
             (False, "part", [cut + 13, SIZE], None),
         ):
-            moved, made, start = (
-                {x: self._moved(x, fine=fine) for x in self._leaves},
-                list[Values](),
-                0,
-            )
+            orders, made, start = self._orders(fine=fine), list[Values](), 0
             for end in ends:
-                tried = self._picked(
-                    self._values, {x: places[start:end] for x, places in moved.items()}
-                )
+                tried = self._picked(self._values, {x: o[start:end] for x, o in orders.items()})
                 yield tried, how, None
                 made.append(self._run(tried))
                 start = end
@@ -154,7 +152,7 @@ class _Trial:
                 if self._is_cut(key, base):
                     alike = [torch.cat([x.reshape(-1) for x in alike])]
                 for x in alike:
-                    yield self._values, how, self._missing({key: x}, few, moved)
+                    yield self._values, how, self._missing({key: x}, few, orders)
         if got is not None and not self._answers.asked:  # of all elements, by the ranks' answers
             same = {key: x for key, x in got.items() if x.shape == self._base[key].shape}
             yield self._values, "part", self._missing(same, None)
@@ -183,17 +181,15 @@ class _Trial:
         """
         for key, x in made.items():
             base = self._base[key]
-            if self._is_cut(key, base):
+            if is_cut := self._is_cut(key, base):
                 base, x = self._picked({key: base}, places)[key] if places else base, x.reshape(-1)
             if base.shape != x.shape:
                 return key
             if torch.equal(base, x):
                 continue
-            off = base[~_alike(base, x, exact=few == 0)]
-            if few is None:
-                if len(off) > SIZE // 4 and len({*off.tolist()}) > 1:
-                    return key
-            elif off.numel() > few:
+            off = base[~_alike(base, x, exact=few == 0 or not is_cut)]
+            on_edge = few is None and is_cut and len({*off.tolist()}) < 2
+            if len(off) > is_cut * (SIZE // 4 if few is None else few) and not on_edge:
                 return key
         return None
 
@@ -207,18 +203,14 @@ class _Trial:
                 return Beyond("raised", ("", leaf), error)
         return Beyond("raised", ("", ", ".join(self._leaves)), error)
 
-    def _half(self, leaf: str, *, fine: bool) -> Tensor:
-        block = 1 if fine else BLOCK
-        order = torch.randperm(SIZE // block, generator=_generator(leaf, self._draw, fine))
-        return (order % 2 == 0).repeat_interleave(block).to(self._device)
-
-    def _moved(self, leaf: str, *, fine: bool) -> Tensor:
-        """Return other places of the elements of a leaf; of whole blocks, a rotation."""
-        generator = _generator("moved", leaf, self._draw)
-        if fine:
-            return torch.randperm(SIZE, generator=generator).to(self._device)
-        by = int(torch.randint(1, SIZE // BLOCK, (), generator=generator))
-        return torch.arange(SIZE, device=self._device).roll(by * BLOCK)
+    def _orders(self, *, fine: bool) -> Of:
+        """Return of each leaf its elements in an order of its own: by whole blocks, unless fine."""
+        block, orders = 1 if fine else BLOCK, Of()
+        for leaf in self._leaves:
+            of = torch.arange(SIZE).view(-1, block)
+            order = torch.randperm(len(of), generator=_generator(leaf, self._draw))
+            orders[leaf] = of[order].view(-1).to(self._device)
+        return orders
 
 
 def _generator(*of: object) -> torch.Generator:
@@ -231,31 +223,30 @@ def _uniform(like: Tensor, *of: object) -> Tensor:
     return drawn.to(like.device, torch.promote_types(like.dtype.to_real(), torch.float32))
 
 
-def _other(key: Key, x: Tensor, sign: int) -> Tensor:
-    """Return other values in the place of x: of the same signs, or any at all of this sign."""
+def _other(key: Key, x: Tensor, *, signs: bool) -> Tensor:
+    """Return other values in the place of x: of the same signs, or none of its sign."""
     if not (x.is_floating_point() or x.is_complex()):
-        return x
+        return x.clone()
     by = _uniform(x, key)
     new = x * torch.where(by < 0.5, by + 0.25, 2 * by + 0.5).to(x.dtype)
-    if sign:
-        new = sign * torch.where(
-            new == 0, torch.ones_like(new), -new if x.is_complex() else new.abs()
-        )
-        new = new.masked_fill(by < 1 / 16, torch.nan).masked_fill(by > 15 / 16, torch.inf)
-    return new
+    for at, value in ((0, torch.nan), (1, torch.inf), (0.5, 0.0)) if signs else ():
+        new = new.masked_fill((by - at).abs() < 1 / 16, value)
+    return -new if signs else new
 
 
-def _scaled(values: Values, draw: int) -> dict[Key, Tensor]:
-    """Return values of another size: every other name large, and the rest small."""
+def _drawn(values: Values, draw: int) -> dict[Key, Tensor]:
+    """Return values of another size, every other name large and the rest small; or of one sign."""
     names, found = sorted({name for name, _ in values}), dict(values)
     for key, x in values.items():
-        number = not key[1] and not key[0].startswith("ctx.")
+        number = not key[1] and (draw == _SIGNS or not key[0].startswith("ctx."))
         if number or not (x.is_floating_point() or x.is_complex()):
             continue
         sizes = x.abs().to(torch.promote_types(x.dtype.to_real(), torch.float32))
         there = sizes[sizes.isfinite() & (sizes != 0)]
         to = _LARGE if names.index(key[0]) % 2 == draw % 2 else _SMALL
-        if there.numel():
+        if draw == _SIGNS:
+            found[key] = torch.where(sizes == 0, 1, sizes).to(x.dtype)
+        elif there.numel():
             by = (0.5 + 1.5 * _uniform(x, key, draw)) * (to / there.mean())
             found[key] = (x * by).to(x.dtype)
     return found
@@ -281,9 +272,8 @@ def require_unaccused(lines: Sequence[str], axis: Axis, *, what: str) -> None:
         return next((LayoutError(x) for x in some if _CAUSE in x), None)
 
     error = error_in(None, lines[0])
-    said = (
-        lines[:1] if error else ["no error", *lines[1:]]
-    )  # the first line that differs is an accusation then
+    # The first line that differs is an accusation, where there is one.
+    said = lines[:1] if error else ["no error", *lines[1:]]
     assert_same_everywhere(said, axis, what=what, explains=error_in)
     if error is not None:
         raise error

@@ -249,7 +249,7 @@ def digest(x: Tensor, start: int = 0) -> int:
         True
     """
     real = as_real(x.detach()).contiguous()
-    data = real.view(-1).view(torch.uint8)
+    data = real.as_strided([real.numel()], [1]).view(torch.uint8)  # one element has any stride
     left = data.numel() % 8  # the last word has zeros at its end
     if left or data.storage_offset() % 8:
         data = torch.cat([data, data.new_zeros(-left % 8)])

@@ -178,6 +178,8 @@ LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "any NaN": lambda x: torch.zeros_like(x) if x.isnan().any() else x,
     "all finite": lambda x: x * x.isfinite().all(),
     "any negative": lambda x: x.abs() if (x < 0).sum() > x.numel() // 3 else x,
+    "any below zero": lambda x: x * (2.0 if (x < 0).any() else 1.0),
+    "count of zeros": lambda x: x / (1 + (x == 0).sum()),
     "unique": lambda x: x / len(x.unique()),
     "count of large": lambda x: x / (1 + (x.abs() > 1).sum()),
     "a host number": lambda x: x * float(x.abs().sum() > 5),

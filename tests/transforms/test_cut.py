@@ -78,12 +78,17 @@ def wrong_init(params: Any, ctx: Any) -> Any:
     return {"kept": {k: p / max(p.numel(), 1) for k, p in params.items()}}
 
 
+def count(params: Any, ctx: Any) -> Any:
+    return {"seen": float(sum(p.numel() for p in params.values()))}
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "reduced": {"reduced": over(centered)},
     "updated": {"updated": over(lambda x: x.flip(0))},
     "update, before": {"update": into_rule},
     "update, after": {"update": after_rule},
     "init": {"init": wrong_init, "reduced": lambda slots, grads, ctx: (slots, grads)},
+    "init, a count": {"init": count, "reduced": lambda slots, grads, ctx: (slots, grads)},
     "a slot": {"init": begin, "reduced": into_slot},
     "a number": {"init": begin, "reduced": into_number},
     "a norm of": {"reduced": into_norm},
@@ -128,6 +133,7 @@ def test_all_ranks_raise_the_same(stage: int) -> None:
 
 def right(slots: Any, grads: Any, ctx: fzero.Context) -> Any:
     """All that a function may ask."""
+    assert isinstance(ctx, fzero.Context)
     total, norms, rows = ctx.norm(grads), ctx.norm(grads, by="leaf"), ctx.norm(grads, by="row")
     ctx.skip(ctx.sum(grads).isnan())
     alike = fzero.psum(total.detach().clone()) / fzero.axis_size()

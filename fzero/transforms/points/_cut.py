@@ -29,16 +29,13 @@ _WAYS = (
 )
 
 
-class KeptContext:
+class KeptContext(Context):
     """`ctx` of a first call, whose answers are kept."""
 
     def __init__(self, ctx: Context) -> None:
+        vars(self).update(vars(ctx))
         self._ctx, self._calls = ctx, Counter[str]()
         self.values, self.paths = dict[Key, Tensor](), dict[str, list[str] | None]()
-
-    def __getattr__(self, name: str) -> Any:
-        """What else there is: step, path, rank, shape."""
-        return getattr(self._ctx, name)
 
     @property
     def params(self) -> dict[str, Tensor]:
@@ -79,12 +76,17 @@ class RepeatedContext(KeptContext):
 
     def __init__(self, first: KeptContext, values: Values, skipped: Any) -> None:
         super().__init__(first._ctx)
-        self._first, self._given, self.skipped = first, values, skipped
+        self._first, self._given, self._skipped = first, values, skipped
         self.made = dict[Key, Tensor]()
+
+    @property
+    def skipped(self) -> Any:
+        """Whether the update is not made, so far."""
+        return self._skipped
 
     def skip(self, flag: Any = True) -> None:
         """Keep the flag, which must be the same for all parts."""
-        self.skipped = self.skipped | torch.as_tensor(flag).bool()
+        self._skipped = self._skipped | torch.as_tensor(flag).bool()
         self.made[self._asked("ctx.skip", None), ""] = torch.as_tensor(flag)
 
     def _asked(self, name: str, tree: Any) -> str:
@@ -105,7 +107,7 @@ class RepeatedContext(KeptContext):
 
 
 def _key(name: str, path: str, *, lies: bool) -> Key:
-    return (name, path) if lies else (f"{name} {path}", "")
+    return (name, path) if lies else (f"{name} {path}".rstrip(), "")
 
 
 def accused(

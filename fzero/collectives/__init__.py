@@ -23,8 +23,9 @@ from fzero.collectives._api import reduce_scatter as reduce_scatter
 from fzero.collectives._backend import native as native
 from fzero.collectives._channel import Channel as Channel
 from fzero.collectives._connected import Scope as Scope
-from fzero.collectives._connected import apart as apart
+from fzero.collectives._connected import anchors as anchors
 from fzero.collectives._connected import close_scope as close_scope
+from fzero.collectives._connected import connected as connected
 from fzero.collectives._connected import connecting as connecting
 from fzero.collectives._connected import open_scope as open_scope
 from fzero.collectives._connected import tied_to as tied_to
@@ -33,6 +34,9 @@ from fzero.collectives._functions import connecting_calls as connecting_calls
 from fzero.collectives._functions import gather_many as gather_many
 from fzero.collectives._functions import reduce_many as reduce_many
 from fzero.collectives._functions import scatter_many as scatter_many
+from fzero.collectives._kept import Block as Block
+from fzero.collectives._kept import run_of as run_of
+from fzero.collectives._kept import without_hooks as without_hooks
 from fzero.collectives._log import CollectiveEvent as CollectiveEvent
 from fzero.collectives._log import CollectiveLog as CollectiveLog
 from fzero.collectives._log import about as about

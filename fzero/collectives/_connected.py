@@ -17,11 +17,12 @@ from collections import Counter
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from fzero.collectives._kept import UsersCall, runs
 from fzero.collectives._performers import agreed
 from fzero.context import levels
 from fzero.context.here import current_ranks
@@ -33,13 +34,6 @@ _AUTOGRAD: Any = _TORCH._C  # what is asked of a graph task has no types
 
 WORD, WORDS = 60, 2
 """How many calls are told in one number, and how many such numbers in one round."""
-
-
-class UsersCall(NamedTuple):
-    """A call by its number among those of its ranks."""
-
-    axis: Axis  # all ranks that make it
-    number: int
 
 
 class Scope:
@@ -93,7 +87,14 @@ def anchors() -> dict[int, Tensor]:
 
 
 def connected(call: UsersCall, token: Tensor, *, backward: bool) -> None:
-    """Tell the scopes of a call that some rank differentiates. backward: of an earlier call."""
+    """Tell the scopes of a call that some rank differentiates. backward: of an earlier call.
+
+    One in a part of a loss that has a graph of its own is known outside by a token of that part.
+    """
+    for run in reversed(runs()):
+        if run.tokens is not None:
+            run.tokens.append(token)
+            return
     for scope in _book().scopes:
         scope.add(call, token, backward=backward)
 
@@ -125,17 +126,6 @@ def connecting(level: int = 0, anchor: Tensor | None = None) -> Generator[Scope]
         yield scope
     finally:
         scopes.discard(scope)
-
-
-@contextmanager
-def apart() -> Generator[None]:
-    """Calls in this block are in no scope: their graph goes with it."""
-    book = _book()
-    before, book.scopes = book.scopes, weakref.WeakSet[Scope]()
-    try:
-        yield
-    finally:
-        book.scopes = before
 
 
 # The root of a backward.

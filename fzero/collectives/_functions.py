@@ -28,13 +28,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from fzero.collectives import _lowering as lowering
 from fzero.collectives import _traced as traced
 from fzero.collectives._connected import (
-    UsersCall,
     anchors,
     connected,
     differentiated,
     numbered,
     unlike_nesting,
 )
+from fzero.collectives._kept import Kept, UsersCall, keeping
 from fzero.collectives._performers import UserCall, also_connects, before_collective, digest
 from fzero.collectives._rehearsed import of_ranks_alike, rehearsal
 from fzero.context import levels
@@ -58,16 +58,16 @@ class LinearMap(NamedTuple):
     # rows this rank sends to each rank, and gets from each. The adjoint swaps the two.
     between: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     backward: bool = False  # of one that was called before
-    call: UsersCall | None = (
-        None  # its number, if all ranks have come to it and some differentiate it
-    )
+    # Its number, if all ranks have come to it and some differentiate it.
+    call: UsersCall | None = None
+    kept: Kept | None = None  # of one in a part of a loss that is run again
 
     @property
     def adjoint(self) -> LinearMap:
         """The transposed map."""
         kind = _ADJOINT.get(self.kind, self.kind)
         between = self.between[1], self.between[0]
-        return self._replace(kind=kind, between=between, backward=True)
+        return self._replace(kind=kind, between=between, backward=True, kept=None)
 
     @property
     def said(self) -> str:
@@ -101,7 +101,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
-        ys = _run(plan, xs)
+        make = lambda: _run(plan, xs)  # noqa: E731
+        ys = make() if plan.kept is None else plan.kept.values(make)
         return (*ys, *[ys[0].new_empty(0)] * (plan.call is not None))
 
     @staticmethod
@@ -126,7 +127,8 @@ class _Linear(torch.autograd.Function):
         _, *dxs = grad_inputs
         if ctx.plan.call is not None:
             _, dtype, device = ctx.like
-            dy = _called(ctx.plan._replace(call=None), dxs[0])
+            name = f"{ctx.plan.name}, in the tangent of call {ctx.plan.call.number}"
+            dy = _called(ctx.plan._replace(call=None, kept=None, name=name), dxs[0])
             return dy, torch.zeros(0, dtype=dtype, device=device)
         wanted = [dx for dx in dxs if dx is not None]  # integers have none
         done = iter(_applied(ctx.plan, *wanted) if wanted else ())
@@ -185,9 +187,6 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     A rank that does not differentiate what another one does gets a graph, or a tangent of zeros, at
     the same levels. gives: whether this rank has a value; None if none has, and nothing is sent.
     """
-    x = x.clone() if isinstance(x, WithoutMemory) else x  # before the ranks come together
-    if is_recorded([x]):
-        return _applied(plan._replace(call=None), x)[0]
     bits, nesting = levels.followed(x), digest(levels.nesting())
     shapes = lowering.shapes_of([x], ragged=plan.kind == "ragged")
     own = levels.reverse(bits)
@@ -203,7 +202,12 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
         also_connects(plan.axis)
     # Without a graph, as in the forward of a checkpoint, nobody knows yet.
     _connecting()[0] += connects or not torch.is_grad_enabled()
-    plan = plan._replace(call=numbered(plan.axis) if everyone else None)
+    number = numbered(plan.axis)
+    # Where a part of a loss is run under torch.func, its levels are not seen.
+    unseen = plan.kept is not None and not torch.is_grad_enabled()
+    plan = plan._replace(call=number if everyone or unseen else None)
+    if plan.kept is not None:
+        plan.kept.call = plan.call
     missing, records = everyone & ~bits, torch.is_grad_enabled()
     if not missing:
         y, *token = _applied(plan, x)
@@ -220,10 +224,26 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
 _MASK = 2**56 - 1
 
 
+def _users(plan: LinearMap, x: Tensor) -> Tensor:
+    """Make a call of a user's; in a part of a loss that is run again, give what it has returned."""
+    x = x.clone() if isinstance(x, WithoutMemory) else x  # before the ranks come together
+    if is_recorded([x]):
+        return _applied(plan, x)[0]
+    kept, run = keeping(f"{plan.said} {lowering.shapes_of([x], ragged=plan.kind == 'ragged')}")
+    if run is None:
+        return cast(Tensor, _called(plan._replace(kept=kept), x))
+    assert kept is not None
+    if kept.call is None:
+        return _applied(plan._replace(kept=kept), x)[0]
+    y, token = _applied(plan._replace(call=kept.call, kept=kept), _lifted(x, [run.anchor]))
+    connected(kept.call, token, backward=False)
+    return y
+
+
 def _applied(plan: LinearMap, *xs: Tensor) -> tuple[Tensor, ...]:
     # Of a user's, as in a backward, where nothing is to be recorded.
     if plan.name and not (in_transform() or wants_graph(xs)):
-        return (*_run(plan, xs), *[xs[0].new_empty(0)] * (plan.call is not None))
+        return _Linear.forward(plan, *xs)
     apply: Callable[..., tuple[Tensor, ...]] = cast(Any, _Linear).apply  # torch gives it no type
     return apply(plan, *xs)
 
@@ -261,7 +281,7 @@ def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     if axis.runtime is Runtime.LOCAL:
         return list(xs)  # over one rank all maps are the identity
     if plan.name:
-        return [cast(Tensor, _called(plan, x)) for x in xs]
+        return [_users(plan, x) for x in xs]
     sent = [bool(x.numel()) for x in xs]
     wanted = [x for x, is_sent in zip(xs, sent, strict=True) if is_sent]
     if in_transform() and not is_recorded(xs):  # a rank may have no tangent of what it gives
@@ -356,10 +376,15 @@ class _Extremum(torch.autograd.Function):
     """The largest or the smallest of all ranks' elements; it has no derivative."""
 
     @staticmethod
-    def forward(name: str, axis: Axis, x: Tensor) -> Tensor:
+    def forward(name: str, axis: Axis, kept: Kept | None, x: Tensor) -> Tensor:
         if axis.runtime is Runtime.LOCAL:
             return x.clone()
-        x = _with_memory(x)
+        make = lambda: [_Extremum.among(name, axis, _with_memory(x))]  # noqa: E731
+        return (make() if kept is None else kept.values(make))[0]
+
+    @staticmethod
+    def among(name: str, axis: Axis, x: Tensor) -> Tensor:
+        """Return that of all ranks."""
         if is_recorded([x]):
             before_collective(axis)
         else:
@@ -385,12 +410,12 @@ class _Extremum(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> tuple[Any, Any]:
-        return _extremum(*args), in_dims[2]
+        return _extremum(*args), in_dims[3]
 
 
-def _extremum(name: str, axis: Axis, x: Tensor) -> Tensor:
+def _extremum(name: str, axis: Axis, kept: Kept | None, x: Tensor) -> Tensor:
     apply: Callable[..., Tensor] = cast(Any, _Extremum).apply
-    return apply(name, axis, x)
+    return apply(name, axis, kept, x)
 
 
 def extremum(name: str, x: Tensor, axis: Axis) -> Tensor:
@@ -399,7 +424,9 @@ def extremum(name: str, x: Tensor, axis: Axis) -> Tensor:
         raise not_differentiated(name)
     if (tried := rehearsal()) is not None:
         return tried.answer(x, torch.clone)
-    return _extremum(name, axis, x)
+    local = axis.runtime is Runtime.LOCAL or is_recorded([x])
+    kept = None if local else keeping(f"{name} {lowering.shapes_of([x])}")[0]
+    return _extremum(name, axis, kept, x)
 
 
 def not_differentiated(name: str) -> PhaseError:

@@ -15,6 +15,7 @@ from fzero.collectives import _lowering as lowering
 from fzero.collectives._backend import explained
 from fzero.collectives._channel import Channel
 from fzero.collectives._performer import FUNCTIONAL, Performer
+from fzero.collectives._kept import keeping
 from fzero.context.here import current_ranks
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
@@ -180,6 +181,11 @@ def rows_of_ranks(what: str, row: Sequence[int], axis: Axis) -> list[list[int]]:
 
     All ranks of the mesh call it, and come to this place together. The host waits for them.
     """
+    kept, _ = keeping(f"{what} {list(row)}")
+    return _rows(what, row, axis) if kept is None else kept.values(lambda: _rows(what, row, axis))
+
+
+def _rows(what: str, row: Sequence[int], axis: Axis) -> list[list[int]]:
     whole = axis.whole or axis
     before_collective(axis, UserCall(what, f"({len(row)},)"))
     performer = performer_of(whole)

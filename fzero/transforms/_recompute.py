@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch._C import _autograd
 
+from fzero.collectives import run_of, without_hooks
+
 
 class _Same(torch.autograd.Function):
     """y = x, on the same memory, and no view of x for autograd: a function may write to it."""
@@ -38,16 +40,8 @@ def recording() -> Iterator[None]:
 
     Hooks that move what is kept for backward, to host memory for one, are not to see it.
     """
-    hooks: list[Any] = []
-    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        _autograd._pop_saved_tensors_default_hooks()
-    try:
-        with torch.enable_grad():
-            yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+    with without_hooks(), torch.enable_grad():
+        yield
 
 
 def recomputed_gradients(ctx: Any, dys: Sequence[Tensor]) -> list[Tensor | None]:
@@ -63,15 +57,19 @@ def recomputed_gradients(ctx: Any, dys: Sequence[Tensor]) -> list[Tensor | None]
             if x.requires_grad:
                 sources[i] = _Same.apply(x) if graph else _leaf(x)
                 given[i] = _Same.apply(sources[i])
-        ys = ctx.call.again(*given)
-    pairs = [(y, dy) for y, dy in zip(ys, dys, strict=True) if y.requires_grad]
+        anchor = torch.zeros(0, requires_grad=True)
+        with run_of(ctx.call.block, anchor) as run:
+            ys = ctx.call.again(*given)
+    roots = [(y, dy) for y, dy in zip(ys, dys, strict=False) if y.requires_grad and dy is not None]
+    roots += [(token, torch.zeros(0)) for token in run.tokens or ()]
     asked = {i: x for i, x in sources.items() if ctx.needs_input_grad[i + 1]}
-    if not (pairs and asked):
+    if not (roots and asked):
         return [None] * len(tensors)
-    outputs, by = [list(one) for one in zip(*pairs, strict=True)]
-    inputs = list(asked.values())
-    found = torch.autograd.grad(outputs, inputs, by, create_graph=graph, allow_unused=True)
-    of = dict(zip(asked, found, strict=True))
+    outputs, by = [list(one) for one in zip(*roots, strict=True)]
+    keep = graph or _autograd._get_current_graph_task_keep_graph()
+    options: Any = {"create_graph": graph, "retain_graph": keep, "allow_unused": True}
+    found = torch.autograd.grad(outputs, [*asked.values(), anchor], by, **options)
+    of = dict(zip(asked, found, strict=False))
     return [of.get(i) for i in range(len(tensors))]
 
 

@@ -15,7 +15,7 @@ from torch._C._functorch import (
 )
 from torch.func import functional_call
 
-from fzero.collectives import apart
+from fzero.collectives import Block, anchors, connected, run_of, tied_to
 from fzero.context.ambient import AutocastModes
 from fzero.context.generators import at_states, of_devices
 from fzero.context.modes import in_transform
@@ -103,7 +103,19 @@ def _recomputed(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     if _forward_over_forward():
         return fn(*args, **kwargs)
     call = _Call(fn, (args, kwargs))
-    return call.unflatten(_Remat.apply(call, *call.tensors))
+    tensors = call.tensors
+    if not call.plain:  # with a graph, too, where what it is given has none, as on other ranks
+        tensors = [*tensors, *anchors().values()]
+    elif not (call.records and any(x.requires_grad for x in tensors)):
+        with ClosureWatch(tensors, records=call.records, plain=True) as watch:
+            outputs = call(*tensors)
+        for y in outputs:
+            watch.refuse(y)
+        return call.unflatten(outputs)
+    outputs = _Remat.apply(call, *tensors)
+    for number, token in zip(call.block.calls, outputs[call.count :], strict=True):
+        connected(number, token, backward=False)
+    return call.unflatten(outputs)
 
 
 def _owner(fn: Callable[..., Any]) -> nn.Module | None:
@@ -170,6 +182,13 @@ class _Call:
         self._random = {id(one): (one, one.get_state()) for one in of_devices()}
         self._autocast = AutocastModes.take()
         self._out: tuple[Any, list[Any]] | None = None
+        self.block = Block()
+
+    @property
+    def count(self) -> int:
+        """How many tensors the function has returned."""
+        assert self._out is not None
+        return sum(other is None for other in self._out[1])
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the function on other tensors in the same places."""
@@ -210,7 +229,7 @@ class _Mapped:
 
     def __init__(self, call: Any, in_dims: tuple[Any, ...], randomness: str) -> None:
         self.call, self.in_dims, self.randomness = call, in_dims, randomness
-        self.records, self.plain = call.records, False
+        self.records, self.plain, self.block = call.records, False, call.block
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         return torch.func.vmap(self.call, self.in_dims, randomness=self.randomness)(*tensors)
@@ -231,12 +250,13 @@ class _Remat(torch.autograd.Function):
         with recording() if recorded else torch.no_grad():
             given = own(tensors) if recorded else tensors
             watching = ClosureWatch(given, records=call.records, plain=call.plain)
-            with watching as watch, apart():  # its calls are made anew in the backward
+            with watching as watch, run_of(call.block):
                 outputs = call(*given)
         call.drew(watch.drawn)
         for y in outputs:
             watch.refuse(y)
-        return tuple(y.detach() if recorded else y for y in outputs)
+        tokens = [torch.zeros(0) for _ in call.block.calls]
+        return *(y.detach() if recorded else y for y in outputs), *tokens
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -244,6 +264,7 @@ class _Remat(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
         ctx.save_for_forward(*inputs[1:])
         ctx.mark_non_differentiable(*[y for y in output if not _smooth(y)])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Any, ...]:
@@ -254,33 +275,41 @@ class _Remat(torch.autograd.Function):
 
         # <y, dy> of real views, and not torch.func.vjp: that runs backward after its level is gone,
         # where the tensors that a remat inside has saved can no longer be used.
-        def product(*xs: Tensor) -> Any:
-            ys = ctx.call.again(*_replaced(tensors, smooth, xs))
-            pairs = ((y, dy) for y, dy in zip(ys, dys, strict=True) if _smooth(y))
-            return sum((as_real(y) * as_real(dy)).sum() for y, dy in pairs)
+        def product(anchor: Tensor, *xs: Tensor) -> Any:
+            with run_of(ctx.call.block, anchor) as run:
+                ys = ctx.call.again(*_replaced(tensors, smooth, xs))
+            pairs = [(y, dy) for y, dy in zip(ys, dys, strict=False) if _smooth(y)]
+            parts = [(as_real(y) * as_real(dy)).sum() for y, dy in pairs if dy is not None]
+            total: Any = sum(parts, start=torch.zeros(()))
+            return tied_to(total, run.tokens) if run.tokens else total
 
-        by = tuple(range(len(smooth)))
-        found: Any = torch.func.grad(product, by)(*(tensors[i] for i in smooth)) if by else ()
-        grads = dict(zip(smooth, found, strict=True))
+        by = tuple(range(len(smooth) + 1))
+        found: Any = torch.func.grad(product, by)(torch.zeros(0), *(tensors[i] for i in smooth))
+        grads = dict(zip(smooth, found[1:], strict=True))
         return None, *(grads.get(i) for i in range(len(tensors)))
 
     @staticmethod
     def jvp(ctx: Any, _: Any, *tangents: Any) -> tuple[Any, ...]:
         tensors = ctx.saved_tensors
         moved = [i for i, t in enumerate(tangents) if t is not None]
-        primals = tuple(tensors[i] for i in moved)
+        anchor, primals = torch.zeros(0), [tensors[i] for i in moved]
 
-        def outputs(*xs: Tensor) -> tuple[Tensor, ...]:
-            return ctx.call.again(*_replaced(tensors, moved, xs))
+        def outputs(anchor: Tensor, *xs: Tensor) -> tuple[Tensor, ...]:
+            with run_of(ctx.call.block, anchor):
+                return ctx.call.again(*_replaced(tensors, moved, xs))
 
-        pushed: Any = torch.func.jvp(outputs, primals, tuple(tangents[i] for i in moved))
-        return tuple(dy if _smooth(y) else None for y, dy in zip(*pushed, strict=True))
+        given = anchor, *(tangents[i] for i in moved)
+        pushed: Any = torch.func.jvp(outputs, (anchor, *primals), given)
+        pairs = zip(*pushed, strict=True)
+        moved_tokens = [torch.zeros(0) for _ in ctx.call.block.calls]
+        return *(dy if _smooth(y) else None for y, dy in pairs), *moved_tokens
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *tensors: Tensor) -> tuple[Any, Any]:
         mapped = _Mapped(call, tuple(in_dims[1:]), info.randomness)
         outputs = _Remat.apply(mapped, *tensors)
-        return outputs, tuple(0 for _ in outputs)
+        tokens = len(call.block.calls)
+        return outputs, (*[0] * (len(outputs) - tokens), *[None] * tokens)
 
 
 def _refuse_updates(module: nn.Module) -> None:

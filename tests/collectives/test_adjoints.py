@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.adapter import Engine
@@ -71,6 +72,40 @@ def test_ranks_that_give_and_use_other_things(loss: Any, wanted: Any, stage: int
         got = fzero.simulate(driver, world_size=2)(XS)
         for name, value in wanted.items():
             assert torch.equal(got[name], torch.tensor([value, value])), (driver, name)
+
+
+def _checkpointed(fn: Any) -> Any:
+    return lambda q: checkpoint(fn, q, use_reentrant=False)
+
+
+def _on_one_rank(fn: Any) -> Any:
+    return fn if fzero.axis_index() else fzero.remat(fn)
+
+
+@pytest.mark.parametrize("again", [fzero.remat, _checkpointed, _on_one_rank])
+def test_parts_that_only_some_ranks_run_again(again: Any) -> None:
+    def sums(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        image, text = (again(lambda q: fzero.psum(q * x).pow(2))(q) for q in p.values())
+        return (image if fzero.axis_index() == 0 else text).sum()
+
+    def constants(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        """Their collectives have no adjoint, and other values."""
+        image = again(lambda q: q * q * fzero.psum(x))(p["image"])
+        text = again(lambda q: q * q * fzero.psum(2 * x))(p["text"])
+        return (image if fzero.axis_index() == 0 else text).sum()
+
+    def step(x: Tensor) -> Any:
+        state = fzero.init(PAIR, fzero.optim.sgd(0.1), stage=2)
+        state, _ = fzero.grad_and_reduce(sums, state)(x)
+        of_sums = fzero.full_gradients(state)
+        state, _ = fzero.grad_and_reduce(constants, state)(x)
+        return of_sums, fzero.full_gradients(state)
+
+    of_sums, both = fzero.simulate(step, world_size=2)(XS)
+    for name, of_constants in (("image", [4.0, 7.0]), ("text", [8.0, 14.0])):
+        wanted = torch.tensor([16.0, 49.0])
+        assert torch.equal(of_sums[name], wanted.expand(2, -1))
+        assert torch.equal(both[name], (wanted + torch.tensor(of_constants)).expand(2, -1))
 
 
 def _gradients(graph: Graph, params: dict[str, Tensor], stage: int, xs: Tensor) -> Any:

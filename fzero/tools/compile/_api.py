@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
-import torch
 
 from fzero.context.here import current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_recorded, wants_graph
@@ -17,7 +16,14 @@ from fzero.errors.check import is_count
 from fzero.state import NAMESPACE
 from fzero.tools.compile._graph import Graph, graph_of
 from fzero.tools.compile._key import key_of
-from fzero.tools.compile._run import COMPILERS, EARLY_BYTES, MERGED_BYTES, Backend, step_donates
+from fzero.tools.compile._run import (
+    COMPILERS,
+    EARLY_BYTES,
+    MERGED_BYTES,
+    Backend,
+    axis_of_states,
+    step_donates,
+)
 from fzero.transforms.closure import values_read
 from fzero.transforms.module_copy import Template, modes_asked
 from fzero.transforms.pipeline import P, R, Step, require_order
@@ -100,21 +106,25 @@ def compile(
         _require_real_ranks()
         read = values_read(inner, _transforms_of(arguments), leaves)
         key = key_of(arguments), read
-        graph = _known(graphs, key)
-        is_new = graph is None
+        found = _known(graphs, key)
+        graph = found[2] if found is not None else None
+        is_new = graph is None or graph.run is None
+        modes: Modes = []
         if graph is None and len(graphs) >= max_graphs:
             warnings.warn(_MANY.format(max_graphs), UserWarning, stacklevel=4)
-            return inner(*args, **kwargs)
-        if graph is None:
-            held = [x for x in (*leaves, *read) if isinstance(x, torch.Generator)]
+            graph = Graph(axis=axis_of_states(arguments))
+        elif graph is None or graph.run is None:
+            again = graph is not None
             with modes_asked() as asked:
-                graph = graph_of(inner, arguments, held, backend, sizes, donate=donate)
-            graphs.append((key, [(one, list(one.modes())) for one in asked], graph))
+                graph = graph_of(inner, arguments, backend, sizes, donate=donate, again=again)
+            modes = [(one, list(one.modes())) for one in asked]
         step = functools.partial(inner, *args, **kwargs)
         seen, returned = graph(step, arguments, is_new=is_new)
         if seen:
             given_up.append(seen)
             warnings.warn(_OTHERWISE.format(seen), UserWarning, stacklevel=4)
+        elif is_new and (graph.changes or seen == ""):
+            graphs[:] = [*(one for one in graphs if one is not found), (key, modes, graph)]
         return returned
 
     options = {} if backend == "inductor" else {"backend": backend}
@@ -128,10 +138,10 @@ Modes = list[tuple[Template, list[bool]]]
 _Known = tuple[Any, Modes, Graph]
 
 
-def _known(graphs: list[_Known], key: Any) -> Graph | None:
+def _known(graphs: list[_Known], key: Any) -> _Known | None:
     """Return the graph of this key whose modules are in the same modes as when recorded."""
-    alike = ((modes, one) for known, modes, one in graphs if known == key)
-    now = (one for modes, one in alike if all(x.modes() == before for x, before in modes))
+    alike = (one for one in graphs if one[0] == key)
+    now = (one for one in alike if all(x.modes() == before for x, before in one[1]))
     return next(now, None)
 
 

@@ -6,9 +6,6 @@ call returns, and what it leaves behind, is the step's own.
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +39,6 @@ def compare(
     after = _states(found)
     for one, state in zip((*found, *made), (*before, *unused), strict=True):
         one.set_state(state)
-    outside = random_outside()
     with unfused_recurrence():
         returned = step()
     names = iter(paths)
@@ -53,8 +49,6 @@ def compare(
         seen = seen or "its graph leaves another random state"
     if not _alike(unused, _states(made)):
         seen = seen or "it draws from a torch.Generator that it finds where nobody looks"
-    if outside != random_outside():
-        seen = seen or "it draws random numbers of Python or NumPy"
     return seen, returned
 
 
@@ -79,16 +73,3 @@ def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
 
 def _alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     return all(map(torch.equal, some, others))
-
-
-def random_outside() -> tuple[Any, bytes]:
-    """Return the random state of Python and of NumPy, which no graph has."""
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), pickle.dumps(numpy and numpy.random.get_state())
-
-
-def put_back(outside: tuple[Any, bytes]) -> None:
-    """Put the random state of Python and of NumPy back."""
-    random.setstate(outside[0])
-    if (known := pickle.loads(outside[1])) is not None:
-        sys.modules["numpy"].random.set_state(known)

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 import optree
-import torch
 from torch import Tensor
 
 from fzero.collectives import disagreement, performer_of, told_everywhere
 from fzero.errors import FzeroError
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
-from fzero.tools.compile._check import compare, put_back, random_outside
+from fzero.tools.compile._check import compare
 from fzero.tools.compile._key import shared_memory
 from fzero.tools.compile._random import Randomness
 from fzero.tools.compile._run import Backend, Compiled, axis_of_states, compiled, recorded
@@ -24,8 +23,8 @@ from fzero.tools.trace.found import AsFound
 from fzero.transforms.states import flatten_states
 
 _CALL = "a call of a compiled step"
-_FIRST, _LACKS = 1, 2
-"""What a rank says of a call: that its graph is new, or that it has none."""
+_FIRST, _CHANGES, _LACKS = 1, 2, 3
+"""What a rank says of a call: that its graph is new, or none yet, or that it never has one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,23 +42,29 @@ class Graph:
     random: Randomness | None = None
     paths: tuple[str, ...] = ()
     lacks: str = ""
+    changes: str = ""  # what the first call leaves for later ones, which are recorded anew
 
-    def __call__(self, step: Callable[[], Any], arguments: Any, *, is_new: bool) -> tuple[str, Any]:
+    def __call__(
+        self, step: Callable[[], Any], arguments: Any, *, is_new: bool
+    ) -> tuple[str | None, Any]:
         """Run the graph, or the step, or both to compare them: what all ranks do.
 
         Returns:
-            Why the step is to run itself from now on, "" for no reason; and what it returns.
+            Why the step is to run itself from now on, "" for no reason, None if it ran itself in
+            this call; and what it returns.
 
         Raises `MismatchError` on every rank if their graphs make other collectives.
         """
         performer = performer_of(self.axis)
-        said = [0, 0, _LACKS]
+        said = [0, 0, _LACKS if self.lacks else _CHANGES]
         if self.run is not None and self.plain is not None:
             said = [self.run.number, self.plain.number, _FIRST * is_new]
         heard = performer.call_with(_CALL, lambda: said) if performer else ((*said,),)
         runs, plains, statuses = map(set, zip(*heard, strict=True))
-        if _LACKS in statuses or self.plain is None or self.random is None or self.run is None:
+        if _LACKS in statuses:
             return self.lacks or "another rank has no graph of it", step()
+        if _CHANGES in statuses or self.plain is None or self.random is None or self.run is None:
+            return None, step()
         if performer is not None and len(plains) > 1:
             everyone = performer.tell(self.plain.collectives)
             raise disagreement(everyone, what="the collectives of a compiled step")
@@ -74,27 +79,29 @@ class Graph:
 def graph_of(
     step: Callable[..., Any],
     arguments: Any,
-    held: Sequence[torch.Generator],
     backend: Backend,
     sizes: dict[str, int],
     *,
     donate: bool,
+    again: bool,
 ) -> Graph:
     """Return the graph of a step for arguments like these, of which the last has the keywords.
 
-    held: the generators that the step may find.
+    again: the step was recorded for them before, and changed what it holds.
     """
     axis = axis_of_states(arguments)
     lacks = "another argument has memory of the donated state" * (donate and _shares(arguments))
     if lacks := lacks or _lacking(flatten_states("compile", arguments[0])[0]):
         return Graph(axis=axis, lacks=lacks)
-    outside = random_outside()
     with (
         told_everywhere(axis, what="a compiled step"),
         AsFound("compile", step, arguments) as found,
     ):
         try:
-            program, drawn = recorded(step, arguments, axis, held, found)
+            program, drawn = recorded(step, arguments, axis, found)
+            if found.left:
+                lacks = f"each call changes {found.left.lstrip('.')}" * again
+                return Graph(axis=axis, changes=found.left, lacks=lacks)
             plain = compiled(program, drawn, axis, donate=donate)
             run = compiled(program, drawn, axis, donate=donate, backend=backend, sizes=sizes)
         except FzeroError:
@@ -104,8 +111,6 @@ def graph_of(
         except Exception as error:
             first = str(error).partition("\n")[0]
             return Graph(axis=axis, lacks=f"recording raises {type(error).__name__}: {first}")
-        finally:
-            put_back(outside)
     return Graph(axis=axis, run=run, plain=plain, random=drawn, paths=program.outputs)
 
 

@@ -72,17 +72,16 @@ def recorded(
     step: Callable[..., Any],
     arguments: Any,
     axis: Axis,
-    held: Sequence[torch.Generator],
     found: AsFound,
 ) -> tuple[RecordedStep, Randomness]:
     """Return the program of this rank, without writes, and its draws.
 
-    The last argument has the keywords. held: the generators that the step may find.
+    The last argument has the keywords.
     """
     known: list[Randomness] = []
 
     def with_keywords(*given: Any) -> Any:
-        with RecordedDraws(held) as drawn:
+        with RecordedDraws(found.generators()) as drawn:
             returned = step(*given[:-1], **given[-1])
         known[:] = [drawn.randomness]
         return returned

@@ -119,6 +119,7 @@ class AsFound:
     def __init__(self, tool: str, *roots: Any) -> None:
         self.tool, self.roots, self._modes = tool, roots, list[RecordMode]()
         self._places = list[_Place]()
+        self.left = ""  # what the last record changed, first of all such places
 
     def mode(self) -> RecordMode:
         """Return a mode for the tensors of a record."""
@@ -147,11 +148,16 @@ class AsFound:
         try:
             yield
         finally:
+            self.left = self.changed()
             self.put_back()
 
     def changed(self) -> str:
         """Return where something is not as it was found, first of all such places; "" for none."""
         return next((one.path for one in self._places if one.is_changed()), "")
+
+    def generators(self) -> list[torch.Generator]:
+        """Return the generators of random numbers that were found."""
+        return [one.of for one in self._places if isinstance(one.of, torch.Generator)]
 
     def put_back(self) -> None:
         """Make all as it was found."""
@@ -405,10 +411,10 @@ def _inside(x: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(x, TrainState):
         yield from ((".optimizer", x.setup.optimizer), (".transforms", x.setup.transforms))
     elif not isinstance(x, types.ModuleType | Tensor | torch._ops.OpOverload):
-        if (bits := getattr(x, "bit_generator", None)) is not None:
-            yield ".bit_generator", bits
         if not _is_library(type(x).__module__):
             yield ".class", type(x)
+        elif (bits := getattr(x, "bit_generator", None)) is not None:  # of NumPy
+            yield ".bit_generator", bits
 
 
 def _variables(fn: types.FunctionType) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:

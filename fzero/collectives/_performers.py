@@ -14,8 +14,8 @@ from fzero.collectives import _alive
 from fzero.collectives import _lowering as lowering
 from fzero.collectives._backend import explained
 from fzero.collectives._channel import Channel
-from fzero.collectives._performer import FUNCTIONAL, Performer
 from fzero.collectives._kept import keeping
+from fzero.collectives._performer import FUNCTIONAL, Performer
 from fzero.context.here import current_ranks
 from fzero.context.modes import for_training
 from fzero.errors import AxisError

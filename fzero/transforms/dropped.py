@@ -17,7 +17,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import optree
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from fzero.context.here import is_abstract
 from fzero.errors import explain
 from fzero.state import NAMESPACE, TrainState
 
@@ -55,8 +57,8 @@ HERE = _Here()
 
 def note_made(name: str, given: Sequence[TrainState], new: Sequence[TrainState]) -> None:
     """Note the states that a call returns."""
-    if (noted := HERE.made) is None:
-        return
+    if (noted := HERE.made) is None or get_proxy_mode() is not None or is_abstract():
+        return  # a record may be read further than the step
     fresh = dict[int, Any]()
     for some, is_new in ((new, True), (given, False)):
         for one in some:

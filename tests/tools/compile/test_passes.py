@@ -21,6 +21,13 @@ from fzero.tools.trace.ops import is_collective
 from tests.descends import descends
 
 
+def open_record(step: Any, given: Any) -> AsFound:
+    """A record that does not end: passes read the tensors of its graph."""
+    found = AsFound("trace", step, given)
+    found.look()
+    return found
+
+
 def recorded(stage: int, world_size: int, layers: int = 4) -> tuple[fx.GraphModule, list[Tensor]]:
     torch.manual_seed(0)
     parts = [part for _ in range(layers) for part in (nn.Linear(8, 8), nn.Tanh())]
@@ -31,8 +38,7 @@ def recorded(stage: int, world_size: int, layers: int = 4) -> tuple[fx.GraphModu
         fzero.shard(step_fn, stage=stage, bucket_bytes=300), world_size=world_size
     )
     given: Any = (step.init(params, fzero.optim.sgd(0.1)), torch.randn(world_size, 3, 8))
-    with AsFound("trace", step, given) as found:
-        graph = program_of(step, given, 0, found).graph
+    graph = program_of(step, given, 0, open_record(step, given)).graph
     return graph, [x[0] for x in optree.tree_leaves(given, namespace=NAMESPACE)]
 
 
@@ -103,8 +109,7 @@ def test_a_cheap_activation_is_computed_again_where_the_backward_reads_it() -> N
 
     state: Any = fzero.init({"w": torch.ones(4)}, fzero.optim.sgd(0.5), stage=0)
     given: Any = (state, torch.ones(4))
-    with AsFound("trace", step_fn, given) as found:
-        graph = program_of(step_fn, given, None, found).graph
+    graph = program_of(step_fn, given, None, open_record(step_fn, given)).graph
     count = [str(n.target) for n in graph.graph.nodes].count("aten.exp.default")
     assert count == 1
     rematerialize(graph.graph)
@@ -126,8 +131,7 @@ def test_random_numbers_of_a_transposed_tensor_stay() -> None:
     state = fzero.init({"0": torch.ones(3, 4)}, fzero.optim.sgd(0.5), stage=0)
     given: Any = (state, torch.ones(3, 4))
     leaves = [x.detach() for x in optree.tree_leaves(given, namespace=NAMESPACE)]
-    with AsFound("trace", step_fn, given) as found:
-        graph = program_of(step_fn, given, None, found).graph
+    graph = program_of(step_fn, given, None, open_record(step_fn, given)).graph
     made = []
     for one in (graph, without_writes(graph)):
         torch.manual_seed(0)

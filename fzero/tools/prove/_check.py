@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -124,7 +124,8 @@ def _sides(
     given, ends, counts, inputs = [], [], [], []
     for program in programs:
         nodes = list(program.graph.graph.nodes)
-        starts, outs = [n for n in nodes if n.op == "placeholder"], list(nodes[-1].args[0])  # type: ignore
+        ends_in: Any = nodes[-1].args[0]
+        starts, outs = [n for n in nodes if n.op == "placeholder"], list(ends_in)
         paths = list(program.outputs)
         if any(node.target is AGAIN for node in nodes):
             paths = [re.sub("^aux", "state", path) for path in paths]

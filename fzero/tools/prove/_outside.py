@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -202,8 +203,7 @@ _ESCAPES: dict[Any, str] = {
 
 
 def _has_values(x: Any) -> bool:
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(x)
-    return type(x) in (Tensor, torch.nn.Parameter) and not wrapped
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x)
 
 
 class _EachCall(TorchFunctionMode):

@@ -81,7 +81,8 @@ class ProgramRecorder:
         """Return the step; where a call keeps something for the next one, that one follows."""
 
         def twice(*args: Any) -> Any:
-            leaves, treespec = optree.tree_flatten(args, namespace=NAMESPACE)
+            given: Any = args
+            leaves, treespec = optree.tree_flatten(given, namespace=NAMESPACE)
             one = step(*optree.tree_unflatten(treespec, leaves))
             with _disable_current_modes(), torch._C.DisableTorchFunction():
                 self.watch.call_ends()

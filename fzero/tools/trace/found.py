@@ -27,6 +27,7 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, Self
 
+import optree
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -65,7 +66,7 @@ class RecordMode(FakeTensorMode):
         """Call `func` on tensors without values; raise `PhaseError` once the record is over."""
         if not self._is_over:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        leaves = optree.tree_leaves((args, kwargs))
         of = next((x for x in leaves if isinstance(x, FakeTensor) and x.fake_mode is self), None)
         seen = "a tensor" if of is None else f"a {of.dtype} tensor of shape {tuple(of.shape)}"
         raise PhaseError(
@@ -205,7 +206,7 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _write_dict(x: dict[Any, Any], held: dict[Any, Any]) -> None:
-    kind = OrderedDict if isinstance(x, OrderedDict) else dict
+    kind: Any = OrderedDict if isinstance(x, OrderedDict) else dict
     kind.clear(x)
     kind.update(x, held)
 
@@ -281,9 +282,10 @@ def _read_bytes(x: Any) -> bytes:
 
 
 def _write_bytes(x: Any, held: bytes) -> None:
-    if isinstance(x, bytearray | array.array):
-        x[:] = x[:0]
-        x += bytearray(held) if isinstance(x, bytearray) else array.array(x.typecode, held)
+    if isinstance(x, bytearray):
+        x[:] = held
+    elif isinstance(x, array.array):
+        x[:] = array.array(x.typecode, held)
     elif held:
         memoryview(x).cast("B")[:] = held
 
@@ -331,7 +333,7 @@ _NUMPY = _at(_pickled(lambda x: x.state), lambda x, held: setattr(x, "state", pi
 
 
 def _ambient() -> Iterator[tuple[str, _Kind, Any]]:
-    yield "random", _PYTHON, random._inst  # type: ignore[attr-defined]
+    yield "random", _PYTHON, random._inst
     yield "torch.default_generator", _TORCH, torch.default_generator
     if torch.cuda.is_initialized():
         yield from (("torch.cuda", _TORCH, one) for one in torch.cuda.default_generators)
@@ -355,7 +357,7 @@ _BY_TYPE: tuple[tuple[Any, _Kind], ...] = (
 
 def _kinds_of(x: Any) -> Iterator[tuple[_Kind, Any]]:
     """Yield (kind, of what) of all that can be changed in an object."""
-    numpy = sys.modules.get("numpy")
+    numpy: Any = sys.modules.get("numpy")
     if not isinstance(x, _MEMO) or not _is_library(x.__module__):
         yield from ((kind, x) for of, kind in _BY_TYPE if isinstance(x, of))
     if isinstance(x, types.FunctionType):

@@ -65,7 +65,7 @@ TOOLS = [traced, checked, proved, planned, differed]
 
 def states_after(tool: Any) -> list[Tensor]:
     step = tables()
-    state = step.init(PARAMS, fzero.optim.sgd(0.5))  # type: ignore[attr-defined]
+    state = step.init(PARAMS, fzero.optim.sgd(0.5))
     if tool is not None:
         tool(step, state)
     found = []
@@ -92,7 +92,7 @@ def test_a_compiled_step_makes_its_own_tables_and_leaves_those_of_the_program(
     step = fzero.shard(descends(lambda p, x: (x @ p["w"].T + table()).pow(2).mean()), stage=2)
     state = step.init(PARAMS, fzero.optim.sgd(0.5))
     wanted = step(state, X)[1]
-    table.cache_clear()  # type: ignore[attr-defined]
+    table.cache_clear()
     compiled: Any = fzero.compile(step, backend="eager")
     for one in (compiled, compiled, step):
         assert torch.equal(one(state, X)[1], wanted)

@@ -119,8 +119,8 @@ def _of_base() -> Times:
 def _function() -> Times:
     def times() -> Any:
         if not hasattr(times, "kept"):
-            times.kept = value()  # type: ignore[attr-defined]
-        return times.kept  # type: ignore[attr-defined]
+            times.kept = value()
+        return times.kept
 
     return times
 

@@ -47,7 +47,8 @@ from fzero.ranks.mesh import Axis, Runtime
 from fzero.ranks.virtual import different
 from fzero.state.buffers import SIXTEEN_BIT
 
-_DisableFuncTorch: Any = vars(torch._C)["_DisableFuncTorch"]  # it has no type
+_TORCH: Any = torch  # what it has no types for
+_DisableFuncTorch: Any = vars(_TORCH._C)["_DisableFuncTorch"]  # it has no type
 
 # said: of a user's call, what virtual ranks compare when they exchange values.
 
@@ -388,10 +389,10 @@ def _exchange(
     It is made once, for all of them. All virtual ranks come, also over a part, and make the same
     call; those of each part with the same `shapes`.
     """
-    if axis.whole is not None:
-        return _of_parts(op, value, axis, make, shapes)[axis.first(axis.rank)]
     axis.rank  # noqa: B018 - raises AxisError, with the fix, when no virtual ranks run here
     ranks: Any = current_ranks()
+    if axis.whole is not None:
+        return _of_parts(op, value, axis, make, shapes)[axis.first(ranks.rank)]
     what = f"{axis.group_name} {op}{f'[{shapes}]' * bool(shapes)}".strip()
     require_no_trace(what)
     return ranks.exchange(what, value, make)

@@ -14,13 +14,14 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
+from torch._C import _autograd as torch_autograd
 from torch.utils import checkpoint
 
 from fzero.context.here import current_ranks
 from fzero.errors import PhaseError
 from fzero.ranks.mesh import Axis
 
+_autograd: Any = torch_autograd  # what it has no types for
 _Frame: Any = vars(checkpoint)["_CheckpointFrame"]  # of one call of a function under a checkpoint
 
 
@@ -127,7 +128,7 @@ def _of_hook(here: _Runs, pack: Any) -> Run | None:
     """
     cells = [cell.cell_contents for cell in getattr(_inner(pack), "__closure__", None) or ()]
     frames = [x for x in cells if isinstance(x, _Frame)]
-    again = [x() for x in cells if isinstance(x, ref) and isinstance(x(), _Frame)]
+    again: list[Any] = [x() for x in cells if isinstance(x, ref) and isinstance(x(), _Frame)]
     for frame in frames + again:
         block = here.blocks.setdefault(frame, Block())
         if pack not in here.by_hook:

@@ -48,7 +48,6 @@ from fzero.ranks.virtual import different
 from fzero.state.buffers import SIXTEEN_BIT
 
 _TORCH: Any = torch  # what it has no types for
-_DisableFuncTorch: Any = vars(_TORCH._C)["_DisableFuncTorch"]  # it has no type
 
 # said: of a user's call, what virtual ranks compare when they exchange values.
 
@@ -292,7 +291,7 @@ def gather_objects(
     if axis.runtime is Runtime.VIRTUAL:
         return list(_exchange("gather_objects", value, axis, make))
     out: list[Any] = [None] * axis.size
-    with explained("gather_objects", axis), _DisableFuncTorch():  # also in a transform
+    with explained("gather_objects", axis), _TORCH._C._DisableFuncTorch():  # also in a transform
         PARTLY_TYPED.all_gather_object(out, value, group=axis.group())
     return make(out)
 

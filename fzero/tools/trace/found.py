@@ -66,7 +66,8 @@ class RecordMode(FakeTensorMode):
         """Call `func` on tensors without values; raise `PhaseError` once the record is over."""
         if not self._is_over:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        leaves = optree.tree_leaves((args, kwargs))
+        given: Any = args, kwargs
+        leaves = optree.tree_leaves(given)
         of = next((x for x in leaves if isinstance(x, FakeTensor) and x.fake_mode is self), None)
         seen = "a tensor" if of is None else f"a {of.dtype} tensor of shape {tuple(of.shape)}"
         raise PhaseError(
@@ -374,7 +375,8 @@ def _kinds_of(x: Any) -> Iterator[tuple[_Kind, Any]]:
         if type(x) in (Tensor, nn.Parameter):
             yield _TENSOR, x
     elif numpy is not None and isinstance(x, numpy.ndarray):
-        if x.flags.c_contiguous and x.flags.writeable and not x.dtype.hasobject:
+        array: Any = x
+        if array.flags.c_contiguous and array.flags.writeable and not array.dtype.hasobject:
             yield _BYTES, x
     elif numpy is not None and isinstance(x, numpy.random.BitGenerator):
         yield _NUMPY, x

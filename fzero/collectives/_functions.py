@@ -207,7 +207,7 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     unseen = plan.kept is not None and not torch.is_grad_enabled()
     plan = plan._replace(call=number if everyone or unseen else None)
     if plan.kept is not None:
-        plan.kept.call = plan.call
+        plan.kept.number(plan.call)
     missing, records = everyone & ~bits, torch.is_grad_enabled()
     if not missing:
         y, *token = _applied(plan, x)

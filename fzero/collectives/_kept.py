@@ -40,6 +40,10 @@ class Kept:
         self.call: UsersCall | None = None
         self._values: Any = None
 
+    def number(self, call: UsersCall | None) -> None:
+        """Note the number of the call, once all ranks have come to it."""
+        self.call = call
+
     def values(self, make: Callable[[], Any]) -> Any:
         """Return what the call returns, which `make` gives the first time."""
         if self._values is None:
@@ -62,7 +66,7 @@ class Block(list[Kept]):
         return [kept.call for kept in self if kept.call is not None]
 
 
-class Run:
+class PartRun:
     """A run of a part of a loss.
 
     Attributes:
@@ -98,9 +102,13 @@ class _Runs:
     """The runs of a rank: of `remat` those around this call, and those of torch's checkpoints."""
 
     def __init__(self) -> None:
-        self.around: list[Run] = []
+        self.around: list[PartRun] = []
         self.blocks = WeakKeyDictionary[Any, Block]()  # by checkpoint; goes with its graph
-        self.by_hook = WeakKeyDictionary[Any, Run]()
+        self.by_hook = WeakKeyDictionary[Any, PartRun]()
+
+    def set(self, around: list[PartRun]) -> None:
+        """Let these be the runs around what is called now."""
+        self.around = around
 
 
 _RUNS = _Runs()
@@ -111,7 +119,7 @@ def _runs_here() -> _Runs:
     return _RUNS if here is None else here.kept.setdefault(_Runs, _Runs())
 
 
-def runs() -> list[Run]:
+def runs() -> list[PartRun]:
     """Return the runs around this call, the innermost last."""
     here = _runs_here()
     if _autograd._top_saved_tensors_default_hooks(True) is None:
@@ -121,7 +129,7 @@ def runs() -> list[Run]:
     return [*here.around, *[run for run in found if run and run not in here.around]]
 
 
-def _of_hook(here: _Runs, pack: Any) -> Run | None:
+def _of_hook(here: _Runs, pack: Any) -> PartRun | None:
     """Return the run of a checkpoint, which packs what is saved in it.
 
     In the first run `pack` knows the frame, in a later one it has a reference to it.
@@ -133,7 +141,9 @@ def _of_hook(here: _Runs, pack: Any) -> Run | None:
         block = here.blocks.setdefault(frame, Block())
         if pack not in here.by_hook:
             anchor = torch.zeros(0, requires_grad=True)
-            here.by_hook[pack] = Run(block, again=bool(again), own_graph=bool(again), anchor=anchor)
+            here.by_hook[pack] = PartRun(
+                block, again=bool(again), own_graph=bool(again), anchor=anchor
+            )
         return here.by_hook[pack]
     return None
 
@@ -144,9 +154,9 @@ def _inner(pack: Any) -> Any:
     return pack
 
 
-def keeping(what: str) -> tuple[Kept | None, Run | None]:
+def keeping(what: str) -> tuple[Kept | None, PartRun | None]:
     """Return where a call in parts of a loss is kept; and the run that is given it, if one is."""
-    found, run, first = None, None, list[Run]()
+    found, run, first = None, None, list[PartRun]()
     for run in reversed(runs()):
         found = run.kept(what)
         if found is not None:
@@ -177,19 +187,19 @@ def without_hooks() -> Generator[list[Any]]:
 
 
 @contextmanager
-def run_of(block: Block, anchor: Tensor | None = None) -> Generator[Run]:
+def run_of(block: Block, anchor: Tensor | None = None) -> Generator[PartRun]:
     """Run a part of a loss in this block: with an anchor again, without for the first time."""
     here, around = _runs_here(), runs()
     if anchor is None:
         block.clear()
     again = anchor is not None
     given = torch.zeros(0) if anchor is None else anchor
-    run, before = Run(block, again=again, own_graph=True, anchor=given), here.around
-    here.around = [*around, run]
+    run, before = PartRun(block, again=again, own_graph=True, anchor=given), here.around
+    here.set([*around, run])
     try:
         yield run
     finally:
-        here.around = before
+        here.set(before)
     run.end()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -126,8 +125,7 @@ def _mapped(
         for one in operands
     ]
     key = _key(state, fn)
-    tested = vars(_HERE).setdefault("tested", set[Hashable]())
-    first = key not in tested and not (in_transform() or is_recorded(parts) or is_abstract())
+    first = key not in _TESTED and not (in_transform() or is_recorded(parts) or is_abstract())
     # Where all ranks have all of it, they find the same, and one may be called without the others.
     alike, what = at is Placement.REPLICATED or not first, "map_params: fn"
     with nullcontext() if alike else told_everywhere(setup.axis, what=what):
@@ -137,12 +135,12 @@ def _mapped(
         error = _accused(fn, [pieces, *rest], new) if first else ""
     if first:
         elementwise.require_unaccused([error], Axis(size=1) if alike else setup.axis, what=what)
-        tested.add(key)
+        _TESTED.add(key)
     flats = as_flats(ranges, parts, pieces, new)
     return [x.clone() if x is old else x for x, old in zip(flats, parts, strict=True)]
 
 
-_HERE = threading.local()  # of each rank, virtual ones too: the functions that were not accused
+_TESTED = set[Hashable]()  # the functions that were not accused, for each rank
 _WAYS = (
     "take norms before, of the state: fzero.global_norm(state), fzero.full_params(state); what "
     'looks at whole leaves is a transform with needs="leaf". Nothing was changed.'

@@ -87,6 +87,7 @@ def test_a_sum_in_another_order_is_no_fault() -> None:
     assert not any(cell.exact for cell in report.cells)
 
 
+@pytest.mark.filterwarnings("ignore:what grad_and_reduce returned was not used")
 @pytest.mark.parametrize("name", faults.STEPS)
 def test_a_fault_in_a_step_is_found(name: str) -> None:
     report = matrix(step=faults.STEPS[name], stages=(0, 3))

@@ -15,6 +15,7 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:what (grad_and_reduce|apply_gradients) returned was not used")
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(name: str) -> None:
     fault = FAULTS[name]

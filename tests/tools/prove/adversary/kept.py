@@ -348,7 +348,7 @@ def _of_slot(read: Callable[[Any], Any], leaves: Any, elsewhere: Any) -> Callabl
     form: Any = Form(leaves=leaves, placement=Placement.PARTIAL, elsewhere=elsewhere)
 
     def begin(params: Any, ctx: Any) -> Any:
-        of = {k: torch.full_like(p, ctx.rank + 1.0) for k, p in params.items()}
+        of = {k: torch.full((ctx.shape(k).numel(),), ctx.rank + 1.0) for k in params}
         return {"own": of if leaves == "learning" else ctx.rank + 1.0}
 
     def local(slots: Any, g: Tensor, ctx: Any) -> Any:
@@ -370,7 +370,6 @@ PIECES: dict[str, Callable[[], Fn]] = {
         "of the last rank": lambda ctx: 2.0 if ctx.rank == axis_size() - 1 else 1.0,
         "by ranks": lambda ctx: 1.0 / axis_size(),
         "a sum over ranks": lambda ctx: fzero.psum(torch.ones(())),
-        "drawn": lambda ctx: 1.0 + ctx.rank * torch.rand(()),
     }.items()
 }
 

@@ -126,7 +126,14 @@ def test_what_a_call_writes_for_the_next_one_is_refused(times: Any) -> None:
     said = why(of_loss(times))
     assert any(
         one in said
-        for one in ("writes", "other programs", "a constant of the step", "not of", "next call")
+        for one in (
+            "writes",
+            "other programs",
+            "a constant of the step",
+            "not of",
+            "next call",
+            "later call",
+        )
     )
 
 

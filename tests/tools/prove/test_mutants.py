@@ -47,7 +47,9 @@ def named_of(name: str, stage: int, world: int, count: int) -> int:
     return named
 
 
-@pytest.mark.xfail(reason="open: a program that returns the old count of updates is accepted")
+@pytest.mark.xfail(
+    reason="open: a program that returns the old count of updates is accepted", strict=False
+)
 def test_mutants_are_rejected() -> None:
     assert sum(named_of(*subject, 8) for subject in SUBJECTS[:3]) >= 18
 

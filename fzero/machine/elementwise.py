@@ -16,8 +16,8 @@ function shows it. Each leaf has an order of its own, so that one is not taken f
 no piece (a number) must come out equal each time.
 
 It is tried with the values of the call, and with two draws that scale them: one of them finds the
-function on either side of a threshold. Signs, zeros, integers and counts stay. A last draw is of
-one sign, beside which others are of the other one, zero, infinite or NaN.
+function on either side of a threshold. Signs, zeros, integers and counts stay. The last two draws
+are of one sign each, of which a quarter stays beside others of the other sign, zero, infinite, NaN.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from fzero.ranks.mesh import Axis
 SIZE = 1024
 """How many elements of a leaf are looked at; of a smaller piece, the same ones several times."""
 BLOCK = 64
-_SIGNS = 3
-_DRAWS = 4  # the values of the call, two that scale them, and one of a single sign
+_SIGNS = {3: 1.0, 4: -1.0}
+_DRAWS = 5  # the values of the call, two that scale them, and two of a single sign
 _LARGE, _SMALL = 2.0**8, 2.0**-10  # the mean sizes of what is scaled
 _FEW = 8  # elements that may miss where a kernel may round otherwise
 _ULPS = 8
@@ -113,11 +113,11 @@ class _Trial:
 
     def _tries(self, got: Values | None) -> Iterator[tuple[Values, str, Key | None]]:
         """Yield with what it is tried next, how, and where it has missed; before that None."""
-        signs = self._draw == _SIGNS
+        signs, part = self._draw in _SIGNS, SIZE // (4 if self._draw in _SIGNS else 2)
         for fine in (False,) if signs else (False, True):
             orders = self._orders(fine=fine)
-            for half in (slice(SIZE // 2), slice(SIZE // 2, SIZE)):
-                kept = {leaf: order[half] for leaf, order in orders.items()}
+            for some in (slice(part), slice(SIZE - part, SIZE)):
+                kept = {leaf: order[some] for leaf, order in orders.items()}
                 tried = dict[Key, Tensor]()
                 for key, x in self._values.items():
                     tried[key] = x
@@ -238,14 +238,14 @@ def _drawn(values: Values, draw: int) -> dict[Key, Tensor]:
     """Return values of another size, every other name large and the rest small; or of one sign."""
     names, found = sorted({name for name, _ in values}), dict(values)
     for key, x in values.items():
-        number = not key[1] and (draw == _SIGNS or not key[0].startswith("ctx."))
+        number = not key[1] and (draw in _SIGNS or not key[0].startswith("ctx."))
         if number or not (x.is_floating_point() or x.is_complex()):
             continue
         sizes = x.abs().to(torch.promote_types(x.dtype.to_real(), torch.float32))
         there = sizes[sizes.isfinite() & (sizes != 0)]
         to = _LARGE if names.index(key[0]) % 2 == draw % 2 else _SMALL
-        if draw == _SIGNS:
-            found[key] = torch.where(sizes == 0, 1, sizes).to(x.dtype)
+        if draw in _SIGNS:
+            found[key] = (_SIGNS[draw] * torch.where(sizes == 0, 1, sizes)).to(x.dtype)
         elif there.numel():
             by = (0.5 + 1.5 * _uniform(x, key, draw)) * (to / there.mean())
             found[key] = (x * by).to(x.dtype)
@@ -269,17 +269,17 @@ def require_unaccused(lines: Sequence[str], axis: Axis, *, what: str) -> None:
     """
 
     def error_in(_: object, *some: str) -> LayoutError | None:
-        return next((LayoutError(x) for x in some if _CAUSE in x), None)
+        return next((LayoutError(x[len(_TAG) :]) for x in some if x.startswith(_TAG)), None)
 
-    error = error_in(None, lines[0])
     # The first line that differs is an accusation, where there is one.
-    said = lines[:1] if error else ["no error", *lines[1:]]
+    said = [_TAG + lines[0]] if lines[0] else ["no error", *lines[1:]]
+    error = error_in(None, said[0])
     assert_same_everywhere(said, axis, what=what, explains=error_in)
     if error is not None:
         raise error
 
 
-_CAUSE = "\nUsual cause: "
+_TAG = "accused: "
 _SEEN = {
     "others": "what it made for some elements of {} changed with the values of others",
     "chance": "called again, it made other values for {}",

@@ -139,7 +139,7 @@ def right(slots: Any, grads: Any, ctx: fzero.Context) -> Any:
     alike = fzero.psum(total.detach().clone()) / fzero.axis_size()
     new = {}
     for k, x in grads.items():
-        numel = max(1, torch.Size(ctx.shape(k)).numel())
+        numel = max(1, ctx.shape(k).numel())
         factor = (total / numel + norms[k] + rows[k] + alike + len(k) + ctx.rank * 0).to(
             x.real.dtype
         )

@@ -274,7 +274,7 @@ class Context:
             found = torch.view_as_complex(found.view(-1, 2))
         return found.view(leaf.shape) if self._whole else found
 
-    def shape(self, path: str) -> tuple[int, ...]:
+    def shape(self, path: str) -> torch.Size:
         """The shape of a whole leaf, wherever its elements are: the same on every rank.
 
         So the size of a row or of a leaf is asked here, and not of a piece.
@@ -282,7 +282,7 @@ class Context:
         numbers = leaf_numbers(self._setup.layout)
         if path not in numbers:
             raise _no_leaf("shape", path, "no leaf", numbers)
-        return self._setup.layout.leaves[numbers[path]].shape
+        return torch.Size(self._setup.layout.leaves[numbers[path]].shape)
 
     def _part_of(self, name: str, path: str) -> LeafPart:
         if path not in self._parts:

@@ -77,7 +77,7 @@ def body(rank: int, world_size: int, cases: list[Case]) -> list[Ran]:
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("cases", [FIRST, pytest.param(MORE, marks=pytest.mark.slow)])
 def test_a_plan_is_what_the_ranks_do(cases: list[Case]) -> None:
-    ranks = run_ranks(body, WORLD, cases, timeout_s=240)
+    ranks = run_ranks(body, WORLD, cases, timeout_s=240, fresh=True)
     for number, case in enumerate(cases):
         plan = case.plan(WORLD, rank=number % WORLD)  # whichever: all hold and send as much
         found = {(one.op, one.axis): (one.count, one.wire_bytes) for one in plan.traffic}

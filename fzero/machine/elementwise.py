@@ -12,8 +12,7 @@ only a function of single elements is the same everywhere. Lengths and halves co
 blocks of BLOCK elements, at whose edges no vector kernel has a tail that rounds otherwise: there
 bits are compared. Halves and places are also tried element by element, and cuts also at an odd
 place: there a few elements may miss, for a kernel may round them otherwise, and a discontinuous
-function shows it. Each leaf has an order of its own, so that one is not taken for another. What is
-no piece (a number) must come out equal each time.
+function X without elements, and with a few. What is no piece (a number) must come out equal.
 
 It is tried with the values of the call, and with two draws that scale them: one of them finds the
 function on either side of a threshold. Signs, zeros, integers and counts stay. The last two draws
@@ -40,7 +39,7 @@ BLOCK = 64
 _SIGNS = {3: 1.0, 4: -1.0}
 _DRAWS = 5  # the values of the call, two that scale them, and two of a single sign
 _LARGE, _SMALL = 2.0**8, 2.0**-10  # the mean sizes of what is scaled
-_FEW = 8  # elements that may miss where a kernel may round otherwise
+_FEW = 8  # elements that may miss where a kernel may round otherwise; and those of a small piece
 _ULPS = 8
 
 Key = tuple[str, str]
@@ -124,16 +123,17 @@ class _Trial:
                     if self._is_cut(key, x):
                         tried[key] = _other(key, x, signs=signs)
                         tried[key][kept[key[1]]] = x[kept[key[1]]]
-                try:
-                    made = self._picked(self._run(tried), kept)
-                except KeyError:
-                    raise
-                except Exception:  # it does not take such values
-                    continue
-                yield tried, "others", self._missing(made, _FEW * fine, kept)
+                if made := self._picked(self._run_if_taken(tried), kept):
+                    yield tried, "others", self._missing(made, _FEW * fine, kept)
         if signs:
             return
         yield self._values, "chance", self._missing(self._run(self._values, seed=1), 0)
+        some = self._leaves[self._draw % 2 :: 2]
+        for numel in (0, _FEW):
+            orders = self._orders(fine=False)
+            orders |= {leaf: orders[leaf][:numel] for leaf in some}
+            if made := self._run_if_taken(self._picked(self._values, orders)):
+                yield self._values, "part", self._missing(made, numel // 2, orders)
         cut = (3 + 7 * self._draw % 11) * BLOCK
         for fine, how, ends, few in (
             (False, "place", [SIZE], 0),
@@ -163,6 +163,15 @@ class _Trial:
         if self._base and made.keys() != self._base.keys():
             raise KeyError("with other values it asks for something else")
         return made
+
+    def _run_if_taken(self, values: Values) -> Values:
+        """Run it with values that it may not take; none if it raises."""
+        try:
+            return self._run(values)
+        except KeyError:
+            raise
+        except Exception:
+            return {}
 
     def _is_cut(self, key: Key, x: Tensor) -> bool:
         return key[1] in self._leaves and x.numel() == SIZE

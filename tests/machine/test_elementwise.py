@@ -180,6 +180,7 @@ LOOKS: dict[str, Callable[[Tensor], Tensor]] = {
     "any negative": lambda x: x.abs() if (x < 0).sum() > x.numel() // 3 else x,
     "any below zero": lambda x: x * (2.0 if (x < 0).any() else 1.0),
     "count of zeros": lambda x: x / (1 + (x == 0).sum()),
+    "a small leaf": lambda x: x * (2.0 if x.numel() < 10 else 1.0),
     "unique": lambda x: x / len(x.unique()),
     "count of large": lambda x: x / (1 + (x.abs() > 1).sum()),
     "a host number": lambda x: x * float(x.abs().sum() > 5),
@@ -213,6 +214,9 @@ ACROSS: dict[str, Callable[[Tensors], Tensors]] = {
     "turned": lambda p: dict(zip(p, [*list(p.values())[1:], p["a"]], strict=True)),
     "minus another": lambda p: {k: x - 0.01 * p["h"] for k, x in p.items()},
     "mean of leaves": lambda p: {k: x - torch.stack([*p.values()]).mean(0) for k, x in p.items()},
+    "how many have elements": lambda p: {
+        k: x / sum(y.numel() > 0 for y in p.values()) for k, x in p.items()
+    },
     "norm of all": lambda p: {k: x / torch.cat([*p.values()]).norm() for k, x in p.items()},
 }
 

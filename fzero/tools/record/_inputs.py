@@ -42,34 +42,6 @@ def encoded(x: Any, where: str, tensors: MutableMapping[str, Tensor], name: str 
     )
 
 
-def is_inputs(x: Any) -> bool:
-    """Whether it is what `encoded` makes of (args, kwargs)."""
-    pair = x.get("tuple") if _is_encoded(x) else None
-    return isinstance(pair, list) and [next(iter(one)) for one in pair] == ["tuple", "dict"]
-
-
-def _is_encoded(x: Any) -> bool:
-    if not isinstance(x, dict) or len(x) != 1:
-        return False
-    ((kind, value),) = x.items()
-    if kind in ("tuple", "list"):
-        return isinstance(value, list) and all(map(_is_encoded, value))
-    if kind == "dict":
-        return isinstance(value, dict) and all(map(_is_encoded, value.values()))
-    return isinstance(value, str) if kind == "tensor" else kind == "value" and _is_plain(value)
-
-
-def _is_plain(x: Any) -> bool:
-    return x is None or isinstance(x, bool | int | float | str)
-
-
-def names_in(x: Any) -> list[str]:
-    """Return the names of the tensors in encoded inputs."""
-    found: list[str] = []
-    decoded(x, found.append)
-    return found
-
-
 def decoded(x: Any, tensor: Callable[[str], Any]) -> Any:
     """Return the inputs. tensor: name -> what is put in its place."""
     ((kind, value),) = x.items()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ import torch
 
 import fzero
 from fzero.checkpoint import CheckpointError
-from fzero.checkpoint.folders import digest_of_file
-from fzero.errors import FzeroError, LayoutError
+from fzero.errors import LayoutError
 from tests.tools.record.runs import batch
 
 HEAD = "recording.json"
@@ -69,18 +66,6 @@ def data_of(folder: Path) -> Path:
     return folder / body_of(folder)["data"]
 
 
-def seal(folder: Path, body: Any) -> None:
-    crc = zlib.crc32(json.dumps(body).encode())
-    (folder / HEAD).write_text(json.dumps({"crc32": crc, "recording": body}))
-
-
-def rewrite(folder: Path, name: str, data: bytes) -> None:
-    """Replace a file, and its checksum with it."""
-    file, body = data_of(folder) / name, body_of(folder)
-    file.write_bytes(data)
-    seal(folder, {**body, "files": {**body["files"], name: digest_of_file(file)}})
-
-
 def refused(folder: Path, match: str) -> None:
     with pytest.raises(CheckpointError, match=match) as caught:
         fzero.load_recording(folder)
@@ -131,104 +116,8 @@ def test_files_that_changed_places_are_refused(run: Path) -> None:
     assert bisected(run) is None
 
 
-# Forged fields, without and with right checksums.
-
-
-VALUES: tuple[Any, ...] = (None, -1, 1, 10**30, 0.5, "x", [], {}, [[]], {"x": 1}, True)
-
-
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    yield at
-    items = value.items() if isinstance(value, dict) else ()
-    items = enumerate(value) if isinstance(value, list) else items
-    for key, child in items:
-        yield from places(child, (*at, key))
-
-
-def changes(value: Any, values: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """Copies of a JSON value, each changed at one place: some values, nothing, and one more."""
-    for number, at in enumerate(places(value)):
-        first = number * values
-        for new in (VALUES[i % len(VALUES)] for i in range(first, first + values)):
-            yield at, with_changed(value, at, lambda _, new=new: new)
-        if at:
-            yield at, with_changed(value, at[:-1], lambda x, at=at: without(x, at[-1]))
-        yield at, with_changed(value, at, one_more)
-
-
-def with_changed(value: Any, at: tuple[Any, ...], change: Callable[[Any], Any]) -> Any:
-    if not at:
-        return change(copy.deepcopy(value))
-    made = copy.deepcopy(value)
-    where = made
-    for key in at[:-1]:
-        where = where[key]
-    where[at[-1]] = change(where[at[-1]])
-    return made
-
-
-def without(x: Any, key: Any) -> Any:
-    del x[key]
-    return x
-
-
-def one_more(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {**x, "no such": 1}
-    return [*x, *x[-1:]] if isinstance(x, list) else [x]
-
-
-def test_a_field_that_was_changed_is_refused(run: Path) -> None:
-    outer, body = json.loads((run / HEAD).read_text()), body_of(run)
-    for _, new in changes(body, 1):
-        if json.dumps(new) != json.dumps(body):
-            (run / HEAD).write_text(json.dumps({**outer, "recording": new}))
-            refused(run, "its checksum is wrong")
-
-
-def kept_or_refused(folder: Path, forged: Callable[[], None]) -> bool:
-    """Whether what was forged is refused; if not, nothing raw comes of it."""
-    forged()
-    try:
-        recording = fzero.load_recording(folder)
-    except CheckpointError as error:
-        assert "Fix: " in str(error)
-        return True
-    try:
-        fzero.bisect(recording, SHARDED, init=init)
-    except FzeroError as error:
-        assert "Fix: " in str(error)
-    return False
-
-
-@pytest.mark.parametrize("values", [2, pytest.param(len(VALUES), marks=pytest.mark.slow)])
-def test_a_forged_head_is_refused(values: int, run: Path) -> None:
-    body, taken = body_of(run), set[Any]()
-    for at, new in changes(body, values):
-        same = json.dumps(new) == json.dumps(body)
-        if not kept_or_refused(run, lambda new=new: seal(run, new)) and not same:
-            taken.add(at)
-    # What the rest says nothing of: how the state was sharded, who drove, that it was apart.
-    assert taken <= {
-        ("form", "shards"), ("form", "apart"), ("updates",),
-        *((("form", "leaves", leaf, 1)) for leaf in range(3)),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("values", [1, pytest.param(len(VALUES), marks=pytest.mark.slow)])
-def test_a_forged_part_is_refused(values: int, tmp_path: Path) -> None:
-    run, name = tmp_path, "rank-00001.json"
-    record(1).save(run)
-    part = json.loads((data_of(run) / name).read_text())
-    for _, new in changes(part, values):
-        data = json.dumps(new).encode()
-        kept_or_refused(run, lambda data=data: rewrite(run, name, data))
-
-
 @pytest.mark.parametrize("text", ["", "7", "null", "[" * 10**5, '{"calls": ' * 10**5, "\xff"])
 def test_other_texts_are_refused(text: str, run: Path) -> None:
-    rewrite(run, "rank-00001.json", text.encode("latin-1"))
-    refused(run, "rank-00001.json is not what was written")
     (run / HEAD).write_bytes(text.encode("latin-1"))
     refused(run, f"{HEAD} is no manifest")
 
@@ -236,7 +125,9 @@ def test_other_texts_are_refused(text: str, run: Path) -> None:
 def test_what_is_no_recording_is_refused(tmp_path: Path) -> None:
     refused(tmp_path, f"there is no recording at .*: no {HEAD}")
     refused(tmp_path / "elsewhere", "there is no recording")
-    seal(tmp_path, {"format": 1})
+    body = {"format": 1}
+    crc = zlib.crc32(json.dumps(body).encode())
+    (tmp_path / HEAD).write_text(json.dumps({"crc32": crc, "recording": body}))
     refused(tmp_path, "another format")
     (tmp_path / HEAD).unlink()
     (tmp_path / HEAD).mkdir()

@@ -15,6 +15,7 @@ from torch._C._functorch import (
     is_batchedtensor,
     is_functorch_wrapped_tensor,
     maybe_current_level,
+    maybe_get_bdim,
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -75,6 +76,15 @@ def holds(condition: Tensor) -> bool:
         condition = get_unwrapped(condition)
     with _DisableFuncTorch():
         return bool(condition.all())
+
+
+def samples(x: Tensor) -> list[Tensor]:
+    """Return the values of x inside of transforms: of each sample that vmap maps over."""
+    if not is_functorch_wrapped_tensor(x):
+        return [x]
+    inner = get_unwrapped(x)
+    parts = inner.unbind(maybe_get_bdim(x)) if is_batchedtensor(x) else [inner]
+    return [sample for part in parts for sample in samples(part)]
 
 
 def is_differentiated(x: Tensor) -> bool:

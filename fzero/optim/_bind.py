@@ -21,10 +21,8 @@ from fzero.optim._precision import Precision
 from fzero.optim._small import (
     LARGE,
     Begin,
-    is_elementwise,
+    beyond_elements,
     is_leafwise,
-    is_random,
-    looks_at_elements,
     rule_of,
     sees_no_other,
     small_shape,
@@ -150,10 +148,10 @@ def _needs_of(
         if (known, declared) == ("matrix", "element"):
             raise not_elements(rule)
         return [declared or known] * len(instance.param_groups)
-    tried: dict[Any, bool] = {}
+    tried: dict[Any, Any] = {}
 
-    def passes(test: Callable[..., bool], number: int, some: Iterable[Shape]) -> bool:
-        """Whether the rule of a group passes; tried once for groups that differ in the rate."""
+    def found(test: Callable[..., Any], number: int, some: Iterable[Shape]) -> set[Any]:
+        """Return what a test gives; tried once for groups that differ in the rate."""
         group = instance.param_groups[number]
         rest = repr({k: group[k] for k in group if k not in {*NO_OPTIONS, "lr", "initial_lr"}})
         of = rule_of(instance, number, earlies[number])
@@ -161,26 +159,26 @@ def _needs_of(
             if (test, rest, shape) not in tried:
                 with _naming(rule):
                     tried[test, rest, shape] = test(of, devices[number], shape)
-        return all(tried[test, rest, shape] for shape in some)
+        return {tried[test, rest, shape] for shape in some}
 
     def need_of(number: int, some: Collection[Shape]) -> str:
-        if declared is not None:
-            if not passes(sees_no_other, number, sorted(some, key=prod)[:1]):
-                raise not_alone(rule, declared)
-            if declared == "element":
-                if not passes(looks_at_elements, number, some):
-                    raise not_elements(rule)
-                chance.update(shape for shape in some if passes(is_random, number, [shape]))
-            return declared
-        if passes(is_elementwise, number, some):
-            return "element"
-        return "matrix" if passes(is_leafwise, number, some) else "all"
+        if declared is not None and not all(
+            found(sees_no_other, number, sorted(some, key=prod)[:1])
+        ):
+            raise not_alone(rule, declared)
+        hows = set[str]() if declared == "matrix" else found(beyond_elements, number, some)
+        if declared == "element" and hows - {"", "chance"}:
+            raise not_elements(rule)
+        if declared is not None or hows <= {""}:
+            chances.append("chance" in hows)
+            return declared or "element"
+        return "matrix" if all(found(is_leafwise, number, some)) else "all"
 
-    chance = set[Shape]()
-    found = [need_of(number, some) for number, some in enumerate(shapes)]
-    if chance and ((here := current_ranks()) is None or not here.rank):
+    chances = list[bool]()
+    needs = [need_of(number, some) for number, some in enumerate(shapes)]
+    if any(chances) and ((here := current_ranks()) is None or not here.rank):
         warn_of_chance(rule)
-    return found
+    return needs
 
 
 def _learned(

@@ -19,7 +19,7 @@ from fzero.optim._base import Base
 from fzero.optim._optimizer import Optimizer
 from fzero.optim._partition import Partition
 from fzero.optim._piece import Piece
-from fzero.optim._small import is_elementwise, small_shape
+from fzero.optim._small import beyond_elements, small_shape
 from fzero.optim._torch import TorchOptimizer
 from fzero.optim.masters import Place, stay
 from fzero.optim.none import NoOptimizer
@@ -69,9 +69,8 @@ class Pair(Base):
         """Return the pair that knows whether it is elementwise; one that fails the trial is not."""
         here = torch.device("cpu")
         try:
-            return replace(
-                self, elementwise=all(is_elementwise(self._changes, here, x) for x in shapes)
-            )
+            beyond = any(beyond_elements(self._changes, here, x) for x in shapes)
+            return replace(self, elementwise=not beyond)
         except FzeroError:
             raise
         except Exception:  # made for the shapes of one model

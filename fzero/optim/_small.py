@@ -1,4 +1,4 @@
-"""The experiment: a small copy of an optimizer steps a few elements, whole and in parts.
+"""The experiment: a small copy of an optimizer steps a few elements, as a leaf and lying flat.
 
 It says what a class needs that is neither known nor declared, and what any class keeps. The
 optimizer, its parameters and the random numbers of the process stay as they are.
@@ -15,24 +15,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import pyfunctorch
 from torch.optim import Optimizer
 
-from fzero.context.modes import holds
+from fzero.context.modes import holds, samples
+from fzero.machine.elementwise import Key, looks_beyond, sampled
 from fzero.optim._rules import has_kernel, sgd_fuses
 from fzero.optim._silent import rule_step
 
 LARGE = 130  # some rules factor matrices of 128 and more only
 SIZES = (1.0, 1e3, 1e-2)  # of the gradients of each step: so that a clip in the rule has an effect
 LATER = (1.0, 1.0, 1.0, 1.0)  # of more steps: some rules are plain ones in the first five
-_RANKS = (((0, 5),), ((5, 14),), ((14, 15), (15, 24)))  # of each rank, its flats, in 24ths
 
 Rule = Callable[[list[Tensor], list[list[Tensor]]], tuple[list[Tensor], list[float]]]
 """(parameters, for each step their gradients) -> what each parameter was changed by, and the
 numbers that the rule keeps for all of them together."""
 Begin = Callable[[Tensor], dict[str, Any]]
 """parameter -> the state that it has before the first step."""
-_Part = tuple[int, tuple[int, int] | None]
-"""(number of a leaf, from which to which of its elements): None for all, in its own shape."""
 
 
 class Ran(NamedTuple):
@@ -168,19 +167,35 @@ def small_shape(shape: Sequence[int], most: int = LARGE) -> tuple[int, ...]:
     return tuple(max(size, 1) for size in small) or (1,)
 
 
-def is_elementwise(
-    rule: Rule, device: torch.device, shape: Sequence[int], tolerance: float = 0.0
-) -> bool:
-    """Whether flat shards are updated as they are inside of a small leaf, up to rounding.
+def beyond_elements(rule: Rule, device: torch.device, shape: Sequence[int]) -> str:
+    """Return how it shows that a rule for leaves of a shape looks at more than single elements.
 
-    The shards are those of three ranks, each of which runs the rule alone. tolerance: beside what
-    the rule itself may round.
+    "" if it does not: it updates elements of a small leaf that lie flat as it updates the leaf. A
+    rule that only differs with other random numbers gives "chance"; see `elementwise.Beyond`.
     """
-    numel = torch.Size(shape).numel()
-    ranks = [[(a * numel // 24, b * numel // 24) for a, b in parts] for parts in _RANKS]
-    alone = [[(0, (a, b)) for a, b in spans if a < b] for spans in ranks]
-    some = [parts for parts in alone if parts]
-    return _agrees(rule, device, shape, some, (*SIZES, *LATER), tolerance)
+    (whole,), steps = _trial(device, shape, 1, (*SIZES, *LATER))
+    given = {"p": whole, **{f"g{number}": g for number, (g,) in enumerate(steps)}}
+
+    def changed(values: list[Tensor]) -> dict[Key, Tensor]:
+        with pyfunctorch.temporarily_restore_interpreter_stack(around):
+            changes, numbers = rule(values[:1], [[g] for g in values[1:]])
+            of_samples = samples(changes[0].nan_to_num())  # of a pair under vmap
+        found = {(f"number {i}", ""): torch.tensor(x) for i, x in enumerate(numbers)}
+        return {**{(f"p {i}", "w"): x for i, x in enumerate(of_samples)}, **found}
+
+    with (
+        pyfunctorch.temporarily_clear_interpreter_stack() as around,
+        same_random_numbers(device),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # of a rule for matrices, which are none here
+        got = changed([x.clone() for x in given.values()])
+        found = looks_beyond(
+            lambda some: changed([some[name, "w"] for name in given]),
+            {(name, "w"): sampled(x) for name, x in given.items()},
+            {key: sampled(x) for key, x in got.items() if key[1]},
+        )
+    return "" if found is None else found.how
 
 
 def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
@@ -188,30 +203,29 @@ def is_leafwise(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
 
     In few steps: matrices that are iterated in one batch round in another way than each alone.
     """
-    return _agrees(rule, device, shape, [[(0, None)], [(1, None)]], SIZES)
+    leaves, steps = _trial(device, shape, 2, SIZES)
 
-
-def looks_at_elements(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
-    """Whether a rule that is said to need elements alone does, as far as a trial tells.
-
-    It may round otherwise at the ends of parts. One by chance is tried with the same draws: other
-    numbers in one half of a leaf leave the update of the other half as it was, both ways.
-    """
-    return is_elementwise(rule, device, shape, tolerance=1e-4) or (
-        is_random(rule, device, shape)
-        and all(_is_same_beside(rule, device, shape, even=even) for even in (False, True))
-    )
-
-
-def _is_same_beside(rule: Rule, device: torch.device, shape: Sequence[int], *, even: bool) -> bool:
-    values, *grads = (numbers_of(shape, k).to(device, torch.float32) for k in range(3))
-    other = torch.arange(values.numel(), device=device).view(values.shape) // 3 % 2 == even
-    found = list[Tensor]()
-    for factor in (1.0, -3.5):
-        one, *every = (torch.where(other, factor * x, x) for x in (values, *grads))
+    def run(some: slice) -> tuple[list[Tensor], Tensor]:
+        grads = [[g.clone() for g in gs[some]] for gs in steps]
         with same_random_numbers(device):
-            found.append(rule([one], [[g] for g in every])[0][0][~other])
-    return torch.equal(*found)
+            changes, numbers = rule([x.clone() for x in leaves[some]], grads)
+        return changes, torch.tensor(numbers, dtype=torch.float64)
+
+    together, numbers = run(slice(2))
+    tolerance, rounding = (
+        (1e-9 if device.type == "cpu" else 1e-4),
+        16 * torch.finfo(leaves[0].dtype).eps,
+    )
+    for leaf, x in enumerate(leaves):
+        (apart,), own = run(slice(leaf, leaf + 1))
+        same = numbers.shape == own.shape
+        if not same or not torch.allclose(numbers, own, rtol=tolerance, atol=0, equal_nan=True):
+            return False
+        size = (whole := together[leaf].nan_to_num()).abs().max()
+        off = (whole - apart.nan_to_num()).abs().max()
+        if not holds((off <= rounding * (size + x.abs().max())) | (off < size * tolerance)):
+            return False
+    return True
 
 
 def is_random(rule: Rule, device: torch.device, shape: Sequence[int]) -> bool:
@@ -230,54 +244,18 @@ def sees_no_other(rule: Rule, device: torch.device, shape: Sequence[int]) -> boo
     return is_leafwise(rule, device, shape) or is_random(rule, device, shape)
 
 
-def _agrees(
-    rule: Rule,
-    device: torch.device,
-    shape: Sequence[int],
-    alone: Sequence[Sequence[_Part]],
-    sizes: Sequence[float],
-    least: float = 0.0,
-) -> bool:
-    """Whether small leaves are updated together as in runs that have some parts of them each.
-
-    sizes: of the gradients of each step. least: how far they may be apart in any case.
-    """
-    dtype, tolerance = (torch.float64, 1e-9) if device.type == "cpu" else (torch.float32, 1e-4)
-    tolerance = max(tolerance, least)
-    count = 1 + max(leaf for parts in alone for leaf, _ in parts)
+def _trial(
+    device: torch.device, shape: Sequence[int], count: int, sizes: Sequence[float]
+) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """Return small leaves, and gradients of them for steps of these sizes."""
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
     leaves, *steps = (
         [size * numbers_of(shape, count * k + i).to(device, dtype) for i in range(count)]
         for k, size in enumerate((1.0, *sizes))
     )
     # Some rules project where a gradient is orthogonal to its values, row by row (AdamP).
     steps[0] = [_turned(x) for x in leaves]
-
-    def run(parts: Sequence[_Part]) -> tuple[list[Tensor], Tensor]:
-        values, *grads = ([_cut(x[leaf], span) for leaf, span in parts] for x in (leaves, *steps))
-        with same_random_numbers(device):
-            changes, numbers = rule(values, grads)
-        return changes, torch.tensor(numbers, dtype=torch.float64)
-
-    together, numbers = run([(leaf, None) for leaf in range(count)])
-    rounding = 16 * torch.finfo(dtype).eps
-    for parts in alone:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a rule for matrices, which are none here
-                apart, own = run(parts)
-        except Exception:  # a rule for matrices says in its own way that a flat tensor is none
-            return False
-        same = numbers.shape == own.shape
-        if not same or not torch.allclose(numbers, own, rtol=tolerance, atol=0, equal_nan=True):
-            return False
-        for (leaf, span), part in zip(parts, apart, strict=True):
-            whole = together[leaf].nan_to_num()
-            size = whole.abs().max()
-            off = (_cut(whole, span) - part.nan_to_num()).abs().max()
-            little = off <= rounding * (size + leaves[leaf].abs().max())
-            if not holds(little | (off < size * tolerance)):
-                return False
-    return True
+    return leaves, steps
 
 
 def _turned(x: Tensor) -> Tensor:
@@ -287,10 +265,6 @@ def _turned(x: Tensor) -> Tensor:
     a, b = rows[:, 0:even:2], rows[:, 1:even:2]
     turned = torch.stack([b, -a], 2).flatten(1)
     return torch.cat([turned, 1e-3 * rows[:, even:]], 1).view(x.shape)
-
-
-def _cut(x: Tensor, span: tuple[int, int] | None) -> Tensor:
-    return x.clone() if span is None else x.flatten()[slice(*span)].clone()
 
 
 @contextmanager

@@ -39,8 +39,8 @@ def require_elementwise(optimizer: Base) -> None:
     """Raise `LayoutError` for an optimizer whose shards are not updated as the whole would be.
 
     A rule that is neither known nor declared is run on leaves shaped as the parameters, but small
-    (`small_shape`), whole and cut as three ranks hold them: three steps, with gradients of very
-    different sizes. fzero's own rules are elementwise by construction.
+    (`small_shape`), and on their elements as they lie flat, by the cut test: some steps, with
+    gradients of very different sizes. fzero's own rules are elementwise by construction.
 
     Args:
         optimizer: of any kind that `as_optimizer` gives; one from `from_torch` is bound already.

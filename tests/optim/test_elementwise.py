@@ -213,7 +213,7 @@ def test_no_class_of_torch_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     params = {path: torch.ones(shape) for path, shape in {"w": (3, 5), "b": (5,)}.items()}
     own = [type("Own", (cls,), {}) for cls in known]
     assert all(from_torch(cls).bind(params).elementwise for cls in own)
-    monkeypatch.setattr(_bind, "is_elementwise", None)
+    monkeypatch.setattr(_bind, "beyond_elements", None)
     assert all(from_torch(cls).bind(params).elementwise for cls in known)
     with pytest.raises(LayoutError, match="could not step"):
         from_torch(own[0]).bind(params)
@@ -226,7 +226,7 @@ def test_the_smallest_parameters_are_not_refused(shape: tuple[int, ...]) -> None
 
 
 def filters_centered(grads: Any, state: Any, params: Any) -> Any:
-    return [-0.1 * (g - g.mean() * (g.ndim > 3)) for g in grads], state
+    return [-0.1 * (g - g.mean() if g.ndim > 3 else g) for g in grads], state
 
 
 def test_a_pair_is_tried_on_as_many_dims_as_the_parameters_have() -> None:

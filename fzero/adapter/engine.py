@@ -7,6 +7,7 @@ is in `driver`, what all ranks do together in `boundary`, reading and writing by
 from __future__ import annotations
 
 import warnings
+import weakref
 from typing import Any, Self, Unpack
 
 import torch
@@ -106,6 +107,8 @@ class Engine(_as_module.NamesOfModule):
         params = ModuleParameters(module, setup.layout, self.options.module.own, initializer)
         first = begun_state(params, setup, local, scale_of(self.options.updating.loss_scale, setup))
         self._driver = Driver(params, first)
+        # No backward of its losses follows: the graphs that it keeps would keep its module.
+        weakref.finalize(self, self._driver.losses.end).atexit = False
 
     @property
     def stage(self) -> int:

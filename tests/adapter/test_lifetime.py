@@ -21,11 +21,13 @@ from tests.failing import fails_in_backward
 
 @pytest.mark.sparse
 @at_places(1, 2)
-@pytest.mark.parametrize("uses", ["none", "a forward", "gradients", "updates"])
+@pytest.mark.parametrize("uses", ["none", "a forward", "a collective", "gradients", "updates"])
 def test_an_engine_that_nobody_holds_goes_with_its_model(at: Place, uses: str) -> None:
     e: Any = at.engine(Net, autocast=torch.bfloat16)
     if uses == "a forward":
         e(torch.ones(2, 3, dtype=F64))
+    if uses == "a collective":
+        fzero.psum(e(torch.ones(2, 3, dtype=F64)).sum())
     if uses in ("gradients", "updates"):
         back(e, at.draw(0))
     if uses == "updates":
@@ -100,3 +102,4 @@ def test_a_backward_that_raises_beside_another_engine_in_a_pass_is_heard(at: Pla
         update(new, plain, at.rank, number)
     same(new.full_parameters(), dict(plain.module.named_parameters()))
     del output
+    beside.close()  # else its pass is under way for all tests that follow in these processes

@@ -98,7 +98,13 @@ class Performer:
     # Models.
 
     def number(self) -> int:
-        """Return the next number, the same on every rank that makes the same engines."""
+        """Return the next number, the same on every rank that makes the same engines. A collective.
+
+        Models that are gone on all ranks, with a pass that nobody will end, leave.
+        """
+        gone = {n for n in self.protocol.inside if self._parties.get(n, lambda: None)() is None}
+        for number in set.intersection(*map(set, self.tell(gone))):
+            self.leave(number)
         self._joined += 1
         return self._joined
 

@@ -103,7 +103,7 @@ class Performer:
         Models that are gone on all ranks, with a pass that nobody will end, leave.
         """
         gone = {n for n in self.protocol.inside if self._parties.get(n, lambda: None)() is None}
-        for number in set.intersection(*map(set, self.tell(gone))):
+        for number in gone.intersection(*self.tell(gone)):
             self.leave(number)
         self._joined += 1
         return self._joined

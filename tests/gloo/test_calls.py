@@ -68,6 +68,48 @@ def saves(state: Any, odd: bool) -> None:
         fzero.checkpoint.save(f"{folder}/1", state) if odd else grad(state)
 
 
+def halved(state: Any) -> Any:
+    return fzero.map_params(lambda p: p / 2, state)
+
+
+def maps(state: Any, odd: bool) -> None:
+    state = halved(state)  # alike, and tested: from here on nothing crosses ranks
+    grad(halved(state) if odd else state)
+
+
+def maps_a_teacher(state: Any, odd: bool) -> None:
+    teacher = halved(state)
+    if odd:
+        teacher = halved(teacher)
+    fzero.psum(torch.ones(()))  # the next round, of whatever it is
+
+
+def maps_before_a_save(state: Any, odd: bool) -> None:
+    state = halved(state)
+    with tempfile.TemporaryDirectory() as folder:
+        fzero.checkpoint.save(f"{folder}/1", halved(state) if odd else state)
+
+
+def maps_by_another(state: Any, odd: bool) -> None:
+    thirds = lambda p: p / 3  # noqa: E731
+    state = fzero.map_params(thirds, halved(state))
+    fzero.apply_gradients(grad(halved(state) if odd else fzero.map_params(thirds, state)))
+
+
+def gives_gradients(state: Any, odd: bool) -> None:
+    one = grad(state)
+    fzero.apply_gradients(fzero.add_gradients(state, one) if odd else one)
+
+
+def adds_in_a_window(state: Any, odd: bool) -> None:
+    def step(state: Any) -> Any:
+        for _ in range(1 + odd):
+            state = fzero.add_gradients(state, layers(2))
+        return fzero.apply_gradients(state), None
+
+    fzero.coalesce(step)(state)
+
+
 CALLS: dict[str, tuple[Callable[[Any, bool], None], str]] = {
     "full_params on one rank": (reads_params, "grad_and_reduce, {odd} full_params"),
     "a checkpoint on one rank": (saves, "grad_and_reduce, {odd} init, an Engine or a checkpoint"),
@@ -76,6 +118,12 @@ CALLS: dict[str, tuple[Callable[[Any, bool], None], str]] = {
     "a bound on one rank": (clips, "max_norm=None"),
     "another number of parts": (accumulates, "gradients x 0.25, {odd} grad_and_reduce with"),
     "a window on one rank": (coalesces, "{odd} "),
+    "map_params on one rank": (maps, "before: 1, the last map_params(<lambda>, line"),
+    "map_params of a teacher": (maps_a_teacher, "{odd} a collective of the user's"),
+    "map_params before a save": (maps_before_a_save, "{odd} init, an Engine or a checkpoint with"),
+    "map_params by another function": (maps_by_another, "before: 3, the last map_params"),
+    "gradients of a state on one rank": (gives_gradients, "{odd} apply_gradients with local calls"),
+    "gradients in a window": (adds_in_a_window, "before: 2, the last add_gradients in a window"),
     "a gradient that was lost": (loses_a_gradient, "after 1 reductions since the update, {odd}"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -156,7 +157,9 @@ def _rows_of_call(
         met.call_with(SYNC, lambda: (*codes, performer.protocol.reducible))
     heard = met.protocol.heard
     if not _go_together([values[:2] for values in heard], axis):
-        texts = met.tell(f"{call} over {axis.name!r}" if axis.whole else str(call))
+        before = sys.exception()  # in a `finally`, or where an error is handled
+        after = "" if before is None else f" after {type(before).__name__}: {before}"
+        texts = met.tell(f"{call}{f' over {axis.name!r}' if axis.whole else ''}{after}")
         first = [rank for rank, text in enumerate(texts) if text not in texts[:rank]]
         raise different({f"rank {rank}": texts[rank] for rank in first})
     count = len(codes)

@@ -185,3 +185,62 @@ def inits_body(rank: int, world_size: int) -> str:
 def test_a_state_made_on_one_rank_only_is_told() -> None:
     for message in run_ranks(inits_body, 2):
         assert "rank 0 full_params, rank 1 init, an Engine or" in message
+
+
+OPTIONS: dict[str, tuple[Callable[[bool], Any], str]] = {
+    "a field of an engine": (
+        lambda odd: fzero.adapter.Engine(
+            torch.nn.Linear(2, 1), fzero.optim.sgd(LR), stage=2, max_norm=1.0 + odd
+        ),
+        "rank 0 has max_norm=1.0, rank 1 has max_norm=2.0.",
+    ),
+    "a field of a rule": (
+        lambda odd: fzero.init(
+            layers(2), fzero.optim.adamw(LR, betas=(0.5 + odd / 4, 0.9)), stage=2
+        ),
+        "rank 0 has betas=(0.5, 0.9), rank 1 has betas=(0.75, 0.9).",
+    ),
+    "a stage": (
+        lambda odd: fzero.init(layers(2), fzero.optim.sgd(LR), stage=1 + odd),
+        "rank 0 has stage 1, rank 1 has stage 2.",
+    ),
+}
+
+
+def options_body(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for name, (make, _) in OPTIONS.items():
+        with pytest.raises(MismatchError) as caught:
+            make(rank == 1)
+        found[name] = str(caught.value)
+    return found
+
+
+def test_the_option_that_differs_is_named_alone() -> None:
+    for found in run_ranks(options_body, 2):
+        for name, (_, said) in OPTIONS.items():
+            assert said in found[name].splitlines()[0], found[name]
+
+
+def first_body(rank: int, world_size: int) -> list[str]:
+    found = []
+    with pytest.raises(MismatchError) as caught:
+        (fzero.psum if rank == 1 else fzero.pmean)(torch.ones(3))
+    found.append(str(caught.value))
+    with pytest.raises(MismatchError) as caught:
+        try:
+            if rank == 1:
+                raise ValueError("the first one")
+            fzero.psum(torch.ones(2))
+        finally:
+            if rank == 1:
+                fzero.psum(torch.ones(()))
+    found.append(str(caught.value))
+    return found
+
+
+def test_another_collective_is_not_blamed_on_shapes_and_a_first_error_is_named() -> None:
+    for other, in_finally in run_ranks(first_body, 2):
+        assert "Usual cause: a branch that depends on the rank" in other
+        assert "shape" not in other.partition("In a backward")[0]
+        assert "rank 1: all_reduce[() float32] after ValueError: the first one." in in_finally

@@ -13,6 +13,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch._C import _DisableFuncTorch
 from torch._C._functorch import (
     get_unwrapped,
     is_batchedtensor,
@@ -58,4 +59,5 @@ def unwrapped(x: Tensor) -> Tensor:
     """Return the value inside of torch.func.grad and the like; vmap hides it."""
     while is_functorch_wrapped_tensor(x) and not is_batchedtensor(x):
         x = get_unwrapped(x)
-    return x.detach()
+    with _DisableFuncTorch():  # which would wrap it again
+        return x.detach()

@@ -101,8 +101,8 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_a_sound_step_is_not_accused(name: str) -> None:
     step, tells = STEPS[name]
-    model = net()[::2] if tells is None else net()  # a sample alone has no mask of a batch
-    report = certified(model, step=step)
+    # Under torch.func torch draws masks by another kernel, which gives others for one seed.
+    report = certified(net() if step is looks_beside else net()[::2], step=step)
     assert report, report
     assert [cell.agrees("loss") for cell in report.cells] == [tells, tells]
 
@@ -222,7 +222,7 @@ def test_an_interrupt_keeps_the_cells_that_there_are(
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in {**FEW, "stages": "0,1,2,3"}.items()]
     assert main(["certify", "--models=dyadic", "--drivers=step", "--full", *flags]) == 130
     first, *_, last = capsys.readouterr().out.strip().splitlines()
-    assert first.startswith("drivers step, stages 0, ") and first.endswith("  =  =  =  =")
+    assert first.startswith("drivers step, stages 0, ") and first.endswith("  =  =  1e-13  =")
     assert last == "2 of 2 cells give the step of one process, 2 of them bit for bit."
     counts = iter(range(9))
     assert main(["certify", "--models=dyadic", "--drivers=step", "--json", *flags]) == 130

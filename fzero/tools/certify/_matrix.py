@@ -90,7 +90,7 @@ def certify(
     Args:
         model: a module, or a pytree of tensors (for functional steps alone). It is copied.
         loss: loss(model, batch) -> a scalar tensor. It calls `model` as it would the module, and
-            does nothing else with it; of a pytree it gets one of the parameters.
+            may read `model.parameters()`; of a pytree it gets one of the parameters.
         batches: a list of batches, or a function of the number of a batch: pytrees of tensors. A
             cell takes updates x W x N of them. Floating ones are cast to the precision.
         step: makes the functional step of a cell, step(loss_fn, **options) -> step_fn. What it

@@ -47,7 +47,6 @@ class CollectiveEvent:
     dtype: torch.dtype
     wire_bytes: int  # that this rank sends, on the ring lower bound
     paths: tuple[str, ...] = ()  # of the parameters that it is about; none for the user's own
-    said: str = ""  # of "agree": the call or the pass that the rank announces
 
 
 @dataclass(slots=True)
@@ -215,7 +214,6 @@ def note(
         dtype=dtype,
         wire_bytes=wire_bytes,
         paths=() if op == "agree" else _ABOUT.pop(),
-        said=said,
     )
     for log in logs:
         log.events.append(event)

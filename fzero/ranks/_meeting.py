@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fzero.errors import AxisError, LostRankError
 
@@ -76,7 +76,7 @@ def is_of_launcher(environ: Mapping[str, str]) -> bool:
 
 def roll_of(store: Store, number: int) -> Store:
     """Return the part of the store in which ranks meet for the group of this number."""
-    return dist.PrefixStore(f"fzero meets {number}", store)
+    return PrefixStore(f"fzero meets {number}", store)
 
 
 def open_store(place: MeetingPlace, limit: datetime.timedelta, number: int = 0) -> Store:

@@ -37,7 +37,7 @@ def noted(p: Protocol, e: Noted) -> Next:
     if p.inside:
         return p, ()
     digest = zlib.crc32(e.text.encode(), p.noted.digest)
-    return replaced(p, noted=LocalCalls(p.noted.count + 1, e.text, digest)), ()
+    return replaced(p, noted=LocalCalls(p.noted.calls + 1, e.text, digest)), ()
 
 
 def called(p: Protocol, said: Round) -> Next:

@@ -88,14 +88,14 @@ class Model:
 class LocalCalls(NamedTuple):
     """The calls of a rank in which nothing crosses ranks: how many, the last one, all of them."""
 
-    count: int = 0
+    calls: int = 0
     last: str = ""
     digest: int = 0
 
     def __str__(self) -> str:
         """Return a line of what ranks announce; none where there were no such calls."""
-        text = f"\nlocal calls before: {self.count}, the last {self.last} ({self.digest:08x})"
-        return text if self.count else ""
+        text = f"\nlocal calls before: {self.calls}, the last {self.last} ({self.digest:08x})"
+        return text if self.calls else ""
 
 
 NO_LOCAL_CALLS = LocalCalls()

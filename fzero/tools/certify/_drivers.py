@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -160,14 +160,14 @@ def _functional(model: Any) -> tuple[Callable[..., Any], Any]:
     return applied, params
 
 
-def _told(losses: Sequence[tuple[int | None, Tensor]], batches: Iterable[Any]) -> list[Tensor]:
+def _told(losses: Sequence[tuple[int | None, Tensor]], batches: Sequence[Any]) -> list[Tensor]:
     """Return the first loss of each of these batches; none where a step hides one of them.
 
     A step may compute other losses beside them, or those of single samples.
     """
     first = {seed: loss for seed, loss in reversed(losses) if seed is not None}
-    seeds = list(map(seed_of, batches))
-    return [first[seed] for seed in seeds] if first.keys() >= {*seeds} else []
+    found = [first[seed] for seed in map(seed_of, batches) if seed in first]
+    return found if len(found) == len(batches) else []
 
 
 def _made_step(job: Job, loss_fn: Callable[..., Tensor], weights: Sequence[float | None]) -> Any:

@@ -22,6 +22,7 @@ from fzero.collectives._api import psum_scatter as psum_scatter
 from fzero.collectives._api import reduce_scatter as reduce_scatter
 from fzero.collectives._backend import native as native
 from fzero.collectives._channel import Channel as Channel
+from fzero.collectives._channel import mismatch as mismatch
 from fzero.collectives._connected import Scope as Scope
 from fzero.collectives._connected import anchors as anchors
 from fzero.collectives._connected import close_scope as close_scope
@@ -41,9 +42,11 @@ from fzero.collectives._log import CollectiveEvent as CollectiveEvent
 from fzero.collectives._log import CollectiveLog as CollectiveLog
 from fzero.collectives._log import about as about
 from fzero.collectives._log import count_collectives as count_collectives
+from fzero.collectives._log import note_call as note_call
 from fzero.collectives._performer import EVALUATION as EVALUATION
 from fzero.collectives._performer import FUNCTIONAL as FUNCTIONAL
 from fzero.collectives._performer import Performer as Performer
+from fzero.collectives._performers import end_of_run as end_of_run
 from fzero.collectives._performers import gather_objects as gather_objects
 from fzero.collectives._performers import gather_objects_beside as gather_objects_beside
 from fzero.collectives._performers import performer_of as performer_of

@@ -6,6 +6,7 @@ goes over a gloo group whatever the backend of the axis is, so no rank waits for
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -94,7 +95,20 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, int, str, 
     rank, theirs = next((r, other) for r, other in enumerate(everyone) if other != mine)
     pairs = enumerate(zip_longest(mine, theirs, fillvalue="nothing"))
     line, texts = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-    return rank, line, *texts
+    return rank, line, *_parts_that_differ(*texts)
+
+
+def _parts_that_differ(mine: str, theirs: str) -> tuple[str, str]:
+    """Return the options in which two long lines differ, by name; short lines as they are."""
+    if max(len(mine), len(theirs)) < LONG:
+        return mine, theirs
+    both = [_OPTION.findall(text) for text in (mine, theirs)]
+    only = [[x.strip() for x in some if x not in other] for some, other in (both, both[::-1])]
+    return ", ".join(only[0]) or "nothing more", ", ".join(only[1]) or "nothing more"
+
+
+_OPTION = re.compile(r"\s*\w+=\([^()]*\)|\s*\w+=[^,()]*|[^,()=]+")
+LONG = 150
 
 
 def mismatch(texts: Sequence[str]) -> MismatchError:

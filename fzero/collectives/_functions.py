@@ -35,6 +35,7 @@ from fzero.collectives._connected import (
     unlike_nesting,
 )
 from fzero.collectives._kept import Kept, UsersCall, keeping
+from fzero.collectives._log import note_call
 from fzero.collectives._performers import UserCall, also_connects, before_collective, digest
 from fzero.collectives._rehearsed import of_ranks_alike, rehearsal
 from fzero.context import levels
@@ -228,6 +229,7 @@ def _users(plan: LinearMap, x: Tensor) -> Tensor:
     """Make a call of a user's; in a part of a loss that is run again, give what it has returned."""
     x = x.clone() if isinstance(x, WithoutMemory) else x  # before the ranks come together
     if is_recorded([x]):
+        note_call(plan.said)
         return _applied(plan, x)[0]
     kept, run = keeping(f"{plan.said} {lowering.shapes_of([x], ragged=plan.kind == 'ragged')}")
     if run is None:

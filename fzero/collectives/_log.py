@@ -12,7 +12,7 @@ from itertools import cycle
 import torch
 
 from fzero.collectives import _alive
-from fzero.context.here import current_ranks
+from fzero.context.here import current_ranks, is_abstract
 from fzero.ranks.mesh import Axis, Runtime
 
 _LOGS: list[CollectiveLog] = []
@@ -47,7 +47,6 @@ class CollectiveEvent:
     dtype: torch.dtype
     wire_bytes: int  # that this rank sends, on the ring lower bound
     paths: tuple[str, ...] = ()  # of the parameters that it is about; none for the user's own
-    said: str = ""  # of "agree": the call or the pass that the rank announces
 
 
 @dataclass(slots=True)
@@ -60,6 +59,7 @@ class CollectiveLog:
     """
 
     events: list[CollectiveEvent] = field(default_factory=list[CollectiveEvent])
+    calls: list[str] = field(default_factory=list[str], repr=False)  # of an abstract rank, in order
 
     def counts(self, rank: int | None = None, *, axis: str | None = None) -> dict[str, int]:
         """Return {op: how many} for `rank` (default: the lowest rank seen); over one `axis`."""
@@ -176,6 +176,13 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Generator[None]:
         _ABOUT.begin(iter(()))
 
 
+def note_call(text: str) -> None:
+    """Tell the logs of an abstract rank of a call that ranks compare, with its options in lines."""
+    if is_abstract():
+        for log in _open_logs():
+            log.calls.append(text)
+
+
 def note(
     op: str,
     axis: Axis,
@@ -190,6 +197,8 @@ def note(
     sends: the elements that this rank sends, where ranks do not send equal parts.
     """
     _alive.count_call(real=axis.runtime is Runtime.PROCESSES)
+    if said:
+        note_call(said)
     logs = _open_logs()
     if not logs or (not numel and sends is None):  # of no elements none are sent
         return
@@ -205,7 +214,6 @@ def note(
         dtype=dtype,
         wire_bytes=wire_bytes,
         paths=() if op == "agree" else _ABOUT.pop(),
-        said=said,
     )
     for log in logs:
         log.events.append(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,7 +17,7 @@ from fzero.collectives._backend import explained
 from fzero.collectives._channel import Channel
 from fzero.collectives._kept import keeping
 from fzero.collectives._performer import FUNCTIONAL, Performer
-from fzero.context.here import current_ranks
+from fzero.context.here import Here, current_ranks
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runs, Runtime, carried_here, own_group
@@ -156,13 +157,21 @@ def _rows_of_call(
         met.call_with(SYNC, lambda: (*codes, performer.protocol.reducible))
     heard = met.protocol.heard
     if not _go_together([values[:2] for values in heard], axis):
-        texts = met.tell(f"{call} over {axis.name!r}" if axis.whole else str(call))
+        before = sys.exception()  # in a `finally`, or where an error is handled
+        after = "" if before is None else f" after {type(before).__name__}: {before}"
+        texts = met.tell(f"{call}{f' over {axis.name!r}' if axis.whole else ''}{after}")
         first = [rank for rank, text in enumerate(texts) if text not in texts[:rank]]
         raise different({f"rank {rank}": texts[rank] for rank in first})
     count = len(codes)
     if all(values[count:] for values in heard):
         for_training(met.send, Met(tuple([values[count] for values in heard])))
     return [values[2:count] for values in heard]
+
+
+def end_of_run(here: Here) -> str:
+    """Return what a virtual rank says where its run ends, as in a round: its local calls."""
+    mine = here.kept.get((Performer, here.size, 1))
+    return f"the end of the simulated function{mine.protocol.noted if mine else ''}"
 
 
 def agreed(text: str, said: tuple[int, ...], axis: Axis) -> tuple[int, ...]:

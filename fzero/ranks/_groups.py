@@ -26,6 +26,7 @@ from fzero.ranks._meeting import (
     not_started,
     open_store,
     place_in,
+    roll_of,
     say_started,
 )
 
@@ -195,15 +196,15 @@ def start_world() -> None:
     if on_gpu:
         torch.cuda.set_device(local_rank(os.environ) % torch.cuda.device_count())
     place = place_in(os.environ)
-    store = open_store(place, limit)
+    number = next(_STARTS)
+    store = open_store(place, limit, number)
     store.set_timeout(limit)
     # The launcher's store outlives its ranks. Without a prefix, a rank that was started again finds
     # the addresses of those that are gone, and connects to nobody.
     again = attempt(os.environ)
     if again:
         store = PrefixStore(f"attempt {again}", store)
-    number = next(_STARTS)
-    roll = PrefixStore(f"fzero meets {number}", store)
+    roll = roll_of(store, number)
     call_roll(roll, place, limit)
     try:
         dist.init_process_group(

@@ -13,12 +13,12 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fzero.errors import AxisError, LostRankError
 
@@ -34,6 +34,7 @@ class MeetingPlace(NamedTuple):
     host: str
     port: int
     of_launcher: bool  # whether torchrun holds the store, and not rank 0
+    job: tuple[tuple[str, str], ...] = ()  # variables that are the same on all ranks of a job
 
     @property
     def holds(self) -> bool:
@@ -54,7 +55,18 @@ def place_in(environ: Mapping[str, str]) -> MeetingPlace:
         host=environ["MASTER_ADDR"],
         port=int(environ["MASTER_PORT"]),
         of_launcher=is_of_launcher(environ),
+        job=tuple((name, environ[name]) for name in _of_job(environ)),
     )
+
+
+_NO_ID = ("", "none")  # of torchrun without --rdzv-id
+
+
+def _of_job(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the variables by which jobs differ. Parts of one of Slurm have others."""
+    slurm = next((f"SLURM_{x}JOB_ID" for x in ("HET_", "") if f"SLURM_{x}JOB_ID" in environ), "")
+    names = [slurm, "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE"]
+    return [name for name in names if environ.get(name, "") not in _NO_ID]
 
 
 def is_of_launcher(environ: Mapping[str, str]) -> bool:
@@ -62,10 +74,16 @@ def is_of_launcher(environ: Mapping[str, str]) -> bool:
     return environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
-def open_store(place: MeetingPlace, limit: datetime.timedelta) -> Store:
-    """Return the store; on the rank that holds it, at once.
+def roll_of(store: Store, number: int) -> Store:
+    """Return the part of the store in which ranks meet for the group of this number."""
+    return PrefixStore(f"fzero meets {number}", store)
 
-    Raises `AxisError` on a rank that cannot open it, or does not reach it within the limit.
+
+def open_store(place: MeetingPlace, limit: datetime.timedelta, number: int = 0) -> Store:
+    """Return the store; on the rank that holds it, at once. number: as of `roll_of`.
+
+    Raises `AxisError` on a rank that cannot open it, or does not reach it within the limit; on all
+    that meet there, where another process has come as rank 0.
     """
     try:
         if not place.holds:
@@ -84,7 +102,17 @@ def open_store(place: MeetingPlace, limit: datetime.timedelta) -> Store:
             use_libuv=os.environ.get("USE_LIBUV", "1") == "1",
         )
     except (RuntimeError, ValueError) as error:
+        if place.holds and (roll := _roll_of_others(place, number)) is not None:
+            call_roll(roll, place, LINGER)
         raise _no_store(place, limit, error) from error
+
+
+def _roll_of_others(place: MeetingPlace, number: int) -> Store | None:
+    """Return the roll of ranks that meet behind a port that is taken; None if there are none."""
+    with suppress(RuntimeError, ValueError):
+        roll = roll_of(TCPStore(place.host, place.port, is_master=False, timeout=LINGER), number)
+        return None if roll.check(["met"]) or not roll.get("0") else roll
+    return None
 
 
 def _no_store(place: MeetingPlace, limit: datetime.timedelta, error: Exception) -> AxisError:
@@ -144,31 +172,78 @@ def call_roll(store: Any, place: MeetingPlace, limit: datetime.timedelta) -> Non
     the store; `AxisError` on a process that is one too many.
     """
     keys = [f"{rank}" for rank in range(place.size)]
-    me = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"
+    name = f"process {os.getpid()} on {socket.gethostname()} ({secrets.token_hex(4)})"
+    mine = {"name": name, "WORLD_SIZE": f"{place.size}", **dict(place.job)}
+    me = json.dumps(mine)
     try:
         if store.check([keys[place.rank]]) and store.get(keys[place.rank]) == GIVEN_UP.encode():
-            raise _too_late(place)
+            raise _twice(place, store) or _unlike(_there(store, keys), place) or _too_late(place)
+        here = {**_there(store, keys[:1]), place.rank: mine}
+        stranger = _unlike(here, place, dict(place.job)) if place.job else None
+        if stranger is not None:  # the other job goes on
+            store.set("stranger", f" {name} came there, of another job.")
+            raise stranger
         if place.of_launcher:  # which numbers them, and may start them again
             store.set(keys[place.rank], me)
         else:
             _come_once(store, place, keys, me)
+        _require_alike(store, place, keys)
         try:
             store.wait(keys, limit)
         except dist.DistStoreError:  # it is over, and not all are there
-            for key in keys:
-                if not store.check([key]):
-                    store.set(key, GIVEN_UP)
+            _give_up(store, keys)
+        _require_alike(store, place, keys)
         names = [store.get(key).decode() for key in keys]
         missing = [rank for rank, name in enumerate(names) if name == GIVEN_UP]
-        if missing and store.check(["twice"]):
-            raise _twice(place, store.get("twice").decode())
         if missing:
+            if (twice := _twice(place, store)) is not None:
+                raise twice
             _hear(store, place, missing)
-            raise _not_come(place, missing, limit)
+            beside = store.get("stranger").decode() if store.check(["stranger"]) else ""
+            raise _not_come(place, missing, limit, beside)
         if not place.of_launcher:
             _require_met(store, place, names, me)
     except dist.DistError as error:
         raise _store_gone(place, error) from error
+
+
+def _there(store: Any, keys: Sequence[str]) -> dict[int, dict[str, str]]:
+    """Return what the ranks say that are there, by rank."""
+    texts = {int(key): store.get(key).decode() for key in keys if store.check([key])}
+    return {rank: json.loads(text) for rank, text in texts.items() if text != GIVEN_UP}
+
+
+def _give_up(store: Any, keys: Sequence[str]) -> None:
+    """Give up the ranks that are not there, so that nobody waits for them."""
+    for key in keys:
+        store.compare_set(key, "", GIVEN_UP)
+
+
+def _require_alike(store: Any, place: MeetingPlace, keys: Sequence[str]) -> None:
+    """Raise `AxisError`, on every rank, where ranks of two jobs or of two sizes meet."""
+    there = _there(store, keys)
+    unlike = None if store.check(["met"]) else _unlike(there, place)
+    if unlike is not None:
+        most = max(int(one["WORLD_SIZE"]) for one in there.values())
+        _give_up(store, [f"{rank}" for rank in range(most)])
+        raise unlike
+
+
+def _unlike(
+    there: Mapping[int, dict[str, str]], place: MeetingPlace, names: Iterable[str] = ()
+) -> AxisError | None:
+    """Return the error of ranks that say other values of a variable of a job, or of `names`."""
+    for name in names or dict.fromkeys(name for one in there.values() for name in one):
+        by_value = {one[name]: rank for rank, one in there.items() if name in one}
+        if name != "name" and len(by_value) > 1:
+            seen = [f"rank {r}, {there[r]['name']}, has {name}={x}" for x, r in by_value.items()]
+            return AxisError(
+                f"ranks that do not go together meet at {place.name}: {'; '.join(seen)}.",
+                cause="two jobs with one MASTER_ADDR and MASTER_PORT, or a script that exports "
+                f"another {name} on some ranks.",
+                fix=f"export another MASTER_PORT for each job, and one {name} on all its ranks.",
+            )
+    return None
 
 
 def _come_once(store: Any, place: MeetingPlace, keys: Sequence[str], me: str) -> None:
@@ -176,14 +251,20 @@ def _come_once(store: Any, place: MeetingPlace, keys: Sequence[str], me: str) ->
     there = store.compare_set(keys[place.rank], "", me).decode()
     if there == me or store.check(["met"]):
         return
-    seen = f"two processes came as rank {place.rank} of {place.size}: {there}, and {me}."
+    both = [json.loads(one)["name"] if one != GIVEN_UP else one for one in (there, me)]
+    seen = f"two processes came as rank {place.rank} of {place.size}: {both[0]}, and {both[1]}."
     store.set("twice", seen)
-    for key in keys:  # nobody waits for who is not there
-        store.compare_set(key, "", GIVEN_UP)
-    raise _twice(place, seen)
+    _give_up(store, keys)
+    raise _came_twice(place, seen)
 
 
-def _twice(place: MeetingPlace, seen: str) -> AxisError:
+def _twice(place: MeetingPlace, store: Any) -> AxisError | None:
+    """Return the error of two processes with one rank, if there are such."""
+    is_said = store.check(["twice"])
+    return _came_twice(place, store.get("twice").decode()) if is_said else None
+
+
+def _came_twice(place: MeetingPlace, seen: str) -> AxisError:
     return AxisError(
         f"{seen} They met at {place.name}.",
         cause="a script that exports one RANK for two processes, or two jobs with one MASTER_ADDR "
@@ -199,7 +280,7 @@ def _require_met(store: Any, place: MeetingPlace, names: Sequence[str], me: str)
         store.set("met", json.dumps(names))
     met = json.loads(store.get("met"))
     if len(met) != place.size or met[place.rank] != me:
-        there = met[place.rank] if place.rank < len(met) else "nobody"
+        there = json.loads(met[place.rank])["name"] if place.rank < len(met) else "nobody"
         raise AxisError(
             f"this process came as rank {place.rank} of {place.size} to the store at {place.name}, "
             f"and the {len(met)} ranks there have met without it: rank {place.rank} is {there}.",
@@ -219,14 +300,14 @@ def _hear(store: Any, place: MeetingPlace, missing: Sequence[int]) -> None:
 
 
 def _not_come(
-    place: MeetingPlace, missing: Sequence[int], limit: datetime.timedelta
+    place: MeetingPlace, missing: Sequence[int], limit: datetime.timedelta, beside: str
 ) -> LostRankError:
     there = [rank for rank in range(place.size) if rank not in missing]
     who = _ranks(missing)
     return LostRankError(
         f"{who} of {place.size} {'has' if len(missing) == 1 else 'have'} not come to {place.name}, "
         f"where the ranks meet, within {limit.total_seconds():g} s; {_ranks(there)} "
-        f"{'has' if len(there) == 1 else 'have'}.",
+        f"{'has' if len(there) == 1 else 'have'}.{beside}",
         cause="a process that was not started, that ended, or that hangs before it asks for its "
         "ranks (imports, data); a WORLD_SIZE that is too large; a host that does not reach the "
         "others.",

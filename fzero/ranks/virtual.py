@@ -226,12 +226,20 @@ UNUSED = (
 def different(calls: Mapping[str, str]) -> MismatchError:
     """Return the error of ranks that call collectives that cannot go together, {rank: call}."""
     seen = "; ".join(f"{rank}: {call}" for rank, call in calls.items())
+    if len({call.partition("[")[0] for call in calls.values()}) > 1:
+        cause = "a branch that depends on the rank, or on its data, has another collective."
+        fix = ""
+    else:
+        cause = (
+            "a tensor whose shape or dtype depends on the rank (a last batch, rows that were "
+            "filtered), or a branch that does."
+        )
+        fix = ", with the same shapes: pad a tensor to the longest, or gather its length first"
     return MismatchError(
         f"the ranks called different collectives: {seen}.",
-        cause="a tensor whose shape or dtype depends on the rank (a last batch, rows that were "
-        "filtered), or a branch that does.",
-        fix="call the same collectives in the same order on every rank, with the same shapes: pad "
-        f"a tensor to the longest, or gather its length first. Nothing was sent. {UNUSED}",
+        cause=cause,
+        fix=f"call the same collectives in the same order on every rank{fix}. Nothing was sent. "
+        f"{UNUSED}",
     )
 
 

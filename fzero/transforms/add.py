@@ -17,7 +17,7 @@ from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.call import GivenCall
 from fzero.state.layout import Layout, Leaf
 from fzero.transforms._reading import require_learner
-from fzero.transforms.agree import agree
+from fzero.transforms.agree import agree, tell_at_next_round
 from fzero.transforms.builtins import begun, called, facts, times_factor
 from fzero.transforms.carried import require_reduced_beside
 from fzero.transforms.donation import check_alive
@@ -76,6 +76,8 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
             cause="the window reduces all that is in it when it closes.",
             fix="add this rank's own gradient (reduced=False), or add it outside of it.",
         )
+    if waits:
+        tell_at_next_round(state, "add_gradients in a window")
     state = begun(called(state, GivenCall("add_gradients")))
     given = _flats(state, grads)
     tell_added(state, given, reduced=reduced)
@@ -120,6 +122,7 @@ def _given_by(state: TrainState, other: TrainState) -> TrainState:
             cause="a state that did not come from this one.",
             fix="give fzero.gradients(other), whole ones, with reduced=True.",
         )
+    tell_at_next_round(state, "add_gradients(state, another state)")
     new = state.replace(
         gradients=other.gradients,
         window=other.window,

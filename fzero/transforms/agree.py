@@ -22,13 +22,15 @@ from hashlib import blake2b
 import optree
 from torch import Tensor
 
-from fzero.collectives import Performer, performer_of
+from fzero.collectives import Performer, note_call, performer_of
+from fzero.context.here import is_abstract
 from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import MismatchError
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Progress, TrainState, progress, window
 from fzero.state.layout import from_bits
+from fzero.state.protocol import Noted
 from fzero.state.rounds import CODES
 from fzero.transforms.builtins import BUILTINS, facts
 from fzero.transforms.receive import add_means, filled, reduce_window
@@ -104,6 +106,14 @@ def agree(
             own = tuple(_numbers(here, [i], uses=uses, written=written))
             found[i] = _together(here()[i], [own], slice(None), None)
     return [found[i] for i in range(len(states))]
+
+
+def tell_at_next_round(state: TrainState, text: str) -> None:
+    """Let ranks compare a call in which nothing crosses them: the next round that there is does."""
+    if is_abstract():
+        note_call(text)
+    elif not needs_func(state.params.flats) and (to := performer_of(state.setup.axis)) is not None:
+        to.send(Noted(text))
 
 
 def require_held(said: Sequence[Agreed], name: str) -> None:

@@ -27,7 +27,7 @@ from fzero.machine.threads import one_thread
 from fzero.ranks.mesh import Axis
 from fzero.state import Buffers, Layout, Placement, Slot, TrainState
 from fzero.state.view import require_state
-from fzero.transforms.agree import agree
+from fzero.transforms.agree import agree, tell_at_next_round
 from fzero.transforms.builtins import factor_of
 from fzero.transforms.donation import check_alive
 from fzero.transforms.points import stepped_as_held, with_stepped
@@ -98,6 +98,7 @@ def map_params(
     setup = state.setup
     own = stepped_as_held(state)
     at = max([own.placement, *(one.placement for one in operands)], key=_FINER.index)
+    tell_at_next_round(state, f"map_params({_named(fn)})")
     if setup.axis.size > 1 and at is not setup.params:
         agree("map_params", [state])
     parts = [cut(setup, to_device(x, state.device), own.placement, at) for x in own.flats]
@@ -147,11 +148,22 @@ _WAYS = (
 )
 
 
-def _key(state: TrainState, fn: Any) -> Hashable:
-    """Return what a function is tested once for: its code, as a lambda is new at each step."""
+def _within(fn: Any) -> Any:
     while isinstance(fn := unwrap(fn), partial):
         fn = fn.func
-    setup = state.setup
+    return fn
+
+
+def _named(fn: Any) -> str:
+    """Return what ranks compare of a function: its name, and the line of its code."""
+    fn = _within(fn)
+    name, code = getattr(fn, "__name__", type(fn).__name__), getattr(fn, "__code__", None)
+    return name if code is None else f"{name}, line {code.co_firstlineno}"
+
+
+def _key(state: TrainState, fn: Any) -> Hashable:
+    """Return what a function is tested once for: its code, as a lambda is new at each step."""
+    setup, fn = state.setup, _within(fn)
     code = getattr(fn, "__code__", fn if isinstance(fn, Hashable) else type(fn))
     return code, setup.axis.rank, setup.axis, setup.stage, setup.layout
 

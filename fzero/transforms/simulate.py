@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, overload
 
@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.collectives import end_of_run, mismatch
 from fzero.context.here import current_ranks
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
@@ -90,10 +91,15 @@ def simulate(
             mine: Any = optree.tree_unflatten(treespec, per_rank[rank])
             here, keywords = mine
             returned(*filter(is_state, _parts(mine)))  # so that a write of this rank is noticed
-            return inner(*here, **keywords)
+            made, virtual = inner(*here, **keywords), current_ranks()
+            assert virtual is not None
+            return made, end_of_run(virtual)
 
         try:
-            return _stack(run_ranks(body, world_size))
+            results, ends = zip(*run_ranks(body, world_size), strict=True)
+            if len({*ends}) > 1:
+                raise mismatch(ends)
+            return _stack(results)
         finally:  # also when a rank raised after its update
             _use_up(leaves, per_rank)
 
@@ -190,7 +196,7 @@ def _use_up(leaves: list[Any], per_rank: list[list[Any]]) -> None:
             empty(leaf, leaf.new_empty(len(leaf), 0))
 
 
-def _stack(results: list[Any]) -> Any:
+def _stack(results: Sequence[Any]) -> Any:
     flat = [optree.tree_flatten(result, namespace=NAMESPACE) for result in results]
     treespec = flat[0][1]
     for rank, (_, other) in enumerate(flat):

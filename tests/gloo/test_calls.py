@@ -68,6 +68,48 @@ def saves(state: Any, odd: bool) -> None:
         fzero.checkpoint.save(f"{folder}/1", state) if odd else grad(state)
 
 
+def halved(state: Any) -> Any:
+    return fzero.map_params(lambda p: p / 2, state)
+
+
+def maps(state: Any, odd: bool) -> None:
+    state = halved(state)  # alike, and tested: from here on nothing crosses ranks
+    grad(halved(state) if odd else state)
+
+
+def maps_a_teacher(state: Any, odd: bool) -> None:
+    teacher = halved(state)
+    if odd:
+        teacher = halved(teacher)
+    fzero.psum(torch.ones(()))  # the next round, of whatever it is
+
+
+def maps_before_a_save(state: Any, odd: bool) -> None:
+    state = halved(state)
+    with tempfile.TemporaryDirectory() as folder:
+        fzero.checkpoint.save(f"{folder}/1", halved(state) if odd else state)
+
+
+def maps_by_another(state: Any, odd: bool) -> None:
+    thirds = lambda p: p / 3  # noqa: E731
+    state = fzero.map_params(thirds, halved(state))
+    fzero.apply_gradients(grad(halved(state) if odd else fzero.map_params(thirds, state)))
+
+
+def gives_gradients(state: Any, odd: bool) -> None:
+    one = grad(state)
+    fzero.apply_gradients(fzero.add_gradients(state, one) if odd else one)
+
+
+def adds_in_a_window(state: Any, odd: bool) -> None:
+    def step(state: Any) -> Any:
+        for _ in range(1 + odd):
+            state = fzero.add_gradients(state, layers(2))
+        return fzero.apply_gradients(state), None
+
+    fzero.coalesce(step)(state)
+
+
 CALLS: dict[str, tuple[Callable[[Any, bool], None], str]] = {
     "full_params on one rank": (reads_params, "grad_and_reduce, {odd} full_params"),
     "a checkpoint on one rank": (saves, "grad_and_reduce, {odd} init, an Engine or a checkpoint"),
@@ -76,6 +118,12 @@ CALLS: dict[str, tuple[Callable[[Any, bool], None], str]] = {
     "a bound on one rank": (clips, "max_norm=None"),
     "another number of parts": (accumulates, "gradients x 0.25, {odd} grad_and_reduce with"),
     "a window on one rank": (coalesces, "{odd} "),
+    "map_params on one rank": (maps, "before: 1, the last map_params(<lambda>, line"),
+    "map_params of a teacher": (maps_a_teacher, "{odd} a collective of the user's"),
+    "map_params before a save": (maps_before_a_save, "{odd} init, an Engine or a checkpoint with"),
+    "map_params by another function": (maps_by_another, "before: 3, the last map_params"),
+    "gradients of a state on one rank": (gives_gradients, "{odd} apply_gradients with local calls"),
+    "gradients in a window": (adds_in_a_window, "before: 2, the last add_gradients in a window"),
     "a gradient that was lost": (loses_a_gradient, "after 1 reductions since the update, {odd}"),
 }
 
@@ -137,3 +185,62 @@ def inits_body(rank: int, world_size: int) -> str:
 def test_a_state_made_on_one_rank_only_is_told() -> None:
     for message in run_ranks(inits_body, 2):
         assert "rank 0 full_params, rank 1 init, an Engine or" in message
+
+
+OPTIONS: dict[str, tuple[Callable[[bool], Any], str]] = {
+    "a field of an engine": (
+        lambda odd: fzero.adapter.Engine(
+            torch.nn.Linear(2, 1), fzero.optim.sgd(LR), stage=2, max_norm=1.0 + odd
+        ),
+        "rank 0 has max_norm=1.0, rank 1 has max_norm=2.0.",
+    ),
+    "a field of a rule": (
+        lambda odd: fzero.init(
+            layers(2), fzero.optim.adamw(LR, betas=(0.5 + odd / 4, 0.9)), stage=2
+        ),
+        "rank 0 has betas=(0.5, 0.9), rank 1 has betas=(0.75, 0.9).",
+    ),
+    "a stage": (
+        lambda odd: fzero.init(layers(2), fzero.optim.sgd(LR), stage=1 + odd),
+        "rank 0 has stage 1, rank 1 has stage 2.",
+    ),
+}
+
+
+def options_body(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for name, (make, _) in OPTIONS.items():
+        with pytest.raises(MismatchError) as caught:
+            make(rank == 1)
+        found[name] = str(caught.value)
+    return found
+
+
+def test_the_option_that_differs_is_named_alone() -> None:
+    for found in run_ranks(options_body, 2):
+        for name, (_, said) in OPTIONS.items():
+            assert said in found[name].splitlines()[0], found[name]
+
+
+def first_body(rank: int, world_size: int) -> list[str]:
+    found = []
+    with pytest.raises(MismatchError) as caught:
+        (fzero.psum if rank == 1 else fzero.pmean)(torch.ones(3))
+    found.append(str(caught.value))
+    with pytest.raises(MismatchError) as caught:
+        try:
+            if rank == 1:
+                raise ValueError("the first one")
+            fzero.psum(torch.ones(2))
+        finally:
+            if rank == 1:
+                fzero.psum(torch.ones(()))
+    found.append(str(caught.value))
+    return found
+
+
+def test_another_collective_is_not_blamed_on_shapes_and_a_first_error_is_named() -> None:
+    for other, in_finally in run_ranks(first_body, 2):
+        assert "Usual cause: a branch that depends on the rank" in other
+        assert "shape" not in other.partition("In a backward")[0]
+        assert "rank 1: all_reduce[() float32] after ValueError: the first one." in in_finally

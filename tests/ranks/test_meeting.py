@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import os
 import socket
 import subprocess
@@ -16,7 +17,15 @@ import pytest
 import torch.distributed as dist
 
 from fzero.errors import AxisError, LostRankError
-from fzero.ranks._meeting import MeetingPlace, call_roll, leave, not_started, open_store
+from fzero.ranks._meeting import (
+    MeetingPlace,
+    call_roll,
+    leave,
+    not_started,
+    open_store,
+    place_in,
+    roll_of,
+)
 from tests.rank_process import LOOPBACK
 
 ROOT = Path(__file__).parent.parent.parent
@@ -76,7 +85,64 @@ def test_a_rank_that_comes_twice_is_told_to_all_at_once() -> None:
         assert type(error) is AxisError  # none was lost
         assert str(error).startswith("two processes came as rank 2 of 4: process ")
     (late,) = roll(store, [place(1, 4)])
-    assert "the others had given it up" in str(late)
+    assert str(late).startswith("two processes came as rank 2 of 4: process ")
+
+
+def test_a_rank_of_another_job_is_told_and_the_others_go_on() -> None:
+    for ids in ((("SLURM_JOB_ID", "1"),), (("TORCHELASTIC_RUN_ID", "1"),)):
+        store: Any = dist.HashStore()
+        ours = [place(0, 3, job=ids), place(1, 3), place(2, 3, job=ids)]  # where there is one
+        other = place(1, 3, job=((ids[0][0], "2"),))
+        store.set("0", json.dumps({"name": "process 5", "WORLD_SIZE": "3", **dict(ids)}))
+        (error,) = roll(store, [other])
+        assert f"rank 0, process 5, has {ids[0][0]}=1; rank 1, process " in str(error)
+        assert f"has {ids[0][0]}=2." in str(error)
+        store.delete_key("0")
+        (late, _) = roll(store, [ours[0], ours[2]])
+        assert late.ranks == (1,) and "ranks 0, 2 have. process" in str(late)
+        assert "came there, of another job." in str(late)
+        assert roll(dist.HashStore(), ours) == [None] * 3
+
+
+@pytest.mark.parametrize("sizes", [(2, 3), (3, 2), (2, 3, 3)])
+def test_ranks_of_other_sizes_are_told_at_once(sizes: tuple[int, ...]) -> None:
+    store: Any = dist.HashStore()
+    for error in roll(store, [place(rank, size) for rank, size in enumerate(sizes)]):
+        assert "WORLD_SIZE=2; rank" in str(error) or "WORLD_SIZE=3; rank" in str(error)
+        assert type(error) is AxisError
+
+
+def test_the_job_is_what_its_launcher_says() -> None:
+    at = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    slurm = {"SLURM_JOB_ID": "8", "SLURM_HET_JOB_ID": "7", "TORCHELASTIC_RUN_ID": "none"}
+    assert place_in({**at, **slurm}).job == (("SLURM_HET_JOB_ID", "7"),)
+    assert place_in(at).job == ()
+
+
+def test_a_second_rank_0_is_told_to_both(port: int) -> None:
+    raised: list[Any] = [None]
+    ours, limit = place(0, 2, port), datetime.timedelta(seconds=60)
+    meeting = roll_of(open_store(ours, limit), 0)
+
+    def wait() -> None:
+        with pytest.raises(AxisError) as caught:
+            call_roll(meeting, ours, limit)
+        raised[0] = str(caught.value)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    # Another process: in this one torch would share the store.
+    script = (
+        "import datetime; from fzero.ranks._meeting import MeetingPlace, open_store; "
+        f"at = MeetingPlace(0, 2, '127.0.0.1', {port}, False); "
+        "open_store(at, datetime.timedelta(seconds=60))"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    waits.join()
+    assert raised[0].startswith("two processes came as rank 0 of 2: process ")
+    assert raised[0].splitlines()[0] in other.stderr
 
 
 def test_a_group_that_did_not_start_names_who_is_gone() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fzero
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import LayoutError, MismatchError, PhaseError
 from tests.strategies import Block, Pair, everywhere, on_rank, same, seeds, trees, worlds
 
 
@@ -214,3 +214,18 @@ def test_threads_that_simulate_wait_for_each_other() -> None:
     assert {number: x.tolist() for number, x in found.items()} == {
         number: [number + 1.0] * 2 for number in range(3)
     }
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_a_map_on_one_rank_is_told_where_the_run_ends(stage: int) -> None:
+    def half(state: Any, on: int) -> Any:
+        state = fzero.map_params(lambda p: p / 2, state)  # alike: fn is tested in it
+        return fzero.map_params(torch.neg, state) if fzero.axis_index() == on else state
+
+    step = fzero.simulate(half, world_size=2)
+    state = fzero.simulate(fzero.shard(lambda s: (s, None), stage=stage), world_size=2).init(
+        {"w": torch.ones(3)}, fzero.optim.sgd(1.0)
+    )
+    step(state, 2)
+    with pytest.raises(MismatchError, match=r"rank 1 the end .* before: 2, the last map_params"):
+        step(state, 1)

@@ -48,6 +48,7 @@ from fzero.state.protocol.events import GiveUp as GiveUp
 from fzero.state.protocol.events import Join as Join
 from fzero.state.protocol.events import Leave as Leave
 from fzero.state.protocol.events import Met as Met
+from fzero.state.protocol.events import Noted as Noted
 from fzero.state.protocol.events import Pin as Pin
 from fzero.state.protocol.events import Raised as Raised
 from fzero.state.protocol.events import Ready as Ready
@@ -143,6 +144,7 @@ _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
     GiveUp: _pass.give_up,
     Raised: _calls.raised,
     Call: _calls.call,
+    Noted: _calls.noted,
     Pin: _calls.pin,
     Unpin: _calls.unpin,
     Changed: _calls.changed,

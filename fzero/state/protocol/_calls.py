@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 from fzero.state import pass_state, replay, residency
 from fzero.state._replaced import replaced
 from fzero.state.effects import Effect, Exchange, TakePart
@@ -15,8 +17,8 @@ from fzero.state.protocol._plan import (
     walk,
 )
 from fzero.state.protocol._rounds import all_know, differ, over, say, serve
-from fzero.state.protocol.events import Call, Changed, Met, Pin, Raised, SyncPoint, Unpin
-from fzero.state.protocol.records import Next, Protocol, Task
+from fzero.state.protocol.events import Call, Changed, Met, Noted, Pin, Raised, SyncPoint, Unpin
+from fzero.state.protocol.records import LocalCalls, Next, Protocol, Task
 from fzero.state.rounds import Message, MessageKind, Round
 
 SYNC = "a collective of the user's (psum, all_gather, ...)"
@@ -26,7 +28,16 @@ def call(p: Protocol, e: Call) -> Next:
     """Make one round of a call, in which ranks that are in a pass are served."""
     if p.open is not None:
         return replaced(p, heard=()).then((learn, p.open)), ()
-    return say(p, Message(MessageKind.CALL, e.text, int(e.has_plan), codes=e.values), (called,))
+    text = f"{e.text}{p.noted}"
+    return say(p, Message(MessageKind.CALL, text, int(e.has_plan), codes=e.values), (called,))
+
+
+def noted(p: Protocol, e: Noted) -> Next:
+    """Count a call that the next round compares; one in a loss changes no state of the step."""
+    if p.inside:
+        return p, ()
+    digest = zlib.crc32(e.text.encode(), p.noted.digest)
+    return replaced(p, noted=LocalCalls(p.noted.calls + 1, e.text, digest)), ()
 
 
 def called(p: Protocol, said: Round) -> Next:

@@ -15,7 +15,7 @@ from fzero.state.effects import (
     TakePart,
     WaitForReductions,
 )
-from fzero.state.protocol.records import Next, Protocol, Task
+from fzero.state.protocol.records import NO_LOCAL_CALLS, Next, Protocol, Task
 from fzero.state.rounds import Asked, Message, Round, What
 
 
@@ -77,7 +77,7 @@ def peers_failed(p: Protocol, said: Round) -> Next:
 
 def differ(p: Protocol) -> Next:
     """The ranks make different calls: all of them raise."""
-    p, effects = all_know(replaced(p, agenda=(), open=None))
+    p, effects = all_know(replaced(p, agenda=(), open=None, noted=NO_LOCAL_CALLS))
     return p, (*effects, Raise())
 
 

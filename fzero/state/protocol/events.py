@@ -178,6 +178,13 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Noted:
+    """A call in which nothing crosses ranks: they compare it in the next round that there is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Pin:
     """A `gathered()` block holds units, exactly, on all ranks. A call of all of them."""
 
@@ -233,6 +240,7 @@ Event = (
     | GiveUp
     | Raised
     | Call
+    | Noted
     | Pin
     | Unpin
     | Changed

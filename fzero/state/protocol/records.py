@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fzero.state._replaced import replaced
 from fzero.state.effects import Effect
@@ -85,6 +85,21 @@ class Model:
         return What.GATHER if self.rounds else What.GATHER_EXACT
 
 
+class LocalCalls(NamedTuple):
+    """The calls of a rank in which nothing crosses ranks: how many, the last one, all of them."""
+
+    calls: int = 0
+    last: str = ""
+    digest: int = 0
+
+    def __str__(self) -> str:
+        """Return a line of what ranks announce; none where there were no such calls."""
+        text = f"\nlocal calls before: {self.calls}, the last {self.last} ({self.digest:08x})"
+        return text if self.calls else ""
+
+
+NO_LOCAL_CALLS = LocalCalls()
+
 Task = tuple[Any, ...]
 """What is still to do: a transition, and what it is given beside the protocol.
 
@@ -104,6 +119,7 @@ class Protocol:
         served: models of which reductions run that another rank has asked for.
         known: whether the last round ended in an error, on every rank.
         heard: the values of each rank in the last call; () until all of them make it.
+        noted: calls in which nothing crosses ranks; each announcement says them.
         late: models in whose passes a collective of the user's came that only a backward has made.
         met: whether all ranks came to the last call by a plan, which is then the same, or none did.
         agenda: what is still to do of the event that is handled, the next task first.
@@ -124,6 +140,7 @@ class Protocol:
     served: tuple[int, ...] = ()
     known: bool = False
     heard: tuple[tuple[int, ...], ...] = ()
+    noted: LocalCalls = NO_LOCAL_CALLS
     late: frozenset[int] = frozenset()
     met: bool = True
     agenda: tuple[Task, ...] = ()

@@ -99,8 +99,9 @@ def _losses(
     for place, wanted in enumerate(update.losses):
         sharing = [rank for rank, its in enumerate(places) if its == place]
         losses = [loss for rank in sharing for loss in ranks[rank].losses]
-        found = torch.stack(losses).double().mean() if losses else None
-        yield _Number(sharing[0], "", found, wanted.mean(), bound, size)
+        if losses:  # else the step has hidden them
+            found = torch.stack(losses).double().mean()
+            yield _Number(sharing[0], "", found, wanted.mean(), bound, size)
 
 
 def _norms(update: ExpectedUpdate, ranks: Sequence[Seen]) -> Iterator[_Number]:

@@ -12,7 +12,6 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.optim import from_torch
 from fzero.state import NAMESPACE, TrainState
@@ -20,8 +19,8 @@ from fzero.state.logical import carried
 from fzero.tools.certify._axes import Cell
 from fzero.tools.certify._process import OptimizerOf
 from fzero.tools.certify._reads import Reads
-from fzero.tools.certify._seed import seeded
-from fzero.tools.certify._subject import Subject, tensors_of
+from fzero.tools.certify._seed import seed_of, seeded, unwrapped
+from fzero.tools.certify._subject import CalledModule, Subject, tensors_of
 from fzero.tools.certify._task import Task
 from fzero.tools.compare import copied
 from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
@@ -79,15 +78,20 @@ class Job:
 
         With logical ranks each is that of those which the rank carries, stacked.
         """
-        every = [self._of_place(place, rank, update) for place in self.places(rank)]
+        every, count = self.each(rank, update), len(self.places(rank))
         if self.cell.logical is None:
-            return every[0]
-        return [_stacked(of_all) for of_all in zip(*every, strict=True)]
+            return every
+        return [_stacked(every[i : i + count]) for i in range(0, len(every), count)]
+
+    def each(self, rank: int, update: int) -> list[Any]:
+        """The batches of a rank, one by one: of each micro-batch those of its logical ranks."""
+        every = [self._of_place(place, rank, update) for place in self.places(rank)]
+        return [batch for of_all in zip(*every, strict=True) for batch in of_all]
 
     def in_one(self, rank: int, update: int) -> Any:
         """All micro-batches of a rank, one logical rank after the other, stacked."""
-        every = [self._of_place(place, rank, update) for place in self.places(rank)]
-        return _stacked([batch for of_place in every for batch in of_place])
+        every, count = self.each(rank, update), len(self.places(rank))
+        return _stacked([batch for place in range(count) for batch in every[place::count]])
 
     def _of_place(self, place: int, rank: int, update: int) -> list[Any]:
         counts = range(self.task.micro_batches)
@@ -107,8 +111,8 @@ def run_on_rank(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
 
 def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     model = job.subject.copy(job.task.precision.dtype)
-    apply, params = functionalize(model) if job.subject.is_module else (None, model)
-    losses: list[Tensor] = []
+    apply, params = _functional(model) if job.subject.is_module else (None, model)
+    losses: list[tuple[int | None, Tensor]] = []
     stacks = job.cell.at["windows"] == "accumulate"  # which splits tensors along dim 0
     share = 1 if stacks else job.task.share
     first = stacks or job.cell.logical is not None
@@ -116,11 +120,12 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     def loss_fn(params: Any, batch: Any) -> Tensor:
         if first:
             batch = optree.tree_map(_first, batch, namespace=NAMESPACE)
-        called = params if apply is None else functools.partial(apply, params)
-        with seeded(batch):
+        called = params
+        if apply is not None:
+            called = CalledModule(model, functools.partial(apply, params), params)
+        with seeded(batch) as seed:
             loss = job.subject.loss(called, batch)
-        if not in_transform():
-            losses.append(loss.detach())
+        losses.append((seed, unwrapped(loss)))
         return loss / share
 
     step = _made_step(job, loss_fn, job.weights(rank))
@@ -134,13 +139,35 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
         norm = aux if job.step is None else None
         seen.append(
             Seen(
-                losses=list(losses),
+                losses=_told(losses, job.each(rank, update)),
                 norm=None if norm is None else float(norm),
                 params=copied(tensors_of(full_params(state))),
                 slots=_slots(job, state),
             )
         )
     return seen
+
+
+def _functional(model: Any) -> tuple[Callable[..., Any], Any]:
+    """As `functionalize`; what the model makes of its buffers is dropped: no loss here reads it."""
+    if not any(True for _ in model.buffers()):
+        return functionalize(model)
+    apply, params, buffers = functionalize(model, buffers=True)
+
+    def applied(params: Any, *args: Any, **kwargs: Any) -> Any:
+        return apply(params, *args, buffers=buffers, **kwargs)[0]
+
+    return applied, params
+
+
+def _told(losses: Sequence[tuple[int | None, Tensor]], batches: Sequence[Any]) -> list[Tensor]:
+    """Return the first loss of each of these batches; none where a step hides one of them.
+
+    A step may compute other losses beside them, or those of single samples.
+    """
+    first = {seed: loss for seed, loss in reversed(losses) if seed is not None}
+    found = [first[seed] for seed in map(seed_of, batches) if seed in first]
+    return found if len(found) == len(batches) else []
 
 
 def _made_step(job: Job, loss_fn: Callable[..., Tensor], weights: Sequence[float | None]) -> Any:
@@ -201,7 +228,7 @@ def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
             for n, (batch, weight) in enumerate(zip(batches, job.weights(rank), strict=True)):
                 for part, its_weight in _parts(job, engine, batch, weight):
                     with seeded(part):
-                        loss = job.subject.loss(engine, part)
+                        loss = job.subject.loss(CalledModule(module, engine), part)
                     losses.append(loss.detach())
                     if window != "accumulate":
                         loss = loss / job.task.share

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,12 +21,12 @@ from fzero.ranks.mesh import Mesh
 from fzero.ranks.virtual import run_ranks
 from fzero.tools.certify._axes import AXES, AxisValue, Cell, restricted
 from fzero.tools.certify._carriers import bits_apart, fewer_than
-from fzero.tools.certify._compare import check
+from fzero.tools.certify._compare import Check, check
 from fzero.tools.certify._cover import covering
 from fzero.tools.certify._drivers import EngineOf, Job, Seen, StepOf, run_on_rank
 from fzero.tools.certify._process import OptimizerOf, Process, require_repeatable
 from fzero.tools.certify._reads import Cut, Reads, require_cut
-from fzero.tools.certify._reference import CopyGradient, ExpectedUpdate, one_process
+from fzero.tools.certify._reference import CopyGradient, ExpectedUpdate, Keep, one_process
 from fzero.tools.certify._report import CellResult, Report
 from fzero.tools.certify._subject import Loss, Subject, subject_of, tensors_of
 from fzero.tools.certify._task import Task, Wire
@@ -62,6 +62,7 @@ def certify(
     full: bool = False,
     on_ranks: OnRanks = run_ranks,
     cut: Cut | None = None,
+    on_cell: Callable[[CellResult], None] | None = None,
     **axes: Any,
 ) -> Report:
     """Run a model over stages, worlds, windows, precisions, ...: is each the one-process step?
@@ -89,7 +90,7 @@ def certify(
     Args:
         model: a module, or a pytree of tensors (for functional steps alone). It is copied.
         loss: loss(model, batch) -> a scalar tensor. It calls `model` as it would the module, and
-            does nothing else with it; of a pytree it gets one of the parameters.
+            may read `model.parameters()`; of a pytree it gets one of the parameters.
         batches: a list of batches, or a function of the number of a batch: pytrees of tensors. A
             cell takes updates x W x N of them. Floating ones are cast to the precision.
         step: makes the functional step of a cell, step(loss_fn, **options) -> step_fn. What it
@@ -114,6 +115,8 @@ def certify(
             other axes read other batches. The reference is one process with whole batches, in
             which each axis has one rank; the loss of a batch is the mean over its ranks. Functional
             steps in fp64 and fp32 alone, and `worlds` is left out.
+        on_cell: called with the result of each cell as it comes; cells that share what one process
+            computes come together.
         **axes: the values to take, by name: drivers=, stages=, worlds=, micro_batches=,
             precisions=, clipping=, loss_scales=, windows=, buckets=, offload=, meshes=,
             reductions=, wires= (also codecs, of `fzero.codecs` or a user's own), rules=,
@@ -152,10 +155,9 @@ def certify(
     cells = [Cell(values=tuple(x[i] for x, i in zip(values, row, strict=True))) for row in rows]
     _require_updates(updates)
     matrix = _Matrix(subject, step, engine or Engine, optimizer, updates, on_ranks, cut or {})
-    task = matrix.task(cells[0])
     for mesh in meshes:
         _require_pieces(subject, mesh, cut or {})
-    require_repeatable(Process(subject, task.precision, task.whole_loss))
+    matrix.require_repeatable(cells)
     product = math.prod(sizes)
     coverage = f"{len(cells)} cells, the whole product."
     if len(cells) < product:
@@ -163,9 +165,13 @@ def certify(
             f"{len(cells)} of {product} cells, in which every combination of {STRENGTH} values "
             "occurs."
         )
-    return Report(
-        name=subject.name, coverage=coverage, cells=tuple(matrix.result(cell) for cell in cells)
-    )
+    results: dict[int, CellResult] = {}
+    for i in sorted(range(len(cells)), key=lambda i: matrix.needs(cells[i])):
+        results[i] = matrix.result(cells[i])
+        if on_cell is not None:
+            on_cell(results[i])
+    ordered = tuple(results[i] for i in range(len(cells)))
+    return Report(name=subject.name, coverage=coverage, cells=ordered)
 
 
 def _values(
@@ -252,8 +258,25 @@ class _Matrix:
         self.subject, self.step, self.engine = subject, step, engine
         self.optimizer, self.updates, self.on_ranks = optimizer, updates, on_ranks
         self.cut = cut
-        self.wanted = functools.cache(self._wanted)
+        self.wanted = functools.lru_cache(maxsize=3)(self._wanted)  # of one task: they are large
         self.max_norm = functools.cache(self._max_norm)
+
+    def needs(self, cell: Cell) -> tuple[str, ...]:
+        """Return what the reference of a cell depends on: cells that share one are run together."""
+        return repr(self.task(cell)), cell.at["clipping"], cell.at["rules"]
+
+    def require_repeatable(self, cells: Sequence[Cell]) -> None:
+        """Raise `LayoutError` if a loss differs when it is computed twice.
+
+        In the first precision that it can be computed in: in others its cells say that it cannot.
+        """
+        tasks = {task.precision: task for task in map(self.task, reversed(cells))}
+        for left, task in reversed([*enumerate(tasks.values())]):
+            try:
+                return require_repeatable(Process(self.subject, task.precision, task.whole_loss))
+            except (RuntimeError, NotImplementedError):
+                if not left:
+                    raise
 
     def reads(self, cell: Cell) -> Reads:
         """Return what the ranks of a cell read."""
@@ -284,8 +307,16 @@ class _Matrix:
     def result(self, cell: Cell) -> CellResult:
         """Run one cell on its ranks, and compare with one process."""
         task = self.task(cell)
-        if cell.at["clipping"] == "on":
-            cell = replace(cell, max_norm=self.max_norm(task))
+        try:
+            if cell.at["clipping"] == "on":
+                cell = replace(cell, max_norm=self.max_norm(task))
+            wanted = self.wanted(task, self.rule(cell), cell.max_norm)
+            gradients = self.wanted(replace(task, updates=1), CopyGradient, cell.max_norm)
+        except LayoutError:
+            raise
+        except Exception as error:  # one process cannot do it: an op in 16 bits, an optimizer
+            why = f"in one process, {type(error).__name__}: {_first_line(error)}"
+            return CellResult(at=cell.at, unsupported=why)
         reads = self.reads(cell)
         if cell.carries:
             cell = replace(cell, logical=task.world)
@@ -301,19 +332,29 @@ class _Matrix:
             shown = self._seen(_first_update(job), CopyGradient)
             trained = self._seen(job, self.rule(cell))
             fewer = self._carried(job, trained) if cell.carries else ""
+            checks = (
+                check("loss", wanted, trained, [reads.place(rank) for rank in range(task.ranks)]),
+                self._gradient(job, gradients, shown),
+                check("norm", wanted, trained),
+                check("update", wanted, trained),
+            )
         except NotImplementedError as error:
-            return CellResult(at=cell.at, unsupported=str(error) or "not supported")
+            return CellResult(at=cell.at, unsupported=_first_line(error) or "not supported")
         except Exception as error:  # whatever a user's step or engine raises is its cell's
             return CellResult(at=cell.at, error=_said(error))
-        wanted = self.wanted(task, self.rule(cell), cell.max_norm)
-        gradients = self.wanted(_first_update(job).task, CopyGradient, cell.max_norm)
-        checks = (
-            check("loss", wanted, trained, [reads.place(rank) for rank in range(task.ranks)]),
-            check("gradient", gradients, shown),
-            check("norm", wanted, trained),
-            check("update", wanted, trained),
-        )
         return CellResult(at=cell.at, checks=checks, error=_parted(trained) or fewer)
+
+    def _gradient(
+        self, job: Job, wanted: Sequence[ExpectedUpdate], shown: Sequence[Sequence[Seen]]
+    ) -> Check:
+        """Compare the gradient, if it is told: nothing changes parameters after the update."""
+        found = check("gradient", wanted, shown)
+        if found.difference is None:
+            return found
+        before = tensors_of(self.subject.copy(job.task.precision.dtype))
+        if _are(shown, before) or not _are(self._seen(_first_update(job), Keep), before):
+            return Check(what="gradient", compared=False, bound=0.0, difference=None)
+        return found
 
     def _seen(self, job: Job, optimizer: OptimizerOf, ranks: int | None = None) -> list[list[Seen]]:
         run = functools.partial(run_on_rank, job, optimizer)
@@ -371,6 +412,12 @@ def _first_update(job: Job) -> Job:
     return replace(job, task=replace(job.task, updates=1))
 
 
+def _are(ranks: Sequence[Sequence[Seen]], before: Mapping[str, torch.Tensor]) -> bool:
+    """Whether the parameters of each rank after the first update are these."""
+    pairs = [(one[0].params.get(path), x) for one in ranks for path, x in before.items()]
+    return all(x is not None and torch.equal(x.to(y.dtype), y) for x, y in pairs)
+
+
 def _parted(ranks: Sequence[Sequence[Seen]]) -> str:
     """Return a message if ranks have other bits of a parameter after an update; else ""."""
     for seen in zip(*ranks, strict=True):  # of one update
@@ -378,6 +425,10 @@ def _parted(ranks: Sequence[Sequence[Seen]]) -> str:
         if (error := unequal(told)) is not None:
             return _said(error)
     return ""
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]
 
 
 def _said(error: Exception) -> str:

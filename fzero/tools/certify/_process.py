@@ -16,7 +16,7 @@ from fzero.state.layout import learns
 from fzero.tools.certify._axes import RunDtypes
 from fzero.tools.certify._reads import alone_on
 from fzero.tools.certify._seed import seeded
-from fzero.tools.certify._subject import Subject, tensors_of
+from fzero.tools.certify._subject import CalledModule, Subject, tensors_of
 from fzero.tools.compare import Coarsest, coarser, copied, signs_like
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
@@ -30,6 +30,8 @@ class Stepped:
     def __init__(self, learning: Tensors, precision: RunDtypes, optimizer: OptimizerOf) -> None:
         masters = precision.masters
         self.masters = {path: nn.Parameter(_copy(p, masters)) for path, p in learning.items()}
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError("an optimizer of other parameters; give its class, or a partial of it")
         self.optimizer = optimizer(list(self.masters.values()))
 
     def step(self, gradient: Tensors) -> None:
@@ -120,7 +122,7 @@ class Process:
                 with region():
                     loss = self.subject.loss(model, batch)
             else:
-                loss = self.subject.loss(forward, batch)
+                loss = self.subject.loss(CalledModule(model, forward), batch)
         self.coarsest = coarser(self.coarsest, coarsest.dtype)
         _require_good(loss, number)
         return loss

@@ -52,6 +52,16 @@ class CopyGradient(torch.optim.Optimizer):
                     p.copy_(p.grad)
 
 
+class Keep(torch.optim.Optimizer):
+    """p' = p: what changes a parameter beside it is no gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:
+        """Change nothing."""
+
+
 def one_process(
     subject: Subject,
     task: Task,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,9 +18,9 @@ CHECKS = ("loss", "gradient", "norm", "update")
 class CellResult:
     """The result of one cell, with its value on each axis.
 
-    It has `checks`, or an `error` (what a rank raised), or it is `unsupported` (the factory raised
-    NotImplementedError: its message). With `checks`, the `error` says that ranks have other bits of
-    one parameter.
+    It has `checks`, or an `error` (what a rank raised), or it is `unsupported` (why, in a line: the
+    factory raised NotImplementedError, or one process cannot compute it). With `checks`, the
+    `error` says that ranks have other bits of one parameter.
     """
 
     at: dict[str, str]  # axis -> value
@@ -131,6 +132,8 @@ class Report:
         lines += [f"In all cells: {', '.join(fixed)}."] if fixed else []
         lines += ["", *columns([header, *rows]), "", _LEGEND, ""]
         lines += [cell.describe() for cell in self.failures]
+        reasons = Counter(cell.unsupported for cell in self.cells if cell.unsupported)
+        lines += [f"not supported, {count} cells: {why}" for why, count in reasons.items()]
         return "\n".join([*lines, self.summary()])
 
     def _repr_html_(self) -> str:

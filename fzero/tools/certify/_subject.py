@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,44 @@ class Subject:
     def batch(self, number: int, dtype: torch.dtype) -> Any:
         """Batch `number`, floating tensors in `dtype`."""
         return cast(self.batches(number), dtype)
+
+
+class CalledModule:
+    """What a loss is given in the place of a module: it is called, and has the parameters.
+
+    Submodules and tensors of the module are not those that are trained, so it has none.
+    """
+
+    def __init__(self, module: nn.Module, call: Callable[..., Any], params: Any = None) -> None:
+        self._module, self._call, self._params = module, call, params
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the parameters in training, by path."""
+        yield from (self._params or dict(self._module.named_parameters())).items()
+
+    def parameters(self) -> Iterator[Tensor]:
+        """Yield the parameters in training."""
+        yield from (p for _, p in self.named_parameters())
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._module, name)
+        if isinstance(found, nn.Module | Tensor) or callable(found):
+            raise self._read(name)
+        return found
+
+    def __getitem__(self, at: Any) -> Any:
+        raise self._read(f"[{at!r}]")
+
+    def _read(self, what: str) -> LayoutError:
+        return LayoutError(
+            f"certify: the loss reads {what} of the model.",
+            cause="a part of the module that is called alone, or changed, in the loss.",
+            fix="call the model as a whole, with a forward that returns what the loss needs; "
+            "model.parameters() and model.named_parameters() may be read.",
+        )
 
 
 def subject_of(model: Any, loss: Loss, batches: Any, names: tuple[str, ...] = ()) -> Subject:

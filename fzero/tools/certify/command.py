@@ -13,6 +13,7 @@ from fzero.errors import LayoutError
 from fzero.tools.certify._axes import AXES
 from fzero.tools.certify._matrix import ADAMW, certify
 from fzero.tools.certify._models import MODELS, batch
+from fzero.tools.certify._report import CHECKS, CellResult, Report
 
 SUMMARY = "run two small models over the matrix: is each cell the step of one process?"
 DESCRIPTION = (
@@ -22,7 +23,10 @@ DESCRIPTION = (
     "equal. `transformer` has attention and norms, and is compared within the rounding of sums. "
     "fzero.certify(model, loss, batches) does it for a model of your own."
 )
-EPILOG = "The exit code is 0 if all cells agree, 1 if one does not, 2 for wrong input."
+EPILOG = (
+    "The exit code is 0 if all cells agree, 1 if one does not, 2 for wrong input. --full prints "
+    "cells as they come; Ctrl-C ends it with the table of those that there are, exit code 130."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -51,17 +55,33 @@ def run(given: dict[str, Any]) -> int:
             cause="a mistyped name, or a model of your own.",
             fix=f"choose from {', '.join(MODELS)}; fzero.certify takes your own.",
         )
-    reports = []
+    reports, cells, code = list[Report](), list[CellResult](), 0
+    full, as_json = given.get("full", False), given.get("json")
+
+    def on_cell(cell: CellResult) -> None:
+        cells.append(cell)
+        if full and not as_json:
+            print(cell.describe(), *map(cell.verdict, CHECKS), sep="  ", flush=True)
+
     for name in names:
         model = MODELS[name]
         sgd = functools.partial(torch.optim.SGD, lr=model.lr, momentum=0.5)
         optimizer = ADAMW if given.get("optimizer") == "adamw" else sgd
-        full = given.get("full", False)
         made = model.make()
-        report = certify(made, model.loss, batch, optimizer=optimizer, full=full, **axes)
+        cells.clear()
+        try:
+            report = certify(
+                made, model.loss, batch, optimizer=optimizer, full=full, on_cell=on_cell, **axes
+            )
+        except KeyboardInterrupt:
+            said = f"{len(cells)} cells, and then an interrupt."
+            report = Report(name=type(made).__name__, coverage=said, cells=tuple(cells))
+            code = 130
         reports.append(report)
-        if not given.get("json"):
+        if not as_json:
             print(f"{report}\n", flush=True)
-    if given.get("json"):
+        if code:
+            break
+    if as_json:
         print(json.dumps([report.to_dict() for report in reports], indent=1))
-    return 0 if all(reports) else 1
+    return code or int(not all(reports))

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+
+from torch import fx
 
 from fzero.collectives import assert_same_everywhere, disagreement, told_everywhere
 from fzero.ranks.mesh import Axis
+from fzero.state import Placement
 from fzero.tools.trace._api import program_of
 from fzero.tools.trace._record import Op
+from fzero.tools.trace.alive import inputs_of
 from fzero.tools.trace.found import AsFound
-from fzero.tools.trace.ops import ops_of
+from fzero.tools.trace.ops import UPDATE, is_collective, ops_of
+from fzero.tools.trace.program import FIELD, RecordedStep
 from fzero.transforms.pipeline import Step
 from fzero.transforms.states import flatten_states
 
@@ -19,8 +24,9 @@ def check_spmd(step: Callable[..., Any], state: Any, args: Any = ()) -> tuple[st
     """Return the collectives of a step, in order, if every rank makes the same ones.
 
     Each rank's program is traced (see `fzero.trace`), and compared before any of its collectives is
-    issued; then the calls of fzero in it (`grad_and_reduce`, `apply_gradients`) with their options,
-    which ranks tell each other at run time. Ranks that read other parameters, or read them in
+    issued; then the calls in it (`psum`, `grad_and_reduce`, `map_params`) with their options, which
+    ranks tell each other at run time; then the states that it returns: updated by the same ops, or
+    as they were given. Ranks that read other parameters, or read them in
     another order, are found, too; stage 3 serves them, at the price of a slower step.
 
     Args:
@@ -74,14 +80,15 @@ def _checked(
     return mine.collectives
 
 
-_WHAT = ("the collectives of the step", "the calls of the step")
+_WHAT = ("the collectives of the step", "the calls of the step", "what the step returns")
 
 
 class _Schedule(NamedTuple):
-    """The collectives and calls of one rank, a line each; calls have a line for each option."""
+    """What one rank does, a line each; calls have a line for each option."""
 
     collectives: tuple[str, ...]
     calls: tuple[str, ...]
+    returned: tuple[str, ...]
 
 
 def _schedule(
@@ -89,11 +96,37 @@ def _schedule(
 ) -> _Schedule:
     program = program_of(step, arguments, rank, found)
     collectives = (op for op in ops_of(program)[1] if op.is_collective)
-    said = (event.said for event in program.log.of(program.rank) if event.said)
+    calls = enumerate(program.log.calls)
     return _Schedule(
         tuple(f"{number}: {_line(op)}" for number, op in enumerate(collectives)),
-        tuple(line for number, text in enumerate(said) for line in _lines(number, text)),
+        tuple(line for number, text in calls for line in _lines(number, text)),
+        tuple(_returned(program)),
     )
+
+
+def _returned(program: RecordedStep) -> Iterator[str]:
+    """Yield a line for each tensor of the returned states that an update changes.
+
+    It says whether the tensor is an argument. Of what every rank has whole, it has the ops behind
+    it, as far as the last collective or update: before those ranks may compute other things.
+    """
+    nodes = list(program.graph.graph.nodes)
+    paths = dict(zip(inputs_of(nodes), program.inputs, strict=True))
+    for node, path in zip(nodes[-1].args[0], program.outputs, strict=True):
+        if (found := FIELD.match(path)) is None or found[2] not in ("params", "optimizer", "step"):
+            continue
+        is_whole = path.endswith((".step", ".count")) or (
+            found[2] == "params" and program.setups[found[1]].params is Placement.REPLICATED
+        )
+        behind, ahead = dict[fx.Node, str](), [node] if is_whole else []
+        while ahead:
+            if (one := ahead.pop()) not in behind:
+                target: Any = one.target
+                behind[one] = getattr(target, "__name__", str(target))
+                is_last = one in paths or target is UPDATE or is_collective(one)
+                ahead += [] if is_last else one.all_input_nodes
+        of = f"the argument {paths[node]}" if node in paths else f"new {sorted(behind.values())}"
+        yield f"{path}: {of}"
 
 
 def _line(op: Op) -> str:

@@ -92,7 +92,40 @@ def turns_two_around(state: Any, x: Tensor) -> tuple[Any, None]:
     return state, None
 
 
+def update(state: Any, x: Tensor) -> Any:
+    return fzero.apply_gradients(fzero.grad_and_reduce(same, state)(x)[0])
+
+
+def halved(state: Any) -> Any:
+    return fzero.map_params(lambda p: p / 2, state)
+
+
+def maps(state: Any, x: Tensor) -> tuple[Any, None]:
+    new = update(state, x)
+    return (halved(new) if fzero.axis_index() == 1 else new), None
+
+
+def sums(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+    new = update(state, x)
+    return new, (fzero.psum if fzero.axis_index() == 1 else fzero.pmean)(x)
+
+
+def returns_the_old_state(state: Any, x: Tensor) -> tuple[Any, Any]:
+    new = update(state, x)
+    return (state if fzero.axis_index() == 1 else new), new.step
+
+
+def returns_the_first_of_two(state: Any, x: Tensor) -> tuple[Any, Any]:
+    one = update(state, x)
+    two = update(one, x)
+    return (one if fzero.axis_index() == 1 else two), two.step
+
+
 OF_STEPS = {
+    maps: r"calls of the step: rank 0 has nothing, rank 1 has \d: map_params\(<lambda>, line",
+    sums: r"calls .*: rank 0 has \d: all_reduce of pmean, rank 1 has \d: all_reduce\.",
+    returns_the_old_state: r"what the step returns: .* rank 1 has .*: the argument state\.params",
+    returns_the_first_of_two: r"what the step returns: rank 0 has .*: new .*'add.Tensor', 'add",
     skips_the_update: r"calls of the step: rank 0 has \d: apply_gradients, rank 1 has nothing",
     clips_otherwise: r"calls .* \d: apply_gradients, max_norm=0.2, rank 1 has .* max_norm=0.1",
     turns_two_around: r"rank 0 has 0: all_reduce dp -> f32\[3,4\], rank 1 has 0: .* f32\[4\]",
@@ -106,6 +139,17 @@ def test_what_differs_beside_gathers_is_named(body: Any, stage: int) -> None:
     state = step.init(layers()[1], fzero.optim.sgd(0.5))
     with pytest.raises(MismatchError, match=OF_STEPS[body]):
         fzero.check_spmd(step, state, torch.ones(3, 3, 4))
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_map_of_uneven_shards_is_not_accused(size: int, stage: int) -> None:
+    step = fzero.simulate(
+        fzero.shard(lambda state, x: (halved(update(state, x)), fzero.pmean(x)), stage=stage),
+        world_size=size,
+    )
+    state = step.init(layers()[1], fzero.optim.adamw(0.5))
+    fzero.check_spmd(step, state, torch.ones(size, 3, 4))
 
 
 @pytest.mark.parametrize("stage", range(4))

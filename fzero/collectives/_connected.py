@@ -221,6 +221,16 @@ def unreached(
     return [*held.values()], connects
 
 
+def come_to(scope: Scope) -> str:
+    """Return which calls of a scope the backward in which this is asked comes to, as a text.
+
+    Ranks that come to others follow no common plan: one would wait where another never comes.
+    """
+    on = _AUTOGRAD._will_engine_execute_node
+    reached = [call for call, token in scope.tokens.items() if on(token.grad_fn)]
+    return f"its backward comes to {_shown(reached)}" if reached else ""
+
+
 def _of_all_ranks(
     calls: Sequence[UsersCall], reached: set[UsersCall], axis: Axis, *, stuck: bool
 ) -> tuple[set[UsersCall], bool]:

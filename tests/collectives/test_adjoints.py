@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -106,6 +107,37 @@ def test_parts_that_only_some_ranks_run_again(again: Any) -> None:
         wanted = torch.tensor([16.0, 49.0])
         assert torch.equal(of_sums[name], wanted.expand(2, -1))
         assert torch.equal(both[name], (wanted + torch.tensor(of_constants)).expand(2, -1))
+
+
+def _reentrant(fn: Any) -> Any:
+    return lambda *args: checkpoint(fn, *args, use_reentrant=True)
+
+
+def _reentrant_on_one_rank(fn: Any) -> Any:
+    return fn if fzero.axis_index() else _reentrant(fn)
+
+
+@pytest.mark.parametrize("again", [_reentrant, _reentrant_on_one_rank])
+def test_a_reentrant_checkpoint_has_the_adjoints_of_its_calls(again: Any) -> None:
+    """Where all losses use what it gives. Others raise: it has no node that another could reach."""
+
+    def alike(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        image, text = (again(lambda q, x: fzero.psum(q * x).pow(2))(q, x) for q in p.values())
+        return (image * (1 + fzero.axis_index()) + text).sum()
+
+    def unlike(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        image, text = (_reentrant(lambda q, x: fzero.psum(q * x).pow(2))(q, x) for q in p.values())
+        return (image if fzero.axis_index() else text).sum()
+
+    def by_state(loss: Any, x: Tensor) -> Any:
+        state = fzero.init(PAIR, fzero.optim.sgd(0.1), stage=2)
+        return fzero.full_gradients(fzero.grad_and_reduce(loss, state)(x)[0])
+
+    got = fzero.simulate(partial(by_state, alike), world_size=2)(XS)
+    assert torch.equal(got["image"], torch.tensor([48.0, 147.0]).expand(2, -1))
+    assert torch.equal(got["text"], torch.tensor([32.0, 98.0]).expand(2, -1))
+    with pytest.raises(MismatchError, match="use_reentrant=False"):
+        fzero.simulate(partial(by_state, unlike), world_size=2)(XS)
 
 
 def _gradients(graph: Graph, params: dict[str, Tensor], stage: int, xs: Tensor) -> Any:

@@ -290,3 +290,15 @@ def unlike_nesting() -> MismatchError:
         fix="nest the same transforms on every rank; a rank without anything to differentiate "
         "gives a constant inside of them.",
     )
+
+
+def unlike_inputs() -> MismatchError:
+    """Return the error of a derivative of the user's, of which only some ranks give the inputs."""
+    return MismatchError(
+        "torch.func.grad (or vjp) of your own around a collective to which only some ranks give "
+        "what is differentiated.",
+        cause="a constant in its place on other ranks, such as zeros of an expert without rows: "
+        "the adjoint would come to no rank.",
+        fix="give zeros + 0 * p.sum() in the place of the constant; or leave the derivative to "
+        "fzero.grad_and_reduce, whose adjoints come to all ranks.",
+    )

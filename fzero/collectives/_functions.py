@@ -32,13 +32,14 @@ from fzero.collectives._connected import (
     connected,
     differentiated,
     numbered,
+    unlike_inputs,
     unlike_nesting,
 )
 from fzero.collectives._kept import Kept, UsersCall, keeping
 from fzero.collectives._performers import UserCall, also_connects, before_collective, digest
 from fzero.collectives._rehearsed import of_ranks_alike, rehearsal
 from fzero.context import levels
-from fzero.context.here import WithoutMemory, current_ranks
+from fzero.context.here import WithoutMemory, current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
 from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
@@ -190,11 +191,13 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     bits, nesting = levels.followed(x), digest(levels.nesting())
     shapes = lowering.shapes_of([x], ragged=plan.kind == "ragged")
     own = levels.reverse(bits)
-    said = bits, nesting, _MASK ^ nesting, int(gives)
+    said = bits, _MASK ^ bits, nesting, _MASK ^ nesting, int(gives)
     call = UserCall(plan.said, shapes, plan.backward, said, own)
-    everyone, nested, others, any_gives = before_collective(plan.axis, call)
+    everyone, absent, nested, others, any_gives = before_collective(plan.axis, call)
     if levels.by_func(everyone) and nested & others:
         raise unlike_nesting()
+    if levels.beyond_reach(everyone & absent, anchors()):
+        raise unlike_inputs()
     if not any_gives:
         return None
     connects = levels.reverse(everyone)
@@ -209,6 +212,8 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     if plan.kept is not None:
         plan.kept.number(plan.call)
     missing, records = everyone & ~bits, torch.is_grad_enabled()
+    if unseen:  # whoever runs the part again gives it a graph
+        missing &= ~levels.BASE
     if not missing:
         y, *token = _applied(plan, x)
     else:
@@ -216,7 +221,7 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
             x = x if records else x.detach()
             y, *token = _applied(plan, _lifted(x, levels.tokens(missing, anchors())))
             y = y if records else y.detach()
-    if plan.call is not None and connects:
+    if plan.call is not None and (connects or unseen):
         connected(plan.call, token[0], backward=plan.backward)
     return y
 
@@ -227,7 +232,7 @@ _MASK = 2**56 - 1
 def _users(plan: LinearMap, x: Tensor) -> Tensor:
     """Make a call of a user's; in a part of a loss that is run again, give what it has returned."""
     x = x.clone() if isinstance(x, WithoutMemory) else x  # before the ranks come together
-    if is_recorded([x]):
+    if is_recorded([x]) and not is_abstract():
         return _applied(plan, x)[0]
     kept, run = keeping(f"{plan.said} {lowering.shapes_of([x], ragged=plan.kind == 'ragged')}")
     if run is None:
@@ -321,7 +326,7 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis = plan.kind, plan.axis
     xs = [_with_memory(x) for x in xs]
-    if not plan.name or is_recorded(xs):
+    if not plan.name or (is_recorded(xs) and not is_abstract()):
         before_collective(axis, connects=bool(plan.name) and any(map(is_differentiated, xs)))
     # A rank without rows may get some in a ragged exchange, and virtual ranks compare calls in it.
     if kind != "ragged" and not any(x.numel() for x in xs) and not lowering.swaps(axis):

@@ -78,6 +78,15 @@ def reverse(bits: int) -> bool:
     return bool(bits & BASE) or any(bits >> _FIRST + i & 1 for i in grads)
 
 
+def beyond_reach(bits: int, known: Mapping[int, Tensor]) -> bool:
+    """Whether one of these levels is a backward of the user's by torch.func, see `tokens`.
+
+    It comes to what is behind its inputs alone: to no token that is made here.
+    """
+    grads = ((i, one) for i, one in enumerate(_levels()) if one.key() == TransformType.Grad)
+    return any(bits >> _FIRST + i & 1 and one.level() not in known for i, one in grads)
+
+
 def by_func(bits: int) -> bool:
     """Whether one of these levels is of torch.func."""
     return bool(bits >> _FIRST)

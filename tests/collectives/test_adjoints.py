@@ -228,6 +228,26 @@ def test_a_derivative_of_ones_own_that_differs_by_rank_raises_by_name(by: Any) -
         fzero.simulate(body, world_size=2)(XS)
 
 
+def test_a_func_grad_of_ones_own_of_which_some_ranks_give_the_input_raises() -> None:
+    """The rank that uses the sum gave it nothing: the adjoint would come to no rank."""
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        first = fzero.axis_index() == 0
+
+        def inner(q: Tensor) -> Tensor:
+            total = fzero.psum(q * x if first else x).pow(2).sum()
+            return (q * q).sum() + (total.detach() if first else total)
+
+        return (torch.func.grad(inner)(p) * x).sum()
+
+    def step(x: Tensor) -> Any:
+        state = fzero.init(torch.ones(2), fzero.optim.sgd(0.1), stage=1)
+        return fzero.grad_and_reduce(loss, state)(x)[1]
+
+    with pytest.raises(MismatchError, match=r"grad \(or vjp\) of your own"):
+        fzero.simulate(step, world_size=2)(XS)
+
+
 def test_transforms_that_ranks_nest_otherwise_raise_on_all() -> None:
     def body(x: Tensor) -> Any:
         if fzero.axis_index():

@@ -135,11 +135,11 @@ def connecting(level: int = 0, anchor: Tensor | None = None) -> Generator[Scope]
 
 
 class _Tie(torch.autograd.Function):
-    """y = root, of which a backward also reaches the tokens, with no gradient."""
+    """y = x, followed at the levels of some tokens, too; their backward gets no gradient."""
 
     @staticmethod
-    def forward(root: Tensor, *tokens: Tensor) -> Tensor:
-        return root.clone()
+    def forward(x: Tensor, *tokens: Tensor) -> Tensor:
+        return x.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -152,19 +152,26 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        (root,) = ctx.saved_tensors
-        return torch.zeros_like(root) if tangents[0] is None else tangents[0].clone()
+        (x,) = ctx.saved_tensors
+        return torch.zeros_like(x) if tangents[0] is None else tangents[0].clone()
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, Any]:
-        return tied_to(args[0], args[1:]), in_dims[0]
+        x, *tokens = args
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        return with_tokens(x, tokens), 0
+
+
+def with_tokens(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+    """Return x, followed at the levels of these tokens, too."""
+    apply: Any = cast(Any, _Tie).apply
+    return apply(x, *tokens)
 
 
 def tied_to(root: Tensor, tokens: Sequence[Tensor]) -> Tensor:
     """Return a root of which a backward reaches all of these tokens, too."""
-    apply: Any = cast(Any, _Tie).apply
     with torch.enable_grad():
-        return apply(root, *tokens)
+        return with_tokens(root, tokens)
 
 
 class _Stop(Exception):

@@ -34,6 +34,7 @@ from fzero.collectives._connected import (
     numbered,
     unlike_inputs,
     unlike_nesting,
+    with_tokens,
 )
 from fzero.collectives._kept import Kept, UsersCall, keeping
 from fzero.collectives._performers import UserCall, also_connects, before_collective, digest
@@ -149,39 +150,6 @@ class _Linear(torch.autograd.Function):
         return ys, tuple(at if i < len(xs) else None for i, _ in enumerate(ys))
 
 
-class _Lift(torch.autograd.Function):
-    """y = x, followed at the levels of some tokens, too."""
-
-    @staticmethod
-    def forward(x: Tensor, *tokens: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.count = len(inputs) - 1
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> Any:
-        return dys[0], *[None] * ctx.count
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return torch.zeros_like(x) if tangents[0] is None else tangents[0].clone()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, int]:
-        x, *tokens = args
-        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
-        return _lifted(x, tokens), 0
-
-
-def _lifted(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
-    apply: Callable[..., Tensor] = cast(Any, _Lift).apply
-    return apply(x, *tokens)
-
-
 def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     """Make one call of a user's, or its adjoint, on all ranks alike.
 
@@ -219,7 +187,7 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     else:
         with torch.enable_grad():
             x = x if records else x.detach()
-            y, *token = _applied(plan, _lifted(x, levels.tokens(missing, anchors())))
+            y, *token = _applied(plan, with_tokens(x, levels.tokens(missing, anchors())))
             y = y if records else y.detach()
     if plan.call is not None and (connects or unseen):
         connected(plan.call, token[0], backward=plan.backward)
@@ -240,7 +208,7 @@ def _users(plan: LinearMap, x: Tensor) -> Tensor:
     assert kept is not None
     if kept.call is None:
         return _applied(plan._replace(kept=kept), x)[0]
-    y, token = _applied(plan._replace(call=kept.call, kept=kept), _lifted(x, [run.anchor]))
+    y, token = _applied(plan._replace(call=kept.call, kept=kept), with_tokens(x, [run.anchor]))
     connected(kept.call, token, backward=False)
     return y
 

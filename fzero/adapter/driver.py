@@ -30,7 +30,7 @@ from fzero.adapter._region import Region
 from fzero.adapter._stand_ins import StandIns
 from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
 from fzero.adapter._writes import Writes
-from fzero.collectives import performer_of
+from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
@@ -199,7 +199,8 @@ class Driver:
         # One that is made on all ranks alike is told to all, whether it brings gradients here or
         # not: its weight counts.
         silent = not self.losses.is_of_all(task)
-        self.running.begin_backward(silent=silent, dropped=dropped, weighed=weighed)
+        said = come_to(self.losses.calls)
+        self.running.begin_backward(silent=silent, dropped=dropped, weighed=weighed, said=said)
 
     def received(
         self, leaf: int, p: Any, task: int, around: int | None, *, first: bool = False

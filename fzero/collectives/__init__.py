@@ -26,6 +26,7 @@ from fzero.collectives._channel import mismatch as mismatch
 from fzero.collectives._connected import Scope as Scope
 from fzero.collectives._connected import anchors as anchors
 from fzero.collectives._connected import close_scope as close_scope
+from fzero.collectives._connected import come_to as come_to
 from fzero.collectives._connected import connected as connected
 from fzero.collectives._connected import connecting as connecting
 from fzero.collectives._connected import open_scope as open_scope

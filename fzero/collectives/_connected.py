@@ -22,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from fzero.collectives._kept import UsersCall, runs
+from fzero.collectives._kept import UsersCall, node_around, runs
 from fzero.collectives._performers import agreed
 from fzero.context import levels
 from fzero.context.here import current_ranks
@@ -42,19 +42,21 @@ class Scope:
     Attributes:
         level: of torch.func, at which they are differentiated; 0 is autograd's own.
         anchor: a tensor without elements by which it differentiates: that of a rank with no graph.
-        tokens: of each call that any rank differentiates at this level, in their order.
+        tokens: of each call that any rank differentiates at this level, in their order. Of one in a
+            reentrant checkpoint of torch's, the node of that, which gives no token.
     """
 
     def __init__(self, level: int = 0, anchor: Tensor | None = None) -> None:
         self.level, self.anchor = level, anchor
-        self.tokens: dict[UsersCall, Tensor] = {}
+        self.tokens: dict[UsersCall, Any] = {}
         self._task = _AUTOGRAD._current_graph_task_id()
 
-    def add(self, call: UsersCall, token: Tensor, *, backward: bool) -> None:
+    def add(self, call: UsersCall, token: Any, *, backward: bool) -> None:
         """Take the token of a call, unless a checkpoint has made it anew in a backward."""
         anew = not backward and _AUTOGRAD._current_graph_task_id() != self._task
-        token = levels.at_level(token, self.level)
-        if token.requires_grad and not anew:
+        if isinstance(token, Tensor):
+            token = levels.at_level(token, self.level)
+        if not anew and (token.requires_grad if isinstance(token, Tensor) else not self.level):
             self.tokens[call] = token
 
 
@@ -95,8 +97,9 @@ def connected(call: UsersCall, token: Tensor, *, backward: bool) -> None:
         if run.tokens is not None:
             run.tokens.append(token)
             return
+    node = node_around()
     for scope in _book().scopes:
-        scope.add(call, token, backward=backward)
+        scope.add(call, token if node is None else node, backward=backward)
 
 
 def differentiated(call: UsersCall) -> None:
@@ -132,11 +135,11 @@ def connecting(level: int = 0, anchor: Tensor | None = None) -> Generator[Scope]
 
 
 class _Tie(torch.autograd.Function):
-    """y = root, of which a backward also reaches the tokens, with no gradient."""
+    """y = x, followed at the levels of some tokens, too; their backward gets no gradient."""
 
     @staticmethod
-    def forward(root: Tensor, *tokens: Tensor) -> Tensor:
-        return root.clone()
+    def forward(x: Tensor, *tokens: Tensor) -> Tensor:
+        return x.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -149,19 +152,26 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        (root,) = ctx.saved_tensors
-        return torch.zeros_like(root) if tangents[0] is None else tangents[0].clone()
+        (x,) = ctx.saved_tensors
+        return torch.zeros_like(x) if tangents[0] is None else tangents[0].clone()
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, Any]:
-        return tied_to(args[0], args[1:]), in_dims[0]
+        x, *tokens = args
+        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
+        return with_tokens(x, tokens), 0
+
+
+def with_tokens(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+    """Return x, followed at the levels of these tokens, too."""
+    apply: Any = cast(Any, _Tie).apply
+    return apply(x, *tokens)
 
 
 def tied_to(root: Tensor, tokens: Sequence[Tensor]) -> Tensor:
     """Return a root of which a backward reaches all of these tokens, too."""
-    apply: Any = cast(Any, _Tie).apply
     with torch.enable_grad():
-        return apply(root, *tokens)
+        return with_tokens(root, tokens)
 
 
 class _Stop(Exception):
@@ -182,13 +192,11 @@ class _Probe(torch.autograd.Function):
         raise _Stop
 
 
-def _reached(
-    roots: Sequence[Tensor], tokens: dict[UsersCall, Tensor], inputs: Any
-) -> set[UsersCall]:
+def _reached(roots: Sequence[Tensor], tokens: dict[UsersCall, Any], inputs: Any) -> set[UsersCall]:
     """Return the calls that a backward from these roots comes to."""
     found = list[bool]()
     with torch.enable_grad():
-        nodes = [token.grad_fn for token in tokens.values()]
+        nodes = [_node(token) for token in tokens.values()]
         probe: Any = cast(Any, _Probe).apply(nodes, found, *roots)
     if not probe.requires_grad:
         return set()
@@ -206,11 +214,11 @@ def unreached(
     tokens. And whether any rank reaches a call. A call of all ranks that have made those of the
     scope. Raises `MismatchError`, on all of them, where a backward by `inputs` cannot reach them.
     """
-    held, connects, again = dict[UsersCall, Tensor](), False, bool(scope.tokens)
+    held, connects, again = dict[UsersCall, Any](), False, bool(scope.tokens)
     tokens = dict(scope.tokens)
     while again:
         again, more = False, set[UsersCall]()
-        reached = _reached([*roots, *held.values()], tokens, inputs)
+        reached = _reached([*roots, *_tensors(held)], tokens, inputs)
         for axis in sorted({call.axis for call in tokens}, key=lambda axis: axis.size):
             mine = [call for call in tokens if call.axis == axis]
             stuck = not reached.issuperset(held)
@@ -218,7 +226,25 @@ def unreached(
             more, again = more | (everyone - reached), again or unlike
             connects = connects or bool(everyone)
         held |= {call: tokens[call] for call in more}
-    return [*held.values()], connects
+    return _tensors(held), connects
+
+
+def _tensors(tokens: dict[UsersCall, Any]) -> list[Tensor]:
+    return [token for token in tokens.values() if isinstance(token, Tensor)]
+
+
+def _node(token: Any) -> Any:
+    return token.grad_fn if isinstance(token, Tensor) else token
+
+
+def come_to(scope: Scope) -> str:
+    """Return which calls of a scope the backward in which this is asked comes to, as a text.
+
+    Ranks that come to others follow no common plan: one would wait where another never comes.
+    """
+    on = _AUTOGRAD._will_engine_execute_node
+    reached = [call for call, token in scope.tokens.items() if on(_node(token))]
+    return f"its backward comes to {_shown(reached)}" if reached else ""
 
 
 def _of_all_ranks(
@@ -254,9 +280,10 @@ def _stuck() -> MismatchError:
         "the backward of a loss comes to collectives on some ranks that it does not reach on "
         "others.",
         cause="a backward by some tensors only (inputs=), which on another rank are not behind "
-        "the collective.",
-        fix="leave inputs= out, or make the same use of the collectives on every rank: "
-        "loss + 0 * y.sum().",
+        "the collective; or a collective in torch.utils.checkpoint(use_reentrant=True), of which "
+        "only some losses use what it gave.",
+        fix="leave inputs= out; use_reentrant=False, or fzero.remat; or make the same use of the "
+        "collectives on every rank: loss + 0 * y.sum().",
     )
 
 
@@ -269,4 +296,16 @@ def unlike_nesting() -> MismatchError:
         "rank, and the other way round on another.",
         fix="nest the same transforms on every rank; a rank without anything to differentiate "
         "gives a constant inside of them.",
+    )
+
+
+def unlike_inputs() -> MismatchError:
+    """Return the error of a derivative of the user's, of which only some ranks give the inputs."""
+    return MismatchError(
+        "torch.func.grad (or vjp) of your own around a collective to which only some ranks give "
+        "what is differentiated.",
+        cause="a constant in its place on other ranks, such as zeros of an expert without rows: "
+        "the adjoint would come to no rank.",
+        fix="give zeros + 0 * p.sum() in the place of the constant; or leave the derivative to "
+        "fzero.grad_and_reduce, whose adjoints come to all ranks.",
     )

@@ -32,14 +32,16 @@ from fzero.collectives._connected import (
     connected,
     differentiated,
     numbered,
+    unlike_inputs,
     unlike_nesting,
+    with_tokens,
 )
 from fzero.collectives._kept import Kept, UsersCall, keeping
 from fzero.collectives._log import note_call
 from fzero.collectives._performers import UserCall, also_connects, before_collective, digest
 from fzero.collectives._rehearsed import of_ranks_alike, rehearsal
 from fzero.context import levels
-from fzero.context.here import WithoutMemory, current_ranks
+from fzero.context.here import WithoutMemory, current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
 from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
@@ -149,39 +151,6 @@ class _Linear(torch.autograd.Function):
         return ys, tuple(at if i < len(xs) else None for i, _ in enumerate(ys))
 
 
-class _Lift(torch.autograd.Function):
-    """y = x, followed at the levels of some tokens, too."""
-
-    @staticmethod
-    def forward(x: Tensor, *tokens: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.count = len(inputs) - 1
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> Any:
-        return dys[0], *[None] * ctx.count
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return torch.zeros_like(x) if tangents[0] is None else tangents[0].clone()
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Tensor) -> tuple[Tensor, int]:
-        x, *tokens = args
-        x = x.expand(info.batch_size, *x.shape) if in_dims[0] is None else x.movedim(in_dims[0], 0)
-        return _lifted(x, tokens), 0
-
-
-def _lifted(x: Tensor, tokens: Sequence[Tensor]) -> Tensor:
-    apply: Callable[..., Tensor] = cast(Any, _Lift).apply
-    return apply(x, *tokens)
-
-
 def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     """Make one call of a user's, or its adjoint, on all ranks alike.
 
@@ -191,11 +160,13 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     bits, nesting = levels.followed(x), digest(levels.nesting())
     shapes = lowering.shapes_of([x], ragged=plan.kind == "ragged")
     own = levels.reverse(bits)
-    said = bits, nesting, _MASK ^ nesting, int(gives)
+    said = bits, _MASK ^ bits, nesting, _MASK ^ nesting, int(gives)
     call = UserCall(plan.said, shapes, plan.backward, said, own)
-    everyone, nested, others, any_gives = before_collective(plan.axis, call)
+    everyone, absent, nested, others, any_gives = before_collective(plan.axis, call)
     if levels.by_func(everyone) and nested & others:
         raise unlike_nesting()
+    if levels.beyond_reach(everyone & absent, anchors()):
+        raise unlike_inputs()
     if not any_gives:
         return None
     connects = levels.reverse(everyone)
@@ -210,14 +181,16 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     if plan.kept is not None:
         plan.kept.number(plan.call)
     missing, records = everyone & ~bits, torch.is_grad_enabled()
+    if unseen:  # whoever runs the part again gives it a graph
+        missing &= ~levels.BASE
     if not missing:
         y, *token = _applied(plan, x)
     else:
         with torch.enable_grad():
             x = x if records else x.detach()
-            y, *token = _applied(plan, _lifted(x, levels.tokens(missing, anchors())))
+            y, *token = _applied(plan, with_tokens(x, levels.tokens(missing, anchors())))
             y = y if records else y.detach()
-    if plan.call is not None and connects:
+    if plan.call is not None and (connects or unseen):
         connected(plan.call, token[0], backward=plan.backward)
     return y
 
@@ -230,14 +203,15 @@ def _users(plan: LinearMap, x: Tensor) -> Tensor:
     x = x.clone() if isinstance(x, WithoutMemory) else x  # before the ranks come together
     if is_recorded([x]):
         note_call(plan.said)
-        return _applied(plan, x)[0]
+        if not is_abstract():
+            return _applied(plan, x)[0]
     kept, run = keeping(f"{plan.said} {lowering.shapes_of([x], ragged=plan.kind == 'ragged')}")
     if run is None:
         return cast(Tensor, _called(plan._replace(kept=kept), x))
     assert kept is not None
     if kept.call is None:
         return _applied(plan._replace(kept=kept), x)[0]
-    y, token = _applied(plan._replace(call=kept.call, kept=kept), _lifted(x, [run.anchor]))
+    y, token = _applied(plan._replace(call=kept.call, kept=kept), with_tokens(x, [run.anchor]))
     connected(kept.call, token, backward=False)
     return y
 
@@ -323,7 +297,7 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis = plan.kind, plan.axis
     xs = [_with_memory(x) for x in xs]
-    if not plan.name or is_recorded(xs):
+    if not plan.name or (is_recorded(xs) and not is_abstract()):
         before_collective(axis, connects=bool(plan.name) and any(map(is_differentiated, xs)))
     # A rank without rows may get some in a ragged exchange, and virtual ranks compare calls in it.
     if kind != "ragged" and not any(x.numel() for x in xs) and not lowering.swaps(axis):

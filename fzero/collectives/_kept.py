@@ -7,6 +7,7 @@ when it is run again it is given that, and communicates in the adjoints alone.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,7 +23,10 @@ from fzero.errors import PhaseError
 from fzero.ranks.mesh import Axis
 
 _autograd: Any = torch_autograd  # what it has no types for
+_TORCH: Any = torch
 _Frame: Any = vars(checkpoint)["_CheckpointFrame"]  # of one call of a function under a checkpoint
+_Reentrant: Any = checkpoint.CheckpointFunction  # of the other kind: its node runs the function
+_RUNS_AGAIN = {_Reentrant.forward.__code__: False, _Reentrant.backward.__code__: True}
 
 
 class UsersCall(NamedTuple):
@@ -122,11 +126,46 @@ def _runs_here() -> _Runs:
 def runs() -> list[PartRun]:
     """Return the runs around this call, the innermost last."""
     here = _runs_here()
+    around = [_of_node(*one) for one in _reentrant()] + here.around
     if _autograd._top_saved_tensors_default_hooks(True) is None:
-        return here.around
+        return around
     with without_hooks() as hooks:
         found = [_of_hook(here, pack) for pack, _ in reversed(hooks)]
-    return [*here.around, *[run for run in found if run and run not in here.around]]
+    return [*around, *[run for run in found if run and run not in around]]
+
+
+def _reentrant() -> list[tuple[Any, bool]]:
+    """Return the nodes of reentrant checkpoints that run a function, the outermost first.
+
+    And whether each runs it again. They run it without a graph, or in a backward.
+    """
+    found, frame = list[tuple[Any, bool]](), None
+    if not torch.is_grad_enabled() or _TORCH._C._current_graph_task_id() >= 0:
+        frame = sys._getframe()
+    while frame is not None:
+        if (again := _RUNS_AGAIN.get(frame.f_code)) is not None:
+            found.append((frame.f_locals["ctx"], again))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _of_node(node: Any, again: bool) -> PartRun:
+    if not again:
+        block = vars(node).setdefault("fzero_block", Block())
+        return PartRun(block, again=False, own_graph=False, anchor=torch.zeros(0))
+    task, run = vars(node).get("fzero_again", (None, None))
+    if task != (now := _TORCH._C._current_graph_task_id()):  # it may run again several times
+        anchor = torch.zeros(0, requires_grad=True)
+        block = vars(node).get("fzero_block", Block())
+        run = PartRun(block, again=True, own_graph=True, anchor=anchor)
+        node.fzero_again = now, run
+    assert run is not None
+    return run
+
+
+def node_around() -> Any:
+    """Return the node of which this call is a part, if a reentrant checkpoint is around it."""
+    return next((node for node, again in _reentrant()[:1] if not again), None)
 
 
 def _of_hook(here: _Runs, pack: Any) -> PartRun | None:

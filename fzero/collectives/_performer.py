@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+import torch
+
 from fzero.collectives._channel import Channel, mismatch
 from fzero.context.modes import for_training
 from fzero.errors import AxisError, PeerFailedError, PhaseError
@@ -42,6 +44,8 @@ from fzero.state.protocol import (
     Raised,
     Units,
 )
+
+_TORCH: Any = torch  # what it has no types for
 
 FUNCTIONAL = 2**29
 """The number of a functional pass; of one inside its loss, the next."""
@@ -196,7 +200,8 @@ class Performer:
             case Raise(failed):
                 raise self._error(failed)
             case _:
-                self._party(effect.model).perform(effect)
+                with _TORCH._C._DisableFuncTorch():  # another rank asks, inside of a transform here
+                    self._party(effect.model).perform(effect)
         return None
 
     def _error(self, failed: tuple[int, ...]) -> Exception:

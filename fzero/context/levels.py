@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from fzero.context.here import in_forward_mode
 
 _TORCH: Any = torch  # what wraps tensors has no types
-_BASE, _TANGENT, _FIRST = 1, 2, 2
+BASE, _TANGENT, _FIRST = 1, 2, 2
 """The bits of ordinary autograd and of its forward mode; how many come before torch.func's."""
 
 
@@ -54,7 +54,7 @@ def followed(x: Tensor) -> int:
         if part is not None and _is_followed(part, level, mode=mode):
             bits |= 1 << _FIRST + i
         mode = mode and (key != TransformType.Grad or level.prev_grad_mode())
-    bits |= _BASE * (mode and x.requires_grad)
+    bits |= BASE * (mode and x.requires_grad)
     if in_forward_mode():
         with _lowered(None):
             bits |= _TANGENT * _has_tangent(x)
@@ -75,7 +75,16 @@ def _has_tangent(x: Tensor) -> bool:
 def reverse(bits: int) -> bool:
     """Whether one of these levels has a graph, by which a backward comes."""
     grads = (i for i, one in enumerate(_levels()) if one.key() == TransformType.Grad)
-    return bool(bits & _BASE) or any(bits >> _FIRST + i & 1 for i in grads)
+    return bool(bits & BASE) or any(bits >> _FIRST + i & 1 for i in grads)
+
+
+def beyond_reach(bits: int, known: Mapping[int, Tensor]) -> bool:
+    """Whether one of these levels is a backward of the user's by torch.func, see `tokens`.
+
+    It comes to what is behind its inputs alone: to no token that is made here.
+    """
+    grads = ((i, one) for i, one in enumerate(_levels()) if one.key() == TransformType.Grad)
+    return any(bits >> _FIRST + i & 1 and one.level() not in known for i, one in grads)
 
 
 def by_func(bits: int) -> bool:
@@ -88,7 +97,7 @@ def tokens(bits: int, known: Mapping[int, Tensor]) -> list[Tensor]:
 
     known: by level those that are there already; 0 is autograd's own.
     """
-    found = [known.get(0, _new(None))] if bits & _BASE else []
+    found = [known.get(0, _new(None))] if bits & BASE else []
     found += [_new("tangent")] if bits & _TANGENT else []
     for i, level in enumerate(_levels()):
         if bits >> _FIRST + i & 1:

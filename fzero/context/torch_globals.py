@@ -52,31 +52,21 @@ over the table, which must not change then; `sharded_init` serves all ranks by o
 
 
 _C: Any = torch._C
+_warns, _checks_nan = _C._get_deterministic_algorithms_warn_only, torch.is_anomaly_check_nan_enabled
 
 
-def _deterministic() -> tuple[bool, bool]:
-    warns = _C._get_deterministic_algorithms_warn_only()
-    return _C._get_deterministic_algorithms(), warns
-
-
-def _set_deterministic(value: tuple[bool, bool]) -> None:
-    torch.use_deterministic_algorithms(value[0], warn_only=value[1])
-
-
-def _anomaly() -> tuple[bool, bool]:
-    return torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
-
-
-def _set_anomaly(value: tuple[bool, bool]) -> None:
-    torch.autograd.set_detect_anomaly(*value)
+def _set_deterministic(on: bool, warns: bool) -> None:
+    torch.use_deterministic_algorithms(on, warn_only=warns)
 
 
 # What reads a setting is a function of torch's C++ where there is one: each turn of each rank calls
 # all of them.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_deterministic, _set_deterministic),
-    (_anomaly, _set_anomaly),
+    (_C._get_deterministic_algorithms, lambda on: _set_deterministic(on, _warns())),
+    (_warns, lambda warns: _set_deterministic(_C._get_deterministic_algorithms(), warns)),
+    (torch.is_anomaly_enabled, lambda on: torch.set_anomaly_enabled(on, _checks_nan())),
+    (_checks_nan, lambda nan: torch.set_anomaly_enabled(torch.is_anomaly_enabled(), nan)),
     (_C._get_float32_matmul_precision, _C._set_float32_matmul_precision),
     (_C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (_C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),

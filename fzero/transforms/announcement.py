@@ -62,13 +62,15 @@ def begin_of(
     owner: int,
     phase: int,
     buckets: int | None,
+    text: str,
     *,
     dropped: bool,
 ) -> Begin:
     """Return the event of a phase.
 
-    owner: the state whose schedule has the programs. buckets: how many there are where nothing is
-    gathered: no program is recorded then, each bucket is reduced once, the last one first.
+    text: see `text_of`. owner: the state whose schedule has the programs. buckets: how many there
+    are where nothing is gathered: no program is recorded then, each bucket is reduced once, the
+    last one first.
     """
     state = states[owner]
     index = state.progress.backwards
@@ -77,7 +79,7 @@ def begin_of(
     else:
         program = schedule.backwards(buckets)
     said = Announcement(
-        text=_text(form, states, dropped=dropped),
+        text=text,
         place=(index, phase),
         program=program,
         served=form.served and not dropped,
@@ -109,7 +111,8 @@ def _crosses(state: TrainState) -> bool:
     return state.setup.streams or state.setup.axis.runtime is not Runtime.LOCAL
 
 
-def _text(form: PassForm, states: Sequence[TrainState], *, dropped: bool) -> str:
+def text_of(form: PassForm, states: Sequence[TrainState], *, dropped: bool, said: str) -> str:
+    """Return what must be equal on all ranks of a phase; of a backward also what is `said`."""
     lines = [form.name, f"gradients dropped just before: {dropped}"]
     for state in states:
         setup = state.setup
@@ -118,4 +121,4 @@ def _text(form: PassForm, states: Sequence[TrainState], *, dropped: bool) -> str
         lines += facts(state, "pass")
         if not form.served:
             lines.append(f"after {state.progress.reductions} reductions since the update")
-    return "\n".join(lines)
+    return "\n".join([*lines, *[said] * bool(said)])

@@ -32,7 +32,7 @@ from fzero.state.protocol import (
     GiveUp,
     Unpin,
 )
-from fzero.transforms.announcement import PassForm, begin_of, kept_beyond
+from fzero.transforms.announcement import PassForm, begin_of, kept_beyond, text_of
 from fzero.transforms.builtins import BUILTINS, on_gathered
 from fzero.transforms.points import Calls
 from fzero.transforms.receive import (
@@ -149,19 +149,25 @@ class Pass:
         self.performer.send(EndForward(self.form.number))
 
     def begin_backward(
-        self, *, silent: bool = False, dropped: bool = False, weighed: Weighed | None = None
+        self,
+        *,
+        silent: bool = False,
+        dropped: bool = False,
+        weighed: Weighed | None = None,
+        said: str = "",
     ) -> None:
         """Announce that gradients will be reduced, of a weight if the states have weights.
 
         `silent`: below stage 3, leave that to `first_gradient`: a backward that brings none then
-        concerns no other rank. `dropped`: this rank has just thrown away what it held.
+        concerns no other rank. `dropped`: this rank has just thrown away what it held. `said`: what
+        else the ranks compare.
         """
         self.put_aside()
         self._begin_calls(weighed)
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         if not (silent := silent and not self.gathers):
             self._reduce_waiting()
-        begun = self._begin(pass_state.BACKWARD, dropped=dropped)
+        begun = self._begin(pass_state.BACKWARD, dropped=dropped, said=said)
         self.performer.send(replace(begun, silent=silent))
 
     def first_gradient(self) -> None:
@@ -306,14 +312,15 @@ class Pass:
 
         return take_served
 
-    def _begin(self, phase: int, *, dropped: bool = False) -> Begin:
+    def _begin(self, phase: int, *, dropped: bool = False, said: str = "") -> Begin:
         count = None if self.gathers else self.reducer.unit_count
         if self.gathers:  # the states of another pass, beside which this one was, have other units
             owner, units = self.states[self.owner], self.machine.units.numels
             known = schedule.of_units(owner.schedule, units)
             if known is not owner.schedule:
                 self.put(self.owner, owner.replace(schedule=known))
-        return begin_of(self.form, self.states, self.owner, phase, count, dropped=dropped)
+        text = text_of(self.form, self.states, dropped=dropped, said=said)
+        return begin_of(self.form, self.states, self.owner, phase, count, text, dropped=dropped)
 
     def _after_pass(self) -> None:
         """Put learned programs into the schedule, and gathered units that stay into the window."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -108,6 +109,37 @@ def test_parts_that_only_some_ranks_run_again(again: Any) -> None:
         assert torch.equal(both[name], (wanted + torch.tensor(of_constants)).expand(2, -1))
 
 
+def _reentrant(fn: Any) -> Any:
+    return lambda *args: checkpoint(fn, *args, use_reentrant=True)
+
+
+def _reentrant_on_one_rank(fn: Any) -> Any:
+    return fn if fzero.axis_index() else _reentrant(fn)
+
+
+@pytest.mark.parametrize("again", [_reentrant, _reentrant_on_one_rank])
+def test_a_reentrant_checkpoint_has_the_adjoints_of_its_calls(again: Any) -> None:
+    """Where all losses use what it gives. Others raise: it has no node that another could reach."""
+
+    def alike(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        image, text = (again(lambda q, x: fzero.psum(q * x).pow(2))(q, x) for q in p.values())
+        return (image * (1 + fzero.axis_index()) + text).sum()
+
+    def unlike(p: dict[str, Tensor], x: Tensor) -> Tensor:
+        image, text = (_reentrant(lambda q, x: fzero.psum(q * x).pow(2))(q, x) for q in p.values())
+        return (image if fzero.axis_index() else text).sum()
+
+    def by_state(loss: Any, x: Tensor) -> Any:
+        state = fzero.init(PAIR, fzero.optim.sgd(0.1), stage=2)
+        return fzero.full_gradients(fzero.grad_and_reduce(loss, state)(x)[0])
+
+    got = fzero.simulate(partial(by_state, alike), world_size=2)(XS)
+    assert torch.equal(got["image"], torch.tensor([48.0, 147.0]).expand(2, -1))
+    assert torch.equal(got["text"], torch.tensor([32.0, 98.0]).expand(2, -1))
+    with pytest.raises(MismatchError, match="use_reentrant=False"):
+        fzero.simulate(partial(by_state, unlike), world_size=2)(XS)
+
+
 def _gradients(graph: Graph, params: dict[str, Tensor], stage: int, xs: Tensor) -> Any:
     def step(x: Tensor) -> Any:
         state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, bucket_bytes=16)
@@ -194,6 +226,26 @@ def test_a_derivative_of_ones_own_that_differs_by_rank_raises_by_name(by: Any) -
 
     with pytest.raises(AxisError, match=r"in the backward of call 1[\s\S]*engine.backward"):
         fzero.simulate(body, world_size=2)(XS)
+
+
+def test_a_func_grad_of_ones_own_of_which_some_ranks_give_the_input_raises() -> None:
+    """The rank that uses the sum gave it nothing: the adjoint would come to no rank."""
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        first = fzero.axis_index() == 0
+
+        def inner(q: Tensor) -> Tensor:
+            total = fzero.psum(q * x if first else x).pow(2).sum()
+            return (q * q).sum() + (total.detach() if first else total)
+
+        return (torch.func.grad(inner)(p) * x).sum()
+
+    def step(x: Tensor) -> Any:
+        state = fzero.init(torch.ones(2), fzero.optim.sgd(0.1), stage=1)
+        return fzero.grad_and_reduce(loss, state)(x)[1]
+
+    with pytest.raises(MismatchError, match=r"grad \(or vjp\) of your own"):
+        fzero.simulate(step, world_size=2)(XS)
 
 
 def test_transforms_that_ranks_nest_otherwise_raise_on_all() -> None:

@@ -67,3 +67,23 @@ def _all(rank: int, size: int, driver: Any) -> list[Any]:
 @pytest.mark.parametrize("driver", [_by_state, _by_engine])
 def test_gradients_are_those_of_one_process(driver: Any, size: int) -> None:
     assert run_ranks(_all, size, driver, timeout_s=60) == [[]] * size
+
+
+def _plain(rank: int, size: int, seed: int, stage: int) -> None:
+    random = Random(seed)
+    graph = graph_of(random, ranks=size)
+    params, xs = params_of(graph, random)
+    model = Leaves(params)
+    engine = Engine(model, fzero.optim.sgd(0.1), stage=stage, bucket_bytes=16)
+    model(graph, xs[rank]).backward()
+    engine.step()
+
+
+@pytest.mark.parametrize(("size", "seed", "stage"), [(2, 5, 1), (3, 112, 0)])
+def test_a_plain_backward_that_comes_to_other_calls_raises_on_all(
+    size: int, seed: int, stage: int
+) -> None:
+    """Behind a first gradient one rank goes on to an adjoint, and another one ends."""
+    for name, text in run_ranks(_plain, size, seed, stage, raises=True, timeout_s=20):
+        assert name == "MismatchError"
+        assert "engine.backward(loss)" in text

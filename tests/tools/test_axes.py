@@ -36,9 +36,6 @@ def without_rounds(counts: dict[str, int]) -> dict[str, int]:
     return {op: n for op, n in counts.items() if op != "agree"}
 
 
-@pytest.mark.xfail(
-    reason="open: a record has adjoints that no rank needs; a step does not", strict=False
-)
 @covered(stage=[0, 2, 3], ranks=[2, 4], name=[*AXIS])
 def test_plan_and_trace_have_the_counts_and_the_bytes_of_the_real_step(
     name: str, ranks: int, stage: int

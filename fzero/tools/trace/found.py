@@ -523,7 +523,7 @@ def _inside(x: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f".{name}", one) for name, one in vars(x).items())
     elif isinstance(x, TrainState):
         yield from ((".optimizer", x.setup.optimizer), (".transforms", x.setup.transforms))
-    elif type(x).__module__.startswith("numpy.random") and hasattr(x, "bit_generator"):
+    elif type(x).__name__ == "Generator" and hasattr(x, "bit_generator"):  # of NumPy
         yield ".bit_generator", x.bit_generator
 
 

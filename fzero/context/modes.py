@@ -25,6 +25,8 @@ from fzero.errors import FzeroError, LayoutError, PhaseError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+LEFT: dict[int, Callable[[Any], None]] = {}
+"""Of each tensor that a record has left in the program: what judges the outcome of a step."""
 
 
 def in_transform() -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, over
 
 import torch
 
+from fzero.context.modes import LEFT
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import refuse_module
 from fzero.state import TrainState
@@ -69,6 +70,12 @@ class Step(Generic[P, R]):
         try:
             result = self._around(self.inner, *args, **kwargs)
             left = dropped.left_by(noted, result)
+            if LEFT:
+                next(reversed(LEFT.values()))(result)
+        except Exception as error:
+            if LEFT:
+                next(reversed(LEFT.values()))(error)
+            raise
         finally:
             dropped.HERE.end()
         if left is not None and not self._told:

@@ -19,6 +19,7 @@ from torch.utils._device import _device_constructors
 
 from fzero.tools.plan import _constants as constants
 from fzero.tools.plan._values import READERS
+from fzero.tools.trace.found import LeftOver, Made
 from fzero.tools.trace.program import reads_values
 
 
@@ -33,6 +34,7 @@ class AsOn(TorchFunctionMode):
         """Set the type of device, "cpu" or "cuda", that meta tensors imitate."""
         super().__init__()
         self._device = device
+        self._made = Made()
 
     def __torch_function__(
         self,
@@ -51,10 +53,19 @@ class AsOn(TorchFunctionMode):
         if func in _device_constructors() and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         if func is not torch.nn.functional.scaled_dot_product_attention:
-            return constants.call_abstractly(func, args, kwargs)
+            return self._noted(constants.call_abstractly(func, args, kwargs), args)
         names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         given = dict(zip(names, args, strict=False)) | kwargs
-        return _fused(given) if self._fuses(given) else func(*args, **kwargs)
+        return self._noted(_fused(given) if self._fuses(given) else func(*args, **kwargs), args)
+
+    def _noted(self, made: Any, args: tuple[Any, ...]) -> Any:
+        return made if any(made is one for one in args) else self._made.note(made)
+
+    def end(self) -> None:
+        """The plan is over: whoever computes with a tensor that was made in it raises."""
+        for x in self._made.left():
+            if type(x) is Tensor and x.is_meta:
+                x.__class__ = LeftOver
 
     def _fuses(self, given: Mapping[str, Any]) -> bool:
         query, mask = given["query"], given.get("attn_mask")

@@ -58,7 +58,8 @@ def plan_step(
             watch, log = MemoryWatch(device), CollectiveLog()
             # Tensors that the step creates without a device go to that of its arguments, too.
             fake = optree.tree_leaves(subject.params, namespace=NAMESPACE)[0]
-            with nullcontext() if isinstance(fake, FakeTensor) else AsOn(device):
+            on = found.ends(fake.fake_mode if isinstance(fake, FakeTensor) else AsOn(device))
+            with nullcontext() if isinstance(fake, FakeTensor) else on:
                 with NoValues():
                     state, aux = subject.step(state, *subject.args)
                 watch.mark(
@@ -68,6 +69,9 @@ def plan_step(
                 _mark(watch, state)
                 with count_collectives() as log, watch:
                     state, aux = subject.step(state, *subject.args)
+            return _plan(
+                subject.name, state, watch, log, rank=rank, device=device, rates=rates or Rates()
+            )
     except ASKED_OF_FAKE as error:
         raise reads_values("planned", error) from error
     except FzeroError:
@@ -75,7 +79,6 @@ def plan_step(
     except Exception as error:
         error.add_note(f"(while {subject.name} was planned: its tensors have shapes and no values)")
         raise
-    return _plan(subject.name, state, watch, log, rank=rank, device=device, rates=rates or Rates())
 
 
 def _mark(watch: MemoryWatch, tree: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from fzero.errors import LayoutError
@@ -22,6 +22,7 @@ from fzero.state.precision import Autocast, as_autocast
 from fzero.tools.plan import _constants as constants
 from fzero.tools.plan._meta import AsOn
 from fzero.tools.plan._watch import rename
+from fzero.tools.trace.found import RecordMode
 from fzero.transforms import (
     accumulate,
     apply_gradients,
@@ -184,7 +185,7 @@ def maker(*, autocasts: bool) -> Make:
     """
     if not autocasts:
         return lambda x: torch.empty_like(x, device="meta")
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = RecordMode("plan")
     here = torch.device("cpu")
     return lambda x: FakeTensor(mode, torch.empty_like(x, device="meta"), here)
 

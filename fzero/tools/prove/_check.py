@@ -23,7 +23,7 @@ from fzero.tools.prove._proof import Claim, Proof, line_of
 from fzero.tools.prove._read import ProgramRead, read_together
 from fzero.tools.prove._reading import Interpretation
 from fzero.tools.prove._same import ProgramComparison
-from fzero.tools.prove._terms import Symbolic, Terms, cut, exact, joined, text_of
+from fzero.tools.prove._terms import Stretch, Symbolic, Terms, cut, exact, joined, text_of
 from fzero.tools.trace.program import RecordedStep
 
 
@@ -106,8 +106,14 @@ def prove_programs(
         for key in {**found.makers, **wanted.makers}
         if key[0].startswith("state")
     ]
-    ops = wanted.ops, found.ops
-    return Proof(step=step, world=world, ranks=tuple(seen), ops=ops, claims=tuple(claims))
+    return Proof(
+        step=step,
+        world=world,
+        ranks=tuple(seen),
+        ops=(wanted.ops, found.ops),
+        claims=tuple(claims),
+        beside=tuple(_beside(wanted.outputs, found.outputs, alone)),
+    )
 
 
 _NEXT = "the next call makes something else of it, by what this one has kept"
@@ -193,6 +199,22 @@ def _differences(
             yield key, f"on one rank it depends on more of the batch than a gradient: {_brief(a)}"
         elif a.pieces != b.pieces or (any(x.term.varies for x in b.addends) and not varies):
             yield key, "it is made of {} and not of {}".format(*map(_brief, _inner(b, a)))
+
+
+def _beside(
+    wanted: Mapping[Key, Symbolic | None],
+    found: Mapping[Key, Symbolic | None],
+    alone: Interpretation,
+) -> Iterator[str]:
+    """Yield what is shown of each tensor that is returned beside the state, such as the loss."""
+    for key in (key for key in {**wanted, **found} if not key[0].startswith("state")):
+        one = wanted.get(key)
+        ways = [("as on one rank", one)]
+        for what, over in (("mean", alone.mean), ("sum", alone.over_ranks)):
+            of_all = one and one.on(Stretch(p.numel, over(p.sum)) for p in one.pieces)
+            ways.append((f"its {what} over ranks", of_all))
+        shown = (what for what, value in ways if _equal(value, found.get(key)))
+        yield f"{key[0]} ({next(shown, 'not shown')})"
 
 
 def _equal(a: Symbolic | None, b: Symbolic | None) -> bool:

@@ -97,7 +97,7 @@ def outputs_by_leaf(
     found: dict[Key, Symbolic | None] = {}
     for place, value in zip(places, values, strict=True):
         if place.setup is None and value.numel:
-            found[place.kind, ""] = value
+            found[place.kind, ""] = None if value.spread else value
         for path, start, numel in place.leaves:
             part = Symbolic((numel,), cut(value.pieces, start, numel))
             found[place.kind, path] = part if value.spread == place.spread else None

@@ -34,7 +34,8 @@ class Proof:
 
     claims: one for each leaf in each buffer of the new state, and for each number in it. ranks:
     those whose programs were recorded. ops: of the programs of one rank alone, and of a rank.
-    local: the transforms that change a rank's gradients before they cross ranks.
+    local: the transforms that change a rank's gradients before they cross ranks. beside: what is
+    shown of each tensor that is returned beside the state, which is no part of the theorem.
     """
 
     step: str
@@ -43,6 +44,7 @@ class Proof:
     ops: tuple[int, int]
     claims: tuple[Claim, ...]
     local: tuple[str, ...] = ()
+    beside: tuple[str, ...] = ()
 
     @property
     def proved(self) -> bool:
@@ -94,6 +96,8 @@ def _theorem(proof: Proof) -> Iterator[str]:
     yield f"new state = update(state, mean over ranks of {what}), as of one rank alone."
     counts = Counter(claim.tensor if claim.leaf else "numbers" for claim in proof.claims)
     yield f"Shown of: {', '.join(f'{name} ({count})' for name, count in counts.items())}."
+    if proof.beside:
+        yield f"Returned beside it: {', '.join(proof.beside)}."
     yield _programs(proof)
     yield "Assumed:"
     rest = () if len(proof.ranks) == proof.world else (_OTHERS,)

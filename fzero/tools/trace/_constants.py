@@ -39,9 +39,10 @@ def tensor_key(x: Any) -> str:
         >>> tensor_key(torch.ones(2)) == tensor_key(torch.ones(2)), tensor_key(torch.ones(2))[:7]
         (True, 'f32[2] ')
     """
-    head = f"{short(x.dtype)}[{','.join(map(str, x.shape))}]"
-    if isinstance(x, FakeTensor) or x.is_meta:
-        return f"{head} no values"
+    with torch._C.DisableTorchFunctionSubclass():
+        head = f"{short(x.dtype)}[{','.join(map(str, x.shape))}]"
+        if isinstance(x, FakeTensor) or x.is_meta:
+            return f"{head} no values"
     flat = x.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1)
     words = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return f"{head} {blake2b(words, digest_size=6).hexdigest()}"

@@ -14,6 +14,7 @@ passed through for what of the user's is in them; what they keep for themselves 
 from __future__ import annotations
 
 import array
+import contextvars
 import copy
 import functools
 import gc
@@ -22,6 +23,7 @@ import random
 import sys
 import types
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -30,10 +32,11 @@ from typing import Any, NamedTuple, Self
 import optree
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fzero.errors import PhaseError
-from fzero.state import TrainState
+from fzero.context.modes import LEFT
+from fzero.errors import FzeroError, PhaseError
+from fzero.state import NAMESPACE, TrainState
 from fzero.transforms.module_copy import Template
 
 MOST = 100_000
@@ -45,6 +48,7 @@ _LOOKED_INTO = (
     "fzero.transforms.functionalize",
 )
 _PLAIN = (int, float, complex, bool, str, bytes, type(None))
+_OF_PYTHON = {"__dict__", "__weakref__", "__slotnames__", "__doc__", "__module__"}
 _LIBRARIES = frozenset(
     ("fzero", "torch", "numpy", "optree", "builtins", *sys.stdlib_module_names)
 ) - {"__main__"}
@@ -56,41 +60,114 @@ class RecordMode(FakeTensorMode):
 
     def __init__(self, tool: str) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._tool, self._is_over = tool, False
+        self.tool, self.is_over, self.made = tool, False, Made()
 
     def end(self) -> None:
         """The record is over: whoever computes with a tensor of it raises."""
-        self._is_over = True
+        self.is_over = True
+        self.made.left()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call `func` on tensors without values; raise `PhaseError` once the record is over."""
-        if not self._is_over:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        given: Any = args, kwargs
-        leaves = optree.tree_leaves(given)
-        of = next((x for x in leaves if isinstance(x, FakeTensor) and x.fake_mode is self), None)
-        seen = "a tensor" if of is None else f"a {of.dtype} tensor of shape {tuple(of.shape)}"
+        """Call `func` on tensors without values; raise `PhaseError` for those of former records."""
+        try:
+            if not self.is_over:
+                return self.made.note(super().__torch_dispatch__(func, types, args, kwargs))
+        except AssertionError:  # modes are mixed
+            require_no_left(func, (args, kwargs))
+            raise
+        require_no_left(func, (args, kwargs))
+
+
+class LeftOver(Tensor):
+    """A tensor of a plan, on the meta device, once the plan is over."""
+
+    tool = "plan"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise `PhaseError`."""
+        require_no_left(func, (args, kwargs))
+
+
+class Made:
+    """The tensors that a record makes, for as long as somebody holds them."""
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[Tensor]] = {}
+
+    def note(self, made: Any) -> Any:
+        """Return what a function has made, which is one of them now, or several."""
+        some = made if isinstance(made, tuple | list) else (made,)
+        self._refs |= {id(x): weakref.ref(x) for x in some if isinstance(x, Tensor)}
+        return made
+
+    def left(self) -> list[Tensor]:
+        """Return those that are held when the record is over: calls of steps look out for them."""
+        found = [x for ref in self._refs.values() if (x := ref()) is not None]
+        for x in found:
+            gone = functools.partial(LEFT.pop, id(x))
+            LEFT[id(x)] = functools.partial(_judge, weakref.ref(x, gone))
+        return found
+
+
+def _judge(ref: weakref.ref[Tensor], outcome: Any) -> None:
+    """Raise if what a step returns was left by a record; if it raises, say what was left."""
+    if not isinstance(outcome, Exception):
+        require_no_left("the end of the step", outcome)
+    elif not isinstance(outcome, FzeroError) and (x := ref()) is not None:
+        tool = getattr(x, "fake_mode", LeftOver).tool
+        outcome.add_note(f"(fzero.{tool} left a tensor without values in {_holder(x)})")
+
+
+def require_no_left(func: Any, tree: Any) -> None:
+    """Raise `PhaseError` if a tensor that a record has left is in a tree."""
+    for x in optree.tree_leaves(tree, namespace=NAMESPACE):
+        of: Any = x if isinstance(x, LeftOver) else getattr(x, "fake_mode", None)
+        if not isinstance(of, LeftOver) and not getattr(of, "is_over", False):
+            continue
+        with torch._C.DisableTorchFunctionSubclass():
+            seen = f"a {x.dtype} tensor of shape {tuple(x.shape)}"
         raise PhaseError(
-            f"{func} met {seen} without values, which fzero.{self._tool} left in {_holder(of)}.",
-            cause=f"the step made it while fzero.{self._tool} recorded it, and kept it where fzero "
+            f"{func} met {seen} without values, which fzero.{of.tool} left in {_holder(x)}.",
+            cause=f"the step made it while fzero.{of.tool} recorded it, and kept it where fzero "
             "does not look: in an object of a library, a generator, another thread.",
-            fix=f"delete it there; make it before fzero.{self._tool} is called, or keep it in an "
+            fix=f"delete it there; make it before fzero.{of.tool} is called, or keep it in an "
             "attribute, a container or a functools.lru_cache of your own.",
         )
 
 
+_NAMELESS = (dict, list, tuple, set, frozenset, deque, types.CellType, types.GeneratorType)
+
+
 def _holder(x: Any) -> str:
-    """Return where a tensor is held, for the words of an error."""
-    for one in gc.get_referrers(x) if x is not None else ():
-        key = next((k for k, v in one.items() if v is x), None) if type(one) is dict else None
-        if key is None:
-            continue
-        if "__spec__" in one:
-            return f"{one['__name__']}.{key}"
-        for owner in gc.get_referrers(one):
-            if getattr(owner, "__dict__", None) is one:
-                return f"{type(owner).__module__}.{type(owner).__qualname__}.{key}"
+    """Return where a tensor is held, for the words of an error: by the first that has a name."""
+    rest, seen = deque([(x, "")]), {id(x)}
+    while rest and len(seen) < 500:
+        of, path = rest.popleft()
+        for one in reversed(gc.get_referrers(of)):  # what is held for long is older
+            passing = isinstance(one, types.FrameType | torch.fx.Node | weakref.ref)
+            passing |= _is_iterator(one) and not isinstance(one, types.GeneratorType)
+            if id(one) in seen or passing or type(one).__module__ == "contextlib":
+                continue
+            seen.add(id(one))
+            key = _key_of(of, one)
+            if isinstance(one, dict) and "__spec__" in one:
+                return f"{one['__name__']}{key}{path}"
+            if not isinstance(one, _NAMELESS):
+                named: Any = one if hasattr(one, "__qualname__") else type(one)
+                return f"{named.__module__}.{named.__qualname__}{key}{path}"
+            rest.append((one, f"{key}{path}"))
     return "what the step keeps"
+
+
+def _key_of(x: Any, holder: Any) -> str:
+    """Return by what name an object holds another one; "" for none that is known."""
+    held = getattr(holder, "__dict__", {}).items()
+    if not isinstance(holder, types.ModuleType):
+        held = [*held, *(pair for kind, of in _kinds_of(holder) for pair in kind.read(of).items())]
+    return next((_name(key) for key, one in held if one is x), "") or next(
+        (name for name, one in _inside(holder) if one is x), ""
+    )
 
 
 class _Kind(NamedTuple):
@@ -119,14 +196,18 @@ class AsFound:
     """
 
     def __init__(self, tool: str, *roots: Any) -> None:
-        self.tool, self.roots, self._modes = tool, roots, list[RecordMode]()
+        self.tool, self.roots, self._modes = tool, roots, list[Any]()
         self._places = list[_Place]()
         self.left = ""  # what the last record changed, first of all such places
 
     def mode(self) -> RecordMode:
         """Return a mode for the tensors of a record."""
-        self._modes.append(RecordMode(self.tool))
-        return self._modes[-1]
+        return self.ends(RecordMode(self.tool))
+
+    def ends(self, mode: Any) -> Any:
+        """Return a mode whose tensors are of no use once the program is put back: it is told."""
+        self._modes.append(mode)
+        return mode
 
     def look(self) -> None:
         """Take what is there now for what was found."""
@@ -173,23 +254,25 @@ def _places(roots: tuple[Any, ...]) -> Iterator[_Place]:
     """Yield what can be changed in all that the roots reach."""
     for path, kind, of in _ambient():
         yield _Place(path, kind, of, kind.read(of))
-    rest = deque(("", x) for x in roots)
+    rest = deque(("", x) for x in (*roots, *contextvars.copy_context().values()))
     seen, kept = set[Hashable](), list[Any]()
     while rest and len(seen) < MOST:
         path, x = rest.popleft()
-        if isinstance(x, _PLAIN) or id(x) in seen:
+        if type(x) in _PLAIN or id(x) in seen:
             continue
         seen.add(id(x))
         kept.append(x)  # else another object could get its id
         for kind, of in _kinds_of(x):
             place = _Place(path, kind, of, kind.read(of))
             yield place
-            rest.extend((f"{path}{_name(key)}", one) for key, one in place.held.items())
+            rest.extend(
+                (f"{path}{_name(pair[0])}", one) for pair in place.held.items() for one in pair
+            )
         rest.extend((f"{path}{name}", one) for name, one in _inside(x))
 
 
 def _name(key: Any) -> str:
-    if key == "":
+    if key in ("", "__dict__"):
         return ""
     plain = isinstance(key, str) and key.isidentifier()
     return f".{key}" if plain else f"[{key!r}]" if isinstance(key, _PLAIN) else "[...]"
@@ -235,7 +318,7 @@ def _write_cell(x: types.CellType, held: dict[str, Any]) -> None:
 
 
 def _read_class(x: type) -> dict[str, Any]:
-    return {name: one for name, one in vars(x).items() if not name.startswith("__")}
+    return {name: one for name, one in vars(x).items() if name not in _OF_PYTHON}
 
 
 def _write_class(x: type, held: dict[str, Any]) -> None:
@@ -268,6 +351,19 @@ def _read_tensor(x: Tensor) -> dict[str, Any]:
     version = 0 if x.is_inference() else x._version
     grad = x.grad if x.is_leaf else None
     return {"grad": grad, "version": version, "values": bytes_of(x) if known else None}
+
+
+def _memory_of(x: Tensor) -> _Kind:
+    """Return the kind of a tensor that may come to lie in other memory: by `.data`, `resize_`."""
+    before = x.detach()
+
+    def read(x: Tensor) -> Any:
+        if x.layout != torch.strided:
+            return None
+        where = x.device, tuple(x.shape), x.stride(), x.storage_offset()
+        return repr((where, x.untyped_storage()._cdata))
+
+    return _at(read, lambda x, _: setattr(x, "data", before))
 
 
 def _write_tensor(x: Tensor, held: dict[str, Any]) -> None:
@@ -303,6 +399,18 @@ def _at(read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> _Kind:
     return _Kind(lambda x: {"": read(x)}, lambda x, held: write(x, held[""]))
 
 
+def _attributes(*names: str) -> _Kind:
+    """Return the kind of an object with attributes of Python's own."""
+    return _Kind(
+        lambda x: {name: getattr(x, name) for name in names if hasattr(x, name)},
+        lambda x, held: [
+            (type if isinstance(x, type) else object).__setattr__(x, name, one)
+            for name, one in held.items()
+            if getattr(x, name) is not one
+        ],
+    )
+
+
 def _pickled(of: Callable[[Any], Any]) -> Callable[[Any], bytes]:
     return lambda x: pickle.dumps(of(x))
 
@@ -320,10 +428,9 @@ _NAMES = _Kind(lambda of: {n: of[1][n] for n in of[0] if n in of[1]}, _write_nam
 _CELL, _CLASS = _Kind(_read_cell, _write_cell), _Kind(_read_class, _write_class)
 _SLOTS, _TENSOR = _Kind(_read_slots, _write_slots), _Kind(_read_tensor, _write_tensor)
 _BYTES = _at(_read_bytes, _write_bytes)
-_DEFAULTS = _Kind(
-    lambda fn: {"__defaults__": fn.__defaults__, "__kwdefaults__": fn.__kwdefaults__},
-    lambda fn, held: [setattr(fn, name, one) for name, one in held.items()],
-)
+_FUNCTION = _attributes("__code__", "__defaults__", "__kwdefaults__", "__dict__")
+_OBJECT = _attributes("__class__", "__dict__")
+_BASES = _attributes("__class__", "__bases__")
 _MADE = _at(lambda memo: memo.cache_info().misses, lambda memo, _: memo.cache_clear())
 _PYTHON = _at(_pickled(lambda x: x.getstate()), lambda x, held: x.setstate(pickle.loads(held)))
 _TORCH = _at(
@@ -363,17 +470,17 @@ def _kinds_of(x: Any) -> Iterator[tuple[_Kind, Any]]:
         yield from ((kind, x) for of, kind in _BY_TYPE if isinstance(x, of))
     if isinstance(x, types.FunctionType):
         if not _is_library(x.__module__):
-            yield from ((_DEFAULTS, x), (_DICT, vars(x)))
+            yield _FUNCTION, x
             yield from ((_NAMES, of) for of in _variables(x))
         elif "__wrapped__" in vars(x):
             yield _DICT, vars(x)
     elif isinstance(x, type):
         if not _is_library(x.__module__):
-            yield _CLASS, x
+            yield from ((_BASES, x), (_CLASS, x))
     elif isinstance(x, Tensor):
         yield _DICT, vars(x)
         if type(x) in (Tensor, nn.Parameter):
-            yield _TENSOR, x
+            yield from ((_memory_of(x), x), (_TENSOR, x))
     elif numpy is not None and isinstance(x, numpy.ndarray):
         array: Any = x
         if array.flags.c_contiguous and array.flags.writeable and not array.dtype.hasobject:
@@ -383,9 +490,19 @@ def _kinds_of(x: Any) -> Iterator[tuple[_Kind, Any]]:
     elif _is_iterator(x):
         yield _at(lambda x: repr(_position(x)), _nothing), x
     elif not isinstance(x, types.ModuleType | torch._ops.OpOverload) and not _is_passed_by(x):
-        if isinstance(held := getattr(x, "__dict__", None), dict):
-            yield _DICT, held
+        if isinstance(getattr(x, "__dict__", None), dict):
+            yield _OBJECT, x
         yield _SLOTS, x
+
+
+_HOLDS: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (types.MethodType, ("__self__", "__func__")),
+    (types.BuiltinMethodType, ("__self__",)),
+    (functools.partial, ("func", "args", "keywords")),
+    ((staticmethod, classmethod), ("__func__",)),
+    (property, ("fget", "fset", "fdel")),
+    (memoryview, ("obj",)),
+)
 
 
 def _inside(x: Any) -> Iterator[tuple[str, Any]]:
@@ -394,31 +511,20 @@ def _inside(x: Any) -> Iterator[tuple[str, Any]]:
         yield from (
             (f".{n}", c) for n, c in zip(x.__code__.co_freevars, x.__closure__ or (), strict=False)
         )
-    elif isinstance(x, types.MethodType):
-        yield from ((".self", x.__self__), (".function", x.__func__))
-    elif isinstance(x, functools.partial):
-        yield from ((".function", x.func), (".args", x.args), (".keywords", x.keywords))
-    elif isinstance(x, staticmethod | classmethod):
-        yield ".function", x.__func__
-    elif isinstance(x, property):
-        yield from ((".function", one) for one in (x.fget, x.fset, x.fdel))
+    elif names := next((some for kind, some in _HOLDS if isinstance(x, kind)), ()):
+        yield from ((f".{name}", getattr(x, name)) for name in names)
     elif isinstance(x, types.GeneratorType):
         yield from (
             (f".{n}", one) for n, one in (x.gi_frame.f_locals if x.gi_frame else {}).items()
         )
     elif isinstance(x, tuple | frozenset):
         yield from ((f"[{i}]", one) for i, one in enumerate(x))
-    elif isinstance(x, type):
-        yield from ((".base", one) for one in x.__bases__ if not _is_library(x.__module__))
     elif isinstance(x, Template):  # which notes modes in each call
         yield from ((f".{name}", one) for name, one in vars(x).items())
     elif isinstance(x, TrainState):
         yield from ((".optimizer", x.setup.optimizer), (".transforms", x.setup.transforms))
-    elif not isinstance(x, types.ModuleType | Tensor | torch._ops.OpOverload):
-        if not _is_library(type(x).__module__):
-            yield ".class", type(x)
-        elif (bits := getattr(x, "bit_generator", None)) is not None:  # of NumPy
-            yield ".bit_generator", bits
+    elif type(x).__name__ == "Generator" and hasattr(x, "bit_generator"):  # of NumPy
+        yield ".bit_generator", x.bit_generator
 
 
 def _variables(fn: types.FunctionType) -> Iterator[tuple[tuple[str, ...], dict[str, Any]]]:
@@ -439,7 +545,9 @@ def _variables(fn: types.FunctionType) -> Iterator[tuple[tuple[str, ...], dict[s
 def _names_in(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for one in code.co_consts:
-        if isinstance(one, types.CodeType):
+        if isinstance(one, str):
+            yield one  # globals()["t"], setattr(module, "t", x)
+        elif isinstance(one, types.CodeType):
             yield from _names_in(one)
 
 

@@ -161,7 +161,7 @@ def _on_abstract(arguments: Any) -> Any:
 
 def _faked(mode: RecordMode, arguments: Any) -> Any:
     def fake(x: Any) -> Any:
-        return mode.from_tensor(x) if isinstance(x, Tensor) else x
+        return mode.made.note(mode.from_tensor(x)) if isinstance(x, Tensor) else x
 
     return optree.tree_map(fake, arguments, namespace=NAMESPACE)
 

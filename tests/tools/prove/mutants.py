@@ -77,6 +77,10 @@ def _new(node: Any, target: Any, args: Any, val: Any) -> Any:
     return made
 
 
+def _rows(val: Tensor, size: int) -> Tensor:
+    return torch.empty(size, val.numel() // size, dtype=val.dtype, device="meta")
+
+
 def drop_collective(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
     """What a rank hands in, or its own part of it, is taken for the result."""
     names: set[str] = set()
@@ -87,7 +91,7 @@ def drop_collective(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[s
             if name == "all_gather":
                 by = _new(node, aten.cat.default, ([by] * size,), node.meta["val"])
             if name == "reduce_scatter":
-                val = by.meta["val"].view(size, -1)
+                val = _rows(by.meta["val"], size)
                 rows = _new(node, aten.view.default, (by, [size, -1]), val)
                 by = _new(node, aten.select.int, (rows, 0, rank), node.meta["val"])
         names |= _replaced(node, by) | {by.name}
@@ -104,7 +108,7 @@ def other_collective(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[
         with node.graph.inserting_before(item):
             summed = _new(node, torch.ops.fzero.all_reduce.default, ([given], *rest), [val])
             first = _new(node, operator.getitem, (summed, 0), val)
-            rows = _new(node, aten.view.default, (first, [size, -1]), val.view(size, -1))
+            rows = _new(node, aten.view.default, (first, [size, -1]), _rows(val, size))
             index = (rank + 1) % size if len(nodes) > 1 else 0
             part = _new(node, aten.select.int, (rows, 0, index), item.meta["val"])
         names |= _replaced(item, part) | {part.name}
@@ -220,7 +224,8 @@ def shifted_split(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str
     for node in nodes:
         node.update_arg(1, sizes)
         for user in node.users:  # what fills the padding has its new size
-            user.meta["val"] = user.meta["val"].new_empty(sizes[user.args[1]])
+            dtype = user.meta["val"].dtype
+            user.meta["val"] = torch.empty(sizes[user.args[1]], dtype=dtype, device="meta")
             for filled in user.users:
                 filled.meta["val"] = (
                     user.meta["val"] if "zero" in filled.name else filled.meta["val"]

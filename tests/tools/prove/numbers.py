@@ -88,7 +88,7 @@ def _drawn(name: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> 
     if dtype is torch.bool:
         return torch.zeros(shape, dtype=dtype)
     if not dtype.is_floating_point:
-        return torch.full(shape, 3, dtype=dtype)
+        return torch.full(shape, len(name), dtype=dtype)  # counts that are not told apart are alike
     return (
         torch.rand(shape, generator=generator).mul(2).sub(0 if "optimizer" in name else 1).to(dtype)
     )

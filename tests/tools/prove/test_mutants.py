@@ -6,11 +6,13 @@ Whether a mutant is a fault is known by numbers: it runs, and gives another stat
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
+import torch
 
 from tests.tools.prove import numbers
-from tests.tools.prove.mutants import mutant
+from tests.tools.prove.mutants import _shape, copied, mutant
 from tests.tools.prove.programs import recorded
 
 SUBJECTS = [
@@ -47,11 +49,29 @@ def named_of(name: str, stage: int, world: int, count: int) -> int:
     return named
 
 
-@pytest.mark.xfail(
-    reason="open: a program that returns the old count of updates is accepted", strict=False
-)
 def test_mutants_are_rejected() -> None:
     assert sum(named_of(*subject, 8) for subject in SUBJECTS[:3]) >= 18
+
+
+def test_a_value_that_one_rank_alone_returns_otherwise_is_rejected() -> None:
+    """Also of a number: the old count, that of another counter, one that is two more."""
+    subject = recorded("adamw, clipped by norm", 1, 2)
+    for i, path in enumerate(subject.ranks[0].outputs):
+        for change in (*subject.ranks[0].inputs, "plus 2") if path.startswith("state") else ():
+            ranks = [subject.ranks[0], copied(subject.ranks[1])]
+            nodes = list(ranks[1].graph.graph.nodes)
+            outs = list(nodes[-1].args[0])  # type: ignore[arg-type]
+            before: Any = outs[i]
+            with ranks[1].graph.graph.inserting_before(nodes[-1]):
+                if change == "plus 2":
+                    outs[i] = nodes[-1].graph.call_function(torch.ops.aten.add.Tensor, (before, 2))
+                    outs[i].meta.update(before.meta)  # type: ignore[union-attr]
+                else:
+                    outs[i] = nodes[ranks[1].inputs.index(change)]
+            val = before.meta["val"]
+            if outs[i] is not before and val.numel() and _shape(outs[i]) == _shape(before):
+                nodes[-1].args = (outs,)
+                assert not subject.proof(ranks), f"accepted: {path} is {change} on rank 1"
 
 
 @pytest.mark.slow

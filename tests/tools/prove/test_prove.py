@@ -53,6 +53,20 @@ def test_the_text_is_a_theorem_that_says_what_it_looked_at(stage: int, world: in
     assert counters == {"state.step", "state.optimizer.count"}
 
 
+def test_what_is_shown_of_the_loss_is_said_beside_the_theorem() -> None:
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, own = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
+        of_all = fzero.pmean(own), fzero.psum(own), own * fzero.axis_size(), state.step
+        return fzero.apply_gradients(state), (own, *of_all)
+
+    step = fzero.shard(step_fn, stage=1)
+    proof = fzero.prove(step, step.init({"w": torch.ones(5)}, SGD), torch.ones(5), world=2)
+    shown = "as on one rank", "its mean over ranks", "its sum over ranks", "not shown"
+    wanted = [f"aux[{i}] ({what})" for i, what in enumerate((*shown, shown[0]))]
+    assert proof and [*proof.beside] == wanted
+    assert f"Returned beside it: {', '.join(wanted)}." in str(proof)
+
+
 def test_a_simulated_step_is_proved_for_its_own_ranks() -> None:
     step = fzero.simulate(fzero.shard(once, stage=2), world_size=3)
     proof = fzero.prove(step, step.init(params, SGD), torch.zeros(3, 2, 5))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import functools
 import threading
 import types
@@ -195,6 +196,96 @@ def _of_module() -> Times:
     return times
 
 
+def _of_held(held: Any) -> Times:
+    return lambda: _of_attribute(next(iter(held)))()
+
+
+def _of_bound(put: Any) -> Times:
+    return lambda: put("n", value())
+
+
+def _of_metaclass() -> Times:
+    kind: Any = type("Meta", (type,), {})("Kind", (), {})
+    return _of_attribute(type(kind))
+
+
+def _underscores() -> Times:
+    kind: Any = type("Kind", (), {})
+
+    def times() -> Any:
+        if not hasattr(kind, "__kept__"):
+            kind.__kept__ = value()
+        return kind.__kept__
+
+    return times
+
+
+def _other_class() -> Times:
+    one: Any = _Plain()
+
+    def times() -> Any:
+        if one.kept is None:
+            one.__class__ = type("Other", (_Plain,), {"kept": value()})
+        return one.kept
+
+    return times
+
+
+def _other_dict() -> Times:
+    one: Any = _Plain()
+
+    def times() -> Any:
+        if one.kept is None:
+            one.__dict__ = {"kept": value()}
+        return one.kept
+
+    return times
+
+
+def _other_bases() -> Times:
+    kind: Any = type("Kind", (type("Base", (_Plain,), {}),), {})
+
+    def times() -> Any:
+        if kind.kept is None:
+            kind.__bases__ = (type("Other", (_Plain,), {"kept": value()}),)
+        return kind.kept
+
+    return times
+
+
+def _other_code() -> Times:
+    held: list[Any] = []
+
+    def first() -> Any:
+        return held and None
+
+    def other() -> Any:
+        return held[0]
+
+    def times() -> Any:
+        if not held:
+            held.append(value())
+            first.__code__ = other.__code__
+        return first()
+
+    return times
+
+
+def _by_name() -> Times:
+    globals().pop("BY_NAME", None)
+    return lambda: globals()["BY_NAME"] if "BY_NAME" in globals() else _named(globals())
+
+
+def _named(held: Any) -> Any:
+    return held.setdefault("BY_NAME", value())
+
+
+def _in_context() -> Times:
+    held: Any = contextvars.ContextVar("held")
+    held.set({})
+    return lambda: held.get().setdefault("n", value())
+
+
 FIRST: dict[str, Callable[[], Times]] = {
     "a closure": _closure,
     "a dict": lambda: _of_dict({}),
@@ -222,6 +313,18 @@ FIRST: dict[str, Callable[[], Times]] = {
     "weak keys": _weak,
     "a partial": _partial,
     "a tensor": _tensor,
+    "a metaclass": _of_metaclass,
+    "a name with underscores": _underscores,
+    "another class": _other_class,
+    "another dict": _other_dict,
+    "other bases": _other_bases,
+    "other code": _other_code,
+    "a global by name": _by_name,
+    "a context": _in_context,
+    "a text": lambda: _of_attribute(type("Text", (str,), {})()),
+    "an element of a set": lambda: _of_held({_Plain()}),
+    "a key": lambda: _of_held({_Plain(): 1}),
+    "a bound method": lambda: _of_bound({}.setdefault),
 }
 
 

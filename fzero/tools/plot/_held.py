@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
 from torch import Tensor
 
+from fzero.checkpoint.elements import state_of_rank
+from fzero.machine.owners import owners_of
+from fzero.optim.entries import slots_of
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.view import require_state
@@ -16,11 +19,15 @@ from fzero.state.view import require_state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BufferKind:
-    """Where the buffers of one kind are, of some groups. placement None: the state has none."""
+    """Where the buffers of one kind are, of some groups. placement None: the state has none.
+
+    owned: {number of a leaf: its owner, see `Owners`}, where the owner alone keeps anything.
+    """
 
     kind: str  # parameters, gathered, window, residual, gradients, optimizer, or a slot's name
     placement: Placement | None
     groups: tuple[int, ...]
+    owned: Mapping[int | None, int] = field(default_factory=dict[int | None, int])
 
 
 def buffers_held(state: Any) -> list[BufferKind]:
@@ -44,8 +51,27 @@ def buffers_held(state: Any) -> list[BufferKind]:
             found.append(_buffers(name, slot.value, groups))
     found.append(_buffers("gradients", state.gradients, layout.trainable))
     place = state.setup.optimizer_state if _has_slots(state) else None
-    found.append(BufferKind(kind="optimizer", placement=place, groups=layout.trainable))
+    owned = _owned(state)
+    found.append(
+        BufferKind(kind="optimizer", placement=place, groups=layout.trainable, owned=owned)
+    )
     return found
+
+
+def _owned(state: TrainState) -> dict[int | None, int]:
+    """Return {number of a leaf: its owner}, where a rule keeps nothing of it but there."""
+    owners, rule = owners_of(state.setup), state.setup.optimizer
+    if owners is None:
+        return {}
+    one_rank = state_of_rank(state, 0) if is_stacked(state) else state
+    even = {slot.group for slot in slots_of(one_rank)}
+    trainable = state.setup.layout.trainable
+    return {
+        one.index: one.owner
+        for one in owners.leaves
+        if trainable[one.position] not in even
+        and (rule.kept_of(one.leaf) or rule.made_by_steps(one.leaf))
+    }
 
 
 def ranks_of(state: TrainState) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ import optree
 from torch import Tensor
 
 from fzero.checkpoint.elements import state_of_rank
-from fzero.machine.owners import owners_of
-from fzero.optim.entries import slots_of
+from fzero.errors import LayoutError
+from fzero.machine.by_path import leaf_paths
+from fzero.optim.entries import rule_entries
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.view import require_state
@@ -21,13 +22,13 @@ from fzero.state.view import require_state
 class BufferKind:
     """Where the buffers of one kind are, of some groups. placement None: the state has none.
 
-    owned: {number of a leaf: its owner, see `Owners`}, where the owner alone keeps anything.
+    alone: {number of a leaf: its ranks}, where those keep all of it, and others nothing.
     """
 
     kind: str  # parameters, gathered, window, residual, gradients, optimizer, or a slot's name
     placement: Placement | None
     groups: tuple[int, ...]
-    owned: Mapping[int | None, int] = field(default_factory=dict[int | None, int])
+    alone: Mapping[int | None, set[int]] = field(default_factory=dict[int | None, set[int]])
 
 
 def buffers_held(state: Any) -> list[BufferKind]:
@@ -51,27 +52,30 @@ def buffers_held(state: Any) -> list[BufferKind]:
             found.append(_buffers(name, slot.value, groups))
     found.append(_buffers("gradients", state.gradients, layout.trainable))
     place = state.setup.optimizer_state if _has_slots(state) else None
-    owned = _owned(state)
+    alone = _alone(state)
     found.append(
-        BufferKind(kind="optimizer", placement=place, groups=layout.trainable, owned=owned)
+        BufferKind(kind="optimizer", placement=place, groups=layout.trainable, alone=alone)
     )
     return found
 
 
-def _owned(state: TrainState) -> dict[int | None, int]:
-    """Return {number of a leaf: its owner}, where a rule keeps nothing of it but there."""
-    owners, rule = owners_of(state.setup), state.setup.optimizer
-    if owners is None:
-        return {}
-    one_rank = state_of_rank(state, 0) if is_stacked(state) else state
-    even = {slot.group for slot in slots_of(one_rank)}
-    trainable = state.setup.layout.trainable
-    return {
-        one.index: one.owner
-        for one in owners.leaves
-        if trainable[one.position] not in even
-        and (rule.kept_of(one.leaf) or rule.made_by_steps(one.leaf))
-    }
+def _alone(state: TrainState) -> dict[int | None, set[int]]:
+    """Return {number of a leaf: its ranks} of the leaves that are kept whole, or nowhere."""
+    layout, found = state.setup.layout, dict[int | None, set[int]]()
+    numbers = {name: i for i, name in enumerate(leaf_paths(layout))}
+    for rank in ranks_of(state):
+        try:
+            own = state_of_rank(state, rank) if is_stacked(state) else state
+            entries = rule_entries(own, rank)
+        except LayoutError:  # an optimizer whose state goes with no leaf
+            return {}
+        flats = {group for one in entries if one.per_leaf for group in one.values}
+        cut = {leaf for group in flats for leaf in layout.groups[group].leaves}
+        for one in (one for one in entries if not one.per_leaf):
+            for name in one.values:
+                if (leaf := numbers[name]) not in cut:
+                    found.setdefault(leaf, set()).update({rank} if name in one.owned else ())
+    return found
 
 
 def ranks_of(state: TrainState) -> tuple[int, ...]:

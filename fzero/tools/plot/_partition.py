@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import accumulate
 
-from fzero.machine.owners import owners_of
 from fzero.state import Layout, Setup, TrainState
 from fzero.tools.plot._held import BufferKind, buffers_held, ranks_of
 from fzero.tools.plot._map import PartitionMap, Segment, Span
@@ -70,19 +69,18 @@ def _segments(
     setup: Setup, groups: tuple[Span, ...], held: BufferKind, rank: int
 ) -> Iterator[Segment]:
     """Return the segments of leaves and padding in the part of each group that `rank` holds."""
-    layout, owners = setup.layout, owners_of(setup)
-    place = rank if owners is None else owners.rank_of(rank)
+    layout = setup.layout
     for index in held.groups:
         assert held.placement is not None
         numel = setup.numel(index, held.placement)
         low = setup.part(held.placement, rank).index * numel
         high = low + numel
         first = groups[index].start
-        owned = not held.owned.keys().isdisjoint(layout.groups[index].leaves)
+        alone = not held.alone.keys().isdisjoint(layout.groups[index].leaves)
         for leaf, start, stop in _contents(layout, index):
             begin, end = max(start, low), min(stop, high)
-            if owned:  # no padding, then
-                begin, end = (start, stop) if held.owned.get(leaf, -1) == place else (0, 0)
+            if alone:  # no padding, then
+                begin, end = (start, stop) if rank in held.alone.get(leaf, ()) else (0, 0)
             if begin < end:
                 yield Segment(
                     rank=rank,

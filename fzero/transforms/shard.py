@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 from fzero.context.modes import in_transform, is_recorded
-from fzero.errors import AxisError, LayoutError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, takes
 from fzero.ranks.mesh import Axis, Runtime, carrying, names_of_mesh, running_on
@@ -117,7 +117,12 @@ def shard(  # noqa: D417 {options}
         # So that collectives of the step know its axes by name, and its logical ranks.
         over, first = axes_of_loss(states, [one.mesh for one in states]), states[0]
         with running_on(*over), carrying(carried_by(first.setup)), drawn_in_losses_alone(first):
-            state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
+            try:
+                state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
+            except RuntimeError as error:
+                if not str(error).startswith("element 0 of tensors does not require grad"):
+                    raise
+                raise _no_backward() from error
         leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
@@ -132,6 +137,15 @@ def shard(  # noqa: D417 {options}
         right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
         options=_shown(stage, donate, of_init),
         init_of=init_of,
+    )
+
+
+def _no_backward() -> PhaseError:
+    return PhaseError(
+        "backward() of a value in a step: it has no graph.",
+        cause="loss.backward() after grad_and_reduce, which has made the gradients already.",
+        fix="leave it out: state, loss = fzero.grad_and_reduce(loss_fn, state)(batch), then "
+        "state = fzero.apply_gradients(state). With backward() trains fzero.adapter.Engine.",
     )
 
 

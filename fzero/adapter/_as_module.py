@@ -54,8 +54,8 @@ _INSTEAD = {
     "summon_full_params consolidated_16bit_state_dict save_16bit_model set_state_dict_type",
     "fzero.checkpoint.save(path, engine), fzero.checkpoint.load(path, engine)": "load_checkpoint "
     "save_checkpoint optim_state_dict full_optim_state_dict",
-    "engine.no_sync() or engine.coalesce() around all backwards but the last": ""
-    "set_is_last_backward set_requires_gradient_sync is_gradient_accumulation_boundary",
+    "engine.no_sync() or engine.coalesce() around all but the last": "set_is_last_backward "
+    "set_requires_gradient_sync is_gradient_accumulation_boundary",
 }
 """{what to do: the names of DDP, FSDP and DeepSpeed for it}."""
 

@@ -56,7 +56,8 @@ def assigns(state: Any) -> None:
 
 
 def unpacked() -> Any:
-    state, loss = fzero.grad_and_reduce(loss_fn, state_of())
+    made: Any = fzero.grad_and_reduce(loss_fn, state_of())
+    state, loss = made
     return state, loss
 
 

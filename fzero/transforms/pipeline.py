@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 
@@ -14,7 +14,6 @@ from fzero.state import TrainState
 from fzero.transforms import dropped
 
 P = ParamSpec("P")  # the arguments of a step
-Q = ParamSpec("Q")  # those after the state
 R = TypeVar("R")  # what it returns
 S = TypeVar("S")  # the state, or a pytree of states, that it is given
 ParamsT = TypeVar("ParamsT")  # the pytree of parameters of a state
@@ -77,9 +76,7 @@ class Step(Generic[P, R]):
         return result
 
     @overload
-    def init(
-        self: Step[Concatenate[S, Q], R], params: Any, optimizer: Any, **options: Any
-    ) -> S: ...
+    def init(self: Step[P, tuple[S, Any]], params: Any, optimizer: Any, **options: Any) -> S: ...
     @overload
     def init(self, params: Any, optimizer: Any, **options: Any) -> Any: ...
     def init(self, params: Any, optimizer: Any, **options: Any) -> Any:

@@ -276,7 +276,7 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
         try:
             return _load(name)
         except AttributeError as error:
-            raise later.no_such_name(sys.modules[__name__], name, _INSTEAD) from error
+            raise later.unknown_name(sys.modules[__name__], name, _INSTEAD) from error
 
     _INSTEAD = {
         "from fzero.adapter import Engine, initialize": "Engine engine initialize",

@@ -40,14 +40,14 @@ def importer(
         elif name in paths:
             value = import_module(paths[name])
         else:
-            raise no_such_name(this, name)
+            raise unknown_name(this, name)
         setattr(this, name, value)  # so that the next access does not come here
         return value
 
     return get
 
 
-def no_such_name(
+def unknown_name(
     module: ModuleType, name: str, instead: Mapping[str, str] | None = None
 ) -> AttributeError:
     """Return the error for a name that a module has not: with what to use, or the nearest names.
@@ -55,7 +55,7 @@ def no_such_name(
     instead: {what to use: names of other libraries for it, with spaces between them}.
 
     Example:
-        >>> str(no_such_name(sys.modules["fzero.context.later"], "import_er")).splitlines()[-1]
+        >>> str(unknown_name(sys.modules["fzero.context.later"], "import_er")).splitlines()[-1]
         'Fix: write fzero.context.later.importer.'
     """
     message = f"module {module.__name__!r} has no attribute {name!r}"

@@ -273,4 +273,29 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
                 name=name,
                 obj=sys.modules[__name__],
             )
-        return _load(name)
+        try:
+            return _load(name)
+        except AttributeError as error:
+            raise later.unknown_name(sys.modules[__name__], name, _INSTEAD) from error
+
+    _INSTEAD = {
+        "from fzero.adapter import Engine, initialize": "Engine engine initialize",
+        "fzero.adapter.Engine(module, optimizer, stage=3)": "FSDP fully_shard DDP "
+        "DistributedDataParallel ZeroRedundancyOptimizer wrap",
+        "fzero.optim.adamw(lr), sgd, lion, ...; fzero.optim.from_torch(torch.optim.AdamW)": "AdamW "
+        "adamw Adam adam SGD sgd muon Muon lion Lion from_torch",
+        "fzero.grad_and_reduce(loss_fn, state)(batch)": "grad value_and_grad backward",
+        "fzero.apply_gradients(state), which clears the gradients": "step zero_grad apply_updates "
+        "update",
+        "fzero.coalesce(step) or fzero.accumulate(step, steps=n); engine.no_sync()": "no_sync",
+        "fzero.simulate(step, world_size=n)": "pmap spmd",
+        "fzero.full_params(state), and fzero.adapter.gathered(module) of an engine's": "state_dict "
+        "summon_full_params full_state_dict consolidated_state_dict GatheredParameters",
+        "fzero.checkpoint.save(path, state), fzero.checkpoint.load(path, like)": "save load "
+        "save_checkpoint load_checkpoint save_async",
+        "fzero.axis_index() and fzero.axis_size()": "rank get_rank process_index world_size "
+        "get_world_size process_count",
+        "leave it out: the first call starts the process group": "init_process_group "
+        "init_distributed",
+        "from fzero.integrations.transformers import sharded": "Trainer sharded",
+    }

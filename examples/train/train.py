@@ -218,7 +218,7 @@ def _differences(job: Job, facts: dict[str, Any]) -> list[str]:
 def _headline(job: Job, state: fzero.TrainState, numel: int) -> list[str]:
     settings, corpus, held = job.settings, job.corpus, fzero.state_bytes(state)
     model = settings.kind.model
-    processes = ", ".join(map(str, everyones(os.getpid())))
+    processes = ", ".join(f"{r}: {pid}" for r, pid in enumerate(everyones(os.getpid())))
     return [
         f"GPT of {numel / 1e6:.2f} M parameters, {model.layers} layers x {model.width}, "
         f"{settings.kind.dtype}, on {fzero.axis_size()} rank(s), {job.device.type}",

@@ -45,6 +45,21 @@ _OF_MODULE = frozenset(
 """What is as well called on the module."""
 
 
+_INSTEAD = {
+    "ranks may have other numbers of rows: one without any calls engine.backward(loss, weight=0) "
+    "until no rank has, and fzero.data.batches gives it empty batches": "join",
+    "Engine(..., compress=fzero.Compress(gradients=codec)) encodes what crosses ranks; a function "
+    "of your own is transforms=[fzero.transform(...)]": "register_comm_hook",
+    "fzero.adapter.gathered(module), or engine.full_state_dict()": "unshard "
+    "summon_full_params consolidated_16bit_state_dict save_16bit_model set_state_dict_type",
+    "fzero.checkpoint.save(path, engine), fzero.checkpoint.load(path, engine)": "load_checkpoint "
+    "save_checkpoint optim_state_dict full_optim_state_dict",
+    "engine.no_sync() or engine.coalesce() around all but the last": "set_is_last_backward "
+    "set_requires_gradient_sync is_gradient_accumulation_boundary",
+}
+"""{what to do: the names of DDP, FSDP and DeepSpeed for it}."""
+
+
 class NamesOfModule:
     """The names of nn.Module that an engine has, too."""
 
@@ -134,6 +149,8 @@ def looked_up(engine: Any, name: str) -> Any:
         return getattr(module, name)
     if name not in _CONVERT:
         hint = f"; its module has: engine.module.{name}" if hasattr(module, name) else ""
+        for fix, names in _INSTEAD.items():
+            hint = f". Fix: {fix}." if name in names.split() else hint
         raise AttributeError(f"{type(engine).__name__} has no attribute {name!r}{hint}", name=name)
 
     def convert(*args: Any, **kwargs: Any) -> Any:

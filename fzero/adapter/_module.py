@@ -144,7 +144,8 @@ class ModuleParameters:
             raise self._refused(
                 same.index(False),
                 "is another tensor now than when",
-                'an assignment, module.to("meta") or load_state_dict(assign=True)',
+                "torch.export or torch.jit of it, where engine.close() comes first; an assignment, "
+                'module.to("meta") or load_state_dict(assign=True)',
             )
         raise self._refused(
             list(map(eq, pointers, before.pointers)).index(False),

@@ -78,7 +78,7 @@ def _book() -> _Book:
 
 def numbered(axis: Axis) -> UsersCall:
     """Return the next call on these ranks: they have all come to it, and count alike."""
-    whole, book = axis.whole or axis, _book()
+    whole, book = (axis.whole or axis).plain, _book()
     book.counts[whole] += 1
     return UsersCall(whole, book.counts[whole])
 
@@ -219,7 +219,8 @@ def unreached(
     while again:
         again, more = False, set[UsersCall]()
         reached = _reached([*roots, *_tensors(held)], tokens, inputs)
-        for axis in sorted({call.axis for call in tokens}, key=lambda axis: axis.size):
+        # In one order on all ranks: axes of one size in that of their calls, and not of a hash.
+        for axis in sorted(dict.fromkeys(c.axis for c in tokens), key=lambda axis: axis.size):
             mine = [call for call in tokens if call.axis == axis]
             stuck = not reached.issuperset(held)
             everyone, unlike = _of_all_ranks(mine, reached, axis, stuck=stuck)

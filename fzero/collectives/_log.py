@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import cycle
 
 import torch
+import torch.distributed as dist
 
 from fzero.collectives import _alive
 from fzero.context.here import current_ranks, is_abstract
@@ -42,7 +43,7 @@ class CollectiveEvent:
 
     op: str  # all_gather, reduce_scatter, all_reduce, all_to_all, ppermute, pmax, broadcast, agree
     axis: str  # its name: of one axis of a mesh its own, or "dp" for all ranks
-    rank: int  # among all ranks of the mesh
+    rank: int  # of the virtual rank or the process, whatever axis of the world it is over
     numel: int  # of the full buffer: the gathered result, or what was reduced
     dtype: torch.dtype
     wire_bytes: int  # that this rank sends, on the ring lower bound
@@ -196,7 +197,8 @@ def note(
 
     sends: the elements that this rank sends, where ranks do not send equal parts.
     """
-    _alive.count_call(real=axis.runtime is Runtime.PROCESSES)
+    here, over_processes = current_ranks(), axis.runtime is Runtime.PROCESSES
+    _alive.count_call(real=over_processes)
     if said:
         note_call(said)
     logs = _open_logs()
@@ -209,7 +211,7 @@ def note(
     event = CollectiveEvent(
         op=op,
         axis=axis.name,
-        rank=(axis.whole or axis).rank,
+        rank=here.rank if here else dist.get_rank() if over_processes else 0,
         numel=numel,
         dtype=dtype,
         wire_bytes=wire_bytes,

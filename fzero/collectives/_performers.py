@@ -17,7 +17,7 @@ from fzero.collectives._backend import explained
 from fzero.collectives._channel import Channel
 from fzero.collectives._kept import keeping
 from fzero.collectives._performer import FUNCTIONAL, Performer
-from fzero.context.here import Here, current_ranks
+from fzero.context.here import Here, current_ranks, is_abstract
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runs, Runtime, carried_here, own_group
@@ -110,7 +110,9 @@ def before_collective(
     whole = axis.whole or axis
     codes: tuple[int, ...] = ()
     performers = _in_a_pass(whole)
-    by_round = axis.runtime is Runtime.PROCESSES or any(map(_announces_anywhere, performers))
+    # An abstract rank stands for a process, and is planned with the rounds of one.
+    as_process = axis.runtime is Runtime.PROCESSES or is_abstract()
+    by_round = as_process or any(map(_announces_anywhere, performers))
     if call is not None and by_round:
         codes = digest(f"{call.name} {axis.name}"), digest(call.shapes), *call.said
     met = None

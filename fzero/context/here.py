@@ -165,10 +165,15 @@ def has_no_values(x: torch.Tensor) -> bool:
     return x.is_meta or isinstance(x, FakeTensor)
 
 
+def is_planned() -> bool:
+    """Whether this is an abstract rank of which nobody records a graph."""
+    return is_abstract() and get_proxy_mode() is None
+
+
 @contextmanager
 def unseen() -> Iterator[None]:
     """Hide tensors that only describe others from what watches an abstract rank."""
-    if not is_abstract() or get_proxy_mode() is not None:
+    if not is_planned():
         yield
         return
     with _disable_current_modes():

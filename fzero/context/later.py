@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -39,12 +40,34 @@ def importer(
         elif name in paths:
             value = import_module(paths[name])
         else:
-            message = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=this)
+            raise unknown_name(this, name)
         setattr(this, name, value)  # so that the next access does not come here
         return value
 
     return get
+
+
+def unknown_name(
+    module: ModuleType, name: str, instead: Mapping[str, str] | None = None
+) -> AttributeError:
+    """Return the error for a name that a module has not: with what to use, or the nearest names.
+
+    instead: {what to use: names of other libraries for it, with spaces between them}.
+
+    Example:
+        >>> str(unknown_name(sys.modules["fzero.context.later"], "import_er")).splitlines()[-1]
+        'Fix: write fzero.context.later.importer.'
+    """
+    message = f"module {module.__name__!r} has no attribute {name!r}"
+    fixes = [fix for fix, names in (instead or {}).items() if name in names.split()]
+    if not fixes and not name.startswith("_"):
+        known = {x.lower(): x for x in getattr(module, "__all__", dir(module)) if x[0] != "_"}
+        near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.8)
+        fixes = [f"write {module.__name__}.{known[one]}" for one in near]
+    if fixes:
+        cause = "a name of another library, of another module, or a misspelt one."
+        message = explain(f"{message}.", cause=cause, fix=f"{fixes[0]}.")
+    return AttributeError(message, name=name, obj=module)
 
 
 def gone(package: str, instead: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:

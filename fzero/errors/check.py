@@ -149,7 +149,8 @@ def _wrong_call(
 def unknown_option(name: str, option: str, known: Iterable[str], usage: str = "") -> CallError:
     """Return the error for a keyword that a function does not have, and the nearest that it has."""
     known = [key for key in known if not key.startswith("_")]
-    near = difflib.get_close_matches(option, known, n=1)
+    near = [_ELSEWHERE[option]] if _ELSEWHERE.get(option) in known else []
+    near = near or difflib.get_close_matches(option, known, n=1)
     fix = f"write {near[0]}=." if near else f"call it as {usage or name + '(...)'}; its options "
     fix += "" if near else f"are {', '.join(sorted(known))}."
     return CallError(
@@ -157,3 +158,14 @@ def unknown_option(name: str, option: str, known: Iterable[str], usage: str = ""
         cause="a misspelt option, or one of another function.",
         fix=fix,
     )
+
+
+_ELSEWHERE = {
+    "wd": "weight_decay",
+    "decay": "weight_decay",
+    "learning_rate": "lr",
+    "step_size": "lr",
+}
+_ELSEWHERE |= {"beta1": "betas", "beta2": "betas", "b1": "betas", "b2": "betas"}
+_ELSEWHERE |= {"epsilon": "eps", "mom": "momentum", "mask": "decay_mask", "accum_steps": "steps"}
+"""{what other libraries call an option: its name}, where no letters show it."""

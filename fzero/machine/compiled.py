@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError
+from fzero.errors import CallError, LayoutError
 
 T = TypeVar("T")
 
@@ -44,9 +44,22 @@ def without_dynamo(fn: Callable[..., T]) -> Callable[..., T]:
         >>> without_dynamo(lambda x: x + 1)(1)
         2
     """
-    made = functools.partial(_run, fn)
+    made = _Made(_run, fn)
     functools.update_wrapper(made, fn)
     return made
+
+
+class _Made(functools.partial[Any]):
+    """What is made in a call, and is called in its turn."""
+
+    def __iter__(self) -> NoReturn:
+        """Raise `CallError`: `state, loss = grad_and_reduce(loss_fn, state)` lacks the call."""
+        name = getattr(self, "__name__", "it")
+        raise CallError(
+            f"{name} is a function, and was unpacked like a result.",
+            cause="state, loss = fzero.grad_and_reduce(loss_fn, state), without the call.",
+            fix="call it on the batch: state, loss = fzero.grad_and_reduce(loss_fn, state)(batch).",
+        )
 
 
 @torch._disable_dynamo

@@ -8,7 +8,7 @@ flats --unpack_groups, assemble--> params
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -224,6 +224,8 @@ def _cause_of(leaf: object) -> str:
         return "module.parameters(), or another iterator, which has no names and is used up."
     if is_dtensor(leaf):
         return "fully_shard or parallelize_module was called on the module."
+    if is_dataclass(leaf):
+        return "a dataclass that no library of pytrees knows: it counts as one leaf."
     return "something that is not a dense tensor is among the parameters."
 
 
@@ -234,6 +236,11 @@ def _fix_for(leaf: object) -> str:
         return "params = dict(module.named_parameters()), or fzero.functionalize(module)."
     if is_dtensor(leaf):
         return "leave that call out: fzero shards whole parameters; x.full_tensor() makes one."
+    if is_dataclass(leaf):
+        return (
+            'register it with @optree.dataclasses.dataclass(namespace="fzero") in the place of '
+            "@dataclass, or give a dict of its fields."
+        )
     return (
         "give it to the loss as an argument or a closure, or convert it (torch.as_tensor, "
         "view_as_real, to_dense)."

@@ -5,6 +5,12 @@ Out: an `Optimizer`, which says what it keeps for each element or leaf, and make
 flats and gradients. `require_elementwise` tries whether a rule may be cut between ranks.
 """
 
+import sys
+import typing
+
+import torch.optim
+
+from fzero.context import later
 from fzero.optim import schedules as schedules
 from fzero.optim._complex import require_ordered as require_ordered
 from fzero.optim._complex import require_real_views as require_real_views
@@ -36,3 +42,13 @@ from fzero.optim._usable import require_leafwise as require_leafwise
 from fzero.optim.masters import unscaled as unscaled
 from fzero.optim.none import NoOptimizer as NoOptimizer
 from fzero.optim.none import no_optimizer as no_optimizer
+
+if not typing.TYPE_CHECKING:  # a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> typing.Any:
+        """Say what there is for a name of torch's."""
+        own = {x.lower() for x in dir(sys.modules[__name__]) if x[0] != "_"}
+        rules = [x for x, kind in vars(torch.optim).items() if isinstance(kind, type)]
+        fixes = {f"fzero.optim.from_torch(torch.optim.{x})": x for x in rules}
+        instead = {} if name.lower() in own else fixes
+        raise later.unknown_name(sys.modules[__name__], name, instead)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero.errors.check import require
+from fzero.errors.check import called_as, require
 from fzero.optim._encoding import StateDtype
 from fzero.optim._precision import precision_of
 from fzero.optim._torch import TorchOptimizer
@@ -13,6 +13,7 @@ from fzero.optim._usable import Needs, require_usable
 WANTED = '"element", "matrix", or None (it is known, or tried)'
 
 
+@called_as("from_torch(functools.partial(torch.optim.SGD, lr=0.1))")
 def from_torch(
     optimizer: Any,
     *,

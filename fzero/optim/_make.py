@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.errors import LayoutError
-from fzero.errors.check import is_number
+from fzero.errors.check import called_as, is_number
 from fzero.optim._encoding import StateDtype
 from fzero.optim._optimizer import LeafTest, Optimizer, Schedule
 from fzero.optim._precision import Precision, precision_of
@@ -19,6 +19,7 @@ from fzero.state.layout import Leaf
 Groups = Sequence[tuple[LeafTest, Mapping[str, Any]]]
 
 
+@called_as("sgd(0.1, momentum=0.9)")
 def sgd(
     lr: float | Schedule,
     *,
@@ -50,6 +51,7 @@ def sgd(
     return _optimizer("sgd", rule, options, (decay_mask, groups), precision)
 
 
+@called_as("adam(3e-4)")
 def adam(
     lr: float | Schedule,
     *,
@@ -73,6 +75,7 @@ def adam(
     return _optimizer("adam", ADAM, options, (decay_mask, groups), precision)
 
 
+@called_as("adamw(3e-4, weight_decay=0.1)")
 def adamw(
     lr: float | Schedule,
     *,
@@ -123,6 +126,7 @@ def adamw(
     return _optimizer("adamw", ADAM, options, (decay_mask, groups), precision)
 
 
+@called_as("lion(1e-4)")
 def lion(
     lr: float | Schedule,
     *,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero.errors.check import is_count, is_number, require
+from fzero.errors.check import called_as, is_count, is_number, require
 from fzero.machine.stacks import check_batch_dims
 from fzero.optim._factored import Shampoo
 from fzero.optim._from_torch import from_torch
@@ -15,6 +15,7 @@ from fzero.optim._soap import Soap
 from fzero.optim._torch import TorchOptimizer
 
 
+@called_as("adafactor(1e-2)")
 def adafactor(
     lr: float = 1e-2,
     *,
@@ -59,6 +60,7 @@ def adafactor(
     return _of(partial(torch.optim.Adafactor, **options), master_weights)
 
 
+@called_as("shampoo(1e-3)")
 def shampoo(
     lr: float,
     *,
@@ -104,6 +106,7 @@ def shampoo(
     return _of(partial(Shampoo, **options), master_weights)
 
 
+@called_as("soap(3e-3)")
 def soap(
     lr: float = 3e-3,
     *,

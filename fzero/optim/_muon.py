@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
-from fzero.errors.check import is_count, require
+from fzero.errors.check import called_as, is_count, require
 from fzero.machine.offload import change, cloned, to_device
 from fzero.machine.owners import Owners, Wholes
 from fzero.machine.stacks import check_batch_dims, in_matrices
@@ -62,6 +62,7 @@ MUON = Rule(
 )
 
 
+@called_as("muon(0.02)")
 def muon(
     lr: float | Schedule = 1e-3,
     *,

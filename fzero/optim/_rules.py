@@ -16,7 +16,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
-from fzero.context.here import has_no_values, kind_of
+from fzero.context.here import has_no_values, is_planned, kind_of
 from fzero.state.buffers import SIXTEEN_BIT
 
 Options = dict[str, Any]  # lr, weight_decay, betas, ... of one set of leaves
@@ -165,10 +165,10 @@ def sgd_fuses(tensors: Sequence[Tensor]) -> bool:
     """Whether torch's fused SGD is right for these tensors.
 
     On a CPU it is not for 16-bit ones: up to torch 2.13 it leaves most elements as they are, and
-    takes the momentum from other memory (pytorch issue 191763). Of tensors without values torch
-    has no such kernel.
+    takes the momentum from other memory (pytorch issue 191763). For tensors without values torch
+    has no such kernel; a plan brings one.
     """
-    if any(map(has_no_values, tensors)):
+    if any(map(has_no_values, tensors)) and not is_planned():
         return False
     return not any(t.dtype in SIXTEEN_BIT and kind_of(t.device) == "cpu" for t in tensors)
 

@@ -154,6 +154,8 @@ def _lent(
             alike = len({bool(loan.given) for loan in own}) < 2
             if alike and fuses(instance, group, given["params"]):
                 given["fused"] = True
+                # Which devices are right was asked above, also of a device that is planned for.
+                instance._need_device_dtype_check_for_fused = False
             if not fresh:
                 given |= numbers_of_group(bound, counters, number)
             stack.enter_context(swapped(group, given, shared.begin))
@@ -250,7 +252,8 @@ def _is_at(x: Tensor, home: Tensor) -> bool:
 
 def _write(home: Tensor, value: Any) -> None:
     if isinstance(value, Tensor):
-        home.copy_(value)
+        if not has_no_values(value) or has_no_values(home):  # a plan does not count
+            home.copy_(value)
     else:
         home.fill_(value)
 

@@ -178,6 +178,26 @@ def _named_axes(axes: Any) -> tuple[tuple[str, int], ...]:
     )
 
 
+def names_of_mesh(mesh: MeshLike, ranks: int) -> Mesh | None:
+    """Return the names and sizes of a mesh, for so many ranks of any kind; None if it has not both.
+
+    Example:
+        >>> names_of_mesh({"data": 2, "seq": 2}, 4), names_of_mesh({"data": 2, "seq": 2}, 8)
+        (Mesh({'data': 2, 'seq': 2}), None)
+    """
+    if isinstance(mesh, DeviceMesh) and mesh.mesh_dim_names:
+        mesh = Mesh(mesh, replicate=mesh.mesh_dim_names[:-1])
+    elif isinstance(mesh, Mapping) and all(type(size) is int for size in mesh.values()):
+        mesh = Mesh(mesh)
+    if not isinstance(mesh, Mesh):
+        return None
+    whole = mesh.whole or mesh
+    if math.prod(size for _, size in whole.axes) != ranks:
+        return None
+    made = Mesh(dict(whole.axes), replicate=whole.replicate)
+    return made[tuple(name for name, _ in mesh.axes)] if mesh.whole else made
+
+
 def outside_of_graphs(fn: Callable[P, R]) -> Callable[P, R]:
     """Let torch.compile call a function as it is, between two graphs.
 

@@ -8,6 +8,8 @@ from typing import Any, NoReturn, TypeVar, dataclass_transform
 import optree.dataclasses
 import torch.utils._pytree as torch_pytree
 
+from fzero.errors import explain
+
 NAMESPACE = "fzero"
 
 
@@ -17,8 +19,16 @@ def static(**options: Any) -> Any:
     return module.field(pytree_node=False, **options)
 
 
-def _refuse(record: Any, name: str, value: Any) -> NoReturn:
-    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+def _refuse(record: Any, name: str, value: Any = None) -> NoReturn:
+    raise dataclasses.FrozenInstanceError(
+        explain(
+            f"cannot assign to field {name!r} of a {type(record).__name__}, nor delete it.",
+            cause="a record taken for an object that changes; what a step, or a function of fzero, "
+            "was given stays as it is.",
+            fix=f"make another one: state = state.replace({name}=...), where that is right; what "
+            "fzero does to states it returns: state = fzero.apply_gradients(state).",
+        )
+    )
 
 
 _T = TypeVar("_T")
@@ -61,5 +71,7 @@ def record(cls: type[_T]) -> type[_T]:
         return made(**found, **dict(zip(statics, kept, strict=True)))
 
     torch_pytree.register_pytree_node(made, flatten, unflatten)
-    made.__setattr__ = _refuse  # that of a slotted dataclass fails with a TypeError
+    made.__setattr__ = made.__delattr__ = (
+        _refuse  # that of a slotted dataclass fails with a TypeError
+    )
     return made

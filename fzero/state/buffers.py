@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 
-from fzero.errors import PhaseError
+from fzero.errors import CallError, PhaseError, explain
 from fzero.state._record import record, static
 
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
@@ -45,6 +46,30 @@ class Buffers:
     def held(self) -> bool:
         """Whether there are values: whether it is not empty."""
         return bool(self.flats)
+
+    __iter__: ClassVar[None] = None  # else Python would ask __getitem__
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        """Raise `CallError`: what is known by path is in flat buffers, a part on each rank."""
+        raise CallError(
+            f"{key!r} of flat buffers, which have no items.",
+            cause="state.params or state.gradients taken for the pytree that a state is made of.",
+            fix=f"use fzero.full_params(state)[{key!r}], or fzero.gradients(state)[{key!r}]: at "
+            "stage 3, and of gradients from stage 2 on, collectives, which every rank calls.",
+        )
+
+    if not TYPE_CHECKING:  # a type checker would take any name for one of the record
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise `AttributeError`, which says where names are: hasattr() asks, too."""
+            seen = f"flat buffers have no attribute {name!r}."
+            if not name.startswith("__"):
+                seen = explain(
+                    seen,
+                    cause="state.params or state.gradients taken for the pytree of them.",
+                    fix="fzero.full_params(state) and fzero.gradients(state) return pytrees.",
+                )
+            raise AttributeError(seen, name=name, obj=self)
 
 
 def add(old: Buffers, new: Buffers) -> Buffers:

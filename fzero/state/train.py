@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Generic, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NoReturn, Self
 
 import torch
 from torch import Tensor
 from typing_extensions import TypeVar
 
-from fzero.errors import CallError
+from fzero.errors import CallError, explain
 from fzero.ranks.axis import Axis
 from fzero.state import scale, view
 from fzero.state._record import record, static
@@ -24,6 +24,23 @@ from fzero.state.window import Window, forget
 
 ParamsT_co = TypeVar("ParamsT_co", covariant=True, default=Any)
 """The pytree of full parameters that a state was made of."""
+
+_INSTEAD = {
+    "fzero.full_params(state) gives the parameters, fzero.checkpoint.save(path, state) saves all, "
+    "and fzero.checkpoint.load(path, state) returns what was saved": "state_dict parameters model "
+    "load_state_dict named_parameters module keys items values",
+    "make the state of parameters that are there: step.init(params, optimizer)": "to cuda cpu half "
+    "float double bfloat16",
+    "state, loss = fzero.grad_and_reduce(loss_fn, state)(batch)": "backward loss",
+    "state = fzero.apply_gradients(state), which clears the gradients, too": "apply_gradients "
+    "zero_grad update",
+    "fzero.gradients(state) gives the gradients": "grads grad",
+    "state.optimizer has what the rule keeps; its options, and schedules as lr, are those of "
+    "fzero.optim.adamw(lr=...)": "opt_state tx param_groups lr",
+    "apply, params = fzero.functionalize(module), and apply(params, x) in the loss": "apply_fn "
+    "apply forward train eval",
+}
+"""{what to do: what others have for it}."""
 
 
 @record
@@ -120,6 +137,17 @@ class TrainState(Generic[ParamsT_co]):
             fix=f"use fzero.full_params(state)[{key!r}], at stage 3 a collective; a loss is given "
             "the parameters: grad_and_reduce(lambda params, x: ..., state)(x).",
         )
+
+    if not TYPE_CHECKING:  # a type checker would take any name for one of the record
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise `AttributeError`, which says what does that: hasattr() asks, too."""
+            seen = f"a TrainState has no attribute {name!r}."
+            for fix, names in _INSTEAD.items():
+                if name in names.split():
+                    cause = "a module, an optimizer or a state of another library was expected."
+                    seen = explain(seen, cause=cause, fix=f"{fix}.")
+            raise AttributeError(seen, name=name, obj=self)
 
     def __repr__(self) -> str:
         """A few lines: stage, phase, groups, bytes by kind. No numbers of tensors."""

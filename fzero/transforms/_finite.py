@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import Performer, performer_of
+from fzero.context.here import has_no_values
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import NonFiniteError, PhaseError
 from fzero.ranks.mesh import world
@@ -201,6 +202,8 @@ def _are_finite(bounds: Sequence[Tensor]) -> list[bool]:
         alike.setdefault((one.dtype, one.device), []).append(i)
     good = [True] * len(bounds)
     for indices in alike.values():
+        if any(has_no_values(bounds[i]) for i in indices):  # a plan: it goes on
+            continue
         read = torch.stack([bounds[i] for i in indices]).tolist()
         for i, (low, high) in zip(indices, read, strict=True):
             good[i] = math.isfinite(low) and math.isfinite(high)

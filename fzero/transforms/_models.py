@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -75,6 +75,12 @@ def require_params(params: Any) -> None:
     """Raise `CallError` if an optimizer stands in the place of the parameters."""
     kinds = (Optimizer, TorchOptimizer, NoOptimizer, torch.optim.Optimizer, type)
     if isinstance(params, kinds) or _is_pair(params):
+        if isinstance(params, tuple) and not all(map(callable, cast("tuple[Any, ...]", params))):
+            raise CallError(
+                "init got a tuple that begins with a function in the place of the parameters.",
+                cause="what fzero.functionalize returns, as it is.",
+                fix="apply, params = fzero.functionalize(module), then init(params, optimizer).",
+            )
         name = params.__name__ if isinstance(params, type) else type(params).__name__
         raise CallError(
             f"init got an optimizer ({name}) in the place of the parameters.",

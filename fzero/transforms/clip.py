@@ -20,10 +20,16 @@ from fzero.transforms.states import flatten_states, under_policy
 
 @overload
 def clip(
-    fn: Callable[P, R], /, *, max_norm: float | None = None, max_value: float | None = None
+    fn: Callable[P, R], /, *, max_norm: float | None, max_value: float | None = None
 ) -> Step[P, R]: ...
 @overload
-def clip(*, max_norm: float | None = None, max_value: float | None = None) -> Transform: ...
+def clip(
+    fn: Callable[P, R], /, *, max_norm: float | None = None, max_value: float | None
+) -> Step[P, R]: ...
+@overload
+def clip(*, max_norm: float | None, max_value: float | None = None) -> Transform: ...
+@overload
+def clip(*, max_norm: float | None = None, max_value: float | None) -> Transform: ...
 @called_as("clip(step, max_norm=1.0)", any_of=("max_norm", "max_value"))
 def clip(
     fn: Callable[..., Any] | None = None,

@@ -41,7 +41,7 @@ def take_over(tree: Any) -> Any:
     def take(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor) or not tensor.numel():
             return tensor
-        kind = (tensor.dtype, tensor.device)
+        kind = (type(tensor), tensor.dtype, tensor.device)  # a plan has some without values
         if kind not in empties:
             empties[kind] = tensor.new_empty(0)
         alias = tensor.detach()

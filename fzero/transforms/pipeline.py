@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, overload
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 
@@ -15,7 +15,6 @@ from fzero.state import TrainState
 from fzero.transforms import dropped
 
 P = ParamSpec("P")  # the arguments of a step
-Q = ParamSpec("Q")  # those after the state
 R = TypeVar("R")  # what it returns
 S = TypeVar("S")  # the state, or a pytree of states, that it is given
 ParamsT = TypeVar("ParamsT")  # the pytree of parameters of a state
@@ -84,9 +83,7 @@ class Step(Generic[P, R]):
         return result
 
     @overload
-    def init(
-        self: Step[Concatenate[S, Q], R], params: Any, optimizer: Any, **options: Any
-    ) -> S: ...
+    def init(self: Step[P, tuple[S, Any]], params: Any, optimizer: Any, **options: Any) -> S: ...
     @overload
     def init(self, params: Any, optimizer: Any, **options: Any) -> Any: ...
     def init(self, params: Any, optimizer: Any, **options: Any) -> Any:
@@ -244,8 +241,21 @@ def returned_pair(name: str, fn: Any, returned: Any) -> tuple[Any, Any]:
             cause="the loss before the state: a step returns the state first, as lax.scan does.",
             fix="end it with `return state, loss`.",
         )
+    kind, cause = type(returned).__name__, "the step returned only the state, or only the loss."
+    fix = "end it with `return state, loss` (or `return state, None`)."
+    if isinstance(returned, tuple):
+        kind += f" of {len(cast('tuple[Any, ...]', returned))}"
+        cause = "more, or less, than a state and one value beside it."
+        fix = "put all that is not the state into one: `return state, (loss, accuracy)`."
+    elif isinstance(returned, Coroutine | AsyncGenerator | Generator):
+        cause = "an async function, or one with a `yield`, as the step: it has not run yet."
+        fix = "write it with `def` and `return state, loss`; wait for data before it is called."
+        returned.close() if not isinstance(returned, AsyncGenerator) else None
+    elif callable(returned):
+        cause = "a function that was not called, such as grad_and_reduce(loss, state)."
+        fix = "call it on the batch: state, loss = grad_and_reduce(loss_fn, state)(batch)."
     raise LayoutError(
-        f"{name}: {describe_function(fn)} returned a {type(returned).__name__}, not (state, aux).",
-        cause="the step returned only the state, or only the loss.",
-        fix="end it with `return state, loss` (or `return state, None`).",
+        f"{name}: {describe_function(fn)} returned a {kind}, not (state, aux).",
+        cause=cause,
+        fix=fix,
     )

@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 from fzero.context.modes import in_transform, is_recorded
-from fzero.errors import AxisError, LayoutError, explain
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, takes
-from fzero.ranks.mesh import Axis, Runtime, carrying, running_on
+from fzero.ranks.mesh import Axis, Runtime, carrying, names_of_mesh, running_on
 from fzero.state import TrainState
 from fzero.transforms._models import meshes_of, stages_of
 from fzero.transforms.closure import reaches
@@ -117,7 +117,12 @@ def shard(  # noqa: D417 {options}
         # So that collectives of the step know its axes by name, and its logical ranks.
         over, first = axes_of_loss(states, [one.mesh for one in states]), states[0]
         with running_on(*over), carrying(carried_by(first.setup)), drawn_in_losses_alone(first):
-            state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
+            try:
+                state, aux = returned_pair("shard", inner, inner(state, *args, **kwargs))
+            except RuntimeError as error:
+                if not str(error).startswith("element 0 of tensors does not require grad"):
+                    raise
+                raise _no_backward() from error
         leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
@@ -135,24 +140,36 @@ def shard(  # noqa: D417 {options}
     )
 
 
+def _no_backward() -> PhaseError:
+    return PhaseError(
+        "backward() of a value in a step: it has no graph.",
+        cause="loss.backward() after grad_and_reduce, which has made the gradients already.",
+        fix="leave it out: state, loss = fzero.grad_and_reduce(loss_fn, state)(batch), then "
+        "state = fzero.apply_gradients(state). With backward() trains fzero.adapter.Engine.",
+    )
+
+
 def sharded_as(
-    step: Step[..., Any], *, stage: Stages | None = None, mesh: tuple[int, int] | None = None
+    step: Step[..., Any], *, ranks: int, shards: int, stage: Stages | None = None
 ) -> Step[..., Any]:
     """Return the step sharded over the ranks that run it, and without donation.
 
-    step: with a `shard`, under `simulate` or not. stage: None for its own. mesh: the sizes of two
-    dims.
+    step: with a `shard`, under `simulate` or not. Its mesh stays where it has names, which a loss
+    may call, and as many ranks; else there are replicas of so many shards. stage: None for its own.
 
     Example:
         >>> import fzero
         >>> step = fzero.simulate(fzero.shard(lambda s: (s, 0), stage=2, donate=True), world_size=2)
-        >>> sharded_as(step, stage=3)
+        >>> sharded_as(step, ranks=2, shards=2, stage=3)
         shard(stage=3) . <lambda>
     """
     if step.name == "simulate":
         inner: Any = step.inner
-        return sharded_as(inner, stage=stage, mesh=mesh)
+        return sharded_as(inner, ranks=ranks, shards=shards, stage=stage)
     made: Any = step.find_init()
+    mesh: Any = names_of_mesh(made.keywords.get("mesh"), ranks)
+    if mesh is None and shards < ranks:
+        mesh = ranks // shards, shards
     asked = init_options_of(step.inner)
     options: Any = {name: x for name, x in made.keywords.items() if name not in asked}
     options |= {"mesh": mesh} | ({} if stage is None else {"stage": stage})

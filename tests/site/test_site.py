@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import itertools
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,19 @@ def test_the_site_is_built_with_what_its_cells_show(tmp_path: Path) -> None:
     for page, width in itertools.product(("concepts", "performance"), (1366, 1440) if NAME else ()):
         seen = sizes(tmp_path / f"{page}.html", width)
         assert seen["text"] <= seen["contents"] <= seen["page"] <= seen["window"] == width
+
+
+@pytest.mark.parametrize("address", ["", "https://host/owner/fzero/blob/main"])
+def test_the_readme_of_the_wheel_has_no_relative_link(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interface: Any = types.ModuleType("interface")  # what builds a wheel need not be here
+    interface.MetadataHookInterface = object
+    monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
+    spec = importlib.util.spec_from_file_location("readme", ROOT / ".ci" / "readme.py")
+    assert spec is not None and spec.loader is not None
+    readme: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(readme)
+    text = readme.with_links((ROOT / "README.md").read_text(encoding="utf-8"), address)
+    assert re.findall(r"\]\((?!https://)", text) == []
+    assert text.count(f"]({address}/docs/") >= 20 if address else "[FAQ]" not in text

@@ -62,7 +62,8 @@ def section(path: str, switch: str | None, off: Any, fix: str) -> Key:
 
 _LOG = "it prints, and nothing is printed here: use torch.profiler, engine.memory_report()"
 _COMPILE = "leave it out, and call torch.compile on the model, or on parts of it"
-_DATA_PARALLEL = "leave it out: there is data parallelism only"
+_DATA_PARALLEL = "leave it out: there is no tensor or pipeline parallelism"
+_IN_A_LOSS = "leave it out: a loss does it, by collectives along a named axis (docs/axes.md)"
 _NO_ZERO = (
     "leave it out: it is no part of ZeRO; do it in the model, the data loader or the training loop"
 )
@@ -110,8 +111,8 @@ TRAINING = (
     harmless("disable_python_gc", False, "Python's collector is left to the program"),
     harmless("graph_harvesting", False, "it replays CUDA graphs: the numbers are the same"),
     harmless("vocabulary_size", None, "it warns of a size that is no multiple of 8"),
-    harmless("seq_parallel_communication_data_type", "fp32", "there is no sequence parallelism"),
-    harmless("use_data_before_expert_parallelism", False, "there is no expert parallelism"),
+    harmless("seq_parallel_communication_data_type", "fp32", "a loss does it, along a named axis"),
+    harmless("use_data_before_expert_parallelism", False, "a loss does it, along a named axis"),
     taken("prescale_gradients", False, "bool", "the next key counts"),
     taken(
         "gradient_predivide_factor",
@@ -171,7 +172,7 @@ AROUND = (
     harmless("activation_checkpointing.synchronize_checkpoint_boundary", False, _LOG),
     harmless("activation_checkpointing.profile", False, _LOG),
     harmless("aio", None, "it tunes DeepSpeed's reader of NVMe files"),
-    refused("sequence_parallel_size", 1, _DATA_PARALLEL),
+    refused("sequence_parallel_size", 1, _IN_A_LOSS),
     section("flops_profiler", "enabled", False, "leave it out, and use torch.profiler"),
     section("comms_logger", "enabled", False, "leave it out, and use fzero.count_collectives"),
     section("elasticity", "enabled", False, "use fzero.checkpoint: it loads on any ranks"),
@@ -181,7 +182,7 @@ AROUND = (
     refused("compile.enabled", False, _COMPILE),
     section("pipeline", None, None, _DATA_PARALLEL),
     section("tensor_parallel", "autotp_size", 0, _DATA_PARALLEL),
-    section("expert_parallel", "enabled", False, _DATA_PARALLEL),
+    section("expert_parallel", "enabled", False, _IN_A_LOSS),
     *(section(path, "enabled", False, _NO_ZERO) for path in _OUTSIDE_OF_ZERO),
     *(section(path, None, None, _NO_ZERO) for path in _OUTSIDE_WITHOUT_SWITCH),
 )

@@ -35,7 +35,8 @@ def call_abstractly(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Call a function of torch on meta tensors, and on their known values if all are known."""
     tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     known = all(map(is_known, tensors))
-    if func in _READS and known:
+    # Also what writes numbers that are known into a tensor with values, as a counter is.
+    if known and (func in _READS or (func is Tensor.copy_ and not tensors[0].is_meta)):
         return func(*_values((args, kwargs))[0], **_values((args, kwargs))[1])
     out = func(*args, **kwargs)
     name = getattr(func, "__name__", "")

@@ -22,6 +22,9 @@ from fzero.tools.plan._values import READERS
 from fzero.tools.trace.found import LeftOver, Made
 from fzero.tools.trace.program import reads_values
 
+_TORCH: Any = torch
+"""What torch has no public name for."""
+
 
 class AsOn(TorchFunctionMode):
     """Context in which meta tensors behave as on `device`, also in recomputation by a backward.
@@ -50,7 +53,8 @@ class AsOn(TorchFunctionMode):
                 return composed(*args, **kwargs)
         if func in READERS and args[0].is_meta and not constants.is_known(args[0]):
             raise reads_values("planned", f"Tensor.{func.__name__}")
-        if func in _device_constructors() and kwargs.get("device") is None:
+        stays = bool(args) and isinstance(args[0], Tensor)  # as_tensor: where the tensor is
+        if func in _device_constructors() and kwargs.get("device") is None and not stays:
             kwargs["device"] = "meta"
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return self._noted(constants.call_abstractly(func, args, kwargs), args)
@@ -94,6 +98,17 @@ def _without_dispatch(func: Any) -> Callable[..., Any] | None:
     made.__kwdefaults__ = func.__kwdefaults__
     return made
 
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Write in place, where there are no values: nothing."""
+
+
+_FUSED = torch.library.Library("aten", "IMPL", "Meta")
+"""Fused updates that torch has on a device and not for tensors without values: no temporaries."""
+
+for _name in ("_fused_sgd_", "_fused_adagrad_"):
+    if not _TORCH._C._dispatch_has_kernel_for_dispatch_key(f"aten::{_name}", "Meta"):
+        _FUSED.impl(_name, _nothing)
 
 _ASKS = {"has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"}
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import optree
 from torch import Tensor
 
+from fzero.checkpoint.elements import state_of_rank
+from fzero.errors import LayoutError
+from fzero.machine.by_path import leaf_paths
+from fzero.optim.entries import rule_entries
 from fzero.state import NAMESPACE, Buffers, Placement, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.view import require_state
@@ -16,11 +20,15 @@ from fzero.state.view import require_state
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BufferKind:
-    """Where the buffers of one kind are, of some groups. placement None: the state has none."""
+    """Where the buffers of one kind are, of some groups. placement None: the state has none.
+
+    alone: {number of a leaf: its ranks}, where those keep all of it, and others nothing.
+    """
 
     kind: str  # parameters, gathered, window, residual, gradients, optimizer, or a slot's name
     placement: Placement | None
     groups: tuple[int, ...]
+    alone: Mapping[int | None, set[int]] = field(default_factory=dict[int | None, set[int]])
 
 
 def buffers_held(state: Any) -> list[BufferKind]:
@@ -44,7 +52,29 @@ def buffers_held(state: Any) -> list[BufferKind]:
             found.append(_buffers(name, slot.value, groups))
     found.append(_buffers("gradients", state.gradients, layout.trainable))
     place = state.setup.optimizer_state if _has_slots(state) else None
-    found.append(BufferKind(kind="optimizer", placement=place, groups=layout.trainable))
+    alone = _alone(state)
+    found.append(
+        BufferKind(kind="optimizer", placement=place, groups=layout.trainable, alone=alone)
+    )
+    return found
+
+
+def _alone(state: TrainState) -> dict[int | None, set[int]]:
+    """Return {number of a leaf: its ranks} of the leaves that are kept whole, or nowhere."""
+    layout, found = state.setup.layout, dict[int | None, set[int]]()
+    numbers = {name: i for i, name in enumerate(leaf_paths(layout))}
+    for rank in ranks_of(state):
+        try:
+            own = state_of_rank(state, rank) if is_stacked(state) else state
+            entries = rule_entries(own, rank)
+        except LayoutError:  # an optimizer whose state goes with no leaf
+            return {}
+        flats = {group for one in entries if one.per_leaf for group in one.values}
+        cut = {leaf for group in flats for leaf in layout.groups[group].leaves}
+        for one in (one for one in entries if not one.per_leaf):
+            for name in one.values:
+                if (leaf := numbers[name]) not in cut:
+                    found.setdefault(leaf, set()).update({rank} if name in one.owned else ())
     return found
 
 

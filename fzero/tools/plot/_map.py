@@ -47,7 +47,7 @@ class Segment:
     """Elements [start, stop) that one rank holds of one leaf, or of a group's padding.
 
     `leaf` indexes `PartitionMap.leaves`, and the first element is the leaf's `offset`-th
-    (row-major); for padding `leaf` is None and `offset` 0.
+    (row-major); for padding `leaf` is None and `offset` 0. An encoded leaf has bytes instead.
     """
 
     rank: int
@@ -71,6 +71,7 @@ class PartitionMap(Table):
     world_size: int
     ranks: tuple[int, ...]
     leaves: tuple[str, ...]
+    encoded: tuple[int, ...]  # the numbers of those whose elements here are bytes
     groups: tuple[Span, ...]
     kinds: tuple[tuple[str, str], ...]
     segments: tuple[Segment, ...]
@@ -89,7 +90,8 @@ class PartitionMap(Table):
         length = segment.stop - segment.start
         if segment.leaf is None:
             return f"padding[{length}]"
-        return f"{self.leaves[segment.leaf]}[{segment.offset}:{segment.offset + length}]"
+        unit = " bytes" if segment.leaf in self.encoded else ""
+        return f"{self.leaves[segment.leaf]}[{segment.offset}:{segment.offset + length}{unit}]"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the map as dicts, lists, strings and numbers: what JSON can hold."""
@@ -101,9 +103,12 @@ class PartitionMap(Table):
         for rank in self.ranks:
             for kind, placement in self.kinds:
                 held = self.of(rank, kind)
-                numel = sum(segment.stop - segment.start for segment in held)
+                of_bytes = [segment.leaf in self.encoded for segment in held]
+                sizes = [segment.stop - segment.start for segment in held]
+                nbytes = sum(n for n, encoded in zip(sizes, of_bytes, strict=True) if encoded)
+                size = f"{sum(sizes) - nbytes:,}" + (f" + {nbytes:,} bytes" if nbytes else "")
                 words = _some([self.label(segment) for segment in held])
-                rows.append((str(rank), kind, placement, f"{numel:,}", words))
+                rows.append((str(rank), kind, placement, size, words))
         return ("rank", "buffer", "placement", "elements", "segments"), rows
 
     def draw(self, ax: Axes | None = None) -> Axes:
@@ -226,7 +231,7 @@ def _draw_bars(ax: Axes, partition: PartitionMap) -> None:
 
 
 def _about(partition: PartitionMap) -> str:
-    words = "element, all groups end to end"
+    words = "element, all groups end to end" + "; of encoded leaves bytes" * bool(partition.encoded)
     if _bar_inches(partition) < NAMED_INCHES:
         kinds = ", ".join(kind for kind, _ in partition.kinds)
         return f"{words}; of each rank from above: {kinds}"

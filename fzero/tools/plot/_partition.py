@@ -44,6 +44,7 @@ def partition_map(state: TrainState) -> PartitionMap:
         world_size=state.setup.axis.size,
         ranks=ranks,
         leaves=tuple(leaf.path for leaf in layout.leaves),
+        encoded=tuple(i for i, leaf in enumerate(layout.leaves) if leaf.codec is not None),
         groups=groups,
         kinds=tuple((k.kind, k.placement.value if k.placement else "none") for k in kinds),
         segments=tuple(
@@ -75,8 +76,11 @@ def _segments(
         low = setup.part(held.placement, rank).index * numel
         high = low + numel
         first = groups[index].start
+        alone = not held.alone.keys().isdisjoint(layout.groups[index].leaves)
         for leaf, start, stop in _contents(layout, index):
             begin, end = max(start, low), min(stop, high)
+            if alone:  # no padding, then
+                begin, end = (start, stop) if rank in held.alone.get(leaf, ()) else (0, 0)
             if begin < end:
                 yield Segment(
                     rank=rank,

@@ -218,10 +218,9 @@ def replaying(
             cause="a recorder around a step that takes a state from fzero.init.",
             fix="give step_fn=fzero.shard(step, stage=...).",
         )
-    form = recording.form
-    in_two_dims = ranks == form.world_size and form.shards < ranks
-    mesh = (ranks // form.shards, form.shards) if in_two_dims else None
-    return _OfStep(recording, ranks, sharded_as(step, stage=stage, mesh=mesh), init)
+    shards = recording.form.shards if ranks == recording.form.world_size else ranks
+    again = sharded_as(step, ranks=ranks, shards=shards, stage=stage)
+    return _OfStep(recording, ranks, again, init)
 
 
 def _missing(name: str, what: str) -> LayoutError:

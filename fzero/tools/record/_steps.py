@@ -37,12 +37,10 @@ def difference_of(
 def _run(step: Any, before: Any, call: RecordedCall) -> Run:
     setup: Setup = before.setup
     ranks = setup.axis.size
-    shards = setup.layout.ranks
-    mesh = (ranks // shards, shards) if shards < ranks else None
     logical = None if setup.logical is None else setup.logical.ranks
     inputs = stack_of(inputs_on(ranks, call.inputs, call.number, logical))
     return Run(
-        step=_with_inputs(sharded_as(step, mesh=mesh)),
+        step=_with_inputs(sharded_as(step, ranks=ranks, shards=setup.layout.ranks)),
         params=blank_params(setup.layout),
         optimizer=setup.optimizer,
         batches=[inputs],

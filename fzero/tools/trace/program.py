@@ -256,7 +256,9 @@ def reads_values(done: str, op: Any) -> PhaseError:
     return PhaseError(
         f"the step reads values of a tensor while it is {done} ({op}).",
         cause=".item(), float(x), `if x > 0:`, a result whose shape depends on values (x[mask], "
-        "nonzero): experts that each take the rows which chose them, for one.",
+        "nonzero): experts that each take the rows which chose them, for one. Or an optimizer that "
+        "reads them in its update, as Adafactor does.",
         fix="use torch.where, keep it a tensor, give each expert a number of rows that is known "
-        "(topk of the tokens, a capacity), or pass the number as an argument of the step.",
+        "(topk of the tokens, a capacity), or pass the number as an argument of the step. In the "
+        "place of such an optimizer give one that keeps as much, and measure it in a run.",
     )

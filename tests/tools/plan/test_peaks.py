@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -92,3 +93,66 @@ def test_a_call_leaves_no_cycle_that_holds_gradients() -> None:
         gc.garbage.clear()
         gc.enable()
     assert not kept
+
+
+TORCHS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "NAdam": {},
+    "Rprop": {},
+    "Adagrad": {"weight_decay": 0.1},
+}
+RULES: dict[str, Callable[[], Any]] = {
+    "decay": lambda: fzero.optim.sgd(0.1, weight_decay=0.1),
+    "nesterov": lambda: fzero.optim.sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    **{
+        name: functools.partial(
+            fzero.optim.from_torch, functools.partial(getattr(torch.optim, name), **options)
+        )
+        for name, options in TORCHS.items()
+    },
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_an_update_takes_what_is_planned(rule: str, donate: bool, dtype: torch.dtype) -> None:
+    """A loss without activations: the peak is that of the update. A plan has fewer counters."""
+
+    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        state, value = fzero.grad_and_reduce(lambda p, x: p["w"].sum() * x, state)(x)
+        return fzero.apply_gradients(state), value
+
+    step, x = fzero.shard(step_fn, stage=0, donate=donate), torch.ones((), dtype=dtype)
+    with LiveBytes() as live:
+        state = step.init({"w": torch.ones(64, 64, dtype=dtype)}, RULES[rule]())
+        state, _ = step(state, x)
+        gc.collect()
+        live.begin()
+        state, _ = step(state, x)
+    params = {"w": torch.ones(64, 64, dtype=dtype)}
+    plan = fzero.plan.of_step(step, params, RULES[rule](), x, world=1, device="cpu")
+    assert plan.peak_bytes == pytest.approx(live.peak, rel=0.02)
+
+
+@pytest.mark.parametrize("around", [fzero.check_finite, fzero.autocast(dtype=torch.bfloat16)])
+def test_what_reads_or_gives_away_is_planned(around: Any) -> None:
+    """check_finite finds all finite; a donated state has counters with values beside the rest."""
+    made, params = made_of(around)
+    adamw = fzero.optim.from_torch(torch.optim.AdamW)
+    plan = fzero.plan.of_step(made, params, adamw, torch.ones(8), world=2)
+    assert plan.bytes["optimizer"] >= 2 * plan.bytes["parameters"]
+
+
+def made_of(around: Any) -> tuple[Any, Any]:
+    def step_fn(state: Any, x: Tensor) -> tuple[Any, Tensor]:
+        state, value = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
+        return fzero.apply_gradients(state), value
+
+    return fzero.shard(around(step_fn), stage=3, donate=True), {"w": torch.ones(8)}
+
+
+def test_an_optimizer_that_reads_is_named_as_a_cause() -> None:
+    step, params = made_of(lambda step: step)
+    with pytest.raises(fzero.PhaseError, match=r"an optimizer that reads .* as Adafactor"):
+        fzero.plan.of_step(step, params, fzero.optim.adafactor(0.1), torch.ones(8), world=1)

@@ -164,3 +164,24 @@ def test_what_is_no_state_to_show_is_refused(wrong: Any, error: Any, words: str)
     state: Any = wrong() if callable(wrong) else wrong
     with pytest.raises(error, match=words):
         partition_map(state)
+
+
+def test_an_encoded_leaf_is_counted_in_bytes() -> None:
+    """64 x 64 codes of 4 bits, and 72 bytes of scales, which two ranks share with 24 of padding."""
+    sharded = fzero.shard(lambda state: (state, None), stage=3, trainable=lambda path: path == "a")
+    step = fzero.simulate(sharded, world_size=2)
+    params = {"a": torch.ones(8), "base": torch.ones(64, 64)}
+    state = step.init(params, fzero.optim.sgd(0.1), frozen=fzero.codecs.nf4())
+    rows = partition_map(state).table().splitlines()
+    assert "4 + 1,072 bytes" in rows[1] and "base[0:1072 bytes]" in rows[1]
+    assert "28 + 1,048 bytes" in rows[4] and "base[1072:2120 bytes]" in rows[4]
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_owners_keep_is_whole_on_one_rank(stage: int) -> None:
+    rule = fzero.optim.from_torch(lambda params: torch.optim.Muon(params, lr=0.1))
+    step = fzero.simulate(fzero.shard(lambda state: (state, None), stage=stage), world_size=2)
+    state = step.init({"a": torch.ones(3, 5), "b": torch.ones(3, 5)}, rule)
+    partition = partition_map(state)
+    held = [[partition.label(s) for s in partition.of(rank, "optimizer")] for rank in (0, 1)]
+    assert sorted(held) == [["a[0:15]"], ["b[0:15]"]]

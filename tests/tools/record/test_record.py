@@ -248,3 +248,23 @@ def test_a_first_call_that_raises_leaves_no_recording() -> None:
         _ = step.recording
     step(state, batch(0))
     assert fzero.replay(step.recording, step=1).same
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "seq": 2}, fzero.Mesh({"data": 2, "seq": 2})])
+def test_a_loss_that_names_an_axis_is_made_again(mesh: Any) -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return fzero.psum((p["w"] * x).sum(), axis="seq") ** 2
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        state, value = fzero.grad_and_reduce(loss, state)(x)
+        return fzero.apply_gradients(state), value
+
+    step = fzero.record(
+        fzero.simulate(fzero.shard(step_fn, stage=3, mesh=mesh), world_size=4), every=9
+    )
+    state = step.init({"w": torch.arange(6.0)}, fzero.optim.sgd(2**-9))
+    for number in range(3):
+        state, _ = step(state, torch.arange(24.0).view(4, 6) + number)
+    assert fzero.replay(step.recording, step=2).same
+    assert fzero.replay(step.recording, step=3, stage=0).same
+    assert fzero.bisect(step.recording) is None

@@ -125,13 +125,17 @@ def where_is(frame: FrameType | None) -> tuple[str, str]:
         frame = frame.f_back
     if not stack or not stack[0][0].startswith((f"{_FZERO}collectives", _TORCH)):
         return "", ""
-    lines = (f"{file}:{line}" for file, _, line in stack if not file.startswith(_LIBRARIES))
-    line = next(lines, "the end of the program")
+    of_library = [*itertools.takewhile(lambda one: one[0].startswith(_LIBRARIES), stack)]
+    own = next(iter(stack[len(of_library) :]), None)
+    line = "the end of the program" if own is None else f"{own[0]}:{own[2]}"
     inside = [*itertools.takewhile(lambda one: one[0].startswith(_TORCH), stack)]
-    if any(file.startswith(_FZERO) for file, _, _ in stack[len(inside) :][:1]):
-        return "fzero", f"a call of fzero at {line}"
-    called = [function for _, function, _ in inside if function != "wrapper"][-1]
-    return "torch", f"torch.distributed.{called}() at {line}"
+    called = [function for file, function, _ in of_library if file.startswith(_FZERO)]
+    if stack[len(inside)][0].startswith(_FZERO):
+        read = called[-1].startswith("__")  # of a placeholder, or a hook of a forward
+        name = "a read of a parameter, or a forward" if read else f"{called[-1].strip('_')}()"
+        return "fzero", f"{name} at {line}"
+    function = [function for _, function, _ in inside if function != "wrapper"][-1]
+    return "torch", f"torch.distributed.{function}() at {line}"
 
 
 _HELD_THE_STORE = "is gone, and with it the store that it held, where the others' last words are"
@@ -165,7 +169,7 @@ class Pulse:
     """The thread of this process that gives signs of life on a board."""
 
     def __init__(self, board: Board, size: int) -> None:
-        self._board, self._size, self._over = board, size, threading.Event()
+        self._board, self.size, self._over = board, size, threading.Event()
         self._every_s = BEAT_S * max(1, size / _RANKS)
         self.found: dict[int, str] = {}  # who waits for whom now, in unlike calls
         self.begun, self._collectives = 0, itertools.count(1)
@@ -195,7 +199,7 @@ class Pulse:
                 calls, where = self._waits() if since >= STALLED_BEATS else ("", "")
                 beats = self._board.mine.beats + 1
                 self._board.put(collectives=begun, beats=beats, calls=calls, where=where)
-                found = stuck(self._board.read(range(self._size))) if calls else {}
+                found = stuck(self._board.read(range(self.size))) if calls else {}
                 if found and not self.found:
                     print(explain(_together(found), cause=ALONE, fix=APART), file=sys.stderr)
                 self.found = found or (self.found if since else {})  # one may have ended since
@@ -237,6 +241,17 @@ class Witness:
             with suppress(RuntimeError):
                 self.say(f"lost {[*self._blamed] or 'another rank'}", lost=True)
         return self._blamed
+
+    def ahead(self) -> list[int]:
+        """Return the ranks that go on and have begun more collectives, by two beats from now."""
+        others, behind = {*range(self.pulse.size)} - {self._board.rank}, set[int]()
+        for _ in range(2):
+            signs = self._board.read([*others])
+            others = {rank for rank in others if not signs[rank].word}
+            behind = {rank for rank in others if signs[rank].collectives > self.pulse.begun}
+            if behind or not others or not self.pulse.wait():
+                break
+        return sorted(behind)
 
     def _look(self, ranks: Sequence[int]) -> dict[int, str]:
         board = self._board
@@ -311,9 +326,13 @@ def what_became_of(ranks: Sequence[int]) -> dict[int, str]:
     return _here.blame(ranks)
 
 
-def waits_apart() -> bool:
-    """Whether ranks were found that wait for each other in unlike calls, this one among them."""
-    return _here is not None and bool(_here.pulse.found)
+def came_apart(found: Mapping[int, str]) -> bool:
+    """Whether a call of this rank alone is the cause, by what became of the others."""
+    stuck_here = _here is not None and bool(_here.pulse.found)
+    return stuck_here or any(_OF_ITSELF in what for what in found.values())
+
+
+_OF_ITSELF = "by sys.exit() or at the end of the script"
 
 
 def _end() -> None:
@@ -321,13 +340,13 @@ def _end() -> None:
     if _here is None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    word = "has ended its program, " + (
-        f"with {type(error).__name__}: {error!s:.300}"
-        if error is not None
-        else "by sys.exit() or at the end of the script"
-    )
+    how = _OF_ITSELF if error is None else f"with {type(error).__name__}: {error!s:.300}"
     with suppress(RuntimeError):  # the store is gone; so is who would read it
-        _here.say(word, lost=isinstance(error, LostRankError | PeerFailedError))
+        lost = isinstance(error, LostRankError | PeerFailedError)
+        _here.say(f"has ended its program, {how}", lost=lost)
+        for rank in _here.ahead() if error is None else ():
+            seen = f"this rank has ended, and rank {rank} waits for it in a call of fzero."
+            print(explain(seen, cause=ALONE, fix=APART), file=sys.stderr)
     _here.pulse.stop()
 
 

@@ -73,7 +73,7 @@ def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Generator[None]:
             f"see the first error in {first}; FZERO_TIMEOUT_S sets how long a group that fzero "
             "starts waits."
         )
-        apart = _alive.waits_apart()
+        apart = _alive.came_apart(found)
         raise LostRankError(
             f"{fault}{op} on rank {axis.rank} of {axis} failed: {error}",
             cause=_alive.ALONE if apart else cause,

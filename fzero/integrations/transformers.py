@@ -140,10 +140,11 @@ class _Sharded(Base):
             own: Any = self._get_num_items_in_batch([inputs], self.args.device)
             loss, *rest = super().prediction_step(model, inputs, *args, **kwargs)
         if loss is not None and own is not None:
-            own = self._of_rows_that_count(own.to(loss))
-            both = torch.stack([torch.where(own > 0, loss * own, 0.0), own])
+            wide = loss.to(torch.promote_types(loss.dtype, torch.float32))
+            own = self._of_rows_that_count(own.to(wide))
+            both = torch.stack([torch.where(own > 0, wide * own, 0.0), own])
             total, count = self.accelerator.reduce(both, "sum")
-            loss = total / count
+            loss = (total / count).to(loss)
         return (loss, *rest)
 
     def _of_rows_that_count(self, tokens: Tensor) -> Tensor:

@@ -130,11 +130,11 @@ def where_is(frame: FrameType | None) -> tuple[str, str]:
     line = "the end of the program" if own is None else f"{own[0]}:{own[2]}"
     inside = [*itertools.takewhile(lambda one: one[0].startswith(_TORCH), stack)]
     called = [function for file, function, _ in of_library if file.startswith(_FZERO)]
-    if stack[len(inside)][0].startswith(_FZERO):
+    if any(file.startswith(_FZERO) for file, _, _ in stack[len(inside) :][:1]):
         read = called[-1].startswith("__")  # of a placeholder, or a hook of a forward
         name = "a read of a parameter, or a forward" if read else f"{called[-1].strip('_')}()"
         return "fzero", f"{name} at {line}"
-    function = [function for _, function, _ in inside if function != "wrapper"][-1]
+    function = [inside[0][1], *(one[1] for one in inside if one[1] != "wrapper")][-1]
     return "torch", f"torch.distributed.{function}() at {line}"
 
 

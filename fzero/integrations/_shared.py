@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -93,12 +93,14 @@ class Waiting:
 class OfModel:
     """The attribute `no_sync` of a model with an engine: it holds the engine, and raises.
 
-    Who makes another engine of the model closes this one, whose trainer may be gone. A copy of the
-    model has none.
+    Who makes another engine of the model closes this one, whose trainer may be gone, unless it is
+    `in_use`. A copy of the model has none.
     """
 
-    def __init__(self, engine: Engine | None = None) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: Engine | None = None, in_use: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.engine, self.in_use = engine, in_use
 
     def __reduce__(self) -> Any:
         return OfModel, ()
@@ -112,14 +114,14 @@ class OfModel:
         )
 
 
-def close_earlier(model: nn.Module) -> None:
+def close_earlier(model: nn.Module, but: Iterable[Engine] = ()) -> None:
     """Close the engines that earlier trainers have made of a model, or of parts. A collective.
 
     The model is then an ordinary one, with the values that it was trained to.
     """
     for part in [*model.modules()]:
         held = vars(part).get("no_sync")
-        if isinstance(held, OfModel):
+        if isinstance(held, OfModel) and not held.in_use() and held.engine not in but:
             for name in ("no_sync", "generate"):
                 vars(part).pop(name, None)
             if held.engine is not None:

@@ -12,7 +12,7 @@ For trainers that make their accelerator themselves, see `fzero.integrations.tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
@@ -142,6 +142,7 @@ class FzeroAccelerator(Accelerator):
         self._sharded: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._waiting = shared.Waiting()
         self._weight: Weight | None = None
+        self.in_use: Callable[[], bool] = lambda: False  # whether a trainer trains with it now
 
     def _precision(self) -> dict[str, Any]:
         handler = self.autocast_handler
@@ -183,7 +184,7 @@ class FzeroAccelerator(Accelerator):
     ) -> nn.Module:
         """Do `Accelerator.prepare_model`. The optimizer of a trainable model is prepared next."""
         if not evaluation_mode and self.engine_of(model) is None:
-            shared.close_earlier(model)
+            shared.close_earlier(model, but=self._sharded)
             self._waiting.add(model)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
@@ -195,7 +196,7 @@ class FzeroAccelerator(Accelerator):
             model = self._waiting.pop(optimizer)
             engine = Engine(model, optimizer, stage=self._stage, **self._options)
             self._sharded.add(engine)
-            vars(model)["no_sync"] = shared.OfModel(engine)
+            vars(model)["no_sync"] = shared.OfModel(engine, self.in_use)
             if engine.stage == 3 and hasattr(model, "generate"):
                 vars(model)["generate"] = MethodType(_generate, model)
             optimizer = FzeroOptimizer(engine)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -96,6 +97,8 @@ class _Sharded(Base):
         """Replace the trainer's accelerator by a `FzeroAccelerator` with the same settings."""
         super().create_accelerator_and_postprocess()
         self.accelerator = FzeroAccelerator.of(self.accelerator, **self._fzero)
+        here = weakref.ref(self)
+        self.accelerator.in_use = lambda: getattr(here(), "is_in_train", False)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Give a micro-batch its own number of tokens as weight, where the trainer counts tokens.

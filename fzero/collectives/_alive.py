@@ -185,11 +185,16 @@ class Pulse:
         self._over.set()
         self._thread.join(timeout=2)
 
+    @property
+    def lives(self) -> bool:
+        """Whether there are more signs; in a fork of its process there are none."""
+        return self._thread.is_alive()
+
     def wait(self) -> bool:
         """Wait for about a beat; return False, at once, where there are no more."""
-        if self._thread.is_alive():
+        if self.lives:
             self._over.wait(self._every_s)
-        return self._thread.is_alive()
+        return self.lives
 
     def _beat(self) -> None:
         begun, since = 0, 0
@@ -244,7 +249,8 @@ class Witness:
 
     def ahead(self) -> list[int]:
         """Return the ranks that go on and have begun more collectives, by two beats from now."""
-        others, behind = {*range(self.pulse.size)} - {self._board.rank}, set[int]()
+        others = {*range(self.pulse.size if self.pulse.lives else 0)} - {self._board.rank}
+        behind = set[int]()
         for _ in range(2):
             signs = self._board.read([*others])
             others = {rank for rank in others if not signs[rank].word}

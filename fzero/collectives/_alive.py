@@ -250,14 +250,14 @@ class Witness:
     def ahead(self) -> list[int]:
         """Return the ranks that go on and have begun more collectives, by two beats from now."""
         others = {*range(self.pulse.size if self.pulse.lives else 0)} - {self._board.rank}
-        behind = set[int]()
+        found = set[int]()
         for _ in range(2):
             signs = self._board.read([*others])
             others = {rank for rank in others if not signs[rank].word}
-            behind = {rank for rank in others if signs[rank].collectives > self.pulse.begun}
-            if behind or not others or not self.pulse.wait():
+            found = {rank for rank in others if signs[rank].collectives > self.pulse.begun}
+            if found or not others or not self.pulse.wait():
                 break
-        return sorted(behind)
+        return sorted(found)
 
     def _look(self, ranks: Sequence[int]) -> dict[int, str]:
         board = self._board

@@ -213,7 +213,8 @@ class Pulse:
             return
 
     def _waits(self) -> tuple[str, str]:
-        return where_is(sys._current_frames().get(threading.main_thread().ident or 0))
+        stacks: dict[int, FrameType] = vars(sys)["_current_frames"]()
+        return where_is(stacks.get(threading.main_thread().ident or 0))
 
 
 class Witness:

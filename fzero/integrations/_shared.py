@@ -114,7 +114,7 @@ class OfModel:
         )
 
 
-def close_earlier(model: nn.Module, but: Iterable[Engine] = ()) -> None:
+def close_earlier(model: nn.Module, but: Iterable[Any] = ()) -> None:
     """Close the engines that earlier trainers have made of a model, or of parts. A collective.
 
     The model is then an ordinary one, with the values that it was trained to.

@@ -145,10 +145,11 @@ class FzeroStrategy(DDPStrategy):
             raise shared.refusal("fabric.save(filter=...)", "choose what `state` has")
         folder, of_engines = Path(self.broadcast(path)), self._of_engines(state)
         for name, model in of_engines.items():
+            engine: Any = self.engine_of(state[name])
             if model is None:
                 raise shared.refusal(f"fabric.save of {name} alone", "save it with its model")
             if name == model:
-                shared.save(folder / name, self.engine_of(state[name]))
+                shared.save(folder / name, engine)
         rest = {name: x for name, x in state.items() if name not in of_engines}
         plain = self._convert_stateful_objects_in_state(rest, filter={})
         if self.is_global_zero:
@@ -199,7 +200,7 @@ class FzeroStrategy(DDPStrategy):
             shared.adopt(folder / name, engine, there, model=name in named, optimizer=optimizer)
         return left
 
-    def _of_engines(self, state: dict[str, Any]) -> dict[str, str | None]:
+    def _of_engines(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return {name: that of its model} of models and optimizers that have an engine."""
         engines = {name: self.engine_of(x) for name, x in state.items()}
         models = {id(engines[k]): k for k, x in state.items() if isinstance(x, nn.Module)}

@@ -123,7 +123,8 @@ def where_is(frame: FrameType | None) -> tuple[str, str]:
     while frame is not None:
         stack.append((frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno))
         frame = frame.f_back
-    if not stack or not stack[0][0].startswith((f"{_FZERO}collectives", _TORCH)):
+    waits = f"{_FZERO}collectives", f"{_TORCH}distributed_c10d"
+    if not stack or not stack[0][0].startswith(waits):
         return "", ""
     of_library = [*itertools.takewhile(lambda one: one[0].startswith(_LIBRARIES), stack)]
     own = next(iter(stack[len(of_library) :]), None)

@@ -150,8 +150,9 @@ def _require_plain(module: Any) -> None:
                 f"{path} belongs to an engine that is open.",
                 cause="a notebook cell that made the engine was run again, or two modules "
                 "share a parameter.",
-                fix="call close() on that engine first, or make the module anew if its name is "
-                "lost; for a shared part, make one engine of a module that has all of it.",
+                fix="call close() on that engine first (of a trainer, "
+                "trainer.accelerator.engine_of(model).close()), or make the module anew if its "
+                "name is lost; for a shared part, make one engine of a module that has all of it.",
             )
         if isinstance(p, nn.UninitializedParameter):
             raise LayoutError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from ast import literal_eval
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._chunks import read_pieces, tensor_files
@@ -48,6 +50,7 @@ from fzero.checkpoint.manifest import (
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors.json_form import problems, text
+from fzero.optim.counters import COUNT
 from fzero.state import TrainState
 from fzero.transforms.kept import APART, require_facts
 from fzero.transforms.written import returned
@@ -248,6 +251,45 @@ def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
         read_pieces(pieces, where / saved.data, saved)
     set_buffers(engine.module, buffers)
     set_options(engine.optimizer, options)
+
+
+def read_whole(path: PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the state dicts of an engine's module and optimizer, as torch has them: all of both.
+
+    No collective; needs no engine. Raises as `read_extra`.
+    """
+    where = as_path("load", path)
+    with kept(where):
+        saved = read_manifest(where)
+        folder = where / saved.data
+        flats = {
+            name: torch.empty(
+                max((start + numel for start, numel, *_ in tensor["chunks"]), default=0),
+                dtype=getattr(torch, tensor["dtype"].removeprefix("torch.")),
+            )
+            for name, tensor in saved.tensors.items()
+        }
+        pieces = [TensorPiece(name=k, start=0, numel=x.numel(), values=x) for k, x in flats.items()]
+        read_pieces(pieces, folder, saved)
+        groups = _groups_in(folder, saved)
+
+    def whole(name: str, form: str) -> Tensor:
+        return flats[name].view(literal_eval(form[: form.index(")") + 1]))
+
+    forms, buffers = saved.leaves, saved.module["buffers"]
+    model = {k: whole(f"params/{k}", x) for k, x in forms.items() if f"params/{k}" in flats}
+    model |= {path: whole(f"buffers/0/{path}", some["0"]) for path, some in buffers.items()}
+    number = {name: k for k, name in enumerate(name for names in groups for name in names)}
+    state: dict[int, dict[str, Any]] = {k: {} for k in number.values()}
+    for slot, paths in saved.slots.items():
+        for name in paths:
+            state[number[name]][slot] = whole(f"optimizer/{slot}/{name}", forms[name])
+    for counter, value in saved.counters["optimizer"].items():
+        for name, k in number.items() if counter != COUNT else ():
+            state[k][counter] = torch.tensor(value[name] if isinstance(value, dict) else value)
+    some = zip(saved.module["options"], groups, strict=True)
+    found = [{**options, "params": [number[x] for x in names]} for options, names in some]
+    return model, {"state": state, "param_groups": found}
 
 
 def _groups_in(folder: Path, saved: Manifest) -> list[list[str]]:

@@ -11,6 +11,7 @@ from fzero.checkpoint._held import stack_of as stack_of
 from fzero.checkpoint._held import state_of_rank as state_of_rank
 from fzero.checkpoint._held import states_of_ranks as states_of_ranks
 from fzero.checkpoint._load import fill_module as fill_module
+from fzero.checkpoint._load import read_whole as read_whole
 from fzero.checkpoint._rng import generators as generators
 from fzero.checkpoint._rng import rng_setter as rng_setter
 from fzero.checkpoint._rng import rng_text as rng_text

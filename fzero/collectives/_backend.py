@@ -69,11 +69,15 @@ def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Generator[None]:
         who = "; ".join(f"rank {rank} {what}" for rank, what in found.items())
         fault = f"{who}. So " if who else ""
         first = f"rank {next(iter(found))}'s output" if found else "the ranks' outputs"
+        fix = (
+            f"see the first error in {first}; FZERO_TIMEOUT_S sets how long a group that fzero "
+            "starts waits."
+        )
+        apart = _alive.came_apart(found)
         raise LostRankError(
             f"{fault}{op} on rank {axis.rank} of {axis} failed: {error}",
-            cause=cause,
-            fix=f"see the first error in {first}; FZERO_TIMEOUT_S sets how long a group that fzero "
-            "starts waits.",
+            cause=_alive.ALONE if apart else cause,
+            fix=_alive.APART if apart else fix,
             ranks=[*found],
         ) from error
 

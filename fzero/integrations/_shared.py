@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -16,11 +16,13 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero import checkpoint
 from fzero.adapter import Engine, gathered
-from fzero.checkpoint.driven import idle
-from fzero.checkpoint.elements import held_by, values_by_path
+from fzero.checkpoint.driven import buffers_of, idle, options_of, set_buffers, set_options
+from fzero.checkpoint.elements import fill_module, held_by, values_by_path
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.placeholder import LazyParam
+from fzero.state import TrainState
+from fzero.transforms.kept import entries_of, has_values, with_entries
 
 FOLDER = "fzero"
 """Folder of the first model and its optimizer, inside of the folder of a checkpoint."""
@@ -31,6 +33,20 @@ def engine_of(engines: Iterable[Engine], x: Any) -> Engine | None:
     x = getattr(x, "_orig_mod", x)
     found = (e for e in engines if not e.closed and (x is e.module or x is e.optimizer))
     return next(found, None)
+
+
+def options_given(given: Mapping[str, Any], accumulates: str, clips: str) -> dict[str, Any]:
+    """Return options of engines; refuse those that a client has a word of its own for.
+
+    It makes one update with each `step()`, and clears gradients after it, so that an engine that
+    counts micro-batches would never update.
+    """
+    for name in ("micro_batches", "gradient_accumulation_steps", "average_micro_batches"):
+        if name in given:
+            raise refusal(f"the option {name}={given[name]!r} of the engine", f"use {accumulates}")
+    if given.get("max_norm") is not None:
+        raise refusal(f"the option max_norm={given['max_norm']!r} of the engine", f"use {clips}")
+    return dict(given)
 
 
 class Waiting:
@@ -52,6 +68,12 @@ class Waiting:
         """Remove and return the registered model whose parameters `optimizer` steps."""
         stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         models = [x for x in self._hooks if stepped <= {id(p) for p in x.parameters()}]
+        if not self._hooks:
+            raise refusal(
+                "an optimizer that is set up before its model",
+                "set the model up first, or both in one call: prepare(model, optimizer)",
+                cause="the other order, which does for DDP; or a second optimizer of one model.",
+            )
         if len(models) != 1:
             known = {id(p) for model in self._hooks for p in model.parameters()}
             raise refusal(
@@ -66,6 +88,44 @@ class Waiting:
             )
         self._hooks.pop(models[0]).remove()
         return models[0]
+
+
+class OfModel:
+    """The attribute `no_sync` of a model with an engine: it holds the engine, and raises.
+
+    Who makes another engine of the model closes this one, whose trainer may be gone, unless it is
+    `in_use`. A copy of the model has none.
+    """
+
+    def __init__(
+        self, engine: Engine | None = None, in_use: Callable[[], bool] = lambda: False
+    ) -> None:
+        self.engine, self.in_use = engine, in_use
+
+    def __reduce__(self) -> Any:
+        return OfModel, ()
+
+    def __call__(self) -> Any:
+        """Raise: what is to be called instead knows the engine."""
+        raise refusal(
+            "model.no_sync(), of DistributedDataParallel, which accelerate's LocalSGD calls",
+            "use accelerator.accumulate(model) or accelerator.no_sync(model); in the place of "
+            "LocalSGD(..., local_sgd_steps=n) the option local=fzero.Local(every=n) of the engine",
+        )
+
+
+def close_earlier(model: nn.Module, but: Iterable[Any] = ()) -> None:
+    """Close the engines that earlier trainers have made of a model, or of parts. A collective.
+
+    The model is then an ordinary one, with the values that it was trained to.
+    """
+    for part in [*model.modules()]:
+        held = vars(part).get("no_sync")
+        if isinstance(held, OfModel) and not held.in_use() and held.engine not in but:
+            for name in ("no_sync", "generate"):
+                vars(part).pop(name, None)
+            if held.engine is not None:
+                held.engine.close()
 
 
 def _refuse_to_learn(model: nn.Module, _: Any) -> None:
@@ -104,6 +164,27 @@ def load_engines(folder: Any, engines: Sequence[Engine]) -> None:
     """Load what `save_engines` has saved. A collective."""
     for path, engine in _paths(folder, engines):
         checkpoint.load(path, engine, rng=False)
+
+
+def adopt(path: Any, engine: Engine, made: TrainState, *, model: bool, optimizer: bool) -> None:
+    """Give an engine what `path` has of its model, of its optimizer, or of both.
+
+    made: the state that was loaded from there. The values of parameters, and their masters, are the
+    model's; moments, counts and slots the optimizer's.
+    """
+    now, held = engine.state.without_gradients(), engine.optimizer
+    buffers = {name: x.clone() for name, x in buffers_of(engine.module).items()}
+    options = options_of(held)
+    if not (model and optimizer):
+        base, values = (now, made) if model else (made, now)
+        entries = entries_of(values, engine.state.setup.axis.rank)
+        made = with_entries(base, [one for one in entries if has_values(one)])
+    fill_module(path, engine, engine.axis.rank, engine.axis.size)
+    if not model:
+        set_buffers(engine.module, buffers)
+    if not optimizer:
+        set_options(held, options)
+    engine.state = made
 
 
 def _paths(folder: Any, engines: Sequence[Engine]) -> list[tuple[str, Engine]]:

@@ -12,7 +12,7 @@ For trainers that make their accelerator themselves, see `fzero.integrations.tra
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MethodType
 from typing import Any
@@ -23,6 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from fzero import checkpoint
 from fzero.adapter import DynamicScale, Engine, gathered
@@ -31,6 +32,15 @@ from fzero.state.call import Weight
 from fzero.transforms.state_options import check_stage
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+
+def options_given(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an engine; refuse those that accelerate has words of its own for."""
+    return shared.options_given(
+        engine,
+        "Accelerator(gradient_accumulation_steps=n), or that of TrainingArguments",
+        "accelerator.clip_grad_norm_(model.parameters(), x), or max_grad_norm of TrainingArguments",
+    )
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -121,20 +131,18 @@ class FzeroAccelerator(Accelerator):
 
     def _begin(self, stage: int, coalesce: bool, engine: Mapping[str, Any]) -> None:
         self._stage, self._coalesces = check_stage(stage), coalesce
-        for name in ("gradient_accumulation_steps", "average_micro_batches"):
-            if name in engine:
-                how = "Accelerator(gradient_accumulation_steps=n), or the trainer's"
-                raise shared.refusal(f"engine={{{name!r}: ...}}", f"use {how}")
+        options = options_given(engine)
         if self.distributed_type not in _PLAIN or self.parallelism_config is not None:
             seen = f"{self.distributed_type.value}, parallelism {self.parallelism_config}"
             raise shared.refusal(seen, "switch off what shards or splits models beside fzero")
         if self.fp8_enabled:
             raise shared.refusal('mixed_precision="fp8"', 'use "bf16"')
-        self._options = {**self._precision(), **engine}
+        self._options = {**self._precision(), **options}
         self.scaler = None  # the engine has its own
         self._sharded: weakref.WeakSet[Engine] = weakref.WeakSet()
         self._waiting = shared.Waiting()
         self._weight: Weight | None = None
+        self.in_use: Callable[[], bool] = lambda: False  # whether a trainer trains with it now
 
     def _precision(self) -> dict[str, Any]:
         handler = self.autocast_handler
@@ -176,6 +184,7 @@ class FzeroAccelerator(Accelerator):
     ) -> nn.Module:
         """Do `Accelerator.prepare_model`. The optimizer of a trainable model is prepared next."""
         if not evaluation_mode and self.engine_of(model) is None:
+            shared.close_earlier(model, but=self._sharded)
             self._waiting.add(model)
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
@@ -187,6 +196,7 @@ class FzeroAccelerator(Accelerator):
             model = self._waiting.pop(optimizer)
             engine = Engine(model, optimizer, stage=self._stage, **self._options)
             self._sharded.add(engine)
+            vars(model)["no_sync"] = shared.OfModel(engine, self.in_use)
             if engine.stage == 3 and hasattr(model, "generate"):
                 vars(model)["generate"] = MethodType(_generate, model)
             optimizer = FzeroOptimizer(engine)
@@ -246,6 +256,12 @@ class FzeroAccelerator(Accelerator):
 
         Parameters of a part of a model, or of several models, are clipped by torch's function.
         """
+        if not self.sync_gradients:
+            raise shared.refusal(
+                "accelerator.clip_grad_norm_ of gradients that are no update's yet",
+                "call it under `if accelerator.sync_gradients:`, as accelerate's examples do",
+                cause="a clip at each micro-batch of gradient_accumulation_steps.",
+            )
         some = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         given = {id(p) for p in some}
         for engine in self.engines:
@@ -282,30 +298,59 @@ class FzeroAccelerator(Accelerator):
 
         `load_state` restores them at any stage, on any number of ranks.
         """
-        with self._without_engines() as engines:
+        engines, sharded = self.engines, list[Any]()
+
+        def first(models: Any, weights: Any, _: Any) -> None:
+            sharded.extend(w for x, w in zip(models, weights, strict=True) if self.engine_of(x))
+
+        def last(_: Any, weights: Any, __: Any) -> None:
+            weights[:] = [w for w in weights if not any(w is x for x in sharded)]
+
+        with self._with_hooks(self._save_model_state_pre_hook, first, last, modify=False):
             where = super().save_state(output_dir, *args, **kwargs)
         shared.save_engines(where, engines)
         return where
 
     def load_state(self, input_dir: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Do `Accelerator.load_state` from a folder of `save_state`. A collective."""
-        where: list[str] = []
-        handle = self.register_load_state_pre_hook(lambda _, folder: where.append(folder))
-        try:
-            with self._without_engines() as engines:
-                super().load_state(input_dir, *args, **kwargs)
-        finally:
-            handle.remove()
-        shared.load_engines(where[0], engines)
+        """Do `Accelerator.load_state` from a folder of `save_state`. A collective.
+
+        A pre hook comes after that, and may write to sharded models.
+        """
+        engines = self.engines
+
+        def first(_: Any, folder: Any) -> None:
+            shared.load_engines(folder, engines)
+
+        def last(models: Any, _: Any) -> None:
+            models[:] = [x for x in models if self.engine_of(x) is None]
+
+        with self._with_hooks(self._load_model_state_pre_hook, first, last, modify=True):
+            super().load_state(input_dir, *args, **kwargs)
 
     @contextmanager
-    def _without_engines(self) -> Iterator[list[Engine]]:
-        """Hide models and optimizers with engines, so that accelerate saves and loads the rest."""
-        models, optimizers = self._models, self._optimizers
-        engines = self.engines
-        self._models = [x for x in models if self.engine_of(x) is None]
+    def _with_hooks(self, hooks: Any, first: Any, last: Any, *, modify: bool) -> Iterator[None]:
+        """Hide models and optimizers with engines, so that accelerate saves and loads the rest.
+
+        hooks: of a user, who gets all models, with whole parameters; around them run `first` and
+        `last`, by which accelerate sees none of the sharded ones.
+        """
+        models, optimizers, user = self._models, self._optimizers, len(hooks) > 0
+        engines = [x for x in map(self.engine_of, models) if x is not None]
+        self._models = [x for x in models if user or self.engine_of(x) is None]
         self._optimizers = []
-        try:
-            yield engines
-        finally:
-            self._models, self._optimizers = models, optimizers
+        with ExitStack() as stack:
+
+            def begin(*args: Any) -> None:
+                first(*args)
+                for engine in engines if user else ():
+                    stack.enter_context(shared.whole(engine, modify=modify))
+
+            handles = [RemovableHandle(hooks) for _ in range(2)]
+            hooks |= {handles[0].id: begin, handles[1].id: last}
+            hooks.move_to_end(handles[0].id, last=False)
+            try:
+                yield
+            finally:
+                self._models, self._optimizers = models, optimizers
+                for handle in handles:
+                    handle.remove()

@@ -17,17 +17,25 @@ from typing import Any
 import torch
 from lightning_fabric.plugins.precision import MixedPrecision
 from lightning_fabric.strategies.ddp import DDPStrategy
-from lightning_fabric.strategies.strategy import _BackwardSyncControl
+from lightning_fabric.strategies.strategy import (
+    _BackwardSyncControl,
+    _validate_keys_for_strict_loading,
+)
+from lightning_fabric.utilities.types import _Stateful
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero import checkpoint
 from fzero.adapter import Engine
+from fzero.checkpoint.elements import read_whole
 from fzero.integrations import _shared as shared
 from fzero.transforms.state_options import check_stage
 
 _REST = "rest.ckpt"
 """What is saved of the state beside sharded models."""
+
+_SHARDED = "fzero.sharded"
+"""In it: {name of a sharded model or optimizer: that of its model}."""
 
 
 class FzeroStrategy(DDPStrategy):
@@ -60,7 +68,12 @@ class FzeroStrategy(DDPStrategy):
                 "leave them out; options of the engine go into engine={...}",
             )
         self.stage, self.engines = check_stage(stage), list[Engine]()
-        self._options, self._waiting = engine or {}, shared.Waiting()
+        self._options = shared.options_given(
+            engine or {},
+            "fabric.no_backward_sync(model), and optimizer.step() for every n-th batch",
+            "fabric.clip_gradients(model, optimizer, max_norm=...)",
+        )
+        self._waiting = shared.Waiting()
         self._backward_sync_control = _Windows(self)
 
     def engine_of(self, x: Any) -> Engine | None:
@@ -130,39 +143,68 @@ class FzeroStrategy(DDPStrategy):
         """
         if filter or storage_options is not None:
             raise shared.refusal("fabric.save(filter=...)", "choose what `state` has")
-        folder, rest = Path(self.broadcast(path)), {}
-        for name, x in state.items():
-            engine = self.engine_of(x)
-            if engine is None:
-                rest[name] = x
-            elif isinstance(x, nn.Module):
-                shared.save(folder / name, engine)
-            elif not any(engine is self.engine_of(y) for y in state.values() if y is not x):
+        folder, of_engines = Path(self.broadcast(path)), self._of_engines(state)
+        for name, model in of_engines.items():
+            engine: Any = self.engine_of(state[name])
+            if model is None:
                 raise shared.refusal(f"fabric.save of {name} alone", "save it with its model")
+            if name == model:
+                shared.save(folder / name, engine)
+        rest = {name: x for name, x in state.items() if name not in of_engines}
         plain = self._convert_stateful_objects_in_state(rest, filter={})
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
-            self.checkpoint_io.save_checkpoint(checkpoint=plain, path=folder / _REST)
+            saved = {**plain, _SHARDED: of_engines}
+            self.checkpoint_io.save_checkpoint(checkpoint=saved, path=folder / _REST)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load what `save_checkpoint` saved into the models of `state`. A collective.
+        """Load what `save_checkpoint` saved into what `state` names, and no more. A collective.
 
-        A model alone takes the raw `state_dict` of a file.
+        Nothing is changed before all was read. Without a state all is returned, whole, on each
+        rank; with one the rest that it does not name, but for sharded models and optimizers. A
+        model alone takes the raw `state_dict` of a file.
         """
-        if not isinstance(state, dict):
+        folder = Path(self.broadcast(path))
+        if (state is not None and not isinstance(state, dict)) or not folder.is_dir():
             return super().load_checkpoint(path, state, strict, weights_only)
-        folder, rest = Path(self.broadcast(path)), {}
-        for name, x in state.items():
-            engine = self.engine_of(x)
-            if engine is None:
-                rest[name] = x
-            elif isinstance(x, nn.Module):
-                checkpoint.load(folder / name, engine, rng=False)
-        left = super().load_checkpoint(folder / _REST, rest, strict, weights_only)
-        state.update(rest)
+        left = self.checkpoint_io.load_checkpoint(folder / _REST, weights_only=weights_only)
+        of_engines, wanted = self._of_engines(state or {}), state or {}
+        saved = left.pop(_SHARDED, None) or of_engines  # older ones do not say
+        if not state:
+            for name, model in saved.items():
+                left[name] = read_whole(folder / model)[name != model]
+            return left
+        rest = {name: x for name, x in wanted.items() if name not in of_engines}
+        _validate_keys_for_strict_loading(wanted.keys(), {*left, *saved}, strict=strict)
+        made: dict[str, tuple[Engine, Any, set[str]]] = {}
+        for name in (name for name in of_engines if name in saved):
+            engine: Any = self.engine_of(wanted[name])
+            if saved[name] not in made:
+                there = checkpoint.load(folder / saved[name], engine.state, rng=False)
+                made[saved[name]] = engine, there, set()
+            made[saved[name]][2].add(name)
+        for name, x in rest.items():
+            if name not in left:
+                continue
+            value = left.pop(name)
+            if isinstance(x, nn.Module):
+                self.load_module_state_dict(x, value, strict)
+            elif isinstance(x, _Stateful):
+                x.load_state_dict(value)
+            else:
+                state[name] = value
+        for name, (engine, there, named) in made.items():
+            optimizer = bool(named - {name})
+            shared.adopt(folder / name, engine, there, model=name in named, optimizer=optimizer)
         return left
+
+    def _of_engines(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return {name: that of its model} of models and optimizers that have an engine."""
+        engines = {name: self.engine_of(x) for name, x in state.items()}
+        models = {id(engines[k]): k for k, x in state.items() if isinstance(x, nn.Module)}
+        return {k: models.get(id(x)) for k, x in engines.items() if x is not None}
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the full state dict, on every rank's CPU. A collective for a sharded model."""
@@ -175,8 +217,11 @@ class FzeroStrategy(DDPStrategy):
         self, module: nn.Module, state_dict: Any, strict: bool = True
     ) -> None:
         """Load a full state dict; the values of rank 0 count. A collective for a sharded model."""
-        with shared.whole(self.engine_of(module), modify=True):
+        engine = self.engine_of(module)
+        if engine is None:
             super().load_module_state_dict(module, state_dict, strict)
+        else:
+            engine.load_state_dict(state_dict, strict)
 
 
 class _Windows(_BackwardSyncControl):

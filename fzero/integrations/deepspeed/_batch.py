@@ -65,8 +65,9 @@ def loader_of(
     if batch.micro is None:
         raise LayoutError(
             "training_data, and no batch size.",
-            cause="a config without train_batch_size and train_micro_batch_size_per_gpu.",
-            fix="give one of both, or make the loader yourself.",
+            cause="a config without train_batch_size and train_micro_batch_size_per_gpu, or with "
+            '"auto" for both.',
+            fix="write a number for one of both, or make the loader yourself.",
         )
     if sampler is None and not isinstance(data, IterableDataset):
         sampler = DistributedSampler(data, num_replicas=axis.size, rank=axis.rank, shuffle=shuffle)

@@ -259,7 +259,7 @@ def _read(
             return plan, named
 
         def read() -> None:
-            read_pieces(plan.pieces, folder, named, (axis.rank, axis.size))
+            read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size), named)
             for put in plan.puts:
                 put()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -16,19 +17,19 @@ import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint._kept import form_in
-from fzero.checkpoint._pieces import Overlap, TensorPiece, overlap
+from fzero.checkpoint._pieces import TensorPiece, overlap, put_common
 from fzero.checkpoint.driven import buffers_of
 from fzero.checkpoint.everywhere import damaged
 from fzero.checkpoint.manifest import LEFT_OUT, Manifest, facts_of_state, require_fit
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_numbers, leaf_paths
 from fzero.machine.offload import empty_where
-from fzero.machine.packing import leaf_ranges, part_of
+from fzero.machine.packing import LeafRange, leaf_ranges, part_of
 from fzero.optim.counters import COUNT, STEP, UNSTEPPED
 from fzero.optim.entries import RULE
 from fzero.state import Placement, Setup, TrainState
 from fzero.state.entry import Entry
-from fzero.state.layout import ENCODED
+from fzero.state.layout import ENCODED, Leaf
 from fzero.state.setup import MASTERS
 from fzero.transforms.kept import PARAMS, entries_of, numbers_of, trains_apart
 
@@ -80,15 +81,10 @@ def renamed(
 
     def names(old: str) -> list[str]:
         """Return where a value goes: to each of its names that the state has, or its first one."""
-        asked = [new for one in tied.get(old, [old]) if (new := _asked(rename, one)) is not None]
+        asked = [new for one in tied.get(old, [old]) if (new := new_name(rename, one)) is not None]
         found = [*dict.fromkeys(new for new in asked if new in wanted)] or asked[:1]
         for new in found:
-            if taken.setdefault(new, old) != old:
-                raise LayoutError(
-                    f"load: {taken[new]} and {old} of the checkpoint are both to be {new}.",
-                    cause="a `rename` that gives two values one name.",
-                    fix="return None for the one that is to be left out. Nothing was changed.",
-                )
+            require_one(taken, new, old)
         return found
 
     def keyed(some: Any) -> Any:
@@ -127,7 +123,18 @@ def renamed(
     return made, [[new for old in some for new in names(old)] for some in groups]
 
 
-def _asked(rename: Rename | None, name: str) -> str | None:
+def require_one(taken: dict[str, str], new: str, old: str) -> None:
+    """Note that `new` is called `old` in the checkpoint; raise `LayoutError` if another is, too."""
+    if taken.setdefault(new, old) != old:
+        raise LayoutError(
+            f"load: {taken[new]} and {old} of the checkpoint are both to be {new}.",
+            cause="a `rename` that gives two values one name.",
+            fix="return None for the one that is to be left out. Nothing was changed.",
+        )
+
+
+def new_name(rename: Rename | None, name: str) -> str | None:
+    """Return the name that something has here. Raises `LayoutError` for what is no name."""
     new = name if rename is None else rename(name)
     if not isinstance(new, str | None):
         raise LayoutError(
@@ -216,10 +223,10 @@ class Partial:
                 low, high = int(found.there.min()), int(found.there.max()) + 1
                 values, total = torch.empty(high - low, dtype=dtype), prod(self.shapes[leaf])
                 read = TensorPiece(name=name, start=low, numel=total, values=values)
-                yield read, lambda f=found, p=piece, x=values, low=low: f.fill(p.values, x, low)
+                yield read, partial(found.fill, piece.values, values, low)
             elif name != piece.name:
                 read = replace(piece, name=name, values=torch.empty_like(piece.values, dtype=dtype))
-                yield read, lambda p=piece, x=read.values: p.values.copy_(x)
+                yield read, partial(piece.values.copy_, read.values)
             else:
                 yield piece, None
         for index in encoded:
@@ -238,14 +245,12 @@ class Partial:
             other = (*self.shapes[name], 2) if leaf.dtype.is_complex else self.shapes[name]
             nbytes = codec.wire_bytes(prod(other))
             row = torch.empty(nbytes, dtype=torch.uint8)
-            first, stop = (x // codec.block_bytes * codec.block for x in (own.start, own.stop))
-            found = overlap(first, min(stop, leaf.numel) - first, leaf.stored_shape, other)
-            held = own.of(flat)
 
-            def put(target: Tensor = held, row: Tensor = row, f: Overlap = found) -> None:
-                numbers = codec.numbers(target).clone()
-                f.fill(numbers[: f.here.numel()], codec.numbers(row))
-                codec.write(target, numbers)
+            def put(
+                row: Tensor = row, leaf: Leaf = leaf, own: LeafRange = own, other: Shape = other
+            ) -> None:
+                numbers = codec.numbers(row)[: prod(other)].view(other)
+                put_common(leaf, numbers, own, own.of(flat), codec)
 
             yield TensorPiece(name=f"{entry.name}/{name}", start=0, numel=nbytes, values=row), put
 
@@ -285,19 +290,24 @@ def partial_of(
         if shape != tuple(buffers[name].shape):
             shapes[name] = shape
     every, known = [*ours, *buffers], {*saved.leaves, *forms}
-    if every and known and known.isdisjoint(every):
-        raise LayoutError(
-            f"load: nothing in {where} has the name of something in this state: there are "
-            f"{sorted(known)[:4]}, wanted are {every[:4]}.",
-            cause="names with another prefix, or another model.",
-            fix="give rename=, from a name in the checkpoint to that in the state.",
-        )
+    require_some("load", where, known, every)
     report = LoadReport(
         [name for name in every if name not in known],
         [name for name in (*theirs, *forms) if name not in {*every}],
         [name for name in every if name in shapes],
     )
     return Partial(saved=saved, report=report, shapes=shapes, common=common, fresh=fresh)
+
+
+def require_some(call: str, where: object, known: Collection[str], wanted: Collection[str]) -> None:
+    """Raise `LayoutError` where a partial load would have nothing to read."""
+    if wanted and {*known}.isdisjoint(wanted):
+        raise LayoutError(
+            f"{call}: nothing in {where} has the name of something in this state: there are "
+            f"{sorted(known)[:4]}, wanted are {[*wanted][:4]}.",
+            cause="names with another prefix, or another model.",
+            fix="give rename=, from a name in the checkpoint to that in the state.",
+        )
 
 
 def _parsed(text: str, name: str, where: object) -> tuple[Shape, bool]:

@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.machine.by_path import leaf_paths
-from fzero.machine.packing import leaf_ranges
+from fzero.machine.packing import LeafRange, leaf_ranges
 from fzero.state import Layout, Part
-from fzero.state.layout import as_complex
+from fzero.state.layout import Leaf, as_complex, as_real
 
 BLOCK_NUMEL = 2**24
 
@@ -103,3 +103,15 @@ def overlap(start: int, numel: int, own: tuple[int, ...], other: tuple[int, ...]
         there += at * scale
         scale *= known
     return Overlap(here, there[here])
+
+
+def put_common(leaf: Leaf, found: Tensor, own: LeafRange, target: Tensor, codec: Any) -> None:
+    """Set what of a leaf is in `found`, of another shape, too."""
+    found, first, stop = as_real(found), own.start, own.stop
+    if codec is not None:
+        first, stop = (x // codec.block_bytes * codec.block for x in (first, stop))
+    numbers = target if codec is None else codec.numbers(target).clone()
+    common = overlap(first, min(stop, leaf.numel) - first, leaf.stored_shape, tuple(found.shape))
+    common.fill(numbers[: common.here.numel()], found.reshape(-1))
+    if codec is not None:
+        codec.write(target, numbers)

@@ -30,7 +30,7 @@ from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards, whole_pi
 from fzero.checkpoint.manifest import Manifest
 from fzero.errors import explain
 from fzero.machine.offload import empty_where
-from fzero.machine.packing import part_of
+from fzero.machine.packing import leaf_ranges, part_of
 from fzero.optim.entries import RULE, require_kept
 from fzero.state import Part, Placement, Setup, TrainState
 from fzero.state.entry import Entry
@@ -108,7 +108,7 @@ def room_for(
     reader.partial = partial
     named = {one.key: (one, prefix if same else "") for one, prefix in named_entries(like, rank)}
     made = [
-        _room_of(setup, one, reader.texts(prefix + one.name), zero)
+        _room_of(setup, one, reader.texts(prefix + one.name), _filled_by(setup, one, own, zero))
         if partial is None
         else partial.room(setup, one, own, reader.texts(one.name))
         for one, prefix in named.values()
@@ -130,11 +130,33 @@ def room_for(
     require_kept(state, own)
     if apart and facts is not None:
         state = with_facts(state, like, facts, replica if same else -1)
-        some = [_room_of(setup, one, reader.texts(one.name), zero) for one in shared_of(state, own)]
+        some = [
+            _room_of(setup, one, reader.texts(one.name), lambda _, x: zero(x))
+            for one in shared_of(state, own)
+        ]
         state = with_shared(state, some)
         for one in shared_of(state, own):
             reader.read(one, "", core=True)
     return replace(found, state=state)
+
+
+def _filled_by(
+    setup: Setup, entry: Entry, rank: int, zero: Zero
+) -> Callable[[Any, Tensor], Tensor]:
+    """Return (group, its flat) -> room for it: of what is read whole, zero in its padding alone."""
+    if is_slot(entry) or not entry.per_leaf or zero is not zeros_where:
+        return lambda _, x: zero(x)
+
+    def room(index: Any, x: Tensor) -> Tensor:
+        found, end = empty_where(x), 0
+        ranges = leaf_ranges(setup.layout, index, setup.part(entry.placement, rank))
+        for own in sorted(ranges, key=lambda one: one.at):
+            found[end : own.at].zero_()
+            end = own.at + own.stop - own.start
+        found[end:].zero_()
+        return found
+
+    return room
 
 
 def _others(setup: Setup, entry: Entry) -> Entry:
@@ -143,8 +165,13 @@ def _others(setup: Setup, entry: Entry) -> Entry:
     return replace(entry, values=values)
 
 
-def _room_of(setup: Setup, entry: Entry, texts: Mapping[str, str], zero: Zero) -> Entry:
-    """Return an entry with zeros: what owners keep in the shapes that were saved."""
+def _room_of(
+    setup: Setup, entry: Entry, texts: Mapping[str, str], room: Callable[[Any, Tensor], Tensor]
+) -> Entry:
+    """Return an entry with room: what owners keep in the shapes that were saved.
+
+    room: (group or name, a tensor of the state) -> that of the new one.
+    """
     values: dict[Any, Tensor] = {}
     for key, x in entry.values.items():
         values[key] = x
@@ -154,11 +181,11 @@ def _room_of(setup: Setup, entry: Entry, texts: Mapping[str, str], zero: Zero) -
             shape = shape if key in entry.owned else (0,)
             values[key] = torch.zeros(shape, dtype=dtype, device=x.device)
         elif key in entry.codecs:
-            values[key] = entry.codecs[key].fill(zero(x))
+            values[key] = entry.codecs[key].fill(room(key, x))
         elif entry.per_leaf and entry.form.codec is not None and not x.is_floating_point():
             values[key] = x.new_zeros(numel_of(setup, entry, key, x), dtype=torch.float32)
         else:
-            values[key] = zero(x)
+            values[key] = room(key, x)
     return replace(entry, values=values)
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
+from typing import TypeVar
 
 from fzero.checkpoint.everywhere import damaged
 
+T = TypeVar("T")
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -95,3 +98,28 @@ def sync(folder: Path) -> None:
             os.fsync(opened)
         finally:
             os.close(opened)
+
+
+def together(calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Return what all of some calls return, each in a thread of its own; raise what one raises.
+
+    Not by an executor: that takes no work at the end of a program, when a save may be on its way.
+    """
+    found: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(number: int) -> None:
+        try:
+            found[number] = calls[number]()
+        except BaseException as error:  # it is raised below
+            errors.append(error)
+
+    threads = [Thread(target=run, args=(number,)) for number in range(1, len(calls))]
+    for thread in threads:
+        thread.start()
+    run(0)
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [found[number] for number in range(len(calls))]

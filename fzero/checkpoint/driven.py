@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from math import prod
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
@@ -118,7 +119,7 @@ def blank_buffers(
             found[path], part = own, overlap(0, own.numel(), tuple(own.shape), other)
             name = _name(source, path)
             pieces.append(TensorPiece(name=name, start=0, numel=values.numel(), values=values))
-            puts.append(lambda to=own, x=values, part=part: part.fill(to.view(-1), x))
+            puts.append(partial(part.fill, own.view(-1), values))
             continue
         if forms.get(source, "nothing") != form:
             raise LayoutError(

@@ -19,7 +19,7 @@ from fzero.checkpoint.disk import is_there
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.errors.json_form import problems
-from fzero.machine.by_path import all_paths, leaf_paths
+from fzero.machine.by_path import leaf_paths, tied_names
 from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
@@ -81,9 +81,7 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
         counters=numbers_of(state),
         module={"buffers": {}, "options": []},
         kept=kept_facts(state, 0),
-        tied={other: name for name, *some in all_paths(layout) for other in some if other != name}
-        if len(layout.slots) > len(layout.leaves)
-        else {},
+        tied=tied_names(layout),
     )
 
 

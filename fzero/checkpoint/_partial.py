@@ -374,9 +374,8 @@ def _require_fit(one: Partial, saved: Manifest, wanted: Manifest, where: object)
         """Return what is saved, in the shape, and learning, as it is here."""
         ours, theirs = (_LEAF.fullmatch(x.leaves[name]) for x in (wanted, saved))
         assert ours is not None and theirs is not None
-        may = len(ours[1].split(",")) == len(theirs[1].split(",")) and (
-            ours[1] == theirs[1] or ENCODED not in ours[4]
-        )
+        dims = [len(_parsed(x.leaves[name], name, where)[0]) for x in (wanted, saved)]
+        may = dims[0] == dims[1] and (ours[1] == theirs[1] or ENCODED not in ours[4])
         return f"({ours[1]}) {theirs[2]} {ours[3]}{theirs[4]}" if may else saved.leaves[name]
 
     def inside(facts: Manifest) -> Manifest:

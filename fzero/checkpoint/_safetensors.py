@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._container import bytes_of
 from fzero.checkpoint.disk import is_there, regular
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
@@ -138,7 +139,7 @@ def write_values(place: Place, values: Tensor) -> None:
     with open(place.file, "r+b", opener=regular) as stream:
         stream.seek(place.begin)
         if flat.numel():
-            flat.view(torch.uint8).numpy().tofile(stream)
+            stream.write(bytes_of(flat))
 
 
 def read_values(place: Place) -> Tensor:

@@ -123,8 +123,9 @@ def save(
         DonatedError: for a used-up one.
         LayoutError: for an empty path, or an `extra` or an optimizer state that cannot be saved.
         AxisError: when the ranks save at different steps or paths.
-        LostRankError: when a rank ended, or its disk took longer than the timeout of the group.
-        CheckpointError: when the disk does not take it, or did not take an earlier `save_async`.
+        LostRankError: when a rank ended.
+        CheckpointError: when the disk does not take it, within the timeout of the process group, or
+            did not take an earlier `save_async`.
 
     Example:
         >>> import tempfile, torch, fzero

@@ -48,6 +48,9 @@ class Sign(NamedTuple):
     lost: bool = False  # whether it ended because of another rank
 
 
+LATE = "is alive and did not come"
+
+
 def lost_ranks(before: Mapping[int, Sign], after: Mapping[int, Sign]) -> dict[int, str]:
     """Return {rank: what became of it} of those to blame, by their signs at two times. Pure.
 
@@ -70,7 +73,7 @@ def lost_ranks(before: Mapping[int, Sign], after: Mapping[int, Sign]) -> dict[in
     counts = [sign.collectives for sign in after.values()]
     few, many = min(counts), max(counts)
     return {
-        rank: f"is alive and did not come: it has begun {few} collectives, another rank {many}"
+        rank: f"{LATE}: it has begun {few} collectives, another rank {many}"
         for rank, sign in after.items()
         if sign.collectives == few < many
     }

@@ -75,6 +75,7 @@ def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Generator[None]:
             fix=f"see the first error in {first}; FZERO_TIMEOUT_S sets how long a group that fzero "
             "starts waits.",
             ranks=[*found],
+            late=bool(found) and all(what.startswith(_alive.LATE) for what in found.values()),
         ) from error
 
 

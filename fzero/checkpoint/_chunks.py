@@ -1,7 +1,8 @@
 """From a manifest to values: which chunks have the elements of a piece, and reading them.
 
 A chunk is what one rank wrote of one tensor. A rank reads those that its own pieces touch, each
-once, and one at a time; and what it reads it has checked, for another rank may see another copy.
+once, in two threads, but one at a time of those that need memory of their own; and what it reads it
+has checked, for another rank may see another copy.
 """
 
 from __future__ import annotations

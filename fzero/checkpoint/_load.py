@@ -109,7 +109,7 @@ def load(
     `state` says what is wanted: the model, the optimizer, the stage, the ranks; its own values
     do not matter (gradients that it holds are not kept) and stay as they are. Its stage and
     number of ranks may be others than those that saved: values are equal bit for bit. Each rank
-    reads the saved chunks that its own P / W elements touch, one at a time; the ranks then gather
+    reads the saved chunks that its own P / W elements touch, each once; the ranks then gather
     what is replicated, one group of parameters at a time.
 
     An engine gets the values itself, and is what comes back: parameters, optimizer, buffers of its

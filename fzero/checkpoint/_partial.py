@@ -70,13 +70,7 @@ def renamed(
     wanted = leaf_numbers(state.setup.layout)
     if rename is None and (not saved.tied or saved.leaves.keys() == wanted.keys()):
         return saved, groups
-    if trains_apart(state):
-        raise LayoutError(
-            "load: rename= or strict=False, of a state with local updates.",
-            cause="replicas that train apart have a part of a checkpoint each.",
-            fix="load into a state without local updates, and make one with them of its "
-            "fzero.full_params.",
-        )
+    require_one_replica(state)
     taken: dict[str, str] = {}
 
     def names(old: str) -> list[str]:
@@ -121,6 +115,17 @@ def renamed(
         kept=kept,
     )
     return made, [[new for old in some for new in names(old)] for some in groups]
+
+
+def require_one_replica(state: TrainState) -> None:
+    """Raise `LayoutError` for a state with local updates."""
+    if trains_apart(state):
+        raise LayoutError(
+            "load: rename= or strict=False, of a state with local updates.",
+            cause="replicas that train apart have a part of a checkpoint each.",
+            fix="load into a state without local updates, and make one with them of its "
+            "fzero.full_params.",
+        )
 
 
 def require_one(taken: dict[str, str], new: str, old: str) -> None:
@@ -221,7 +226,10 @@ class Partial:
                 if not found.there.numel():
                     continue
                 low, high = int(found.there.min()), int(found.there.max()) + 1
-                values, total = torch.empty(high - low, dtype=dtype), prod(self.shapes[leaf])
+                values, total = (
+                    torch.empty(high - low, dtype=dtype, device="cpu"),
+                    prod(self.shapes[leaf]),
+                )
                 read = TensorPiece(name=name, start=low, numel=total, values=values)
                 yield read, partial(found.fill, piece.values, values, low)
             elif name != piece.name:
@@ -244,7 +252,7 @@ class Partial:
                 continue
             other = (*self.shapes[name], 2) if leaf.dtype.is_complex else self.shapes[name]
             nbytes = codec.wire_bytes(prod(other))
-            row = torch.empty(nbytes, dtype=torch.uint8)
+            row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
             def put(
                 row: Tensor = row, leaf: Leaf = leaf, own: LeafRange = own, other: Shape = other
@@ -271,6 +279,7 @@ def partial_of(
 
     Raises `LayoutError` where nothing is in both.
     """
+    require_one_replica(state)
     layout, rule = state.setup.layout, state.setup.optimizer
     theirs = {name: text for name, text in saved.leaves.items() if not text.endswith(LEFT_OUT)}
     ours = dict(zip(leaf_paths(layout), layout.leaves, strict=True))

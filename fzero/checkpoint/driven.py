@@ -115,7 +115,8 @@ def blank_buffers(
         source = str(rank) if same_ranks and str(rank) in forms else "0"
         form = form_of(here[path]) if path in here else "nothing"
         if (other := (shapes or {}).get(path)) is not None:
-            own, values = here[path].cpu().clone(), torch.empty(prod(other), dtype=here[path].dtype)
+            own = here[path].cpu().clone()
+            values = torch.empty(prod(other), dtype=own.dtype, device="cpu")
             found[path], part = own, overlap(0, own.numel(), tuple(own.shape), other)
             name = _name(source, path)
             pieces.append(TensorPiece(name=name, start=0, numel=values.numel(), values=values))

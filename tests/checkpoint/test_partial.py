@@ -22,6 +22,7 @@ from fzero.checkpoint import export_safetensors, import_safetensors, load, save
 from fzero.errors import LayoutError
 from tests.checkpoint.states import ADAM, make, on_ranks, train
 from tests.covering import covered
+from tests.ranks import run_ranks
 from tests.strategies import on_rank, same
 
 NAMES = {"head": "out"}
@@ -131,7 +132,8 @@ def whole(state: Any) -> dict[str, Tensor]:
     def read(state: Any) -> dict[str, Any]:
         return {"params": dict(fzero.full_params(state)), **fzero.slots(state, "optimizer")}
 
-    found = on_rank(on_ranks(read, state), 0)
+    found = on_ranks(read, state)
+    found = on_rank(found, 0) if state.step.ndim else found
     return {f"{k}/{name}": x for k, some in found.items() for name, x in dict(some).items()}
 
 
@@ -236,3 +238,22 @@ def test_safetensors_of_another_model(stage: int, tmp_path: Path) -> None:
     rename = lambda name: name.replace("head.", "out.")  # noqa: E731
     into = import_safetensors(tmp_path, engine(5, "out", 1), rename=rename)
     assert torch.equal(into.full_state_dict()["out.weight"], saved["head.weight"])
+
+
+def _loads(rank: int, size: int, path: str, stage: int) -> dict[str, Tensor]:
+    state = fzero.init(params(8, "new", 1), ADAM, stage=stage)
+    made, report = load(path, state, strict=False)
+    assert report == (["new"], ["head"], ["embed"])
+    return whole(on_ranks(train, made, 1))
+
+
+@pytest.mark.xdist_group("gloo")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_processes_load_what_one_process_does(stage: int, tmp_path: Path) -> None:
+    save(tmp_path, train(fzero.init(params(5, "head", 0), ADAM, stage=0), 2))
+    like = fzero.simulate(fzero.shard(lambda state: (state, None), stage=stage), world_size=2).init(
+        params(8, "new", 1), ADAM
+    )
+    wanted = whole(on_ranks(train, load(tmp_path, like, strict=False)[0], 1))
+    for found in run_ranks(_loads, 2, str(tmp_path), stage):
+        same(found, wanted)

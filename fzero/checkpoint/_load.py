@@ -47,6 +47,7 @@ from fzero.checkpoint.driven import (
 from fzero.checkpoint.everywhere import damaged, everywhere, from_first
 from fzero.checkpoint.manifest import (
     GROUPS,
+    LEFT_OUT,
     MANIFEST,
     Manifest,
     facts_of_state,
@@ -392,7 +393,8 @@ def _partials(held: Held, saved: Manifest, where: Path) -> list[Partial]:
     state = held.states[0]
     module = None if held.engine is None else held.engine.module
     one = partial_of(saved, state, where, module)
-    if not (any(one.report) or one.fresh):
+    leaves = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
+    if not any(one.report) and leaves == facts_of_state(state).leaves:
         return []
     begun = [*held.states]
     if one.fresh and held.is_stack:

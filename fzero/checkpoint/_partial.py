@@ -388,7 +388,8 @@ def _require_fit(one: Partial, saved: Manifest, wanted: Manifest, where: object)
         return f"({ours[1]}) {theirs[2]} {ours[3]}{theirs[4]}" if may else saved.leaves[name]
 
     def inside(facts: Manifest) -> Manifest:
-        read = {*one.common} - {*one.fresh}
+        learn = {name for name in one.common if _parsed(wanted.leaves[name], name, where)[1]}
+        read = learn - {*one.fresh}
         slots = {x: {k: v for k, v in some.items() if k in read} for x, some in facts.slots.items()}
         kept = {
             x: {**some, "values": {k: v for k, v in some["values"].items() if k in one.common}}

@@ -142,8 +142,10 @@ def _sums(folder: Path, saved: Manifest) -> dict[str, list[int]]:
 
 def _in_place(chunk: Chunk, targets: Targets) -> Tensor | None:
     """Return the tensor that a chunk can be read into; None where its values are copied."""
-    whole, at = targets[0] if len(targets) == 1 else (None, -1)
-    alone = whole is not None and at == 0 and whole.numel() == chunk.numel
+    if len(targets) != 1:
+        return None
+    (whole, at), *_ = targets
+    alone = at == 0 and whole.numel() == chunk.numel
     return whole if alone and whole.device.type == "cpu" and whole.is_contiguous() else None
 
 

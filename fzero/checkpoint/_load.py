@@ -217,8 +217,8 @@ def _loaded(path: PathLike, state: Thing, **how: Any) -> tuple[Thing, dict[str, 
 
         def read(place: str, one: TrainState) -> TrainState:
             where, data = place_of(place)
-            made, *more = _read(where, one, data, **how)
-            found.append((more[0], more[1]))
+            made, extra, report = _read(where, one, data, **how)
+            found.append((extra, report))
             return made
 
         made: Any = require_one_step(in_each_place("load", state, read))

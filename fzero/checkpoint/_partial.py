@@ -205,7 +205,7 @@ class Partial:
 
     def read(
         self, setup: Setup, entry: Entry, pieces: Iterable[TensorPiece], rank: int
-    ) -> Iterator[tuple[TensorPiece, Callable[[], None] | None]]:
+    ) -> Iterator[tuple[TensorPiece, Callable[[], Any] | None]]:
         """Yield what is read of an entry, and what puts that into its place, if it is elsewhere."""
         encoded = [i for i, codec in entry.codecs.items() if codec is not None]
         bytewise = {
@@ -242,7 +242,7 @@ class Partial:
 
     def _encoded(
         self, setup: Setup, entry: Entry, index: int, rank: int
-    ) -> Iterator[tuple[TensorPiece, Callable[[], None]]]:
+    ) -> Iterator[tuple[TensorPiece, Callable[[], Any]]]:
         """Yield the whole rows of encoded moments: blocks that are in both are encoded again."""
         codec, part = entry.codecs[index], setup.part(Placement.OVER_ALL, rank)
         flat = part_of(entry.values[index], setup.part(entry.placement, rank), part)
@@ -363,12 +363,10 @@ def _counted(one: Partial, begun: TrainState) -> Manifest:
     for counter, begin in numbers_of(begun)["optimizer"].items():
         if counter == COUNT or counter not in theirs:
             continue
-        of_leaf = {
-            name: value(begin, name)
-            if name in one.fresh and (other := shared(counter, name)) is None
-            else value(theirs[counter], other if name in one.fresh else name)
-            for name in learning
-        }
+        of_leaf = dict[str, Any]()
+        for name in learning:
+            other = shared(counter, name) if name in one.fresh else name
+            of_leaf[name] = value(begin, name) if other is None else value(theirs[counter], other)
         theirs[counter] = {name: x for name, x in of_leaf.items() if x is not None}
     counters = {**saved.counters, "optimizer": theirs}
     if theirs.get(COUNT):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 
 from fzero.errors import DonatedError
 
-if TYPE_CHECKING:
-    from fzero.state.train import TrainState
 
-
-def require_not_donated(state: TrainState) -> None:
+def require_not_donated(state: Any) -> None:
     """Raise `DonatedError` if `state`, or its gradients, was used up by a donating step.
 
     Args:
@@ -29,7 +26,7 @@ def require_not_donated(state: TrainState) -> None:
         )
 
 
-def donated(state: TrainState) -> tuple[str, str] | None:
+def donated(state: Any) -> tuple[str, str] | None:
     """Return what of a state, and of which group, a donating step has taken; None for nothing."""
     layout = state.setup.layout
     count = getattr(state.optimizer, "count", None)

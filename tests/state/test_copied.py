@@ -64,7 +64,8 @@ def _copied(rank: int, size: int, how: str, given: dict[str, Any]) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # it wraps `step`
     engine = Engine(module, optimizer, **options)
     optimizer.register_step_post_hook(lambda *_: None)  # which no pickle takes
-    x = torch.arange(5.0 * (2 + rank)).view(-1, 5).to(module[2].weight.dtype) / 8
+    dtype = next(module.parameters()).dtype
+    x = torch.arange(5.0 * (2 + rank)).view(-1, 5).to(dtype) / 8
 
     def loss(params: Any, x: Tensor) -> Tensor:
         return apply(params, x).float().square().sum()

@@ -136,8 +136,10 @@ class Engine(_as_module.NamesOfModule):
 
         It is read by `fzero.full_params`, `fzero.checkpoint.save`, `fzero.plot` and all else that
         takes a state. `step()` uses it up: what was taken before raises `DonatedError` afterwards.
-        Setting it writes another state's values into the engine's buffers. `fzero.checkpoint.save`
-        and `load` take the engine itself, with its module's buffers.
+        A `copy.deepcopy`, or what pickle and `torch.save` make of it, is a functional state of its
+        own, with an optimizer that has the options of this one. Setting it writes another state's
+        values into the engine's buffers, and uses that up. `fzero.checkpoint.save` and `load` take
+        the engine itself, with its module's buffers.
         """
         driver = self._driver
         driver.require_not_closed()

@@ -1,7 +1,8 @@
 """From a manifest to values: which chunks have the elements of a piece, and reading them.
 
 A chunk is what one rank wrote of one tensor. A rank reads those that its own pieces touch, each
-once, and one at a time; and what it reads it has checked, for another rank may see another copy.
+once, in two threads, but one at a time of those that need memory of their own; and what it reads it
+has checked, for another rank may see another copy.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import io
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import BinaryIO, NamedTuple
 
 import torch
@@ -20,10 +24,12 @@ from torch import Tensor
 from fzero.checkpoint._container import HEADER, bytes_of
 from fzero.checkpoint._folders import require_digest
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint.disk import read_text, regular
+from fzero.checkpoint.disk import read_text, regular, together
 from fzero.checkpoint.everywhere import damaged
 from fzero.checkpoint.manifest import SUMS, Manifest
 from fzero.errors.json_form import DictForm, natural, problems
+
+_THREADS, _BLOCK = 2, 2**20
 
 Targets = list[tuple[Tensor, int]]
 """What is filled of a chunk, and with which of its elements first."""
@@ -64,18 +70,20 @@ def read_pieces(
     folder: Path,
     saved: Manifest,
     share: tuple[int, int] = (0, 2**62),
+    named: Manifest | None = None,
 ) -> None:
     """Fill the values of pieces from the files of a folder, and check all that is read.
 
     share: which part of how many this rank checks of all that is there, whether it is read or not.
+    named: a manifest with the names that the pieces have, if they are others than the saved ones.
 
     Raises `CheckpointError` for a file that is not what was written.
     """
     wanted: dict[Chunk, Targets] = defaultdict(list)
     for piece in pieces:
-        for chunk, target, at in chunks_of(saved, piece):
+        for chunk, target, at in chunks_of(named or saved, piece):
             wanted[chunk].append((target, at))
-    sums = _sums(folder, saved)
+    sums, calls, others = _sums(folder, saved), list[Callable[[], None]](), Lock()
     for number, (name, chunks) in enumerate(tensor_files(saved).items()):
         file, checks = folder / name, number % share[1] == share[0]
         if not checks and wanted.keys().isdisjoint(chunks):
@@ -84,16 +92,41 @@ def read_pieces(
             require_digest(file, saved.files[name])
         elif len(sums[name]) != len(chunks):
             raise damaged(file, f"has {len(chunks)} chunks, and checksums of {len(sums[name])}")
-        crc = 0
-        with open(file, "rb", opener=regular) as stream:
-            for chunk, after in zip(chunks, sums.get(name, [-1] * len(chunks)), strict=True):
-                if checks or chunk in wanted:
-                    stream.seek(chunk.offset)
-                    if after < 0:
-                        _unpickle(stream, chunk, wanted.get(chunk, []))
-                    elif _read(stream, chunk, wanted.get(chunk, []), crc) != after:
-                        raise damaged(file, "is not what was written: its checksum is wrong")
-                crc = after
+        ends = sums.get(name, [-1] * len(chunks))
+        for chunk, before, after in zip(chunks, [0, *ends[:-1]], ends, strict=True):
+            if checks or chunk in wanted:
+                read = _Read(file, chunk, wanted.get(chunk, []), before, after)
+                calls.append(partial(read.run, others))
+    each = iter(calls)
+
+    def next_ones() -> None:
+        for call in each:  # a list's iterator: each thread gets others
+            call()
+
+    together([next_ones] * max(1, min(_THREADS, len(calls))))
+
+
+class _Read(NamedTuple):
+    """A chunk that is read."""
+
+    file: Path
+    chunk: Chunk
+    targets: Targets  # that it fills
+    before: int  # the crc32 of the file before it
+    after: int  # and after it; -1: it is not known
+
+    def run(self, others: Lock) -> None:
+        """Fill the targets. others: held where that takes more memory, by one thread at a time."""
+        whole = _in_place(self.chunk, self.targets)
+        with (
+            nullcontext() if whole is not None else others,
+            open(self.file, "rb", opener=regular) as stream,
+        ):
+            stream.seek(self.chunk.offset)
+            if self.after < 0:
+                _unpickle(stream, self.chunk, self.targets)
+            elif _read(stream, self.chunk, self.targets, self.before, whole) != self.after:
+                raise damaged(self.file, "is not what was written: its checksum is wrong")
 
 
 def _sums(folder: Path, saved: Manifest) -> dict[str, list[int]]:
@@ -107,22 +140,33 @@ def _sums(folder: Path, saved: Manifest) -> dict[str, list[int]]:
     return found
 
 
-def _read(stream: BinaryIO, chunk: Chunk, targets: Targets, crc: int) -> int:
+def _in_place(chunk: Chunk, targets: Targets) -> Tensor | None:
+    """Return the tensor that a chunk can be read into; None where its values are copied."""
+    if len(targets) != 1:
+        return None
+    (whole, at), *_ = targets
+    alone = at == 0 and whole.numel() == chunk.numel
+    return whole if alone and whole.device.type == "cpu" and whole.is_contiguous() else None
+
+
+def _read(stream: BinaryIO, chunk: Chunk, targets: Targets, crc: int, whole: Tensor | None) -> int:
     """Fill the targets; return the crc32 of the file at the end of the chunk, from that before."""
     if not targets:
         return zlib.crc32(stream.read(chunk.length), crc)
-    whole, at = targets[0]
-    alone = len(targets) == 1 and at == 0 and whole.numel() == chunk.numel
-    if not alone or whole.device.type != "cpu" or not whole.is_contiguous():
-        whole = torch.empty(chunk.numel, dtype=whole.dtype, device="cpu")
-    data = bytes_of(whole)
+    values = whole
+    if values is None:
+        values = torch.empty(chunk.numel, dtype=targets[0][0].dtype, device="cpu")
+    data = bytes_of(values)
     crc = zlib.crc32(stream.read(HEADER), crc)
-    if stream.readinto(data) != len(data):  # type: ignore[attr-defined]
-        return -1
+    for begin in range(0, len(data), _BLOCK):  # what was read is still near when it is summed
+        block = data[begin : begin + _BLOCK]
+        if stream.readinto(block) != len(block):  # type: ignore[attr-defined]
+            return -1
+        crc = zlib.crc32(block, crc)
     rest = stream.read(max(chunk.length - HEADER - len(data), 0))
-    if whole is not targets[0][0]:
-        _fill(targets, whole)
-    return zlib.crc32(rest, zlib.crc32(data, crc))
+    if whole is None:
+        _fill(targets, values)
+    return zlib.crc32(rest, crc)
 
 
 def _unpickle(stream: BinaryIO, chunk: Chunk, targets: Targets) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._held import Held
+from fzero.checkpoint._pieces import put_common
 from fzero.checkpoint._room import NewState, finished_room, zeros_where
 from fzero.errors import LayoutError, explain
+from fzero.machine.offload import empty_where
 from fzero.machine.packing import leaf_ranges, part_of, shard_of
 from fzero.machine.parts import gather_parts_in_place
 from fzero.ranks.mesh import axis_index
@@ -94,8 +96,8 @@ def _share(setup: Setup, placement: Placement, flats: Sequence[Tensor]) -> None:
 # Leaf by leaf.
 
 
-def with_room(state: TrainState, rank: int, reads: Choice) -> TrainState:
-    """Return a state like `state` with zeros for the entries that are read, to be filled."""
+def with_room(state: TrainState, rank: int, reads: Choice, *, copies: bool = False) -> TrainState:
+    """Return a state like `state` with zeros, or copies, of the entries that are read."""
     some = [one for one in entries_of(state, rank) if one.per_leaf and reads(one)]
     return with_entries(
         state,
@@ -105,7 +107,11 @@ def with_room(state: TrainState, rank: int, reads: Choice) -> TrainState:
                 form=one.form,
                 # Padding stays zero.
                 values={
-                    i: one.codecs[i].fill(zeros_where(x)) if i in one.codecs else zeros_where(x)
+                    i: empty_where(x).copy_(x)
+                    if copies
+                    else one.codecs[i].fill(zeros_where(x))
+                    if i in one.codecs
+                    else zeros_where(x)
                     for i, x in one.values.items()
                 },
             )
@@ -118,11 +124,12 @@ def read_leaves(
     held: Held,
     states: Sequence[TrainState],
     reads: Choice,
-    values: Callable[[int, str], Tensor],
+    values: Callable[[int, str], Tensor | None],
 ) -> None:
     """Read what this process has to read of new states, one leaf at a time.
 
-    values: (number of the leaf, name of the entry) -> the values of all its elements.
+    values: (number of the leaf, name of the entry) -> the values of all its elements; of another
+        shape with as many dims, of which what is in both is set; or None, and all stays.
     """
     for state, rank in zip(states, held.ranks, strict=True):
         setup = state.setup
@@ -133,9 +140,16 @@ def read_leaves(
                 codec = one.codecs.get(index)
                 layout = setup.layout if codec is None else codec.layout(setup.layout)
                 for own in leaf_ranges(layout, index, part):
-                    whole = setup.layout.leaves[own.leaf].stored(values(own.leaf, one.name))
+                    leaf, found = setup.layout.leaves[own.leaf], values(own.leaf, one.name)
+                    if found is None:
+                        continue
+                    other, target = tuple(found.shape), own.of(shard)
+                    if len(other) == len(leaf.shape) and other != leaf.shape:
+                        put_common(leaf, found, own, target, codec)
+                        continue
+                    whole = leaf.stored(found)
                     whole = whole if codec is None else codec.row_of(whole.float())
-                    own.of(shard).copy_(whole[own.start : own.stop])
+                    target.copy_(whole[own.start : own.stop])
 
 
 def require_equal(where: object, names: Sequence[str], values: Callable[[str], Tensor]) -> None:

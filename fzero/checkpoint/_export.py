@@ -32,7 +32,7 @@ from fzero.checkpoint.driven import Driven, buffers_of
 from fzero.checkpoint.everywhere import CheckpointError, written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.machine.by_path import all_paths, leaf_paths
+from fzero.machine.by_path import all_paths, leaf_paths, tied_names
 from fzero.state import TrainState
 
 _OWN = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -44,8 +44,9 @@ def export_safetensors(
 ) -> None:
     """Write all parameters to model-0000i-of-0000N.safetensors, as Hugging Face reads them.
 
-    A collective. Names are the paths of the parameters, a tied one once, under its first path; of
-    an engine also the persistent buffers of its module, those of rank 0.
+    A collective. Names are the paths of the parameters, a tied one once, under its first path,
+    with the others in the header; of an engine also the persistent buffers of its module, those of
+    rank 0.
     `model.safetensors.index.json` says which file has what. Parameters are gathered unit by unit,
     and rank 0 writes each at once: no rank holds more than its part and one unit.
 
@@ -101,7 +102,7 @@ def export_safetensors(
                 if _OWN.fullmatch(old.name):
                     is_there(old)
             _warn_of_single(where)
-            places.update(_begun(partial, forms, max_shard_bytes))
+            places.update(_begun(partial, forms, max_shard_bytes, tied_names(layout)))
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for number, value in whole_parameters(held):
@@ -197,13 +198,15 @@ def whole_parameters(held: Held, wanted: Set[int] | None = None) -> Iterator[tup
                 yield number, values
 
 
-def _begun(partial: Path, forms: Mapping[str, TensorForm], max_bytes: int) -> dict[str, Place]:
+def _begun(
+    partial: Path, forms: Mapping[str, TensorForm], max_bytes: int, tied: Mapping[str, str]
+) -> dict[str, Place]:
     partial.mkdir(parents=True)
     shards = split_files(forms, max_bytes)
     places: dict[str, Place] = {}
     for number, names in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        places |= begin_file(partial / file, {name: forms[name] for name in names})
+        places |= begin_file(partial / file, {name: forms[name] for name in names}, tied)
     return {name: places[name] for name in forms}
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fzero.checkpoint.disk import is_there, regular
-from fzero.checkpoint.everywhere import CheckpointError, Ranks, damaged, everywhere
+from fzero.checkpoint.everywhere import CheckpointError, Ranks, at_once, damaged
 from fzero.checkpoint.manifest import MANIFEST, manifest_file, read_manifest
 from fzero.errors import LayoutError
 
@@ -71,7 +71,7 @@ def as_path(name: str, path: PathLike) -> Path:
 
 def path_everywhere(ranks: Ranks, name: str, path: PathLike) -> Path:
     """Return `as_path` of every rank's own path; raise on all of them if one has none."""
-    return everywhere(ranks, lambda: as_path(name, path), what=f"{name}: look at the path")
+    return at_once(ranks, lambda: as_path(name, path), what=f"{name}: look at the path")
 
 
 @contextmanager

@@ -51,11 +51,12 @@ MANIFEST_FORM = DictForm(
         "extra": ANYTHING,
     },
     may={
+        "tied": TEXTS,
         "kept": DictForm(
             others=DictForm(
                 must={"form": text, "optional": lambda x: type(x) is bool, "values": TEXTS}
             )
-        )
+        ),
     },
 )
 """The body of checkpoint.json, without its format."""

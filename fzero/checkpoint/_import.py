@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import TypeVar
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -12,6 +12,8 @@ from torch import Tensor
 from fzero.checkpoint._complete import are_alike, make_whole, read_leaves, require_equal, with_room
 from fzero.checkpoint._folders import PathLike, as_path, locked, path_everywhere
 from fzero.checkpoint._held import held_by, require_closed
+from fzero.checkpoint._partial import LoadReport, Rename, new_name, require_one, require_some
+from fzero.checkpoint._pieces import overlap
 from fzero.checkpoint._safetensors import (
     Place,
     TensorForm,
@@ -65,7 +67,21 @@ def safetensors_initializer(folder: PathLike) -> Callable[[str, Tensor], Tensor]
     return initializer
 
 
-def import_safetensors(folder: PathLike, state: Thing) -> Thing:
+@overload
+def import_safetensors(
+    folder: PathLike,
+    state: Thing,
+    *,
+    strict: Literal[True] = True,
+    rename: Rename | None = None,
+) -> Thing: ...
+@overload
+def import_safetensors(
+    folder: PathLike, state: Thing, *, strict: Literal[False], rename: Rename | None = None
+) -> tuple[Thing, LoadReport]: ...
+def import_safetensors(
+    folder: PathLike, state: Thing, *, strict: bool = True, rename: Rename | None = None
+) -> Thing | tuple[Thing, LoadReport]:
     """Return a state like `state`, or the engine, with the parameters of the files. A collective.
 
     The optimizer's fp32 masters take the values as the files have them; its other slots, the step
@@ -76,9 +92,12 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
     Args:
         folder: of `export_safetensors`, of `save_pretrained`, or with one model.safetensors.
         state: a state without gradients in a window, or an engine.
+        strict: False: for files of another model, as of `load`: what they have not stays as it is,
+            of what has another shape what is in both is set.
+        rename: a function of a name in the files: its name in the state, or None to leave it out.
 
     Returns:
-        The new state, or the engine.
+        The new state, or the engine; with `strict=False` (that, report), as `load` does.
 
     Raises:
         CheckpointError: for missing or damaged files; nothing was changed.
@@ -105,37 +124,75 @@ def import_safetensors(folder: PathLike, state: Thing) -> Thing:
         until_read.enter_context(locked(where, alone=False, file=""))
         return read_index(where)
 
-    def read(index: dict[str, str]) -> tuple[list[TrainState], dict[str, Tensor]]:
+    def read(index: dict[str, str]) -> tuple[list[TrainState], dict[str, Tensor], LoadReport]:
         for one in held.states:
             require_closed(one)
-        places = places_in(where, index)
+        places = _renamed(places_in(where, index), rename)
         layout = held.setup.layout
-        found = [
-            _found(places, paths, TensorForm(leaf.shape, leaf.dtype))
+        report = LoadReport([], [], [])
+
+        def found(names: list[str], wanted: TensorForm) -> Place | None:
+            """Return where something is; None where nothing is that has to be."""
+            if strict or not {*names}.isdisjoint(places):
+                place = _found(places, names, wanted, resizes=not strict)
+                if place.form.shape != wanted.shape:
+                    report.resized.append(names[0])
+                return place
+            report.missing.append(names[0])
+            return None
+
+        of_leaves = [
+            found(paths, TensorForm(leaf.shape, leaf.dtype))
             for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
         ]
         for paths in all_paths(layout):
             some = [path for path in dict.fromkeys(paths) if path in places]
             require_equal(where, some, lambda name: read_values(places[name]))
         buffers = {
-            name: read_values(_found(places, [name], TensorForm(tuple(x.shape), x.dtype)))
-            for name, x in held.buffers.items()
-            if name in places
+            name: x.detach().cpu().clone() for name, x in held.buffers.items() if name in places
         }
+        for name, own in buffers.items():
+            place = found([name], TensorForm(tuple(own.shape), own.dtype))
+            assert place is not None
+            common = overlap(0, own.numel(), tuple(own.shape), place.form.shape)
+            common.fill(own.view(-1), read_values(place).view(-1))
+        if not strict:
+            known = {path for paths in all_paths(layout) for path in paths} | held.buffers.keys()
+            require_some("import_safetensors", where, places, known)
+            report.missing.extend(name for name in held.buffers if name not in buffers)
+            used = {place.name for name, place in places.items() if name in known}
+            left = (name for name in places.keys() - known if places[name].name not in used)
+            report.unexpected.extend(sorted(left))
         pairs = zip(held.states, held.ranks, strict=True)
-        made = [with_room(one, rank, has_values) for one, rank in pairs]
-        read_leaves(held, made, has_values, lambda leaf, _: read_values(found[leaf]))
-        return made, buffers
+        made = [with_room(one, rank, has_values, copies=not strict) for one, rank in pairs]
+
+        def values(leaf: int, _: str) -> Tensor | None:
+            return None if (place := of_leaves[leaf]) is None else read_values(place)
+
+        read_leaves(held, made, has_values, values)
+        return made, buffers, report
 
     with torch.no_grad(), until_read:
         what = f"read {where}"
         index = from_first(held.processes, begin, what=what)  # the same one on all ranks
-        states, buffers = everywhere(held.processes, lambda: read(index), what=what)
+        states, buffers, report = everywhere(held.processes, lambda: read(index), what=what)
         make_whole(held, states, has_values)
-        return held.returned(states, buffers)
+        made = held.returned(states, buffers)
+    return made if strict else (made, report)
 
 
-def _found(places: Mapping[str, Place], paths: list[str], wanted: TensorForm) -> Place:
+def _renamed(places: Mapping[str, Place], rename: Rename | None) -> dict[str, Place]:
+    found, taken = dict[str, Place](), dict[str, str]()
+    for name, place in places.items():
+        if (new := new_name(rename, name)) is not None:
+            require_one(taken, new, name)
+            found[new] = place
+    return found
+
+
+def _found(
+    places: Mapping[str, Place], paths: list[str], wanted: TensorForm, *, resizes: bool = False
+) -> Place:
     place = next((places[path] for path in paths if path in places), None)
     if place is None:
         raise LayoutError(
@@ -144,7 +201,8 @@ def _found(places: Mapping[str, Place], paths: list[str], wanted: TensorForm) ->
             fix="pass the files of this model.",
         )
     form = place.form
-    if form.shape != wanted.shape or not are_alike(form.dtype, wanted.dtype):
+    fits = len(form.shape) == len(wanted.shape) if resizes else form.shape == wanted.shape
+    if not fits or not are_alike(form.dtype, wanted.dtype):
         raise LayoutError(
             f"{paths[0]} is {form.shape} {form.dtype} in {place.file.name}, "
             f"{wanted.shape} {wanted.dtype} in the model.",

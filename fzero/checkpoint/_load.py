@@ -8,16 +8,24 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint._behind import wait_for_earlier
 from fzero.checkpoint._chunks import read_pieces, tensor_files
-from fzero.checkpoint._complete import completed
+from fzero.checkpoint._complete import completed, on_ranks
 from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
 from fzero.checkpoint._held import Held, held_by, require_closed
+from fzero.checkpoint._partial import (
+    LoadReport,
+    Partial,
+    Rename,
+    partial_of,
+    renamed,
+    with_begun,
+)
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._places import (
     in_each_place,
@@ -32,6 +40,7 @@ from fzero.checkpoint.driven import (
     Buffers,
     Driven,
     blank_buffers,
+    group_names,
     options_by_name,
     require_options,
     set_buffers,
@@ -40,6 +49,7 @@ from fzero.checkpoint.driven import (
 from fzero.checkpoint.everywhere import damaged, everywhere, from_first
 from fzero.checkpoint.manifest import (
     GROUPS,
+    LEFT_OUT,
     MANIFEST,
     Manifest,
     facts_of_state,
@@ -52,6 +62,7 @@ from fzero.collectives import assert_same_everywhere
 from fzero.errors.json_form import problems, text
 from fzero.optim.counters import COUNT
 from fzero.state import TrainState
+from fzero.transforms.init import begun_anew
 from fzero.transforms.kept import APART, require_facts
 from fzero.transforms.written import returned
 
@@ -67,15 +78,42 @@ class LoadPlan:
     buffers: Buffers  # of an engine's module
     options: list[dict[str, Any]]  # of an engine's param groups
     set_rng: Callable[[], None] | None
+    puts: list[Callable[[], None]]  # what was read into other memory, to be placed
+    report: LoadReport
 
 
-def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
+@overload
+def load(
+    path: PathLike,
+    state: Thing,
+    *,
+    rng: bool = True,
+    strict: Literal[True] = True,
+    rename: Rename | None = None,
+) -> Thing: ...
+@overload
+def load(
+    path: PathLike,
+    state: Thing,
+    *,
+    rng: bool = True,
+    strict: Literal[False],
+    rename: Rename | None = None,
+) -> tuple[Thing, LoadReport]: ...
+def load(
+    path: PathLike,
+    state: Thing,
+    *,
+    rng: bool = True,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> Thing | tuple[Thing, LoadReport]:
     """Return a state with the values saved at `path`, placed as `state` is. A collective.
 
     `state` says what is wanted: the model, the optimizer, the stage, the ranks; its own values
     do not matter (gradients that it holds are not kept) and stay as they are. Its stage and
     number of ranks may be others than those that saved: values are equal bit for bit. Each rank
-    reads the saved chunks that its own P / W elements touch, one at a time; the ranks then gather
+    reads the saved chunks that its own P / W elements touch, each once; the ranks then gather
     what is replicated, one group of parameters at a time.
 
     An engine gets the values itself, and is what comes back: parameters, optimizer, buffers of its
@@ -91,6 +129,12 @@ def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
     it. On a mesh of another size along the other axes, give the path of a place: `load(folder /
     "expert=2of4", state)`, into one state for each of those that a rank shall have.
 
+    With `strict=False` the state may be of another model: a new head, a larger vocabulary. What is
+    in both, by its name, has the saved values and moments; of another shape (with as many dims)
+    that part of it which is in both. The rest is as in `state`, but for the optimizer: a parameter
+    that is new to it begins, with a count of 0, as does one that was frozen; its dtype, and the
+    rule, are to be the same. What has a place nowhere is left out. The report says what was what.
+
     Everything is checked before a value is read: the manifest field by field, names, shapes,
     dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Frozen
     parameters that `save(frozen=False)` has left out stay those of the state. Files
@@ -100,12 +144,18 @@ def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
         path: what was given to `save`.
         state: one state, or an engine; with virtual ranks a stacked state.
         rng: whether the random generators are set, if they were saved.
+        strict: False: for another model, as above.
+        rename: a function of the name of a parameter, or buffer, in the checkpoint: its name in the
+            state, or None to leave it out. By default names are the same.
 
     Returns:
-        The new state, without gradients, at the step that was saved; or the engine.
+        The new state, without gradients, at the step that was saved; or the engine. With
+        `strict=False` (that, report): the report has lists of names, `missing` in the checkpoint,
+        `unexpected` in it, and `resized`.
 
     Raises:
-        LayoutError: for another model or optimizer, naming every difference.
+        LayoutError: for another model or optimizer, naming every difference. With `strict=False`
+            for other dtypes, another optimizer, and a checkpoint without one name of the state.
         CheckpointError: for a missing, damaged or foreign checkpoint, naming what is wrong.
         PhaseError: inside a coalesced step.
 
@@ -121,8 +171,15 @@ def load(path: PathLike, state: Thing, *, rng: bool = True) -> Thing:
           w: (3,) torch.float32 trainable in the checkpoint, (4,) torch.float32 trainable in ...
         Usual cause: another model, dtype, or choice of what is trainable.
         Fix: make the state from the model that was saved. Nothing was changed.
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(folder, state)
+        ...     larger = fzero.init({"w": torch.zeros(4)}, fzero.optim.sgd(0.1), stage=1)
+        ...     larger, report = load(folder, larger, strict=False)
+        >>> report.resized, fzero.full_params(larger)
+        (['w'], {'w': tensor([1., 1., 1., 0.])})
     """
-    return load_with_extra(path, state, rng=rng)[0]
+    made, _, report = _loaded(path, state, rng=rng, strict=strict, rename=rename)
+    return made if strict else (made, report)
 
 
 def load_with_extra(
@@ -150,25 +207,36 @@ def load_with_extra(
         >>> extra
         {'samples_seen': 1024}
     """
+    return _loaded(path, state, rng=rng)[:2]
+
+
+def _loaded(path: PathLike, state: Thing, **how: Any) -> tuple[Thing, dict[str, Any], LoadReport]:
+    """Load; with `extra`, and the report of a partial load. how: as `_read` takes it."""
     wait_for_earlier(raises=False)
     if not is_in_places(state):
-        return _read(path, state, rng=rng)
-    extra: dict[str, Any] = {}
+        return _read(path, state, **how)
+    found: list[tuple[dict[str, Any], LoadReport]] = []
     with read_together(path, state.mesh) as place_of:
 
         def read(place: str, one: TrainState) -> TrainState:
             where, data = place_of(place)
-            made, found = _read(where, one, data, rng=rng)
-            extra.update(found)
+            made, extra, report = _read(where, one, data, **how)
+            found.append((extra, report))
             return made
 
         made: Any = require_one_step(in_each_place("load", state, read))
-    return made, extra
+    return made, *found[-1]
 
 
 def _read(
-    path: PathLike, state: Thing, data: str = "", *, rng: bool = True
-) -> tuple[Thing, dict[str, Any]]:
+    path: PathLike,
+    state: Thing,
+    data: str = "",
+    *,
+    rng: bool = True,
+    strict: bool = True,
+    rename: Rename | None = None,
+) -> tuple[Thing, dict[str, Any], LoadReport]:
     """Load one checkpoint. data: the name of its data folder, where others of its save name it."""
     held = held_by("load", state, apart=True)
     ranks = held.processes
@@ -183,28 +251,33 @@ def _read(
         saved = from_first(ranks, begin, what=f"read {where}")
         folder, axis = where / saved.data, ranks.axis
 
-        def prepare() -> LoadPlan:
+        def prepare() -> tuple[LoadPlan, Manifest]:
             file, tensors = folder / rng_file(axis.rank), tensor_files(saved)
             others = [name for name in saved.files if name not in tensors]
             mine = [*others[axis.rank :: axis.size], file.name, GROUPS]
             require_whole(folder, saved.files, mine)
             numbers = read_text(file) if rng and file.name in saved.files else None
-            plan = planned(held, saved, where, rng=numbers, groups=_groups_in(folder, saved))
-            require_tensors(saved, plan.pieces, where / MANIFEST)
-            return plan
+            named, groups = renamed(saved, _groups_in(folder, saved), rename, held.states[0])
+            plan = planned(held, named, where, rng=numbers, groups=groups, strict=strict)
+            require_tensors(named, plan.pieces, where / MANIFEST)
+            return plan, named
+
+        def read() -> None:
+            read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size), named)
+            for put in plan.puts:
+                put()
 
         with torch.no_grad():
-            plan = everywhere(ranks, prepare, what=f"read {where}")
-            everywhere(
-                ranks,
-                lambda: read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size)),
-                what=f"read {folder}",
-            )
-            made: Any = finished(held, saved, plan)
+            plan, named = everywhere(ranks, prepare, what=f"read {where}")
+            if rename is not None:
+                names = [f"{name} {text}" for name, text in named.leaves.items()]
+                assert_same_everywhere(names, axis, what="the names of rename=")
+            everywhere(ranks, read, what=f"read {folder}")
+            made: Any = finished(held, named, plan)
     is_state: bool = isinstance(made, TrainState)
     if is_state:
         returned(made)
-    return made, saved.extra
+    return made, saved.extra, plan.report
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:
@@ -246,7 +319,7 @@ def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
         groups = _groups_in(where / saved.data, saved)
         options = options_by_name(saved.module["options"], groups, engine.state)
         require_options(engine.optimizer, options)
-        buffers, pieces = blank_buffers(engine.module, saved.module["buffers"], rank, same)
+        buffers, pieces, _ = blank_buffers(engine.module, saved.module["buffers"], rank, same)
         require_tensors(saved, pieces, where / MANIFEST)
         read_pieces(pieces, where / saved.data, saved)
     set_buffers(engine.module, buffers)
@@ -309,34 +382,69 @@ def planned(
     *,
     rng: str | None,
     groups: Sequence[Sequence[str]] = (),
+    strict: bool = True,
 ) -> LoadPlan:
     """Check a manifest against the states, and allocate what is read. Reads no tensor.
 
     where: it was read from. rng: the random generators of this rank; None: they stay. groups: the
-    names in each param group that was saved.
+    names in each param group that was saved. strict: whether the state is of the same model.
     """
     for one in held.states:
         require_closed(one)
-    require_fit(saved, facts_of_state(held.states[0]), where)
+    axis, engine = held.processes.axis, held.engine
+    partials = [] if strict else _partials(held, saved, where)
+    if partials:
+        saved = partials[0].saved
+    else:
+        require_fit(saved, facts_of_state(held.states[0]), where)
     if (facts := saved.origin.get(APART)) is not None:
         require_facts(held.states[0], facts, where, "load")
-    axis, engine = held.processes.axis, held.engine
-    buffers, pieces, options = {}, [], []
+    buffers, pieces, options, puts = {}, [], [], list[Callable[[], None]]()
     if engine is not None:
         options = options_by_name(saved.module["options"], groups, held.states[0])
+        if partials:  # a group of new parameters has its own
+            known = {name for some in groups for name in some}
+            pairs = zip(options, group_names(held.states[0]), strict=True)
+            options = [one if known & {*names} else {} for one, names in pairs]
         same = saved.origin["ranks"] == axis.size
-        found = saved.module["buffers"]
-        buffers, pieces = blank_buffers(engine.module, found, axis.rank, same)
+        found, shapes = saved.module["buffers"], partials[0].shapes if partials else None
+        buffers, pieces, puts = blank_buffers(engine.module, found, axis.rank, same, shapes)
         require_options(engine.optimizer, options)
     frozen = not leaves_out(saved)
     rooms = [
-        room_for(one.without_gradients(), saved, rank, frozen=frozen)
-        for one, rank in zip(held.states, held.ranks, strict=True)
+        room_for(one.without_gradients(), saved, rank, frozen=frozen, partial=partial)
+        for one, rank, partial in zip(
+            held.states, held.ranks, partials or [None] * len(held.ranks), strict=True
+        )
     ]
     warn_of(rooms, saved, where, "load")
     pieces += [piece for room in rooms for piece in room.pieces]
-    set_rng = None if rng is None else rng_setter(rng, where)
-    return LoadPlan(rooms=rooms, pieces=pieces, buffers=buffers, options=options, set_rng=set_rng)
+    return LoadPlan(
+        rooms=rooms,
+        pieces=pieces,
+        buffers=buffers,
+        options=options,
+        set_rng=None if rng is None else rng_setter(rng, where),
+        puts=[*puts, *(put for room in rooms for put in room.puts)],
+        report=partials[0].report if partials else LoadReport([], [], []),
+    )
+
+
+def _partials(held: Held, saved: Manifest, where: Path) -> list[Partial]:
+    """Return what of a checkpoint goes where in each state; nothing where all is alike."""
+    state = held.states[0]
+    module = None if held.engine is None else held.engine.module
+    one = partial_of(saved, state, where, module)
+    leaves = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
+    if not any(one.report) and leaves == facts_of_state(state).leaves:
+        return []
+    begun = [*held.states]
+    if one.fresh and held.is_stack:
+        begun = on_ranks(len(begun), lambda rank: begun_anew(held.states[rank]))
+    elif one.fresh:
+        begun = [begun_anew(state)]
+    pairs = zip(held.states, begun, held.ranks, strict=True)
+    return [with_begun(one, like, new, rank, where) for like, new, rank in pairs]
 
 
 @torch.no_grad()

@@ -17,11 +17,16 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")  # how it computes, 
 
 
 def options_for(
-    file: Path, found: Mapping[str, Any], here: ParamGroups, state: TrainState
+    file: Path,
+    found: Mapping[str, Any],
+    here: ParamGroups,
+    state: TrainState,
+    tied: Mapping[str, str],
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the options to set in the instance, group by group; and which differ of a rule.
 
-    A rule of fzero.optim has its options from code: they are not set.
+    A rule of fzero.optim has its options from code: they are not set. tied: {another name of a
+    parameter there: its name}.
 
     Raises `CheckpointError` for an instance with other param groups, or with options of another
     rule.
@@ -34,6 +39,7 @@ def options_for(
     theirs = [one.get("param_names") for one in saved]
     if all(isinstance(names, list) for names in theirs):
         plain = [{k: x for k, x in one.items() if not k.startswith("param")} for one in saved]
+        theirs = [[*some, *(x for x, name in tied.items() if name in some)] for some in theirs]
         saved = options_by_name(plain, theirs, state)
     if len(saved) != len(here.options):
         if here.instance is None:

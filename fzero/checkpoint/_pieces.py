@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fzero.machine.by_path import leaf_paths
-from fzero.machine.packing import leaf_ranges
+from fzero.machine.packing import LeafRange, leaf_ranges
 from fzero.state import Layout, Part
-from fzero.state.layout import as_complex
+from fzero.state.layout import Leaf, as_complex, as_real
 
 BLOCK_NUMEL = 2**24
 
@@ -72,3 +73,45 @@ def blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
         stop = min(high, (low // size + 1) * size)
         yield low, stop
         low = stop
+
+
+class Overlap(NamedTuple):
+    """Which elements of a range have a value in a tensor of another shape, and where."""
+
+    here: Tensor  # [n] bool, of the range
+    there: Tensor  # [m] of each of those: the element of the other tensor
+
+    def fill(self, target: Tensor, values: Tensor, first: int = 0) -> None:
+        """Set them. values: of the other tensor, from its element `first` on."""
+        found = values[self.there - first].to(target.device, target.dtype)
+        target[self.here.to(target.device)] = found
+
+
+def overlap(start: int, numel: int, own: tuple[int, ...], other: tuple[int, ...]) -> Overlap:
+    """Return it, for `numel` elements of a tensor of shape `own` from `start` on.
+
+    Example:
+        >>> here, there = overlap(0, 4, (2, 2), (5, 3))
+        >>> here.tolist(), there.tolist()
+        ([True, True, True, True], [0, 1, 3, 4])
+    """
+    rest = torch.arange(start, start + numel, device="cpu")
+    here, there, scale = torch.ones_like(rest, dtype=torch.bool), torch.zeros_like(rest), 1
+    for size, known in zip(reversed(own), reversed(other), strict=True):
+        at, rest = rest % size, rest // size
+        here &= at < known
+        there += at * scale
+        scale *= known
+    return Overlap(here, there[here])
+
+
+def put_common(leaf: Leaf, found: Tensor, own: LeafRange, target: Tensor, codec: Any) -> None:
+    """Set what of a leaf is in `found`, of another shape, too."""
+    found, first, stop = as_real(found), own.start, own.stop
+    if codec is not None:
+        first, stop = (x // codec.block_bytes * codec.block for x in (first, stop))
+    numbers = target if codec is None else codec.numbers(target).clone()
+    common = overlap(first, min(stop, leaf.numel) - first, leaf.stored_shape, tuple(found.shape))
+    common.fill(numbers[: common.here.numel()], found.reshape(-1))
+    if codec is not None:
+        codec.write(target, numbers)

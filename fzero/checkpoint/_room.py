@@ -25,11 +25,12 @@ from fzero.checkpoint._kept import (
     pieces_of,
     place_of,
 )
+from fzero.checkpoint._partial import Partial
 from fzero.checkpoint._pieces import OwnShard, TensorPiece, cut_shards, whole_pieces
 from fzero.checkpoint.manifest import Manifest
 from fzero.errors import explain
 from fzero.machine.offload import empty_where
-from fzero.machine.packing import part_of
+from fzero.machine.packing import leaf_ranges, part_of
 from fzero.optim.entries import RULE, require_kept
 from fzero.state import Part, Placement, Setup, TrainState
 from fzero.state.entry import Entry
@@ -67,6 +68,7 @@ class NewState:
     own: int  # the rank, in its replica
     pieces: list[TensorPiece] = field(default_factory=list)  # views of it, and of `sums`
     sums: Sums = field(default_factory=list)
+    puts: list[Callable[[], None]] = field(default_factory=list)  # what was read, to be placed
     begins: set[Key] = field(default_factory=set)  # entries that have no saved value
     notes: list[str] = field(default_factory=list)  # which of them, in words
 
@@ -86,12 +88,14 @@ def room_for(
     shared: bool = False,
     live: bool = False,
     more: Sequence[Entry] = (),
+    partial: Partial | None = None,
 ) -> NewState:
     """Return a new state like one that is given, with the saved numbers, and room for the values.
 
     rank: of the mesh. shared: it reads all that it holds, and not only its own part of it.
     frozen: False: parameters that do not learn are not read, and are copies of the state's.
     live: it has what lives until the update, too: slots of `like`, and `more` entries of zeros.
+    partial: what has a place in it; else all has.
     """
     setup, (replica, own), facts = like.setup, place_of(like, rank), saved.origin.get(APART)
     apart = trains_apart(like) and facts is not None
@@ -101,13 +105,16 @@ def room_for(
         numbers = facts["replicas"][replica]["counters"]
     found = NewState(like=like, state=like, own=own)
     reader = _Reader(found, saved, shared=shared, apart=trains_apart(like) and not same)
+    reader.partial = partial
     named = {one.key: (one, prefix if same else "") for one, prefix in named_entries(like, rank)}
     made = [
-        _room_of(setup, one, reader.texts(prefix + one.name), zero)
+        _room_of(setup, one, reader.texts(prefix + one.name), _filled_by(setup, one, own, zero))
+        if partial is None
+        else partial.room(setup, one, own, reader.texts(one.name))
         for one, prefix in named.values()
     ]
     state = with_entries(like, made)
-    if not frozen:
+    if not frozen and partial is None:
         for i in {*range(len(setup.layout.groups))} - {*setup.layout.trainable}:
             state.params.flats[i].copy_(like.params.flats[i])
     state = numbered(without_shared(state), numbers)
@@ -123,11 +130,33 @@ def room_for(
     require_kept(state, own)
     if apart and facts is not None:
         state = with_facts(state, like, facts, replica if same else -1)
-        some = [_room_of(setup, one, reader.texts(one.name), zero) for one in shared_of(state, own)]
+        some = [
+            _room_of(setup, one, reader.texts(one.name), lambda _, x: zero(x))
+            for one in shared_of(state, own)
+        ]
         state = with_shared(state, some)
         for one in shared_of(state, own):
             reader.read(one, "", core=True)
     return replace(found, state=state)
+
+
+def _filled_by(
+    setup: Setup, entry: Entry, rank: int, zero: Zero
+) -> Callable[[Any, Tensor], Tensor]:
+    """Return (group, its flat) -> room for it: of what is read whole, zero in its padding alone."""
+    if is_slot(entry) or not entry.per_leaf or zero is not zeros_where:
+        return lambda _, x: zero(x)
+
+    def room(index: Any, x: Tensor) -> Tensor:
+        found, end = empty_where(x), 0
+        ranges = leaf_ranges(setup.layout, index, setup.part(entry.placement, rank))
+        for own in sorted(ranges, key=lambda one: one.at):
+            found[end : own.at].zero_()
+            end = own.at + own.stop - own.start
+        found[end:].zero_()
+        return found
+
+    return room
 
 
 def _others(setup: Setup, entry: Entry) -> Entry:
@@ -136,8 +165,13 @@ def _others(setup: Setup, entry: Entry) -> Entry:
     return replace(entry, values=values)
 
 
-def _room_of(setup: Setup, entry: Entry, texts: Mapping[str, str], zero: Zero) -> Entry:
-    """Return an entry with zeros: what owners keep in the shapes that were saved."""
+def _room_of(
+    setup: Setup, entry: Entry, texts: Mapping[str, str], room: Callable[[Any, Tensor], Tensor]
+) -> Entry:
+    """Return an entry with room: what owners keep in the shapes that were saved.
+
+    room: (group or name, a tensor of the state) -> that of the new one.
+    """
     values: dict[Any, Tensor] = {}
     for key, x in entry.values.items():
         values[key] = x
@@ -147,11 +181,11 @@ def _room_of(setup: Setup, entry: Entry, texts: Mapping[str, str], zero: Zero) -
             shape = shape if key in entry.owned else (0,)
             values[key] = torch.zeros(shape, dtype=dtype, device=x.device)
         elif key in entry.codecs:
-            values[key] = entry.codecs[key].fill(zero(x))
+            values[key] = entry.codecs[key].fill(room(key, x))
         elif entry.per_leaf and entry.form.codec is not None and not x.is_floating_point():
             values[key] = x.new_zeros(numel_of(setup, entry, key, x), dtype=torch.float32)
         else:
-            values[key] = zero(x)
+            values[key] = room(key, x)
     return replace(entry, values=values)
 
 
@@ -164,6 +198,7 @@ class _Reader:
         self._apart = apart  # of other replicas than were saved
         place = (self._setup.stage, room.like.mesh.size)
         self._moved = place != (saved.origin["stage"], saved.origin["ranks"])
+        self.partial: Partial | None = None
 
     def texts(self, name: str) -> Mapping[str, str]:
         """Return what the manifest says of the tensors of an entry."""
@@ -176,7 +211,7 @@ class _Reader:
         name, form, room = prefix + entry.name, entry.form, self._room
         if core or not is_slot(entry):
             self._cut(entry, prefix)
-        elif not self._has(name) or (form.optional and not self._fits(entry, name)):
+        elif not self._has(name) or not self._may(entry, name):
             self._begin(entry)
             if self._has(name):
                 room.notes.append(f"{entry.name} has other shapes there than here")
@@ -200,6 +235,13 @@ class _Reader:
         known = name in self._saved.kept or name in tensors
         return known or any(x.startswith(f"{name}/") for x in tensors)
 
+    def _may(self, entry: Entry, name: str) -> bool:
+        """Whether an entry that was saved has the shapes that are wanted, where others may be."""
+        if self.partial is not None and (entry.per_leaf or entry.placement is Placement.PARTIAL):
+            covers = self.partial.covers(self._setup, entry)
+            return covers and entry.placement is not Placement.PARTIAL
+        return not (entry.form.optional or self.partial) or self._fits(entry, name)
+
     def _fits(self, entry: Entry, name: str) -> bool:
         """Whether named tensors have the sizes and dtypes that were saved."""
         for key, x in entry.values.items() if entry.form.leaves == "named" else ():
@@ -211,7 +253,13 @@ class _Reader:
 
     def _cut(self, entry: Entry, prefix: str) -> None:
         shared = self._shared or not entry.per_leaf
-        self._room.pieces.extend(pieces_of(self._setup, entry, self._own, prefix, shared=shared))
+        pieces = pieces_of(self._setup, entry, self._own, prefix, shared=shared)
+        if self.partial is None:
+            self._room.pieces.extend(pieces)
+            return
+        for piece, put in self.partial.read(self._setup, entry, pieces, self._own):
+            self._room.pieces.append(piece)
+            self._room.puts.extend([] if put is None else [put])
 
     def _summand(self, entry: Entry, prefix: str) -> None:
         """Let a rank read its own summand, or its part of the sum of all of them."""

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.checkpoint._container import bytes_of
 from fzero.checkpoint.disk import is_there, regular
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
@@ -65,6 +66,7 @@ class Place:
     """Where the values of a tensor are."""
 
     file: Path
+    name: str
     begin: int
     form: TensorForm
     mark: tuple[int, int] | None = None  # of the file that was looked at; None: it is being made
@@ -95,14 +97,19 @@ def split_files(forms: Mapping[str, TensorForm], max_bytes: int) -> list[list[st
     return shards
 
 
-def begin_file(file: Path, forms: Mapping[str, TensorForm]) -> dict[str, Place]:
+def begin_file(
+    file: Path, forms: Mapping[str, TensorForm], tied: Mapping[str, str] | None = None
+) -> dict[str, Place]:
     """Write the header of a file, and make room for the values; return where each one goes.
+
+    tied: other names of what is in it, which are written as safetensors.torch.save_model does.
 
     Raises `LayoutError` for a dtype that the format has not.
     """
     # The widest dtype first: so each tensor begins at a multiple of the size of its elements.
     names = sorted(forms, key=lambda name: -forms[name].dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    more = {other: name for other, name in (tied or {}).items() if name in forms}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **more}}
     ends = 0
     for name in names:
         form = forms[name]
@@ -119,7 +126,9 @@ def begin_file(file: Path, forms: Mapping[str, TensorForm]) -> dict[str, Place]:
         stream.truncate(8 + len(text) + ends)
     first = 8 + len(text)
     return {
-        name: Place(file=file, begin=first + header[name]["data_offsets"][0], form=forms[name])
+        name: Place(
+            file=file, name=name, begin=first + header[name]["data_offsets"][0], form=forms[name]
+        )
         for name in names
     }
 
@@ -130,7 +139,7 @@ def write_values(place: Place, values: Tensor) -> None:
     with open(place.file, "r+b", opener=regular) as stream:
         stream.seek(place.begin)
         if flat.numel():
-            flat.view(torch.uint8).numpy().tofile(stream)
+            stream.write(bytes_of(flat))
 
 
 def read_values(place: Place) -> Tensor:
@@ -188,11 +197,16 @@ def places_in(folder: Path, file_of: Mapping[str, str] | None = None) -> dict[st
             files[file] = read_file(folder / file)
         if name not in files[file]:
             raise damaged(folder / file, f"has no {name}, which its index says")
-    return {name: files[file][name] for name, file in file_of.items()}
+    every = {name: place for places in files.values() for name, place in places.items()}
+    tied = {name: place for name, place in every.items() if place.name != name}
+    return {**tied, **{name: files[file][name] for name, file in file_of.items()}}
 
 
 def read_file(file: Path) -> dict[str, Place]:
-    """Return where each tensor of a file is. Raises `CheckpointError` for a damaged one."""
+    """Return where each tensor of a file is, a tied one at each name that the header says.
+
+    Raises `CheckpointError` for a damaged one.
+    """
     if not is_there(file):
         raise damaged(file, "is missing")
     with open(file, "rb", opener=regular) as stream:
@@ -202,8 +216,11 @@ def read_file(file: Path) -> dict[str, Place]:
         if not 0 < length <= size - 8:
             raise damaged(file, f"of {size:,} bytes has no header of {length:,} bytes")
         header = _json(file, stream.read(length))
-    header.pop("__metadata__", None)
-    return {name: _place(file, name, entry, 8 + length, mark) for name, entry in header.items()}
+    more = header.pop("__metadata__", None)
+    made = {name: _place(file, name, entry, 8 + length, mark) for name, entry in header.items()}
+    tied = more.items() if isinstance(more, dict) else ()
+    found = {other: made[x] for other, x in tied if isinstance(x, str) and x in made}
+    return {**found, **made}
 
 
 def _place(file: Path, name: str, entry: Any, first: int, mark: tuple[int, int]) -> Place:
@@ -217,7 +234,7 @@ def _place(file: Path, name: str, entry: Any, first: int, mark: tuple[int, int])
         good = False
     if not good:
         raise damaged(file, f"has no tensor {name} where its header says: {entry!r:.200}")
-    return Place(file=file, begin=first + begin, form=form, mark=mark)
+    return Place(file=file, name=name, begin=first + begin, form=form, mark=mark)
 
 
 def _json(file: Path, data: bytes) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._places import in_each_place, is_in_places, saved_together
 from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
 from fzero.checkpoint._rng import rng_file, rng_text
-from fzero.checkpoint.disk import sync, sync_files
+from fzero.checkpoint.disk import let_go, sync, sync_files
 from fzero.checkpoint.driven import (
     Buffers,
     Driven,
@@ -123,8 +123,9 @@ def save(
         DonatedError: for a used-up one.
         LayoutError: for an empty path, or an `extra` or an optimizer state that cannot be saved.
         AxisError: when the ranks save at different steps or paths.
-        LostRankError: when a rank ended, or its disk took longer than the timeout of the group.
-        CheckpointError: when the disk does not take it, or did not take an earlier `save_async`.
+        LostRankError: when a rank ended.
+        CheckpointError: when the disk does not take it, within the timeout of the process group, or
+            did not take an earlier `save_async`.
 
     Example:
         >>> import tempfile, torch, fzero
@@ -281,6 +282,7 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
             data = from_first(ranks, make, what=f"make {path}")
 
             def begin() -> dict[str, tuple[str, int]]:
+                let_go(path.glob(f"data-*/__{ranks.axis.rank}_*.distcp"))
                 if draft.rng:
                     (path / data / rng_file(ranks.axis.rank)).write_text(draft.rng)
                 if draft.groups and ranks.axis.rank == 0:

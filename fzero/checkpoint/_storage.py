@@ -1,8 +1,8 @@
 """Pieces -> a folder, which torch.distributed.checkpoint (DCP) reads, too.
 
-Each process writes one file, chunk by chunk (`_container`). DCP's index of the folder is a pickle,
-which can call any function, and its form changes with the version of torch: it is there for other
-programs. What `_chunks` reads is JSON in the manifest,
+Each process writes one file, or several at once if it has much, chunk by chunk (`_container`).
+DCP's index of the folder is a pickle, which can call any function, and its form changes with the
+version of torch: it is there for other programs. What `_chunks` reads is JSON in the manifest,
 
     {tensor: {"dtype": dtype, "chunks": [[first element, elements, file, offset, bytes], ...]}}
 
@@ -16,7 +16,10 @@ from __future__ import annotations
 import json
 import os
 import pickle
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +31,11 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorPropertie
 from fzero.checkpoint._chunks import Chunk
 from fzero.checkpoint._container import packed
 from fzero.checkpoint._pieces import TensorPiece
+from fzero.checkpoint.disk import together
 from fzero.checkpoint.everywhere import Ranks, from_first, results_of_ranks
 from fzero.checkpoint.manifest import SUMS
+
+_FILES, _LEAST = 2, 2**25  # files at once, where each has so many bytes
 
 
 class _Written(NamedTuple):
@@ -53,10 +59,15 @@ def write_pieces(
     Raises:
         CheckpointError: on every rank, naming the rank that failed.
     """
-    file = folder / f"__{ranks.axis.rank}_0.distcp"
-    told = results_of_ranks(
-        ranks, lambda: _write(pieces, file) if pieces else [], what=f"write {folder}"
-    )
+
+    def write() -> list[_Written]:
+        calls = [
+            partial(_write, some, folder / f"__{ranks.axis.rank}_{number}.distcp")
+            for number, some in enumerate(_shares(pieces))
+        ]
+        return [one for some in together(calls) for one in some] if pieces else []
+
+    told = results_of_ranks(ranks, write, what=f"write {folder}")
     tensors, files, sums = dict[str, Any](), dict[str, list[int]](), dict[str, list[int]]()
     for name, dtype, _, chunk, crc in (one for some in told for one in some):
         tensors.setdefault(name, {"dtype": str(dtype), "chunks": []})["chunks"].append([*chunk])
@@ -70,6 +81,14 @@ def write_pieces(
 
     from_first(ranks, write_index, what=f"write {folder}")
     return tensors, files
+
+
+def _shares(pieces: Sequence[TensorPiece]) -> list[Sequence[TensorPiece]]:
+    """Cut pieces into runs of about as many bytes: one for each file that is written at once."""
+    ends = [*accumulate(piece.values.nbytes for piece in pieces)]
+    number = max(1, min(_FILES, ends[-1] // _LEAST)) if ends else 1
+    cuts = [bisect_left(ends, ends[-1] * k // number) for k in range(number)] if ends else [0]
+    return [pieces[first:last] for first, last in zip(cuts, [*cuts[1:], len(pieces)], strict=True)]
 
 
 def _write(pieces: Sequence[TensorPiece], file: Path) -> list[_Written]:

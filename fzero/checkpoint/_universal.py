@@ -115,6 +115,11 @@ class Folder:
         """Whether there is a folder of the parameter `name`."""
         return any((self.root / part / name).is_dir() for part in (ZERO, SLICES))
 
+    def tied(self) -> dict[str, str]:
+        """Return {another name of a parameter: its name here}, as the model states have them."""
+        found = self.states()[0].get("shared_params") if self.states() else None
+        return found if isinstance(found, dict) else {}
+
     def names(self) -> list[str]:
         """Return every parameter of which there is more than values."""
         found = []

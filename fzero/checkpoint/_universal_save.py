@@ -31,7 +31,7 @@ from fzero.checkpoint.driven import Buffers, Driven, group_names, plain_options
 from fzero.checkpoint.everywhere import written_by_first
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.by_path import leaf_paths, tied_names
 from fzero.optim.counters import COUNT, counters_of
 from fzero.optim.entries import slots_across
 from fzero.state import TrainState
@@ -196,6 +196,7 @@ def _model_states(state: TrainState, buffers: Buffers) -> dict[str, Any]:
         "module": OrderedDict((name, x.cpu().clone()) for name, x in buffers.items()),
         "buffer_names": list(buffers),
         "param_shapes": [shapes],
+        "shared_params": tied_names(layout),
         "optimizer": None,
         "lr_scheduler": None,
         "data_sampler": None,

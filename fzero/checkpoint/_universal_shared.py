@@ -40,11 +40,16 @@ class SharedFacts:
 
 
 def names_in(source: Folder, state: TrainState) -> list[str]:
-    """Return under which of its paths each leaf is there; of one that is not, the first."""
+    """Return under which name each leaf is there, one that is tied there, too; else its first."""
+    tied = source.tied()
     return [
-        next((path for path in paths if is_name(path) and source.holds(path)), paths[0])
+        next((x for path in paths for x in (path, tied.get(path)) if _holds(source, x)), paths[0])
         for paths in all_paths(state.setup.layout)
     ]
+
+
+def _holds(source: Folder, name: Any) -> bool:
+    return isinstance(name, str) and is_name(name) and source.holds(name)
 
 
 def shared_of(
@@ -57,7 +62,7 @@ def shared_of(
     buffers = {} if engine is None else _buffers(source, engine)
     layout = state.setup.layout
     for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True):
-        some = [path for path in dict.fromkeys(paths) if is_name(path) and source.holds(path)]
+        some = [path for path in dict.fromkeys(paths) if _holds(source, path)]
         require_equal(
             source.root, some, lambda name, leaf=leaf: source.values(name, FP32, leaf.shape)
         )
@@ -83,7 +88,7 @@ def shared_of(
         UNSTEPPED: [name for name, taken in by_leaf.items() if not taken],
     }
     now = setup.optimizer.param_groups(setup.layout.leaves, step)
-    options, differing = options_for(file, found, now, state)
+    options, differing = options_for(file, found, now, state, source.tied())
     return SharedFacts(counters=counters, options=options, differing=differing, buffers=buffers)
 
 
@@ -108,7 +113,7 @@ def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tu
         for place, step in steps.items():
             if step not in taken.values():
                 raise _contradict(source, next(iter(taken.items())), (place, step))
-        return int(max(taken.values())), [int(step) for step in taken.values()]
+        return int(max(taken.values())), [int(taken[f"{ZERO}/{x}/{STEP}.pt"]) for x in names]
     if not steps and source.states():  # of an optimizer that counts no steps
         one = source.states()[0]
         made, skipped = one.get("global_steps"), one.get("skipped_steps", 0)

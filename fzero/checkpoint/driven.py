@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import prod
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._pieces import TensorPiece, whole_pieces
+from fzero.checkpoint._pieces import TensorPiece, overlap, whole_pieces
 from fzero.checkpoint.everywhere import CheckpointError
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_paths
@@ -91,22 +93,35 @@ def buffer_pieces(
 
 
 def blank_buffers(
-    module: nn.Module, saved: Mapping[str, Mapping[str, str]], rank: int, same_ranks: bool
-) -> tuple[Buffers, list[TensorPiece]]:
-    """Return empty buffers [shape], by path, and the pieces to fill them by.
+    module: nn.Module,
+    saved: Mapping[str, Mapping[str, str]],
+    rank: int,
+    same_ranks: bool,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[Buffers, list[TensorPiece], list[Callable[[], None]]]:
+    """Return empty buffers [shape], by path, the pieces to fill them by, and what places those.
 
     On as many ranks as have saved, each rank gets its own; else all get those of rank 0. Without
-    saved buffers, which a state alone has none of, there is nothing to fill.
+    saved buffers, which a state alone has none of, there is nothing to fill. shapes: of a partial
+    load: the saved ones of what has another shape here; what is not in both is left out.
 
     Raises `LayoutError`, naming the buffer, for those of another module.
     """
     found: Buffers = {}
-    pieces = []
+    pieces, puts = list[TensorPiece](), list[Callable[[], None]]()
     here = buffers_of(module) if saved else {}
-    for path in sorted({*saved, *here} if saved else ()):
+    for path in sorted({*saved, *here} if shapes is None and saved else {*saved} & {*here}):
         forms = saved.get(path, {})
         source = str(rank) if same_ranks and str(rank) in forms else "0"
         form = form_of(here[path]) if path in here else "nothing"
+        if (other := (shapes or {}).get(path)) is not None:
+            own = here[path].cpu().clone()
+            values = torch.empty(prod(other), dtype=own.dtype, device="cpu")
+            found[path], part = own, overlap(0, own.numel(), tuple(own.shape), other)
+            name = _name(source, path)
+            pieces.append(TensorPiece(name=name, start=0, numel=values.numel(), values=values))
+            puts.append(partial(part.fill, own.view(-1), values))
+            continue
         if forms.get(source, "nothing") != form:
             raise LayoutError(
                 f"load: the buffer {path} is {forms.get(source, 'nothing')} in the checkpoint, "
@@ -120,7 +135,7 @@ def blank_buffers(
             flat = value.reshape(-1)
             name = _name(source, path)
             pieces.append(TensorPiece(name=name, start=0, numel=flat.numel(), values=flat))
-    return found, pieces
+    return found, pieces, puts
 
 
 @torch.no_grad()

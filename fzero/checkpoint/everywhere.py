@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from fzero.collectives import gather_objects, gather_objects_beside
 from fzero.errors import CheckpointError as CheckpointError
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, LostRankError
 from fzero.ranks.mesh import Axis
 
 T = TypeVar("T")
@@ -66,6 +66,22 @@ def said_by(error: FzeroError, rank: int, axis: Axis) -> FzeroError:
 
 
 def everywhere(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+    """`at_once`, of ranks that may wait for their disks: no longer than the timeout."""
+    try:
+        return at_once(ranks, do, what=what)
+    except LostRankError as error:
+        if error.ranks and not error.late:
+            raise
+        who = f"rank {error.ranks[0]}" if error.ranks else "this rank"
+        raise CheckpointError(
+            f"could not {what}: {who} was not ready within the timeout of the process group.",
+            cause="a slow disk, or a rank that is elsewhere in the program.",
+            fix="give init_process_group a longer timeout (FZERO_TIMEOUT_S, of a group that fzero "
+            "starts), and start again: the group is broken. What was saved before is still there.",
+        ) from error
+
+
+def at_once(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
     """Return `do()` once it has succeeded on every rank. A collective, and a barrier.
 
     Raises what the first rank raised that failed, on all ranks: an fzero error as it is, any

@@ -19,7 +19,7 @@ from fzero.checkpoint.disk import is_there
 from fzero.checkpoint.everywhere import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.errors.json_form import problems
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.by_path import leaf_paths, tied_names
 from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
@@ -27,7 +27,8 @@ from fzero.state.entry import Entry
 from fzero.state.layout import ENCODED
 from fzero.transforms.kept import entries_of, is_slot, numbers_of, shared_of, trains_apart
 
-MANIFEST, FORMAT = "checkpoint.json", 3
+MANIFEST, FORMAT = "checkpoint.json", 4
+FORMER = (3,)  # formats that are read, too: docs/checkpoints.md says what is other in them
 SUMS = "sums.json"  # in the data folder: the checksum of each chunk
 GROUPS = "groups.json"  # there, too, of an engine: the names in each param group
 LEFT_OUT = ", left out"  # what a manifest says at the end of a frozen leaf that was not saved
@@ -50,10 +51,12 @@ class Manifest:
     files: dict[str, list[int]] = field(default_factory=dict)  # in it: [bytes, crc32]
     extra: dict[str, Any] = field(default_factory=dict)  # the user's
     kept: dict[str, Any] = field(default_factory=dict)  # what else is kept: its form, its dtypes
+    tied: dict[str, str] = field(default_factory=dict)  # other name of a parameter: its own
 
     def as_json(self) -> dict[str, Any]:
-        """Return its fields; without `kept` where there is nothing, as before there were slots."""
-        return {key: value for key, value in asdict(self).items() if value or key != "kept"}
+        """Return its fields; without `kept` and `tied` where there is nothing."""
+        maybe = ("kept", "tied")
+        return {key: value for key, value in asdict(self).items() if value or key not in maybe}
 
 
 def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
@@ -78,6 +81,7 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
         counters=numbers_of(state),
         module={"buffers": {}, "options": []},
         kept=kept_facts(state, 0),
+        tied=tied_names(layout),
     )
 
 
@@ -323,11 +327,12 @@ def read_manifest(path: Path, data: str = "") -> Manifest:
             "its ds_to_universal, and use fzero.checkpoint.load_universal. Safetensors: "
             "import_safetensors. Others: docs/checkpoints.md.",
         ) from None
-    if body.pop("format", None) != FORMAT:
+    if (found := body.pop("format", None)) not in (*FORMER, FORMAT):
         raise CheckpointError(
-            f"the checkpoint at {path} has another format than {FORMAT}.",
+            f"the checkpoint at {path} has the format {found!r:.20}; {(*FORMER, FORMAT)} are read.",
             cause="it was written by another version of fzero.",
-            fix="load it with the version that wrote it, or update fzero.",
+            fix="update fzero. Formats before 3 are read by the version that wrote them; its "
+            "export_safetensors, or save_universal, writes what this one reads.",
         )
     for wrong in problems(body, MANIFEST_FORM, "the manifest"):
         raise damaged(file, f"is no manifest: {wrong}")

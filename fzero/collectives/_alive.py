@@ -59,6 +59,9 @@ class Sign(NamedTuple):
     where: str = ""  # that call, and the line of the program
 
 
+LATE = "is alive and did not come"
+
+
 def lost_ranks(before: Mapping[int, Sign], after: Mapping[int, Sign]) -> dict[int, str]:
     """Return {rank: what became of it} of those to blame, by their signs at two times. Pure.
 
@@ -81,7 +84,7 @@ def lost_ranks(before: Mapping[int, Sign], after: Mapping[int, Sign]) -> dict[in
     counts = [sign.collectives for sign in after.values()]
     few, many = min(counts), max(counts)
     return {
-        rank: f"is alive and did not come: it has begun {few} collectives, another rank {many}"
+        rank: f"{LATE}: it has begun {few} collectives, another rank {many}"
         for rank, sign in after.items()
         if sign.collectives == few < many
     }

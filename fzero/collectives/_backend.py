@@ -79,6 +79,7 @@ def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Generator[None]:
             cause=_alive.ALONE if apart else cause,
             fix=_alive.APART if apart else fix,
             ranks=[*found],
+            late=bool(found) and all(what.startswith(_alive.LATE) for what in found.values()),
         ) from error
 
 

@@ -54,13 +54,19 @@ class LostRankError(AxisError):
 
     Attributes:
         ranks: those to blame, as they are numbered in the world; empty if nobody can say.
+        late: whether they are alive, and did not come within the timeout.
     """
 
     def __init__(
-        self, *seen: Any, cause: str = "", fix: str = "", ranks: Sequence[int] = ()
+        self,
+        *seen: Any,
+        cause: str = "",
+        fix: str = "",
+        ranks: Sequence[int] = (),
+        late: bool = False,
     ) -> None:
         super().__init__(*seen, cause=cause, fix=fix)
-        self.ranks = tuple(ranks)
+        self.ranks, self.late = tuple(ranks), late
 
 
 class MismatchError(AxisError, PhaseError):

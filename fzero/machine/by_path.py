@@ -81,6 +81,14 @@ def all_paths(layout: Layout) -> list[list[str]]:
     return found
 
 
+def tied_names(layout: Layout) -> dict[str, str]:
+    """Return {another path of a tied leaf: its name in a checkpoint}."""
+    if len(layout.slots) == len(layout.leaves):
+        return {}
+    names = {*leaf_paths(layout)}
+    return {x: name for name, *some in all_paths(layout) for x in some if x not in names}
+
+
 @lru_cache(maxsize=256)  # every update asks for the same ones
 def ranges_of(layout: Layout, part: Part, groups: tuple[int, ...]) -> tuple[FlatRanges, ...]:
     """Return which leaves lie where in part `part` of the flats of some groups."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any
 
@@ -402,8 +402,36 @@ class TorchOptimizer(OfPrecision):
             )
         return bound
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy, or pickle, with an optimizer of its own, which has the options of this one.
+
+        It has no parameters, and neither hooks nor the `step` that a scheduler has wrapped.
+        """
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.bound is None:
+            return _made_again, (values, None, {})
+        instance = self.bound.instance
+        values["bound"] = {one.name: getattr(self.bound, one.name) for one in fields(Bound)}
+        del values["bound"]["instance"]
+        if self.source is instance:
+            del values["source"]
+        own = {k: x for k, x in vars(instance).items() if not (k[0] == "_" or callable(x))}
+        groups = [{**group, "params": []} for group in instance.param_groups]
+        own |= {"param_groups": groups, "state": defaultdict(dict)}
+        return _made_again, (values, type(instance), own)
+
     def __repr__(self) -> str:
         return f"from_torch({name_of(self.source)})"
+
+
+def _made_again(values: dict[str, Any], kind: Any, own: dict[str, Any]) -> TorchOptimizer:
+    """Return the copy of an optimizer. kind, own: the class and the attributes of its instance."""
+    if kind is None:
+        return TorchOptimizer(**values)
+    instance = kind.__new__(kind)
+    instance.__setstate__(own)
+    bound = Bound(instance=instance, **values["bound"])
+    return TorchOptimizer(**{"source": instance, **values, "bound": bound})
 
 
 def _squares(kept: KeptState) -> dict[str, bool]:

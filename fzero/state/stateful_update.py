@@ -166,6 +166,10 @@ class StatefulUpdate(Protocol):
         """Return the counters of the leaves at `paths`: {name: {path: value}}."""
         ...
 
+    def shares(self, path: str, name: str) -> bool:
+        """Whether counter `name` of the leaf at `path` is one of its whole param group."""
+        ...
+
     def recounted(
         self,
         state: OptimizerTree,

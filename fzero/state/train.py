@@ -13,6 +13,7 @@ from fzero.errors import CallError, explain
 from fzero.ranks.axis import Axis
 from fzero.state import scale, view
 from fzero.state._record import record, static
+from fzero.state.alive import require_not_donated
 from fzero.state.buffers import Buffers
 from fzero.state.form import Slot, undone
 from fzero.state.outer import Outer, outer_in
@@ -148,6 +149,15 @@ class TrainState(Generic[ParamsT_co]):
                     cause = "a module, an optimizer or a state of another library was expected."
                     seen = explain(seen, cause=cause, fix=f"{fix}.")
             raise AttributeError(seen, name=name, obj=self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copy, or pickle: into a state of its own, which is not donated as that of an engine is.
+
+        Raises `DonatedError`.
+        """
+        require_not_donated(self)
+        kept = self.replace_policy(donate=False)
+        return object.__reduce_ex__(kept, protocol)  # the class with slots is another one
 
     def __repr__(self) -> str:
         """A few lines: stage, phase, groups, bytes by kind. No numbers of tensors."""

@@ -13,6 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from fzero.context.here import has_no_values
 from fzero.errors import LayoutError
 from fzero.state._record import NAMESPACE
+from fzero.state.alive import donated
 from fzero.state.offload import is_on_disk
 from fzero.state.setup import Setup
 
@@ -88,7 +89,7 @@ def as_text(state: Any) -> str:
     numel = sum(prod(leaf.shape) for leaf in layout.leaves)
     head = (
         f"TrainState(stage={setup.stage}, {setup.axis}, step={_step(state)}, "
-        f"phase={state.phase.value!r})"
+        f"phase={state.phase.value!r}{', donated' if donated(state) else ''})"
     )
     leaves = f"  {len(layout.leaves)} leaves ({frozen} frozen), {numel:,} elements"
     rows = [f"  {kind:<11}{text}" for kind, text in _rows(state)]

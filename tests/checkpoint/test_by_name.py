@@ -15,6 +15,7 @@ from fzero.checkpoint import (
     import_safetensors,
     load,
     load_universal,
+    load_with_extra,
     save,
     save_universal,
 )
@@ -84,3 +85,62 @@ def test_two_values_for_a_tied_parameter_are_refused_unless_they_are_equal(
     write(tmp_path / "apart", state(Two(tied=False)))
     with pytest.raises(LayoutError, match=r"one value for a.weight and another for b.weight"):
         read(tmp_path / "apart", state(Two(tied=True)))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("write", "read"), [*LOADS, (export_safetensors, import_safetensors)])
+def test_a_tied_parameter_loads_into_both_of_a_model_that_does_not_tie_it(
+    write: Any, read: Any, stage: int, tmp_path: Path
+) -> None:
+    def engine(tied: bool) -> Engine:
+        module = Two(tied=tied)
+        return Engine(module, torch.optim.AdamW(module.parameters(), lr=0.5), stage=stage)
+
+    one = engine(True)
+    one.backward(one.module.a(torch.ones(2)).sum() + one.module.b(torch.ones(2)).square().sum())
+    one.step()
+    write(tmp_path, one)
+    two, wanted = read(tmp_path, engine(False)), one.full_state_dict()["a.weight"]
+    for name in ("a.weight", "b.weight"):
+        assert torch.equal(two.full_state_dict()[name], wanted)
+        if read is not import_safetensors:
+            moment = one.full_optimizer_state("a.weight", "exp_avg")
+            assert torch.equal(two.full_optimizer_state(name, "exp_avg"), moment)
+
+
+def test_a_load_sets_the_rate_of_then_for_a_scheduler_that_was_there_before(
+    tmp_path: Path,
+) -> None:
+    """As `load_state_dict` of torch's optimizer and scheduler do."""
+
+    def made() -> tuple[Any, Any]:
+        optimizer = torch.optim.SGD(nn.Linear(3, 2).parameters(), lr=0.5)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+
+    def run(stepped: Any, scheduler: Any, steps: int) -> list[float]:
+        rates = []
+        for _ in range(steps):
+            stepped.step()
+            scheduler.step()
+            rates += scheduler.get_last_lr()
+        return rates
+
+    engine = engine_of("wb")
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5)
+    plain, beside = made()
+    assert run(engine, scheduler, 3) == run(plain, beside, 3)
+    engine.optimizer.param_groups[0]["lr"] = plain.param_groups[0]["lr"] = 0.375
+    save(tmp_path, engine, extra={"scheduler": scheduler})
+    states = plain.state_dict(), beside.state_dict()
+
+    engine = engine_of("wb")
+    scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5)
+    run(engine, scheduler, 1)
+    engine, extra = load_with_extra(tmp_path, engine)
+    plain, beside = made()
+    run(plain, beside, 1)
+    plain.load_state_dict(states[0])
+    assert options(engine)[0][0] == plain.param_groups[0]["lr"] == 0.375
+    scheduler.load_state_dict(extra["scheduler"])
+    beside.load_state_dict(states[1])
+    assert run(engine, scheduler, 5) == run(plain, beside, 5)

@@ -15,6 +15,8 @@ import torch
 
 import fzero
 from fzero.checkpoint import CheckpointError, _storage, load, read_extra, save
+from fzero.checkpoint.everywhere import Ranks
+from fzero.errors import LostRankError
 from tests.checkpoint.states import blank, contents, make, mixed, snapshot
 from tests.ranks import run_ranks
 from tests.strategies import same
@@ -157,3 +159,35 @@ def test_when_one_rank_fails_all_raise_and_the_old_one_stays(
     for message in run_ranks(_one_rank_fails, 2, tmp_path, target, loser):
         assert "disk is full" in message
         assert f"(raised on rank {loser} of 2)" in message
+
+
+@pytest.mark.parametrize(
+    ("lost", "late", "raises"),
+    [
+        ([1], True, CheckpointError),
+        ([], False, CheckpointError),
+        ([1], False, LostRankError),
+    ],
+)
+def test_a_disk_that_is_slower_than_the_timeout_is_no_lost_rank(
+    lost: list[int],
+    late: bool,
+    raises: type[Exception],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(1.0), stage=0)
+    save(tmp_path, state)
+    tell, told = Ranks.tell, list[object]()
+
+    def fails(ranks: Ranks, value: object) -> list[object]:
+        told.append(value)
+        if len(told) > 4:
+            raise LostRankError("a timeout", cause="x", fix="y", ranks=lost, late=late)
+        return tell(ranks, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ranks, "tell", fails)
+        with pytest.raises(raises, match="within the timeout" if late or not lost else "a timeout"):
+            save(tmp_path, state)
+    load(tmp_path, state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import Parameter
 
 import fzero
-from fzero.checkpoint import CheckpointError, load, read_extra, save
+from fzero.adapter import Engine
+from fzero.checkpoint import CheckpointError, load, load_with_extra, read_extra, save
 from fzero.errors import AxisError, DonatedError, FzeroError, LayoutError, PhaseError
 from tests.checkpoint.states import make, mixed, snapshot, train
 from tests.covering import covered
@@ -236,9 +239,26 @@ def test_a_damaged_manifest_is_found(tmp_path: Path) -> None:
 
 def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("fzero.checkpoint.manifest.FORMAT", 4)
+        patch.setattr("fzero.checkpoint.manifest.FORMAT", 99)
         save(tmp_path, state_of())
-    refused(tmp_path, state_of(), r"another format than 3.*\n.*\nFix: load it with")
+    refused(tmp_path, state_of(), r"has the format 99; \(3, 4\) are read.\n.*\nFix: update fzero")
+
+
+def test_a_checkpoint_of_a_former_format_is_read(tmp_path: Path) -> None:
+    """It was written by 0.45, after one step of an engine at stage 2."""
+    copied = shutil.copytree(Path(__file__).parent / "former" / "format3", tmp_path / "x")
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)
+    engine, extra = load_with_extra(copied, Engine(module, optimizer, stage=3))
+    params = fzero.full_params(engine.state)
+    assert params["0.weight"].tolist() == [[-0.5, -2.0, 1.0], [2.5, 1.0, 4.0]]
+    assert params["0.bias"].tolist() == [6.0, -9.0]
+    assert engine.full_optimizer_state("0.weight", "momentum_buffer").tolist() == [[1, 6, 2]] * 2
+    assert (extra, optimizer.param_groups[0]["lr"], int(engine.state.step)) == (
+        {"epoch": 3},
+        0.25,
+        1,
+    )
 
 
 def test_the_manifest_says_where_it_came_from(tmp_path: Path) -> None:

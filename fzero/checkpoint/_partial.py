@@ -1,0 +1,401 @@
+"""Partial loads: which parts of a checkpoint have a place in a state of another model.
+
+renamed    a manifest with other names; a tied parameter at each name that is one of its own here
+partial    what is in both, in which shapes; what is left begins as in the state that is given
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fzero.checkpoint._kept import form_in
+from fzero.checkpoint._pieces import TensorPiece, overlap, put_common
+from fzero.checkpoint.driven import buffers_of
+from fzero.checkpoint.everywhere import damaged
+from fzero.checkpoint.manifest import LEFT_OUT, Manifest, facts_of_state, require_fit
+from fzero.errors import LayoutError
+from fzero.machine.by_path import leaf_numbers, leaf_paths
+from fzero.machine.offload import empty_where
+from fzero.machine.packing import LeafRange, leaf_ranges, part_of
+from fzero.optim.counters import COUNT, STEP, UNSTEPPED
+from fzero.optim.entries import RULE
+from fzero.state import Placement, Setup, TrainState
+from fzero.state.entry import Entry
+from fzero.state.layout import ENCODED, Leaf
+from fzero.state.setup import MASTERS
+from fzero.transforms.kept import PARAMS, entries_of, numbers_of, trains_apart
+
+Rename = Callable[[str], str | None]
+"""The name of a parameter or buffer in a checkpoint -> its name here; None: it is left out."""
+
+Shape = tuple[int, ...]
+_LEAF = re.compile(r"\(([0-9, ]*)\) (torch\.\w+) (trainable|frozen)(.*)")
+
+
+class LoadReport(NamedTuple):
+    """What a partial load has found: names of parameters, and of the buffers of an engine's module.
+
+    Attributes:
+        missing: what the checkpoint has not: it is as in the state that was given.
+        unexpected: what the state has not: it was left out.
+        resized: what has another size there: what is in both has the saved values.
+    """
+
+    missing: list[str]
+    unexpected: list[str]
+    resized: list[str]
+
+
+# Names.
+
+
+def renamed(
+    saved: Manifest, groups: list[list[str]], rename: Rename | None, state: TrainState
+) -> tuple[Manifest, list[list[str]]]:
+    """Return a manifest, and the names in each param group, under the names that they have here.
+
+    Raises `LayoutError` where two get one name.
+    """
+    tied = {name: [name] for name in saved.leaves}
+    for other, name in saved.tied.items():
+        tied.get(name, []).append(other)
+    wanted = leaf_numbers(state.setup.layout)
+    if rename is None and (not saved.tied or saved.leaves.keys() == wanted.keys()):
+        return saved, groups
+    require_one_replica(state)
+    taken: dict[str, str] = {}
+
+    def names(old: str) -> list[str]:
+        """Return where a value goes: to each of its names that the state has, or its first one."""
+        asked = [new for one in tied.get(old, [old]) if (new := new_name(rename, one)) is not None]
+        found = [*dict.fromkeys(new for new in asked if new in wanted)] or asked[:1]
+        for new in found:
+            require_one(taken, new, old)
+        return found
+
+    def keyed(some: Any) -> Any:
+        if not isinstance(some, dict):
+            return some
+        return {new: x for old, x in some.items() for new in names(old)}
+
+    def tensors() -> Iterator[tuple[str, Any]]:
+        for name, entry in saved.tensors.items():
+            known = saved.module["buffers"] if name.startswith("buffers/") else saved.leaves
+            cuts = (k for k, x in enumerate(name) if x == "/" and name[k + 1 :] in known)
+            cut = next(cuts, None)
+            if cut is None:
+                yield name, entry
+                continue
+            for new in names(name[cut + 1 :]):
+                yield f"{name[: cut + 1]}{new}", entry
+
+    counters = dict(saved.counters)
+    counters["optimizer"] = {k: keyed(x) for k, x in counters["optimizer"].items()}
+    if UNSTEPPED in counters:
+        counters[UNSTEPPED] = [new for old in counters[UNSTEPPED] for new in names(old)]
+    kept = {
+        name: {**one, "values": keyed(one["values"]) if _by_leaf(one, saved) else one["values"]}
+        for name, one in saved.kept.items()
+    }
+    made = replace(
+        saved,
+        leaves=keyed(saved.leaves),
+        slots={name: keyed(some) for name, some in saved.slots.items()},
+        counters=counters,
+        module={**saved.module, "buffers": keyed(saved.module["buffers"])},
+        tensors=dict(tensors()),
+        kept=kept,
+    )
+    return made, [[new for old in some for new in names(old)] for some in groups]
+
+
+def require_one_replica(state: TrainState) -> None:
+    """Raise `LayoutError` for a state with local updates."""
+    if trains_apart(state):
+        raise LayoutError(
+            "load: rename= or strict=False, of a state with local updates.",
+            cause="replicas that train apart have a part of a checkpoint each.",
+            fix="load into a state without local updates, and make one with them of its "
+            "fzero.full_params.",
+        )
+
+
+def require_one(taken: dict[str, str], new: str, old: str) -> None:
+    """Note that `new` is called `old` in the checkpoint; raise `LayoutError` if another is, too."""
+    if taken.setdefault(new, old) != old:
+        raise LayoutError(
+            f"load: {taken[new]} and {old} of the checkpoint are both to be {new}.",
+            cause="a `rename` that gives two values one name.",
+            fix="return None for the one that is to be left out. Nothing was changed.",
+        )
+
+
+def new_name(rename: Rename | None, name: str) -> str | None:
+    """Return the name that something has here. Raises `LayoutError` for what is no name."""
+    new = name if rename is None else rename(name)
+    if not isinstance(new, str | None):
+        raise LayoutError(
+            f"load: rename({name!r}) returned a {type(new).__name__}.",
+            cause="a function that returns something else than a name.",
+            fix="return the name of it in the state, or None to leave it out.",
+        )
+    return new
+
+
+def _by_leaf(kept: Mapping[str, Any], saved: Manifest) -> bool:
+    return kept["values"].keys() <= saved.leaves.keys()
+
+
+# Shapes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partial:
+    """What of a checkpoint goes where in the state of one rank."""
+
+    saved: Manifest
+    report: LoadReport
+    shapes: Mapping[str, Shape]  # of what is resized: the saved one
+    common: Collection[str]  # parameters that are in both
+    fresh: Collection[str]  # of those that learn: what the optimizer keeps of them begins
+    begun: Mapping[tuple[str, str], Entry] = field(default_factory=dict[tuple[str, str], Entry])
+
+    def room(self, setup: Setup, entry: Entry, rank: int, texts: Mapping[str, str]) -> Entry:
+        """Return an entry with the values that stay where nothing is read.
+
+        texts: what the manifest says of its tensors.
+        """
+        new = self.begun.get(entry.key) if is_moment(entry) else None
+        names, values = leaf_paths(setup.layout), dict[Any, Tensor]()
+        for key, x in entry.values.items():
+            if entry.placement is Placement.OWNER:
+                source = x if new is None or key not in self.fresh else new.values[key]
+                reads = key in texts and key in entry.owned and key not in self.fresh
+                saved = form_in(f"{entry.name}/{key}", texts[key]) if reads else None
+                shape, dtype = saved or (tuple(source.shape), source.dtype)
+                same = shape == tuple(source.shape)
+                values[key] = source.clone() if same else source.new_zeros(shape, dtype=dtype)
+                continue
+            values[key] = empty_where(x).copy_(x)
+            if new is None or not entry.per_leaf:
+                continue
+            codec = entry.codecs.get(key)
+            layout = setup.layout if codec is None else codec.layout(setup.layout)
+            for own in leaf_ranges(layout, key, setup.part(entry.placement, rank)):
+                if names[own.leaf] in self.fresh:
+                    own.of(values[key]).copy_(own.of(new.values[key]))
+        return replace(entry, values=values)
+
+    def covers(self, setup: Setup, entry: Entry) -> bool:
+        """Whether a slot has, in the checkpoint, all parameters that are in both."""
+        paths, layout = leaf_paths(setup.layout), setup.layout
+        leaves = [
+            x for i in entry.values for x in layout.groups[i].leaves if layout.leaves[x].numel
+        ]
+        some = (paths[x] for x in leaves if paths[x] in self.common)
+        return all(f"{entry.name}/{name}" in self.saved.tensors for name in some)
+
+    def read(
+        self, setup: Setup, entry: Entry, pieces: Iterable[TensorPiece], rank: int
+    ) -> Iterator[tuple[TensorPiece, Callable[[], Any] | None]]:
+        """Yield what is read of an entry, and what puts that into its place, if it is elsewhere."""
+        encoded = [i for i, codec in entry.codecs.items() if codec is not None]
+        bytewise = {
+            leaf_paths(setup.layout)[x] for i in encoded for x in setup.layout.groups[i].leaves
+        }
+        for piece in pieces:
+            leaf, name = piece.name.removeprefix(f"{entry.name}/"), piece.name
+            if is_moment(entry) and leaf in self.fresh:
+                continue
+            if name not in self.saved.tensors and entry.name == RULE + MASTERS:
+                name = f"{PARAMS}/{leaf}"
+            if name not in self.saved.tensors or (leaf in self.shapes and leaf in bytewise):
+                continue
+            dtype = self._dtype(name, piece.values.dtype)
+            if leaf in self.shapes:
+                own = setup.layout.leaves[leaf_numbers(setup.layout)[leaf]].shape
+                found = overlap(piece.start, piece.values.numel(), own, self.shapes[leaf])
+                if not found.there.numel():
+                    continue
+                low, high = int(found.there.min()), int(found.there.max()) + 1
+                values, total = (
+                    torch.empty(high - low, dtype=dtype, device="cpu"),
+                    prod(self.shapes[leaf]),
+                )
+                read = TensorPiece(name=name, start=low, numel=total, values=values)
+                yield read, partial(found.fill, piece.values, values, low)
+            elif name != piece.name:
+                read = replace(piece, name=name, values=torch.empty_like(piece.values, dtype=dtype))
+                yield read, partial(piece.values.copy_, read.values)
+            else:
+                yield piece, None
+        for index in encoded:
+            yield from self._encoded(setup, entry, index, rank)
+
+    def _encoded(
+        self, setup: Setup, entry: Entry, index: int, rank: int
+    ) -> Iterator[tuple[TensorPiece, Callable[[], Any]]]:
+        """Yield the whole rows of encoded moments: blocks that are in both are encoded again."""
+        codec, part = entry.codecs[index], setup.part(Placement.OVER_ALL, rank)
+        flat = part_of(entry.values[index], setup.part(entry.placement, rank), part)
+        for own in leaf_ranges(codec.layout(setup.layout), index, part):
+            leaf, name = setup.layout.leaves[own.leaf], leaf_paths(setup.layout)[own.leaf]
+            if name not in self.shapes or name in self.fresh:
+                continue
+            other = (*self.shapes[name], 2) if leaf.dtype.is_complex else self.shapes[name]
+            nbytes = codec.wire_bytes(prod(other))
+            row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+            def put(
+                row: Tensor = row, leaf: Leaf = leaf, own: LeafRange = own, other: Shape = other
+            ) -> None:
+                numbers = codec.numbers(row)[: prod(other)].view(other)
+                put_common(leaf, numbers, own, own.of(flat), codec)
+
+            yield TensorPiece(name=f"{entry.name}/{name}", start=0, numel=nbytes, values=row), put
+
+    def _dtype(self, name: str, own: torch.dtype) -> torch.dtype:
+        found = getattr(torch, self.saved.tensors[name]["dtype"].removeprefix("torch."), own)
+        return found if isinstance(found, torch.dtype) else own
+
+
+def is_moment(entry: Entry) -> bool:
+    """Whether an optimizer keeps it of a parameter, beside a value of it."""
+    return entry.name.startswith(RULE) and entry.name != RULE + MASTERS
+
+
+def partial_of(
+    saved: Manifest, state: TrainState, where: object, module: nn.Module | None
+) -> Partial:
+    """Return what is in both. module: of an engine.
+
+    Raises `LayoutError` where nothing is in both.
+    """
+    require_one_replica(state)
+    layout, rule = state.setup.layout, state.setup.optimizer
+    theirs = {name: text for name, text in saved.leaves.items() if not text.endswith(LEFT_OUT)}
+    ours = dict(zip(leaf_paths(layout), layout.leaves, strict=True))
+    shapes, fresh = dict[str, Shape](), {name for name, leaf in ours.items() if leaf.trainable}
+    common = [name for name in ours if name in theirs]
+    for name in common:
+        shape, learned = _parsed(theirs[name], name, where)
+        if shape != ours[name].shape:
+            shapes[name] = shape
+        if learned and not (name in shapes and rule.made_by_steps(ours[name])):
+            fresh.discard(name)
+    buffers: dict[str, Any] = {} if module is None else buffers_of(module)
+    forms = {name: one["0"] for name, one in saved.module["buffers"].items()} if buffers else {}
+    buffers = buffers if forms else {}
+    for name in buffers.keys() & forms.keys():
+        shape, _ = _parsed(f"{forms[name]} frozen", name, where)
+        if shape != tuple(buffers[name].shape):
+            shapes[name] = shape
+    every, known = [*ours, *buffers], {*saved.leaves, *forms}
+    require_some("load", where, known, every)
+    report = LoadReport(
+        [name for name in every if name not in known],
+        [name for name in (*theirs, *forms) if name not in {*every}],
+        [name for name in every if name in shapes],
+    )
+    return Partial(saved=saved, report=report, shapes=shapes, common=common, fresh=fresh)
+
+
+def require_some(call: str, where: object, known: Collection[str], wanted: Collection[str]) -> None:
+    """Raise `LayoutError` where a partial load would have nothing to read."""
+    if wanted and {*known}.isdisjoint(wanted):
+        raise LayoutError(
+            f"{call}: nothing in {where} has the name of something in this state: there are "
+            f"{sorted(known)[:4]}, wanted are {[*wanted][:4]}.",
+            cause="names with another prefix, or another model.",
+            fix="give rename=, from a name in the checkpoint to that in the state.",
+        )
+
+
+def _parsed(text: str, name: str, where: object) -> tuple[Shape, bool]:
+    """Return shape and whether it learned, of what a manifest says."""
+    if (found := _LEAF.fullmatch(text)) is None:
+        raise damaged(where, f"has {name} as {text!r:.80}")
+    return tuple(int(size) for size in found[1].split(",") if size.strip()), found[3] == "trainable"
+
+
+def with_begun(
+    one: Partial, state: TrainState, begun: TrainState, rank: int, where: object
+) -> Partial:
+    """Return it with counters of all leaves, and what the optimizer keeps of new ones.
+
+    begun: the state with a new optimizer state. rank: in its replica. Raises `LayoutError`, as
+    `load` does, where what is in both does not fit.
+    """
+    saved = _counted(one, begun)
+    _require_fit(one, saved, facts_of_state(state), where)
+    entries = {x.key: x for x in entries_of(begun, rank) if is_moment(x)} if one.fresh else {}
+    return replace(one, saved=saved, begun=entries)
+
+
+def _counted(one: Partial, begun: TrainState) -> Manifest:
+    """Return a manifest whose counters are 0 for new parameters."""
+    setup, saved = begun.setup, one.saved
+    rule, theirs = setup.optimizer, dict(saved.counters["optimizer"])
+    if not (one.fresh and rule.counts_by_leaf):
+        return saved
+    theirs.setdefault(STEP, theirs.get(COUNT, 0))
+    groups = rule.param_groups(setup.layout.leaves, 0).of_leaf
+    pairs = zip(leaf_paths(setup.layout), setup.layout.leaves, groups, strict=True)
+    learning = {name: (leaf.path, group) for name, leaf, group in pairs if group >= 0}
+
+    def value(counts: Any, name: str) -> Any:
+        return counts.get(name) if isinstance(counts, dict) else counts
+
+    def shared(counter: str, name: str) -> str | None:
+        """Return a parameter of the same group, which has one counter."""
+        path, group = learning[name]
+        some = (x for x, (_, g) in learning.items() if g == group and x not in one.fresh)
+        return next(some, None) if rule.shares(path, counter) else None
+
+    for counter, begin in numbers_of(begun)["optimizer"].items():
+        if counter == COUNT or counter not in theirs:
+            continue
+        of_leaf = dict[str, Any]()
+        for name in learning:
+            other = shared(counter, name) if name in one.fresh else name
+            of_leaf[name] = value(begin, name) if other is None else value(theirs[counter], other)
+        theirs[counter] = {name: x for name, x in of_leaf.items() if x is not None}
+    counters = {**saved.counters, "optimizer": theirs}
+    if theirs.get(COUNT):
+        counters[UNSTEPPED] = sorted({*saved.counters.get(UNSTEPPED, ()), *one.fresh})
+    return replace(saved, counters=counters)
+
+
+def _require_fit(one: Partial, saved: Manifest, wanted: Manifest, where: object) -> None:
+    """Raise `LayoutError` unless what is in both is alike but for its shape, and what learns."""
+
+    def like(name: str) -> str:
+        """Return what is saved, in the shape, and learning, as it is here."""
+        ours, theirs = (_LEAF.fullmatch(x.leaves[name]) for x in (wanted, saved))
+        assert ours is not None and theirs is not None
+        dims = [len(_parsed(x.leaves[name], name, where)[0]) for x in (wanted, saved)]
+        may = dims[0] == dims[1] and (ours[1] == theirs[1] or ENCODED not in ours[4])
+        return f"({ours[1]}) {theirs[2]} {ours[3]}{theirs[4]}" if may else saved.leaves[name]
+
+    def inside(facts: Manifest) -> Manifest:
+        learn = {name for name in one.common if _parsed(wanted.leaves[name], name, where)[1]}
+        read = learn - {*one.fresh}
+        slots = {x: {k: v for k, v in some.items() if k in read} for x, some in facts.slots.items()}
+        kept = {
+            x: {**some, "values": {k: v for k, v in some["values"].items() if k in one.common}}
+            for x, some in facts.kept.items()
+            if some["form"] != "named" and _by_leaf(some, facts)
+        }
+        return replace(facts, slots=slots, kept=kept)
+
+    ours = {name: wanted.leaves[name] for name in one.common}
+    theirs = {name: like(name) for name in one.common}
+    require_fit(replace(inside(saved), leaves=theirs), replace(inside(wanted), leaves=ours), where)

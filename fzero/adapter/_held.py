@@ -99,7 +99,7 @@ class HeldGradient(Memoryless):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take what a backward adds; else do what can be done with a gradient that ranks share."""
         if func is _ATEN.detach.default:
-            return args[0]
+            return args[0].beside(args[0]) if args[0].requires_grad else args[0]
         kwargs = kwargs or {}
         held = next(x for x in flat((args, list(kwargs.values()))) if isinstance(x, cls))
         task = current_graph_task()
@@ -141,7 +141,7 @@ class HeldGradient(Memoryless):
                 return self
             if func is _ATEN.add.Tensor:  # create_graph
                 return args[1]
-        raise self.refusal(f"{func}, in a backward", _WRITE)
+        raise without_graph() if self.requires_grad else self.refusal(f"{func}, in a backward")
 
     def _seen(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A view: its values are made when somebody reads them."""
@@ -185,6 +185,10 @@ class HeldGradient(Memoryless):
     def refusal(self, name: str, way: str = _WRITE) -> PhaseError:
         """Return the error for what cannot be done through p.grad."""
         way = next((text for key, text in _WAYS.items() if key in name), way)
+        if self.requires_grad:
+            way += (
+                "; for a second loss grads = torch.autograd.grad(loss, params, create_graph=True)"
+            )
         return PhaseError(
             f"the gradient of {self.path} was read or written through p.grad ({name}).",
             cause="code that works on the elements of p.grad: a GradScaler, an optimizer that was "
@@ -196,8 +200,8 @@ class HeldGradient(Memoryless):
 
     @property
     def data(self) -> HeldGradient:
-        """The same: it has no graph."""
-        return self
+        """The same without a graph."""
+        return self.detach()
 
     @data.setter
     def data(self, value: Any) -> None:
@@ -264,6 +268,16 @@ def _reads_nothing(func: Any) -> bool:
     """Whether an operator makes a tensor in the shape or the dtype of its first argument."""
     name = func._schema.name
     return name.endswith("_like") or name.startswith("aten::new_")
+
+
+def without_graph() -> PhaseError:
+    """Return the error for gradients that are differentiated."""
+    return PhaseError(
+        "a loss of p.grad was to be differentiated: the engine's gradients have no graph.",
+        cause="loss.backward(create_graph=True), and then a second loss of p.grad.",
+        fix="make it of grads = torch.autograd.grad(loss, [*module.parameters()], "
+        "create_graph=True), and run its backward; p.grad.detach() to look at it.",
+    )
 
 
 # Elementwise operators.

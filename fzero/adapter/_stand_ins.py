@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.adapter._gradient import Gradients
-from fzero.adapter._held import HeldGradient
+from fzero.adapter._held import HeldGradient, without_graph
 from fzero.adapter._life import Life
 from fzero.errors import LayoutError
+
+
+class _NoGraph(torch.autograd.Function):
+    """Stands between the parameters and a gradient of a backward with create_graph=True."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, *_: Tensor) -> Tensor:
+        ctx.mark_dirty(held)
+        return held
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise without_graph()
 
 
 class StandIns:
@@ -31,6 +46,7 @@ class StandIns:
 
     def _begin_life(self) -> None:
         self._life, self._begun, self.standing = Life(self.gradients), False, False
+        self._graph = False  # whether a backward of create_graph=True has brought some
         self._of = {
             id(p): (p, HeldGradient(p, number, path, self._life))
             for number, (p, path) in enumerate(self._learning)
@@ -40,6 +56,11 @@ class StandIns:
         """Put the stand-ins in their places: the engine holds gradients now."""
         self._begun = self.standing = True
         self.gradients.arrived()
+        if self._graph:
+            with torch.enable_grad():
+                leads: Any = _NoGraph.apply(torch.zeros(()), *(p for p, _ in self._of.values()))
+                for _, held in self._of.values():
+                    held.requires_grad or _NoGraph.apply(held, leads)
         for p, held in self._of.values():
             p.grad = held
 
@@ -49,6 +70,7 @@ class StandIns:
         task: the graph task that brought it.
         """
         self._begun = True
+        self._graph = self._graph or torch.is_grad_enabled()
         p.grad = held = self._of[id(p)][1]
         held.stand_for(task)
 

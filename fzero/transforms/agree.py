@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fzero.collectives import Performer, performer_of
 from fzero.context.modes import needs_func, wants_graph
-from fzero.errors import MismatchError
+from fzero.errors import MismatchError, PhaseError
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Progress, TrainState, progress, window
@@ -106,9 +106,21 @@ def agree(
     return [found[i] for i in range(len(states))]
 
 
-def require_held(said: Sequence[Agreed], name: str) -> None:
+def require_held(
+    said: Sequence[Agreed], name: str, treespec: optree.PyTreeSpec | None = None
+) -> None:
     """Raise `PhaseError`, on every rank, if no rank has gradients of one of the states."""
-    if not all(one.held for one in said):
+    held = [one.held for one in said]
+    if any(held) and not all(held):
+        paths: Any = [] if treespec is None else treespec.paths()
+        names = [".".join(map(str, path)) for path in paths] if len(paths) == len(held) else held
+        seen = [name for name, one in zip(names, held, strict=True) if not one]
+        raise PhaseError(
+            f"{name}: {len(seen)} of {len(held)} states hold no gradients: {seen}.",
+            cause="grad_and_reduce(..., wrt=), which left them out, before a call with all states.",
+            fix='update those that learned: states["m"] = fzero.apply_gradients(states["m"]).',
+        )
+    if not all(held):
         progress.require_gradients(Progress(), name)
 
 

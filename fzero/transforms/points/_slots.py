@@ -255,7 +255,10 @@ def _own(x: Tensor) -> Tensor:
 
 def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Tensor:
     if isinstance(value, bool | int | float):
-        kind = {bool: torch.bool, int: torch.int64}.get(type(value), torch.float32)
+        wide = torch.float32  # as wide as the widest parameter that learns
+        for index in state.setup.layout.trainable:
+            wide = torch.promote_types(wide, state.setup.layout.groups[index].dtype)
+        kind = {bool: torch.bool, int: torch.int64}.get(type(value), wide)
         value = torch.tensor(value, dtype=kind)
     if not isinstance(value, Tensor):
         raise _bad_init(one, f"made a {type(value).__name__} for the number {one.name}/{name}")

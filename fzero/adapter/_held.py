@@ -54,7 +54,7 @@ _WRITE = (
 )
 
 
-class View(NamedTuple):
+class _View(NamedTuple):
     """A view operator with its arguments; one view of several."""
 
     func: Any
@@ -82,7 +82,7 @@ class HeldGradient(Memoryless):
     leaf_shape: torch.Size
     arrived: Tensor | None = None
     task: int = -1  # the graph task that brought the last one: what writes in it is a user's hook
-    views: tuple[View, ...] = ()
+    views: tuple[_View, ...] = ()
     whole: bool = True  # it has each element of the gradient once
     own: Tensor | None = None
     told: tuple[Any, ...] = ()
@@ -150,7 +150,7 @@ class HeldGradient(Memoryless):
 
         def view(like: Tensor, at: int | None) -> HeldGradient:
             made = self.beside(like)
-            made.views = (*self.views, View(func, args, kwargs, at))
+            made.views = (*self.views, _View(func, args, kwargs, at))
             same = like.numel() == self.numel() and func is not _ATEN.as_strided.default
             made.whole = self.whole and same
             return made

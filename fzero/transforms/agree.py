@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
+from typing import Any
 
 import optree
 from torch import Tensor

@@ -122,7 +122,7 @@ class Gradients:
     ) -> None:
         """Make this rank's elements of a gradient what `run` makes of them."""
         address, state = self._addresses[held.number], self._to_edit(name)
-        made = as_real(run(address.piece(state)))
+        made = as_real(run(address.piece(state))).reshape(-1)
         if address.leads:
             kept = times_factor(state, [unaveraged(state, made)])[0]
             change(address.flat(state), state.device, lambda home: home.copy_(kept))

@@ -214,3 +214,46 @@ def test_gradients_that_no_backward_made_are_gradients(stage: int) -> None:
             same(engine.full_parameters(), plain.parameters(), 1e-12)
 
     run_ranks(body, 2)
+
+
+class Wave(nn.Module):
+    """Complex numbers, a scalar, one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = nn.Linear(3, 5, dtype=torch.float64)
+        self.z = nn.Parameter(torch.randn(5, 3, dtype=torch.complex128))
+        self.s, self.one = nn.Parameter(torch.tensor(0.5).double()), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((self.a(x) * self.s).to(self.z) @ self.z).abs() * self.one
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("options", [{}, {"loss_scale": 8.0}, {"average_micro_batches": True}])
+def test_complex_scaled_and_averaged_gradients_are_edited_as_an_update_uses_them(
+    stage: int, options: dict[str, Any]
+) -> None:
+    names = ["mul_(mask)", "add_(noise)", "where", "rows", "weight decay by hand"]
+
+    def body(rank: int) -> None:
+        engine = engine_of(Wave, stage, momentum_of, **options)
+        plain = Reference(Wave, 2, momentum_of)
+        for number, name in enumerate(names):
+            some = learning(plain.module)
+            found = plain.run(back_of, number)
+            for path, p in some.items():
+                p.grad = found[path].clone()
+            back_of(engine, Draw(rank, number))
+            for edited in (some, learning(engine.module)):
+                chosen = {k: p for k, p in edited.items() if p.ndim and not p.is_complex()}
+                EDITS[name](chosen if name in ("rows", "mul_(mask)", "where") else edited)
+            plain.optimizer.step()
+            assert engine.step()
+            same(engine.full_parameters(), plain.parameters(), 1e-6)
+
+    def back_of(engine: Any, draw: Draw) -> None:
+        engine.backward(engine(draw(2, 3)).sum() / 64)
+
+    run_ranks(body, 2)

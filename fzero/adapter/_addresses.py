@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.collectives import gather_many
 from fzero.errors import PhaseError
-from fzero.machine.packing import LeafRange, leaf_ranges
+from fzero.machine.memoryless import Memoryless
+from fzero.machine.packing import LeafRange, hashed, leaf_ranges
 from fzero.state import Setup, TrainState
 from fzero.state.layout import as_complex, stored_dtype
 from fzero.transforms.scaled import without_scale
@@ -30,12 +31,25 @@ class GradientAddress(NamedTuple):
         norm = norms[self.here.leaf].clone()
         return norm if self.leads else torch.zeros_like(norm)
 
+    def range(self, state: TrainState) -> tuple[int, int]:
+        """Which of its elements this rank has, of a state with gradients."""
+        by = 2 if state.setup.layout.leaves[self.here.leaf].dtype.is_complex else 1
+        return self.here.start // by, self.here.stop // by
+
+    def flat(self, state: TrainState) -> Tensor:
+        """What this rank holds of it: a view."""
+        return self.here.of(state.gradients.flats[self.number])
+
+    def piece(self, state: TrainState) -> Tensor:
+        """This rank's elements of it as an update would use them: [n], a copy."""
+        found = averaged(state, without_scale(state, self.flat(state)))
+        found = found if self.leads else torch.zeros_like(found)
+        is_complex = state.setup.layout.leaves[self.here.leaf].dtype.is_complex
+        return as_complex(found) if is_complex else found
+
     def values(self, state: TrainState) -> Tensor:
-        """Its elements as an update would use them, of a state that has all of them."""
-        piece = self.here.of(state.gradients.flats[self.number])
-        leaf = state.setup.layout.leaves[self.here.leaf]
-        whole = leaf.of(averaged(state, without_scale(state, piece)))
-        return whole if self.leads else torch.zeros_like(whole)
+        """All of its elements, of a state that has them on each rank."""
+        return self.piece(state).view(state.setup.layout.leaves[self.here.leaf].shape)
 
 
 def addresses_of(setup: Setup, learning: Sequence[int]) -> list[GradientAddress]:
@@ -84,6 +98,19 @@ def norms_of(state: TrainState, order: float) -> dict[int, Tensor]:
     stored = [stored_dtype(layout.leaves[i].dtype) for i in learning]
     dtypes = [torch.promote_types(dtype, torch.float32) for dtype in stored]
     return {leaf: norm.to(dtype) for leaf, norm, dtype in zip(learning, total, dtypes, strict=True)}
+
+
+def notes_of(operands: Iterable[Any], *, alone: bool) -> list[Any]:
+    """Return what ranks compare of the operands of an operator on gradients: numbers, and digests.
+
+    alone: there are no other ranks.
+    """
+    found: list[Any] = []
+    for x in () if alone else operands:
+        large = isinstance(x, Tensor) and x.numel() != 1
+        if not isinstance(x, Memoryless):
+            found.append(hashed(x) if large else x)
+    return found
 
 
 def require_unweighted(state: TrainState) -> None:

@@ -10,6 +10,7 @@ from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError
 from fzero.state import TrainState
+from fzero.state.alive import require_not_donated
 from fzero.state.scale import carried, with_slot
 from fzero.transforms.points import begun_slots
 
@@ -19,6 +20,7 @@ def adopt(driver: Driver, state: TrainState) -> None:
     """Write the values of another state into the buffers of this one."""
     driver.require_not_closed()
     require_no_forward(driver, "engine.state = ...")
+    require_not_donated(state)
     own = driver.state
     if _form(state) != _form(own):
         raise LayoutError(

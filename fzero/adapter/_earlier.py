@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.adapter._addresses import GradientAddress, norms_of, require_unweighted
+from fzero.adapter._addresses import GradientAddress, norms_of, notes_of, require_unweighted
 from fzero.adapter._held import HeldGradient
 from fzero.adapter._life import HoldsState
 from fzero.errors import PhaseError
@@ -20,9 +20,13 @@ class Earlier:
     """Gradients that were dropped, as they were then: their values and norms, to read."""
 
     def __init__(
-        self, holder: HoldsState, state: TrainState, addresses: Sequence[GradientAddress]
+        self,
+        holder: HoldsState,
+        state: TrainState,
+        addresses: Sequence[GradientAddress],
+        edits: int,
     ) -> None:
-        self._holder = weakref.ref(holder)
+        self._holder, self.edits = weakref.ref(holder), edits
         self.device, self.stage = state.device, state.stage
         self.shows = self.stage == 0
         nothing = Buffers(flats=(torch.empty(0, device=state.device),))
@@ -50,7 +54,22 @@ class Earlier:
         with torch.inference_mode(False), torch.no_grad():
             return self._addresses[held.number].values(self._state).to(held.dtype)
 
-    def write(self, held: HeldGradient, name: str, numbers: Sequence[Any]) -> None:
+    def range(self, held: HeldGradient) -> tuple[int, int]:
+        """Return which elements of one of them this rank has."""
+        return self._addresses[held.number].range(self._state)
+
+    def piece(self, held: HeldGradient, name: str) -> Tensor:
+        """Return this rank's elements of one of them."""
+        self._open()
+        return self._addresses[held.number].piece(self._state)
+
+    def told(self, operands: Sequence[Any]) -> list[Any]:
+        """Return what ranks compare of operands."""
+        return notes_of(operands, alone=self._state.setup.axis.size == 1)
+
+    def write(
+        self, held: HeldGradient, name: str, told: Sequence[Any], run: Callable[[Tensor], Tensor]
+    ) -> None:
         """Raise `PhaseError`: the engine has them no more."""
         raise PhaseError(
             f"p.grad.{name} of an earlier gradient of {held.path}, which was dropped since.",
@@ -61,7 +80,7 @@ class Earlier:
 
     def zero(self, held: HeldGradient) -> None:
         """Raise `PhaseError`, as any write."""
-        self.write(held, "zero_", ())
+        self.write(held, "zero_", (), torch.zero_)
 
     def require_no_window(self, name: str) -> None:
         """They were reduced."""

@@ -1,20 +1,19 @@
 """What stands in `p.grad` while an engine holds the gradient: a tensor that asks the engine.
 
     norm()                    of the whole gradient, over all ranks; of all parameters at once
-    mul_, div_, clamp_        done on what each rank holds
+    elementwise operators     done on what each rank holds, operands of its shape cut with it
     zero_()                   zero_grad(set_to_none=False), on all parameters: the gradients drop
     what reads elements       at stage 0 the values; at stages 1 to 3 it raises
     what else writes          raises
 
-So `torch.nn.utils.clip_grad_norm_` and `clip_grad_value_` do what they do to ordinary gradients. A
-step in which nobody touches `p.grad` does nothing of this.
+So `torch.nn.utils.clip_grad_norm_`, masks and noise do what they do to ordinary gradients. A step
+in which nobody touches `p.grad` does nothing of this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -24,24 +23,17 @@ from fzero.adapter._life import Life, Serves
 from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import PhaseError
 from fzero.machine.memoryless import ADDRESS, EXPORT, STORAGE, Memoryless, memoryless
-from fzero.machine.written import flat, run_watched, tells_nothing, written_by
+from fzero.machine.written import (
+    flat,
+    is_elementwise,
+    run_watched,
+    tells_nothing,
+    written_by,
+)
 
 _ATEN = torch.ops.aten
 _NORMS = (_ATEN.linalg_vector_norm.default, _ATEN._foreach_norm.Scalar)
 _ZERO = (_ATEN.zero_, _ATEN._foreach_zero_)
-_BY_NUMBER = {
-    _ATEN.mul_: "mul_",
-    _ATEN._foreach_mul_: "mul_",
-    _ATEN.div_: "div_",
-    _ATEN._foreach_div_: "div_",
-    _ATEN.clamp_: "clamp_",
-    _ATEN.clamp_min_: "clamp_min_",
-    _ATEN._foreach_clamp_min_: "clamp_min_",
-    _ATEN.clamp_max_: "clamp_max_",
-    _ATEN._foreach_clamp_max_: "clamp_max_",
-}
-"""What may be written, by one number for all elements: then every rank can do it to its part."""
-
 _WAYS = {
     ADDRESS: "engine.full_gradient(path) to have a tensor with memory; count parameters by "
     "themselves, not by addresses",
@@ -51,43 +43,63 @@ _WAYS = {
     "division by their number that follows goes, too; another value is written by "
     "engine.set_full_gradient(path, g)",
     "_amp_": "loss_scale= of Engine and engine.scale(loss), in the place of a GradScaler",
-    "set_data": "engine.set_full_gradient(path, g) to write values; module.to(...), .half() and "
-    "the like before the Engine is made",
 }
 _READ = (
-    "engine.full_gradient(path), a collective, while the engine has it; p.grad.norm() and "
-    "clip_grad_norm_ work as they are"
+    "engine.full_gradient(path), a collective, while the engine has it; p.grad.norm(), "
+    "clip_grad_norm_ and elementwise operators work as they are"
 )
-_WRITE = "engine.full_gradient(path), engine.set_full_gradient(path, g)"
+_WRITE = (
+    "engine.full_gradient(path), engine.set_full_gradient(path, g); elementwise operators work as "
+    "they are (p.grad.mul_(mask), add_(torch.randn_like(p.grad)), copy_(g), p.grad[0] = 0)"
+)
+
+
+class _View(NamedTuple):
+    """A view operator with its arguments; one view of several."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: Any
+    at: int | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        seen = self.func(x, *self.args, **self.kwargs)
+        return seen if self.at is None else seen[self.at]
 
 
 class HeldGradient(Memoryless):
     """Stands in `p.grad`: it has the parameter's shape, and no values of its own.
 
-    `views`: what was applied to it since: of a view, or of a copy in another dtype.
+    leaf_shape: of the parameter. views: what it is a view of that by. own: if it was computed of
+    gradients at stages 1 to 3, this rank's elements of it, [n] in the order of the leaf. told: what
+    ranks compare of the operands that it was computed with. edits: `Serves.edits` when it was
+    copied; -1 if it is no copy.
     """
 
     path: str
     number: int  # of its parameter, among those that learn
     life: Life
+    leaf_shape: torch.Size
     arrived: Tensor | None = None
     task: int = -1  # the graph task that brought the last one: what writes in it is a user's hook
-    views: tuple[Callable[[Tensor], Tensor], ...] = ()
+    views: tuple[_View, ...] = ()
     whole: bool = True  # it has each element of the gradient once
-    copied: bool = False  # what is written to it does not reach the gradient
+    own: Tensor | None = None
+    told: tuple[Any, ...] = ()
+    edits: int = -1
 
     @staticmethod
     def __new__(cls, like: Tensor, number: int, path: str, life: Life) -> HeldGradient:
         """Make the stand-in for a gradient in the shape of `like`."""
         made = memoryless(cls, like, life.device)
-        made.number, made.path, made.life = number, path, life
+        made.number, made.path, made.life, made.leaf_shape = number, path, life, like.shape
         return made
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Take what a backward adds; else do what can be done with a gradient that ranks share."""
         if func is _ATEN.detach.default:
-            return args[0]
+            return args[0].beside(args[0]) if args[0].requires_grad else args[0]
         kwargs = kwargs or {}
         held = next(x for x in flat((args, list(kwargs.values()))) if isinstance(x, cls))
         task = current_graph_task()
@@ -95,17 +107,19 @@ class HeldGradient(Memoryless):
             return held._in_backward(func, args, task)
         if func in _NORMS and (norms := _norms(func, args, kwargs)) is not None:
             return norms
-        packet = func._overloadpacket
-        if packet in _ZERO and _may_be_written(args[0]):
+        if func._overloadpacket in _ZERO and _are_in_place(args[0]):
             return _zeroed(args[0])
-        numbers = _are_numbers([*args[1:], *kwargs.values()])
-        if packet in _BY_NUMBER and numbers and _may_be_written(args[0]):
-            return _written(_BY_NUMBER[packet], args, kwargs)
-        moves = kwargs.get("device") not in (None, held.device)
-        copies = func is _ATEN._to_copy.default and not held.by.shows and not moves
-        if (func.is_view or copies) and isinstance(args[0], cls):
+        if func.is_view and isinstance(args[0], cls):
             return held._seen(func, args[1:], kwargs)
-        for x in written_by(func, args, kwargs):
+        if _reads_nothing(func):
+            like = torch.empty((), dtype=held.dtype, device=held.device).expand(held.shape)
+            return func(like, *args[1:], **kwargs)
+        written = written_by(func, args, kwargs)
+        edits = written and all(isinstance(x, cls) for x in written)
+        derives = not written and not held.by.shows and kwargs.get("device") in (None, held.device)
+        if (edits or derives) and is_elementwise(func):
+            return _each(func, args, kwargs)
+        for x in written:
             if isinstance(x, cls):
                 x.begin_write(func)
         return _run_on_values(func, args, kwargs)
@@ -127,29 +141,36 @@ class HeldGradient(Memoryless):
                 return self
             if func is _ATEN.add.Tensor:  # create_graph
                 return args[1]
-        raise self.refusal(f"{func}, in a backward", _WRITE)
+        raise without_graph() if self.requires_grad else self.refusal(f"{func}, in a backward")
 
     def _seen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A view, or a copy in another dtype: its values are made when somebody reads them."""
+        """A view: its values are made when somebody reads them."""
         meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        kept = {name: x for name, x in kwargs.items() if name not in ("device", "pin_memory")}
-        shown = func(meta, *args, **kept)
+        shown = func(meta, *args, **kwargs)
 
         def view(like: Tensor, at: int | None) -> HeldGradient:
-            made = HeldGradient(like, self.number, self.path, self.life)
-
-            def seen(x: Tensor) -> Tensor:
-                found = func(x, *args, **kwargs)
-                return found if at is None else found[at]
-
-            made.views = (*self.views, seen)
+            made = self.beside(like)
+            made.views = (*self.views, _View(func, args, kwargs, at))
             same = like.numel() == self.numel() and func is not _ATEN.as_strided.default
-            made.whole, made.copied = self.whole and same, self.copied or not func.is_view
+            made.whole = self.whole and same
             return made
 
         if isinstance(shown, list | tuple):
             return [view(x, i) for i, x in enumerate(shown)]
         return view(shown, None)
+
+    def beside(self, like: Tensor) -> HeldGradient:
+        """Another one of the same elements, as it is seen in `like`."""
+        made = HeldGradient(like, self.number, self.path, self.life)
+        made.leaf_shape, made.views, made.whole = self.leaf_shape, self.views, self.whole
+        made.own, made.told, made.edits = self.own, self.told, self.edits
+        return made
+
+    def seen_in(self, whole: Tensor) -> Tensor:
+        """Return what this is of a tensor in the shape of its leaf: a view."""
+        for view in self.views:
+            whole = view(whole)
+        return whole
 
     def values(self) -> Tensor:
         """Return its elements, a copy. Raises `PhaseError` at stages 1 to 3."""
@@ -159,14 +180,15 @@ class HeldGradient(Memoryless):
         by.require_no_window(f"reading p.grad of {self.path}")
         if not by.shows:
             raise self.refusal(f"its elements, at stage {by.stage}", _READ)
-        x = by.values(self)
-        for view in self.views:
-            x = view(x)
-        return x.to(self.dtype)
+        return self.seen_in(by.values(self)).to(self.dtype)
 
     def refusal(self, name: str, way: str = _WRITE) -> PhaseError:
         """Return the error for what cannot be done through p.grad."""
         way = next((text for key, text in _WAYS.items() if key in name), way)
+        if self.requires_grad:
+            way += (
+                "; for a second loss grads = torch.autograd.grad(loss, params, create_graph=True)"
+            )
         return PhaseError(
             f"the gradient of {self.path} was read or written through p.grad ({name}).",
             cause="code that works on the elements of p.grad: a GradScaler, an optimizer that was "
@@ -178,13 +200,13 @@ class HeldGradient(Memoryless):
 
     @property
     def data(self) -> HeldGradient:
-        """The same: it has no graph."""
-        return self
+        """The same without a graph."""
+        return self.detach()
 
     @data.setter
     def data(self, value: Any) -> None:
         if value is not self:  # as after p.grad.data *= 0.5
-            raise self.refusal("set_data")
+            self.copy_(value)
 
     def begin_write(self, func: Any) -> None:
         """Raise `PhaseError`: what is written does not reach the gradient."""
@@ -221,7 +243,7 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     dims = args[2] if len(args) > 2 else kwargs.get("dim")
     keeps = args[3] if len(args) > 3 else kwargs.get("keepdim", False)
     some = dims is not None and len({dim % max(held.ndim, 1) for dim in dims}) < held.ndim
-    if some or not _are_whole(given):
+    if some or not all(x.whole and (x.own is None or x.edits == x.by.edits) for x in given):
         return None
     real = (kwargs.get("dtype") or held.dtype).to_real()
     dtype = real if kwargs.get("dtype") else torch.promote_types(real, torch.float32)
@@ -237,40 +259,131 @@ def _zeroed(held: Any) -> Any:
     return None if isinstance(held, list | tuple) else held  # an op on a list returns nothing
 
 
-def _written(name: str, args: Any, kwargs: Any) -> Any:
-    """Let each gradient be changed by the numbers: one for all, or one for each."""
-    held, *numbers = args
-    every = held if isinstance(held, list | tuple) else [held]
-    if name.startswith("clamp") and any(x.is_complex() for x in every):
-        raise every[0].refusal(f"{name} of complex numbers, which torch has not, either", _WRITE)
-    if name == "clamp_":
-        low, high = [*numbers, None, None][:2]
-        numbers = [kwargs.get("min", low), kwargs.get("max", high)]
-    elif not numbers:
-        numbers = list(kwargs.values())
-    for i, one in enumerate(every):
-        own = [x[i] if isinstance(x, list | tuple) else x for x in numbers]
-        one.by.write(one, name, own)
-    return None if every is held else held  # an op on a list returns nothing
-
-
-def _are_whole(held: Any) -> bool:
+def _are_in_place(held: Any) -> bool:
     """Whether they are gradients as they stand in p.grad, or seen whole in another shape."""
-    return all(isinstance(x, HeldGradient) and x.whole for x in flat([held]))
+    return all(isinstance(x, HeldGradient) and x.whole and x.own is None for x in flat([held]))
 
 
-def _may_be_written(held: Any) -> bool:
-    return _are_whole(held) and not any(x.copied for x in flat([held]))
+def _reads_nothing(func: Any) -> bool:
+    """Whether an operator makes a tensor in the shape or the dtype of its first argument."""
+    name = func._schema.name
+    return name.endswith("_like") or name.startswith("aten::new_")
 
 
-def _are_numbers(given: Any) -> bool:
-    """Whether each of these is a number, or a tensor of one element that is no gradient."""
+def without_graph() -> PhaseError:
+    """Return the error for gradients that are differentiated."""
+    return PhaseError(
+        "a loss of p.grad was to be differentiated: the engine's gradients have no graph.",
+        cause="loss.backward(create_graph=True), and then a second loss of p.grad.",
+        fix="make it of grads = torch.autograd.grad(loss, [*module.parameters()], "
+        "create_graph=True), and run its backward; p.grad.detach() to look at it.",
+    )
 
-    def is_number(x: Any) -> bool:
-        one = isinstance(x, Tensor) and x.numel() == 1 and not isinstance(x, HeldGradient)
-        return one or x is None or isinstance(x, int | float)
 
-    return all(is_number(x) for x in flat(list(given)))
+# Elementwise operators.
+
+
+def _each(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an elementwise operator; one on lists (_foreach_add_) for each of what they hold."""
+    if "::_foreach_" not in func._schema.name:
+        return _elementwise(func, args, kwargs)
+    found: list[Any] = []
+    if isinstance(args[-1], Tensor) and args[-1].ndim:  # a number for each
+        func = func._overloadpacket.ScalarList
+        args = [*args[:-1], args[-1].tolist()]
+    for i in range(len(args[0])):
+
+        def one(x: Any, i: int = i) -> Any:
+            return x[i : i + 1] if isinstance(x, list | tuple) else x
+
+        one_of: Any = [one(x) for x in args], {name: one(x) for name, x in kwargs.items()}
+        found.append(_elementwise(func, *one_of))
+    return None if written_by(func, args, kwargs) else found
+
+
+def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an elementwise operator on what this rank holds of gradients, and of what goes with them.
+
+    Errors of shapes and dtypes are torch's own, and come before anything is changed.
+    """
+    of_call: Any = (args, {k: x for k, x in kwargs.items() if k not in ("device", "pin_memory")})
+    every, written = flat((args, [*kwargs.values()])), written_by(func, args, kwargs)
+    held: HeldGradient = next(x for x in written or every if isinstance(x, HeldGradient))
+    metas: Any = optree.tree_map(_as_meta, of_call)
+    shown = flat([func(*metas[0], **metas[1])])
+    shown = written_by(func, *metas) if written else shown
+    if len(shown) != 1 or shown[0].shape != held.shape:
+        raise held.refusal(f"{func}", _WRITE if written else _READ)
+    by, name = held.by, func._schema.name.partition("::")[2]
+    start, stop = by.range(held)
+
+    def part(x: Any, own: Tensor | None) -> Any:
+        """Return this rank's elements of an operand; `own` is what is written."""
+        if isinstance(x, list | tuple):
+            return [part(one, own) for one in x]
+        if own is not None and x is held:
+            return own
+        if isinstance(x, HeldGradient) and not x.by.shows:
+            if (x.number, x.views) != (held.number, held.views):
+                raise x.refusal(f"{func}, with the gradient of {held.path}", _READ)
+            return (x.by.piece(x, name) if x.own is None else x.own).to(x.dtype)
+        x = x.values() if isinstance(x, Memoryless) else x
+        if not isinstance(x, Tensor) or not x.ndim:
+            return x
+        if own is not None and x.dtype == held.dtype:
+            x = x.to(own.dtype)
+        return _cut(held, x, start, stop)
+
+    def run(own: Tensor | None) -> Any:
+        """Return this rank's elements of the result, of those of what is written."""
+        changed = own.clone() if own is not None and held.views else own
+        given: Any = [part(x, changed) for x in of_call[0]]
+        result = func(*given, **{k: part(x, changed) for k, x in of_call[1].items()})
+        if own is None or changed is own:
+            return flat([result])[0] if own is None else own
+        inside = torch.ones((), dtype=torch.bool, device=held.device).expand(held.shape)
+        return own.copy_(torch.where(_cut(held, inside, start, stop), changed, own))  # type: ignore
+
+    operands = [x for x in every if x is not None and all(x is not one for one in written)]
+    with torch.inference_mode(False), torch.no_grad():
+        told = by.told(operands)
+        if written and held.own is None:
+            by.write(held, name, told, run)
+        elif written:
+            run(held.own)
+            held.told, held.edits = (*held.told, *told), -1
+        else:
+            made = held.beside(shown[0])
+            copies = held.own is None and name in ("clone", "_to_copy")
+            made.edits = by.edits if copies else -1
+            made.own, made.told = run(None).to(made.dtype), tuple(told)
+            return made
+    return written[0]
+
+
+def _as_meta(x: Any) -> Any:
+    """The shape and the dtype of a tensor."""
+    if not isinstance(x, Tensor):
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+
+def _cut(held: HeldGradient, x: Tensor, start: int, stop: int) -> Tensor:
+    """[..] -> [n]: elements `start` to `stop` of a leaf, of what has the shape of a gradient of it.
+
+    Where that is a view, the others are 0. What is broadcast is made for the rows in question.
+    """
+    if held.views:
+        whole = x.new_zeros(held.leaf_shape)
+        held.seen_in(whole).copy_(x)
+        x = whole
+    x = x.expand(held.leaf_shape)
+    if x.ndim > 1 and not x.is_contiguous() and x.numel():
+        row = x[0].numel()
+        first = start // row
+        x = x[first : -(-stop // row)]
+        start, stop = start - first * row, stop - first * row
+    return x.reshape(-1)[start:stop]
 
 
 def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,12 +21,13 @@ class Serves(Protocol):
     """Whoever has the gradients that stand-ins stand for.
 
     device: where they are. stage: of the engine. shows: whether every rank has all of them.
-    at_hand: whether it shows them now without a collective.
+    at_hand: whether it shows them now without a collective. edits: how often they have changed.
     """
 
     device: torch.device
     stage: int
     shows: bool
+    edits: int
 
     @property
     def at_hand(self) -> bool: ...
@@ -35,8 +36,22 @@ class Serves(Protocol):
         """Return the norm of a whole gradient. A collective."""
         ...
 
-    def write(self, held: Any, name: str, numbers: Sequence[Any]) -> None:
-        """Change a gradient in place, by one number for all elements."""
+    def range(self, held: Any) -> tuple[int, int]:
+        """Return which elements of a gradient this rank has: the first, and the one behind."""
+        ...
+
+    def piece(self, held: Any, name: str) -> Tensor:
+        """Return those, as an update would use them: [n], a copy. A collective."""
+        ...
+
+    def told(self, operands: Sequence[Any]) -> list[Any]:
+        """Return what ranks compare of the operands of an operator."""
+        ...
+
+    def write(
+        self, held: Any, name: str, told: Sequence[Any], run: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Make this rank's elements of a gradient what `run` makes of them. A collective."""
         ...
 
     def zero(self, held: Any) -> None:

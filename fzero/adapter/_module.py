@@ -170,7 +170,15 @@ class ModuleParameters:
         self.require_none_added()
         for i in self._before.frozen:
             if self._before.objects[i].requires_grad:
-                raise self._refused(i, "requires grad now, unlike when", "requires_grad_(True)")
+                raise LayoutError(
+                    f"{self._before.slots[i][2]} requires grad now, unlike when the engine was "
+                    "made.",
+                    cause="requires_grad_(True) after Engine(...), which keeps no gradient and no "
+                    "optimizer state of what was frozen then.",
+                    fix="make the engine while it learns, and freeze it right after: "
+                    "p.requires_grad_(True), Engine(...), p.requires_grad_(False). It is not "
+                    "stepped until requires_grad_(True). Or close() this engine, and make another.",
+                )
 
     def require_none_added(self) -> None:
         """Raise for a parameter that learns and that the engine was not made of.

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fzero.adapter._gradient import Gradients
-from fzero.adapter._held import HeldGradient
+from fzero.adapter._held import HeldGradient, without_graph
 from fzero.adapter._life import Life
 from fzero.errors import LayoutError
+
+
+class _NoGraph(torch.autograd.Function):
+    """Stands between the parameters and a gradient of a backward with create_graph=True."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, *_: Tensor) -> Tensor:
+        ctx.mark_dirty(held)
+        return held
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise without_graph()
 
 
 class StandIns:
@@ -31,6 +46,7 @@ class StandIns:
 
     def _begin_life(self) -> None:
         self._life, self._begun, self.standing = Life(self.gradients), False, False
+        self._graph = False  # whether a backward of create_graph=True has brought some
         self._of = {
             id(p): (p, HeldGradient(p, number, path, self._life))
             for number, (p, path) in enumerate(self._learning)
@@ -40,6 +56,11 @@ class StandIns:
         """Put the stand-ins in their places: the engine holds gradients now."""
         self._begun = self.standing = True
         self.gradients.arrived()
+        if self._graph:
+            with torch.enable_grad():
+                leads: Any = _NoGraph.apply(torch.zeros(()), *(p for p, _ in self._of.values()))
+                for _, held in self._of.values():
+                    held.requires_grad or _NoGraph.apply(held, leads)
         for p, held in self._of.values():
             p.grad = held
 
@@ -49,6 +70,7 @@ class StandIns:
         task: the graph task that brought it.
         """
         self._begun = True
+        self._graph = self._graph or torch.is_grad_enabled()
         p.grad = held = self._of[id(p)][1]
         held.stand_for(task)
 
@@ -67,14 +89,28 @@ class StandIns:
             self._begin_life()
         self.gradients.forget()
 
+    def stand_again(self, leaf: str) -> None:
+        """A gradient was written: the stand-ins of this leaf are there, if others are."""
+        for p, held in self._of.values() if self.standing else ():
+            if held.path == leaf:
+                p.grad = held
+                self.gradients.removed.discard(held.number)
+
     # What the user did to `p.grad`.
 
+    def taken(self) -> dict[int, Tensor]:
+        """Return the tensors that the user has put into `p.grad`, by the id of p; take them out."""
+        given = {}
+        for key, (p, held) in self._of.items():
+            if p.grad is not None and p.grad is not held:
+                given[key], p.grad = p.grad.detach(), held if self.standing else None
+        return given
+
     def dropped(self, first: Tensor | None = None) -> bool:
-        """Whether the user has set every `p.grad` to None, or to zero.
+        """Whether the user has set every `p.grad` to None, or to zero; those of some: see `remove`.
 
         `first` is a parameter that autograd has written to since: it counts as one set to None.
-        Raises `LayoutError`, until that is mended, if some were replaced (a gradient written by
-        hand would be lost) or set to None.
+        Raises `LayoutError` for a tensor that was put there, and would be lost.
         """
         if not self.standing:
             return False
@@ -82,25 +118,18 @@ class StandIns:
         for p, gradient, held in others:
             if gradient is not None and p is not first:
                 raise LayoutError(
-                    f"p.grad of {held.path} was replaced by a tensor.",
-                    cause="a gradient written by hand, or by another backward engine.",
-                    fix="write engine.set_full_gradient(path, value), the same on every rank; "
-                    "engine.zero_grad() throws all gradients away, this one, too.",
+                    f"p.grad of {held.path} was replaced by a tensor before a backward.",
+                    cause="p.grad = g, and a backward that would add to it, or a hook, before "
+                    "engine.step() or engine.full_gradients() has taken it.",
+                    fix="write p.grad.copy_(g), or engine.set_full_gradient(path, g), the same on "
+                    "every rank; engine.zero_grad() throws all gradients away, this one, too.",
                 )
-        zeroed = self.gradients.zeroed
-        if not others:
-            return len(zeroed) == len(self._of) > 0
-        replaced = {id(p) for p, _, _ in others}
-        left = self._of.keys() - replaced
-        if any(self._of[key][1].number not in zeroed for key in left):
-            raise LayoutError(
-                f"p.grad of {others[0][2].path} was set to None, and those of other parameters "
-                "were not.",
-                cause="an optimizer's zero_grad() of some of the parameters.",
-                fix="drop all of them with engine.zero_grad(), set some to zero with "
-                "p.grad.zero_(), or freeze a part with requires_grad_(False) before the backward.",
-            )
-        return True
+        gone = self.gradients.zeroed.union(held.number for _, _, held in others)
+        if len(gone) == len(self._of) > 0:
+            return True
+        for _, _, held in others:
+            self.gradients.remove(held)
+        return False
 
     @property
     def gone(self) -> bool:
@@ -124,15 +153,4 @@ class StandIns:
                     cause="p.grad = None, optimizer.zero_grad() or p.grad = g in the hook.",
                     fix="write to the gradient in place (p.grad.mul_(x), clipping by torch's own "
                     "functions), or by engine.set_full_gradient(path, value).",
-                )
-
-    def require_taken(self) -> None:
-        """Raise `LayoutError` for a `p.grad` that no backward has brought: it would be lost."""
-        for p, held in () if self.standing else self._of.values():
-            if p.grad is not None and p.grad is not held:
-                raise LayoutError(
-                    f"p.grad of {held.path} is a tensor that the engine has not got by a backward.",
-                    cause="a gradient written by hand, or one from before the engine was made.",
-                    fix="write engine.set_full_gradient(path, value) after a backward, the same on "
-                    "every rank; engine.zero_grad() throws this one away.",
                 )

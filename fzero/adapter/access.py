@@ -21,8 +21,7 @@ from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.partition import identity
 from fzero.machine.placeholder import LazyParam
-from fzero.state import TrainState, progress
-from fzero.state.layout import as_bits
+from fzero.state import TrainState
 from fzero.transforms.agree import raises_together
 from fzero.transforms.builtins import times_factor
 from fzero.transforms.norm import norm_of_state
@@ -54,12 +53,14 @@ def full_gradient(driver: Driver, path: str) -> Tensor:
 
 
 def set_full_gradient(driver: Driver, path: str, value: Tensor) -> None:
-    """Make `value` (the same on every rank) the gradient that the update will use."""
+    """Make `value` (the same on every rank) the gradient that the update will use.
+
+    Where no backward has brought any, it is the only one: an update steps what was set.
+    """
     place = parts.find_learning(driver, path)
-    state = driver.with_gradients("set_full_gradient()", path)
+    state = driver.with_gradients("set_full_gradient()", path, begins=True)
     place.write(state, place.flat_of(state, state.gradients.flats), _held(state, value))
-    _saw_use(driver, place)
-    driver.stand_ins.gradients.changed()
+    driver.wrote_gradient(place.leaf.path, place.number)
 
 
 def local_gradient(driver: Driver, path: str) -> Tensor:
@@ -88,8 +89,7 @@ def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
             fix="call it between the backward and step(), outside of a window.",
         )
     place.write_piece(state, place.flat_of(state, state.gradients.flats), _held(state, value))
-    _saw_use(driver, place)
-    driver.stand_ins.gradients.changed()
+    driver.wrote_gradient(place.leaf.path, place.number)
 
 
 def global_grad_norm(driver: Driver) -> Tensor | None:
@@ -265,12 +265,6 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
         place.write(driver.state, held, torch.as_tensor(value))
         named.wrote()
     parts.begin(driver, path)
-
-
-def _saw_use(driver: Driver, place: parts.ParameterPlace) -> None:
-    """A parameter has a gradient that was written: an update steps it."""
-    state, used_now = driver.state, as_bits([place.number])
-    driver.put(state.replace(progress=progress.saw_use(state.progress, used_now)))
 
 
 def whole_gradient(state: TrainState, place: parts.ParameterPlace) -> Tensor:

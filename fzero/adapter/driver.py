@@ -34,9 +34,11 @@ from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
-from fzero.state import TrainState
+from fzero.state import TrainState, progress
+from fzero.state.layout import as_bits
 from fzero.transforms.agree import Agreed, agree, raises_together, reduce_agreed
 from fzero.transforms.announcement import of_engine
+from fzero.transforms.builtins import begun
 from fzero.transforms.init import begun_anew
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.points import without_gradients
@@ -299,12 +301,13 @@ class Driver:
         self.loops.require_none(name)
         self.running.performer.call(f"{name} of engine {self.number}")
 
-    def with_gradients(self, name: str, path: str = "") -> TrainState:
+    def with_gradients(self, name: str, path: str = "", *, begins: bool = False) -> TrainState:
         """Reduce what waits on any rank; return the state, which holds all gradients then.
 
-        `path`: of the parameter that it is about. Raises `PhaseError` if no rank holds any.
+        `path`: of the parameter that it is about. Raises `PhaseError` if no rank holds any, unless
+        this `begins` with gradients of zero.
         """
-        if not self.reduced(name, path):
+        if not self.reduced(name, path, begins=begins):
             raise PhaseError(
                 f"{name}: there are no gradients; {int(self.state.step)} updates so far.",
                 cause="no backward ran since the last step() or zero_grad(), or it ran on "
@@ -313,21 +316,42 @@ class Driver:
             )
         return self.state
 
-    def reduced(self, name: str, path: str = "") -> bool:
-        """Reduce what waits on any rank; return whether any rank holds gradients."""
+    def reduced(self, name: str, path: str = "", *, begins: bool = False) -> bool:
+        """Reduce what waits on any rank; return whether a rank holds gradients, or this begins."""
         self.loops.require_none(name)
         self.require_no_window(name)
         self.drop_what_user_dropped()
         said = self.agreed(f"{name} {path}".strip())
-        if said.held:
+        if begins and not said.held:
+            self.put(begun(self.state))
+        if said.held or begins:
             self.put(reduce_agreed(self.state, said, used=0))
-        return said.held
+        if begins and not self.stand_ins.standing:
+            self.show_gradients()
+        return said.held or begins
+
+    def wrote_gradient(self, path: str, number: int) -> None:
+        """The gradient of a leaf was given: an update steps it."""
+        used = progress.saw_use(self.state.progress, as_bits([number]))
+        self.put(self.state.replace(progress=used))
+        self.stand_ins.gradients.changed()
+        self.stand_ins.stand_again(path)
 
     def drop_what_user_dropped(self) -> None:
-        """`drop_if_user_did`, and raise on every rank if one of them raises."""
+        """`drop_if_user_did`, and raise on every rank if one of them raises.
+
+        What the user has put into `p.grad` is written to the gradients: a collective, then.
+        """
         self.wait()
+        given = self.stand_ins.taken()
         with raises_together(self.axis):
             self.drop_if_user_did()
+        if given:
+            self.with_gradients("p.grad = g", begins=True)
+        for p, leaf in self.params.learning:
+            if id(p) in given:
+                self.wrote_gradient(self.state.setup.layout.leaves[leaf].path, leaf)
+                p.grad.copy_(given[id(p)])
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""

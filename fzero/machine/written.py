@@ -48,6 +48,31 @@ def positions_written(func: Any) -> tuple[int, ...]:
 
 
 @functools.cache
+def is_elementwise(func: Any) -> bool:
+    """Return whether each element of what an operator gives is computed of those at its place.
+
+    By torch's tag, of the operator or of the functional one of its name: abs_, where.self_out and
+    the operators on lists have none of their own.
+
+    Example:
+        >>> is_elementwise(torch.ops.aten._foreach_abs_.default)
+        True
+        >>> is_elementwise(torch.ops.aten.cumsum_.default)
+        False
+    """
+    space, _, name = func._schema.name.partition("::")
+    name = name.removeprefix("_foreach_").removesuffix("_")
+    if torch.Tag.pointwise in func.tags or space != "aten" or name in ("max", "min"):
+        return torch.Tag.pointwise in func.tags
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+    return name in _UNTAGGED or any(torch.Tag.pointwise in one.tags for one in overloads)
+
+
+_UNTAGGED = frozenset({"copy", "_to_copy", "fill", "zero", "floor_divide", "hardswish"})
+
+
+@functools.cache
 def tells_nothing(func: Any) -> bool:
     """Return whether an operator may write to what it is given without a word of it.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fzero.errors import CallError
 from fzero.errors.check import called_as, require
 from fzero.optim._encoding import StateDtype
 from fzero.optim._precision import precision_of
@@ -21,6 +22,7 @@ def from_torch(
     master_weights: bool = True,
     state_dtype: StateDtype = None,
     stochastic_rounding: bool = False,
+    **options: Any,
 ) -> TorchOptimizer:
     """torch.optim on shards: p', s' = optimizer.step() on this rank's [l] of each flat [W l].
 
@@ -48,6 +50,7 @@ def from_torch(
         master_weights: keep fp32 copies of 16-bit parameters and step those (4 bytes an element).
         state_dtype: as in `fzero.optim.adamw`.
         stochastic_rounding: as in `fzero.optim.adamw`.
+        options: none; those of the optimizer are given to it.
 
     Returns:
         An optimizer for `fzero.init`, `shard(...).init` and `Engine`. An update by it cannot be
@@ -56,6 +59,7 @@ def from_torch(
     Raises:
         LayoutError: for what is no such thing, for LBFGS and SparseAdam, for another `needs`; when
             it is bound, for a rule that looks at more than it is said to need.
+        CallError: for options of the optimizer.
 
     Example:
         >>> import functools, torch
@@ -67,6 +71,14 @@ def from_torch(
         >>> opt.advance(flats, [torch.tensor([2.0, 4.0])], opt.init(flats, pieces), pieces)[0]
         [tensor([ 0., -1.])]
     """
+    if options:
+        name = getattr(optimizer, "__name__", "optimizer")
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise CallError(
+            f"from_torch() got {given}.",
+            cause="options of the optimizer: from_torch takes none of them, but the optimizer.",
+            fix=f"from_torch(functools.partial(torch.optim.{name}, {given})).",
+        )
     require_usable(optimizer)
     require("from_torch: needs", needs, (None, "element", "matrix").__contains__, WANTED)
     precision = precision_of("from_torch", master_weights, state_dtype, stochastic_rounding)

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.errors.check import called_as, is_number
 from fzero.optim._encoding import StateDtype
-from fzero.optim._optimizer import LeafTest, Optimizer, Schedule
+from fzero.optim._optimizer import DIFFERENTIABLE, LeafTest, Optimizer, Schedule
 from fzero.optim._precision import Precision, precision_of
 from fzero.optim._rules import ADAM, LION, MOMENTUM, SGD, Rule
 from fzero.state.layout import Leaf
@@ -209,8 +209,10 @@ class _Undecayed:
 def check_options(name: str, options: Mapping[str, Any]) -> None:
     """Raise `LayoutError` for the first option that is no number in its range."""
     lr = options["lr"]
-    if isinstance(lr, Tensor):
-        raise _lr_is_a_tensor(name)
+    for key, value in options.items():
+        several = value if isinstance(value, tuple | list) else [value]
+        if any(isinstance(x, Tensor) for x in several):
+            raise _is_a_tensor(name, key)
     if not callable(lr) and not _at_least_zero(lr):
         fix = "use a number >= 0 or a schedule step -> number"
         raise bad_option(name, f"lr={lr!r}", fix, lr)
@@ -229,15 +231,13 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             raise bad_option(name, "nesterov=True with momentum=0", "set momentum, e.g. 0.9")
 
 
-def _lr_is_a_tensor(name: str) -> LayoutError:
+def _is_a_tensor(name: str, key: str) -> LayoutError:
     return LayoutError(
-        f"optim.{name}: lr is a tensor.",
-        cause="a rate that is to be differentiated or mapped (torch.func, a meta-gradient), or a "
-        "number that was left in a tensor; options of a rule are fixed numbers, equal on all "
+        f"optim.{name}: {key} is a tensor.",
+        cause="an option that is to be differentiated or mapped (torch.func, a meta-gradient), or "
+        "a number that was left in a tensor; options of a rule are fixed numbers, equal on all "
         "ranks.",
-        fix="for a number, pass float(lr), or a schedule step -> number. To differentiate or map "
-        "the rate, give an (init, update) pair whose update closes over it: (lambda params: (), "
-        "lambda grads, state, params: ([-lr * g for g in grads], state)).",
+        fix=f"for a number, pass float({key}). {DIFFERENTIABLE}",
     )
 
 

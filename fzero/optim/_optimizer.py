@@ -341,6 +341,12 @@ def with_steps(
     )
 
 
+DIFFERENTIABLE = (
+    "To differentiate or map it, give an (init, update) pair whose update closes over it: (lambda "
+    "params: (), lambda grads, state, params: ([-lr * g for g in grads], state))."
+)
+
+
 def at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
     """Return the options with the learning rate that they have after `count` updates."""
     lr = options["lr"]
@@ -350,6 +356,13 @@ def at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
         return {**options, "lr": lr_by_op(options["lr"], count)}
     step = int(count)
     now: Any = lr(step)
+    if isinstance(now, Tensor) and now.requires_grad:
+        raise LayoutError(
+            f"the schedule gave lr({step}) = {now!r}, which requires grad.",
+            cause="a rate that is learned: what a schedule gives becomes a number, and the "
+            "derivative by it would be 0.",
+            fix=f"for a number, return now.item(). {DIFFERENTIABLE}",
+        )
     try:
         return {**options, "lr": float(now)}
     except (TypeError, ValueError) as error:

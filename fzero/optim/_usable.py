@@ -168,6 +168,15 @@ def require_usable(source: Any) -> None:
         require_pure_class(type(source))
     elif isinstance(source, type) and issubclass(source, Optimizer):
         require_pure_class(source)
+    elif isinstance(source, list | tuple | dict):
+        raise LayoutError(
+            f"{len(source)} optimizers in a {type(source).__name__}.",
+            cause="an optimizer for each part of a module (DARTS, a GAN in one class).",
+            fix="make one engine for each part, Engine(net.generator, optimizer_g, stage=2) and "
+            "Engine(net.discriminator, optimizer_d, stage=2), and call net as ever: each step() "
+            "updates its own. If both step at once, one optimizer with param groups does. For "
+            "other rules by path, fzero.optim.partition.",
+        )
     elif not callable(source) or isinstance(source, type):
         raise not_an_optimizer(f"{source!r}")
 

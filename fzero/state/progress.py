@@ -66,6 +66,11 @@ def saw_use(progress: Progress, used: int) -> Progress:
     return replace(progress, used=progress.used | used)
 
 
+def without_use(progress: Progress, unused: int) -> Progress:
+    """Forget that these leaves have got a gradient."""
+    return replace(progress, used=progress.used & ~unused) if unused else progress
+
+
 def of_all_ranks(progress: Progress, backwards: int, used: int) -> Progress:
     """Return the progress of a rank that goes on with the gradients of all ranks.
 

@@ -69,9 +69,25 @@ def explains_writes(params: Any) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if type(error) is RuntimeError and str(error) == _NO_GRAD and _some_learn_not(params):
+            raise PhaseError(_LEFT_OUT) from error
         if type(error) is not RuntimeError or str(error) not in _refusals(params):
             raise
         raise PhaseError(REFUSED) from error
+
+
+_NO_GRAD = "One of the differentiated Tensors does not require grad"
+_LEFT_OUT = explain(
+    "torch.autograd.grad in a loss, by a tensor that does not require grad.",
+    cause="a parameter that wrt= leaves out, or that is frozen: it is given without gradient.",
+    fix="leave wrt= out and update what is to learn; or differentiate by a copy of your own, "
+    "q = p.detach().requires_grad_(), that the loss uses.",
+)
+
+
+def _some_learn_not(params: Any) -> bool:
+    leaves = optree.tree_leaves(params, namespace=NAMESPACE)
+    return not all(x.requires_grad for x in leaves if isinstance(x, Tensor))
 
 
 def _refusals(params: Any) -> set[str]:

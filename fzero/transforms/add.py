@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError, PhaseError
+from fzero.machine.by_path import leaf_numbers
 from fzero.machine.packing import pack
 from fzero.machine.partition import matched
 from fzero.machine.parts import cut
@@ -176,7 +177,9 @@ def _require_gradient(one: Any, like: Leaf) -> None:
 
 
 def _by_leaf(layout: Layout, grads: Any) -> list[Any]:
-    pairs = matched(layout, grads)
+    pairs, paths = matched(layout, grads), leaf_numbers(layout)
+    if pairs is None and isinstance(grads, dict) and set(grads) <= set(paths):  # by path
+        pairs = [(leaf, grads.get(path)) for path, leaf in paths.items()]
     if pairs is None:
         seen = optree.tree_structure(grads, none_is_leaf=True, namespace=NAMESPACE)
         raise LayoutError(

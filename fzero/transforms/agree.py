@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from hashlib import blake2b
+from typing import Any
 
 import optree
 from torch import Tensor
@@ -25,7 +26,7 @@ from torch import Tensor
 from fzero.collectives import Performer, note_call, performer_of
 from fzero.context.here import is_abstract
 from fzero.context.modes import needs_func, wants_graph
-from fzero.errors import MismatchError
+from fzero.errors import MismatchError, PhaseError
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Progress, TrainState, progress, window
@@ -116,9 +117,21 @@ def tell_at_next_round(state: TrainState, text: str) -> None:
         to.send(Noted(text))
 
 
-def require_held(said: Sequence[Agreed], name: str) -> None:
+def require_held(
+    said: Sequence[Agreed], name: str, treespec: optree.PyTreeSpec | None = None
+) -> None:
     """Raise `PhaseError`, on every rank, if no rank has gradients of one of the states."""
-    if not all(one.held for one in said):
+    held = [one.held for one in said]
+    if any(held) and not all(held):
+        paths: Any = [] if treespec is None else treespec.paths()
+        names = [".".join(map(str, path)) for path in paths] if len(paths) == len(held) else held
+        seen = [name for name, one in zip(names, held, strict=True) if not one]
+        raise PhaseError(
+            f"{name}: {len(seen)} of {len(held)} states hold no gradients: {seen}.",
+            cause="grad_and_reduce(..., wrt=), which left them out, before a call with all states.",
+            fix='update those that learned: states["m"] = fzero.apply_gradients(states["m"]).',
+        )
+    if not all(held):
         progress.require_gradients(Progress(), name)
 
 

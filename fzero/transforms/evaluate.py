@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, overload
 
@@ -15,7 +16,7 @@ from fzero.context.ambient import computed_in
 from fzero.context.modes import for_training, needs_func
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
-from fzero.machine.compiled import without_dynamo
+from fzero.machine.compiled import DISABLED_FRAMES, without_dynamo
 from fzero.machine.held_reader import HeldReader
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
@@ -101,6 +102,7 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
 
         for one in states:
             check_alive(one)
+        _warn_of_graph(fn, (args, kwargs))
         with running_on(*over):
             if needs_func([flat for one in states for flat in one.params.flats]):
                 return call([_gathered(one) for one in states])
@@ -109,6 +111,23 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
     return evaluated
 
 
+def _warn_of_graph(fn: Any, given: Any) -> None:
+    """Warn, once for each function, of an input that requires grad: nothing flows back to it."""
+    key = getattr(fn, "__code__", type(fn))
+    leaves = optree.tree_leaves(given, namespace=NAMESPACE) if torch.is_grad_enabled() else ()
+    if key not in _SAID and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+        _SAID.add(key)
+        warnings.warn(_GRAPH, UserWarning, stacklevel=3 + DISABLED_FRAMES)
+
+
+_SAID = set[Any]()
+_GRAPH = explain(
+    "fzero.evaluate got an input that requires grad: no gradient flows back to it.",
+    cause="a teacher, a critic or a reward that a loss is to be differentiated through; evaluate "
+    "is without gradient in its inputs, too.",
+    fix="x.detach() says that this is meant. Else give both states to grad_and_reduce, which "
+    'learns by one of them: fzero.grad_and_reduce(loss, {"actor": a, "critic": c}, wrt="actor").',
+)
 _WROTE = explain(
     "the function that was evaluated wrote to a parameter in place: the state itself has changed.",
     cause="an in-place method (add_, copy_, ...) on the params that evaluate gives it.",

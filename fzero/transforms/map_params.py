@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import unwrap
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -17,12 +17,19 @@ from fzero.context.here import is_abstract
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine import elementwise
-from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
+from fzero.machine.by_path import (
+    Pieces,
+    as_flats,
+    by_path,
+    leaf_numbers,
+    leaf_paths,
+    ranges_of,
+)
 from fzero.machine.elementwise import Values, sampled
 from fzero.machine.offload import to_device
-from fzero.machine.packing import pack
+from fzero.machine.packing import pack, unpack_groups
 from fzero.machine.partition import matched
-from fzero.machine.parts import cut
+from fzero.machine.parts import cut, gather_parts
 from fzero.machine.threads import one_thread
 from fzero.ranks.mesh import Axis
 from fzero.state import Buffers, Layout, Placement, Slot, TrainState
@@ -30,7 +37,7 @@ from fzero.state.view import require_state
 from fzero.transforms.agree import agree, tell_at_next_round
 from fzero.transforms.builtins import factor_of
 from fzero.transforms.donation import check_alive
-from fzero.transforms.points import stepped_as_held, with_stepped
+from fzero.transforms.points import stepped_as_held, with_params, with_stepped
 from fzero.transforms.states import ParamsT
 from fzero.transforms.written import returned
 
@@ -54,20 +61,23 @@ def map_params(
 ) -> TrainState[ParamsT]:
     """Return the state with p' = fn(p, *others of the same leaf) in the place of each p.
 
-    `torch.utils._pytree.tree_map` over parameters that are sharded. fn is called for each leaf that
-    learns, with this rank's elements of it, 1-D; so it is elementwise. Where parameters have fp32
-    masters it is called with those, and the parameters are what they round to. All else of the
-    state stays: gradients, slots, the optimizer's state, `step`.
+    `torch.utils._pytree.tree_map` over parameters that are sharded. fn is called for each leaf of
+    floating numbers, frozen or not, with this rank's elements of it, 1-D; so it is elementwise.
+    Where parameters have fp32 masters it is called with those, and the parameters are what they
+    round to. All else of the state stays: gradients, slots, the optimizer's state, `step`; so do
+    leaves that are stored encoded, and frozen ones of which one of `others` has no values, as
+    gradients and slots.
 
     It is pure, and differentiable by the parameters, by others, and by what fn closes over. No
     collective where all are placed alike; at stages 1 and 2, where parameters are whole and
     gradients, slots and masters are shards, it is computed on shards, and one all-gather for each
-    bucket makes the parameters whole.
+    bucket makes the parameters whole. Another state of the same leaves may have another rule,
+    stage or buckets: where its shards are others it is gathered, a few buckets at a time.
 
     Args:
         fn: (p, *others) -> p', in the shape of p; it is cast to the dtype of p.
         state: a train state.
-        others: what is parallel to the parameters: another state of the same layout on the same
+        others: what is parallel to the parameters: another state of the same leaves on the same
             ranks, for its parameters; `other.gradients`, reduced; a slot,
             `state.slots["ema/mean"]`; or a pytree of full tensors like the parameters. Gradients
             and slots do not say on which ranks they are: take them from states on the same ones.
@@ -95,14 +105,29 @@ def map_params(
     require_state("map_params", state)
     check_alive(state)
     operands = [_operand(state, other) for other in others]
-    setup = state.setup
-    own = stepped_as_held(state)
-    at = max([own.placement, *(one.placement for one in operands)], key=_FINER.index)
+    setup, layout = state.setup, state.setup.layout
+    own, made = stepped_as_held(state), state
+    frozen = [i for i, one in enumerate(layout.groups) if not (one.trainable or one.encoded)]
+    frozen = [i for i in frozen if layout.groups[i].dtype.is_floating_point]
+    flats = tuple(state.params.flats[i] for i in frozen)
+    passes = ((layout.trainable, own), (frozen, replace(state.params, flats=flats)))
+    finest = [
+        max([held.placement, *(one.placement for one in operands)], key=_FINER.index)
+        for _, held in passes
+    ]
+    crosses = finest[0] is not setup.params or any(one.elsewhere for one in operands)
     tell_at_next_round(state, f"map_params({_named(fn)})")
-    if setup.axis.size > 1 and at is not setup.params:
+    if setup.axis.size > 1 and crosses:
         agree("map_params", [state])
-    parts = [cut(setup, to_device(x, state.device), own.placement, at) for x in own.flats]
-    made = with_stepped(state, dict(enumerate(_mapped(state, fn, at, parts, operands))), at)
+    for (groups, held), at in zip(passes, finest, strict=True):
+        if not groups:
+            continue
+        parts = [cut(setup, to_device(x, state.device), held.placement, at) for x in held.flats]
+        new = _mapped(state, fn, tuple(groups), at, parts, operands)
+        if held is own:
+            made = with_stepped(made, dict(enumerate(new)), at)
+        else:
+            made = with_params(made, dict(zip(groups, new, strict=True)), at)
     returned(made)
     return made
 
@@ -110,23 +135,21 @@ def map_params(
 def _mapped(
     state: TrainState,
     fn: Callable[..., Tensor],
+    groups: tuple[int, ...],
     at: Placement,
     parts: Sequence[Tensor],
-    operands: Sequence[Buffers],
+    operands: Sequence[_Operand],
 ) -> list[Tensor]:
-    """Return this rank's parts after fn, leaf by leaf."""
+    """Return this rank's parts of some groups after fn, leaf by leaf."""
     setup = state.setup
-    ranges = ranges_in(setup, Buffers(placement=at))
-    pieces = by_path(ranges, parts)
-    rest = [
-        by_path(
-            ranges,
-            [cut(setup, to_device(x, state.device), one.placement, at) for x in one.flats],
-        )
-        for one in operands
-    ]
+    ranges = ranges_of(setup.layout, setup.part(at, setup.axis.rank), groups)
+    every = by_path(ranges, parts)
+    lacks = {path for one in operands for path in one.lacks}
+    pieces = {path: x for path, x in every.items() if path not in lacks}
+    rest = [by_path(ranges, [*one.parts(state, groups, at)]) for one in operands] if pieces else []
     key = _key(state, fn)
     first = key not in _TESTED and not (in_transform() or is_recorded(parts) or is_abstract())
+    first = first and bool(pieces)
     # Where all ranks have all of it, they find the same, and one may be called without the others.
     alike, what = at is Placement.REPLICATED or not first, "map_params: fn"
     with nullcontext() if alike else told_everywhere(setup.axis, what=what):
@@ -137,7 +160,7 @@ def _mapped(
     if first:
         elementwise.require_unaccused([error], Axis(size=1) if alike else setup.axis, what=what)
         _TESTED.add(key)
-    flats = as_flats(ranges, parts, pieces, new)
+    flats = as_flats(ranges, parts, every, every | new)
     return [x.clone() if x is old else x for x, old in zip(flats, parts, strict=True)]
 
 
@@ -205,12 +228,60 @@ def _checked(path: str, p: Tensor, new: Any) -> Tensor:
 # What is parallel to the parameters.
 
 
-def _operand(state: TrainState, other: Any) -> Buffers:
-    """Return what a user gives beside a state as flats of the groups that learn."""
+class _Operand(NamedTuple):
+    """What a user gives beside a state: flats by the groups of that, or another state.
+
+    lacks: the frozen leaves of which it has no values. elsewhere: a state whose shards are others.
+    """
+
+    flats: Mapping[int, Tensor]
+    placement: Placement = Placement.REPLICATED
+    lacks: Collection[str] = ()
+    elsewhere: TrainState | None = None
+
+    def parts(self, state: TrainState, groups: Sequence[int], at: Placement) -> Iterator[Tensor]:
+        """Yield this rank's part of each group; zeros of what it lacks."""
+        setup, held = state.setup, dict[int, Tensor]()
+        for index in groups:
+            if self.elsewhere is not None:
+                held = _of_leaves(self.elsewhere, state.setup.layout, index, held)
+                leaves = unpack_groups(self.elsewhere.setup.layout, held)
+                numbers = leaf_numbers(self.elsewhere.setup.layout)
+                paths = [setup.layout.names[i] for i in setup.layout.groups[index].leaves]
+                flat = pack(setup.layout, index, [leaves[numbers[path]] for path in paths])
+                flat = flat.to(state.device)
+                own = cut(setup, flat, Placement.REPLICATED, at)
+                yield own if own is flat else own.clone()
+            elif index in self.flats:
+                flat = to_device(self.flats[index], state.device)
+                yield cut(setup, flat, self.placement, at)
+            else:
+                yield torch.zeros(setup.numel(index, at), device=state.device)
+
+
+def _of_leaves(
+    other: TrainState, layout: Layout, index: int, held: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return {group: its whole flat} of those groups of another state that have these leaves."""
+    setup = other.setup
+    wanted = {leaf_numbers(setup.layout)[layout.names[i]] for i in layout.groups[index].leaves}
+    found = {}
+    for k, group in enumerate(setup.layout.groups):
+        if wanted.intersection(group.leaves):
+            here = to_device(other.params.flats[k], other.device)
+            found[k] = held.get(k)
+            if found[k] is None:
+                found[k] = gather_parts(setup, [here], setup.params, Placement.REPLICATED)[0]
+    return found
+
+
+def _operand(state: TrainState, other: Any) -> _Operand:
+    """Return what a user gives beside a state."""
     layout = state.setup.layout
     if isinstance(other, TrainState):
         check_alive(other)
-        _require_layout(state, other.setup.layout, "the parameters of a state")
+        theirs = other.setup.layout
+        _require_leaves(layout, theirs)
         if not state.setup.axis.has_places_of(other.setup.axis):
             raise LayoutError(
                 f"map_params: a state on {other.mesh} beside one on {state.mesh}.",
@@ -218,10 +289,12 @@ def _operand(state: TrainState, other: Any) -> Buffers:
                 "long have other elements.",
                 fix="give its whole values: fzero.map_params(fn, state, fzero.full_params(other)).",
             )
-        flats = tuple(other.params.flats[i] for i in layout.trainable)
-        return replace(other.params, flats=flats)
+        if _pieces(layout) == _pieces(theirs):
+            return _Operand(dict(enumerate(other.params.flats)), other.setup.params)
+        return _Operand({}, elsewhere=other)
+    frozen = [name for name, x in zip(layout.names, layout.leaves, strict=True) if not x.trainable]
     if isinstance(other, Slot):
-        return _learning(state, other.value, "a slot")
+        return _learning(state, other.value, "a slot", frozen)
     if isinstance(other, Buffers):
         if factor_of(state) is not None:
             raise LayoutError(
@@ -229,11 +302,18 @@ def _operand(state: TrainState, other: Any) -> Buffers:
                 cause="`other.gradients` is times the loss scale.",
                 fix="give fzero.gradients(other), which divides by it.",
             )
-        return _learning(state, other, "gradients")
-    return _of_pytree(state, other)
+        return _learning(state, other, "gradients", frozen)
+    return _of_pytree(state, other, frozen)
 
 
-def _learning(state: TrainState, held: Any, what: str) -> Buffers:
+def _pieces(layout: Layout) -> Any:
+    """What two layouts have in common if a rank's shards of both have the same elements."""
+    names, groups = layout.names, layout.groups
+    some = [([names[i] for i in x.leaves], x.offsets, x.shard_numel, x.encoded) for x in groups]
+    return layout.ranks, some
+
+
+def _learning(state: TrainState, held: Any, what: str, frozen: Sequence[str]) -> _Operand:
     """Return buffers of the groups that learn; raise for others."""
     layout = state.setup.layout
     if not isinstance(held, Buffers):
@@ -251,15 +331,22 @@ def _learning(state: TrainState, held: Any, what: str) -> Buffers:
     numels = [state.setup.numel(i, held.placement) for i in layout.trainable]
     if [x.numel() for x in flats] != numels:
         raise _not_parallel(f"{what} of {[x.numel() for x in flats]} elements, {numels} wanted")
-    return replace(held, flats=flats)
+    return _Operand(dict(zip(layout.trainable, flats, strict=True)), held.placement, frozen)
 
 
-def _require_layout(state: TrainState, other: Layout, what: str) -> None:
-    if state.setup.layout != other:
-        raise _not_parallel(f"{what} of another layout")
+def _require_leaves(mine: Layout, theirs: Layout) -> None:
+    """Raise `LayoutError` unless two states have the same leaves, whatever their rules."""
+    own, other = (
+        {k: (x.shape, x.dtype.is_complex) for k, x in zip(o.names, o.leaves, strict=True)}
+        for o in (mine, theirs)
+    )
+    if own != other:
+        path = next(k for k in [*own, *other] if own.get(k) != other.get(k))
+        seen = [f"{one[path][0]}" if path in one else "no such leaf" for one in (own, other)]
+        raise _not_parallel(f"{path} is {seen[0]} in the state, {seen[1]} in the other one")
 
 
-def _of_pytree(state: TrainState, tree: Any) -> Buffers:
+def _of_pytree(state: TrainState, tree: Any, frozen: Sequence[str]) -> _Operand:
     """Return the flats [W l] of full tensors: in a pytree like the parameters, or by path."""
     layout = state.setup.layout
     paths, pairs = leaf_paths(layout), matched(layout, tree)
@@ -269,23 +356,29 @@ def _of_pytree(state: TrainState, tree: Any) -> Buffers:
         by_leaf = {leaf: tree.get(path) for leaf, path in enumerate(paths)}
     else:
         raise _not_parallel(f"a {type(tree).__name__}")
-    flats = []
-    for index in layout.trainable:
-        some = [by_leaf[i] for i in layout.groups[index].leaves]
-        for x, i in zip(some, layout.groups[index].leaves, strict=True):
-            leaf = layout.leaves[i]
+    lacks = {path for path in frozen if by_leaf[leaf_numbers(layout)[path]] is None}
+    flats = {}
+    for index, group in enumerate(layout.groups):
+        if group.encoded or not group.dtype.is_floating_point:
+            continue
+        some = []
+        for i in group.leaves:
+            x, leaf = by_leaf[i], layout.leaves[i]
+            if paths[i] in lacks:
+                x = torch.zeros(leaf.shape, dtype=leaf.dtype)
             if not isinstance(x, Tensor) or tuple(x.shape) != leaf.shape:
                 shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise _not_parallel(f"{shape} for {leaf.title}, which is {leaf.shape}")
+            some.append(x)
         dtype = torch.promote_types(some[0].dtype, some[-1].dtype)
-        flats.append(pack(layout, index, [x.to(state.device, dtype) for x in some]))
-    return Buffers(flats=tuple(flats), placement=Placement.REPLICATED)
+        flats[index] = pack(layout, index, [x.to(state.device, dtype) for x in some])
+    return _Operand(flats, lacks=lacks)
 
 
 def _not_parallel(seen: str) -> LayoutError:
     return LayoutError(
         f"map_params: {seen}.",
         cause="values that are not parallel to the parameters of the state.",
-        fix="give another state, its `gradients`, a slot (state.slots[...]) or a pytree of full "
-        "tensors like the parameters.",
+        fix="give another state of the same leaves, its `gradients`, a slot (state.slots[...]) or "
+        "a pytree of full tensors like the parameters.",
     )

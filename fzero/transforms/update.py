@@ -63,7 +63,7 @@ def apply_gradients(state: S) -> S:
     states = [begun(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
     said = agree(call_of_states("apply_gradients", treespec), due, updates=True)
-    require_held(said, "apply_gradients")
+    require_held(said, "apply_gradients", treespec)
     if error := refused(states, treespec, said):
         raise error
     rest = iter(said)

@@ -28,5 +28,6 @@ from fzero.transforms.points._slots import stepped_as_held as stepped_as_held
 from fzero.transforms.points._slots import stepped_by_path as stepped_by_path
 from fzero.transforms.points._slots import stepped_parts as stepped_parts
 from fzero.transforms.points._slots import value_given as value_given
+from fzero.transforms.points._slots import with_params as with_params
 from fzero.transforms.points._slots import with_stepped as with_stepped
 from fzero.transforms.points._slots import without_gradients as without_gradients

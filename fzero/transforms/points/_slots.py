@@ -72,12 +72,16 @@ def with_stepped(state: TrainState, values: Mapping[int, Tensor], at: Placement)
         at = setup.optimizer_state
         new = {id(x): to_device(parts[n], x.device, x.dtype) for n, x in held}
         state = with_tensors(state, new)
-    flats, home = list(state.params.flats), setup.offload.params
-    pairs = zip(values, parts, strict=True)
-    cast = [x.to(flats[learning[k]].dtype) for k, x in pairs]
-    whole = gather_parts(setup, cast, at, setup.params)
-    for k, flat in zip(values, whole, strict=True):
-        flats[learning[k]] = flat if home is None else offloaded(home, flat, setup.offload)
+    return with_params(state, dict(zip((learning[k] for k in values), parts, strict=True)), at)
+
+
+def with_params(state: TrainState, values: Mapping[int, Tensor], at: Placement) -> TrainState:
+    """Return the state in which the parameters of some groups have these values, placed `at`."""
+    setup, flats = state.setup, list(state.params.flats)
+    cast = [x.to(flats[index].dtype) for index, x in values.items()]
+    home = setup.offload.params
+    for index, flat in zip(values, gather_parts(setup, cast, at, setup.params), strict=True):
+        flats[index] = flat if home is None else offloaded(home, flat, setup.offload)
     return state.replace(params=dataclasses.replace(state.params, flats=tuple(flats)))
 
 
@@ -251,7 +255,10 @@ def _own(x: Tensor) -> Tensor:
 
 def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Tensor:
     if isinstance(value, bool | int | float):
-        kind = {bool: torch.bool, int: torch.int64}.get(type(value), torch.float32)
+        wide = torch.float32  # as wide as the widest parameter that learns
+        for index in state.setup.layout.trainable:
+            wide = torch.promote_types(wide, state.setup.layout.groups[index].dtype)
+        kind = {bool: torch.bool, int: torch.int64}.get(type(value), wide)
         value = torch.tensor(value, dtype=kind)
     if not isinstance(value, Tensor):
         raise _bad_init(one, f"made a {type(value).__name__} for the number {one.name}/{name}")

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Unpack, overload
+
+from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, explain
@@ -14,7 +18,6 @@ from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, 
 from fzero.ranks.mesh import Axis, Runtime, carrying, running_on
 from fzero.state import TrainState
 from fzero.transforms._models import meshes_of, stages_of
-from fzero.transforms.closure import reaches
 from fzero.transforms.donation import check_alive, own_gradients
 from fzero.transforms.generators import drawn_in_losses_alone
 from fzero.transforms.init import init
@@ -256,10 +259,40 @@ class _Leftovers:
             self._told = True
             if is_recorded([x.step for x in before]) or any(int(x.step) for x in before):
                 return
-            if not reaches(step, apply_gradients):
+            if not _names(step, apply_gradients):
                 warnings.warn(_LEFTOVERS, UserWarning, stacklevel=6 + DISABLED_FRAMES)
         if any(old < new for old, new in pairs):
             self._left.add(rank)
+
+
+def _names(step: Any, fn: Callable[..., Any]) -> bool:
+    """Whether a step holds `fn`, or reaches a function of the user's whose code names it."""
+    rest, seen = [step], dict[int, Any]()
+    while rest and len(seen) < 100_000:
+        x = rest.pop()
+        if x is fn:
+            return True
+        if id(x) in seen or isinstance(x, ModuleType | type | Tensor | TrainState):
+            continue
+        seen[id(x)] = x
+        if not isinstance(x, FunctionType):
+            rest += gc.get_referents(x)
+            continue
+        rest += [*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
+        if not f"{x.__module__}.".startswith(("torch.", "fzero.")):
+            names = {name for code in _codes(x.__code__) for name in code.co_names}
+            if fn.__name__ in names:
+                return True
+            called = (x.__globals__.get(name) for name in names)
+            rest += [one for one in called if callable(one)]
+    return False
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _codes(inner)
 
 
 _LEFTOVERS = explain(

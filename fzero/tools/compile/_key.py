@@ -28,7 +28,7 @@ def key_of(arguments: Any) -> Any:
     And the modes of torch under which ops give other results.
     """
     leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
-    kinds = [_kind(x) if isinstance(x, Tensor) else told_apart(x) for x in leaves]
+    kinds = [_leaf(x) for x in leaves]
     places = shared_memory([x for x in leaves if isinstance(x, Tensor)])
     return treespec, kinds, places, Ambient.take(), [read() for read in _SWITCHES]
 
@@ -44,12 +44,17 @@ def told_apart(x: Any) -> Any:
         return type(x), repr(x)
     if isinstance(x, np.ndarray):
         return x.dtype, x.shape, x.tobytes()
+    if isinstance(x, PLAIN):
+        return type(x), x
+    return (type(x), [*map(told_apart, x)]) if isinstance(x, tuple) else _Itself(x)
+
+
+def _leaf(x: Any) -> Any:
+    """Return what an argument is told apart by: records of the same values are alike."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        fields = dataclasses.fields(x)
-        return type(x), [told_apart(getattr(x, one.name, None)) for one in fields]
-    if isinstance(x, (tuple, frozenset)):
-        return type(x), [*map(told_apart, x)]
-    return (type(x), x) if isinstance(x, PLAIN) else _Itself(x)
+        parts = optree.tree_leaves(object.__getstate__(x), none_is_leaf=True)
+        return type(x), [*map(told_apart, parts)]
+    return _kind(x) if isinstance(x, Tensor) else told_apart(x)
 
 
 class _Itself:
@@ -65,7 +70,7 @@ class _Itself:
 
 
 _SWITCHES = (
-    *(torch.get_default_dtype, torch.are_deterministic_algorithms_enabled),
+    *(torch.get_default_dtype, torch.get_num_threads, torch.are_deterministic_algorithms_enabled),
     *(torch.get_float32_matmul_precision, torch.is_autocast_cache_enabled),
     *(torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.math_sdp_enabled),
     *(torch.backends.cuda.mem_efficient_sdp_enabled, torch._C._get_mkldnn_enabled),

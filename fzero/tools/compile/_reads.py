@@ -13,10 +13,11 @@ import dis
 import functools
 import gc
 import operator
+import re
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from types import (
     CellType,
@@ -25,7 +26,6 @@ from types import (
     FunctionType,
     MappingProxyType,
     MemberDescriptorType,
-    MethodType,
     ModuleType,
 )
 from typing import Any, NamedTuple
@@ -49,7 +49,6 @@ _MOST_OBJECTS = 50_000
 _LIBRARIES = ("torch", "fzero", "numpy", "optree", "einops", "functorch", "sympy", "mpmath")
 _LIBRARIES = (*_LIBRARIES, "triton", "typing_extensions")
 _READ_BY_TORCH = ("torch.nn.modules", "torch.nn.utils", "torch.nn.parallel")
-_OF_PYTHON = frozenset(sys.stdlib_module_names) - {"__main__"}
 _QUIET = ("abc", "contextlib", "functools", "importlib", "logging", "re", "threading", "typing")
 """Modules of Python with caches of their own, that read nothing of what they are given."""
 
@@ -61,15 +60,15 @@ _ANY_NAME = frozenset(
 _ATOMS = (*PLAIN, torch.Generator, TrainState, torch._ops.OpOverload, CodeType, FrameType)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
 _ARRAYS = (np.ndarray, bytearray, array.array, memoryview)
-_BY_VALUE = (int, bool, str, bytes, torch.Size, torch.dtype, torch.device)
 _MEMO = type(functools.lru_cache(len))
 _ABSENT = object()
+Read = Callable[[], Sequence[Any]]
 
 
 def _whose(module: Any) -> str:
     """Return whose a module is: "user", "python", "quiet", "library", or "modules" of torch."""
     root = module.partition(".")[0] if isinstance(module, str) else "builtins"
-    if root in _OF_PYTHON or root.startswith("namedtuple_"):
+    if root != "__main__" and (root in sys.stdlib_module_names or root.startswith("namedtuple_")):
         return "quiet" if root in _QUIET else "python"
     if root in _LIBRARIES:
         return "modules" if module.startswith(_READ_BY_TORCH) else "library"
@@ -83,10 +82,7 @@ class _Code(NamedTuple):
 
 
 class Ran:
-    """Notes in its block which functions run: the user's, and what they call of Python's.
-
-    The code of torch's modules, which reads what users set, is like that of Python.
-    """
+    """Notes in its block which functions run: the user's, what they call of Python's, modules'."""
 
     def __init__(self) -> None:
         self.codes = dict[int, _Code]()
@@ -94,8 +90,8 @@ class Ran:
         self.computes = False  # the user's code reads attributes by names that it computes
         self.handed = dict[int, Any]()  # what code of Python's reads by such names
         self.counted = list[Tensor]()  # of which Python reads the elements
-        self.lacks = ""
         self.met = dict[int, Any]()  # weak references to objects that functions were given
+        self.lacks = ""
 
     def __enter__(self) -> Ran:
         self._before: Any = sys.getprofile()
@@ -110,14 +106,12 @@ class Ran:
 
     def _note(self, frame: FrameType, event: str, arg: Any) -> None:
         code = frame.f_code
-        if event == "c_call":
-            if arg is getattr or arg is hasattr:
-                known = self.codes.get(id(code))
-                is_users = known is not None and known.whose == "user"
-                self.computes |= is_users and _is_computed(code, frame.f_lasti)
-            elif arg.__name__ in ("tolist", "numpy", "__dlpack__") and isinstance(
-                arg.__self__, Tensor
-            ):
+        if event == "c_call" and (arg is getattr or arg is hasattr):
+            known = self.codes.get(id(code))
+            if known is not None and known.whose == "user":
+                self.computes |= _is_computed(code, frame.f_lasti)
+        elif event == "c_call" and arg.__name__ in ("tolist", "numpy", "__dlpack__"):
+            if isinstance(arg.__self__, Tensor):
                 self.counted.append(arg.__self__)
                 if arg.__name__ != "tolist":
                     self.lacks = f"it reads the elements of a tensor by {arg.__name__}()"
@@ -125,15 +119,15 @@ class Ran:
             whose = _whose(frame.f_globals.get("__name__"))
             if whose in ("library", "quiet"):
                 self._others[id(code)] = code
-            elif self._is_ours(frame, whose):
+            elif self._is_of_step(frame, whose):
                 self.codes.setdefault(id(code), _Code(code, whose, frame.f_globals))
                 if whose == "user":
-                    self._meet(frame)
+                    self.met.update((id(x), weakref.ref(x)) for x in _met(frame))
                 elif whose == "python" and names_of(code) & (_ANY_NAME | {"getattr"}):
                     self.handed.update((id(x), x) for x in frame.f_locals.values())
 
-    def _is_ours(self, frame: FrameType, whose: str) -> bool:
-        """Return whether a function is one of the step: what is imported runs others."""
+    def _is_of_step(self, frame: FrameType, whose: str) -> bool:
+        """Return whether the step calls a function, and not a library or an import."""
         caller = frame.f_back
         if whose == "modules" or (caller is not None and id(caller.f_code) in self.codes):
             return True
@@ -141,16 +135,11 @@ class Ran:
             return whose == "user"
         return caller is not None and _whose(caller.f_globals.get("__name__")) == "library"
 
-    def _meet(self, frame: FrameType) -> None:
-        for x in frame.f_locals.values():
-            is_users = _whose(type(x).__module__) == "user" and type(x).__weakrefoffset__
-            if is_users and not isinstance(x, Tensor | nn.Module):
-                self.met[id(x)] = weakref.ref(x)
-
-    def add(self, fn: FunctionType) -> None:
+    def add(self, fn: Any) -> None:
         """Take a function for one that ran."""
-        code = _Code(fn.__code__, _whose(fn.__module__), fn.__globals__)
-        self.codes.setdefault(id(code.code), code)
+        if isinstance(fn, FunctionType) and _whose(fn.__module__) == "user":
+            code = _Code(fn.__code__, "user", fn.__globals__)
+            self.codes.setdefault(id(code.code), code)
 
     def names(self) -> tuple[frozenset[str], bool]:
         """Return the names by which attributes are read, and whether others may be, too."""
@@ -159,10 +148,28 @@ class Ran:
         return frozenset().union(*(names_of(x.code) for x in self.codes.values())), computes
 
 
+def _met(frame: FrameType) -> list[Any]:
+    return [
+        x
+        for x in frame.f_locals.values()
+        if _whose(type(x).__module__) == "user"
+        and type(x).__weakrefoffset__
+        and not isinstance(x, Tensor | nn.Module)
+    ]
+
+
 @functools.lru_cache(maxsize=4096)
 def names_of(code: CodeType) -> frozenset[str]:
-    """Return the names and the texts in a function and its inner functions."""
-    return frozenset(code.co_names).union(*map(_texts, code.co_consts))
+    """Return the names, and the words of texts, in a function and its inner functions."""
+    return frozenset(code.co_names).union(*map(_words, code.co_consts))
+
+
+def _words(x: Any) -> Iterable[str]:
+    if isinstance(x, str):
+        return re.findall(r"\w+", x)
+    if isinstance(x, CodeType):
+        return names_of(x)
+    return [word for part in x for word in _words(part)] if isinstance(x, tuple | frozenset) else []
 
 
 @functools.lru_cache(maxsize=4096)
@@ -176,14 +183,6 @@ def _variables_of(code: CodeType) -> frozenset[str]:
     return frozenset(own).union(*inside)
 
 
-def _texts(x: Any) -> Iterable[str]:
-    if isinstance(x, str):
-        return x.split(".")
-    if isinstance(x, CodeType):
-        return names_of(x)
-    return [text for part in x for text in _texts(part)] if isinstance(x, tuple | frozenset) else []
-
-
 @functools.lru_cache(maxsize=4096)
 def _is_computed(code: CodeType, at: int) -> bool:
     """Return whether the name that `getattr` is called with, at this place, is no text there."""
@@ -191,83 +190,61 @@ def _is_computed(code: CodeType, at: int) -> bool:
     while before[-1].opname in ("PRECALL", "KW_NAMES", "CACHE"):
         before.pop()
     with_default = call.arg == 3 and before.pop().opname.startswith("LOAD_")
-    name = before[-1]
-    is_text = name.opname == "LOAD_CONST" and isinstance(name.argval, str)
+    is_text = before[-1].opname == "LOAD_CONST" and isinstance(before[-1].argval, str)
     return not (is_text and (with_default or call.arg == 2))
 
 
-class _Place:
-    """What is read in each call: how, and what was there."""
-
-    __slots__ = ("held", "path", "read")
-
-    def __init__(self, path: str, read: Callable[[], Sequence[Any]]) -> None:
-        self.path, self.read, self.held = path, read, read()
-
-    def is_changed(self) -> bool:
-        now, held = self.read(), self.held
-        if len(now) != len(held):
-            return True
-        return not all(map(operator.is_, now, held)) and not all(map(_same, now, held))
-
-
-def _same(a: Any, b: Any) -> bool:
-    if type(a) is type(b) and type(a) in _BY_VALUE:
-        return bool(a == b)
-    return a is b or bool(told_apart(a) == told_apart(b))
-
-
 class Reads:
-    """What functions that ran read, from some roots on.
+    """What functions that ran read, from some roots on, and which tensors of it are arguments.
 
     lacks: what of it cannot be followed, as a sentence; "" for nothing.
     """
 
     def __init__(self, ran: Ran, roots: Sequence[Any], tensors: Sequence[Tensor]) -> None:
-        self.lacks = ""
-        self._tensors = dict[int, Tensor]()
-        known: Any = None
-        while known != (len(ran.codes), ran.computes):  # what is met on the way tells of more
-            known = len(ran.codes), ran.computes
-            self._places = self._looked_up(ran, roots)
+        known = walk = None
+        while walk is None or known != (len(ran.codes), ran.computes):  # the way tells of more
+            known, walk = (len(ran.codes), ran.computes), _Walk(ran)
+            walk.run(roots)
+        self.lacks, self._places, self._tensors = walk.lacks, walk.places, walk.tensors
         self._given = self._among(tensors)
 
     def are_as_before(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all is as it was, and the same of it is among the arguments' tensors."""
-        same = not any(one.is_changed() for one in self._places)
-        return same and self._among(tensors) == self._given
+        for read, held in self._places:
+            now = read()
+            if len(now) != len(held):
+                return False
+            if not all(map(operator.is_, now, held)) and not all(map(_same, now, held)):
+                return False
+        return self._among(tensors) == self._given
 
     def _among(self, tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
         return [(i, id(x)) for i, x in enumerate(tensors) if id(x) in self._tensors]
 
-    def _looked_up(self, ran: Ran, roots: Sequence[Any]) -> list[_Place]:
-        walk = _Walk(ran)
-        for x in (*roots, *(one() for one in ran.met.values())):
-            walk.push("an argument", x)
-        by_module = dict[int, tuple[dict[str, Any], set[str]]]()
-        for code, _, variables in ran.codes.values():
-            by_module.setdefault(id(variables), (variables, set()))[1].update(_variables_of(code))
-        for variables, names in by_module.values():
-            walk.named(variables.get("__name__", ""), variables, names)
-            for name in names & sys.modules.keys():
-                walk.push(name, sys.modules[name])
-        walk.run()
-        self.lacks, self._tensors = walk.lacks, walk.tensors
-        return walk.places
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or bool(told_apart(a) == told_apart(b))
 
 
 class _Walk:
     """From object to object, along what may be read."""
 
     def __init__(self, ran: Ran) -> None:
-        self.places, self.tensors, self.lacks = list[_Place](), dict[int, Tensor](), ran.lacks
+        self.places, self.tensors, self.lacks = [], dict[int, Tensor](), ran.lacks
         self._ran = ran
         self._names, self._any_name = ran.names()
         self._counted = {id(x) for x in ran.counted}
         self._rest = deque[tuple[str, Any, bool, bool]]()
         self._seen = dict[tuple[int, bool, bool], Any]()  # references: no id is used again
 
-    def run(self) -> None:
+    def run(self, roots: Sequence[Any]) -> None:
+        self._push("an argument", *roots, *(one() for one in self._ran.met.values()))
+        by_module = dict[int, tuple[dict[str, Any], set[str]]]()
+        for code, _, held in self._ran.codes.values():
+            by_module.setdefault(id(held), (held, set()))[1].update(_variables_of(code))
+        for held, names in by_module.values():
+            self._named("", held, names)
+            self._push("", *(sys.modules[name] for name in names & sys.modules.keys()))
         while self._rest and not self.lacks:
             path, x, fixed, whole = self._rest.popleft()
             key = id(x), fixed, whole or id(x) in self._ran.handed
@@ -277,16 +254,16 @@ class _Walk:
             if len(self._seen) > _MOST_OBJECTS:
                 self.lacks = f"{path} leads to over {_MOST_OBJECTS} objects that it may read"
 
-    def push(self, path: str, *xs: Any, fixed: bool = False, whole: bool = False) -> None:
-        """Go on to objects. fixed: such of a library's. whole: with all that is in them."""
+    def _push(self, path: str, *xs: Any, fixed: bool = False, whole: bool = False) -> None:
+        """Go on to objects. fixed: containers of a library's. whole: with all that is in them."""
         self._rest.extend((path, x, fixed, whole) for x in xs)
 
-    def _watch(self, path: str, read: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        self.places.append(_Place(path, read))
-        return self.places[-1].held
+    def _watch(self, read: Read) -> Sequence[Any]:
+        self.places.append((read, read()))
+        return self.places[-1][1]
 
-    def named(self, path: str, held: Mapping[str, Any], names: Any, *, whole: bool = False) -> None:
-        """Watch what some names have in variables or attributes; all of them if whole."""
+    def _named(self, path: str, held: Mapping[str, Any], names: Collection[str] | None) -> None:
+        """Watch what some names have in variables or attributes; None for all names."""
         keys: tuple[str, ...] = ()
         size = -1
 
@@ -294,147 +271,124 @@ class _Walk:
             nonlocal keys, size
             if len(held) != size:  # names came or went
                 size = len(held)
-                keys = tuple(key for key in held if whole or key in names)
+                keys = tuple(key for key in held if names is None or key in names)
             return [keys, *map(held.get, keys)]
 
-        found = self._watch(path, read)
+        found = self._watch(read)
         for key, x in zip(found[0], found[1:], strict=True):
-            self.push(f"{path}.{key}", x, whole=whole)
+            self._push(f"{path}.{key}".lstrip("."), x, whole=names is None and not self._any_name)
 
     def _visit(self, path: str, x: Any, fixed: bool, whole: bool) -> None:
         kind = type(x)
+        module = kind.__module__
         if isinstance(x, Tensor):
             self._tensor(path, x)
         elif isinstance(x, FunctionType):
-            if id(x.__code__) in self._ran.codes or _whose(x.__module__) != "user":
-                self._function(path, x)
-        elif isinstance(x, MethodType):
-            self.push(path, x.__func__, x.__self__, whole=whole)
+            whose = _whose(x.__globals__.get("__name__"))  # of a wrapper, not what it wraps
+            if whose != "user" or id(x.__code__) in self._ran.codes:
+                self._function(path, x, fixed=whose in ("library", "modules"))
         elif isinstance(x, ModuleType):
-            self._module(path, x, whole)
+            self._module(path, x)
         elif isinstance(x, type):
             self._class(x)
         elif isinstance(x, _ARRAYS):
             self._array(path, x)
-        elif isinstance(x, CellType):
-            self.push(path, *self._watch(path, lambda: _content(x)), whole=whole)
-        elif isinstance(x, ContextVar):
-            self.push(path, *self._watch(path, lambda: [x.get(_ABSENT)]), whole=whole)
-        elif isinstance(x, weakref.ref):
-            self.push(path, *self._watch(path, lambda: [x()]), whole=whole)
-        elif isinstance(x, _MEMO):
-            self._memo(path, x)
+        elif kind in _READ:
+            self._push(path, *self._watch(lambda: _READ[kind](x)), fixed=fixed, whole=whole)
+        elif isinstance(x, _MEMO):  # what it returns may be of an earlier call
+            self._ran.add(x.__wrapped__)
+            known = x.cache_info().misses
+            self._watch(lambda: [x.cache_info().misses >= known])  # else it was cleared
+            self._push(path, *gc.get_referents(x), fixed=True)
         elif isinstance(x, operator.attrgetter | operator.methodcaller):
             self._ran.computes = True
         elif isinstance(x, Template):
-            self._watch(path, x.modes)
+            self._watch(x.modes)
             for part in x.module.modules():
-                self.push(path, type(part), *filter(callable, vars(part).values()))
+                self._push(path, type(part), *filter(callable, vars(part).values()))
         elif isinstance(x, _CONTAINERS):
             self._container(path, x, fixed, whole)
-        elif kind.__module__.startswith("fzero."):
-            self.push(path, *getattr(x, "__dict__", {}).values(), *_slots(x), fixed=True)
-        elif kind.__module__ == "logging":
-            pass  # with caches of its own, and all handlers
-        elif kind.__module__ == "functools" or not (
-            _whose(kind.__module__) == "user" or isinstance(getattr(x, "__dict__", None), dict)
-        ):  # a partial, a property, a view of a dict
-            self.push(path, *gc.get_referents(x), fixed=fixed, whole=whole)
-        else:
+        elif module.startswith("fzero."):
+            self._push(path, *getattr(x, "__dict__", {}).values(), fixed=True)
+            self._push(path, *(getattr(x, name, None) for name in _slots(kind)), fixed=True)
+        elif module == "functools" or not (_whose(module) == "user" or _has_attributes(x)):
+            # A partial, a bound method, a property, a view of a dict.
+            self._push(path, *gc.get_referents(x), fixed=fixed, whole=whole)
+        elif module != "logging":  # which has caches of its own, and all handlers
             self._object(path, x, whole)
 
     def _object(self, path: str, x: Any, whole: bool) -> None:
-        whole = whole or self._any_name
-        self._watch(path, lambda: [x.__class__])
-        if isinstance(attributes := getattr(x, "__dict__", None), dict):
-            self.named(path, attributes, self._names, whole=whole)
-        if slots := [k for k in _slot_names(type(x)) if whole or k in self._names]:
-            found = self._watch(path, lambda: [getattr(x, k, _ABSENT) for k in slots])
-            self.push(path, *found, whole=whole)
-        self.push(path, type(x))
+        names = None if whole or self._any_name else self._names
+        self._watch(lambda: [x.__class__])
+        if _has_attributes(x):
+            self._named(path, vars(x), names)
+        if slots := [k for k in _slots(type(x)) if names is None or k in names]:
+            found = self._watch(lambda: [getattr(x, k, _ABSENT) for k in slots])
+            self._push(path, *found, whole=whole)
+        self._push(path, type(x))
 
     def _container(self, path: str, x: Any, fixed: bool, whole: bool) -> None:
         if len(x) > MOST:
             self.lacks = f"it reads {path}, a {type(x).__name__} of over {MOST} entries"
             return
         paired = isinstance(x, dict | MappingProxyType)
-        read = (lambda: [*x, *x.values()]) if paired else (lambda: [*x])
-        found = read() if fixed or isinstance(x, tuple) else self._watch(path, read)
-        self.push(path, *found, fixed=fixed, whole=whole)
-        self.push(path, getattr(x, "default_factory", None))
+        read: Read = (lambda: [*x, *x.values()]) if paired else (lambda: [*x])
+        found = read() if fixed or isinstance(x, tuple) else self._watch(read)
+        self._push(path, *found, getattr(x, "default_factory", 0), fixed=fixed, whole=whole)
         if _whose(type(x).__module__) == "user":
             self._object(path, x, whole)
 
     def _array(self, path: str, x: Any) -> None:
         is_numpy = isinstance(x, np.ndarray)
         if is_numpy and x.dtype.hasobject:
-            self.push(path, *self._watch(path, lambda: [*x.flat]))
+            self._push(path, *self._watch(lambda: [*x.flat]))
         elif (x if is_numpy else memoryview(x)).nbytes > MOST_BYTES:
             self.lacks = f"it reads {path}, an array of over {MOST_BYTES} bytes"
-        elif is_numpy:
-            self._watch(path, lambda: [x.dtype, x.shape, x.tobytes()])
         else:
-            self._watch(path, lambda: [bytes(x)])
+            self._watch(lambda: told_apart(x) if is_numpy else [bytes(x)])
 
     def _tensor(self, path: str, x: Tensor) -> None:
         self.tensors[id(x)] = x
-        self._watch(
-            path, lambda: [x.shape, torch.Size(x.stride()), x.dtype, x.device, x.requires_grad]
-        )
+        self._watch(lambda: [*x.shape, *x.stride(), x.dtype, x.device, x.requires_grad])
         if id(x) in self._counted:
             if x.nbytes > MOST_BYTES:
                 self.lacks = f"Python reads the elements of {path}, of over {MOST_BYTES} bytes"
-            else:
-                self._watch(path, lambda: [repr(x.tolist())])
+            self._watch(lambda: [repr(x.tolist())])
         if x.is_leaf and (self._any_name or "grad" in self._names):
-            self.push(path, *self._watch(path, lambda: [x.grad]))
-        self.named(path, vars(x), self._names, whole=self._any_name)
+            self._push(path, *self._watch(lambda: [x.grad]))
+        self._named(path, vars(x), self._names)
 
-    def _function(self, path: str, fn: FunctionType) -> None:
-        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-        self.push(path, vars(fn).get("__wrapped__"))
-        if _whose(fn.__module__) != "user":
-            kept = (x for cell in fn.__closure__ or () for x in _content(cell))
-            self.push(path, *kept, fn.__defaults__, fn.__kwdefaults__, fixed=True)
-            return
-        self._watch(path, lambda: [fn.__code__, fn.__defaults__, fn.__kwdefaults__])
-        self.push(path, fn.__defaults__, fn.__kwdefaults__)
-        for name, cell in cells:
-            self.push(name, cell)
-        if vars(fn):
-            self.named(path, vars(fn), self._names, whole=self._any_name)
+    def _function(self, path: str, fn: FunctionType, *, fixed: bool) -> None:
+        if not fixed:
+            self._watch(lambda: [fn.__code__, fn.__defaults__, fn.__kwdefaults__])
+            self._named(path, vars(fn), {*self._names, "__wrapped__"})
+        self._push(path, fn.__defaults__, fn.__kwdefaults__, fixed=fixed)
+        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
+            self._push(name, *(_content(cell) if fixed else [cell]), fixed=fixed)
+        self._push(path, vars(fn).get("__wrapped__"))
 
-    def _memo(self, path: str, memo: Any) -> None:
-        """What a cache returns may be of an earlier call: its function counts as one that ran."""
-        fn = memo.__wrapped__
-        if isinstance(fn, FunctionType) and _whose(fn.__module__) == "user":
-            self._ran.add(fn)
-            known = memo.cache_info().misses
-            self._watch(path, lambda: [memo.cache_info().misses >= known])  # else it was cleared
-            self.push(path, *gc.get_referents(memo), fixed=True)
-
-    def _module(self, path: str, module: ModuleType, whole: bool) -> None:
-        held, names = vars(module), self._names
-        is_users = _whose(module.__name__) == "user"
-        if is_users or _whose(module.__name__) == "python":
-            values = {k for k, x in held.items() if not (callable(x) or isinstance(x, ModuleType))}
-            names = names if is_users else names & values
-            names = names | values if is_users and (whole or self._any_name) else names
-            self.named(path, held, names)
+    def _module(self, path: str, module: ModuleType) -> None:
+        held, whose = vars(module), _whose(module.__name__)
+        if whose == "user" or whose == "python":
+            values = {k for k, x in held.items() if not callable(x) and type(x) is not ModuleType}
+            names = self._names | values if self._any_name else self._names
+            self._named(path, held, names if whose == "user" else self._names & values)
+        elif not module.__name__.startswith("fzero"):
+            known = self._names & held.keys()
+            self._watch(lambda: [*map(held.get, known)])
 
     def _class(self, kind: type) -> None:
         for one in kind.__mro__:
-            if _whose(one.__module__) != "user":
-                continue
-            held = vars(one)
-            implicit = {k for k, x in held.items() if k[:2] == "__" and isinstance(x, FunctionType)}
-            self.named(one.__qualname__, held, self._names | implicit, whole=self._any_name)
-            if issubclass(one, torch.autograd.Function):  # backward may run in another thread
-                functions = (getattr(x, "__func__", x) for x in held.values())
-                for fn in functions:
-                    if isinstance(fn, FunctionType):
-                        self._ran.add(fn)
-        self.push(kind.__qualname__, *(() if type(kind) is type else (type(kind),)))
+            if _whose(one.__module__) == "user":
+                held = vars(one)
+                implicit = {k for k, x in held.items() if k[:2] == "__" and callable(x)}
+                names = None if self._any_name else self._names | implicit
+                self._named(one.__qualname__, held, names)
+                if issubclass(one, torch.autograd.Function):  # whose backward has its own thread
+                    for fn in held.values():
+                        self._ran.add(getattr(fn, "__func__", fn))
+        if type(kind) is not type:
+            self._push(kind.__qualname__, type(kind))
 
 
 def _content(cell: CellType) -> list[Any]:
@@ -444,10 +398,17 @@ def _content(cell: CellType) -> list[Any]:
         return []
 
 
-def _slot_names(kind: type) -> list[str]:
+_READ: dict[type, Callable[[Any], Sequence[Any]]] = {
+    CellType: _content,
+    ContextVar: lambda x: [x.get(_ABSENT)],
+    weakref.ref: lambda x: [x()],
+}
+
+
+def _has_attributes(x: Any) -> bool:
+    return isinstance(getattr(x, "__dict__", None), dict)
+
+
+def _slots(kind: type) -> list[str]:
     found = (pair for one in kind.__mro__ for pair in vars(one).items())
     return [name for name, x in found if isinstance(x, MemberDescriptorType)]
-
-
-def _slots(x: Any) -> list[Any]:
-    return [getattr(x, name, None) for name in _slot_names(type(x))]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fzero
@@ -124,6 +125,11 @@ def by_import() -> float:
     return config_of_a_test.k
 
 
+@torch.no_grad()
+def decorated(cfg: Any) -> float:
+    return number(cfg)
+
+
 @functools.lru_cache(maxsize=4)
 def kept() -> Config:
     return Config()
@@ -132,6 +138,11 @@ def kept() -> Config:
 @functools.lru_cache
 def filled(_: int) -> float:
     return C.k
+
+
+@functools.singledispatch
+def dispatched(_: Any) -> float:
+    return 1.0
 
 
 def set_on(x: Any, name: str = "k") -> Callable[[], Any]:
@@ -169,6 +180,13 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     return {
         "a helper's argument": (lambda: number(C), set_on(C)),
         "closed over": (lambda: number(other), set_on(other)),
+        "decorated": (lambda: decorated(other), set_on(other)),
+        "dispatched": (
+            lambda: float(dispatched(0)),
+            lambda: dispatched.register(int, lambda _: 3.0),
+        ),
+        "patched": (lambda: F.relu(X)[0], lambda: setattr(F, "relu", lambda x: x * 3)),
+        "a format": (lambda: float("{0.k}".format(C)), set_on(C)),
         "a default": (lambda: by_default(), set_on(C)),
         "two helpers on": (lambda: nested(C), set_on(C.inner)),
         "a cell": (lambda: cell, set_cell),
@@ -284,7 +302,9 @@ NAMES = [*cases()]
 def put_back() -> Any:
     """Leave torch, this module and the environment as they were."""
     code, defaults, argv = number.__code__, by_default.__defaults__, [*sys.argv]
+    relu = F.relu
     yield
+    F.relu = relu
     number.__code__, by_default.__defaults__, sys.argv[:] = code, defaults, argv
     torch.set_default_dtype(torch.float32)
     torch.use_deterministic_algorithms(mode=False)

@@ -164,7 +164,7 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     chain, user, order = ChainMap({}, {"k": 1.0}), UserDict(k=1.0), OrderedDict(a=1.0, b=2.0)
     queue, proxy, ref, holds = deque([1.0]), MappingProxyType(KEPT), weakref.ref(other), [1.0]
     tensor, deep = torch.ones(2), Config(inner=Config(inner=[{"x": (Config(),)}]))
-    name, empty, named = "k", Base(), SimpleNamespace(fn=number, k=1.0)
+    name, empty, named, template = "k", Base(), SimpleNamespace(fn=number, k=1.0), "{0.k}"
     cell, flag, partial = 1.0, torch.ones(2), functools.partial(number, C)
     kept.cache_clear()
     filled.cache_clear()
@@ -186,7 +186,7 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
             lambda: dispatched.register(int, lambda _: 3.0),
         ),
         "patched": (lambda: F.relu(X)[0], lambda: setattr(F, "relu", lambda x: x * 3)),
-        "a format": (lambda: float("{0.k}".format(C)), set_on(C)),
+        "a format": (lambda: float(template.format(C)), set_on(C)),
         "a default": (lambda: by_default(), set_on(C)),
         "two helpers on": (lambda: nested(C), set_on(C.inner)),
         "a cell": (lambda: cell, set_cell),

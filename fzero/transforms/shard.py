@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Unpack, overload
 
@@ -275,24 +275,18 @@ def _names(step: Any, fn: Callable[..., Any]) -> bool:
         if id(x) in seen or isinstance(x, ModuleType | type | Tensor | TrainState):
             continue
         seen[id(x)] = x
-        if not isinstance(x, FunctionType):
-            rest += gc.get_referents(x)
-            continue
-        rest += [*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
-        if not f"{x.__module__}.".startswith(("torch.", "fzero.")):
-            names = {name for code in _codes(x.__code__) for name in code.co_names}
-            if fn.__name__ in names:
+        if isinstance(x, CodeType):
+            if fn.__name__ in x.co_names:
                 return True
-            called = (x.__globals__.get(name) for name in names)
-            rest += [one for one in called if callable(one)]
+            rest += x.co_consts
+        elif isinstance(x, FunctionType):
+            rest += [*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
+            if not f"{x.__module__}.".startswith(("torch.", "fzero.")):
+                called = (x.__globals__.get(name) for name in x.__code__.co_names)
+                rest += [x.__code__, *filter(callable, called)]
+        else:
+            rest += gc.get_referents(x)
     return False
-
-
-def _codes(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _codes(inner)
 
 
 _LEFTOVERS = explain(

@@ -46,29 +46,36 @@ MOST_BYTES = 2**18
 """Arrays of more bytes are not followed."""
 
 _MOST_OBJECTS = 50_000
-_LIBRARIES = ("torch", "fzero", "numpy", "optree", "einops", "functorch", "sympy", "mpmath")
-_LIBRARIES = (*_LIBRARIES, "triton", "typing_extensions")
+_LIBRARIES = frozenset(
+    ["torch", "fzero", "numpy", "optree", "einops", "functorch", "sympy", "triton"]
+)
+_GENERATED = ("namedtuple_", "typing_extensions")
 _READ_BY_TORCH = ("torch.nn.modules", "torch.nn.utils", "torch.nn.parallel")
 _QUIET = ("abc", "contextlib", "functools", "importlib", "logging", "re", "threading", "typing")
 """Modules of Python with caches of their own, that read nothing of what they are given."""
 
 _ANY_NAME = frozenset(
     ("vars", "globals", "locals", "eval", "exec", "dumps", "attrgetter", "methodcaller", "__dict__")
-) | {"__getstate__", "__reduce_ex__", "__getattribute__"}
+) | {"__getstate__", "__reduce_ex__", "__getattribute__", "format", "format_map"}
 """Code with such a name may read what it does not name."""
+
+_TELLING = frozenset(("getattr", "hasattr", "tolist", "numpy", "__dlpack__"))
+"""Functions of C whose calls are looked at: by names, or of the elements of a tensor."""
 
 _ATOMS = (*PLAIN, torch.Generator, TrainState, torch._ops.OpOverload, CodeType, FrameType)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
 _ARRAYS = (np.ndarray, bytearray, array.array, memoryview)
+_BY_VALUE = (torch.Size, torch.device, int, str, bytes)
 _MEMO = type(functools.lru_cache(len))
 _ABSENT = object()
 Read = Callable[[], Sequence[Any]]
 
 
+@functools.lru_cache(maxsize=4096)
 def _whose(module: Any) -> str:
     """Return whose a module is: "user", "python", "quiet", "library", or "modules" of torch."""
     root = module.partition(".")[0] if isinstance(module, str) else "builtins"
-    if root != "__main__" and (root in sys.stdlib_module_names or root.startswith("namedtuple_")):
+    if root != "__main__" and (root in sys.stdlib_module_names or root.startswith(_GENERATED)):
         return "quiet" if root in _QUIET else "python"
     if root in _LIBRARIES:
         return "modules" if module.startswith(_READ_BY_TORCH) else "library"
@@ -105,26 +112,29 @@ class Ran:
             self._before.enable()
 
     def _note(self, frame: FrameType, event: str, arg: Any) -> None:
-        code = frame.f_code
-        if event == "c_call" and (arg is getattr or arg is hasattr):
-            known = self.codes.get(id(code))
-            if known is not None and known.whose == "user":
-                self.computes |= _is_computed(code, frame.f_lasti)
-        elif event == "c_call" and arg.__name__ in ("tolist", "numpy", "__dlpack__"):
-            if isinstance(arg.__self__, Tensor):
+        if event == "call":  # mostly of a library: the shortest way for those
+            if id(frame.f_code) not in self._others:
+                self._call(frame, frame.f_code)
+        elif event == "c_call" and arg.__name__ in _TELLING:
+            known = self.codes.get(id(frame.f_code))
+            if arg is getattr or arg is hasattr:
+                if known is not None and known.whose == "user":
+                    self.computes |= _is_computed(frame.f_code, frame.f_lasti)
+            elif isinstance(arg.__self__, Tensor):
                 self.counted.append(arg.__self__)
                 if arg.__name__ != "tolist":
                     self.lacks = f"it reads the elements of a tensor by {arg.__name__}()"
-        elif event == "call" and id(code) not in self._others and code.co_name != "<module>":
-            whose = _whose(frame.f_globals.get("__name__"))
-            if whose in ("library", "quiet"):
-                self._others[id(code)] = code
-            elif self._is_of_step(frame, whose):
-                self.codes.setdefault(id(code), _Code(code, whose, frame.f_globals))
-                if whose == "user":
-                    self.met.update((id(x), weakref.ref(x)) for x in _met(frame))
-                elif whose == "python" and names_of(code) & (_ANY_NAME | {"getattr"}):
-                    self.handed.update((id(x), x) for x in frame.f_locals.values())
+
+    def _call(self, frame: FrameType, code: CodeType) -> None:
+        whose = _whose(frame.f_globals.get("__name__"))
+        if whose in ("library", "quiet") or code.co_name == "<module>":
+            self._others[id(code)] = code
+        elif self._is_of_step(frame, whose):
+            self.codes.setdefault(id(code), _Code(code, whose, frame.f_globals))
+            if whose == "user":
+                self.met.update((id(x), weakref.ref(x)) for x in _met(frame))
+            elif whose == "python" and names_of(code) & (_ANY_NAME | {"getattr"}):
+                self.handed.update((id(x), x) for x in frame.f_locals.values())
 
     def _is_of_step(self, frame: FrameType, whose: str) -> bool:
         """Return whether the step calls a function, and not a library or an import."""
@@ -223,6 +233,8 @@ class Reads:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if type(a) is type(b) and type(a) in _BY_VALUE:
+        return bool(a == b)
     return a is b or bool(told_apart(a) == told_apart(b))
 
 
@@ -235,6 +247,7 @@ class _Walk:
         self._names, self._any_name = ran.names()
         self._counted = {id(x) for x in ran.counted}
         self._rest = deque[tuple[str, Any, bool, bool]]()
+        self._empty = list[Any]()  # containers: those of a module's hooks, mostly
         self._seen = dict[tuple[int, bool, bool], Any]()  # references: no id is used again
 
     def run(self, roots: Sequence[Any]) -> None:
@@ -253,6 +266,8 @@ class _Walk:
                 self._visit(path, x, fixed, key[2])
             if len(self._seen) > _MOST_OBJECTS:
                 self.lacks = f"{path} leads to over {_MOST_OBJECTS} objects that it may read"
+        empty = self._empty
+        self._watch(lambda: [*map(len, empty)])
 
     def _push(self, path: str, *xs: Any, fixed: bool = False, whole: bool = False) -> None:
         """Go on to objects. fixed: containers of a library's. whole: with all that is in them."""
@@ -262,8 +277,10 @@ class _Walk:
         self.places.append((read, read()))
         return self.places[-1][1]
 
-    def _named(self, path: str, held: Mapping[str, Any], names: Collection[str] | None) -> None:
-        """Watch what some names have in variables or attributes; None for all names."""
+    def _named(
+        self, path: str, held: Mapping[str, Any], names: Collection[str] | None, owner: Any = None
+    ) -> None:
+        """Watch what some names have in variables, or attributes of `owner`; None for all names."""
         keys: tuple[str, ...] = ()
         size = -1
 
@@ -272,10 +289,10 @@ class _Walk:
             if len(held) != size:  # names came or went
                 size = len(held)
                 keys = tuple(key for key in held if names is None or key in names)
-            return [keys, *map(held.get, keys)]
+            return [owner.__class__, keys, *map(held.get, keys)]
 
         found = self._watch(read)
-        for key, x in zip(found[0], found[1:], strict=True):
+        for key, x in zip(found[1], found[2:], strict=True):
             self._push(f"{path}.{key}".lstrip("."), x, whole=names is None and not self._any_name)
 
     def _visit(self, path: str, x: Any, fixed: bool, whole: bool) -> None:
@@ -319,9 +336,7 @@ class _Walk:
 
     def _object(self, path: str, x: Any, whole: bool) -> None:
         names = None if whole or self._any_name else self._names
-        self._watch(lambda: [x.__class__])
-        if _has_attributes(x):
-            self._named(path, vars(x), names)
+        self._named(path, vars(x) if _has_attributes(x) else {}, names, x)
         if slots := [k for k in _slots(type(x)) if names is None or k in names]:
             found = self._watch(lambda: [getattr(x, k, _ABSENT) for k in slots])
             self._push(path, *found, whole=whole)
@@ -333,7 +348,9 @@ class _Walk:
             return
         paired = isinstance(x, dict | MappingProxyType)
         read: Read = (lambda: [*x, *x.values()]) if paired else (lambda: [*x])
-        found = read() if fixed or isinstance(x, tuple) else self._watch(read)
+        if not x and not fixed:
+            self._empty.append(x)
+        found = read() if fixed or not x or isinstance(x, tuple) else self._watch(read)
         self._push(path, *found, getattr(x, "default_factory", 0), fixed=fixed, whole=whole)
         if _whose(type(x).__module__) == "user":
             self._object(path, x, whole)
@@ -349,14 +366,19 @@ class _Walk:
 
     def _tensor(self, path: str, x: Tensor) -> None:
         self.tensors[id(x)] = x
-        self._watch(lambda: [*x.shape, *x.stride(), x.dtype, x.device, x.requires_grad])
+        size, own = torch.Size, vars(x)
+
+        def read() -> Sequence[Any]:
+            return [x.shape, size(x.stride()), x.dtype, x.device, x.requires_grad, *own.values()]
+
+        self._watch(read)
+        self._push(path, *own.values())
         if id(x) in self._counted:
             if x.nbytes > MOST_BYTES:
                 self.lacks = f"Python reads the elements of {path}, of over {MOST_BYTES} bytes"
             self._watch(lambda: [repr(x.tolist())])
         if x.is_leaf and (self._any_name or "grad" in self._names):
             self._push(path, *self._watch(lambda: [x.grad]))
-        self._named(path, vars(x), self._names)
 
     def _function(self, path: str, fn: FunctionType, *, fixed: bool) -> None:
         if not fixed:

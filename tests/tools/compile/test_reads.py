@@ -21,7 +21,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.tools.compile._reads import MOST
@@ -476,9 +479,9 @@ def test_objects_that_the_step_is_given_are_followed() -> None:
     step = fzero.shard(descends(loss), stage=1)
     compiled = fzero.compile(step, backend="eager", max_graphs=3)
     state, cfg = step.init({"w": torch.ones(2)}, RULE), Config()
-    for given, k in ((cfg, 1.0), (cfg, 3.0), (Config(inner=cfg.inner), 1.0), (cfg, 1.0)):
-        given.k = k
-        assert torch.equal(compiled(state, X, given)[1], step(state, X, given)[1])
+    for one, k in ((cfg, 1.0), (cfg, 3.0), (Config(inner=cfg.inner), 1.0), (cfg, 1.0)):
+        one.k = k
+        assert torch.equal(compiled(state, X, one)[1], step(state, X, one)[1])
 
 
 def test_a_tensor_that_a_loss_closes_over_may_be_given_to_it() -> None:
@@ -488,3 +491,77 @@ def test_a_tensor_that_a_loss_closes_over_may_be_given_to_it() -> None:
     state = step.init({"w": torch.ones(2)}, RULE)
     for x in (held, X + 1, held, X + 2):
         assert torch.equal(compiled(state, x)[1], step(state, x)[1])
+
+
+class Holder:
+    """An object with a value that a property gives."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    @property
+    def value(self) -> Any:
+        return self._value
+
+
+WAYS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "attribute": (lambda x: SimpleNamespace(k=x), number),
+    "entry": (lambda x: {"a": 0, "k": x}, operator.itemgetter("k")),
+    "element": (lambda x: [0, x], lambda of: of[-1]),
+    "tuple": (lambda x: (x,), lambda of: of[0]),
+    "record": (lambda x: Config(inner=x), lambda of: dataclasses.replace(of, seen=1).inner),
+    "chain": (lambda x: ChainMap({}, {"k": x}), lambda of: of["k"]),
+    "property": (Holder, lambda of: of.value),
+    "cell": (lambda x: lambda: x, lambda of: of()),
+    "partial": (lambda x: functools.partial(number, SimpleNamespace(k=x)), lambda of: of()),
+    "default": (lambda x: lambda x=x: x, lambda of: of()),
+    "draw": (lambda x: x, lambda of: of if torch.rand(2).shape else None),
+}
+
+
+@settings(max_examples=12)
+@given(
+    ways=st.lists(st.sampled_from([*WAYS]), min_size=1, max_size=5),
+    around=st.sampled_from(["", "remat", "checkpoint"]),
+    calls=st.lists(st.tuples(st.integers(0, 1), st.booleans()), min_size=3, max_size=3),
+    stage=st.sampled_from([0, 3]),
+)
+def test_random_programs_follow_what_they_reach(
+    ways: list[str], around: str, calls: list[tuple[int, bool]], stage: int
+) -> None:
+    """Draws, recomputations, one tensor given twice, and numbers behind structures that change."""
+    leaf = SimpleNamespace(k=1.0, t=torch.ones(2))
+    held: Any = leaf
+    for way in ways:
+        held = WAYS[way][0](held)
+
+    def reached(x: Tensor) -> Tensor:
+        found = held
+        for way in reversed(ways):
+            found = WAYS[way][1](found)
+        return F.dropout(x * found.k + found.t)
+
+    wraps: Any = {"": lambda fn: fn, "remat": fzero.remat, "checkpoint": checkpointed}
+    part = wraps[around](reached)
+
+    def loss(p: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (part(p["w"] * x).sin() * y).sum()
+
+    step = fzero.shard(descends(loss), stage=stage)
+    compiled = fzero.compile(step, backend="eager")
+    state = other = step.init({"w": torch.ones(2)}, RULE)
+    for number_of_call, (changed, alike) in enumerate(calls):
+        if changed:
+            leaf.k, leaf.t = leaf.k + 1, leaf.t * 2
+        x = X + number_of_call
+        made = []
+        for fn, old in ((compiled, other), (step, state)):
+            torch.manual_seed(number_of_call)
+            made.append(fn(old, x, x if alike else x + 1))
+        (other, got), (state, want) = made
+        assert torch.equal(got, want)
+        assert torch.equal(*(fzero.full_params(one)["w"] for one in (other, state)))
+
+
+def checkpointed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x: checkpoint(fn, x, use_reentrant=False)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -22,20 +21,6 @@ from fzero.errors import LayoutError
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")  # made anew for each copy
 _TORCHS = frozenset(vars(nn.Module()))  # the attributes that every module has, hooks among them
-
-
-_asked: list[list[Template]] = []  # of the blocks that run now: see `modes_asked`
-
-
-@contextmanager
-def modes_asked() -> Iterator[list[Template]]:
-    """Collect the templates whose `.training` flags are read in this block."""
-    found: list[Template] = []
-    _asked.append(found)
-    try:
-        yield found
-    finally:
-        _asked.pop()
 
 
 class _StandIn:
@@ -94,9 +79,6 @@ class Template:
     def modes(self) -> list[bool]:
         """Read `.training` of the user's submodules; as last read once the module is gone."""
         module = self._sources[0]()
-        for found in _asked:
-            if self not in found:
-                found.append(self)
         if module is not None:
             parts = [*module.modules()]
             if parts != [source() for source in self._sources]:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Unpack, overload
+
+from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
@@ -14,7 +18,6 @@ from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, 
 from fzero.ranks.mesh import Axis, Runtime, carrying, names_of_mesh, running_on
 from fzero.state import TrainState
 from fzero.transforms._models import meshes_of, stages_of
-from fzero.transforms.closure import reaches
 from fzero.transforms.donation import check_alive, own_gradients
 from fzero.transforms.generators import drawn_in_losses_alone
 from fzero.transforms.init import init
@@ -273,10 +276,34 @@ class _Leftovers:
             self._told = True
             if is_recorded([x.step for x in before]) or any(int(x.step) for x in before):
                 return
-            if not reaches(step, apply_gradients):
+            if not _names(step, apply_gradients):
                 warnings.warn(_LEFTOVERS, UserWarning, stacklevel=6 + DISABLED_FRAMES)
         if any(old < new for old, new in pairs):
             self._left.add(rank)
+
+
+def _names(step: Any, fn: Callable[..., Any]) -> bool:
+    """Whether a step holds `fn`, or reaches a function of the user's whose code names it."""
+    rest, seen = [step], dict[int, Any]()
+    while rest and len(seen) < 100_000:
+        x = rest.pop()
+        if x is fn:
+            return True
+        if id(x) in seen or isinstance(x, ModuleType | type | Tensor | TrainState):
+            continue
+        seen[id(x)] = x
+        if isinstance(x, CodeType):
+            if fn.__name__ in x.co_names:
+                return True
+            rest += x.co_consts
+        elif isinstance(x, FunctionType):
+            rest += [*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
+            if not f"{x.__module__}.".startswith(("torch.", "fzero.")):
+                called = (x.__globals__.get(name) for name in x.__code__.co_names)
+                rest += [x.__code__, *filter(callable, called)]
+        else:
+            rest += gc.get_referents(x)
+    return False
 
 
 _LEFTOVERS = explain(

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
+from torch import Tensor
 
 from fzero.context.here import current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import is_count
 from fzero.state import NAMESPACE
-from fzero.tools.compile._graph import Graph, graph_of
+from fzero.tools.compile._graph import Graph, graph_of, tensors_of
 from fzero.tools.compile._key import key_of
 from fzero.tools.compile._run import (
     COMPILERS,
@@ -24,10 +25,7 @@ from fzero.tools.compile._run import (
     axis_of_states,
     step_donates,
 )
-from fzero.transforms.closure import values_read
-from fzero.transforms.module_copy import Template, modes_asked
 from fzero.transforms.pipeline import P, R, Step, require_order
-from fzero.transforms.states import is_state
 
 
 def compile(
@@ -45,16 +43,16 @@ def compile(
     `fzero.compile`, and compiles what lies between two collectives as one. A collective is started
     where the step starts it, and waited for where its result is read. Other shapes, another
     schedule of stage 3, options of the step that changed, another mode of a functionalized module
-    (`module.eval()`), or another number or tensor that a function of the step holds (in its cells,
-    in globals and attributes that it names) are another graph; so are arguments of which others
-    are one tensor, or overlap in memory.
+    (`module.eval()`), and another value of what functions of the step read (globals, cells,
+    attributes, entries, torch's switches) are another graph; so are arguments of which others are
+    one tensor, or overlap in memory.
 
     Random numbers are those of the step, also where it recomputes, forks or seeds generators. The
     first call of each graph also runs the step itself, from the same random state, and compares
     what both return, bit for bit, and the random state afterwards: the graph before a compiler
-    rounds. Where they differ, and where a step has no graph (a tensor that the loss closes over and
-    writes, logical ranks, local updates, encoded moments), the step itself runs from then on, on
-    all ranks, with a warning that says why.
+    rounds. Where they differ, and where a step has no graph (it reads a list of 10,000 numbers, or
+    writes into a tensor that it closes over; logical ranks, local updates, encoded moments), the
+    step itself runs from then on, on all ranks, with a warning that says why.
 
     With `shard(..., donate=True)` the new state is written into the memory of the old one, which is
     used up. The update is the kernel that the step itself runs, the learning rate of a schedule is
@@ -104,51 +102,37 @@ def compile(
         if given_up or is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
             return inner(*args, **kwargs)
         _require_real_ranks()
-        read = values_read(inner, _transforms_of(arguments), leaves)
-        key = key_of(arguments), read
-        found = _known(graphs, key)
-        graph = found[2] if found is not None else None
+        key, tensors = key_of(arguments), tensors_of(arguments)
+        found = _known(graphs, key, tensors)
+        graph = found[1] if found is not None else None
         is_new = graph is None or graph.run is None
-        modes: Modes = []
         if graph is None and len(graphs) >= max_graphs:
             warnings.warn(_MANY.format(max_graphs), UserWarning, stacklevel=4)
             graph = Graph(axis=axis_of_states(arguments))
         elif graph is None or graph.run is None:
             again = graph is not None
-            with modes_asked() as asked:
-                graph = graph_of(inner, arguments, backend, sizes, donate=donate, again=again)
-            modes = [(one, list(one.modes())) for one in asked]
+            graph = graph_of(inner, arguments, backend, sizes, donate=donate, again=again)
         step = functools.partial(inner, *args, **kwargs)
         seen, returned = graph(step, arguments, is_new=is_new)
         if seen:
             given_up.append(seen)
             warnings.warn(_OTHERWISE.format(seen), UserWarning, stacklevel=4)
         elif is_new and (graph.changes or seen == ""):
-            graphs[:] = [*(one for one in graphs if one is not found), (key, modes, graph)]
+            graphs[:] = [*(one for one in graphs if one is not found), (key, graph)]
         return returned
 
     options = {} if backend == "inductor" else {"backend": backend}
     return Step("compile", fn, around, options=options)
 
 
-Modes = list[tuple[Template, list[bool]]]
-"""Of each module that was functionalized and that a step ran: which of its parts trained."""
+_Known = tuple[Any, Graph]
 
 
-_Known = tuple[Any, Modes, Graph]
-
-
-def _known(graphs: list[_Known], key: Any) -> _Known | None:
-    """Return the graph of this key whose modules are in the same modes as when recorded."""
+def _known(graphs: list[_Known], key: Any, tensors: Sequence[Tensor]) -> _Known | None:
+    """Return the graph of this key, if all that it reads is as it was."""
     alike = (one for one in graphs if one[0] == key)
-    now = (one for one in alike if all(x.modes() == before for x, before in one[1]))
-    return next(now, None)
-
-
-def _transforms_of(arguments: Any) -> list[Any]:
-    """Return the transforms that the states among the arguments were made with."""
-    parts = optree.tree_leaves(arguments, is_leaf=is_state, namespace=NAMESPACE)
-    return [one for state in filter(is_state, parts) for one in state.setup.transforms]
+    holds = (one for one in alike if (r := one[1].reads) is None or r.are_as_before(tensors))
+    return next(holds, None)
 
 
 def _require_real_ranks() -> None:
@@ -184,8 +168,9 @@ _MANY = explain(
 
 _OTHERWISE = explain(
     "compile: the step itself runs from now on: {0}.",
-    cause="what a graph does not have: numbers of Python's random or a clock, tensors that the "
-    "loss writes, generators that it hides; or an op that gives other bits in each run.",
+    cause="what a graph does not have: numbers of Python's random or a clock, large tables that "
+    "Python reads, tensors that the loss writes, generators that it hides; or an op that gives "
+    "other bits in each run.",
     fix="pass what changes as a tensor, draw random numbers by torch, and return what is to be "
     "kept; or leave fzero.compile out.",
 )

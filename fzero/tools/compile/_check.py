@@ -7,6 +7,7 @@ call returns, and what it leaves behind, is the step's own.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import optree
@@ -16,15 +17,20 @@ from torch import Tensor
 from fzero.machine.packing import digest
 from fzero.state import NAMESPACE
 from fzero.tools.compile._random import Randomness
+from fzero.tools.compile._run import Compiled
 from fzero.tools.trace.recurrent import unfused_recurrence
 
 
 def compare(
-    graph: Callable[[], Any], step: Callable[[], Any], drawn: Randomness, paths: Sequence[str]
+    plain: Compiled,
+    arguments: Any,
+    step: Callable[[], Any],
+    drawn: Randomness,
+    paths: Sequence[str],
 ) -> tuple[str, Any]:
     """Run a graph and then its step, from one random state.
 
-    paths: of the tensors in what is returned.
+    paths: of the tensors in what is returned. Where the graph raises, its collectives go on.
 
     Returns:
         What differs, "" if nothing does; and what the step returned.
@@ -32,10 +38,13 @@ def compare(
     found, made = [one for one, _ in drawn.begins], drawn.made
     before, unused = _states(found), _states(made)
     known, seen = list[Any](), ""
+    rest = iter(plain.actions)
     try:
-        known = _facts(graph())
+        known = _facts(replace(plain, actions=rest)(arguments))
     except Exception as error:
         seen = f"the graph raises {type(error).__name__}: {error}"
+        for action in rest:  # on this rank alone, perhaps: the others wait for it
+            action.take_part()
     after = _states(found)
     for one, state in zip((*found, *made), (*before, *unused), strict=True):
         one.set_state(state)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import optree
@@ -17,6 +16,7 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compile._check import compare
 from fzero.tools.compile._key import shared_memory
 from fzero.tools.compile._random import Randomness
+from fzero.tools.compile._reads import Ran, Reads
 from fzero.tools.compile._run import Backend, Compiled, axis_of_states, compiled, recorded
 from fzero.tools.compile._writes import NoGraphError
 from fzero.tools.trace.found import AsFound
@@ -31,6 +31,7 @@ _FIRST, _CHANGES, _LACKS = 1, 2, 3
 class Graph:
     """What runs in the place of a step; without `run` nothing does, for what it `lacks`.
 
+    reads: what it holds as long as; None for all calls.
     plain: what the first call runs: as recorded, for a compiler and sums of merged buffers round
     otherwise. It runs for good if the ranks read other parts of what collectives give, and so would
     merge and move others.
@@ -41,6 +42,7 @@ class Graph:
     plain: Compiled | None = None
     random: Randomness | None = None
     paths: tuple[str, ...] = ()
+    reads: Reads | None = None
     lacks: str = ""
     changes: str = ""  # what the first call leaves for later ones, which are recorded anew
 
@@ -71,7 +73,7 @@ class Graph:
         if statuses == {0}:
             return "", (self.run if len(runs) == 1 else self.plain)(arguments)
         given = _copied(arguments) if self.plain.donate else arguments
-        seen, returned = compare(partial(self.plain, given), step, self.random, self.paths)
+        seen, returned = compare(self.plain, given, step, self.random, self.paths)
         said_of_it = performer.call("a compared step", int(bool(seen))) if performer else ()
         return seen or "another rank warns of this call" * (1 in said_of_it), returned
 
@@ -98,10 +100,13 @@ def graph_of(
         AsFound("compile", step, arguments) as found,
     ):
         try:
-            program, drawn = recorded(step, arguments, axis, found)
+            program, drawn = recorded(step, arguments, axis, found, ran := Ran())
             if found.left:
                 lacks = f"each call changes {found.left.lstrip('.')}" * again
                 return Graph(axis=axis, changes=found.left, lacks=lacks)
+            reads = Reads(ran, [step, *_objects(arguments)], tensors_of(arguments))
+            if reads.lacks:
+                return Graph(axis=axis, lacks=reads.lacks)
             plain = compiled(program, drawn, axis, donate=donate)
             run = compiled(program, drawn, axis, donate=donate, backend=backend, sizes=sizes)
         except FzeroError:
@@ -111,7 +116,7 @@ def graph_of(
         except Exception as error:
             first = str(error).partition("\n")[0]
             return Graph(axis=axis, lacks=f"recording raises {type(error).__name__}: {first}")
-    return Graph(axis=axis, run=run, plain=plain, random=drawn, paths=program.outputs)
+    return Graph(axis=axis, run=run, plain=plain, random=drawn, paths=program.outputs, reads=reads)
 
 
 def _lacking(states: Sequence[TrainState]) -> str:
@@ -134,8 +139,20 @@ def _precisions(rule: Any) -> list[Any]:
 def _shares(arguments: Any) -> bool:
     """Return whether a buffer of the states overlaps with another argument."""
     count = sum(isinstance(x, Tensor) for x in _leaves(arguments[0]))
-    tensors = [x for x in _leaves(arguments) if isinstance(x, Tensor)]
+    tensors = tensors_of(arguments)
     return any(i < count for group in shared_memory(tensors) for i, *_ in group)
+
+
+def _objects(arguments: Any) -> list[Any]:
+    """Return the arguments that are no tensors, and what their states were made with."""
+    setups = [state.setup for state in flatten_states("compile", arguments[0])[0]]
+    made = [one for setup in setups for one in (setup.optimizer, *setup.transforms)]
+    return [*made, *(x for x in _leaves(arguments) if not isinstance(x, Tensor))]
+
+
+def tensors_of(arguments: Any) -> list[Tensor]:
+    """Return the tensors among the arguments."""
+    return [x for x in _leaves(arguments) if isinstance(x, Tensor)]
 
 
 def _copied(arguments: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
 from fzero.tools.compile._random import Randomness, RecordedDraws, note_draws
+from fzero.tools.compile._reads import Ran
 from fzero.tools.compile._segments import Action, Compiler, actions_of, held_in
 from fzero.tools.compile._writes import without_writes, write_back
 from fzero.tools.trace.alive import inputs_of
@@ -73,15 +74,16 @@ def recorded(
     arguments: Any,
     axis: Axis,
     found: AsFound,
+    ran: Ran,
 ) -> tuple[RecordedStep, Randomness]:
-    """Return the program of this rank, without writes, and its draws.
+    """Return the program of this rank, without writes, and its draws; `ran` notes what runs.
 
     The last argument has the keywords.
     """
     known: list[Randomness] = []
 
     def with_keywords(*given: Any) -> Any:
-        with RecordedDraws(found.generators()) as drawn:
+        with RecordedDraws(found.generators()) as drawn, ran:
             returned = step(*given[:-1], **given[-1])
         known[:] = [drawn.randomness]
         return returned
@@ -116,7 +118,7 @@ def _same_places(program: RecordedStep) -> list[tuple[int, int]]:
 class Compiled:
     """A compiled graph: a list of actions."""
 
-    actions: tuple[Action, ...]
+    actions: Iterable[Action]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     returns: Returns
@@ -217,7 +219,11 @@ def _by_inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[
     return run
 
 
-COMPILERS: dict[Backend, Compiler] = {"inductor": _by_inductor, "eager": lambda graph, _: graph}
+def _eager(graph: fx.GraphModule, _: Sequence[Tensor]) -> Callable[..., Any]:
+    return graph.forward  # a call of the module would run the hooks that are for all modules
+
+
+COMPILERS: dict[Backend, Compiler] = {"inductor": _by_inductor, "eager": _eager}
 
 
 def _tensors(arguments: Any) -> list[Tensor]:

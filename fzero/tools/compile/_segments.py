@@ -42,6 +42,7 @@ class Action:
     """A function of named values, whose results get names: a segment, or the start of a collective.
 
     writes: into an argument of the step, which is given up. drops: what nobody reads after it.
+    collective: of a start, the values of its inputs; None for what this rank does alone.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -49,6 +50,15 @@ class Action:
     gives: tuple[str, ...]
     writes: bool = False
     drops: tuple[str, ...] = ()
+    collective: tuple[Tensor, ...] | None = None
+
+    def take_part(self) -> None:
+        """Make a collective of which this rank has no inputs, for the others'."""
+        if self.collective is not None:
+            shapes = [(x.shape, x.dtype, x.device) for x in self.collective]
+            zeros = [torch.zeros(shape, dtype=kind, device=on) for shape, kind, on in shapes]
+            for flight in self.run(*zeros):
+                flight.wait()
 
     def __call__(self, env: dict[str, Any]) -> None:
         """Run it on the values by the names of their nodes."""
@@ -89,7 +99,7 @@ def actions_of(
         for one in dict.fromkeys(rest):
             wait(one)
         if is_collective(node):
-            actions.append(_start(node, axes))
+            actions.append(_with_values(_start(node, axes), node))
             pending.add(node)
         elif node.target is UPDATE:
             actions.append(_update(node))
@@ -128,6 +138,11 @@ def _items(node: fx.Node) -> dict[str, int]:
 
 def _named(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
+
+
+def _with_values(action: Action, node: fx.Node) -> Action:
+    inputs = [*cast("Any", node.args[0]), *node.meta.get(INTO, ())]
+    return replace(action, collective=tuple(x.meta["val"] for x in inputs))
 
 
 def _start(node: fx.Node, axes: dict[str, Axis]) -> Action:

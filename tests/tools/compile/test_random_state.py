@@ -349,3 +349,35 @@ def test_a_write_into_the_batch_is_refused_as_before() -> None:
     compiled = fzero.compile(step, backend="eager")
     with warnings.catch_warnings(), pytest.raises(LayoutError, match="one of its arguments"):
         compiled(compiled.init({"w": torch.ones(6)}, RULE), X.clone())
+
+
+@torch.library.custom_op("fzero_test::once", mutates_args=())
+def once(x: Tensor) -> Tensor:
+    """Raise in the first run on rank 1."""
+    COUNT_OF_RUNS[0] += 1
+    if torch.distributed.get_rank() and COUNT_OF_RUNS[0] == 1:
+        raise RuntimeError("on one rank alone")
+    return x.clone()
+
+
+once.register_fake(torch.empty_like)
+COUNT_OF_RUNS = [0]
+
+
+@on_ranks(2, timeout_s=60)
+def test_a_graph_that_raises_on_one_rank_alone_leaves_no_rank_waiting(rank: int) -> None:
+    def loss(p: Any, x: Tensor) -> Tensor:
+        return (p["w"] * once(x.detach()) + fzero.psum(x)).sum()
+
+    for stage in (0, 3):
+        COUNT_OF_RUNS[0] = 0
+        step = fzero.shard(descends(loss), stage=stage, donate=stage == 3)
+        compiled = fzero.compile(step, backend="eager")
+        state = other = step.init({"w": torch.ones(6)}, RULE)
+        why = "the graph raises RuntimeError: on one rank" if rank else "graph returns another"
+        with pytest.warns(UserWarning, match=why):
+            state, got = compiled(state, X + rank)
+        other = step.init({"w": torch.ones(6)}, RULE)
+        other, lost = step(other, X + rank)
+        assert torch.equal(got, lost)
+        assert all(map(torch.equal, state.params.flats, other.params.flats))

@@ -165,7 +165,7 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     everyone, absent, nested, others, any_gives = before_collective(plan.axis, call)
     if levels.by_func(everyone) and nested & others:
         raise unlike_nesting()
-    if levels.beyond_reach(everyone & absent, anchors()):
+    if not plan.backward and levels.beyond_reach(everyone & absent, anchors()):
         raise unlike_inputs()
     if not any_gives:
         return None

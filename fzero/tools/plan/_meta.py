@@ -19,7 +19,7 @@ from torch.utils._device import _device_constructors
 
 from fzero.tools.plan import _constants as constants
 from fzero.tools.plan._values import READERS
-from fzero.tools.trace.found import LeftOver, Made
+from fzero.tools.trace.found import LeftOver, Recorded
 from fzero.tools.trace.program import reads_values
 
 _TORCH: Any = torch
@@ -37,7 +37,7 @@ class AsOn(TorchFunctionMode):
         """Set the type of device, "cpu" or "cuda", that meta tensors imitate."""
         super().__init__()
         self._device = device
-        self._made = Made()
+        self._made = Recorded()
 
     def __torch_function__(
         self,

@@ -112,7 +112,7 @@ def prove_programs(
         ranks=tuple(seen),
         ops=(wanted.ops, found.ops),
         claims=tuple(claims),
-        beside=tuple(_beside(wanted.outputs, found.outputs, alone)),
+        beside=tuple(_beside(wanted.again, found.again, alone)),
     )
 
 

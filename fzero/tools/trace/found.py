@@ -60,7 +60,7 @@ class RecordMode(FakeTensorMode):
 
     def __init__(self, tool: str) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.tool, self.is_over, self.made = tool, False, Made()
+        self.tool, self.is_over, self.made = tool, False, Recorded()
 
     def end(self) -> None:
         """The record is over: whoever computes with a tensor of it raises."""
@@ -89,7 +89,7 @@ class LeftOver(Tensor):
         require_no_left(func, (args, kwargs))
 
 
-class Made:
+class Recorded:
     """The tensors that a record makes, for as long as somebody holds them."""
 
     def __init__(self) -> None:

@@ -451,7 +451,7 @@ def _of_slot(read: Callable[[Any], Any], leaves: Any, elsewhere: Any) -> Callabl
     form: Any = Form(leaves=leaves, placement=Placement.PARTIAL, elsewhere=elsewhere)
 
     def begin(params: Any, ctx: Any) -> Any:
-        of = {k: torch.full((ctx.shape(k).numel(),), ctx.rank + 1.0) for k in params}
+        of = {k: torch.full((torch.Size(ctx.shape(k)).numel(),), ctx.rank + 1.0) for k in params}
         return {"own": of if leaves == "learning" else ctx.rank + 1.0}
 
     def local(slots: Any, g: Tensor, ctx: Any) -> Any:

@@ -197,7 +197,7 @@ def note(
 
     sends: the elements that this rank sends, where ranks do not send equal parts.
     """
-    here, over_processes = current_ranks(), axis.runtime is Runtime.PROCESSES
+    over_processes = axis.runtime is Runtime.PROCESSES
     _alive.count_call(real=over_processes)
     if said:
         note_call(said)
@@ -208,6 +208,7 @@ def note(
     wire_bytes = 2 * one_way if op in ("all_reduce", "pmax", "pmin") else one_way
     if sends is not None:
         wire_bytes = sends * dtype.itemsize
+    here = current_ranks()
     event = CollectiveEvent(
         op=op,
         axis=axis.name,

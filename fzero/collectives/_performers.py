@@ -111,7 +111,7 @@ def before_collective(
     codes: tuple[int, ...] = ()
     performers = _in_a_pass(whole)
     # An abstract rank stands for a process, and is planned with the rounds of one.
-    as_process = axis.runtime is Runtime.PROCESSES or is_abstract()
+    as_process = axis.runtime is Runtime.PROCESSES or (call is not None and is_abstract())
     by_round = as_process or any(map(_announces_anywhere, performers))
     if call is not None and by_round:
         codes = digest(f"{call.name} {axis.name}"), digest(call.shapes), *call.said

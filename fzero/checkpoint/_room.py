@@ -104,8 +104,8 @@ def room_for(
     if same and facts is not None:
         numbers = facts["replicas"][replica]["counters"]
     found = NewState(like=like, state=like, own=own)
-    reader = _Reader(found, saved, shared=shared, apart=trains_apart(like) and not same)
-    reader.partial = partial
+    others = trains_apart(like) and not same
+    reader = _Reader(found, saved, shared=shared, apart=others, partial=partial)
     named = {one.key: (one, prefix if same else "") for one, prefix in named_entries(like, rank)}
     made = [
         _room_of(setup, one, reader.texts(prefix + one.name), _filled_by(setup, one, own, zero))
@@ -192,13 +192,21 @@ def _room_of(
 class _Reader:
     """Finds where the entries of a new state come from, and puts that into its room."""
 
-    def __init__(self, room: NewState, saved: Manifest, *, shared: bool, apart: bool) -> None:
+    def __init__(
+        self,
+        room: NewState,
+        saved: Manifest,
+        *,
+        shared: bool,
+        apart: bool,
+        partial: Partial | None = None,
+    ) -> None:
         self._room, self._saved, self._shared = room, saved, shared
         self._setup, self._own = room.like.setup, room.own
         self._apart = apart  # of other replicas than were saved
         place = (self._setup.stage, room.like.mesh.size)
         self._moved = place != (saved.origin["stage"], saved.origin["ranks"])
-        self.partial: Partial | None = None
+        self._partial = partial
 
     def texts(self, name: str) -> Mapping[str, str]:
         """Return what the manifest says of the tensors of an entry."""
@@ -237,10 +245,10 @@ class _Reader:
 
     def _may(self, entry: Entry, name: str) -> bool:
         """Whether an entry that was saved has the shapes that are wanted, where others may be."""
-        if self.partial is not None and (entry.per_leaf or entry.placement is Placement.PARTIAL):
-            covers = self.partial.covers(self._setup, entry)
+        if self._partial is not None and (entry.per_leaf or entry.placement is Placement.PARTIAL):
+            covers = self._partial.covers(self._setup, entry)
             return covers and entry.placement is not Placement.PARTIAL
-        return not (entry.form.optional or self.partial) or self._fits(entry, name)
+        return not (entry.form.optional or self._partial) or self._fits(entry, name)
 
     def _fits(self, entry: Entry, name: str) -> bool:
         """Whether named tensors have the sizes and dtypes that were saved."""
@@ -254,10 +262,10 @@ class _Reader:
     def _cut(self, entry: Entry, prefix: str) -> None:
         shared = self._shared or not entry.per_leaf
         pieces = pieces_of(self._setup, entry, self._own, prefix, shared=shared)
-        if self.partial is None:
+        if self._partial is None:
             self._room.pieces.extend(pieces)
             return
-        for piece, put in self.partial.read(self._setup, entry, pieces, self._own):
+        for piece, put in self._partial.read(self._setup, entry, pieces, self._own):
             self._room.pieces.append(piece)
             self._room.puts.extend([] if put is None else [put])
 

@@ -329,7 +329,7 @@ def read_manifest(path: Path, data: str = "") -> Manifest:
         ) from None
     if (found := body.pop("format", None)) not in (*FORMER, FORMAT):
         raise CheckpointError(
-            f"the checkpoint at {path} has the format {found!r:.20}; {(*FORMER, FORMAT)} are read.",
+            f"the checkpoint at {path} has another format than {(*FORMER, FORMAT)}: {found!r:.20}.",
             cause="it was written by another version of fzero.",
             fix="update fzero. Formats before 3 are read by the version that wrote them; its "
             "export_safetensors, or save_universal, writes what this one reads.",

@@ -64,7 +64,7 @@ def test_files_have_plain_names(name: str, tmp_path: Path) -> None:
 def test_fields_that_lack_are_refused(tmp_path: Path) -> None:
     save(tmp_path, _state())
     body = body_of(tmp_path)
-    for key in body.keys() - {"kept"}:  # which checkpoints of before had not
+    for key in body.keys() - {"kept", "tied"}:  # which checkpoints of before had not
         seal(tmp_path, {name: value for name, value in body.items() if name != key})
         _refused(tmp_path, "another format" if key == "format" else f"manifest lacks '{key}'")
 

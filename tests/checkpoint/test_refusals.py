@@ -241,11 +241,11 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     with monkeypatch.context() as patch:
         patch.setattr("fzero.checkpoint.manifest.FORMAT", 99)
         save(tmp_path, state_of())
-    refused(tmp_path, state_of(), r"has the format 99; \(3, 4\) are read.\n.*\nFix: update fzero")
+    refused(tmp_path, state_of(), r"another format than \(3, 4\): 99.\n.*\nFix: update fzero")
 
 
 def test_a_checkpoint_of_a_former_format_is_read(tmp_path: Path) -> None:
-    """It was written by 0.45, after one step of an engine at stage 2."""
+    """It was written by an earlier version, after one step of an engine at stage 2."""
     copied = shutil.copytree(Path(__file__).parent / "former" / "format3", tmp_path / "x")
     module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.5)

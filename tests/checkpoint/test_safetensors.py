@@ -35,7 +35,8 @@ places = st.tuples(st.integers(0, 3), stages)
 
 
 def _read(folder: Path) -> dict[str, Tensor]:
-    return {name: read_values(place) for name, place in places_in(folder).items()}
+    """Return what is there, a tied one under the name that it is stored by."""
+    return {x.name: read_values(x) for x in places_in(folder).values()}
 
 
 def _wanted(params: dict[str, Any]) -> dict[str, Tensor]:

@@ -199,7 +199,7 @@ class HeldGradient(Memoryless):
         )
 
     @property
-    def data(self) -> HeldGradient:
+    def data(self) -> Tensor:
         """The same without a graph."""
         return self.detach()
 

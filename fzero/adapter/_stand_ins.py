@@ -60,7 +60,8 @@ class StandIns:
             with torch.enable_grad():
                 leads: Any = _NoGraph.apply(torch.zeros(()), *(p for p, _ in self._of.values()))
                 for _, held in self._of.values():
-                    held.requires_grad or _NoGraph.apply(held, leads)
+                    if not held.requires_grad:
+                        _NoGraph.apply(held, leads)
         for p, held in self._of.values():
             p.grad = held
 
@@ -105,6 +106,10 @@ class StandIns:
             if p.grad is not None and p.grad is not held:
                 given[key], p.grad = p.grad.detach(), held if self.standing else None
         return given
+
+    def write(self, p: Tensor, gradient: Tensor) -> None:
+        """Write what the user has put into `p.grad`. A collective for the first one."""
+        self._of[id(p)][1].copy_(gradient)
 
     def dropped(self, first: Tensor | None = None) -> bool:
         """Whether the user has set every `p.grad` to None, or to zero; those of some: see `remove`.

@@ -351,7 +351,7 @@ class Driver:
         for p, leaf in self.params.learning:
             if id(p) in given:
                 self.wrote_gradient(self.state.setup.layout.leaves[leaf].path, leaf)
-                p.grad.copy_(given[id(p)])
+                self.stand_ins.write(p, given[id(p)])
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""

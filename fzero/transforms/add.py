@@ -178,10 +178,12 @@ def _require_gradient(one: Any, like: Leaf) -> None:
 
 def _by_leaf(layout: Layout, grads: Any) -> list[Any]:
     pairs, paths = matched(layout, grads), leaf_numbers(layout)
-    if pairs is None and isinstance(grads, dict) and set(grads) <= set(paths):  # by path
+    tree: Any = grads
+    learning = {path for path, leaf in paths.items() if layout.leaves[leaf].trainable}
+    if pairs is None and isinstance(grads, dict) and learning <= set(grads) <= set(paths):
         pairs = [(leaf, grads.get(path)) for path, leaf in paths.items()]
     if pairs is None:
-        seen = optree.tree_structure(grads, none_is_leaf=True, namespace=NAMESPACE)
+        seen = optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
         raise LayoutError(
             f"add_gradients: the gradients have the structure {seen}, the parameters "
             f"{layout.treespec}.",

@@ -67,8 +67,12 @@ def test_an_input_of_evaluate_that_requires_grad_is_said_once() -> None:
 
 
 def test_rates_that_require_grad_raise_and_slots_are_as_wide_as_parameters() -> None:
-    lr = torch.tensor(0.1, requires_grad=True)
-    state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(lambda step: lr * 1), stage=2)
+    lr: Any = torch.tensor(0.1, requires_grad=True)
+
+    def rate(step: int) -> Any:
+        return lr * 1
+
+    state = fzero.init({"w": torch.ones(3)}, fzero.optim.sgd(rate), stage=2)
     state, _ = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
     with pytest.raises(LayoutError, match=r"(?s)lr\(0\).*requires grad.*\(init, update\) pair"):
         fzero.apply_gradients(state)

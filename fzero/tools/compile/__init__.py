@@ -10,7 +10,7 @@ compile(step) --> a step that is called as `step` is
     _check         a graph and its step, from one random state -> what differs
     _graph         step, arguments -> what runs in its place, agreed upon by all ranks
     _key           arguments -> what a graph is made for
-    _reads         a step -> what it reads besides its arguments, and whether that is as it was
+    _surroundings  a step -> what it reads besides its arguments, and whether that is as it was
     _api           `compile`, and the cache of graphs by arguments
 """
 

@@ -16,8 +16,8 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compile._check import compare
 from fzero.tools.compile._key import shared_memory
 from fzero.tools.compile._random import Randomness
-from fzero.tools.compile._reads import Ran, Reads
 from fzero.tools.compile._run import Backend, Compiled, axis_of_states, compiled, recorded
+from fzero.tools.compile._surroundings import FunctionsRun, Surroundings
 from fzero.tools.compile._writes import NoGraphError
 from fzero.tools.trace.found import AsFound
 from fzero.transforms.states import flatten_states
@@ -42,7 +42,7 @@ class Graph:
     plain: Compiled | None = None
     random: Randomness | None = None
     paths: tuple[str, ...] = ()
-    reads: Reads | None = None
+    reads: Surroundings | None = None
     lacks: str = ""
     changes: str = ""  # what the first call leaves for later ones, which are recorded anew
 
@@ -100,11 +100,11 @@ def graph_of(
         AsFound("compile", step, arguments) as found,
     ):
         try:
-            program, drawn = recorded(step, arguments, axis, found, ran := Ran())
+            program, drawn = recorded(step, arguments, axis, found, ran := FunctionsRun())
             if found.left:
                 lacks = f"each call changes {found.left.lstrip('.')}" * again
                 return Graph(axis=axis, changes=found.left, lacks=lacks)
-            reads = Reads(ran, [step, *_objects(arguments)], tensors_of(arguments))
+            reads = Surroundings(ran, [step, *_objects(arguments)], tensors_of(arguments))
             if reads.lacks:
                 return Graph(axis=axis, lacks=reads.lacks)
             plain = compiled(program, drawn, axis, donate=donate)

@@ -52,8 +52,8 @@ def told_apart(x: Any) -> Any:
 def _leaf(x: Any) -> Any:
     """Return what an argument is told apart by: records of the same values are alike."""
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        parts = optree.tree_leaves(object.__getstate__(x), none_is_leaf=True)
-        return type(x), [*map(told_apart, parts)]
+        parts: Any = object.__getstate__(x)
+        return type(x), [*map(told_apart, optree.tree_leaves(parts, none_is_leaf=True))]
     return _kind(x) if isinstance(x, Tensor) else told_apart(x)
 
 

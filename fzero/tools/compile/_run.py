@@ -18,8 +18,8 @@ from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
 from fzero.tools.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
 from fzero.tools.compile._random import Randomness, RecordedDraws, note_draws
-from fzero.tools.compile._reads import Ran
 from fzero.tools.compile._segments import Action, Compiler, actions_of, held_in
+from fzero.tools.compile._surroundings import FunctionsRun
 from fzero.tools.compile._writes import without_writes, write_back
 from fzero.tools.trace.alive import inputs_of
 from fzero.tools.trace.found import AsFound
@@ -74,7 +74,7 @@ def recorded(
     arguments: Any,
     axis: Axis,
     found: AsFound,
-    ran: Ran,
+    ran: FunctionsRun,
 ) -> tuple[RecordedStep, Randomness]:
     """Return the program of this rank, without writes, and its draws; `ran` notes what runs.
 

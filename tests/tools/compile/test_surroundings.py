@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero.tools.compile._reads import MOST
+from fzero.tools.compile._surroundings import MOST
 from tests.descends import descends
 
 RULE = fzero.optim.sgd(0.5)
@@ -154,7 +154,7 @@ def set_on(x: Any, name: str = "k") -> Callable[[], Any]:
 
 def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
     """By what a loss reads: the number that it reads, and how that changes."""
-    C.__init__()  # type: ignore[misc]
+    C.__init__()
     Base.k, Color.RED._value_ = 1.0, 1
     os.environ["FZERO_K"] = "1"
     config: Any = ModuleType("config_of_a_test")
@@ -214,7 +214,7 @@ def cases() -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
         "ContextVar": (lambda: VAR.get(), lambda: VAR.set(3.0)),
         "array": (lambda: numbers[0], lambda: operator.setitem(numbers, 0, 3.0)),
         "bytearray": (lambda: raw[0], lambda: operator.setitem(raw, 0, 3)),
-        "numpy": (lambda: float(values[1500]), lambda: operator.setitem(values, 1500, 3.0)),
+        "numpy": (lambda: float(values[1500]), lambda: values.__setitem__(1500, 3.0)),
         "asdict": (lambda: dataclasses.asdict(C)["k"], set_on(C)),
         "asdict, nested": (
             lambda: dataclasses.asdict(deep)["inner"]["inner"][0]["x"][0]["k"],
@@ -351,7 +351,7 @@ def test_what_an_autograd_function_reads_in_its_backward_is_followed(put_back: A
 
 
 def with_hook(net: nn.Module) -> None:
-    net.register_forward_hook(lambda module, args, out: out * 3)
+    net.register_forward_hook(lambda *given: given[-1] * 3)
 
 
 def replaced(net: Any) -> None:
@@ -443,7 +443,7 @@ def test_what_the_step_does_not_read_is_no_other_graph() -> None:
         trainer.seen += 1
         trainer.options.seen += 1
         trainer.history.append(1.0)
-        trainer.later = trainer.seen  # type: ignore[attr-defined]
+        trainer.later = trainer.seen
         KEPT[f"{len(KEPT)}"] = 1
 
     assert len({*followed(trainer.loss, count, count, max_graphs=1)}) == 1  # warnings are errors

@@ -88,7 +88,7 @@ class _Code(NamedTuple):
     variables: dict[str, Any]
 
 
-class Ran:
+class FunctionsRun:
     """Notes in its block which functions run: the user's, what they call of Python's, modules'."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Ran:
         self.met = dict[int, Any]()  # weak references to objects that functions were given
         self.lacks = ""
 
-    def __enter__(self) -> Ran:
+    def __enter__(self) -> FunctionsRun:
         self._before: Any = sys.getprofile()
         sys.setprofile(self._note)
         return self
@@ -204,13 +204,13 @@ def _is_computed(code: CodeType, at: int) -> bool:
     return not (is_text and (with_default or call.arg == 2))
 
 
-class Reads:
+class Surroundings:
     """What functions that ran read, from some roots on, and which tensors of it are arguments.
 
     lacks: what of it cannot be followed, as a sentence; "" for nothing.
     """
 
-    def __init__(self, ran: Ran, roots: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+    def __init__(self, ran: FunctionsRun, roots: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         known = walk = None
         while walk is None or known != (len(ran.codes), ran.computes):  # the way tells of more
             known, walk = (len(ran.codes), ran.computes), _Walk(ran)
@@ -241,7 +241,7 @@ def _same(a: Any, b: Any) -> bool:
 class _Walk:
     """From object to object, along what may be read."""
 
-    def __init__(self, ran: Ran) -> None:
+    def __init__(self, ran: FunctionsRun) -> None:
         self.places, self.tensors, self.lacks = [], dict[int, Tensor](), ran.lacks
         self._ran = ran
         self._names, self._any_name = ran.names()

@@ -7,7 +7,7 @@ when it is run again it is given that, and communicates in the adjoints alone.
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -141,7 +141,7 @@ def _reentrant() -> list[tuple[Any, bool]]:
     """
     found, frame = list[tuple[Any, bool]](), None
     if not torch.is_grad_enabled() or _TORCH._C._current_graph_task_id() >= 0:
-        frame = sys._getframe()
+        frame = inspect.currentframe()
     while frame is not None:
         if (again := _RUNS_AGAIN.get(frame.f_code)) is not None:
             found.append((frame.f_locals["ctx"], again))
@@ -150,16 +150,15 @@ def _reentrant() -> list[tuple[Any, bool]]:
 
 
 def _of_node(node: Any, again: bool) -> PartRun:
+    notes: dict[str, Any] = vars(node)
     if not again:
-        block = vars(node).setdefault("fzero_block", Block())
+        block = notes.setdefault("fzero_block", Block())
         return PartRun(block, again=False, own_graph=False, anchor=torch.zeros(0))
-    task, run = vars(node).get("fzero_again", (None, None))
+    task, run = notes.get("fzero_again", (None, None))
     if task != (now := _TORCH._C._current_graph_task_id()):  # it may run again several times
         anchor = torch.zeros(0, requires_grad=True)
-        block = vars(node).get("fzero_block", Block())
-        run = PartRun(block, again=True, own_graph=True, anchor=anchor)
+        run = PartRun(notes.get("fzero_block", Block()), again=True, own_graph=True, anchor=anchor)
         node.fzero_again = now, run
-    assert run is not None
     return run
 
 

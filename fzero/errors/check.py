@@ -165,7 +165,10 @@ _ELSEWHERE = {
     "decay": "weight_decay",
     "learning_rate": "lr",
     "step_size": "lr",
+    **dict.fromkeys(("beta1", "beta2", "b1", "b2"), "betas"),
+    "epsilon": "eps",
+    "mom": "momentum",
+    "mask": "decay_mask",
+    "accum_steps": "steps",
 }
-_ELSEWHERE |= {"beta1": "betas", "beta2": "betas", "b1": "betas", "b2": "betas"}
-_ELSEWHERE |= {"epsilon": "eps", "mom": "momentum", "mask": "decay_mask", "accum_steps": "steps"}
 """{what other libraries call an option: its name}, where no letters show it."""

@@ -145,7 +145,8 @@ def _lent(
 
     Counters that the rule keeps in its param groups are set there too.
     """
-    instance, groups = bound.instance, bound.instance.param_groups
+    instance: Any = bound.instance
+    groups = instance.param_groups
     with ExitStack() as stack:
         for number, (group, shared) in enumerate(zip(groups, bound.shared, strict=True)):
             own = [loan for loan in loans if loan.unit.group == number]

@@ -97,7 +97,8 @@ def test_a_tied_parameter_loads_into_both_of_a_model_that_does_not_tie_it(
         return Engine(module, torch.optim.AdamW(module.parameters(), lr=0.5), stage=stage)
 
     one = engine(True)
-    one.backward(one.module.a(torch.ones(2)).sum() + one.module.b(torch.ones(2)).square().sum())
+    module: Any = one.module
+    one.backward(module.a(torch.ones(2)).sum() + module.b(torch.ones(2)).square().sum())
     one.step()
     write(tmp_path, one)
     two, wanted = read(tmp_path, engine(False)), one.full_state_dict()["a.weight"]
@@ -125,7 +126,7 @@ def test_a_load_sets_the_rate_of_then_for_a_scheduler_that_was_there_before(
             rates += scheduler.get_last_lr()
         return rates
 
-    engine = engine_of("wb")
+    engine: Any = engine_of("wb")
     scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, 2, 0.5)
     plain, beside = made()
     assert run(engine, scheduler, 3) == run(plain, beside, 3)

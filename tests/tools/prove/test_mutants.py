@@ -60,12 +60,12 @@ def test_a_value_that_one_rank_alone_returns_otherwise_is_rejected() -> None:
         for change in (*subject.ranks[0].inputs, "plus 2") if path.startswith("state") else ():
             ranks = [subject.ranks[0], copied(subject.ranks[1])]
             nodes = list(ranks[1].graph.graph.nodes)
-            outs = list(nodes[-1].args[0])  # type: ignore[arg-type]
+            outs = list(nodes[-1].args[0])
             before: Any = outs[i]
             with ranks[1].graph.graph.inserting_before(nodes[-1]):
                 if change == "plus 2":
                     outs[i] = nodes[-1].graph.call_function(torch.ops.aten.add.Tensor, (before, 2))
-                    outs[i].meta.update(before.meta)  # type: ignore[union-attr]
+                    outs[i].meta.update(before.meta)
                 else:
                     outs[i] = nodes[ranks[1].inputs.index(change)]
             val = before.meta["val"]

@@ -197,8 +197,6 @@ def note(
     sends: the elements that this rank sends, where ranks do not send equal parts.
     """
     _alive.count_call(real=axis.runtime is Runtime.PROCESSES)
-    if said:
-        note_call(said)
     logs = _open_logs()
     if not logs or (not numel and sends is None):  # of no elements none are sent
         return
@@ -217,3 +215,5 @@ def note(
     )
     for log in logs:
         log.events.append(event)
+    if said:
+        note_call(said)

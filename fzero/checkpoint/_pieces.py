@@ -96,12 +96,12 @@ def overlap(start: int, numel: int, own: tuple[int, ...], other: tuple[int, ...]
         ([True, True, True, True], [0, 1, 3, 4])
     """
     rest = torch.arange(start, start + numel, device="cpu")
-    here, there, scale = torch.ones_like(rest, dtype=torch.bool), torch.zeros_like(rest), 1
+    here, there, stride = torch.ones_like(rest, dtype=torch.bool), torch.zeros_like(rest), 1
     for size, known in zip(reversed(own), reversed(other), strict=True):
         at, rest = rest % size, rest // size
         here &= at < known
-        there += at * scale
-        scale *= known
+        there += at * stride
+        stride *= known
     return Overlap(here, there[here])
 
 

@@ -99,10 +99,11 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, int, str, 
 
 
 def _parts_that_differ(mine: str, theirs: str) -> tuple[str, str]:
-    """Return the options in which two long lines differ, by name; short lines as they are."""
-    if max(len(mine), len(theirs)) < LONG:
-        return mine, theirs
+    """Return the options in which two long lines of the same differ; other lines as they are."""
     both = [_OPTION.findall(text) for text in (mine, theirs)]
+    names, others = ([x.partition("=")[0].split()[:1] for x in some] for some in both)
+    if max(len(mine), len(theirs)) < LONG or names != others:
+        return mine, theirs
     only = [[x.strip() for x in some if x not in other] for some, other in (both, both[::-1])]
     return ", ".join(only[0]) or "nothing more", ", ".join(only[1]) or "nothing more"
 

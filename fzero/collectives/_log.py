@@ -199,8 +199,6 @@ def note(
     """
     over_processes = axis.runtime is Runtime.PROCESSES
     _alive.count_call(real=over_processes)
-    if said:
-        note_call(said)
     logs = _open_logs()
     if not logs or (not numel and sends is None):  # of no elements none are sent
         return
@@ -220,3 +218,5 @@ def note(
     )
     for log in logs:
         log.events.append(event)
+    if said:
+        note_call(said)

@@ -173,7 +173,7 @@ def _rows_of_call(
 def end_of_run(here: Here) -> str:
     """Return what a virtual rank says where its run ends, as in a round: its local calls."""
     mine = here.kept.get((Performer, here.size, 1))
-    return f"the end of the simulated function{mine.protocol.noted if mine else ''}"
+    return f"the end of the simulated function{mine.protocol.noted.said if mine else ''}"
 
 
 def agreed(text: str, said: tuple[int, ...], axis: Axis) -> tuple[int, ...]:

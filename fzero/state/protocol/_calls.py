@@ -28,7 +28,7 @@ def call(p: Protocol, e: Call) -> Next:
     """Make one round of a call, in which ranks that are in a pass are served."""
     if p.open is not None:
         return replaced(p, heard=()).then((learn, p.open)), ()
-    text = f"{e.text}{p.noted}"
+    text = f"{e.text}{p.noted.said}"
     return say(p, Message(MessageKind.CALL, text, int(e.has_plan), codes=e.values), (called,))
 
 
@@ -36,8 +36,9 @@ def noted(p: Protocol, e: Noted) -> Next:
     """Count a call that the next round compares; one in a loss changes no state of the step."""
     if p.inside:
         return p, ()
-    digest = zlib.crc32(e.text.encode(), p.noted.digest)
-    return replaced(p, noted=LocalCalls(p.noted.calls + 1, e.text, digest)), ()
+    digest, calls = zlib.crc32(e.text.encode(), p.noted.digest), p.noted.calls + 1
+    said = f"\nlocal calls before: {calls}, the last {e.text} ({digest:08x})"
+    return replaced(p, noted=LocalCalls(calls, digest, said)), ()
 
 
 def called(p: Protocol, said: Round) -> Next:

@@ -80,7 +80,7 @@ def announce(p: Protocol, number: int) -> Next:
     expected = facts, model.units.gathers or model.phase.calls
     message = Message(
         MessageKind.PASS,
-        f"{said.text}\nphase {said.place[1]}{'' if said.served else p.noted}",
+        f"{said.text}\nphase {said.place[1]}{'' if said.served else p.noted.said}",
         hint=zlib.crc32(repr(expected).encode()),
         served=said.served,
     )

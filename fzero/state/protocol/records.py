@@ -86,16 +86,14 @@ class Model:
 
 
 class LocalCalls(NamedTuple):
-    """The calls of a rank in which nothing crosses ranks: how many, the last one, all of them."""
+    """The calls of a rank in which nothing crosses ranks: how many, a digest, and what is said.
+
+    said: a line of what ranks announce; none where there were no such calls.
+    """
 
     calls: int = 0
-    last: str = ""
     digest: int = 0
-
-    def __str__(self) -> str:
-        """Return a line of what ranks announce; none where there were no such calls."""
-        text = f"\nlocal calls before: {self.calls}, the last {self.last} ({self.digest:08x})"
-        return text if self.calls else ""
+    said: str = ""
 
 
 NO_LOCAL_CALLS = LocalCalls()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from fzero.checkpoint._complete import require_equal
 from fzero.checkpoint._options import options_for
@@ -48,7 +48,7 @@ def names_in(source: Folder, state: TrainState) -> list[str]:
     ]
 
 
-def _holds(source: Folder, name: Any) -> bool:
+def _holds(source: Folder, name: object) -> TypeGuard[str]:
     return isinstance(name, str) and is_name(name) and source.holds(name)
 
 

@@ -26,6 +26,7 @@ MAY_BE_SET = {
     # public properties with a setter
     ("integrations/deepspeed/_checkpoint.py", "engine.state"): "Engine.state",
     ("checkpoint/_held.py", "self.engine.state"): "Engine.state",
+    ("integrations/_shared.py", "engine.state"): "Engine.state",
     # a result that is filled as it is made
     ("tools/record/_again.py", "engine.state"): "Engine.state",
     ("tools/record/_replaying.py", "self.engines[rank].state"): "Engine.state",

@@ -59,7 +59,7 @@ POINTS_ONLY = (
 _ARGUMENT = "weight= is what a user says of a call; what becomes of it, a feature knows"
 _FORMAT = "the format of DeepSpeed has it by this name"
 EXCEPT: dict[str, dict[str, str]] = {
-    "checkpoint/_partial.py": {"MASTERS": "a master that a file lacks is made of its parameter"},
+    "checkpoint/_partial.py": {"masters": "a master that a file lacks is made of its parameter"},
     "checkpoint/_universal_save.py": {"scale": _FORMAT, "masters": _FORMAT},
     "checkpoint/_universal_shared.py": {"scale": _FORMAT},
     "transforms/grad.py": {"weight": _ARGUMENT},

@@ -166,6 +166,10 @@ class HeldGradient(Memoryless):
         made.own, made.told, made.edits = self.own, self.told, self.edits
         return made
 
+    def also_tell(self, operands: Sequence[Any]) -> None:
+        """Note operands of an edit of what it holds itself, which ranks compare."""
+        self.told, self.edits = (*self.told, *operands), -1
+
     def seen_in(self, whole: Tensor) -> Tensor:
         """Return what this is of a tensor in the shape of its leaf: a view."""
         for view in self.views:
@@ -351,7 +355,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
             by.write(held, name, told, run)
         elif written:
             run(held.own)
-            held.told, held.edits = (*held.told, *told), -1
+            held.also_tell(told)
         else:
             made = held.beside(shown[0])
             copies = held.own is None and name in ("clone", "_to_copy")

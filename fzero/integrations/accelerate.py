@@ -144,6 +144,10 @@ class FzeroAccelerator(Accelerator):
         self._weight: Weight | None = None
         self.in_use: Callable[[], bool] = lambda: False  # whether a trainer trains with it now
 
+    def train_while(self, in_use: Callable[[], bool]) -> None:
+        """Say how it is known whether a trainer trains with it now."""
+        self.in_use = in_use
+
     def _precision(self) -> dict[str, Any]:
         handler = self.autocast_handler
         if not self.native_amp or (handler is not None and not handler.enabled):

@@ -98,7 +98,7 @@ class _Sharded(Base):
         super().create_accelerator_and_postprocess()
         self.accelerator = FzeroAccelerator.of(self.accelerator, **self._fzero)
         here = weakref.ref(self)
-        self.accelerator.in_use = lambda: getattr(here(), "is_in_train", False)
+        self.accelerator.train_while(lambda: getattr(here(), "is_in_train", False))
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Give a micro-batch its own number of tokens as weight, where the trainer counts tokens.

@@ -100,6 +100,10 @@ class FunctionsRun:
         self.met = dict[int, Any]()  # weak references to objects that functions were given
         self.lacks = ""
 
+    def note_computed(self) -> None:
+        """Note that the user's code reads attributes by names that it computes."""
+        self.computes = True
+
     def __enter__(self) -> FunctionsRun:
         self._before: Any = sys.getprofile()
         sys.setprofile(self._note)
@@ -318,7 +322,7 @@ class _Walk:
             self._watch(lambda: [x.cache_info().misses >= known])  # else it was cleared
             self._push(path, *gc.get_referents(x), fixed=True)
         elif isinstance(x, operator.attrgetter | operator.methodcaller):
-            self._ran.computes = True
+            self._ran.note_computed()
         elif isinstance(x, Template):
             self._watch(x.modes)
             for part in x.module.modules():

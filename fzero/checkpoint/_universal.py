@@ -118,7 +118,8 @@ class Folder:
     def tied(self) -> dict[str, str]:
         """Return {another name of a parameter: its name here}, as the model states have them."""
         found = self.states()[0].get("shared_params") if self.states() else None
-        return found if isinstance(found, dict) else {}
+        pairs = found.items() if isinstance(found, dict) else ()
+        return {x: name for x, name in pairs if isinstance(x, str) and isinstance(name, str)}
 
     def names(self) -> list[str]:
         """Return every parameter of which there is more than values."""

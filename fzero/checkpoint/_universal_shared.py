@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from fzero.checkpoint._complete import require_equal
 from fzero.checkpoint._options import options_for
@@ -43,13 +43,16 @@ def names_in(source: Folder, state: TrainState) -> list[str]:
     """Return under which name each leaf is there, one that is tied there, too; else its first."""
     tied = source.tied()
     return [
-        next((x for path in paths for x in (path, tied.get(path)) if _holds(source, x)), paths[0])
+        next(
+            (x for path in paths for x in (path, tied.get(path, path)) if _holds(source, x)),
+            paths[0],
+        )
         for paths in all_paths(state.setup.layout)
     ]
 
 
-def _holds(source: Folder, name: object) -> TypeGuard[str]:
-    return isinstance(name, str) and is_name(name) and source.holds(name)
+def _holds(source: Folder, name: str) -> bool:
+    return is_name(name) and source.holds(name)
 
 
 def shared_of(

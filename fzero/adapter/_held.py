@@ -12,6 +12,7 @@ in which nobody touches `p.grad` does nothing of this.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 

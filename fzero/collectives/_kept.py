@@ -150,7 +150,7 @@ def _reentrant() -> list[tuple[Any, bool]]:
 
 
 def _of_node(node: Any, again: bool) -> PartRun:
-    notes: dict[str, Any] = vars(node)
+    notes: dict[str, Any] = node.__dict__
     if not again:
         block = notes.setdefault("fzero_block", Block())
         return PartRun(block, again=False, own_graph=False, anchor=torch.zeros(0))

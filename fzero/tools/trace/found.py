@@ -236,7 +236,7 @@ class AsFound:
 
     def changed(self) -> str:
         """Return where something is not as it was found, first of all such places; "" for none."""
-        return next((one.path for one in self._places if one.is_changed()), "")
+        return next((one.path or ".step" for one in self._places if one.is_changed()), "")
 
     def generators(self) -> list[torch.Generator]:
         """Return the generators of random numbers that were found."""
@@ -254,7 +254,8 @@ def _places(roots: tuple[Any, ...]) -> Iterator[_Place]:
     """Yield what can be changed in all that the roots reach."""
     for path, kind, of in _ambient():
         yield _Place(path, kind, of, kind.read(of))
-    rest = deque(("", x) for x in (*roots, *contextvars.copy_context().values()))
+    rest = deque(("", x) for x in roots)
+    rest.extend((".context", x) for x in contextvars.copy_context().values())
     seen, kept = set[Hashable](), list[Any]()
     while rest and len(seen) < MOST:
         path, x = rest.popleft()

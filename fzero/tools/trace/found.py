@@ -584,9 +584,10 @@ def _copied(x: Any) -> Any:
 
 
 def _is_passed_by(x: Any) -> bool:
-    module = type(x).__module__
+    module = f"{type(x).__module__}"
     return module.startswith(_PASSED_BY) and not module.startswith(_LOOKED_INTO)
 
 
-def _is_library(module: str | None) -> bool:
-    return (module or "").split(".")[0] in _LIBRARIES
+def _is_library(module: Any) -> bool:
+    """Return whether a module is one of a library; classes in C may have a descriptor for it."""
+    return module.split(".")[0] in _LIBRARIES if type(module) is str else bool(module)

@@ -76,7 +76,8 @@ class Losses:
         self._connected = False  # whether collectives connect its losses with those of others
         self._watch, self._task_of_all = watch, -1
         self.calls = Scope()
-        open_scope(self.calls)
+        if running.states[0].setup.layout.trainable:
+            open_scope(self.calls)
 
     @property
     def are_others(self) -> bool:

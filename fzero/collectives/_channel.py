@@ -105,7 +105,10 @@ def _parts_that_differ(mine: str, theirs: str) -> tuple[str, str]:
     if max(len(mine), len(theirs)) < LONG or names != others:
         return mine, theirs
     only = [[x.strip() for x in some if x not in other] for some, other in (both, both[::-1])]
-    return ", ".join(only[0]) or "nothing more", ", ".join(only[1]) or "nothing more"
+    head = re.match(r"[^:=,(]*: ", mine)
+    where = head[0] if head else ""  # "param group 0: "
+    mine, theirs = (where + (", ".join(some) or "nothing more") for some in only)
+    return mine, theirs
 
 
 _OPTION = re.compile(r"\s*\w+=\([^()]*\)|\s*\w+=[^,()]*|[^,()=]+")

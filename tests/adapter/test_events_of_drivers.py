@@ -35,6 +35,7 @@ TABLE = {
     "Pin": ("", "with gathered(params):"),
     "Unpin": ("", "the end of the block, or of `with engine.coalesce():`"),
     "Changed": ("", "the update, or a write"),
+    "Noted": ("fzero.map_params(...)", "fzero.add_gradients(engine.state, ...) in a window"),
 }
 """Not in it: what comes from the performer itself (`Answer`, `Broke`)."""
 

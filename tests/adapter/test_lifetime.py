@@ -14,20 +14,18 @@ from torch import nn
 import fzero
 from fzero.errors import PeerFailedError
 from tests.adapter.nets import F64, Net
-from tests.adapter.on_ranks import Place, at_places
-from tests.adapter.plain import back, same, update
+from tests.adapter.on_ranks import Place, at_places, virtually
+from tests.adapter.plain import back, engine_of, same, update
 from tests.failing import fails_in_backward
 
 
 @pytest.mark.sparse
 @at_places(1, 2)
-@pytest.mark.parametrize("uses", ["none", "a forward", "a collective", "gradients", "updates"])
+@pytest.mark.parametrize("uses", ["none", "a forward", "gradients", "updates"])
 def test_an_engine_that_nobody_holds_goes_with_its_model(at: Place, uses: str) -> None:
     e: Any = at.engine(Net, autocast=torch.bfloat16)
     if uses == "a forward":
         e(torch.ones(2, 3, dtype=F64))
-    if uses == "a collective":
-        fzero.psum(e(torch.ones(2, 3, dtype=F64)).sum())
     if uses in ("gradients", "updates"):
         back(e, at.draw(0))
     if uses == "updates":
@@ -38,6 +36,16 @@ def test_an_engine_that_nobody_holds_goes_with_its_model(at: Place, uses: str) -
     gc.collect()
     gc.collect()  # what autograd held is found by the second one
     assert [x() for x in gone] == [None] * len(gone)
+
+
+@virtually(2)
+def test_an_engine_that_nobody_holds_lets_go_of_the_graphs_of_its_losses(rank: int) -> None:
+    e = engine_of(Net, 2)
+    fzero.psum(e(torch.ones(2, 3, dtype=F64)).sum())
+    gone = weakref.ref(e.module)
+    del e
+    gc.collect()
+    assert gone() is None
 
 
 @at_places(1, 2)

@@ -30,7 +30,7 @@ from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._places import in_each_place, is_in_places, saved_together
 from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
 from fzero.checkpoint._rng import rng_file, rng_text
-from fzero.checkpoint.disk import let_go, sync, sync_files
+from fzero.checkpoint.disk import sync, sync_files
 from fzero.checkpoint.driven import (
     Buffers,
     Driven,
@@ -198,6 +198,7 @@ def save_async(
     wait_for_earlier()
     where, held = _place(path, state)
     draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=True)
+
     beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
     return start_thread(
         lambda: write_draft(replace(draft, ranks=beside), where), what=f"save_async to {path}"
@@ -282,7 +283,6 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
             data = from_first(ranks, make, what=f"make {path}")
 
             def begin() -> dict[str, tuple[str, int]]:
-                let_go(path.glob(f"data-*/__{ranks.axis.rank}_*.distcp"))
                 if draft.rng:
                     (path / data / rng_file(ranks.axis.rank)).write_text(draft.rng)
                 if draft.groups and ranks.axis.rank == 0:

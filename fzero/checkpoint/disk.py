@@ -90,16 +90,6 @@ def sync_files(files: Iterable[Path]) -> None:
                 os.fsync(stream.fileno())
 
 
-def let_go(files: Iterable[Path]) -> None:
-    """Take files out of the memory of the system, where it can: what is written next goes there.
-
-    Memory that was not used before is slower, by more than this takes.
-    """
-    for file in files if hasattr(os, "posix_fadvise") else ():
-        with suppress(OSError), open(file, "rb", opener=regular) as stream:
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def sync(folder: Path) -> None:
     """Have the names in a folder on the disk, where the file system can."""
     with suppress(OSError):

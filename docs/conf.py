@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import shutil
 import sys
@@ -29,6 +30,7 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 html_title = f"fzero {release}"
 exclude_patterns = ["_build", "**/README.md"]
 
@@ -110,8 +112,37 @@ def _escaped(line: str) -> str:
     )
 
 
+_BACK = re.compile(r'(id="([^"]+)">\n<a class="viewcode-back") href="([^"#]*)\.html#[^"]*"')
+
+
+def with_links_back(app: Any, pagename: str, template: str, context: Any, doctree: Any) -> None:
+    """Let each "[docs]" of a source page lead to the name under which it is documented.
+
+    viewcode takes the module of the first one for all of a file, and lists modules without source.
+    What has no anchor loses its link.
+    """
+    if pagename == "_modules/index":
+        other = r'<li><a href="(?!fzero)[^"]*">[^<]*</a></li>\n'
+        context["body"] = re.sub(other, "", context["body"])
+    if not pagename.startswith("_modules/fzero"):
+        return
+    module = pagename.removeprefix("_modules/").replace("/", ".")
+    documented = app.env.get_domain("py").objects
+
+    def back(found: re.Match[str]) -> str:
+        opened, name, link = found.groups()
+        page = posixpath.normpath(posixpath.join(posixpath.dirname(pagename), link))
+        names = [x for x in documented if x.endswith(f".{name}") and documented[x].docname == page]
+        # Of several that of a package that the file is in.
+        names.sort(key=lambda x: (not module.startswith(x.removesuffix(f".{name}")), len(x)))
+        return f'{opened} href="{link}.html#{documented[names[0]].node_id}"' if names else opened
+
+    context["body"] = _BACK.sub(back, context["body"])
+
+
 def setup(app: Any) -> None:
     """Connect them: the docstrings before and after napoleon (500) reads their sections."""
+    app.connect("html-page-context", with_links_back)
     app.connect("builder-inited", copy_notebooks)
     app.connect("autodoc-process-docstring", as_restructured_text, priority=100)
     app.connect("autodoc-process-docstring", with_its_colons, priority=900)

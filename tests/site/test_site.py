@@ -14,6 +14,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -158,13 +159,28 @@ def build(folder: Path, *options: str, timeout_s: float) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr
 
 
+def broken_links(site: Path) -> list[tuple[str, str]]:
+    """The links within a built site whose page or anchor is not there, with their pages."""
+    texts = {path: path.read_text(encoding="utf-8") for path in site.resolve().rglob("*.html")}
+    anchors = {path: {"", *re.findall(r'\bid="([^"]+)"', text)} for path, text in texts.items()}
+    missing = []
+    for path, text in texts.items():
+        for link, anchor in re.findall(r'<a\b[^>]* href="(?!\w+:)([^"#?]*)#?([^"]*)"', text):
+            to = (path.parent / link).resolve() if link else path
+            good = unquote(anchor) in anchors[to] if to in anchors else to.is_file()
+            missing += [] if good else [(path.relative_to(site.resolve()).as_posix(), anchor)]
+    return missing
+
+
 @pytest.mark.slow
-def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_is_built_without_a_warning_and_its_links_lead_somewhere(tmp_path: Path) -> None:
     build(tmp_path, "-D", "nb_execution_mode=off", timeout_s=280)
     state = (tmp_path / "reference" / "state.html").read_text()
     assert "All ranks: those of" in state  # a docstring of a property, whole
     # the outputs that are stored with a notebook
     assert (tmp_path / "notebooks" / "01_one_step.html").read_text().count("<img") >= 2
+    assert broken_links(tmp_path) == []
+    assert "copy.js" in (tmp_path / "quickstart.html").read_text()
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine
+from fzero.ranks.virtual import run_ranks
 
 
 def loss_fn(p: Any, x: Tensor) -> Tensor:
@@ -66,9 +68,19 @@ class Params:
     w: Tensor
 
 
-def engine_of() -> Any:
+def engine_of(stage: int = 2) -> Any:
     module = nn.Linear(2, 2)
-    return Engine(module, torch.optim.SGD(module.parameters()), stage=2)
+    return Engine(module, torch.optim.SGD(module.parameters()), stage=stage)
+
+
+def scripted(model: Any) -> None:
+    with warnings.catch_warnings(action="ignore"):  # torch.jit is deprecated
+        torch.jit.script(model)
+
+
+def traced(model: Any) -> None:
+    with warnings.catch_warnings(action="ignore"):
+        torch.jit.trace(model, torch.ones(1, 2))
 
 
 LATER: Any = fzero
@@ -106,6 +118,14 @@ SLIPS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "join": (lambda: engine_of().join(), AttributeError, "weight=0"),
     "comm_hook": (lambda: engine_of().register_comm_hook(), AttributeError, "compress="),
+    "jit.script": (lambda: scripted(engine_of().module), AttributeError, r"engine.close\(\) first"),
+    "jit.script of an engine": (lambda: scripted(engine_of()), RuntimeError, r"close\(\) first"),
+    "jit.trace of an engine": (lambda: traced(engine_of()), RuntimeError, r"close\(\) first"),
+    "jit.trace": (
+        lambda: run_ranks(lambda _: traced(engine_of(3).module), 2),
+        RuntimeError,
+        r"close\(\) first",
+    ),
     "export": (
         lambda: torch.export.export(engine_of().module, (torch.ones(1, 2),)),
         ValueError,

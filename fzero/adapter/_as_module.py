@@ -15,6 +15,7 @@ from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.adapter.parts import require_no_anchors
 from fzero.errors import LayoutError
+from fzero.machine.memoryless import not_for_jit
 
 _DTYPES = {
     "half": torch.float16,
@@ -138,6 +139,8 @@ def looked_up(engine: Any, name: str) -> Any:
     """
     if "module" not in vars(engine):
         raise AttributeError(name)
+    if name in ("__prepare_scriptable__", "_jit_override_qualname"):
+        raise not_for_jit("an engine")
     if name.startswith("_"):
         raise AttributeError(
             f"{type(engine).__name__} has no attribute {name!r}: it is no nn.Module, and has one, "

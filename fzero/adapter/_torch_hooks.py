@@ -9,6 +9,8 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
+from fzero.machine.memoryless import not_for_jit
+
 P = ParamSpec("P")
 
 
@@ -66,6 +68,11 @@ class ModuleHook:
     @torch._disable_dynamo
     def __call__(self, *args: Any) -> None:
         self._do(*args)
+
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script asks for."""
+        raise AttributeError(str(not_for_jit("a module with the hooks of an engine")))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_nothing,)

@@ -32,6 +32,7 @@ from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
 from fzero.adapter._writes import Writes
 from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
+from fzero.machine.memoryless import not_for_jit
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState, progress
@@ -163,7 +164,11 @@ class Driver:
         self.events.backwards.watch([loss])
 
     def forward_begins(self) -> None:
-        """A root forward begins."""
+        """A root forward begins. Raises `PhaseError` in torch.jit.trace of what has no memory."""
+        if torch._C._get_tracing_state() is not None:
+            setup = self.state.setup
+            if any(map(setup.is_read_lazily, range(len(setup.layout.groups)))):
+                raise not_for_jit("a module at stage 3, or with encoded parameters")
         self.drop_unfinished()
         self.events.backwards.reset()
         self.writes.begin_forward()

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero.context.here import WithoutMemory
-from fzero.errors import FzeroError
+from fzero.errors import FzeroError, PhaseError
 from fzero.machine.written import flat
 
 ADDRESS, STORAGE, EXPORT = "the address", "the storage", "an export by DLPack"
@@ -68,6 +68,17 @@ class Memoryless(WithoutMemory):
     def tolist(self) -> Any:
         """Return the values as numbers in lists."""
         return self.values().tolist()
+
+
+def not_for_jit(what: str) -> PhaseError:
+    """Return the error for what torch.jit would make a program of."""
+    return PhaseError(
+        f"torch.jit of {what}.",
+        cause="torch.jit.script, trace or onnx.export of a model that an engine has: its hooks are "
+        "no TorchScript, and at stage 3 its parameters have no memory to save.",
+        fix="engine.close() first; it gives the module back with whole parameters, and a new "
+        "Engine goes on. Or give torch.jit a second model, with engine.full_state_dict().",
+    )
 
 
 def memoryless(cls: type[Tensor], like: Tensor, device: torch.device) -> Any:

@@ -155,7 +155,8 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "slices apart": (_unjoined("tmp"), "weight is there in slices of tensor-parallel ranks"),
     "slices in their place": (_unjoined("zero"), "weight is there in slices of tensor-parallel r"),
     "model states": (
-        lambda root: _cut("mp_rank_00_model_states.pt", 99)(root), r"model_states.pt cannot be read",
+        lambda root: _cut("mp_rank_00_model_states.pt", 99)(root),
+        r"model_states.pt cannot be read",
     ),
 }  # fmt: skip
 

@@ -76,7 +76,7 @@ def test_plan_and_trace_have_the_counts_and_the_bytes(how: str, stage: Any) -> N
         step(states, XS)
     plan = fzero.plan.of_step(one, OF_A_RANK, rules, XS[0], world=4, device="cpu")
     counts = log.counts(0)
-    # Processes agree before a collective of a loss, virtual ranks need not: tests/gloo/test_counted.
+    # Processes agree before a collective of a loss, virtual ranks need not: gloo/test_counted.py.
     ops = tuple(op for op in counts if op != "agree")
     assert {op: plan.collectives[op] for op in plan.collectives if op != "agree"} == {
         op: counts[op] for op in ops

@@ -59,5 +59,7 @@ def unwrapped(x: Tensor) -> Tensor:
     """Return the value inside of torch.func.grad and the like; vmap hides it."""
     while is_functorch_wrapped_tensor(x) and not is_batchedtensor(x):
         x = get_unwrapped(x)
+    if is_functorch_wrapped_tensor(x):
+        return x
     with _DisableFuncTorch():  # which would wrap it again
         return x.detach()

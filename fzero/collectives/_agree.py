@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import _lowering as lowering
-from fzero.collectives._channel import first_difference
+from fzero.collectives._channel import first_difference, parts_that_differ
 from fzero.collectives._performers import SETUP_OR_CHECKPOINT, performer_of
 from fzero.errors import AxisError, FzeroError, MismatchError
 from fzero.ranks.mesh import Axis, Runtime
@@ -44,6 +44,7 @@ def disagreement(
     rank, _, mine, theirs = first_difference(everyone)
     if explains is not None and (said := explains(rank, mine, theirs)) is not None:
         return said
+    mine, theirs = parts_that_differ(mine, theirs)
     return MismatchError(
         f"the ranks disagree about {what}: rank 0 has {mine}, rank {rank} has {theirs}.",
         cause="the model, an option or a branch of the step depends on what differs by rank.",

@@ -95,10 +95,10 @@ def first_difference(everyone: Sequence[Sequence[str]]) -> tuple[int, int, str, 
     rank, theirs = next((r, other) for r, other in enumerate(everyone) if other != mine)
     pairs = enumerate(zip_longest(mine, theirs, fillvalue="nothing"))
     line, texts = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-    return rank, line, *_parts_that_differ(*texts)
+    return rank, line, *texts
 
 
-def _parts_that_differ(mine: str, theirs: str) -> tuple[str, str]:
+def parts_that_differ(mine: str, theirs: str) -> tuple[str, str]:
     """Return the options in which two long lines of the same differ; other lines as they are."""
     both = [_OPTION.findall(text) for text in (mine, theirs)]
     names, others = ([x.partition("=")[0].split()[:1] for x in some] for some in both)
@@ -119,6 +119,7 @@ def mismatch(texts: Sequence[str]) -> MismatchError:
     """Return the error of ranks that announce what cannot go together; a text from each rank."""
     lines = [text.splitlines() for text in texts]
     rank, line, mine, theirs = first_difference(lines)
+    mine, theirs = parts_that_differ(mine, theirs)
     if line:  # after the call, which is the first one
         mine, theirs = f"{lines[0][0]} with {mine}", f"{lines[rank][0]} with {theirs}"
     return MismatchError(

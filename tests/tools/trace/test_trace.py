@@ -90,8 +90,12 @@ def test_it_makes_the_collectives_that_the_step_makes(
     state, _ = step(state, x)
     with fzero.count_collectives() as log:
         step(state, x)
-    told = [(e.op, e.axis, e.numel, e.wire_bytes, e.paths) for e in log.of(rank)]
-    assert told == [(e.op, e.axis, e.numel, e.wire_bytes, e.paths) for e in trace.log.of(rank)]
+    # But for rounds between hosts: virtual ranks make fewer than processes (gloo/test_counted.py).
+    told, traced = (
+        [(e.op, e.axis, e.numel, e.wire_bytes, e.paths) for e in one.of(rank) if e.op != "agree"]
+        for one in (log, trace.log)
+    )
+    assert told == traced
     assert trace.wire_bytes == sum(bytes_ for op, _, _, bytes_, _ in told if op != "agree")
     named = [op.detail for op in trace.ops if op.is_collective and ": " in op.detail]
     assert all(path in " ".join(named) for path in ("0.weight", "2.weight"))

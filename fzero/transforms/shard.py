@@ -282,6 +282,9 @@ class _Leftovers:
             self._left.add(rank)
 
 
+_NOT_USERS = ("torch.", "fzero.", "builtins.")
+
+
 def _names(step: Any, fn: Callable[..., Any]) -> bool:
     """Whether a step holds `fn`, or reaches a function of the user's whose code names it."""
     rest, seen = [step], dict[int, Any]()
@@ -289,16 +292,18 @@ def _names(step: Any, fn: Callable[..., Any]) -> bool:
         x = rest.pop()
         if x is fn:
             return True
-        if id(x) in seen or isinstance(x, ModuleType | type | Tensor | TrainState):
+        if id(x) in seen or isinstance(x, ModuleType | Tensor | TrainState):
             continue
         seen[id(x)] = x
         if isinstance(x, CodeType):
             if fn.__name__ in x.co_names:
                 return True
             rest += x.co_consts
+        elif isinstance(x, type):
+            rest += vars(x).values() if not f"{x.__module__}.".startswith(_NOT_USERS) else ()
         elif isinstance(x, FunctionType):
             rest += [*(x.__closure__ or ()), x.__defaults__, x.__kwdefaults__, vars(x)]
-            if not f"{x.__module__}.".startswith(("torch.", "fzero.")):
+            if not f"{x.__module__}.".startswith(_NOT_USERS):
                 called = (x.__globals__.get(name) for name in x.__code__.co_names)
                 rest += [x.__code__, *filter(callable, called)]
         else:

@@ -103,7 +103,7 @@ def test_what_is_no_function_is_refused(decorate: Any) -> None:
 @pytest.mark.parametrize("returned", [lambda s: s, lambda s: (s, 1, 2), lambda s: [s, 1]])
 def test_a_step_must_return_state_and_aux(wrap: Any, returned: Any) -> None:
     state = fzero.init(PARAMS, sgd(), stage=0)
-    with pytest.raises(LayoutError, match=r"not \(state, aux\)[\s\S]*Fix: end it with `return"):
+    with pytest.raises(LayoutError, match=r"not \(state, aux\)[\s\S]*Fix: .*`return"):
         wrap(returned)(state)
 
 

@@ -93,7 +93,9 @@ class FunctionsRun:
 
     def __init__(self) -> None:
         self.codes = dict[int, _Code]()
-        self._others = dict[int, CodeType]()
+        # Not the step calls these, but the collector of garbage, in the middle of it (Hypothesis).
+        codes = (getattr(one, "__code__", None) for one in gc.callbacks)
+        self._others = {id(code): code for code in codes if isinstance(code, CodeType)}
         self.computes = False  # the user's code reads attributes by names that it computes
         self.handed = dict[int, Any]()  # what code of Python's reads by such names
         self.counted = list[Tensor]()  # of which Python reads the elements

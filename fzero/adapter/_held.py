@@ -343,7 +343,10 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         """Return this rank's elements of the result, of those of what is written."""
         changed = own.clone() if own is not None and held.views else own
         given: Any = [part(x, changed) for x in of_call[0]]
-        result = func(*given, **{k: part(x, changed) for k, x in of_call[1].items()})
+        try:
+            result = func(*given, **{k: part(x, changed) for k, x in of_call[1].items()})
+        except NotImplementedError as error:  # of this dtype, which a meta tensor does not say
+            raise held.refusal(f"{func}: {error}") from error
         if own is None or changed is own:
             return flat([result])[0] if own is None else own
         inside = torch.ones((), dtype=torch.bool, device=held.device).expand(held.shape)

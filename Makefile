@@ -1,12 +1,15 @@
 # Every target works in a fresh clone: it makes .venv if there is none, installs what it needs
 # through constraints.txt (again only when pyproject.toml or constraints.txt changed), and runs.
 #
-#   make test                      lint, types, tests, doctests, notebooks
+#   make test                      lint, types, and the tests that a push runs (tests/tiers.py)
+#   make quick                     the tests that the changes since HEAD touch (tests/touched.py)
+#   make nightly                   lint, types, and all tests; writes what tests took and run
+#   make mutants ARGS="--count 40" what the tests find of errors that are put into fzero/
 #   make train ARGS="--steps 50"   the demo job of examples/train, in one process
 #   make train RANKS=2 ARGS="--stage 3"   the same under torchrun
 #   make train RANKS=4 RESTARTS=3 ARGS="--mirror 10"   a rank that dies takes its machine with it:
 #                                  goes on with the others from memory, and then with all again
-#   make lint | nightly | notebooks | bench
+#   make lint | notebooks | bench
 #   make docs                      the site, into docs/_build/html; warnings are errors
 #   make test-gpu                  tests/gpu; skipped where there is no GPU
 #   make test-torch-2.11 | test-torch-newest    the tests on the oldest and the newest torch, each
@@ -35,6 +38,8 @@ EXTRAS_nightly := $(EXTRAS_test)
 # One thread a process: the tests run several at once.
 ONE_THREAD := OMP_NUM_THREADS=1
 PYTEST := $(ONE_THREAD) $(BIN)/python -m pytest
+NIGHTLY := FZERO_HYPOTHESIS_PROFILE=nightly $(PYTEST) -n 2 --dist loadgroup \
+	-p tests.costs --costs .nightly.jsonl
 
 # The torch of `make test-torch-<name>`, and the versions of Python that may run it unless PYTHON is
 # given, the first that is found: 3.12 is that of the GPU machines at hand.
@@ -43,11 +48,21 @@ PYTHONS_2.11 := 3.12 3.11 3.13 3.14
 TORCH_newest := torch
 PYTHONS_newest := 3.13 3.12 3.11 3.14
 
-.PHONY: test test-gpu test-torch-2.11 test-torch-newest test-with-torch test-floor
+.PHONY: test pushed quick mutants test-gpu test-torch-2.11 test-torch-newest test-with-torch test-floor
 .PHONY: lint nightly notebooks docs train bench clean
 
-test: lint
+test: $(VENV)/.installed-test
+	$(MAKE) --jobs=2 lint pushed
+
+# Beside lint: the type checker takes one of two cores for some minutes.
+pushed: $(VENV)/.installed-test
 	$(PYTEST) -n 2 --dist loadgroup $(ARGS)
+
+quick: $(VENV)/.installed-test
+	$(ONE_THREAD) $(BIN)/python -m tests.touched $(ARGS)
+
+mutants: $(VENV)/.installed-test
+	$(ONE_THREAD) $(BIN)/python -m tests.mutants $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(PYTEST) tests/gpu $(ARGS)
@@ -74,9 +89,15 @@ lint: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# First what a push runs, and which functions each test runs; then what waits for the night.
 nightly: lint $(VENV)/.installed-nightly
-	FZERO_HYPOTHESIS_PROFILE=nightly $(PYTEST) -n 2 --dist loadgroup \
-		-m "slow or not slow" --timeout 1200 $(ARGS)
+	rm -f .nightly.jsonl .nightly.failed
+	status=0; \
+	$(NIGHTLY) -p tests.touched --map tests/map.json $(ARGS) || status=$$?; \
+	$(NIGHTLY) -m slow --timeout 1200 $(ARGS) || status=$$?; \
+	$(BIN)/python -m tests.costs .nightly.jsonl --keep; \
+	$(BIN)/python -m tests.costs .nightly.jsonl; \
+	exit $$status
 
 notebooks: $(VENV)/.installed-test
 	$(ONE_THREAD) $(BIN)/jupyter-execute $(if $(ARGS),$(ARGS),notebooks/*.ipynb)

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.covering import thin_out
+from tests import tiers
 
 # A shared machine is slow at times, and that says nothing about a strategy: no deadline, no
 # complaint about slow generation. The default profile draws the same examples in every run, so
@@ -22,7 +22,8 @@ _settings = functools.partial(
     print_blob=True,
 )
 hypothesis.settings.register_profile("default", _settings(max_examples=10, derandomize=True))
-hypothesis.settings.register_profile("nightly", _settings(max_examples=500, derandomize=False))
+hypothesis.settings.register_profile("nightly", _settings(max_examples=25, derandomize=False))
+hypothesis.settings.register_profile("deep", _settings(max_examples=500, derandomize=False))
 hypothesis.settings.load_profile(os.environ.get("FZERO_HYPOTHESIS_PROFILE", "default"))
 
 
@@ -33,8 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are deselected
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Thin out `sparse` tests; skip tests marked `gpu` where there is none."""
-    thin_out(items)
+    """Choose what a push runs; skip tests marked `gpu` where there is none."""
+    tiers.choose(items)
     if torch.cuda.is_available():
         return
     for item in items:

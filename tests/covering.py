@@ -1,13 +1,13 @@
 """A few rows of a product of options, in which every value, or every pair of values, occurs.
 
-`covered` makes these rows alone. `pytest.mark.sparse` is for a law that is cheap to state for a
-whole product: `make test` runs rows of it, `make nightly` the product.
+`covered` makes these rows alone; of the cases of any other product tests/tiers.py chooses by `few`
+what `make test` runs.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,39 +40,6 @@ class Axes(tuple[str, ...]):
 def covered(strength: int = 2, **axes: Sequence[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by such rows of the values of its arguments."""
     return pytest.mark.parametrize(Axes(axes), rows(axes, strength))
-
-
-def thin_out(items: Sequence[pytest.Item]) -> None:
-    """Mark cases of `sparse` tests as slow: what is left has every value, or pair, of arguments.
-
-    @pytest.mark.sparse(2) asks for every pair of values of two arguments, plain `sparse` for every
-    value. Cases that are slow anyway stay so.
-    """
-    tests: dict[tuple[object, str], list[Any]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("sparse") and not item.get_closest_marker("slow"):
-            assert isinstance(item, pytest.Function) and hasattr(item, "callspec"), item.nodeid
-            tests[item.parent, item.originalname].append(item)
-    for cases in tests.values():
-        mark = cases[0].get_closest_marker("sparse")
-        chosen = few([*map(arguments, cases)], *mark.args)
-        for number, case in enumerate(cases):
-            if number not in chosen:
-                case.add_marker(pytest.mark.slow)
-
-
-def arguments(case: pytest.Function) -> dict[str, Any]:
-    """What each `parametrize` gave a case, compared by identity: values need no hash.
-
-    Arguments of one `parametrize` are one axis, unless they are of `covered`.
-    """
-    params = case.callspec.params
-    names = (mark.args[0] for mark in case.iter_markers("parametrize"))
-    axes: list[Sequence[str]] = []
-    for given in names:
-        together = given.split(",") if isinstance(given, str) else given
-        axes += [(name,) for name in given] if isinstance(given, Axes) else [together]
-    return {str(axis): tuple(id(params[name.strip()]) for name in axis) for axis in axes}
 
 
 def few(cases: Sequence[dict[str, Any]], strength: int = 1) -> list[int]:

@@ -1,15 +1,16 @@
-"""What `covered` and `sparse` leave of a product has every value, or pair, of its arguments."""
+"""What a push runs of a product has every value, or pair, of its arguments; the night runs all."""
 
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests import conftest
+from tests import conftest, tiers
 from tests.covering import few, rows
 
 axes = st.lists(st.integers(1, 4), min_size=1, max_size=4)
@@ -60,12 +61,10 @@ SOURCE = """
 import pytest
 from tests.covering import covered
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("x, y", [(1, 1), (2, 2), (3, 3)])
 @pytest.mark.parametrize("z", "ab")
 def test_a(x, y, z): pass
 
-@pytest.mark.sparse
 @covered(x=[1, 2, 3], y=[4, 5])
 def test_b(x, y): pass
 
@@ -79,7 +78,7 @@ def test_c(x, y): pass
     ("marks", "counts"),
     [("not slow", (3, 3, 2)), ("slow or not slow", (6, 6, 4))],
 )
-def test_the_product_of_a_sparse_test_runs_every_night(
+def test_a_push_runs_a_few_cases_and_the_night_all(
     marks: str, counts: tuple[int, int, int], tmp_path: Any
 ) -> None:
     file, seen = tmp_path / "test_source.py", Slow()
@@ -89,3 +88,32 @@ def test_the_product_of_a_sparse_test_runs_every_night(
     assert pytest.main([str(file), *options, "-c", "pyproject.toml"], plugins=plugins) == 0
     found = tuple(sum(name.startswith(f"test_{x}") for name in seen.names) for x in "abc")
     assert found == counts
+
+
+def test_what_takes_long_waits_unless_its_inputs_have_changed(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight cases of 0.2 s three run, of long ones none; what is new, or marked, runs."""
+    seen, costs = Slow(), tmp_path / "costs.json"
+    took = {"short": [8, 0.2], "long": [8, 5.0], "grown": [7, 5.0], "marked": [8, 5.0]}
+    eight = '@pytest.mark.parametrize("x", range(8))\n'
+    source = (
+        "import pytest\nINPUTS = {inputs}\n"
+        f"{eight}def test_short(x): pass\n{eight}def test_long(x): pass\n"
+        f"{eight}def test_grown(x): pass\n{eight}@pytest.mark.smoke\ndef test_marked(x): pass\n"
+    )
+
+    def found(name: str, **inputs: str) -> tuple[int, ...]:
+        file = tmp_path / f"test_{name}.py"
+        file.write_text(source.format(inputs=[*inputs]))
+        functions = {f"{file.name}::test_{function}": value for function, value in took.items()}
+        costs.write_text(json.dumps({"functions": functions, "inputs": inputs}))
+        options = ["--collect-only", "-q", "-p", "no:cacheprovider", "--no-header"]
+        options += ["-c", "pyproject.toml", f"--rootdir={tmp_path}", "-m", "not slow"]
+        assert pytest.main([str(file), *options], plugins=[seen, conftest]) == 0
+        return tuple(sum(n.startswith(f"test_{x}") for n in seen.names) for x in took)
+
+    monkeypatch.setattr(tiers, "COSTS", costs)
+    assert found("plain") == (3, 0, 8, 8)
+    assert found("read", tests="another") == (8, 8, 8, 8)
+    assert found("again", docs=tiers.digest("docs")) == (3, 0, 8, 8)

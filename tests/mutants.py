@@ -134,9 +134,9 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
     yield node
     for name, value in ast.iter_fields(node):
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and name not in ("annotation", "returns"):
-                if not isinstance(child, ast.Raise | ast.JoinedStr):
-                    yield from _run(child)
+            is_text = isinstance(child, ast.Raise | ast.JoinedStr)
+            if isinstance(child, ast.AST) and not is_text and name not in ("annotation", "returns"):
+                yield from _run(child)
 
 
 COMPARED = {

@@ -192,7 +192,7 @@ def _words(x: Any) -> Iterable[str]:
 def _variables_of(code: CodeType) -> frozenset[str]:
     """Return the names of globals, and of modules that it imports, in a function."""
     if names_of(code) & {"globals", "eval", "exec", "import_module", "modules", "__import__"}:
-        return names_of(code)
+        return names_of(code).union(x for x in code.co_consts if isinstance(x, str))
     loads = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
     own = (one.argval for one in dis.get_instructions(code) if one.opname in loads)
     inside = (_variables_of(one) for one in code.co_consts if isinstance(one, CodeType))
@@ -263,7 +263,8 @@ class _Walk:
             by_module.setdefault(id(held), (held, set()))[1].update(_variables_of(code))
         for held, names in by_module.values():
             self._named("", held, names)
-            self._push("", *(sys.modules[name] for name in names & sys.modules.keys()))
+            modules = sorted(names & sys.modules.keys())
+            self._push("", *self._watch(lambda modules=modules: [*map(sys.modules.get, modules)]))
         while self._rest and not self.lacks:
             path, x, fixed, whole = self._rest.popleft()
             key = id(x), fixed, whole or id(x) in self._ran.handed
@@ -306,6 +307,8 @@ class _Walk:
         module = kind.__module__
         if isinstance(x, Tensor):
             self._tensor(path, x)
+        elif x is sys.modules:
+            return  # `run` has those whose names a function has
         elif isinstance(x, FunctionType):
             whose = _whose(x.__globals__.get("__name__"))  # of a wrapper, not what it wraps
             if whose != "user" or id(x.__code__) in self._ran.codes:

@@ -29,9 +29,10 @@ from fzero.collectives._connected import close_scope as close_scope
 from fzero.collectives._connected import come_to as come_to
 from fzero.collectives._connected import connected as connected
 from fzero.collectives._connected import connecting as connecting
+from fzero.collectives._connected import of_an_edge as of_an_edge
 from fzero.collectives._connected import open_scope as open_scope
+from fzero.collectives._connected import shared as shared
 from fzero.collectives._connected import tied_to as tied_to
-from fzero.collectives._connected import unreached as unreached
 from fzero.collectives._functions import connecting_calls as connecting_calls
 from fzero.collectives._functions import gather_many as gather_many
 from fzero.collectives._functions import reduce_many as reduce_many

@@ -14,24 +14,30 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
-from typing import Any, cast
+from itertools import product
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch._C import _ImperativeEngine
+from torch._C._functorch import maybe_current_level
+from torch.autograd.graph import GradientEdge
+from torch.autograd.variable import Variable
 
-from fzero.collectives._kept import UsersCall, node_around, runs
-from fzero.collectives._performers import agreed
+from fzero.collectives._kept import UsersCall, runs
+from fzero.collectives._performers import UserCall, agreed, before_collective
 from fzero.context import levels
 from fzero.context.here import current_ranks
-from fzero.errors import MismatchError
+from fzero.errors import LayoutError, MismatchError
 from fzero.ranks.mesh import Axis
 
 _TORCH: Any = torch
 _AUTOGRAD: Any = _TORCH._C  # what is asked of a graph task has no types
 
+Tokens = dict[UsersCall, Tensor]
 WORD, WORDS = 60, 2
 """How many calls are told in one number, and how many such numbers in one round."""
 
@@ -42,22 +48,24 @@ class Scope:
     Attributes:
         level: of torch.func, at which they are differentiated; 0 is autograd's own.
         anchor: a tensor without elements by which it differentiates: that of a rank with no graph.
-        tokens: of each call that any rank differentiates at this level, in their order. Of one in a
-            reentrant checkpoint of torch's, the node of that, which gives no token.
+        in_loss: of a loss that fzero runs: every backward in it is one of the user's.
+        tokens: of each call that any rank differentiates at this level, in their order.
     """
 
-    def __init__(self, level: int = 0, anchor: Tensor | None = None) -> None:
-        self.level, self.anchor = level, anchor
-        self.tokens: dict[UsersCall, Any] = {}
+    def __init__(
+        self, level: int = 0, anchor: Tensor | None = None, *, in_loss: bool = False
+    ) -> None:
+        self.level, self.anchor, self.in_loss = level, anchor, in_loss
+        self.tokens: Tokens = {}
         self._task = _AUTOGRAD._current_graph_task_id()
 
-    def add(self, call: UsersCall, token: Any, *, backward: bool) -> None:
+    def add(self, call: UsersCall, token: Tensor, *, backward: bool) -> None:
         """Take the token of a call, unless a checkpoint has made it anew in a backward."""
         anew = not backward and _AUTOGRAD._current_graph_task_id() != self._task
-        if isinstance(token, Tensor):
-            token = levels.at_level(token, self.level)
-        if not anew and (token.requires_grad if isinstance(token, Tensor) else not self.level):
+        token = levels.at_level(token, self.level)
+        if not anew and token.requires_grad:
             self.tokens[call] = token
+            _take_part_in_derivatives()
 
 
 class _Book:
@@ -95,11 +103,10 @@ def connected(call: UsersCall, token: Tensor, *, backward: bool) -> None:
     """
     for run in reversed(runs()):
         if run.tokens is not None:
-            run.tokens.append(token)
+            run.tokens[call] = token
             return
-    node = node_around()
     for scope in _book().scopes:
-        scope.add(call, token if node is None else node, backward=backward)
+        scope.add(call, token, backward=backward)
 
 
 def differentiated(call: UsersCall) -> None:
@@ -123,7 +130,7 @@ def close_scope(scope: Scope) -> None:
 @contextmanager
 def connecting(level: int = 0, anchor: Tensor | None = None) -> Generator[Scope]:
     """Take the tokens of calls in this block; what it has taken stays in the scope."""
-    scope, scopes = Scope(level, anchor), _book().scopes
+    scope, scopes = Scope(level, anchor, in_loss=True), _book().scopes
     scopes.add(scope)
     try:
         yield scope
@@ -192,50 +199,121 @@ class _Probe(torch.autograd.Function):
         raise _Stop
 
 
-def _reached(roots: Sequence[Tensor], tokens: dict[UsersCall, Any], inputs: Any) -> set[UsersCall]:
-    """Return the calls that a backward from these roots comes to."""
+def _reached(
+    roots: Sequence[Tensor], tokens: Tokens, inputs: Sequence[Any] = (), *, accumulate: bool = True
+) -> set[UsersCall]:
+    """Return the calls that a backward from these roots comes to; by `inputs` alone, if given."""
     found = list[bool]()
     with torch.enable_grad():
-        nodes = [_node(token) for token in tokens.values()]
+        nodes = [token.grad_fn for token in tokens.values()]
         probe: Any = cast(Any, _Probe).apply(nodes, found, *roots)
     if not probe.requires_grad:
         return set()
     with suppress(_Stop):
-        torch.autograd.backward(probe, inputs=inputs)
-    return {call for call, is_on in zip(tokens, found, strict=True) if is_on}
+        given = (probe,), (torch.ones(()),), False, False, tuple(inputs), True, accumulate
+        _TORCHS_ENGINE.run_backward(*given)
+    if not found:  # nothing behind these roots is one of the inputs
+        return set()
+    reached = {call for call, is_on in zip(tokens, found, strict=True) if is_on}
+    # Where what a call gave is an input itself, its node is asked for the gradient, but not run.
+    taken = (
+        [] if accumulate else [x.node if isinstance(x, GradientEdge) else x.grad_fn for x in inputs]
+    )
+    for call in [call for call in reached if any(tokens[call].grad_fn is node for node in taken)]:
+        pairs = zip(inputs, taken, strict=True)
+        rest = [x for x, node in pairs if node is not tokens[call].grad_fn]
+        if not (rest and _reached(roots, {call: tokens[call]}, rest, accumulate=False)):
+            reached.remove(call)
+    return reached
 
 
-def unreached(
-    roots: Sequence[Tensor], scope: Scope, *, inputs: Any = None
-) -> tuple[list[Tensor], bool]:
-    """Return the tokens that a root is to be tied to, for a backward that is made on all ranks.
+class Shared(NamedTuple):
+    """What makes the backward of this rank come to the calls that that of any rank comes to.
 
-    They are those of calls in the scope that the backward of another rank reaches, also by its own
-    tokens. And whether any rank reaches a call. A call of all ranks that have made those of the
-    scope. Raises `MismatchError`, on all of them, where a backward by `inputs` cannot reach them.
+    Attributes:
+        ties: tokens that its root is to be tied to.
+        edges: what it is to be taken by beside its inputs.
+        connects: whether any rank comes to a call.
     """
-    held, connects, again = dict[UsersCall, Any](), False, bool(scope.tokens)
-    tokens = dict(scope.tokens)
-    while again:
-        again, more = False, set[UsersCall]()
-        reached = _reached([*roots, *_tensors(held)], tokens, inputs)
+
+    ties: list[Tensor]
+    edges: list[GradientEdge]
+    connects: bool
+
+
+def shared(
+    roots: Sequence[Tensor],
+    tokens: Tokens,
+    inputs: Sequence[Any] = (),
+    *,
+    accumulate: bool = True,
+    inside: bool = False,
+) -> Shared:
+    """Agree with all ranks on the calls that a backward from these roots is to come to.
+
+    It comes to a call that the root of any rank uses, and behind which any rank has one of the
+    inputs; both also by way of other calls. A collective of all ranks that have made the calls.
+    accumulate: as of the backward. inside: of a loss that is not over.
+    """
+    ways = ("used", "leads") if inputs else ("used",)
+    mine: set[tuple[UsersCall, str]] | None = None
+    everyone, unlike = set[tuple[UsersCall, str]](), bool(tokens)
+    while unlike:
+        known = [[tokens[call] for call in tokens if (call, way) in everyone] for way in ways]
+        found = set(product(_reached([*roots, *known[0]], tokens), ways[:1]))
+        if inputs:
+            by = [*inputs, *map(_edge_behind, known[1])]
+            leads = _reached([*tokens.values()], tokens, by, accumulate=accumulate)
+            found |= set(product(leads, ways[1:]))
+        mine = found if mine is None else mine
+        everyone, unlike = set[tuple[UsersCall, str]](), False
         # In one order on all ranks: axes of one size in that of their calls, and not of a hash.
         for axis in sorted(dict.fromkeys(c.axis for c in tokens), key=lambda axis: axis.size):
-            mine = [call for call in tokens if call.axis == axis]
-            stuck = not reached.issuperset(held)
-            everyone, unlike = _of_all_ranks(mine, reached, axis, stuck=stuck)
-            more, again = more | (everyone - reached), again or unlike
-            connects = connects or bool(everyone)
-        held |= {call: tokens[call] for call in more}
-    return _tensors(held), connects
+            calls = [call for call in tokens if call.axis == axis]
+            some, differ = _of_all_ranks(calls, ways, found, axis, inside=inside)
+            everyone, unlike = everyone | some, unlike or differ
+    mine = mine or set()
+    to = [call for call in tokens if all((call, way) in everyone for way in ways)]
+    return Shared(
+        ties=[tokens[call] for call in to if (call, "used") not in mine],
+        edges=[_edge_behind(tokens[call]) for call in to if inputs and (call, "leads") not in mine],
+        connects=bool(to),
+    )
 
 
-def _tensors(tokens: dict[UsersCall, Any]) -> list[Tensor]:
-    return [token for token in tokens.values() if isinstance(token, Tensor)]
+def _edge_behind(token: Tensor) -> GradientEdge:
+    """Return where the gradient goes that the adjoint of a call gives."""
+    node: Any = token.grad_fn
+    return GradientEdge(*next(edge for edge in node.next_functions if edge[0] is not None))
 
 
-def _node(token: Any) -> Any:
-    return token.grad_fn if isinstance(token, Tensor) else token
+def _of_all_ranks(
+    calls: Sequence[UsersCall],
+    ways: Sequence[str],
+    found: Collection[tuple[UsersCall, str]],
+    axis: Axis,
+    *,
+    inside: bool,
+) -> tuple[set[tuple[UsersCall, str]], bool]:
+    """Return what of the calls any rank has found, and whether some rank has not."""
+    everyone, unlike, full = set[tuple[UsersCall, str]](), False, 2**WORD - 1
+    pairs = [*product(calls, ways)]
+    for start in range(0, len(pairs), WORD * WORDS):
+        some = pairs[start : start + WORD * WORDS]
+        words = [some[i : i + WORD] for i in range(0, len(some), WORD)]
+        bits = [sum(1 << i for i, one in enumerate(word) if one in found) for word in words]
+        said = *bits, *(full ^ x for x in bits)
+        if inside:
+            name = f"torch.autograd.grad in a loss that has called {_shown(calls)}"
+            call = UserCall(name, "", _AUTOGRAD._current_graph_task_id() >= 0, said)
+            heard = before_collective(axis, call)
+        else:
+            heard = agreed(f"the backward of a loss that has called {_shown(calls)}", said, axis)
+        count = len(words)
+        for word, any_on, any_off in zip(words, heard[:count], heard[count:], strict=True):
+            everyone.update(one for i, one in enumerate(word) if any_on >> i & 1)
+            unlike = unlike or bool(any_on & any_off)
+    return everyone, unlike
 
 
 def come_to(scope: Scope) -> str:
@@ -244,30 +322,8 @@ def come_to(scope: Scope) -> str:
     Ranks that come to others follow no common plan: one would wait where another never comes.
     """
     on = _AUTOGRAD._will_engine_execute_node
-    reached = [call for call, token in scope.tokens.items() if on(_node(token))]
+    reached = [call for call, token in scope.tokens.items() if on(token.grad_fn)]
     return f"its backward comes to {_shown(reached)}" if reached else ""
-
-
-def _of_all_ranks(
-    calls: Sequence[UsersCall], reached: set[UsersCall], axis: Axis, *, stuck: bool
-) -> tuple[set[UsersCall], bool]:
-    """Return those of the calls that any rank reaches, and whether some rank does not."""
-    everyone, unlike, full = set[UsersCall](), False, 2**WORD - 1
-    text = f"the backward of a loss that has called {_shown(calls)}"
-    for start in range(0, len(calls), WORD * WORDS):
-        some = calls[start : start + WORD * WORDS]
-        words = [some[i : i + WORD] for i in range(0, len(some), WORD)]
-        bits = [sum(1 << i for i, one in enumerate(word) if one in reached) for word in words]
-        heard = agreed(text, (stuck, *bits, *(full ^ x for x in bits)), axis)
-        count = len(words)
-        if heard[0]:
-            raise _stuck()
-        for word, any_on, any_off in zip(
-            words, heard[1 : 1 + count], heard[1 + count :], strict=True
-        ):
-            everyone.update(one for i, one in enumerate(word) if any_on >> i & 1)
-            unlike = unlike or bool(any_on & any_off)
-    return everyone, unlike
 
 
 def _shown(calls: Sequence[UsersCall]) -> str:
@@ -276,15 +332,88 @@ def _shown(calls: Sequence[UsersCall]) -> str:
     return f"{len(calls)} collectives, numbers {numbers[0]} to {numbers[-1]} ({same})"
 
 
-def _stuck() -> MismatchError:
-    return MismatchError(
-        "the backward of a loss comes to collectives on some ranks that it does not reach on "
-        "others.",
-        cause="a backward by some tensors only (inputs=), which on another rank are not behind "
-        "the collective; or a collective in torch.utils.checkpoint(use_reentrant=True), of which "
-        "only some losses use what it gave.",
-        fix="leave inputs= out; use_reentrant=False, or fzero.remat; or make the same use of the "
-        "collectives on every rank: loss + 0 * y.sum().",
+# A derivative of the user's inside of a loss.
+
+
+class _Engine(_ImperativeEngine):
+    """torch's engine, by which a derivative in a loss comes to the same calls on all ranks.
+
+    torch has no other place where a backward is seen that comes to no adjoint on this rank, and to
+    one on another. It is torch's engine from the first call on that a backward may differentiate.
+    """
+
+    def run_backward(
+        self,
+        tensors: Sequence[Any],
+        grad_tensors: Sequence[Any],
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Sequence[Any] = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        """Run it, with the adjoints of all calls that it comes to on any rank."""
+        roots, options = list(zip(tensors, grad_tensors, strict=True)), (keep_graph, create_graph)
+        tokens = _tokens_of_derivative(accumulate=accumulate_grad)
+        given = accumulate_grad
+        if tokens and not all(isinstance(x, Tensor) for x in tensors):
+            raise of_an_edge("torch.autograd.grad")
+        same = shared(tensors, tokens, inputs, accumulate=given, inside=True)
+        if not (same.ties or same.edges):
+            by = tuple(inputs), allow_unreachable, accumulate_grad
+            return super().run_backward(tuple(tensors), tuple(grad_tensors), *options, *by)
+        if same.ties:  # of a root of its own; one of the user's may be a constant
+            roots = [pair for pair in roots if pair[0].requires_grad]
+            roots.append((tied_to(torch.zeros(0), same.ties), torch.zeros(0)))
+        of, dys = zip(*roots, strict=True)
+        by = (*inputs, *same.edges), True, accumulate_grad
+        found = super().run_backward(of, dys, *options, *by)
+        if accumulate_grad:
+            return found
+        found = found[: len(inputs)]
+        if not allow_unreachable and any(x is None for x in found):
+            raise RuntimeError(_UNUSED)
+        return found
+
+
+_TORCHS_ENGINE: Any = Variable._execution_engine
+_UNUSED = (  # in torch's words
+    "One of the differentiated Tensors appears to not have been used in the graph. Set "
+    "allow_unused=True if this is the desired behavior."
+)
+
+
+def _take_part_in_derivatives() -> None:
+    if not isinstance(Variable._execution_engine, _Engine):
+        Variable._execution_engine = _Engine()
+
+
+def _tokens_of_derivative(*, accumulate: bool) -> Tokens:
+    """Return the tokens of the calls that a derivative may come to which begins here.
+
+    Of none if it is one that fzero or torch make within a backward; or of torch.func, which a call
+    hears of itself. accumulate: of a backward, which in an engine's own place has its own plan.
+    """
+    book, in_backward = _book(), _AUTOGRAD._current_graph_task_id() >= 0
+    if not book.scopes or maybe_current_level() is not None or (in_backward and accumulate):
+        return {}
+    for run in reversed(runs()):
+        if run.tokens:
+            return run.tokens
+    if in_backward:
+        return {}
+    scopes = [one for one in book.scopes if not one.level and (one.in_loss or not accumulate)]
+    known = {call: token for one in scopes for call, token in one.tokens.items()}
+    return {call: known[call] for call in sorted(known, key=lambda call: call.number)}
+
+
+def of_an_edge(name: str) -> LayoutError:
+    """Return the error of a backward that begins at an edge of a graph."""
+    return LayoutError(
+        f"{name} got a GradientEdge, after a collective was called.",
+        cause="a loss that calls collectives is multiplied by its weight itself, and "
+        "differentiated on every rank.",
+        fix="give the loss, a tensor.",
     )
 
 

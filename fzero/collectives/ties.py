@@ -27,8 +27,8 @@ from torch._C._functorch import maybe_current_level
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
 
-from fzero.collectives._kept import UsersCall, runs
-from fzero.collectives._performers import UserCall, agreed, before_collective
+from fzero.collectives.performer import UserCall, agreed, before_collective
+from fzero.collectives.recompute import UsersCall, runs
 from fzero.context import levels
 from fzero.context.here import current_ranks
 from fzero.errors import LayoutError, MismatchError

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from hashlib import blake2b
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,6 @@ from fzero.state.effects import (
     Effect,
     Exchange,
     Look,
-    ModelEffect,
     Post,
     Raise,
     Read,
@@ -73,26 +72,6 @@ EVALUATION = 2**30
 """The number of an evaluation, which may run inside a pass; of one inside it, the next."""
 
 
-class Party(Protocol):
-    """The owner of a model's values: it performs the effects on them."""
-
-    def perform(self, effect: ModelEffect) -> None:
-        """Do what an effect on the model's units or gradients says."""
-        ...
-
-    def wait_for_reductions(self) -> None:
-        """Wait for the reductions that were started."""
-        ...
-
-    def starts_at_once(self) -> bool:
-        """Whether a reduction would start without a wait for one before."""
-        ...
-
-    def drop_raised(self) -> None:
-        """Drop a backward that raised on this rank without a word to the other ranks."""
-        ...
-
-
 _DEFERRING = (Begin, FirstGradient, GiveUp)
 """The events at which a backward is deferred, or is not any more."""
 
@@ -105,8 +84,8 @@ class Performer:
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self.protocol = channel, rank.Protocol()
-        self._parties: dict[int, weakref.ref[Party]] = {}
-        self._running: dict[int, Party] = {}  # those in a pass live until it is over
+        self._parties: dict[int, weakref.ref[Any]] = {}
+        self._running: dict[int, Any] = {}  # those in a pass live until it is over
         self._joined = 0
 
     @property
@@ -138,8 +117,11 @@ class Performer:
         """
         return first + sum(first <= number < 2 * first for number in self.protocol.models)
 
-    def join(self, party: Party, units: Units, number: int, gathered: tuple[int, ...] = ()) -> None:
-        """Add a model by its number, which is the same on every rank; see `Join`."""
+    def join(self, party: Any, units: Units, number: int, gathered: tuple[int, ...] = ()) -> None:
+        """Add a model by its number, which is the same on every rank; see `Join`.
+
+        party: the owner of its values (`machine.Machine`), which does the effects on them.
+        """
         self._parties[number] = weakref.ref(party)
         self.send(Join(number, units, gathered))
 
@@ -148,7 +130,7 @@ class Performer:
         self._parties.pop(number, None)
         self.send(Leave(number))
 
-    def _party(self, number: int) -> Party:
+    def _party(self, number: int) -> Any:
         party = self._parties.get(number, lambda: None)()
         if party is None:
             raise PhaseError(

@@ -57,9 +57,14 @@ OPS = ("psum", "pmean", "all_gather", "psum_scatter", "all_to_all", "sizes", "pp
 
 
 def graph_of(
-    random: Random, *, ranks: int | None = None, most: int = 5, inner: bool = False
+    random: Random,
+    *,
+    ranks: int | None = None,
+    most: int = 5,
+    inner: bool = False,
+    ops: Sequence[str] = OPS,
 ) -> Graph:
-    """Draw a graph. inner: with derivatives of the user's in the loss."""
+    """Draw a graph. inner: with derivatives of the user's in the loss. ops: its collectives."""
     size = ranks or random.randint(2, 4)
     steps = list[Step]()
     for number in range(random.randint(2, most)):
@@ -69,7 +74,7 @@ def graph_of(
         sizes = tuple(
             tuple(b - a for a, b in zip([0, *cut], [*cut, 2 * size], strict=True)) for cut in cuts
         )
-        steps.append(Step(random.choice(OPS), given, sizes))
+        steps.append(Step(random.choice(ops), given, sizes))
         if inner and random.random() < 0.6:
             steps[-1] = _derivative(random, size, known)
     losses = tuple(_terms(random, len(LEAVES) + len(steps), few=False) for _ in range(size))

@@ -8,19 +8,31 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis.strategies import booleans
+from hypothesis.strategies import booleans, integers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import AxisError, MismatchError, PhaseError
-from tests.collectives.graphs import Graph, graph_of, in_one_process, on_rank, params_of, right
+from fzero.state.logical import carried
+from tests.collectives.graphs import (
+    OPS,
+    Graph,
+    graph_of,
+    in_one_process,
+    on_rank,
+    params_of,
+    right,
+)
 from tests.strategies import seeds, stages
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss requires")
 
 XS = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+OPS_TOGETHER = tuple(op for op in OPS if op != "sizes")
+"""Of a rank that carries several: rows of other numbers for each are refused."""
+
 PAIR = {"image": torch.ones(2), "text": torch.ones(2)}
 
 
@@ -144,6 +156,30 @@ def test_random_losses_have_the_gradients_of_one_process(
     got = _gradients(graph, params, stage, xs)
     for name, wanted in right(graph, params, xs).items():
         torch.testing.assert_close(got[name], wanted.expand(graph.ranks, -1))
+
+
+@settings(max_examples=8)
+@given(seed=seeds, stage=stages, ranks=integers(1, 2))
+def test_logical_ranks_have_the_gradients_of_as_many_ranks(
+    seed: int, stage: int, ranks: int
+) -> None:
+    random = Random(seed)
+    graph = graph_of(random, inner=random.random() < 0.5, ops=OPS_TOGETHER)
+    params, xs = params_of(graph, random)
+
+    def step(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(on_rank(graph), state)(x)
+        return state, fzero.full_gradients(state)
+
+    def body(x: Tensor) -> Any:
+        sharded = fzero.shard(step, stage=stage, logical_ranks=graph.ranks)
+        state = sharded.init(params, fzero.optim.sgd(0.1))
+        rows = carried(fzero.axis_index(), ranks, graph.ranks)
+        return sharded(state, xs[rows.start : rows.stop])[1]
+
+    got = fzero.simulate(body, world_size=ranks)(torch.zeros(ranks))
+    for name, wanted in right(graph, params, xs).items():
+        torch.testing.assert_close(got[name], wanted.expand(ranks, -1))
 
 
 @settings(max_examples=10)

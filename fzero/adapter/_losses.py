@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from fzero.adapter._torch_hooks import current_graph_task
-from fzero.collectives import Scope, close_scope, open_scope, tied_to, unreached
+from fzero.collectives import Scope, close_scope, of_an_edge, open_scope, shared, tied_to
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.call import GivenCall, Weighed, Weight, weighed, with_weight
 from fzero.transforms.builtins import begun, called, factor_of, facts
@@ -98,10 +98,10 @@ class Losses:
         A call of all ranks if collectives were called that connect their losses.
         """
         _require_loss(loss)
-        tokens, connects = unreached([loss], self.calls)
-        self._connected = connects and weight is not None
+        same = shared([loss], self.calls.tokens)
+        self._connected = same.connects and weight is not None
         try:
-            return self.learned(self._as_of_all(loss, tokens, connects=connects), weight)
+            return self.learned(self._as_of_all(loss, same.ties, connects=same.connects), weight)
         finally:
             self._connected = False
 
@@ -171,15 +171,14 @@ class Losses:
         marks = [_mark_of(x) for x in roots]
         weighs = weight is not None or any(one and one.weight is not None for one in marks)
         tensors = [x for x in roots if isinstance(x, Tensor)]
-        tokens, connects = unreached(tensors, self.calls, inputs=options.get("inputs"))
+        inputs = options.get("inputs") or ()
+        inputs = [inputs] if isinstance(inputs, Tensor | GradientEdge) else [*inputs]
+        tokens, edges, connects = shared(tensors, self.calls.tokens, inputs)
+        if edges:
+            options["inputs"] = [*inputs, *edges]
         self._connected = weighs and connects
         if connects and len(tensors) < len(roots):
-            raise LayoutError(
-                "engine.backward got a GradientEdge, after a collective was called.",
-                cause="a loss that calls collectives is multiplied by its weight itself, and "
-                "differentiated on every rank.",
-                fix="give the loss, a tensor.",
-            )
+            raise of_an_edge("engine.backward")
         mark = marks[0]
         if connects and mark is None:
             roots[0] = self._as_of_all(roots[0], tokens, connects=True)

@@ -16,7 +16,7 @@ from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._spans import Crossing, Span, Stock, batches_of, crossing, spans_of, without
 from fzero.collectives import start_uneven_all_to_all
 from fzero.machine.offload import to_device
-from fzero.ranks.axis import Axis
+from fzero.ranks.mesh import Axis
 
 Named = dict[str, list[TensorPiece]]
 

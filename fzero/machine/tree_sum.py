@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero.collectives import gather_many
 from fzero.machine.packing import leaf_ranges
-from fzero.ranks.axis import Axis
+from fzero.ranks.mesh import Axis
 from fzero.state import Layout, Placement, Setup
 from fzero.state.layout import BLOCK, Part
 from fzero.state.tree import Node, fold, nodes

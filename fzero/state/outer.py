@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fzero.errors.check import is_count, require
-from fzero.ranks.axis import Axis
+from fzero.ranks.mesh import Axis
 from fzero.state.buffers import Buffers, Placement
 from fzero.state.form import Form, Slot
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import TypeVar
 
 from fzero.errors import CallError, explain
-from fzero.ranks.axis import Axis
+from fzero.ranks.mesh import Axis
 from fzero.state import scale, view
 from fzero.state._record import record, static
 from fzero.state.alive import require_not_donated

@@ -61,7 +61,8 @@ def recomputed_gradients(ctx: Any, dys: Sequence[Tensor]) -> list[Tensor | None]
         with run_of(ctx.call.block, anchor) as run:
             ys = ctx.call.again(*given)
     roots = [(y, dy) for y, dy in zip(ys, dys, strict=False) if y.requires_grad and dy is not None]
-    roots += [(token, torch.zeros(0)) for token in run.tokens or () if token.requires_grad]
+    tokens = (run.tokens or {}).values()
+    roots += [(token, torch.zeros(0)) for token in tokens if token.requires_grad]
     asked = {i: x for i, x in sources.items() if ctx.needs_input_grad[i + 1]}
     if not (roots and asked):
         return [None] * len(tensors)

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import connecting, connecting_calls, performer_of, tied_to, unreached
+from fzero.collectives import connecting, connecting_calls, performer_of, shared, tied_to
 from fzero.context.ambient import computed_in
 from fzero.context.here import read_elsewhere
 from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
@@ -236,7 +236,7 @@ def _by_autograd(
             one.calls.loss(loss, call.weight)
             one.end_forward()
         with torch.enable_grad():  # other ranks may wait for what is left of the forward's plan
-            tokens, _ = unreached([learned], calls)
+            tokens = shared([learned], calls.tokens).ties
         for one in passes:
             one.begin_backward(weighed=how)
         by, rest = factors_of(states)

@@ -281,7 +281,7 @@ class _Remat(torch.autograd.Function):
             pairs = [(y, dy) for y, dy in zip(ys, dys, strict=False) if _smooth(y)]
             parts = [(as_real(y) * as_real(dy)).sum() for y, dy in pairs if dy is not None]
             total: Any = sum(parts, start=torch.zeros(()))
-            return tied_to(total, run.tokens) if run.tokens else total
+            return tied_to(total, [*run.tokens.values()]) if run.tokens else total
 
         by = tuple(range(len(smooth) + 1))
         found: Any = torch.func.grad(product, by)(torch.zeros(0), *(tensors[i] for i in smooth))

@@ -28,11 +28,16 @@ class Term(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A collective: what each rank gives, a sum of terms; of none a constant. `sizes`: of rows."""
+    """A collective: what each rank gives, a sum of terms; of none a constant. `sizes`: of rows.
+
+    A "grad" is no collective: the derivative of what each rank gives by some values, its `by`.
+    """
 
     op: str
     given: tuple[tuple[Term, ...], ...]
     sizes: tuple[tuple[int, ...], ...]
+    by: tuple[tuple[int, ...], ...] = ()
+    create: bool = True  # whether it has a graph
 
 
 class Graph(NamedTuple):
@@ -51,8 +56,15 @@ class Graph(NamedTuple):
 OPS = ("psum", "pmean", "all_gather", "psum_scatter", "all_to_all", "sizes", "ppermute")
 
 
-def graph_of(random: Random, *, ranks: int | None = None, most: int = 5) -> Graph:
-    """Draw a graph."""
+def graph_of(
+    random: Random,
+    *,
+    ranks: int | None = None,
+    most: int = 5,
+    inner: bool = False,
+    ops: Sequence[str] = OPS,
+) -> Graph:
+    """Draw a graph. inner: with derivatives of the user's in the loss. ops: its collectives."""
     size = ranks or random.randint(2, 4)
     steps = list[Step]()
     for number in range(random.randint(2, most)):
@@ -62,9 +74,20 @@ def graph_of(random: Random, *, ranks: int | None = None, most: int = 5) -> Grap
         sizes = tuple(
             tuple(b - a for a, b in zip([0, *cut], [*cut, 2 * size], strict=True)) for cut in cuts
         )
-        steps.append(Step(random.choice(OPS), given, sizes))
+        steps.append(Step(random.choice(ops), given, sizes))
+        if inner and random.random() < 0.6:
+            steps[-1] = _derivative(random, size, known)
     losses = tuple(_terms(random, len(LEAVES) + len(steps), few=False) for _ in range(size))
     return Graph(size, tuple(steps), losses)
+
+
+def _derivative(random: Random, size: int, known: int) -> Step:
+    """By the same values on all ranks, or by others on each."""
+    given = tuple(_terms(random, known, few=False) for _ in range(size))
+    same = random.random() < 0.7
+    drawn = [(random.randrange(len(LEAVES)), random.randrange(known)) for _ in range(size)]
+    by = tuple(drawn[0 if same else r] for r in range(size))
+    return Step("grad", given, (), by, random.random() < 0.7)
 
 
 def _terms(random: Random, known: int, *, few: bool) -> tuple[Term, ...]:
@@ -115,6 +138,10 @@ def on_rank(graph: Graph, *, remat: bool = False) -> Callable[[dict[str, Tensor]
     def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         rank, values = fzero.axis_index(), [params[name] for name in LEAVES]
         for step in graph.steps:
+            if step.op == "grad":
+                root = (_sum(step.given[rank], values, x) * x).sum()
+                values.append(_by([root], [values], [step.by[rank]], create=step.create)[0])
+                continue
 
             def one(*values: Tensor, step: Step = step) -> Tensor:
                 given = _sum(step.given[rank], values, x)
@@ -124,6 +151,26 @@ def on_rank(graph: Graph, *, remat: bool = False) -> Callable[[dict[str, Tensor]
         return (_sum(graph.losses[rank], values, x) * x).sum()
 
     return loss
+
+
+def _by(
+    roots: list[Tensor],
+    values: Sequence[Sequence[Tensor]],
+    by: Sequence[tuple[int, ...]],
+    *,
+    create: bool,
+) -> list[Tensor]:
+    """The derivative of the sum of these roots by some values of each rank, added up for it."""
+    inputs = [some[i] for some, own in zip(values, by, strict=True) for i in own]
+    wanted = [x for x in inputs if x.requires_grad]
+    root: Any = sum(roots) + sum(some[0].sum() * 0 for some in values)
+    found = iter(
+        torch.autograd.grad(root, wanted, create_graph=create, retain_graph=True, allow_unused=True)
+    )
+    grads = [next(found) if x.requires_grad else None for x in inputs]
+    grads = [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)]
+    pairs = iter(grads)
+    return [torch.stack([next(pairs) / 4 for _ in own]).sum(0) for own in by]
 
 
 def _formula(step: Step, xs: list[Tensor]) -> list[Tensor]:
@@ -147,8 +194,15 @@ def in_one_process(graph: Graph) -> Callable[[Sequence[dict[str, Tensor]], Tenso
     """The losses of all ranks, of (params of each, xs)."""
 
     def losses(params: Sequence[dict[str, Tensor]], xs: Tensor) -> list[Tensor]:
-        every = [[some[name] for name in LEAVES] for some in params]
+        every = [[some[name].clone() for name in LEAVES] for some in params]
         for step in graph.steps:
+            if step.op == "grad":
+                pairs = enumerate(step.given)
+                roots = [(_sum(given, every[r], xs[r]) * xs[r]).sum() for r, given in pairs]
+                found = _by(roots, every, step.by, create=step.create)
+                for mine, y in zip(every, found, strict=True):
+                    mine.append(y)
+                continue
             given = [_sum(step.given[r], every[r], xs[r]) for r in range(graph.ranks)]
             for mine, y in zip(every, _formula(step, given), strict=True):
                 mine.append(_same_length(step.op, y, graph.ranks))

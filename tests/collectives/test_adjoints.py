@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis.strategies import booleans, integers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.adapter import Engine
-from fzero.errors import AxisError, MismatchError
-from tests.collectives.graphs import Graph, graph_of, in_one_process, on_rank, params_of, right
+from fzero.errors import AxisError, MismatchError, PhaseError
+from fzero.state.logical import carried
+from tests.collectives.graphs import (
+    OPS,
+    Graph,
+    graph_of,
+    in_one_process,
+    on_rank,
+    params_of,
+    right,
+)
 from tests.strategies import seeds, stages
 
 pytestmark = pytest.mark.filterwarnings("ignore:the loss requires")
 
 XS = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+OPS_TOGETHER = tuple(op for op in OPS if op != "sizes")
+"""Of a rank that carries several: rows of other numbers for each are refused."""
+
 PAIR = {"image": torch.ones(2), "text": torch.ones(2)}
 
 
@@ -109,35 +121,19 @@ def test_parts_that_only_some_ranks_run_again(again: Any) -> None:
         assert torch.equal(both[name], (wanted + torch.tensor(of_constants)).expand(2, -1))
 
 
-def _reentrant(fn: Any) -> Any:
-    return lambda *args: checkpoint(fn, *args, use_reentrant=True)
+@pytest.mark.parametrize("op", [fzero.psum, lambda x: fzero.all_to_all(x, sizes=[1, 1])[0]])
+def test_a_reentrant_checkpoint_of_a_collective_is_refused(op: Any) -> None:
+    """In the forward it has no graph, and in the backward nobody knows which ranks come to it."""
 
-
-def _reentrant_on_one_rank(fn: Any) -> Any:
-    return fn if fzero.axis_index() else _reentrant(fn)
-
-
-@pytest.mark.parametrize("again", [_reentrant, _reentrant_on_one_rank])
-def test_a_reentrant_checkpoint_has_the_adjoints_of_its_calls(again: Any) -> None:
-    """Where all losses use what it gives. Others raise: it has no node that another could reach."""
-
-    def alike(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        image, text = (again(lambda q, x: fzero.psum(q * x).pow(2))(q, x) for q in p.values())
-        return (image * (1 + fzero.axis_index()) + text).sum()
-
-    def unlike(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        image, text = (_reentrant(lambda q, x: fzero.psum(q * x).pow(2))(q, x) for q in p.values())
-        return (image if fzero.axis_index() else text).sum()
-
-    def by_state(loss: Any, x: Tensor) -> Any:
+    def step(x: Tensor) -> Any:
         state = fzero.init(PAIR, fzero.optim.sgd(0.1), stage=2)
-        return fzero.full_gradients(fzero.grad_and_reduce(loss, state)(x)[0])
+        loss = lambda p, x: checkpoint(  # noqa: E731
+            lambda q, x: op(q * x).pow(2).sum(), p["image"], x, use_reentrant=True
+        )
+        return fzero.grad_and_reduce(loss, state)(x)[1]
 
-    got = fzero.simulate(partial(by_state, alike), world_size=2)(XS)
-    assert torch.equal(got["image"], torch.tensor([48.0, 147.0]).expand(2, -1))
-    assert torch.equal(got["text"], torch.tensor([32.0, 98.0]).expand(2, -1))
-    with pytest.raises(MismatchError, match="use_reentrant=False"):
-        fzero.simulate(partial(by_state, unlike), world_size=2)(XS)
+    with pytest.raises(PhaseError, match="use_reentrant=False"):
+        fzero.simulate(step, world_size=2)(XS)
 
 
 def _gradients(graph: Graph, params: dict[str, Tensor], stage: int, xs: Tensor) -> Any:
@@ -148,15 +144,42 @@ def _gradients(graph: Graph, params: dict[str, Tensor], stage: int, xs: Tensor) 
     return fzero.simulate(step, world_size=graph.ranks)(xs)
 
 
-@settings(max_examples=25)
-@given(seed=seeds, stage=stages)
-def test_random_losses_have_the_gradients_of_one_process(seed: int, stage: int) -> None:
+@settings(max_examples=40)
+@given(seed=seeds, stage=stages, inner=booleans())
+def test_random_losses_have_the_gradients_of_one_process(
+    seed: int, stage: int, inner: bool
+) -> None:
+    """inner: with torch.autograd.grad in the loss, by other values and of other uses by rank."""
     random = Random(seed)
-    graph = graph_of(random)
+    graph = graph_of(random, inner=inner)
     params, xs = params_of(graph, random)
     got = _gradients(graph, params, stage, xs)
     for name, wanted in right(graph, params, xs).items():
         torch.testing.assert_close(got[name], wanted.expand(graph.ranks, -1))
+
+
+@settings(max_examples=8)
+@given(seed=seeds, stage=stages, ranks=integers(1, 2))
+def test_logical_ranks_have_the_gradients_of_as_many_ranks(
+    seed: int, stage: int, ranks: int
+) -> None:
+    random = Random(seed)
+    graph = graph_of(random, inner=random.random() < 0.5, ops=OPS_TOGETHER)
+    params, xs = params_of(graph, random)
+
+    def step(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(on_rank(graph), state)(x)
+        return state, fzero.full_gradients(state)
+
+    def body(x: Tensor) -> Any:
+        sharded = fzero.shard(step, stage=stage, logical_ranks=graph.ranks)
+        state = sharded.init(params, fzero.optim.sgd(0.1))
+        rows = carried(fzero.axis_index(), ranks, graph.ranks)
+        return sharded(state, xs[rows.start : rows.stop])[1]
+
+    got = fzero.simulate(body, world_size=ranks)(torch.zeros(ranks))
+    for name, wanted in right(graph, params, xs).items():
+        torch.testing.assert_close(got[name], wanted.expand(ranks, -1))
 
 
 @settings(max_examples=10)
@@ -226,6 +249,25 @@ def test_a_derivative_of_ones_own_that_differs_by_rank_raises_by_name(by: Any) -
 
     with pytest.raises(AxisError, match=r"in the backward of call 1[\s\S]*engine.backward"):
         fzero.simulate(body, world_size=2)(XS)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_derivative_in_a_loss_that_only_some_ranks_take_raises_on_all(stage: int) -> None:
+    """Also where another one comes to the same collective later, on another rank."""
+
+    def loss(p: Any, x: Tensor) -> Tensor:
+        image = fzero.psum(p["image"] * x).pow(2)
+        if fzero.axis_index() == 0:
+            (found,) = torch.autograd.grad(image.sum(), [p["image"]], create_graph=True)
+            return found.sum()
+        return fzero.psum(image).sum()
+
+    def step(x: Tensor) -> Any:
+        state = fzero.init(PAIR, fzero.optim.sgd(0.1), stage=stage)
+        return fzero.grad_and_reduce(loss, state)(x)[1]
+
+    with pytest.raises(MismatchError, match=r"torch\.autograd\.grad in a loss that has called 1"):
+        fzero.simulate(step, world_size=2)(XS)
 
 
 def test_a_func_grad_of_ones_own_of_which_some_ranks_give_the_input_raises() -> None:

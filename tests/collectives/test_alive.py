@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fzero.collectives._alive import Sign, lost_ranks
+from fzero.collectives.liveness import Sign, lost_ranks
 from tests.ranks import spawn_script
 
 OURS, WAITS = (Sign(), Sign(9, 7)), (Sign(4, 7), Sign(9, 7))  # the reader, a rank that waits, too

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import fzero
-from fzero.collectives import _performers
+from fzero.collectives import performer as _performers
 from fzero.errors import LostRankError
 from tests.ranks import run_ranks, spawn_script
 

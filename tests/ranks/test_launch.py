@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import fzero
 from fzero.errors import AxisError
-from fzero.ranks._launch import describes_several_ranks, local_rank, timeout
+from fzero.ranks.rendezvous import describes_several_ranks, local_rank, timeout
 from tests.rank_process import LOOPBACK
 
 ROOT = Path(__file__).parent.parent

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from fzero.errors import AxisError, LostRankError
-from fzero.ranks._meeting import (
+from fzero.ranks.rendezvous import (
     MeetingPlace,
     call_roll,
     leave,
@@ -133,7 +133,7 @@ def test_a_second_rank_0_is_told_to_both(port: int) -> None:
     waits.start()
     # Another process: in this one torch would share the store.
     script = (
-        "import datetime; from fzero.ranks._meeting import MeetingPlace, open_store; "
+        "import datetime; from fzero.ranks.rendezvous import MeetingPlace, open_store; "
         f"at = MeetingPlace(0, 2, '127.0.0.1', {port}, False); "
         "open_store(at, datetime.timedelta(seconds=60))"
     )

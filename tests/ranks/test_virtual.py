@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fzero
 from fzero import collectives as c
-from fzero.collectives import _lowering
+from fzero.collectives import lowering as _lowering
 from fzero.ranks.mesh import Axis, axis_of
 from tests.collectives.maps import gathered, reduced, scattered
 from tests.covering import covered

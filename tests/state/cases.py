@@ -254,9 +254,15 @@ class Drawing:
         return self.sync()
 
     def sync(self) -> list[Any]:
-        """A collective of the user's over the next axis, which all ranks make."""
+        """A collective of the user's over the next axis, which all ranks make.
+
+        Of one that is differentiated some ranks have a graph, drawn apart, as in `one_pass`.
+        """
         self.syncs += 1
-        return [Sync(AXES[self.syncs % len(AXES)], self.syncs % 5 > 0)] * self.size
+        differentiated, apart = self.syncs % 5 > 0, Random(repr((self.units, self.syncs)))
+        some = apart.sample(range(self.size), apart.randint(1, self.size))
+        on = tuple(sorted(some)) if differentiated else ()
+        return [Sync(AXES[self.syncs % len(AXES)], differentiated, on)] * self.size
 
     def one_pass(self, model: int, joints: tuple[Any, ...], late: int) -> OnePass:
         """A pass of one rank, with what all ranks do together in it.

@@ -31,7 +31,7 @@ from fzero.state.protocol import (
     Use,
 )
 from tests.state.rank import Rank, Value
-from tests.state.world import AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, World
+from tests.state.world import AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, Sync, World
 
 MOST = 4
 """Units of a model that are here at once, where one is gathered early: of a plan the one in use and
@@ -147,20 +147,23 @@ class Driver(Rank):
         if len(loose) > MOST + max(0, record.units.limits.prefetch_numel - 1):
             raise Fault("memory", f"rank {self.number} holds units {loose}")
 
-    def sync(self, axis: str, *, backward: bool = False) -> Steps:
+    def sync(self, one: Sync, *, backward: bool = False) -> Steps:
         """A collective of the user's: all ranks hear what each says of it, and those of it do it.
 
         It is started when all have come, and waited for at once, while gathers and reductions of
-        fzero's own are in flight.
+        fzero's own are in flight. A rank without a graph hears that others have one.
         """
-        yield from self.send(SyncPoint((self.number,), backward))
+        connects = backward or self.number in one.on
+        yield from self.send(SyncPoint((self.number,), backward, connects))
         if not self.protocol.meeting:
             yield from self._start_together()
         elif self.protocol.heard != tuple((rank,) for rank in range(self.world.size)):
             raise Fault("all are heard", f"rank {self.number} hears {self.protocol.heard}")
+        if one.on and not connects:
+            yield from self.send(Met(connects=True))
         self.synced += 1
-        group = self.world.users[axis][self.number]
-        k = group.start(self.number, (axis, self.synced))
+        group = self.world.users[one.axis][self.number]
+        k = group.start(self.number, (one.axis, self.synced))
         yield lambda: group.is_over(k)
 
     def _start_together(self) -> Steps:

@@ -142,7 +142,7 @@ class Actor:
                     yield from self.evaluation(use)
                 case _:
                     assert isinstance(use, Sync)
-                    yield from self.rank.sync(use.axis)
+                    yield from self.rank.sync(use)
         self.check()
 
     def passes(self, together: Passes) -> Steps:
@@ -166,7 +166,7 @@ class Actor:
                 if kind == "use":
                     yield from rank.use(model, unit)
                 elif kind == "sync":
-                    yield from rank.sync(unit, backward=more[0])
+                    yield from rank.sync(Sync(unit), backward=more[0])
                 else:
                     yield from rank.gradient(model, unit, complete=more[0])
             for one in passes:

@@ -59,6 +59,7 @@ class One:
         self.protocol, _ = advance(Protocol(), Join(1, units))
         self.posts: list[Any] = []
         self.is_answered = True  # by the other ranks, of which there is none
+        self.exchanged: tuple[Any, ...] = ()  # what other ranks exchange
 
     def send(self, event: Any, *peers: list[int]) -> list[Effect]:
         """Send an event; answer its rounds, the first one with rows of `peers` besides."""
@@ -66,8 +67,8 @@ class One:
         collected = [*effects]
         while effects and isinstance(effects[-1], Read | Exchange):
             self._post(collected)
-            said: Any = (getattr(effects[-1], "value", None),)
-            if said == (None,):
+            said: Any = (getattr(effects[-1], "value", None), *self.exchanged)
+            if said[0] is None:
                 waits = effects[-1].waits or self.is_answered
                 said = Round([self.row(), *peers]) if waits else None
                 peers = ()
@@ -212,6 +213,18 @@ def test_what_was_served_is_received_once() -> None:
     effects = one.send(Answer(Round([one.row(), [MessageKind.DONE, 0, 0, 1]])))
     assert effects[:2] == [WaitForReductions(), Receive(1)]
     assert one.protocol.served == ()
+
+
+def test_what_was_served_in_a_forward_is_received_when_the_others_have_ended() -> None:
+    one = One(units(2))
+    one.begin(0, 1)
+    one.send(Use(1, 0))
+    asked = [*ASKS, 1 + as_code(Asked(1, What.REDUCE, 1))]
+    assert Reduce(1, 1, mine=False) in one.send(Call("step"), asked)
+    assert one.send(Call("step"), [MessageKind.DONE, 0, 0, 1])[-2:] == [
+        WaitForReductions(),
+        Receive(1),
+    ]
 
 
 def test_a_rank_that_heard_of_an_error_asks_for_nothing() -> None:
@@ -388,6 +401,13 @@ def reads_exactly(one: One) -> bool:
 KEPT = Units(numels=(4,), rounds=frozenset([0]), limits=Limits(keeps=True))
 
 
+def test_a_phase_that_is_exact_drops_rounded_values_before_it_is_announced() -> None:
+    one = One(Units(numels=(4, 4), rounds=frozenset([0]), limits=Limits(prefetch_numel=0)))
+    one.begin(0, 1)
+    one.send(Use(1, 0))
+    assert one.begin(0, phase=1, silent=True, rounds=False) == [Free(1, 0)]
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_read_between_the_phases_is_exact(again: bool) -> None:
     one = One(KEPT)
@@ -528,6 +548,22 @@ def test_what_was_asked_before_a_sync_point_is_learned() -> None:
     one.begin(phase=1, program=False)
     one.send(SyncPoint())
     assert has_asked(one)
+
+
+def test_only_what_is_not_complete_is_recorded_of_what_is_left() -> None:
+    one = One(TWO_BUCKETS)
+    one.begin(phase=1, program=False)
+    effects = one.send(Finish(1, ((0, True), (1, False))))
+    assert Exchange((1, {(0, 1): (~1,)})) in effects
+
+
+def test_a_model_learns_from_its_own_passes_alone() -> None:
+    one = One(units(1))
+    one.begin(phase=1, program=False)
+    one.send(Use(1, 0))
+    one.exchanged = ((2, {(3, 1): (0,)}), (1, {(0, 1): (0,)}), None)
+    assert has_asked(one)
+    assert one.course.learned == {(0, 1): Program((0,))}
 
 
 def test_what_was_learned_is_told_once() -> None:

@@ -62,11 +62,13 @@ class Dead(Exception):
 class Sync:
     """A collective of the user's over one axis, in a forward or a backward.
 
-    differentiated: whether a backward of it follows one in a forward.
+    differentiated: whether a backward of it follows one in a forward. on: the ranks on which what
+    it gives has a graph; the backward comes on all ranks, by the ties of their losses.
     """
 
     axis: str
     differentiated: bool = True
+    on: tuple[int, ...] = ()
 
 
 @dataclass

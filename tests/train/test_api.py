@@ -38,7 +38,7 @@ def test_the_job_imports_public_names_only(path: Path) -> None:
             "def f():\n    from fzero.checkpoint.disk import regular",
             ["fzero.checkpoint.disk.regular"],
         ),
-        ("from fzero.ranks import _launch", ["fzero.ranks._launch"]),
+        ("from fzero.ranks import rendezvous", ["fzero.ranks.rendezvous"]),
     ],
 )
 def test_the_check_sees(source: str, inner: list[str]) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.ranks.axis import Dims, Runtime
+from fzero.ranks.mesh import Dims, Runtime
 from fzero.state import OptimizerOver
 from tests.covering import covered
 from tests.descends import descends

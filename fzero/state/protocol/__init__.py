@@ -30,9 +30,7 @@ from fzero.state.effects import (
     TakePart,
     Wait,
 )
-from fzero.state.protocol import _calls, _pass, _plan
-from fzero.state.protocol._calls import SYNC as SYNC
-from fzero.state.protocol._rounds import peers_failed
+from fzero.state.protocol import transitions as to
 from fzero.state.protocol.events import Announcement as Announcement
 from fzero.state.protocol.events import Answer as Answer
 from fzero.state.protocol.events import Begin as Begin
@@ -59,6 +57,8 @@ from fzero.state.protocol.records import Course as Course
 from fzero.state.protocol.records import Model as Model
 from fzero.state.protocol.records import Next
 from fzero.state.protocol.records import Protocol as Protocol
+from fzero.state.protocol.transitions import SYNC as SYNC
+from fzero.state.protocol.transitions import peers_failed
 from fzero.state.residency import Residency as Residency
 from fzero.state.residency import Units as Units
 from fzero.state.rounds import Round
@@ -82,7 +82,7 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
         >>> [type(effect).__name__ for effect in effects]
         ['Read']
         >>> alone = Round([[MessageKind.PASS, 0, 0, 0]])
-        >>> there, effects = advance(asked, Answer(alone))
+        >>> there, effects = advance(heard_asks, Answer(alone))
         >>> [(type(effect).__name__, effect.unit) for effect in effects]
         [('Gather', 0), ('Gather', 1), ('Wait', 0)]
     """
@@ -110,7 +110,7 @@ def _answered(protocol: Protocol, event: Answer) -> Next:
     """The task that waits goes on with what was said; an error of other ranks ends the event."""
     task, *rest = protocol.agenda
     said = event.said
-    if isinstance(said, Round) and said.failed and task[0] is not _calls.heard_raised:
+    if isinstance(said, Round) and said.failed and task[0] is not to.heard_raised:
         return peers_failed(protocol, said)
     return replaced(protocol, agenda=((*task, said), *rest)), ()
 
@@ -130,24 +130,24 @@ def _broke(protocol: Protocol, event: Broke) -> Next:
 
 
 _STEPS: dict[type, Callable[[Protocol, Any], Next]] = {
-    Join: _pass.join,
-    Leave: _pass.leave,
-    Begin: _pass.begin,
-    FirstGradient: _pass.first_gradient,
-    Use: _plan.use,
-    Ready: _plan.ready,
-    SyncPoint: _calls.sync_point,
-    Met: _calls.met_all,
-    EndForward: _pass.end_forward,
-    Finish: _pass.finish,
-    Failed: _pass.failed,
-    GiveUp: _pass.give_up,
-    Raised: _calls.raised,
-    Call: _calls.call,
-    Noted: _calls.noted,
-    Pin: _calls.pin,
-    Unpin: _calls.unpin,
-    Changed: _calls.changed,
+    Join: to.join,
+    Leave: to.leave,
+    Begin: to.begin,
+    FirstGradient: to.first_gradient,
+    Use: to.use,
+    Ready: to.ready,
+    SyncPoint: to.sync_point,
+    Met: to.met_all,
+    EndForward: to.end_forward,
+    Finish: to.finish,
+    Failed: to.failed,
+    GiveUp: to.give_up,
+    Raised: to.raised,
+    Call: to.call,
+    Noted: to.noted,
+    Pin: to.pin,
+    Unpin: to.unpin,
+    Changed: to.changed,
     Answer: _answered,
     Broke: _broke,
 }

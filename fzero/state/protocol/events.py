@@ -31,8 +31,14 @@ class Announcement:
     served: bool = False
 
 
+class Event:
+    """What the driver of a rank, or its performer, tells the protocol."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Join:
+class Join(Event):
     """Register a model; forget an earlier one of the same number.
 
     gathered: units that a window has gathered, and brings.
@@ -44,14 +50,14 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Event):
     """No pass of the model will follow."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class Begin(Event):
     """A forward or a backward begins.
 
     Attributes:
@@ -73,14 +79,14 @@ class Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstGradient:
+class FirstGradient(Event):
     """A silent backward brings a gradient."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class Use(Event):
     """A kernel reads a unit: it must be gathered when the effects are done."""
 
     model: int
@@ -88,7 +94,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Event):
     """The gradients of a unit are complete on this rank."""
 
     model: int
@@ -96,7 +102,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPoint:
+class SyncPoint(Event):
     """A collective of the user's begins, in the middle of passes, or of their loss.
 
     Attributes:
@@ -111,7 +117,7 @@ class SyncPoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Met:
+class Met(Event):
     """All ranks have come to a collective of the user's: what can start on each of them starts.
 
     Attributes:
@@ -124,14 +130,14 @@ class Met:
 
 
 @dataclass(frozen=True, slots=True)
-class EndForward:
+class EndForward(Event):
     """A forward is over."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class Finish(Event):
     """A backward is over on this rank, or a forward that no backward follows.
 
     left: (unit, whether its gradients are complete) of units with gradients that were not reduced.
@@ -142,7 +148,7 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Event):
     """The pass of a model raised on this rank.
 
     astray: the error came from the communication itself, after which ranks may not be at one place.
@@ -153,19 +159,19 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp:
+class GiveUp(Event):
     """Forget the pass of a model, and all that it has gathered. No other rank hears of it."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
+class Raised(Event):
     """This rank raised outside of a pass, and the others come to a round."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Event):
     """A call that every rank makes together: one round, in which this rank serves the others.
 
     The values of all ranks are in `Protocol.heard`, when all make it; until then it is made again,
@@ -178,14 +184,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Noted:
+class Noted(Event):
     """A call in which nothing crosses ranks: they compare it in the next round that there is."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class Pin(Event):
     """A `gathered()` block holds units, exactly, on all ranks. A call of all of them."""
 
     model: int
@@ -193,7 +199,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Unpin:
+class Unpin(Event):
     """A block of these units ends; None: a window, which has kept what it gathered."""
 
     model: int
@@ -201,14 +207,14 @@ class Unpin:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(Event):
     """The parameters changed: what was gathered of them is stale."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Event):
     """What every rank said in the round that was read, or the values that were exchanged.
 
     None where a round was looked for, and some rank has not posted it; or where no reduction would
@@ -219,31 +225,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Broke:
+class Broke(Event):
     """An effect raised; those after it were not done."""
 
     undone: tuple[Effect, ...]
-
-
-Event = (
-    Join
-    | Leave
-    | Begin
-    | FirstGradient
-    | Use
-    | Ready
-    | SyncPoint
-    | Met
-    | EndForward
-    | Finish
-    | Failed
-    | GiveUp
-    | Raised
-    | Call
-    | Noted
-    | Pin
-    | Unpin
-    | Changed
-    | Answer
-    | Broke
-)

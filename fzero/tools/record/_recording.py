@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import LayoutError
-from fzero.ranks.axis import Axis
+from fzero.ranks.mesh import Axis
 from fzero.tools.record._files import read_folder, write_folder
 from fzero.tools.record._records import RecordedPart, Snapshot
 from fzero.transforms.pattern import Pattern

@@ -16,7 +16,9 @@ through torch.distributed; otherwise it is called directly, so that counters see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -25,9 +27,11 @@ from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.collectives import _lowering as lowering
-from fzero.collectives import _traced as traced
-from fzero.collectives._connected import (
+from fzero.collectives import lowering, traced_ops
+from fzero.collectives.log import note_call
+from fzero.collectives.performer import UserCall, also_connects, before_collective, digest
+from fzero.collectives.recompute import Kept, UsersCall, keeping
+from fzero.collectives.ties import (
     anchors,
     connected,
     differentiated,
@@ -36,10 +40,6 @@ from fzero.collectives._connected import (
     unlike_nesting,
     with_tokens,
 )
-from fzero.collectives._kept import Kept, UsersCall, keeping
-from fzero.collectives._log import note_call
-from fzero.collectives._performers import UserCall, also_connects, before_collective, digest
-from fzero.collectives._rehearsed import of_ranks_alike, rehearsal
 from fzero.context import levels
 from fzero.context.here import WithoutMemory, current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
@@ -88,9 +88,10 @@ class LinearMap(NamedTuple):
 
     @property
     def rest(self) -> tuple[Any, ...]:
-        """What an op has as its last arguments."""
-        pairs = self.kind in ("permute", "ragged")
-        return (list(self.between[0]), list(self.between[1])) if pairs else (self.ordered,)
+        """What its collective is told beside tensors and the axis."""
+        if self.kind in ("permute", "ragged"):
+            return list(self.between[0]), list(self.between[1])
+        return (self.ordered,) if self.kind in ("scatter", "reduce") else ()
 
 
 _ADJOINT = {"gather": "scatter", "scatter": "gather"}  # the others are their own
@@ -266,7 +267,9 @@ def apply_map(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     else:
         done = iter(_applied(plan, *wanted) if wanted else ())
     pairs = zip(xs, sent, strict=True)
-    return [next(done) if is_sent else of_nothing(plan.kind, axis, x) for x, is_sent in pairs]
+    return [
+        next(done) if is_sent else lowering.of_nothing(plan.kind, axis, x) for x, is_sent in pairs
+    ]
 
 
 _CONNECTING = [0]
@@ -285,15 +288,6 @@ def connecting_calls() -> int:
     return _connecting()[0]
 
 
-def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
-    """Return what a map makes of a tensor without elements: a shape, and nothing to send."""
-    if kind in ("reduce", "all_to_all", "exchange", "permute"):
-        return x.clone()
-    if kind == "gather":
-        return x.repeat(axis.size, *(1 for _ in x.shape[1:]))
-    return x[: x.shape[0] // axis.size]
-
-
 def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
     kind, axis = plan.kind, plan.axis
     xs = [_with_memory(x) for x in xs]
@@ -301,11 +295,11 @@ def _run(plan: LinearMap, xs: Sequence[Tensor]) -> list[Tensor]:
         before_collective(axis, connects=bool(plan.name) and any(map(is_differentiated, xs)))
     # A rank without rows may get some in a ragged exchange, and virtual ranks compare calls in it.
     if kind != "ragged" and not any(x.numel() for x in xs) and not lowering.swaps(axis):
-        return [of_nothing(kind, axis, x).clone() for x in xs]
+        return [lowering.of_nothing(kind, axis, x).clone() for x in xs]
     if axis.runtime is Runtime.PROCESSES and is_recorded(xs):
         group = axis.group().group_name
-        return traced.RUN[kind](list(xs), axis.name, group, axis.size, *plan.rest)
-    return _BEGIN[kind](xs, plan, plan.name and plan.said).wait()
+        return traced_ops.RUN[kind](list(xs), axis.name, group, axis.size, *(plan.rest or (False,)))
+    return _BEGIN[kind](xs, axis, *plan.rest, said=plan.name and plan.said).wait()
 
 
 def _with_memory(x: Tensor) -> Tensor:
@@ -328,23 +322,13 @@ _OPS = {
     "permute": "ppermute",
 }
 
-Begin = Callable[[Sequence[Tensor], LinearMap, str], lowering.Started]
-
-_BEGIN: dict[str, Begin] = {
-    "gather": lambda xs, plan, said: lowering.begin_all_gather(xs, plan.axis, said=said),
-    "scatter": lambda xs, plan, said: lowering.begin_reduce_scatter(
-        xs, plan.axis, ordered=plan.ordered, said=said
-    ),
-    "reduce": lambda xs, plan, said: lowering.begin_all_reduce(
-        xs, plan.axis, ordered=plan.ordered, said=said
-    ),
-    "exchange": lambda xs, plan, said: lowering.begin_all_to_all(xs, plan.axis, said=said),
-    "ragged": lambda xs, plan, said: lowering.begin_uneven_all_to_all(
-        xs, plan.axis, *plan.between, said=said
-    ),
-    "permute": lambda xs, plan, said: lowering.begin_permute(
-        xs, plan.axis, *plan.between, said=said
-    ),
+_BEGIN: dict[str, Callable[..., lowering.Started]] = {
+    "gather": lowering.begin_all_gather,
+    "scatter": lowering.begin_reduce_scatter,
+    "reduce": lowering.begin_all_reduce,
+    "exchange": lowering.begin_all_to_all,
+    "ragged": lowering.begin_uneven_all_to_all,
+    "permute": lowering.begin_permute,
 }
 
 
@@ -369,7 +353,7 @@ class _Extremum(torch.autograd.Function):
             return x.clone()
         if axis.runtime is Runtime.PROCESSES and is_recorded([x]):
             group = axis.group().group_name
-            return traced.RUN[name]([x], axis.name, group, axis.size, False)[0]
+            return traced_ops.RUN[name]([x], axis.name, group, axis.size, False)[0]
         return lowering.begin_extremum([x], axis, name).wait()[0]
 
     @staticmethod
@@ -430,3 +414,43 @@ def _refuse_linearize() -> None:
         "be wrong without an error.",
         fix="use torch.func.jvp(fn, primals, tangents), one call for each tangent.",
     )
+
+
+_HERE = threading.local()
+
+
+class Rehearsal:
+    """What collectives of this thread have answered in the first of several blocks."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self.asked, self._number = size, list[tuple[bool, Tensor]](), 0
+
+    @contextmanager
+    def given(self) -> Generator[None]:
+        """Let collectives be answered by it in this block."""
+        before, self._number, _HERE.answers = rehearsal(), 0, self
+        try:
+            yield
+        finally:
+            _HERE.answers = before
+
+    def answer(self, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what the next collective answers."""
+        if self._number == len(self.asked):
+            self.asked.append((x.numel() > 0 and x.numel() % self._size == 0, make(x)))
+        is_cut, kept = self.asked[self._number]
+        self._number += 1
+        return make(x) if is_cut else kept.clone()
+
+
+def rehearsal() -> Rehearsal | None:
+    """Return what answers collectives of this thread; None: the ranks do."""
+    return getattr(_HERE, "answers", None)
+
+
+def of_ranks_alike(kind: str, size: int, rank: int, x: Tensor) -> Tensor:
+    """Return what a linear map of `size` ranks makes of x, where each of them has x."""
+    if kind in ("reduce", "permute"):
+        return x * (size if kind == "reduce" else 1)
+    own = x if kind == "gather" else x.chunk(size)[rank]
+    return own * size if kind == "scatter" else torch.cat([own] * size)

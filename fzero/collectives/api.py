@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from fzero.collectives._functions import (
+from fzero.collectives.autograd import (
     LinearMap,
     apply_map,
     extremum,
@@ -17,8 +17,8 @@ from fzero.collectives._functions import (
     reduce_many,
     scatter_many,
 )
-from fzero.collectives._performers import rows_of_ranks
-from fzero.collectives._tree import fold_rows
+from fzero.collectives.logical_groups import fold_rows
+from fzero.collectives.performer import rows_of_ranks
 from fzero.context.here import has_no_values, is_abstract
 from fzero.context.modes import is_recorded, without_transforms
 from fzero.errors import AxisError, LayoutError, PhaseError

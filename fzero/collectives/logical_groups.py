@@ -1,8 +1,14 @@
-"""Sums by one fixed binary tree over logical ranks, whatever number of ranks carries them.
+"""Logical ranks: their sums by one tree, and losses in which they run together.
 
+A sum is made by one fixed binary tree over logical ranks, whatever number of ranks carries them.
 A rank has the nodes of the tree that lie in its run of logical ranks; see `fzero/state/tree.py`.
 It sends the r-th part of each to the rank that owns the part, which makes the rest of the tree.
 Where each rank carries one logical rank these are leaves, and the wire is that of a reduce-scatter.
+
+A collective in a loss of logical ranks needs all L of them at one place. Each rank runs its own as
+virtual ranks; the one that comes last asks the other ranks for their rows, and makes the result as
+virtual ranks of one process make it, from all L values in order. So its bits, and the order of its
+sums, are those of L ranks.
 """
 
 from __future__ import annotations
@@ -10,19 +16,27 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from fzero.collectives import _lowering as lowering
-from fzero.collectives._backend import PARTLY_TYPED, Started, explained, given, is_gloo
-from fzero.collectives._exchange import sends_between
-from fzero.collectives._functions import gather_many
-from fzero.collectives._log import note
-from fzero.collectives._start import InFlight
-from fzero.context.here import is_abstract
-from fzero.ranks.mesh import Axis, Runtime
+from fzero.collectives import lowering
+from fzero.collectives.autograd import gather_many
+from fzero.collectives.log import note
+from fzero.collectives.lowering import (
+    InFlight,
+    Started,
+    Told,
+    any_of,
+    given,
+)
+from fzero.collectives.performer import performer_of
+from fzero.context.here import Here, Make, be, current_ranks, is_abstract, standing_as
+from fzero.context.modes import for_training
+from fzero.errors import PhaseError
+from fzero.ranks.mesh import Axis, Carried, Runs, Runtime, carrying, running_on
+from fzero.ranks.virtual import run_ranks
 from fzero.state import tree
 from fzero.state.logical import carried
 
@@ -83,7 +97,7 @@ def _begin(held: Sequence[Sequence[Tensor]], over: Over, dtypes: Sequence[torch.
             ]
 
         shapes = lowering.shapes_of([some[0] for some in held])
-        sums = lowering.shared(f"sum over {over.places} places[{shapes}]", held, axis, made)
+        sums = lowering.on_virtual_ranks(f"sum over {over.places} places", held, axis, made, shapes)
         return given([_part(x, over, axis.rank).clone() for x in sums], axis)
 
     # Of each buffer, the chunk for each rank: a part of each node, one behind the other.
@@ -105,29 +119,11 @@ def _begin(held: Sequence[Sequence[Tensor]], over: Over, dtypes: Sequence[torch.
             found.append(_fold(nodes, parts, over, dtype))
         return found
 
-    return Started(
-        "all_to_all", axis, _works(sent, got, axis), finish, [x for s in sent for x in s]
-    )
-
-
-def _works(
-    sent: Sequence[Sequence[Tensor]], got: Sequence[Sequence[Tensor]], axis: Axis
-) -> list[Any]:
-    works: list[Any] = []
-    if is_abstract():
-        return works
+    works = list[Any]()
     for chunks, into in zip(sent, got, strict=True):
-        if not chunks[0].numel():
-            continue
-        if is_gloo(axis, chunks[0].device):
-            works += sends_between(chunks, into, axis, "all_to_all")
-            continue
-        mine, nothing = axis.rank, chunks[0].new_empty(0)
-        away = [nothing if r == mine else x for r, x in enumerate(chunks)]
-        come = [nothing if r == mine else x for r, x in enumerate(into)]
-        with explained("all_to_all", axis):
-            works.append(PARTLY_TYPED.all_to_all(come, away, group=axis.group(), async_op=True))
-    return works
+        if chunks[0].numel() and not is_abstract():
+            works += lowering.exchange_chunks(chunks, into, axis)[0]
+    return Started("all_to_all", axis, works, finish, [x for s in sent for x in s])
 
 
 def _part(flat: Tensor, over: Over, rank: int) -> Tensor:
@@ -192,3 +188,91 @@ def _gathered(rows: Tensor, axis: Axis, places: int, gather: Callable[[Tensor], 
         return every
     each = torch.unflatten(every, 0, (axis.size, most))
     return torch.cat([some[:count] for some, count in zip(each, counts, strict=True)])
+
+
+T = TypeVar("T")
+
+
+def run_together(body: Callable[[int], T], carried: Carried, axis: Axis) -> list[T]:
+    """Run `body(place)` for each logical rank of this rank; return the results in their order.
+
+    In it they are ranks of an axis of all logical ranks. All ranks of `axis` call it. The first
+    exception of a logical rank is raised here; other ranks hear of it from who catches it.
+    """
+    outer = current_ranks()
+    ended: list[BaseException] = []  # the run of this rank itself, while it waited for others
+    met = [""]  # the call of which all ranks were told last: its values are exchanged next
+    runtime = Runtime.LOCAL if carried.size == 1 else Runtime.VIRTUAL
+    logical = Axis(name=axis.name, size=carried.size, runtime=runtime)
+
+    def one(place: int) -> T:
+        here = current_ranks()
+        assert here is not None
+        among = here.exchange
+
+        def exchange(op: str, value: Any, make: Make) -> Any:
+            def made(own: list[Any]) -> Any:
+                try:
+                    with standing_as(outer):
+                        everyone = for_training(_of_all, op, own, carried.size, axis, met)
+                except Exception:
+                    raise
+                except BaseException as error:
+                    ended.append(error)
+                    raise PhaseError(
+                        f"{op}: the run of this rank was ended.",
+                        cause="an error of another rank, or an interrupt.",
+                        fix="see that error.",
+                    ) from None
+                return make(everyone)
+
+            return among(op, value, made)
+
+        be(Here(carried.ranks[place], carried.size, exchange, {}))
+        now = Carried(carried.size, carried.ranks, carried.ranks[place], Runs.TOGETHER)
+        with running_on(logical), carrying(now):
+            return body(place)
+
+    try:
+        names = [f"logical rank {rank}" for rank in carried.ranks]
+        return run_ranks(one, len(names), names)
+    except BaseException:
+        if ended:
+            raise ended[0] from None
+        raise
+
+
+@torch.no_grad()
+def _of_all(op: str, own: Sequence[Any], size: int, axis: Axis, met: list[str]) -> list[Any]:
+    """Return the values of all logical ranks, of which this rank has some. A collective."""
+    performer = performer_of(axis)
+    if performer is None:
+        return list(own)
+    called, text = op.partition("[")[0], f"{op} of logical ranks in a loss"
+    if isinstance(own[0], Told):
+        met[0] = called
+        return list(performer.call_with(text, lambda: any_of(own)))
+    if called != met[0]:
+        performer.call(text)
+    met[0] = ""
+    values = [_tensors(op, value, size) for value in own]
+    columns = [_column(column, size, axis) for column in zip(*values, strict=True)]
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _tensors(op: str, value: Any, size: int) -> list[Tensor]:
+    several = isinstance(value, list | tuple)
+    given = [*cast("Sequence[Any]", value)] if several else [value]
+    if all(isinstance(x, Tensor) for x in given):
+        return given
+    raise PhaseError(
+        f"{op} in a loss, where ranks carry several logical ranks.",
+        cause="a call that tells other ranks what is no tensor.",
+        fix=f"make it outside of the loss, or run it on {size} ranks.",
+    )
+
+
+def _column(own: Sequence[Tensor], size: int, axis: Axis) -> Sequence[Tensor]:
+    if not own[0].numel():
+        return [own[0]] * size
+    return gather_values(torch.stack([*own]), axis, size).unbind()

@@ -12,7 +12,7 @@ from itertools import cycle
 import torch
 import torch.distributed as dist
 
-from fzero.collectives import _alive
+from fzero.collectives import liveness
 from fzero.context.here import current_ranks, is_abstract
 from fzero.ranks.mesh import Axis, Runtime
 
@@ -198,7 +198,7 @@ def note(
     sends: the elements that this rank sends, where ranks do not send equal parts.
     """
     over_processes = axis.runtime is Runtime.PROCESSES
-    _alive.count_call(real=over_processes)
+    liveness.count_call(real=over_processes)
     logs = _open_logs()
     if not logs or (not numel and sends is None):  # of no elements none are sent
         return

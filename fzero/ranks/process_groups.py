@@ -17,17 +17,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from fzero.errors import LostRankError
-from fzero.ranks._launch import attempt, local_rank, timeout
-from fzero.ranks._meeting import (
+from fzero.ranks.rendezvous import (
     MeetingPlace,
+    attempt,
     call_roll,
     is_of_launcher,
     leave,
+    local_rank,
     not_started,
     open_store,
     place_in,
     roll_of,
     say_started,
+    timeout,
 )
 
 _C10D: Any = dist.distributed_c10d

@@ -7,7 +7,6 @@ when it is run again it is given that, and communicates in the adjoints alone.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,8 +24,7 @@ from fzero.ranks.mesh import Axis
 _autograd: Any = torch_autograd  # what it has no types for
 _TORCH: Any = torch
 _Frame: Any = vars(checkpoint)["_CheckpointFrame"]  # of one call of a function under a checkpoint
-_Reentrant: Any = checkpoint.CheckpointFunction  # of the other kind: its node runs the function
-_RUNS_AGAIN = {_Reentrant.forward.__code__: False, _Reentrant.backward.__code__: True}
+_Reentrant: Any = vars(checkpoint.CheckpointFunction)["_backward_cls"]  # a node of the other kind
 
 
 class UsersCall(NamedTuple):
@@ -80,7 +78,7 @@ class PartRun:
 
     def __init__(self, block: Block, *, again: bool, own_graph: bool, anchor: Tensor) -> None:
         self._block, self._next = block, 0 if again else None
-        self.tokens: list[Tensor] | None = [] if own_graph else None
+        self.tokens: dict[UsersCall, Tensor] | None = {} if own_graph else None
         self.anchor = anchor
 
     def kept(self, what: str) -> Kept | None:
@@ -126,45 +124,11 @@ def _runs_here() -> _Runs:
 def runs() -> list[PartRun]:
     """Return the runs around this call, the innermost last."""
     here = _runs_here()
-    around = [_of_node(*one) for one in _reentrant()] + here.around
     if _autograd._top_saved_tensors_default_hooks(True) is None:
-        return around
+        return here.around
     with without_hooks() as hooks:
         found = [_of_hook(here, pack) for pack, _ in reversed(hooks)]
-    return [*around, *[run for run in found if run and run not in around]]
-
-
-def _reentrant() -> list[tuple[Any, bool]]:
-    """Return the nodes of reentrant checkpoints that run a function, the outermost first.
-
-    And whether each runs it again. They run it without a graph, or in a backward.
-    """
-    found, frame = list[tuple[Any, bool]](), None
-    if not torch.is_grad_enabled() or _TORCH._C._current_graph_task_id() >= 0:
-        frame = inspect.currentframe()
-    while frame is not None:
-        if (again := _RUNS_AGAIN.get(frame.f_code)) is not None:
-            found.append((frame.f_locals["ctx"], again))
-        frame = frame.f_back
-    return found[::-1]
-
-
-def _of_node(node: Any, again: bool) -> PartRun:
-    notes: dict[str, Any] = node.__dict__
-    if not again:
-        block = notes.setdefault("fzero_block", Block())
-        return PartRun(block, again=False, own_graph=False, anchor=torch.zeros(0))
-    task, run = notes.get("fzero_again", (None, None))
-    if task != (now := _TORCH._C._current_graph_task_id()):  # it may run again several times
-        anchor = torch.zeros(0, requires_grad=True)
-        run = PartRun(notes.get("fzero_block", Block()), again=True, own_graph=True, anchor=anchor)
-        node.fzero_again = now, run
-    return run
-
-
-def node_around() -> Any:
-    """Return the node of which this call is a part, if a reentrant checkpoint is around it."""
-    return next((node for node, again in _reentrant()[:1] if not again), None)
+    return [*here.around, *[run for run in found if run and run not in here.around]]
 
 
 def _of_hook(here: _Runs, pack: Any) -> PartRun | None:
@@ -194,6 +158,8 @@ def _inner(pack: Any) -> Any:
 
 def keeping(what: str) -> tuple[Kept | None, PartRun | None]:
     """Return where a call in parts of a loss is kept; and the run that is given it, if one is."""
+    if isinstance(_TORCH._C._current_autograd_node(), _Reentrant):
+        raise _reentrant(what)
     found, run, first = None, None, list[PartRun]()
     for run in reversed(runs()):
         found = run.kept(what)
@@ -239,6 +205,15 @@ def run_of(block: Block, anchor: Tensor | None = None) -> Generator[PartRun]:
     finally:
         here.set(before)
     run.end()
+
+
+def _reentrant(what: str) -> PhaseError:
+    return PhaseError(
+        f"a collective in a reentrant checkpoint: {what}.",
+        cause="torch.utils.checkpoint(use_reentrant=True), which has no graph in the forward and "
+        "runs the function again in the backward: nobody knows which ranks come there.",
+        fix="use_reentrant=False, or fzero.remat: both keep what the collective has returned.",
+    )
 
 
 def _unlike(what: str) -> PhaseError:

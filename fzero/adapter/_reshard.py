@@ -10,9 +10,9 @@ from torch import Tensor
 from fzero.adapter._module import ModuleParameters, on_own_group
 from fzero.adapter.boundary import require_no_forward, require_outside
 from fzero.adapter.driver import Driver
-from fzero.checkpoint.driven import buffers_of, options_of, set_options
-from fzero.checkpoint.everywhere import Ranks
-from fzero.checkpoint.moving import (
+from fzero.checkpoint.collective import Ranks
+from fzero.checkpoint.engine_state import buffers_of, options_of, set_options
+from fzero.checkpoint.mesh_transition import (
     Between,
     between,
     first_on_old,

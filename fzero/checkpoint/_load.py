@@ -13,40 +13,39 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._chunks import read_pieces, tensor_files
-from fzero.checkpoint._complete import completed, on_ranks
-from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
-from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._partial import (
-    LoadReport,
-    Partial,
-    Rename,
-    partial_of,
-    renamed,
-    with_begun,
-)
-from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._places import (
+from fzero.checkpoint._allocate import NewState, completed, on_ranks, room_for, warn_of
+from fzero.checkpoint._mesh_coordinates import (
     in_each_place,
     is_in_places,
     read_together,
     require_one_step,
 )
-from fzero.checkpoint._rng import rng_file, rng_setter
-from fzero.checkpoint._room import NewState, room_for, warn_of
-from fzero.checkpoint.disk import read_text
-from fzero.checkpoint.driven import (
+from fzero.checkpoint._partial import LoadReport, Partial, Rename, partial_of, renamed, with_begun
+from fzero.checkpoint._pieces import TensorPiece
+from fzero.checkpoint._process_states import Held, held_by, require_closed
+from fzero.checkpoint._save import wait_for_earlier
+from fzero.checkpoint._storage import read_pieces, tensor_files
+from fzero.checkpoint.collective import damaged, everywhere, from_first
+from fzero.checkpoint.engine_state import (
     Buffers,
     Driven,
     blank_buffers,
     group_names,
     options_by_name,
     require_options,
+    rng_file,
+    rng_setter,
     set_buffers,
     set_options,
 )
-from fzero.checkpoint.everywhere import damaged, everywhere, from_first
+from fzero.checkpoint.folders import (
+    PathLike,
+    as_path,
+    kept,
+    path_everywhere,
+    read_text,
+    require_whole,
+)
 from fzero.checkpoint.manifest import (
     GROUPS,
     LEFT_OUT,

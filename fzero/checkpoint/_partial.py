@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._kept import form_in
-from fzero.checkpoint._pieces import TensorPiece, overlap, put_common
-from fzero.checkpoint.driven import buffers_of
-from fzero.checkpoint.everywhere import damaged
+from fzero.checkpoint._pieces import TensorPiece, form_in, overlap, put_common
+from fzero.checkpoint.collective import damaged
+from fzero.checkpoint.engine_state import buffers_of
 from fzero.checkpoint.manifest import LEFT_OUT, Manifest, facts_of_state, require_fit
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_numbers, leaf_paths

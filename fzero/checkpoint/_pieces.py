@@ -1,4 +1,15 @@
-"""Which elements of which logical tensor a rank holds: pure, and views only.
+"""What a rank writes of a state: each entry by its form, and no feature by its name.
+
+    <entry>/<leaf>          of flats, without padding: each rank its own part of every group
+    <entry>/<n>/<leaf>      of flats that are summands: rank n's own, or replica n's
+    <entry>, <entry>/<n>    a number; of summands rank n's own
+    <entry>/<name>          a named tensor, flat
+    replica/<r>/<entry>...  what replica r, which trains apart, has of its own
+
+What replicas that train apart have in common, and what replica 0 has where nothing else stands for
+it, is under the plain name: so a state without such replicas reads it.
+
+Which elements of which logical tensor a rank holds: pure, and views only.
 
 A leaf of n elements is saved as a 1-D tensor of n elements, whatever its shape: a shard cuts
 leaves at any element, and in one dim every cut is a range. Every rank writes, and reads, only
@@ -12,17 +23,193 @@ more than that of a leaf that is not its own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.errors import CheckpointError, LayoutError
 from fzero.machine.by_path import leaf_paths
-from fzero.machine.packing import LeafRange, leaf_ranges
-from fzero.state import Layout, Part
+from fzero.machine.packing import LeafRange, leaf_ranges, part_of
+from fzero.state import Layout, Part, Placement, Setup, TrainState
+from fzero.state.encoded import decoded_row
+from fzero.state.entry import Entry
 from fzero.state.layout import Leaf, as_complex, as_real
+from fzero.transforms.kept import (
+    PARAMS,
+    bases_of,
+    entries_of,
+    owning_ranks,
+    shared_of,
+    trains_apart,
+)
+
+_TEXT = re.compile(r"(torch\.\w+) \[([0-9, ]*)\]")
+
+Texts = dict[str, dict[str, str]]
+"""{entry: {leaf or name: its dtype; and its shape, unless it is that of the leaf}}."""
+
+
+def place_of(state: TrainState, rank: int) -> tuple[int, int]:
+    """Return which replica that trains apart a rank of the mesh is in, and its rank there."""
+    return divmod(rank, state.setup.axis.size) if trains_apart(state) else (0, rank)
+
+
+def pieces_of_rank(
+    state: TrainState,
+    rank: int,
+    *,
+    frozen: bool = True,
+    shared: bool = False,
+    live: bool = False,
+) -> list[TensorPiece]:
+    """Return what one rank of the mesh writes of a state, as views.
+
+    shared: all that it holds, also what other ranks have, too.
+    live: also what does not live for the run.
+    """
+    setup, (replica, own) = state.setup, place_of(state, rank)
+    every = named_entries(state, rank, frozen=frozen, live=live)
+    if trains_apart(state) and (shared or not replica):
+        bases = [learning(setup, one, frozen) for one in ([] if replica else bases_of(state, own))]
+        every += [(one, "") for one in (*bases, *shared_of(state, own))]
+    named: dict[str, tuple[Entry, str]] = {}
+    found: list[TensorPiece] = []
+    for entry, prefix in every:
+        for piece in pieces_of(setup, entry, own, prefix, shared=shared):
+            if named.setdefault(piece.name, (entry, prefix))[0] is not entry:
+                raise LayoutError(
+                    f"save: two values are called {piece.name}.",
+                    cause=f"the names {named[piece.name][0].name} and {entry.name}.",
+                    fix="give one of the slots another name.",
+                )
+            found.append(piece)
+    return found
+
+
+def named_entries(
+    state: TrainState, rank: int, *, frozen: bool = True, live: bool = False
+) -> list[tuple[Entry, str]]:
+    """Return (entry, what is before its name) of all that this rank's replica has of its own."""
+    replica, own = place_of(state, rank)
+    apart = trains_apart(state)
+    stands = {one.name for one in bases_of(state, own)} if apart else set[str]()
+    return [
+        (
+            learning(state.setup, one, frozen and not apart),
+            f"replica/{replica}/" if replica or one.name in stands else "",
+        )
+        for one in entries_of(state, own, live=live)
+    ]
+
+
+def learning(setup: Setup, entry: Entry, frozen: bool) -> Entry:
+    """Return parameters without those that do not learn, unless `frozen`; others as they are."""
+    if frozen or entry.name != PARAMS:
+        return entry
+    values = {i: x for i, x in entry.values.items() if i in setup.layout.trainable}
+    return replace(entry, values=values)
+
+
+def pieces_of(
+    setup: Setup, entry: Entry, rank: int, prefix: str = "", *, shared: bool = False
+) -> Iterator[TensorPiece]:
+    """Yield what a rank writes of an entry; or if `shared`, all that it holds of it."""
+    name = prefix + entry.name
+    if entry.per_leaf:
+        for index, flat in entry.values.items():
+            number, held = held_part(setup, entry, index, flat, rank)
+            cuts = not shared and number is None and entry.placement is not Placement.BY_RANK
+            part = setup.part(Placement.OVER_ALL, rank) if cuts else held
+            full = name if number is None else f"{name}/{number}"
+            codec = entry.codecs.get(index)
+            layout = setup.layout if codec is None else codec.layout(setup.layout)
+            shard = OwnShard(
+                full, index, part, part_of(as_numbers(setup, entry, index, flat), held, part)
+            )
+            yield from cut_shards(layout, [shard])
+        return
+    for key, x in entry.values.items():
+        if writes(setup, entry, key, rank, shared=shared):
+            own = str(rank) if entry.placement is Placement.PARTIAL else ""
+            yield from whole_pieces("/".join(filter(None, (name, own, key))), x)
+
+
+def writes(setup: Setup, entry: Entry, key: str, rank: int, *, shared: bool = False) -> bool:
+    """Whether a rank writes a tensor that is parallel to no leaf: or if `shared`, has it."""
+    if entry.placement is Placement.OWNER:
+        return key in entry.owned and (shared or not is_copy(setup, rank))
+    return shared or entry.placement is Placement.PARTIAL or not rank
+
+
+def is_copy(setup: Setup, rank: int) -> bool:
+    """Whether a rank owns what one of the first replica owns, with equal values."""
+    return rank >= owning_ranks(setup)
+
+
+def held_part(
+    setup: Setup, entry: Entry, index: int, flat: Tensor, rank: int
+) -> tuple[int | None, Part]:
+    """Return the number of a summand, None for no summand; and which part of a flat a rank has."""
+    if entry.placement is not Placement.PARTIAL:
+        return None, setup.part(entry.placement, rank)
+    if numel_of(setup, entry, index, flat) == setup.layout.full_numel(index):
+        return rank, Part(1, 0)
+    replica, shard = divmod(rank, setup.layout.ranks)
+    return replica, Part(setup.layout.ranks, shard)
+
+
+def numel_of(setup: Setup, entry: Entry, index: int, flat: Tensor) -> int:
+    """Return how many elements a flat of a group has here."""
+    if entry.placement is not Placement.PARTIAL:
+        return setup.numel(index, entry.placement)
+    sizes = (setup.layout.full_numel(index), setup.layout.groups[index].shard_numel)
+    codec = entry.form.codec
+    if codec is None or flat.is_floating_point():
+        return flat.numel()
+    return next(n for n in sizes if codec.wire_bytes(n) == flat.numel())
+
+
+def as_numbers(setup: Setup, entry: Entry, index: int, flat: Tensor) -> Tensor:
+    """Return a flat, decoded if it is encoded."""
+    codec = entry.form.codec
+    if codec is None or flat.is_floating_point():
+        return flat
+    return decoded_row(codec, flat, numel_of(setup, entry, index, flat))
+
+
+def texts_of(setup: Setup, entry: Entry) -> dict[str, str]:
+    """Return what a manifest says of the values of an entry, as far as this rank knows them."""
+    layout, names = setup.layout, leaf_paths(setup.layout)
+    if not entry.per_leaf:
+        owned = entry.owned if entry.placement is Placement.OWNER else entry.values.keys()
+        return {k: f"{x.dtype} {list(x.shape)}" for k, x in entry.values.items() if k in owned}
+    found: dict[str, str] = {}
+    for index, flat in entry.values.items():
+        dtype = torch.float32 if entry.form.codec is not None else flat.dtype
+        found |= {
+            names[i]: str(dtype) for i in layout.groups[index].leaves if layout.leaves[i].numel
+        }
+    return found
+
+
+def form_in(name: str, text: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Return the shape and dtype that a manifest says; None for no shape."""
+    match = _TEXT.fullmatch(text)
+    dtype = getattr(torch, match[1].removeprefix("torch."), None) if match else None
+    if match is None and " " not in text:
+        return None
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"load: {name} is {text!r:.80} in the manifest.",
+            cause="a manifest that another program wrote.",
+            fix="use another copy of the checkpoint. Nothing was changed.",
+        )
+    return tuple(int(size) for size in match[2].split(",") if size.strip()), dtype
+
 
 BLOCK_NUMEL = 2**24
 

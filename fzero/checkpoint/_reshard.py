@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from fzero.checkpoint._between import between, on_all
-from fzero.checkpoint._held import held_by
-from fzero.checkpoint.moving import first_on_old, held_here, moved, moved_stack
+from fzero.checkpoint._process_states import held_by
+from fzero.checkpoint.mesh_transition import (
+    between,
+    first_on_old,
+    held_here,
+    moved,
+    moved_stack,
+    on_all,
+)
 from fzero.context.modes import for_training, in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import Axis, Mesh, MeshLike, Runtime, refuse_part

@@ -1,19 +1,31 @@
-"""`load_universal`: DeepSpeed's universal checkpoint into a state, or an engine."""
+"""`load_universal`: DeepSpeed's universal checkpoint into a state, or an engine.
+
+What all parameters of a universal checkpoint share: the step, options, a scale, buffers.
+
+Options of saved param groups against those of an optimizer here.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._complete import are_alike, begun_slots, make_whole, read_leaves, with_room
-from fzero.checkpoint._folders import PathLike, path_everywhere
-from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._pickles import require_own, require_sound
+from fzero.checkpoint._allocate import (
+    are_alike,
+    begun_slots,
+    make_whole,
+    read_leaves,
+    require_equal,
+    with_room,
+)
+from fzero.checkpoint._process_states import Held, held_by, require_closed
+from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._universal import (
     FP32,
     OPTIMIZER,
@@ -21,20 +33,35 @@ from fzero.checkpoint._universal import (
     STEP,
     ZERO,
     Folder,
+    as_step,
+    dict_in,
     is_name,
     latest,
+    require_dense,
+    require_own,
     require_places,
+    require_sound,
 )
-from fzero.checkpoint._universal_shared import names_in, shared_of
-from fzero.checkpoint.driven import set_options
-from fzero.checkpoint.everywhere import Ranks, damaged, everywhere, from_first
+from fzero.checkpoint.collective import CheckpointError, Ranks, damaged, everywhere, from_first
+from fzero.checkpoint.engine_state import (
+    Buffers,
+    Driven,
+    buffers_of,
+    options_by_name,
+    plain_options,
+    require_options,
+    set_options,
+)
+from fzero.checkpoint.folders import PathLike, path_everywhere
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.machine.by_path import all_paths
+from fzero.machine.by_path import all_paths, leaf_paths
+from fzero.optim.counters import COUNT, UNSTEPPED
 from fzero.optim.entries import RULE, slots_of
 from fzero.state import TrainState
 from fzero.state.entry import Entry
-from fzero.transforms.kept import VALUES, has_values, numbered
+from fzero.state.setup import ParamGroups
+from fzero.transforms.kept import VALUES, has_values, numbered, numbers_of
 
 Thing = TypeVar("Thing")
 
@@ -109,7 +136,9 @@ def load_universal(
     name = from_first(ranks, lambda: latest(where) if tag is None else tag, what=doing)
     source = Folder(where / name)
     everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=doing)
-    shared = from_first(ranks, lambda: shared_of(source, given, held.engine, optimizer), what=doing)
+    shared = from_first(
+        ranks, lambda: shared_facts(source, given, held.engine, optimizer), what=doing
+    )
     with torch.no_grad():
         states = everywhere(
             ranks, lambda: _filled(source, held, shared.counters, optimizer), what=doing
@@ -192,3 +221,221 @@ def _differing(lines: Sequence[str]) -> str:
         fix="make the rule with the options that you want, or use fzero.optim.from_torch, whose "
         "options are set.",
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFacts:
+    """What all parameters have in common, read and checked by rank 0."""
+
+    counters: Mapping[str, Any]  # as a manifest has them
+    options: Sequence[dict[str, Any]]  # of each param group, to be set
+    differing: Sequence[str]  # options that are fixed by code, and others in the checkpoint
+    buffers: Buffers  # of an engine's module
+
+
+def names_in(source: Folder, state: TrainState) -> list[str]:
+    """Return under which name each leaf is there, one that is tied there, too; else its first."""
+    tied = source.tied()
+    return [
+        next(
+            (x for path in paths for x in (path, tied.get(path, path)) if _holds(source, x)),
+            paths[0],
+        )
+        for paths in all_paths(state.setup.layout)
+    ]
+
+
+def _holds(source: Folder, name: str) -> bool:
+    return is_name(name) and source.holds(name)
+
+
+def shared_facts(
+    source: Folder,
+    state: TrainState,
+    engine: Driven | None,
+    optimizer: bool,
+) -> SharedFacts:
+    """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
+    buffers = {} if engine is None else _buffers(source, engine)
+    layout = state.setup.layout
+    for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True):
+        some = [path for path in dict.fromkeys(paths) if _holds(source, path)]
+        require_equal(
+            source.root, some, lambda name, leaf=leaf: source.values(name, FP32, leaf.shape)
+        )
+    counters = numbers_of(state)
+    setup, file = state.setup, source.root / ZERO / OPTIMIZER
+    groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
+    if not (optimizer and groups.options):
+        return SharedFacts(counters=counters, options=[], differing=[], buffers=buffers)
+    found = dict_in(file)
+    stepped = [
+        name
+        for name, number in zip(names_in(source, state), groups.of_leaf, strict=True)
+        if number >= 0
+    ]
+    names = leaf_paths(setup.layout)
+    own = [name for name, number in zip(names, groups.of_leaf, strict=True) if number >= 0]
+    step, steps = _steps(source, stepped, found)
+    by_leaf = dict(zip(own, steps, strict=True))
+    counters = {
+        "step": step,
+        "optimizer": {COUNT: step, STEP: by_leaf},
+        "scale": _scale(file, found),
+        UNSTEPPED: [name for name, taken in by_leaf.items() if not taken],
+    }
+    now = setup.optimizer.param_groups(setup.layout.leaves, step)
+    options, differing = options_for(file, found, now, state, source.tied())
+    return SharedFacts(counters=counters, options=options, differing=differing, buffers=buffers)
+
+
+def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """Return how many updates were made, and how many each parameter took.
+
+    Raises `CheckpointError` for files that contradict each other.
+    """
+    told = {f"{ZERO}/{name}/{STEP}.pt": source.step(name) for name in names}
+    silent = [place for place, step in told.items() if step is None]
+    taken = {place: step for place, step in told.items() if step is not None}
+    if silent and taken:
+        raise damaged(source.root / silent[0], f"is missing, and {next(iter(taken))} is there")
+    steps: dict[str, Any] = {}
+    inner = found.get("optimizer_state_dict")  # of stage 3, which has no step for a parameter
+    each = inner.get("state") if isinstance(inner, dict) else None
+    for number, one in each.items() if isinstance(each, dict) else ():
+        if isinstance(one, dict) and STEP in one:
+            place = f"{ZERO}/{OPTIMIZER}, group {number}"
+            steps[place] = as_step(source.root / place, one[STEP])
+    if taken:
+        for place, step in steps.items():
+            if step not in taken.values():
+                raise _contradict(source, next(iter(taken.items())), (place, step))
+        return int(max(taken.values())), [int(taken[f"{ZERO}/{x}/{STEP}.pt"]) for x in names]
+    if not steps and source.states():  # of an optimizer that counts no steps
+        one = source.states()[0]
+        made, skipped = one.get("global_steps"), one.get("skipped_steps", 0)
+        where = source.root / f"*{STATES}"
+        steps["global_steps"] = as_step(where, as_step(where, made) - as_step(where, skipped))
+    if not steps:
+        raise damaged(source.root, "says nowhere how many steps were made")
+    first, step = next(iter(steps.items()))
+    for place, other in steps.items():
+        if other != step:
+            raise _contradict(source, (first, step), (place, other))
+    return int(step), [int(step)] * len(names)
+
+
+def _contradict(
+    source: Folder, one: tuple[str, float], other: tuple[str, float]
+) -> CheckpointError:
+    return damaged(
+        source.root,
+        f"has parameters of two steps: {one[1]:g} by {one[0]}, {other[1]:g} by {other[0]}",
+    )
+
+
+def _scale(file: Path, found: Mapping[str, Any]) -> dict[str, float]:
+    """Return the loss scale, if one that adapts itself was saved; its counts begin anew."""
+    scale = found.get("loss_scale")
+    if scale is None and found.get("dynamic_loss_scale") is True:
+        inside = getattr(found.get("loss_scaler"), "state", None)
+        scale = inside.get("cur_scale") if isinstance(inside, dict) else None
+    if scale is None:
+        return {}
+    if type(scale) not in (int, float) or not 0 < scale < 3.5e38:
+        raise damaged(file, f"has the loss scale {scale!r:.80}")
+    return {"scale": float(scale)}
+
+
+def _buffers(source: Folder, engine: Driven) -> Buffers:
+    """Return the buffers of the module that the checkpoint has, those of rank 0."""
+    states = source.states()
+    saved = states[0].get("module") if states else None
+    found = {}
+    for name, own in buffers_of(engine.module).items():
+        if isinstance(saved, dict) and name in saved:
+            where = source.root / f"*{STATES}"
+            values = require_dense(where, saved[name])
+            if values.shape != own.shape:
+                seen = f"has {name} of {tuple(values.shape)}, {tuple(own.shape)} in the module"
+                raise damaged(where, seen)
+            found[name] = values.clone()
+    return found
+
+
+_HOW = ("foreach", "fused", "capturable", "differentiable")  # how it computes, not what
+
+
+def options_for(
+    file: Path,
+    found: Mapping[str, Any],
+    here: ParamGroups,
+    state: TrainState,
+    tied: Mapping[str, str],
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the options to set in the instance, group by group; and which differ of a rule.
+
+    A rule of fzero.optim has its options from code: they are not set. tied: {another name of a
+    parameter there: its name}.
+
+    Raises `CheckpointError` for an instance with other param groups, or with options of another
+    rule.
+    """
+    if not any(here.options):  # a pair of functions shows none
+        return [], []
+    saved = found.get("param_groups")
+    if not isinstance(saved, list) or not all(isinstance(one, dict) for one in saved):
+        raise damaged(file, f"has no list of param_groups, but {saved!r:.80}")
+    theirs = [one.get("param_names") for one in saved]
+    if all(isinstance(names, list) for names in theirs):
+        plain = [{k: x for k, x in one.items() if not k.startswith("param")} for one in saved]
+        theirs = [[*some, *(x for x, name in tied.items() if name in some)] for some in theirs]
+        saved = options_by_name(plain, theirs, state)
+    if len(saved) != len(here.options):
+        if here.instance is None:
+            return [], [f"{len(saved)} param groups, {len(here.options)} here"]
+        raise damaged(
+            file, f"has {len(saved)} param groups, the optimizer here has {len(here.options)}"
+        )
+    made = [_known(theirs, ours) for theirs, ours in zip(saved, here.options, strict=True)]
+    pairs = [
+        (number, name, value, here.options[number][name])
+        for number, group in enumerate(made)
+        for name, value in group.items()
+    ]
+    if here.instance is None:
+        return [], [
+            f"{name}={value!r} in param group {number}, {own!r} here"
+            for number, name, value, own in pairs
+            if _comparable(value) != _comparable(own)
+        ]
+    require_options(here.instance, made)
+    for number, name, value, own in pairs:
+        if _kind(name, value) != _kind(name, own):
+            raise CheckpointError(
+                f"load_universal: param group {number} has {name}={value!r} in {file}, "
+                f"{name}={own!r} here.",
+                cause="an optimizer that keeps other numbers, or steps another way.",
+                fix=f"make the optimizer with {name}={value!r}. Nothing was changed.",
+            )
+    return made, []
+
+
+def _known(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
+    plain = plain_options(theirs)
+    return {name: x for name, x in plain.items() if name in ours and name not in _HOW}
+
+
+def _comparable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _kind(name: str, value: Any) -> Any:
+    """Return what of an option may not change: its type, its length, whether it is zero."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, tuple | list):
+        return len(value)
+    if name == "momentum":
+        return bool(value.item() if isinstance(value, Tensor) else value)
+    return None

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._complete import warn_of_left_out
-from fzero.checkpoint._folders import PathLike, path_everywhere
-from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
-from fzero.checkpoint._pickles import write_pickle
+from fzero.checkpoint._allocate import warn_of_left_out
+from fzero.checkpoint._process_states import Held, held_by, require_idle, whole_leaves
+from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._universal import (
     FP32,
     LATEST,
@@ -25,10 +23,11 @@ from fzero.checkpoint._universal import (
     ZERO,
     is_name,
     require_places,
+    write_pickle,
 )
-from fzero.checkpoint.disk import is_there, put_text, sync, sync_files
-from fzero.checkpoint.driven import Buffers, Driven, group_names, plain_options
-from fzero.checkpoint.everywhere import written_by_first
+from fzero.checkpoint.collective import written_by_first
+from fzero.checkpoint.engine_state import Buffers, Driven, group_names, plain_options
+from fzero.checkpoint.folders import PathLike, is_there, path_everywhere, put_text, sync, sync_files
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_paths, tied_names

@@ -1,4 +1,7 @@
-"""What a checkpoint says about itself, as JSON; whether it fits a state. Pure but for one file."""
+"""What a checkpoint says about itself, as JSON; whether it fits a state. Pure but for one file.
+
+What each field of the manifest can be. Pure.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._form import COMMIT_FORM, MANIFEST_FORM, PLACE
-from fzero.checkpoint._kept import Texts, named_entries, place_of, texts_of
-from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._sealed import put_sealed, read_sealed
-from fzero.checkpoint.disk import is_there
-from fzero.checkpoint.everywhere import CheckpointError, damaged
+from fzero.checkpoint._pieces import TensorPiece, Texts, named_entries, place_of, texts_of
+from fzero.checkpoint.collective import CheckpointError, damaged
+from fzero.checkpoint.folders import Kind, is_there, put_sealed, read_sealed
 from fzero.errors import LayoutError
-from fzero.errors.json_form import problems
+from fzero.errors.json_form import ANYTHING, TEXTS, DictForm, integer, natural, problems, text
 from fzero.machine.by_path import leaf_paths, tied_names
 from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
 from fzero.state.entry import Entry
 from fzero.state.layout import ENCODED
-from fzero.transforms.kept import entries_of, is_slot, numbers_of, shared_of, trains_apart
+from fzero.transforms.kept import (
+    FACTS,
+    NUMBERS,
+    entries_of,
+    is_slot,
+    numbers_of,
+    shared_of,
+    trains_apart,
+)
 
 MANIFEST, FORMAT = "checkpoint.json", 4
 FORMER = (3,)  # formats that are read, too: docs/checkpoints.md says what is other in them
@@ -380,3 +388,66 @@ def _listed(lines: list[str]) -> str:
     rest = len(lines) - _SHOWN
     shown = [*lines[:_SHOWN], *([f"... and {rest} more"] if rest > 0 else [])]
     return "".join(f"\n  {line}" for line in shown)
+
+
+DATA = re.compile(r"data-[0-9a-f]{16}")
+
+PLACE = re.compile(r"[^=,]+=[0-9]+of[0-9]+(,[^=,]+=[0-9]+of[0-9]+)*")
+"""The name of the folder of one place of a mesh."""
+
+
+def _is_data(value: object) -> bool:
+    return isinstance(value, str) and DATA.fullmatch(value) is not None
+
+
+COMMIT_FORM = DictForm(must={"data": _is_data, "places": [text]})
+"""The body of checkpoint-<axes>.json, which says what all places of a mesh have saved together."""
+
+_CHUNK = (natural, integer(1, 2**63), text, natural, natural)
+MANIFEST_FORM = DictForm(
+    must={
+        "origin": DictForm(
+            must={
+                "stage": integer(0, 4),
+                "ranks": integer(1, 2**20),  # for each of which room may be made
+                "torch": text,
+                "optimizer": text,
+            },
+            may={**FACTS, "logical": text},
+        ),
+        "leaves": TEXTS,
+        "slots": DictForm(others=TEXTS),
+        "counters": NUMBERS,
+        "module": DictForm(
+            must={
+                "buffers": DictForm(others=DictForm(must={"0": text}, others=text, names="[0-9]+")),
+                "options": [ANYTHING],
+            }
+        ),
+        "tensors": DictForm(others=DictForm(must={"dtype": text, "chunks": [_CHUNK]})),
+        "data": _is_data,
+        # No folder, not . and not ..
+        "files": DictForm(
+            others=(natural, integer(0, 2**32)),
+            names="[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*",
+        ),
+        "extra": ANYTHING,
+    },
+    may={
+        "tied": TEXTS,
+        "kept": DictForm(
+            others=DictForm(
+                must={"form": text, "optional": lambda x: type(x) is bool, "values": TEXTS}
+            )
+        ),
+    },
+)
+"""The body of checkpoint.json, without its format."""
+
+
+def data_named_at(path: Path) -> str:
+    """Return the data folder that counts at a path; "" where there is none yet."""
+    return read_manifest(path).data if manifest_file(path).exists() else ""
+
+
+CHECKPOINT = Kind(MANIFEST, "data", data_named_at)

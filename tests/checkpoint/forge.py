@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fzero.checkpoint._folders import digest_of_file
+from fzero.checkpoint.folders import digest_of_file
 
 
 class Runs:

@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from fzero.checkpoint._folders import (
-    CHECKPOINT,
+from fzero.checkpoint._process_states import held_by, stack_of, state_of_rank
+from fzero.checkpoint.collective import CheckpointError, Ranks, everywhere, from_first
+from fzero.checkpoint.folders import (
     LOCK,
     Kind,
     PathLike,
@@ -25,16 +26,17 @@ from fzero.checkpoint._folders import (
     locked,
     new_name,
     path_everywhere,
+    put_sealed,
+    put_text,
+    read_text,
     remove_data,
     sweep,
+    sync,
 )
-from fzero.checkpoint._form import PLACE
-from fzero.checkpoint._held import held_by, stack_of, state_of_rank
-from fzero.checkpoint._sealed import put_sealed
-from fzero.checkpoint.disk import put_text, read_text, sync
-from fzero.checkpoint.everywhere import CheckpointError, Ranks, everywhere, from_first
 from fzero.checkpoint.manifest import (
+    CHECKPOINT,
     MANIFEST,
+    PLACE,
     Commit,
     commit_file,
     manifest_file,

@@ -1,4 +1,7 @@
-"""What is saved or loaded: the states that this process holds, checked before anything runs."""
+"""What is saved or loaded: the states that this process holds, checked before anything runs.
+
+What only some ranks know of a state: replicas that train apart, and owners of named tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.driven import Buffers, Driven, buffers_of, set_buffers
-from fzero.checkpoint.everywhere import Ranks
+from fzero.checkpoint._pieces import Texts
+from fzero.checkpoint.collective import Ranks
+from fzero.checkpoint.engine_state import Buffers, Driven, buffers_of, set_buffers
+from fzero.checkpoint.manifest import named_texts
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.machine.offload import to_device, wait_for_copies
 from fzero.machine.packing import unpack
@@ -21,7 +26,15 @@ from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.stacked import stack_ranks
 from fzero.transforms.dropped import took
-from fzero.transforms.kept import is_owner, trains_apart
+from fzero.transforms.kept import (
+    APART,
+    common_facts,
+    entries_of,
+    is_owner,
+    replica_facts,
+    shared_of,
+    trains_apart,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,3 +205,26 @@ def states_of_ranks(stack: TrainState, size: int) -> tuple[TrainState, ...]:
 def _of_stack(state: TrainState, size: int) -> Held:
     ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
     return Held(processes=alone, ranks=ranks, states=states_of_ranks(state, size), is_stack=True)
+
+
+def facts_of_replicas(held: Held) -> dict[str, Any]:
+    """Return what a manifest says of replicas that train apart; {} without. A collective."""
+    first, ranks = held.states[0], held.setup.axis.size
+    if not trains_apart(first):
+        return {}
+    own = [replica_facts(one) for one in held.states]
+    told = own if held.is_stack else [one for some in held.processes.tell(own) for one in some]
+    return {APART: common_facts(first, told[::ranks])}
+
+
+def any_named(state: TrainState) -> bool:
+    """Whether ranks must tell what named tensors they have: the same on all of them."""
+    apart = trains_apart(state)
+    every = entries_of(state, 0) + (shared_of(state, 0) if apart else [])
+    named = [one for one in every if one.form.leaves == "named"]
+    return any(apart or one.placement is Placement.OWNER for one in named)
+
+
+def texts_here(held: Held) -> list[Texts]:
+    """Return what the ranks of this process alone know of named tensors."""
+    return [named_texts(one, rank) for one, rank in zip(held.states, held.ranks, strict=True)]

@@ -7,24 +7,20 @@
     replica/<r>/<entry>...  what replica r, which trains apart, has of its own
 
 What replicas that train apart have in common, and what replica 0 has where nothing else stands for
-it, is under the plain name: so a state without such replicas reads it.
-
-Which elements of which logical tensor a rank holds: pure, and views only.
+it, is under the plain name: so a state without such replicas reads it. All is pure, and views only.
 
 A leaf of n elements is saved as a 1-D tensor of n elements, whatever its shape: a shard cuts
 leaves at any element, and in one dim every cut is a range. Every rank writes, and reads, only
 its part of every group (`Setup.part`, over all ranks), also where it holds more: so the work is
-shared at every stage, and replicas write nothing twice. Ranges
-are cut again at every multiple of BLOCK_NUMEL: DCP reads saved ranges whole, and so nobody holds
-more than that of a leaf that is not its own.
-
-    a part of each group --cut_shards--> ranges of leaves
+shared at every stage, and replicas write nothing twice. Ranges are cut again at every multiple of
+BLOCK_NUMEL: DCP reads saved ranges whole, and so nobody holds more than that of a leaf that is not
+its own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -127,27 +123,17 @@ def pieces_of(
             full = name if number is None else f"{name}/{number}"
             codec = entry.codecs.get(index)
             layout = setup.layout if codec is None else codec.layout(setup.layout)
-            shard = OwnShard(
-                full, index, part, part_of(as_numbers(setup, entry, index, flat), held, part)
-            )
-            yield from cut_shards(layout, [shard])
+            own = part_of(as_numbers(setup, entry, index, flat), held, part)
+            yield from cut_shards(layout, full, index, part, own)
         return
     for key, x in entry.values.items():
-        if writes(setup, entry, key, rank, shared=shared):
+        if entry.placement is Placement.OWNER:  # owners in other replicas have equal values
+            writes = key in entry.owned and (shared or rank < owning_ranks(setup))
+        else:
+            writes = shared or entry.placement is Placement.PARTIAL or not rank
+        if writes:
             own = str(rank) if entry.placement is Placement.PARTIAL else ""
             yield from whole_pieces("/".join(filter(None, (name, own, key))), x)
-
-
-def writes(setup: Setup, entry: Entry, key: str, rank: int, *, shared: bool = False) -> bool:
-    """Whether a rank writes a tensor that is parallel to no leaf: or if `shared`, has it."""
-    if entry.placement is Placement.OWNER:
-        return key in entry.owned and (shared or not is_copy(setup, rank))
-    return shared or entry.placement is Placement.PARTIAL or not rank
-
-
-def is_copy(setup: Setup, rank: int) -> bool:
-    """Whether a rank owns what one of the first replica owns, with equal values."""
-    return rank >= owning_ranks(setup)
 
 
 def held_part(
@@ -224,41 +210,35 @@ class TensorPiece:
     values: Tensor  # a view of what the rank holds
 
 
-class OwnShard(NamedTuple):
-    """A part of a flat that a state keeps, of one group."""
+def cut_shards(
+    layout: Layout, prefix: str, index: int, part: Part, values: Tensor
+) -> Iterator[TensorPiece]:
+    """Cut a part of the flat of a group at the borders of leaves and blocks; no padding.
 
-    prefix: str  # before the names of leaves
-    group: int
-    part: Part  # of the group's flat
-    values: Tensor  # of this part, a view of what the rank holds
-
-
-def cut_shards(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[TensorPiece]:
-    """Cut shards at the borders of leaves and blocks; padding is in no piece."""
+    prefix: before the names of leaves. values: of this part, a view of what the rank holds.
+    """
     names = leaf_paths(layout)
-    for prefix, index, part, values in shards:
-        for held in leaf_ranges(layout, index, part):
-            name, leaf = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf]
-            here, first, last, numel = held.of(values), held.start, held.stop, leaf.numel
-            if leaf.dtype.is_complex and here.dtype.itemsize >= 4:  # as its user has it
-                here, first, last, numel = as_complex(here), first // 2, last // 2, numel // 2
-            for start, stop in blocks(first, last, BLOCK_NUMEL):
-                block = here[start - first : stop - first]
-                yield TensorPiece(name=name, start=start, numel=numel, values=block)
+    for held in leaf_ranges(layout, index, part):
+        name, leaf = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf]
+        here, first, numel = held.of(values), held.start, leaf.numel
+        if leaf.dtype.is_complex and here.dtype.itemsize >= 4:  # as its user has it
+            here, first, numel = as_complex(here), first // 2, numel // 2
+        yield from _blocks(name, here, first, numel)
 
 
 def whole_pieces(name: str, x: Tensor) -> Iterator[TensorPiece]:
     """Yield all of a tensor."""
-    flat = x.reshape(-1)
-    for start, stop in blocks(0, flat.numel(), BLOCK_NUMEL):
-        yield TensorPiece(name=name, start=start, numel=flat.numel(), values=flat[start:stop])
+    yield from _blocks(name, x.reshape(-1), 0, x.numel())
 
 
-def blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut low..high at the multiples of `size`; nothing if it is empty."""
-    while low < high:
-        stop = min(high, (low // size + 1) * size)
-        yield low, stop
+def _blocks(name: str, values: Tensor, first: int, numel: int) -> Iterator[TensorPiece]:
+    """Cut elements, of which `first` is the first one in their tensor, at multiples of a block."""
+    low, end = first, first + values.numel()
+    while low < end:
+        stop = min(end, (low // BLOCK_NUMEL + 1) * BLOCK_NUMEL)
+        yield TensorPiece(
+            name=name, start=low, numel=numel, values=values[low - first : stop - first]
+        )
         low = stop
 
 

@@ -41,7 +41,7 @@ def copied(holds: Sequence[TensorPiece], wants: Sequence[TensorPiece]) -> Stock:
     return Stock({}, lacks, itemsizes)
 
 
-def carry(
+def redistribute(
     has: Sequence[TensorPiece],
     wants: Sequence[TensorPiece],
     stocks: Sequence[Stock],
@@ -57,10 +57,10 @@ def carry(
     """
     sources, targets = by_name(has), by_name(wants)
     for batch in batches_of(stocks, batch_bytes):  # nothing of a batch outlives it
-        _carry_batch(batch, sources, targets, stocks, axis, device)
+        _exchange(batch, sources, targets, stocks, axis, device)
 
 
-def _carry_batch(
+def _exchange(
     batch: Mapping[str, Span],
     sources: Named,
     targets: Named,

@@ -8,9 +8,9 @@ from typing import Any
 
 from fzero.checkpoint._process_states import held_by
 from fzero.checkpoint.mesh_transition import (
-    between,
     first_on_old,
     held_here,
+    mesh_transition,
     moved,
     moved_stack,
     on_all,
@@ -102,7 +102,7 @@ def _of_stack(state: TrainState, stage: int | None, mesh: MeshLike) -> TrainStat
 
 def _of_process(state: TrainState | None, stage: int | None, mesh: MeshLike) -> TrainState | None:
     old = None if state is None else state.mesh
-    where = between(old, mesh)
+    where = mesh_transition(old, mesh)
     on_all(where.axis, lambda: _require(state, stage))
     state = first_on_old(where, old, lambda: None if state is None else _reduced(state))
     return moved(None if state is None else held_here(state), where, stage)

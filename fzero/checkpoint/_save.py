@@ -1,6 +1,9 @@
 """`save` and `save_async`: a train state, or an engine, to a path.
 
-Saves in flight: a thread that writes while the training goes on, and how it ended.
+draft_of      while training is paused: everything is checked, and what each process writes is
+collected
+write_draft   a new folder, files with tensors in it, and last the manifest, which names it
+AsyncSave     a save in flight: a thread that writes while the training goes on
 """
 
 from __future__ import annotations
@@ -212,9 +215,10 @@ def save_async(
     draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=True)
 
     beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
-    return start_thread(
-        lambda: write_draft(replace(draft, ranks=beside), where), what=f"save_async to {path}"
-    )
+    write = lambda: write_draft(replace(draft, ranks=beside), where)  # noqa: E731
+    handle = run_beside(write, what=f"save_async to {path}")
+    _EARLIER[:] = [handle]
+    return handle
 
 
 def _place(path: PathLike, thing: TrainState | Driven) -> tuple[Path, Held]:
@@ -260,14 +264,14 @@ def draft_of(
             groups=[] if held.engine is None else group_names(held.states[0]),
         )
 
-    draft = everywhere(ranks, prepare, what="prepare the checkpoint")
+    doing = "prepare the checkpoint"
+    draft = everywhere(ranks, prepare, what=doing)
     facts = facts_of_replicas(held)
-    origin = {**draft.manifest.origin, **facts}
-    draft = replace(draft, manifest=replace(draft.manifest, origin=origin))
+    draft.manifest.origin.update(facts)
     if any_named(held.states[0]):
-        told = results_of_ranks(ranks, lambda: texts_here(held), what="prepare the checkpoint")
-        note_texts(draft.manifest, (texts for some in told for texts in some))
-    everywhere(ranks, lambda: require_readable(draft.manifest), what="prepare the checkpoint")
+        of_ranks = results_of_ranks(ranks, lambda: texts_here(held), what=doing)
+        note_texts(draft.manifest, (texts for some in of_ranks for texts in some))
+    everywhere(ranks, lambda: require_readable(draft.manifest), what=doing)
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
     assert_same_everywhere([f"step {facts or step}"], ranks.axis, what="the checkpoint")
     return draft
@@ -282,9 +286,10 @@ def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
 def write_draft(draft: Draft, path: Path, among: str = "") -> None:
     """Write a draft, and commit it as the checkpoint at `path`. A collective.
 
-    among: the name of its data folder, where it is one of several that are committed together.
+    among: the name of its data folder, where it is one of several that are committed together: its
+    manifest waits in there to be named.
     """
-    ranks = draft.ranks
+    ranks, rank = draft.ranks, draft.ranks.axis.rank
     try:
         with ExitStack() as until_written:
 
@@ -293,41 +298,34 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
                 return make_folder(path, CHECKPOINT, among)
 
             data = from_first(ranks, make, what=f"make {path}")
+            folder = path / data
 
             def begin() -> dict[str, tuple[str, int]]:
                 if draft.rng:
-                    (path / data / rng_file(ranks.axis.rank)).write_text(draft.rng)
-                if draft.groups and ranks.axis.rank == 0:
-                    (path / data / GROUPS).write_text(json.dumps(draft.groups))
+                    (folder / rng_file(rank)).write_text(draft.rng)
+                if draft.groups and rank == 0:
+                    (folder / GROUPS).write_text(json.dumps(draft.groups))
                 return facts_of(draft.buffers)
 
             own = differing_buffers(results_of_ranks(ranks, begin, what=f"write {path}"))
-            more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
-            tensors, files = write_pieces([*draft.pieces, *more], path / data, ranks)
-            module = {**draft.manifest.module, "buffers": own}
-            whole = replace(draft.manifest, data=data, module=module, tensors=tensors, files=files)
-            _commit(ranks, path, whole, alone=not among)
+            more = buffer_pieces(draft.buffers, own, rank)
+            tensors, files = write_pieces([*draft.pieces, *more], folder, ranks)
+
+            def commit() -> None:
+                require_whole(folder, files, ())  # this rank sees what others have written
+                others = [file for file in sorted(folder.iterdir()) if file.name not in files]
+                sync_files([*others, folder])
+                whole = {**files, **{file.name: digest_of_file(file) for file in others}}
+                module = {**draft.manifest.module, "buffers": own}
+                parts = {"data": data, "module": module, "tensors": tensors, "files": whole}
+                write_manifest(replace(draft.manifest, **parts), path, commits=not among)
+                sync(folder if among else path)
+
+            doing = f"read back {folder} (do all ranks share this file system?)"
+            from_first(ranks, commit, what=doing)
     finally:
-        if ranks.axis.rank == 0 and not among and os.path.isdir(path):  # False for no name
+        if rank == 0 and not among and os.path.isdir(path):  # False for no name
             sweep(path, CHECKPOINT)
-
-
-def _commit(ranks: Ranks, path: Path, manifest: Manifest, *, alone: bool) -> None:
-    """Put the manifest, with a digest of every file, in place of the old one, if there is one.
-
-    alone: it names what counts; else it waits in its data folder to be named.
-    """
-    folder, files = path / manifest.data, manifest.files
-
-    def commit() -> None:
-        require_whole(folder, files, ())  # this rank sees what others have written
-        others = [file for file in sorted(folder.iterdir()) if file.name not in files]
-        sync_files([*others, folder])
-        whole = {**files, **{file.name: digest_of_file(file) for file in others}}
-        write_manifest(replace(manifest, files=whole), path, commits=alone)
-        sync(path if alone else folder)
-
-    from_first(ranks, commit, what=f"read back {folder} (do all ranks share this file system?)")
 
 
 def _copied(values: Tensor) -> Tensor:
@@ -396,13 +394,6 @@ class AsyncSave:
         if not self.is_here or not self.done():
             return f"<{self._what}: in flight{'' if self.is_here else ' elsewhere'}>"
         return f"<{self._what}: {'failed' if self._future.exception() else 'done'}>"
-
-
-def start_thread(run: Callable[[], None], *, what: str) -> AsyncSave:
-    """Run in a thread, as the save that the next one waits for."""
-    handle = run_beside(run, what=what)
-    _EARLIER[:] = [handle]
-    return handle
 
 
 @atexit.register

@@ -1,8 +1,15 @@
-"""Pieces -> a folder, which torch.distributed.checkpoint (DCP) reads, too.
+"""Pieces -> files of a folder, which torch.distributed.checkpoint (DCP) reads, too; and back.
 
-Each process writes one file, or several at once if it has much, chunk by chunk (`_container`).
-DCP's index of the folder is a pickle, which can call any function, and its form changes with the
-version of torch: it is there for other programs. What `_chunks` reads is JSON in the manifest,
+Each process writes one file, or two at once if it has much, chunk by chunk: a chunk is what one
+rank wrote of one tensor, as torch.save writes it, with its values at a known place:
+
+    64 bytes    the header of the first record, `archive/data/0`, which is filled up
+    values      so a reader that knows where a chunk is needs no unpickling
+    rest        the records `data.pkl`, `byteorder` and `version`, and the zip's table
+
+The table holds 32-bit numbers: a chunk has at most 2 GB. DCP's index of the folder is a pickle,
+which can call any function, and its form changes with the version of torch: it is there for other
+programs. What is read here is JSON in the manifest,
 
     {tensor: {"dtype": dtype, "chunks": [[first element, elements, file, offset, bytes], ...]}}
 
@@ -10,20 +17,9 @@ and, beside the files, the crc32 that each of them has from its begin to the end
 
     {file: [after the first chunk, after the second, ..., of the whole file]}
 
-The form of one chunk: what torch.save writes of a 1-D tensor, with its values at a known place.
-
-    64 bytes    the header of the first record, `archive/data/0`, which is filled up
-    values      so a reader that knows where a chunk is needs no unpickling
-    rest        the records `data.pkl`, `byteorder` and `version`, and the zip's table
-
-So torch.load reads it, and torch.distributed.checkpoint (DCP) with it; and the one checksum of the
-values, which a zip has anyway, is enough. The table holds 32-bit numbers: a chunk has at most 2 GB.
-
-From a manifest to values: which chunks have the elements of a piece, and reading them.
-
-A chunk is what one rank wrote of one tensor. A rank reads those that its own pieces touch, each
-once, in two threads, but one at a time of those that need memory of their own; and what it reads it
-has checked, for another rank may see another copy.
+A rank reads the chunks that its own pieces touch, each once, in two threads, but one at a time of
+those that need memory of their own; and what it reads it has checked, for another rank may see
+another copy.
 """
 
 from __future__ import annotations
@@ -43,7 +39,7 @@ from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -80,34 +76,28 @@ def write_pieces(
     """
 
     def write() -> list[_Written]:
-        calls = [
-            partial(_write, some, folder / f"__{ranks.axis.rank}_{number}.distcp")
-            for number, some in enumerate(_shares(pieces))
-        ]
+        ends = [*accumulate(piece.values.nbytes for piece in pieces)] or [0]
+        number = max(1, min(_FILES, ends[-1] // _LEAST))
+        cuts = [*(bisect_left(ends, ends[-1] * k // number) for k in range(number)), len(pieces)]
+        files = [folder / f"__{ranks.axis.rank}_{k}.distcp" for k in range(number)]
+        each = zip(files, cuts, cuts[1:], strict=False)
+        calls = [partial(_write, pieces[first:last], file) for file, first, last in each]
         return [one for some in together(calls) for one in some] if pieces else []
 
-    told = results_of_ranks(ranks, write, what=f"write {folder}")
+    of_ranks = results_of_ranks(ranks, write, what=f"write {folder}")
     tensors, files, sums = dict[str, Any](), dict[str, list[int]](), dict[str, list[int]]()
-    for name, dtype, _, chunk, crc in (one for some in told for one in some):
+    for name, dtype, _, chunk, crc in (one for some in of_ranks for one in some):
         tensors.setdefault(name, {"dtype": str(dtype), "chunks": []})["chunks"].append([*chunk])
         sums.setdefault(chunk.file, []).append(crc)
         files[chunk.file] = [chunk.offset + chunk.length, crc]
 
     def write_index() -> None:
         with open(folder / ".metadata", "wb") as stream:
-            pickle.dump(_index_of_dcp(one for some in told for one in some), stream)
+            pickle.dump(_index_of_dcp(one for some in of_ranks for one in some), stream)
         (folder / SUMS).write_text(json.dumps(sums))
 
     from_first(ranks, write_index, what=f"write {folder}")
     return tensors, files
-
-
-def _shares(pieces: Sequence[TensorPiece]) -> list[Sequence[TensorPiece]]:
-    """Cut pieces into runs of about as many bytes: one for each file that is written at once."""
-    ends = [*accumulate(piece.values.nbytes for piece in pieces)]
-    number = max(1, min(_FILES, ends[-1] // _LEAST)) if ends else 1
-    cuts = [bisect_left(ends, ends[-1] * k // number) for k in range(number)] if ends else [0]
-    return [pieces[first:last] for first, last in zip(cuts, [*cuts[1:], len(pieces)], strict=True)]
 
 
 def _write(pieces: Sequence[TensorPiece], file: Path) -> list[_Written]:
@@ -116,9 +106,8 @@ def _write(pieces: Sequence[TensorPiece], file: Path) -> list[_Written]:
     offset = crc = 0
     with open(file, "xb") as stream:
         for piece in pieces:
-            parts = packed(piece.values)
-            length = sum(map(stream.write, parts[:3]))
-            crc = parts.crc_after(crc)
+            parts, crc = packed(piece.values, crc)
+            length = sum(map(stream.write, parts))
             chunk = Chunk(piece.start, piece.values.numel(), file.name, offset, length)
             found.append(_Written(piece.name, piece.values.dtype, piece.numel, chunk, crc))
             offset += length
@@ -161,66 +150,48 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-class Packed(NamedTuple):
-    """A chunk as it is written: its parts follow each other."""
-
-    head: bytes
-    values: memoryview
-    rest: bytes
-    crc: int  # of the values
-
-    def crc_after(self, crc: int) -> int:
-        """Return the crc32 of a file, which it had before this chunk, after it."""
-        crc = joined_crc(zlib.crc32(self.head, crc), self.crc, len(self.values))
-        return zlib.crc32(self.rest, crc)
-
-
 def bytes_of(values: Tensor) -> memoryview:
     """Return the bytes of contiguous values in host memory: the same memory."""
     data: Any = values.detach().view(torch.uint8).numpy()
     return memoryview(data)
 
 
-def packed(values: Tensor) -> Packed:
-    """Return what is written of 1-D values, wherever they are."""
+def packed(values: Tensor, crc: int) -> tuple[tuple[bytes, memoryview, bytes], int]:
+    """Return what is written of 1-D values, wherever they are; and the crc32 of the file after it.
+
+    crc: of the file before it. The values are gone over once: a zip has their checksum anyway.
+    """
     own = bytes_of(values.detach().to("cpu").contiguous())
     values = torch.frombuffer(own, dtype=torch.uint8).view(values.dtype)  # a storage of its own
     pickled = io.BytesIO()
     _Pickler(pickled, 2).dump(values)
-    records = [
-        (b"archive/data.pkl", pickled.getvalue()),
-        (b"archive/byteorder", sys.byteorder.encode()),
-        (b"archive/version", b"3\n"),
-    ]
-    crc = zlib.crc32(own)
-    facts = _facts(_VALUES, own, crc)
-    filled = HEADER - 30 - len(_VALUES)
-    # The filling is an extra field, of the kind that torch.save fills up with.
-    head = _header(facts, _VALUES, struct.pack(f"<2sH{filled - 4}x", b"FB", filled - 4))
-    table = _entry(facts, _VALUES, 0)
-    rest, end = b"", HEADER + len(own)
-    for name, content in records:
-        facts = _facts(name, content, zlib.crc32(content))
-        table += _entry(facts, name, end + len(rest))
-        rest += _header(facts, name) + content
-    number = len(records) + 1
-    last = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, number, number, len(table), end + len(rest), 0)
-    return Packed(head, own, rest + table + last, crc)
-
-
-def _facts(name: bytes, content: bytes | memoryview, crc: int) -> bytes:
-    """Return what both headers of a record have: it is stored as it is, with a checksum."""
-    size = len(content)
-    return struct.pack("<4H3LH", 0, 0, 0, _DATE, crc, size, size, len(name))
-
-
-def _header(facts: bytes, name: bytes, extra: bytes = b"") -> bytes:
-    return struct.pack("<4sH", b"PK\3\4", 20) + facts + struct.pack("<H", len(extra)) + name + extra
-
-
-def _entry(facts: bytes, name: bytes, at: int) -> bytes:
-    rest = struct.pack("<4H2L", 0, 0, 0, 0, 0, at)
-    return struct.pack("<4s2H", b"PK\1\2", 20, 20) + facts + rest + name
+    crc_of_values = zlib.crc32(own)
+    table, rest, head = b"", b"", b""
+    for name, content, crc_of in (
+        (_VALUES, own, crc_of_values),
+        (b"archive/data.pkl", pickled.getvalue(), None),
+        (b"archive/byteorder", sys.byteorder.encode(), None),
+        (b"archive/version", b"3\n", None),
+    ):
+        crc_of = zlib.crc32(content) if crc_of is None else crc_of
+        size, extra = len(content), b""
+        at = HEADER + len(own) + len(rest) if head else 0
+        if not head:  # filled up by an extra field, of the kind that torch.save fills up with
+            filled = HEADER - 30 - len(name) - 4
+            extra = struct.pack(f"<2sH{filled}x", b"FB", filled)
+        # Both headers of a record have this: it is stored as it is, with a checksum.
+        facts = struct.pack("<4H3LH", 0, 0, 0, _DATE, crc_of, size, size, len(name))
+        table += struct.pack("<4s2H", b"PK\1\2", 20, 20) + facts
+        table += struct.pack("<4H2L", 0, 0, 0, 0, 0, at) + name
+        header = struct.pack("<4sH", b"PK\3\4", 20) + facts + struct.pack("<H", len(extra))
+        if head:
+            rest += header + name + extra + bytes(content)
+        else:
+            head = header + name + extra
+    end = HEADER + len(own) + len(rest)
+    rest += table + struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 4, 4, len(table), end, 0)
+    crc = joined_crc(zlib.crc32(head, crc), crc_of_values, len(own))
+    return (head, own, rest), zlib.crc32(rest, crc)
 
 
 def joined_crc(first: int, second: int, size: int) -> int:
@@ -293,13 +264,14 @@ def read_pieces(
     pieces: Sequence[TensorPiece],
     folder: Path,
     saved: Manifest,
-    share: tuple[int, int] = (0, 2**62),
+    share: tuple[int, int] | None = None,
     named: Manifest | None = None,
 ) -> None:
     """Fill the values of pieces from the files of a folder, and check all that is read.
 
-    share: which part of how many this rank checks of all that is there, whether it is read or not.
-    named: a manifest with the names that the pieces have, if they are others than the saved ones.
+    share: which part of how many this rank checks of all that is there, whether it is read or not;
+    None: no more than is read. named: a manifest with the names that the pieces have, if they are
+    others than the saved ones.
 
     Raises `CheckpointError` for a file that is not what was written.
     """
@@ -307,9 +279,15 @@ def read_pieces(
     for piece in pieces:
         for chunk, target, at in chunks_of(named or saved, piece):
             wanted[chunk].append((target, at))
-    sums, calls, others = _sums(folder, saved), list[Callable[[], None]](), Lock()
+    sums: dict[str, list[int]] = {}
+    if SUMS in saved.files:
+        require_digest(folder / SUMS, saved.files[SUMS])
+        sums = json.loads(read_text(folder / SUMS))
+        for wrong in problems(sums, DictForm(others=[natural]), "the file"):
+            raise damaged(folder / SUMS, f"is not what was written: {wrong}")
+    calls, others = list[Callable[[], None]](), Lock()
     for number, (name, chunks) in enumerate(tensor_files(saved).items()):
-        file, checks = folder / name, number % share[1] == share[0]
+        file, checks = folder / name, share is not None and number % share[1] == share[0]
         if not checks and wanted.keys().isdisjoint(chunks):
             continue
         if name not in sums:  # saved by a version that kept the checksum of whole files only
@@ -319,8 +297,8 @@ def read_pieces(
         ends = sums.get(name, [-1] * len(chunks))
         for chunk, before, after in zip(chunks, [0, *ends[:-1]], ends, strict=True):
             if checks or chunk in wanted:
-                read = _Read(file, chunk, wanted.get(chunk, []), before, after)
-                calls.append(partial(read.run, others))
+                targets = wanted.get(chunk, [])
+                calls.append(partial(_read, file, chunk, targets, before, after, others))
     each = iter(calls)
 
     def next_ones() -> None:
@@ -330,75 +308,40 @@ def read_pieces(
     together([next_ones] * max(1, min(_THREADS, len(calls))))
 
 
-class _Read(NamedTuple):
-    """A chunk that is read."""
+def _read(
+    file: Path, chunk: Chunk, targets: Targets, before: int, after: int, others: Lock
+) -> None:
+    """Fill the targets of a chunk.
 
-    file: Path
-    chunk: Chunk
-    targets: Targets  # that it fills
-    before: int  # the crc32 of the file before it
-    after: int  # and after it; -1: it is not known
-
-    def run(self, others: Lock) -> None:
-        """Fill the targets. others: held where that takes more memory, by one thread at a time."""
-        whole = _in_place(self.chunk, self.targets)
-        with (
-            nullcontext() if whole is not None else others,
-            open(self.file, "rb", opener=regular) as stream,
-        ):
-            stream.seek(self.chunk.offset)
-            if self.after < 0:
-                _unpickle(stream, self.chunk, self.targets)
-            elif _read(stream, self.chunk, self.targets, self.before, whole) != self.after:
-                raise damaged(self.file, "is not what was written: its checksum is wrong")
-
-
-def _sums(folder: Path, saved: Manifest) -> dict[str, list[int]]:
-    """Return the crc32 of each file from its begin to the end of each of its chunks."""
-    if SUMS not in saved.files:
-        return {}
-    require_digest(folder / SUMS, saved.files[SUMS])
-    found = json.loads(read_text(folder / SUMS))
-    for wrong in problems(found, DictForm(others=[natural]), "the file"):
-        raise damaged(folder / SUMS, f"is not what was written: {wrong}")
-    return found
-
-
-def _in_place(chunk: Chunk, targets: Targets) -> Tensor | None:
-    """Return the tensor that a chunk can be read into; None where its values are copied."""
-    if len(targets) != 1:
-        return None
-    (whole, at), *_ = targets
-    alone = at == 0 and whole.numel() == chunk.numel
-    return whole if alone and whole.device.type == "cpu" and whole.is_contiguous() else None
-
-
-def _read(stream: BinaryIO, chunk: Chunk, targets: Targets, crc: int, whole: Tensor | None) -> int:
-    """Fill the targets; return the crc32 of the file at the end of the chunk, from that before."""
-    if not targets:
-        return zlib.crc32(stream.read(chunk.length), crc)
-    values = whole
-    if values is None:
-        values = torch.empty(chunk.numel, dtype=targets[0][0].dtype, device="cpu")
-    data = bytes_of(values)
-    crc = zlib.crc32(stream.read(HEADER), crc)
-    for begin in range(0, len(data), _BLOCK):  # what was read is still near when it is summed
-        block = data[begin : begin + _BLOCK]
-        if stream.readinto(block) != len(block):  # type: ignore[attr-defined]
-            return -1
-        crc = zlib.crc32(block, crc)
-    rest = stream.read(max(chunk.length - HEADER - len(data), 0))
-    if whole is None:
-        _fill(targets, values)
-    return zlib.crc32(rest, crc)
-
-
-def _unpickle(stream: BinaryIO, chunk: Chunk, targets: Targets) -> None:
-    data = io.BytesIO(stream.read(chunk.length))
-    if targets:
-        _fill(targets, torch.load(data, map_location="cpu", weights_only=True))
-
-
-def _fill(targets: Targets, values: Tensor) -> None:
-    for target, at in targets:
-        target.copy_(values.narrow(0, at, target.numel()))
+    before, after: the crc32 of the file up to it, and to its end; -1: it is not known. others: held
+    where that takes memory of its own, by one thread at a time.
+    """
+    values = torch.empty(0, device="cpu")
+    if len(targets) == 1 and targets[0][1] == 0:
+        values = targets[0][0]
+    in_place = values.numel() == chunk.numel and values.is_contiguous() and values.is_cpu
+    in_place = in_place and after >= 0
+    with (
+        nullcontext() if in_place else others,
+        open(file, "rb", opener=regular) as stream,
+    ):
+        stream.seek(chunk.offset)
+        if not targets or after < 0:
+            data = stream.read(chunk.length)
+            crc = zlib.crc32(data, before) if after >= 0 else after
+            if targets:
+                values = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        else:
+            if not in_place:
+                values = torch.empty(chunk.numel, dtype=targets[0][0].dtype, device="cpu")
+            data, crc = bytes_of(values), zlib.crc32(stream.read(HEADER), before)
+            for begin in range(0, len(data), _BLOCK):  # what was read is near when it is summed
+                block = data[begin : begin + _BLOCK]
+                if stream.readinto(block) != len(block):
+                    raise damaged(file, "is not what was written: its checksum is wrong")
+                crc = zlib.crc32(block, crc)
+            crc = zlib.crc32(stream.read(max(chunk.length - HEADER - len(data), 0)), crc)
+        for target, at in [] if in_place else targets:
+            target.copy_(values.narrow(0, at, target.numel()))
+    if crc != after:
+        raise damaged(file, "is not what was written: its checksum is wrong")

@@ -120,8 +120,8 @@ class Folder:
             )
 
     def holds(self, name: str) -> bool:
-        """Whether there is a folder of the parameter `name`."""
-        return any((self.root / part / name).is_dir() for part in (ZERO, SLICES))
+        """Whether there is a folder of the parameter `name`, which may be no name of one."""
+        return is_name(name) and any((self.root / part / name).is_dir() for part in (ZERO, SLICES))
 
     def tied(self) -> dict[str, str]:
         """Return {another name of a parameter: its name here}, as the model states have them."""
@@ -158,8 +158,7 @@ class Folder:
 
     def step(self, name: str) -> float | None:
         """Return how often a parameter was updated, by its files; None if they do not say."""
-        file = self.file(name, STEP)
-        if file is None:
+        if (file := self.file(name, STEP)) is None:
             return None
         value = read_pickle(file)
         return as_step(file, value.get("param") if isinstance(value, dict) else value)

@@ -1,17 +1,15 @@
 """`load_universal`: DeepSpeed's universal checkpoint into a state, or an engine.
 
-What all parameters of a universal checkpoint share: the step, options, a scale, buffers.
-
-Options of saved param groups against those of an optimizer here.
+Files are found sound; rank 0 reads what all parameters share (step, options, scale, buffers); then
+each rank reads parameters, one at a time.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +22,7 @@ from fzero.checkpoint._allocate import (
     require_equal,
     with_room,
 )
-from fzero.checkpoint._process_states import Held, held_by, require_closed
+from fzero.checkpoint._process_states import held_by, require_closed
 from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._universal import (
     FP32,
@@ -124,7 +122,12 @@ def load_universal(
     assert_same_everywhere(facts, ranks.axis, what="the checkpoint")
 
     def begin() -> list[str]:
-        _require_tag(tag)
+        if tag is not None and not (isinstance(tag, str) and is_name(tag)):
+            raise LayoutError(
+                f"load_universal: the tag {tag!r:.80} is no name of a folder.",
+                cause="a path, or the number of a step.",
+                fix="give the name of one folder in the path, or none for the latest.",
+            )
         for one in held.states:
             require_closed(one)
         require_places("load_universal", given)
@@ -135,34 +138,65 @@ def load_universal(
     keys = everywhere(ranks, begin, what=doing)
     name = from_first(ranks, lambda: latest(where) if tag is None else tag, what=doing)
     source = Folder(where / name)
-    everywhere(ranks, lambda: _require_sound(source, given, keys, ranks), what=doing)
+    names = everywhere(ranks, lambda: _sound_names(source, given, keys, ranks), what=doing)
     shared = from_first(
-        ranks, lambda: shared_facts(source, given, held.engine, optimizer), what=doing
+        ranks, lambda: _shared_facts(source, names, given, held.engine, optimizer), what=doing
     )
+
+    def reads(entry: Entry) -> bool:
+        return has_values(entry) or (optimizer and entry.name.startswith(RULE))
+
+    def fill() -> list[TrainState]:
+        """Return new states with the values of the files: of each flat, this rank's own shard."""
+        pairs = zip(held.states, held.ranks, strict=True)
+        made = [numbered(with_room(*pair, reads), shared.counters) for pair in pairs]
+
+        def values(number: int, kind: str) -> Tensor:
+            leaf, name = given.setup.layout.leaves[number], names[number]
+            key = FP32 if kind in VALUES else kind.removeprefix(RULE)
+            found = source.values(name, key, leaf.shape)
+            if not are_alike(found.dtype, leaf.dtype):
+                seen = f"has {name} as {found.dtype}, {leaf.dtype} in the state"
+                raise damaged(source.root / ZERO / name, seen)
+            return found
+
+        read_leaves(held, made, reads, values)
+        return made
+
     with torch.no_grad():
-        states = everywhere(
-            ranks, lambda: _filled(source, held, shared.counters, optimizer), what=doing
-        )
-        make_whole(held, states, _reads(optimizer))
+        states = everywhere(ranks, fill, what=doing)
+        make_whole(held, states, reads)
         states = begun_slots(held, states, f"load_universal: {where / name}")
     made = held.returned(states, shared.buffers)
     if shared.options:
         set_options(given.setup.optimizer.param_groups((), 0).instance, shared.options)
     if shared.differing:
-        warnings.warn(_differing(shared.differing), UserWarning, stacklevel=2)
+        text = explain(
+            "load_universal: options in the checkpoint are others than those of the rule here: "
+            f"{'; '.join(shared.differing)}.",
+            cause="a rule of fzero.optim has its options from code; they were not changed.",
+            fix="make the rule with the options that you want, or use fzero.optim.from_torch, "
+            "whose options are set.",
+        )
+        warnings.warn(text, UserWarning, stacklevel=2)
     return made
 
 
-def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks: Ranks) -> None:
-    """Raise `CheckpointError` for a damaged or unknown file; the ranks share the reading."""
+def _sound_names(source: Folder, state: TrainState, keys: Sequence[str], ranks: Ranks) -> list[str]:
+    """Return under which name each leaf is there, one that is tied there, too; else its first.
+
+    Raises `CheckpointError` for a damaged or unknown file; the ranks share the reading.
+    """
     source.require_there()
-    names = names_in(source, state)
-    known = {path for paths in all_paths(state.setup.layout) for path in paths}
+    paths, tied = all_paths(state.setup.layout), source.tied()
+    known = {path for some in paths for path in some}
     for name in source.names():
         if name not in known:
             raise damaged(
                 source.root / ZERO / name, "is a parameter that this state has not, with moments"
             )
+    every = ([x for path in some for x in (path, tied.get(path, path))] for some in paths)
+    names = [next((x for x in some if source.holds(x)), some[0]) for some in every]
     for name in names:
         source.require_joined(name)
     held = (source.file(name, key) for name in names for key in keys)
@@ -173,120 +207,50 @@ def _require_sound(source: Folder, state: TrainState, keys: Sequence[str], ranks
         require_own(file, source.root)
         if number % ranks.axis.size == ranks.axis.rank:
             require_sound(file)
+    return names
 
 
-def _filled(
-    source: Folder, held: Held, counters: Mapping[str, Any], optimizer: bool
-) -> list[TrainState]:
-    """Return new states with the values of the files: of each flat, this rank's own shard."""
-    leaves, names = held.setup.layout.leaves, names_in(source, held.states[0])
-
-    def values(number: int, kind: str) -> Tensor:
-        key = FP32 if kind in VALUES else kind.removeprefix(RULE)
-        leaf, name = leaves[number], names[number]
-        found = source.values(name, key, leaf.shape)
-        if not are_alike(found.dtype, leaf.dtype):
-            seen = f"has {name} as {found.dtype}, {leaf.dtype} in the state"
-            raise damaged(source.root / ZERO / name, seen)
-        return found
-
-    reads = _reads(optimizer)
-    made = [
-        numbered(with_room(old, rank, reads), counters)
-        for old, rank in zip(held.states, held.ranks, strict=True)
-    ]
-    read_leaves(held, made, reads, values)
-    return made
-
-
-def _reads(optimizer: bool) -> Callable[[Entry], bool]:
-    """Return which entries of a state are read: all of the rule's, or masters alone."""
-    return lambda one: has_values(one) or (optimizer and one.name.startswith(RULE))
-
-
-def _require_tag(tag: str | None) -> None:
-    if tag is not None and not (isinstance(tag, str) and is_name(tag)):
-        raise LayoutError(
-            f"load_universal: the tag {tag!r:.80} is no name of a folder.",
-            cause="a path, or the number of a step.",
-            fix="give the name of one folder in the path, or none for the latest.",
-        )
-
-
-def _differing(lines: Sequence[str]) -> str:
-    return explain(
-        "load_universal: options in the checkpoint are others than those of the rule here: "
-        f"{'; '.join(lines)}.",
-        cause="a rule of fzero.optim has its options from code; they were not changed.",
-        fix="make the rule with the options that you want, or use fzero.optim.from_torch, whose "
-        "options are set.",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedFacts:
+class SharedFacts(NamedTuple):
     """What all parameters have in common, read and checked by rank 0."""
 
     counters: Mapping[str, Any]  # as a manifest has them
-    options: Sequence[dict[str, Any]]  # of each param group, to be set
-    differing: Sequence[str]  # options that are fixed by code, and others in the checkpoint
     buffers: Buffers  # of an engine's module
+    options: Sequence[dict[str, Any]] = ()  # of each param group, to be set
+    differing: Sequence[str] = ()  # options that are fixed by code, and others in the checkpoint
 
 
-def names_in(source: Folder, state: TrainState) -> list[str]:
-    """Return under which name each leaf is there, one that is tied there, too; else its first."""
-    tied = source.tied()
-    return [
-        next(
-            (x for path in paths for x in (path, tied.get(path, path)) if _holds(source, x)),
-            paths[0],
-        )
-        for paths in all_paths(state.setup.layout)
-    ]
-
-
-def _holds(source: Folder, name: str) -> bool:
-    return is_name(name) and source.holds(name)
-
-
-def shared_facts(
+def _shared_facts(
     source: Folder,
+    names: Sequence[str],
     state: TrainState,
     engine: Driven | None,
     optimizer: bool,
 ) -> SharedFacts:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
+    setup, layout = state.setup, state.setup.layout
     buffers = {} if engine is None else _buffers(source, engine)
-    layout = state.setup.layout
     for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True):
-        some = [path for path in dict.fromkeys(paths) if _holds(source, path)]
+        some = [path for path in dict.fromkeys(paths) if source.holds(path)]
         require_equal(
             source.root, some, lambda name, leaf=leaf: source.values(name, FP32, leaf.shape)
         )
-    counters = numbers_of(state)
-    setup, file = state.setup, source.root / ZERO / OPTIMIZER
-    groups = setup.optimizer.param_groups(setup.layout.leaves, int(state.step))
+    groups = setup.optimizer.param_groups(layout.leaves, int(state.step))
     if not (optimizer and groups.options):
-        return SharedFacts(counters=counters, options=[], differing=[], buffers=buffers)
+        return SharedFacts(numbers_of(state), buffers)
+    file = source.root / ZERO / OPTIMIZER
     found = dict_in(file)
-    stepped = [
-        name
-        for name, number in zip(names_in(source, state), groups.of_leaf, strict=True)
-        if number >= 0
-    ]
-    names = leaf_paths(setup.layout)
-    own = [name for name, number in zip(names, groups.of_leaf, strict=True) if number >= 0]
-    step, steps = _steps(source, stepped, found)
-    by_leaf = dict(zip(own, steps, strict=True))
+    triples = zip(names, leaf_paths(layout), groups.of_leaf, strict=True)
+    stepped = {own: name for name, own, number in triples if number >= 0}
+    step, steps = _steps(source, [*stepped.values()], found)
+    by_leaf = dict(zip(stepped, steps, strict=True))
     counters = {
         "step": step,
         "optimizer": {COUNT: step, STEP: by_leaf},
         "scale": _scale(file, found),
         UNSTEPPED: [name for name, taken in by_leaf.items() if not taken],
     }
-    now = setup.optimizer.param_groups(setup.layout.leaves, step)
-    options, differing = options_for(file, found, now, state, source.tied())
-    return SharedFacts(counters=counters, options=options, differing=differing, buffers=buffers)
+    now = setup.optimizer.param_groups(layout.leaves, step)
+    return SharedFacts(counters, buffers, *_options(file, found, now, state, source.tied()))
 
 
 def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tuple[int, list[int]]:
@@ -294,44 +258,39 @@ def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tu
 
     Raises `CheckpointError` for files that contradict each other.
     """
-    told = {f"{ZERO}/{name}/{STEP}.pt": source.step(name) for name in names}
-    silent = [place for place, step in told.items() if step is None]
-    taken = {place: step for place, step in told.items() if step is not None}
-    if silent and taken:
-        raise damaged(source.root / silent[0], f"is missing, and {next(iter(taken))} is there")
+
+    def contradict(here: tuple[str, float], there: tuple[str, float]) -> CheckpointError:
+        seen = f"{here[1]:g} by {here[0]}, {there[1]:g} by {there[0]}"
+        return damaged(source.root, f"has parameters of two steps: {seen}")
+
+    each = {f"{ZERO}/{name}/{STEP}.pt": source.step(name) for name in names}
+    taken = {place: step for place, step in each.items() if step is not None}
+    if taken and len(taken) < len(each):
+        silent = next(place for place in each if place not in taken)
+        raise damaged(source.root / silent, f"is missing, and {next(iter(taken))} is there")
     steps: dict[str, Any] = {}
     inner = found.get("optimizer_state_dict")  # of stage 3, which has no step for a parameter
-    each = inner.get("state") if isinstance(inner, dict) else None
-    for number, one in each.items() if isinstance(each, dict) else ():
+    states = inner.get("state") if isinstance(inner, dict) else None
+    for number, one in states.items() if isinstance(states, dict) else ():
         if isinstance(one, dict) and STEP in one:
             place = f"{ZERO}/{OPTIMIZER}, group {number}"
             steps[place] = as_step(source.root / place, one[STEP])
     if taken:
         for place, step in steps.items():
             if step not in taken.values():
-                raise _contradict(source, next(iter(taken.items())), (place, step))
-        return int(max(taken.values())), [int(taken[f"{ZERO}/{x}/{STEP}.pt"]) for x in names]
+                raise contradict(next(iter(taken.items())), (place, step))
+        return int(max(taken.values())), [int(taken[place]) for place in each]
     if not steps and source.states():  # of an optimizer that counts no steps
-        one = source.states()[0]
+        one, where = source.states()[0], source.root / f"*{STATES}"
         made, skipped = one.get("global_steps"), one.get("skipped_steps", 0)
-        where = source.root / f"*{STATES}"
         steps["global_steps"] = as_step(where, as_step(where, made) - as_step(where, skipped))
     if not steps:
         raise damaged(source.root, "says nowhere how many steps were made")
     first, step = next(iter(steps.items()))
     for place, other in steps.items():
         if other != step:
-            raise _contradict(source, (first, step), (place, other))
+            raise contradict((first, step), (place, other))
     return int(step), [int(step)] * len(names)
-
-
-def _contradict(
-    source: Folder, one: tuple[str, float], other: tuple[str, float]
-) -> CheckpointError:
-    return damaged(
-        source.root,
-        f"has parameters of two steps: {one[1]:g} by {one[0]}, {other[1]:g} by {other[0]}",
-    )
 
 
 def _scale(file: Path, found: Mapping[str, Any]) -> dict[str, float]:
@@ -366,7 +325,7 @@ def _buffers(source: Folder, engine: Driven) -> Buffers:
 _HOW = ("foreach", "fused", "capturable", "differentiable")  # how it computes, not what
 
 
-def options_for(
+def _options(
     file: Path,
     found: Mapping[str, Any],
     here: ParamGroups,
@@ -397,7 +356,10 @@ def options_for(
         raise damaged(
             file, f"has {len(saved)} param groups, the optimizer here has {len(here.options)}"
         )
-    made = [_known(theirs, ours) for theirs, ours in zip(saved, here.options, strict=True)]
+    made = [
+        {k: x for k, x in plain_options(some).items() if k in ours and k not in _HOW}
+        for some, ours in zip(saved, here.options, strict=True)
+    ]
     pairs = [
         (number, name, value, here.options[number][name])
         for number, group in enumerate(made)
@@ -407,7 +369,8 @@ def options_for(
         return [], [
             f"{name}={value!r} in param group {number}, {own!r} here"
             for number, name, value, own in pairs
-            if _comparable(value) != _comparable(own)
+            if (tuple(value) if isinstance(value, list) else value)
+            != (tuple(own) if isinstance(own, list) else own)
         ]
     require_options(here.instance, made)
     for number, name, value, own in pairs:
@@ -419,15 +382,6 @@ def options_for(
                 fix=f"make the optimizer with {name}={value!r}. Nothing was changed.",
             )
     return made, []
-
-
-def _known(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    plain = plain_options(theirs)
-    return {name: x for name, x in plain.items() if name in ours and name not in _HOW}
-
-
-def _comparable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _kind(name: str, value: Any) -> Any:

@@ -15,15 +15,13 @@ import random
 import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from math import prod
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._pieces import TensorPiece, overlap, whole_pieces
+from fzero.checkpoint._pieces import TensorPiece, whole_pieces
 from fzero.checkpoint.collective import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_paths
@@ -99,7 +97,7 @@ def buffer_pieces(
         piece
         for path, value in buffers.items()
         if str(rank) in saved[path]
-        for piece in whole_pieces(_name(rank, path), value)
+        for piece in whole_pieces(f"buffers/{rank}/{path}", value)
     ]
 
 
@@ -109,8 +107,8 @@ def blank_buffers(
     rank: int,
     same_ranks: bool,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-) -> tuple[Buffers, list[TensorPiece], list[Callable[[], None]]]:
-    """Return empty buffers [shape], by path, the pieces to fill them by, and what places those.
+) -> tuple[Buffers, list[TensorPiece]]:
+    """Return empty buffers, by path, and the pieces to fill them by.
 
     On as many ranks as have saved, each rank gets its own; else all get those of rank 0. Without
     saved buffers, which a state alone has none of, there is nothing to fill. shapes: of a partial
@@ -118,35 +116,25 @@ def blank_buffers(
 
     Raises `LayoutError`, naming the buffer, for those of another module.
     """
-    found: Buffers = {}
-    pieces, puts = list[TensorPiece](), list[Callable[[], None]]()
+    found, pieces = Buffers(), list[TensorPiece]()
     here = buffers_of(module) if saved else {}
     for path in sorted({*saved, *here} if shapes is None and saved else {*saved} & {*here}):
         forms = saved.get(path, {})
         source = str(rank) if same_ranks and str(rank) in forms else "0"
-        form = form_of(here[path]) if path in here else "nothing"
-        if (other := (shapes or {}).get(path)) is not None:
-            own = here[path].cpu().clone()
-            values = torch.empty(prod(other), dtype=own.dtype, device="cpu")
-            found[path], part = own, overlap(0, own.numel(), tuple(own.shape), other)
-            name = _name(source, path)
-            pieces.append(TensorPiece(name=name, start=0, numel=values.numel(), values=values))
-            puts.append(partial(part.fill, own.view(-1), values))
-            continue
-        if forms.get(source, "nothing") != form:
+        form, other = form_of(here[path]) if path in here else "nothing", (shapes or {}).get(path)
+        if other is None and forms.get(source, "nothing") != form:
             raise LayoutError(
                 f"load: the buffer {path} is {forms.get(source, 'nothing')} in the checkpoint, "
                 f"{form} in the module.",
                 cause="another module.",
                 fix="make the engine from the module that was saved. Nothing was changed.",
             )
-        value = torch.empty(here[path].shape, dtype=here[path].dtype, device="cpu")
-        found[path] = value
+        shape = here[path].shape if other is None else other
+        value = found[path] = torch.empty(shape, dtype=here[path].dtype, device="cpu")
         if value.numel():
-            flat = value.reshape(-1)
-            name = _name(source, path)
+            name, flat = f"buffers/{source}/{path}", value.reshape(-1)
             pieces.append(TensorPiece(name=name, start=0, numel=flat.numel(), values=flat))
-    return found, pieces, puts
+    return found, pieces
 
 
 @torch.no_grad()
@@ -245,10 +233,6 @@ def _is_plain(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) else value
-
-
-def _name(rank: int | str, path: str) -> str:
-    return f"buffers/{rank}/{path}"
 
 
 def form_of(value: Tensor) -> str:

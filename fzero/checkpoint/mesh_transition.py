@@ -1,20 +1,12 @@
 """A live state to another stage, or to other ranks: as if it was saved and loaded, with no file.
 
-    old state -> the pieces that a rank holds - copied, carried -> pieces of new memory
-        |                                                                   ^
-        +-> structure - blank_at, room_for -> new state -------------------+
+    old state -> the pieces that a rank holds - copied, redistributed -> pieces of new memory
+        |                                                                        ^
+        +-> structure - blank_at, NewState -> new state ------------------------+
 
 Pieces, and the numbers beside them, are those of a checkpoint. What lives until the update, which
-a checkpoint has no room for, goes the same way.
-
-Between which ranks a live state moves: the old mesh, the new one, and the larger of both.
-
-What all ranks must know of a live state before it moves, but for the elements of its tensors.
-
-A manifest says it of leaves, slots and counters, as in a checkpoint. Rule, options and pytree are
-records of this program: a rank without a state gets them from one that has it.
-
-How far ranks are on their way to the next update: the numbers that ride beside tensors.
+a checkpoint has no room for, goes the same way. Rule, options and pytree are records of this
+program: a rank without a state gets them from one that has it.
 """
 
 from __future__ import annotations
@@ -35,12 +27,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from fzero.checkpoint._allocate import NewState, finished_room, on_ranks, room_for, warn_of
+from fzero.checkpoint._allocate import NewState, on_ranks
 from fzero.checkpoint._pieces import TensorPiece, Texts, form_in, pieces_of_rank, place_of
-from fzero.checkpoint._process_states import Held, facts_of_replicas, held_by, stack_of, texts_here
-from fzero.checkpoint._redistribute import Spans, carry, copied, spans_of
+from fzero.checkpoint._process_states import Held, facts_of_replicas, held_by, stack_of
+from fzero.checkpoint._redistribute import copied, redistribute, spans_of
 from fzero.checkpoint.collective import Ranks, everywhere
-from fzero.checkpoint.manifest import Manifest, facts_of_state, kept_facts, note_texts, require_fit
+from fzero.checkpoint.manifest import (
+    Manifest,
+    facts_of_state,
+    kept_facts,
+    named_texts,
+    note_texts,
+    require_fit,
+)
 from fzero.collectives import disagreement
 from fzero.context.here import current_ranks
 from fzero.errors import AxisError, FzeroError, LayoutError
@@ -52,6 +51,7 @@ from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_of, refuse_part, worl
 from fzero.state import NAMESPACE, Buffers, Form, Placement, Progress, Setup, Slot, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.entry import Entry, slot_with
+from fzero.state.window import CLOSED, Window, pop
 from fzero.transforms.kept import (
     APART,
     entries_of,
@@ -67,17 +67,7 @@ T = TypeVar("T")
 _HERE = "the state of before"
 
 
-class Said(NamedTuple):
-    """What every rank of a move says of itself."""
-
-    way: UnderWay | None  # None: it has no state
-    is_in: bool  # whether it is in the new mesh
-    knows: bool  # what the state is
-    asked: str  # the new stage and mesh
-    told: KeptHere | None  # what it keeps
-
-
-def first_on_old(where: Between, old: Axis | None, do: Callable[[], T]) -> T:
+def first_on_old(where: MeshTransition, old: Axis | None, do: Callable[[], T]) -> T:
     """Return `do()`, a call of all ranks of the old mesh; ranks that come hear of its error."""
     if old is not None and old.size == where.axis.size:
         return do()
@@ -93,79 +83,67 @@ def held_here(state: TrainState) -> Held:
     return Held(processes=Ranks(axis=axis), ranks=(axis.rank,), states=(state,))
 
 
-@torch.no_grad()
 def moved(
-    held: Held | None, where: Between, stage: int | None, like: Structure | None = None
+    held: Held | None, where: MeshTransition, stage: int | None, like: Structure | None = None
 ) -> TrainState | None:
     """Return the state at a stage on the new mesh; None on a rank outside of it. A collective.
 
     held: what this process has, with gradients that are all reduced; None: no state.
-    like: of a rank without a state, what that is but for its numbers; None: it is told.
+    like: of a rank without a state, what that is but for its numbers; None: it hears it.
     """
-    ranks = Ranks(axis=where.axis)
+    ranks, asked = Ranks(axis=where.axis), f"stage {stage} on {where.asked}"
 
-    def begin() -> tuple[Structure | None, Said]:
-        asked = f"stage {stage} on {where.asked}"
+    def begin() -> tuple[Structure | None, RankFacts]:
         if held is None:
-            return like, Said(None, where.is_in, like is not None, asked, None)
-        way = under_way(held.states[0])
-        return structure_of(held), Said(way, where.is_in, True, asked, told_of(held))
+            return like, RankFacts(is_in=where.is_in, knows=like is not None, asked=asked)
+        facts = facts_of_rank(held.states[0], held.ranks[0], where.is_in, asked)
+        return structure_of(held), facts
 
     known, own = on_all(ranks.axis, begin)
-    said = ranks.tell(own)
-    if len({one.asked for one in said}) > 1:
-        raise disagreement([[one.asked] for one in said], what="reshard")
-    told = [one.told for one in said if one.told is not None]
-    structure = with_told(_told(ranks, known, said), told)
-    has = [] if held is None else _pieces(held.states[0], held.ranks[0])
-    spans = ranks.tell(spans_of(has))
-    way = next_way([(one.way, one.is_in) for one in said], ranks.axis.rank)
-
-    def prepare() -> list[NewState]:
-        if not where.is_in:
-            return []
-        blank = _blank(structure, stage, where.mesh)
-        return [_target(structure, blank, blank.mesh.rank, spans, way)]
-
-    targets = on_all(ranks.axis, prepare)
-    warn_of(targets, structure.manifest, _HERE, "reshard")
-    wants = [piece for target in targets for piece in target.pieces]
-    holds = [] if held is None else _pieces(held.states[0], held.ranks[0], shared=True)
-    lacks = ranks.tell(copied(holds, wants))
-    stocks = [stock._replace(has=some) for stock, some in zip(lacks, spans, strict=True)]
-    carry(has, wants, stocks, ranks.axis, structure.device, batch_bytes=structure.batch_bytes)
-    return finished_room(targets[0]) if targets else None
+    facts = ranks.tell(own)
+    if len({one.asked for one in facts}) > 1:
+        raise disagreement([[one.asked] for one in facts], what="reshard")
+    structure = _structure_everywhere(ranks, known, facts)
+    states = [] if held is None else [(held.states[0], held.ranks[0])]
+    here = RanksHere(ranks.axis, states, int(where.is_in), False)
+    made = _moved(here, structure, facts, stage, where.mesh)
+    return made[0] if made else None
 
 
-def _told(ranks: Ranks, known: Structure | None, said: Sequence[Said]) -> Structure:
+def _structure_everywhere(
+    ranks: Ranks, known: Structure | None, facts: Sequence[RankFacts]
+) -> Structure:
     """Return the structure of the state, on ranks that have none, too. A collective."""
-    members = [rank for rank, one in enumerate(said) if one.way is not None]
+    members = [rank for rank, one in enumerate(facts) if one.progress is not None]
     if not members:
         raise AxisError(
-            f"reshard: none of the {len(said)} ranks has a state.",
+            f"reshard: none of the {len(facts)} ranks has a state.",
             cause="None on every rank of the mesh, or a mesh without the ranks of the state.",
             fix="give the state on the ranks that have it; all of those call it.",
         )
-    if len(members) == len(said):
+    if len(members) == len(facts):
         assert known is not None
         return known
     first = ranks.axis.rank == members[0]
-    if all(one.knows for one in said):
+    if all(one.knows for one in facts):
         assert known is not None
         saved = ranks.tell(known.manifest if first else None)[members[0]]
         on_all(ranks.axis, lambda: require_fit(saved, known.manifest, _HERE))
         return replace(known, manifest=saved)
-
-    def send() -> bytes:
-        return as_sent(known) if first and known is not None else b""
-
-    sent = ranks.tell(on_all(ranks.axis, send))[members[0]]
+    send = on_all(ranks.axis, lambda: as_sent(known) if first and known is not None else b"")
+    sent = ranks.tell(send)[members[0]]
     return on_all(ranks.axis, lambda: as_received(sent) if known is None else known)
 
 
 def moved_stack(held: Held, stage: int | None, mesh: MeshLike, size: int) -> TrainState:
     """`moved` of the stacked state of all virtual ranks, to `size` of them."""
-    states: list[Any] = _moved_states(held, stage, mesh, size)
+    pairs = [*zip(held.states, held.ranks, strict=True)]
+    facts = [facts_of_rank(state, rank, rank < size, "") for state, rank in pairs]
+    both = max(len(pairs), size)
+    facts += [RankFacts(is_in=True, knows=True, asked="")] * (both - len(pairs))
+    axis = Axis(size=both, runtime=Runtime.VIRTUAL if both > 1 else Runtime.LOCAL)
+    here = RanksHere(axis, pairs, size, True)
+    states: list[Any] = _moved(here, structure_of(held), facts, stage, mesh)
     treespec = optree.tree_structure(states[0], namespace=NAMESPACE)
     columns = [*zip(*(optree.tree_leaves(x, namespace=NAMESPACE) for x in states), strict=True)]
     states.clear()
@@ -176,49 +154,79 @@ def moved_stack(held: Held, stage: int | None, mesh: MeshLike, size: int) -> Tra
     return found
 
 
+class RanksHere(NamedTuple):
+    """The ranks of a move that are here: that of a process, or all virtual ones."""
+
+    axis: Axis  # all that take part
+    states: list[tuple[TrainState, int]]  # the old ones, each with its rank in its mesh
+    new: int  # how many of them are in the new mesh
+    is_stack: bool
+
+    def tell(self, values: list[Any]) -> list[Any]:
+        """Return what all ranks have, from what each one here has. A collective."""
+        return values if self.is_stack else Ranks(axis=self.axis).tell(values[0])
+
+    def run(self, count: int, do: Callable[[int], T]) -> list[T]:
+        """Return what `do(number)` returns on so many of the ranks here."""
+        return on_ranks(count, do) if self.is_stack else [do(0) for _ in range(count)]
+
+
 @torch.no_grad()
-def _moved_states(held: Held, stage: int | None, mesh: MeshLike, size: int) -> list[TrainState]:
-    structure = with_told(structure_of(held), [told_of(held)])
-    pairs = [*zip(held.states, held.ranks, strict=True)]
-    both = max(len(pairs), size)
-    ways = [under_way(state) for state in held.states]
-    said = [(way, rank < size) for rank, way in enumerate(ways)]
-    said += [(None, True)] * (both - len(ways))
-    has = [_pieces(*pair) for pair in pairs] + [[] for _ in range(both - len(pairs))]
-    holds = [_pieces(*pair, shared=True) for pair in pairs]
-    spans = [spans_of(some) for some in has]
-    blanks = on_ranks(size, lambda _: _blank(structure, stage, mesh))
-    targets = [
-        _target(structure, blank, rank, spans, next_way(said, rank))
-        for rank, blank in enumerate(blanks)
-    ]
-    warn_of(targets, structure.manifest, _HERE, "reshard")
-    wants = [target.pieces for target in targets] + [[] for _ in range(both - size)]
-    holds += [[] for _ in range(both - len(holds))]
-    stocks = [
-        copied(*some)._replace(has=own) for *some, own in zip(holds, wants, spans, strict=True)
-    ]
-    axis = Axis(size=both, runtime=Runtime.VIRTUAL if both > 1 else Runtime.LOCAL)
+def _moved(
+    here: RanksHere,
+    structure: Structure,
+    facts: Sequence[RankFacts],
+    stage: int | None,
+    mesh: MeshLike,
+) -> list[TrainState]:
+    """Return the new states of the ranks here. facts: of all ranks."""
+    structure = with_rank_facts(structure, facts)
+    first, size = (0, here.axis.size) if here.is_stack else (here.axis.rank, 1)
+    none: list[list[TensorPiece]] = [[] for _ in range(size)]
+    left = none[len(here.states) :]
+    has = [pieces_of_rank(*pair, live=True) for pair in here.states] + left
+    holds = [pieces_of_rank(*pair, shared=True, live=True) for pair in here.states] + left
+    spans = here.tell([spans_of(some) for some in has])
 
-    def body(rank: int) -> None:
-        batch_bytes = structure.batch_bytes
-        carry(has[rank], wants[rank], stocks, axis, structure.device, batch_bytes=batch_bytes)
+    def target(_: int) -> NewState:
+        state, tensors = _blank(structure, stage, mesh), dict[str, Any]()
+        rank = state.mesh.rank
+        for name, some in (pair for own in spans for pair in own.items()):
+            chunks = tensors.setdefault(name, {"chunks": []})["chunks"]
+            chunks += [[start, stop - start] for start, stop in some]
+        saved = replace(structure.manifest, tensors=tensors)
+        if (apart := saved.origin.get(APART)) is not None:
+            require_facts(state, apart, _HERE, "reshard")
+        own = place_of(state, rank)[1]
+        like = with_slots(structure, state, own)
+        more = [_blank_entry(structure, state, *one, own) for one in structure.more.items()]
+        return NewState(like, saved, rank, moves=more)
 
-    on_ranks(both, body)
-    return on_ranks(size, lambda rank: finished_room(targets[rank]))
+    if here.is_stack:
+        targets = here.run(here.new, target)
+    else:
+        targets = on_all(here.axis, lambda: here.run(here.new, target))
+    if targets:
+        targets[0].warn(_HERE, "reshard")
+    wants = [room.pieces for room in targets] + none[len(targets) :]
+    lacks = here.tell([copied(*some) for some in zip(holds, wants, strict=True)])
+    stocks = [stock._replace(has=own) for stock, own in zip(lacks, spans, strict=True)]
+    batch, device = structure.batch_bytes, structure.device
 
+    def exchange(k: int) -> None:
+        redistribute(has[k], wants[k], stocks, here.axis, device, batch_bytes=batch)
 
-# One rank.
+    def finish(k: int) -> TrainState:
+        progress, window = next_progress(facts, first + k)
+        return targets[k].finalize().replace(window=window, progress=progress)
 
-
-def _pieces(state: TrainState, rank: int, *, shared: bool = False) -> list[TensorPiece]:
-    """Return a rank's own part of all that a state has; or all that it holds, if `shared`."""
-    return pieces_of_rank(state, rank, shared=shared, live=True)
+    here.run(size, exchange)
+    return here.run(here.new, finish)
 
 
 def _blank(structure: Structure, stage: int | None, mesh: MeshLike) -> TrainState:
     """Return a state of zeros at a stage, on a mesh that this rank is in."""
-    stage = structure.setup.stage if stage is None else stage
+    stage = structure.pattern.setup.stage if stage is None else stage
     try:
         state = blank_at(structure.pattern, stage=stage, mesh=mesh)
     except LayoutError as error:
@@ -232,25 +240,7 @@ def _blank(structure: Structure, stage: int | None, mesh: MeshLike) -> TrainStat
     return state
 
 
-def _target(
-    structure: Structure, blank: TrainState, rank: int, has: Sequence[Spans], way: UnderWay
-) -> NewState:
-    """Return the new state of a rank of the new mesh, and what of it is to be filled.
-
-    has: what every rank has of the old one.
-    """
-    tensors: dict[str, Any] = {}
-    for spans in has:
-        for name, some in spans.items():
-            chunks = tensors.setdefault(name, {"chunks": []})["chunks"]
-            chunks += [[start, stop - start] for start, stop in some]
-    saved = replace(structure.manifest, tensors=tensors)
-    if (facts := saved.origin.get(APART)) is not None:
-        require_facts(blank, facts, _HERE, "reshard")
-    own = place_of(blank, rank)[1]
-    like, more = with_slots(structure, blank, own), more_of(structure, blank, own)
-    room = room_for(like, saved, rank, Tensor.zero_, shared=True, live=True, more=more)
-    return replace(room, state=with_way(room.state, way))
+# Between which ranks.
 
 
 def on_all(axis: Axis, do: Callable[[], T]) -> T:
@@ -273,7 +263,7 @@ def on_all(axis: Axis, do: Callable[[], T]) -> T:
     return everywhere(Ranks(axis=axis), run, what="reshard")
 
 
-class Between(NamedTuple):
+class MeshTransition(NamedTuple):
     """What a rank knows of a move."""
 
     axis: Axis  # all ranks that take part
@@ -282,7 +272,7 @@ class Between(NamedTuple):
     asked: str  # which ranks it has, as all ranks must have it in common
 
 
-def between(old: Axis | None, mesh: MeshLike) -> Between:
+def mesh_transition(old: Axis | None, mesh: MeshLike) -> MeshTransition:
     """Return between which ranks a state moves that is on the mesh `old` now.
 
     old: None on a rank that has no state.
@@ -297,7 +287,7 @@ def between(old: Axis | None, mesh: MeshLike) -> Between:
                 cause="mesh= was left out; a state says on which mesh it is, None does not.",
                 fix="give the new mesh on every rank: mesh=fzero.world() for all ranks.",
             )
-        return Between(replace(old, dims=None), old, True, f"{old}")
+        return MeshTransition(replace(old, dims=None), old, True, f"{old}")
     if current_ranks() is not None:
         return _between_virtual(old, mesh)
     ours = global_ranks(old)
@@ -305,12 +295,12 @@ def between(old: Axis | None, mesh: MeshLike) -> Between:
     mine = dist.get_rank() if theirs is not None and dist.is_initialized() else 0
     if theirs is None or theirs == [mine] == ours:  # one rank without a process group
         new = axis_of(mesh)
-        return Between(replace(new, dims=None), mesh, True, f"{new}")
+        return MeshTransition(replace(new, dims=None), mesh, True, f"{new}")
     is_in, asked = mine in theirs, f"the ranks {theirs}"
     if is_in and (old is None or set(ours) <= set(theirs)):
-        return Between(replace(axis_of(mesh), dims=None), mesh, True, asked)
+        return MeshTransition(replace(axis_of(mesh), dims=None), mesh, True, asked)
     if old is not None and set(theirs) < set(ours):
-        return Between(replace(old, dims=None), mesh, is_in, asked)
+        return MeshTransition(replace(old, dims=None), mesh, is_in, asked)
 
     def refuse() -> NoReturn:
         raise AxisError(
@@ -326,7 +316,7 @@ def between(old: Axis | None, mesh: MeshLike) -> Between:
     refuse()
 
 
-def _between_virtual(old: Axis | None, mesh: MeshLike) -> Between:
+def _between_virtual(old: Axis | None, mesh: MeshLike) -> MeshTransition:
     """Inside `fzero.simulate` all ranks have a state before, and after."""
     new, here = axis_of(mesh), world()
     if old is None or not new.size == old.size == here.size:
@@ -338,7 +328,7 @@ def _between_virtual(old: Axis | None, mesh: MeshLike) -> Between:
             fix="call it outside, with the stacked state: fzero.reshard(state, mesh=(1, W)) for W "
             "ranks in one dim, which gives a state for fzero.simulate(..., world_size=W).",
         )
-    return Between(replace(new, dims=None), new, True, f"{new}")
+    return MeshTransition(replace(new, dims=None), new, True, f"{new}")
 
 
 def global_ranks(axis: Axis | None) -> list[int]:
@@ -401,15 +391,6 @@ class Structure:
         return max(sizes.values(), default=0)
 
 
-class KeptHere(NamedTuple):
-    """What a rank tells of what it keeps, which others may not have."""
-
-    texts: list[Texts]
-    kept: dict[str, Any]  # as a manifest has it
-    slots: dict[str, Form]
-    more: dict[str, Form]  # of what is no slot, and does not live for the run
-
-
 def structure_of(held: Held) -> Structure:
     """Return what the held state is. With replicas that train apart, a collective of its ranks."""
     state = held.states[0]
@@ -422,32 +403,68 @@ def structure_of(held: Held) -> Structure:
     return Structure(pattern=pattern_of(state), manifest=manifest)
 
 
-def told_of(held: Held) -> KeptHere:
-    """Return what the ranks of this process tell."""
-    found = KeptHere(texts_here(held), {}, {}, {})
-    for state, rank in zip(held.states, held.ranks, strict=True):
-        own = place_of(state, rank)[1]
-        found.kept.update(kept_facts(state, own, live=True))
-        slots = {k: slot for k, slot in state.slots.items() if not follows_setup(k)}
-        found.slots.update({name: slot.form for name, slot in slots.items()})
-        every = entries_of(state, own, live=True)
-        found.more.update({x.name: x.form for x in every if x.form.lifetime != "run"})
-    return found
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFacts:
+    """What every rank of a move says of itself, and of what it keeps, which others may not have."""
+
+    is_in: bool  # whether it is in the new mesh
+    knows: bool  # what the state is
+    asked: str  # the new stage and mesh
+    progress: Progress | None = None  # on its way to the next update; None: it has no state
+    window: Window = CLOSED
+    texts: Texts = field(default_factory=dict)
+    kept: dict[str, Any] = field(default_factory=dict)  # as a manifest has it
+    slots: dict[str, Form] = field(default_factory=dict)
+    more: dict[str, Form] = field(
+        default_factory=dict
+    )  # of what is no slot, and does not live for the run
 
 
-def with_told(structure: Structure, told: Sequence[KeptHere]) -> Structure:
-    """Return the structure with what all ranks have told."""
+def facts_of_rank(state: TrainState, rank: int, is_in: bool, asked: str) -> RankFacts:
+    """Return them, of a rank that has a state. Raises `PhaseError` where it cannot move."""
+    require_movable(state)
+    own = place_of(state, rank)[1]
+    return RankFacts(
+        is_in=is_in,
+        knows=True,
+        asked=asked,
+        progress=state.progress,
+        window=pop(state.window)[0],  # its gradients are all reduced
+        texts=named_texts(state, rank),
+        kept=kept_facts(state, own, live=True),
+        slots={name: slot.form for name, slot in state.slots.items() if not follows_setup(name)},
+        more={
+            x.name: x.form for x in entries_of(state, own, live=True) if x.form.lifetime != "run"
+        },
+    )
+
+
+def with_rank_facts(structure: Structure, facts: Sequence[RankFacts]) -> Structure:
+    """Return the structure with what all ranks keep."""
     manifest: Manifest = deepcopy(structure.manifest)
     slots, more = dict[str, Form](), dict[str, Form]()
-    for one in told:
-        manifest.kept.update(
-            {k: deepcopy(x) for k, x in one.kept.items() if k not in manifest.kept}
-        )
+    for one in facts:
+        kept = {k: deepcopy(x) for k, x in one.kept.items() if k not in manifest.kept}
+        manifest.kept.update(kept)
         slots |= one.slots
         more |= one.more
-    note_texts(manifest, (texts for one in told for texts in one.texts))
+    note_texts(manifest, (one.texts for one in facts))
     more = {name: form for name, form in more.items() if name not in slots}
     return replace(structure, manifest=manifest, slots=slots, more=more)
+
+
+def next_progress(facts: Sequence[RankFacts], rank: int) -> tuple[Progress, Window]:
+    """Return how far a rank is after a move: as before, and as ranks that leave."""
+    known = [one for one in facts if one.progress is not None]
+    own = facts[rank] if facts[rank].progress is not None else known[0]
+    progress, used = own.progress, 0
+    for one in known:  # what any rank has used is stepped
+        used |= one.progress.used
+    bad = [own.progress.nonfinite] if own is facts[rank] else []
+    if rank == next(r for r, one in enumerate(facts) if one.is_in):  # one rank has theirs
+        bad += [one.progress.nonfinite for one in known if not one.is_in]
+    nonfinite = next((x for x in bad if x is not None), None)
+    return replace(progress, used=used, nonfinite=nonfinite), own.window
 
 
 def with_slots(structure: Structure, blank: TrainState, rank: int) -> TrainState:
@@ -459,11 +476,6 @@ def with_slots(structure: Structure, blank: TrainState, rank: int) -> TrainState
             empty = Slot(value=Buffers(placement=entry.placement), form=form)
             made[name] = slot_with(blank.setup, empty, entry.values)
     return blank.replace(slots={**blank.slots, **made})
-
-
-def more_of(structure: Structure, blank: TrainState, rank: int) -> list[Entry]:
-    """Return what is no slot, and does not live for the run, of zeros."""
-    return [_blank_entry(structure, blank, *one, rank) for one in structure.more.items()]
 
 
 def _blank_entry(
@@ -578,52 +590,3 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, Tensor) and obj.device.type != "cpu":
             return obj.cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnderWay:
-    """How far one rank is on its way to the next update; its gradients are all reduced."""
-
-    progress: Progress
-    is_open: bool  # a coalescing window
-    length: int
-    is_settled: bool
-
-
-def under_way(state: TrainState) -> UnderWay:
-    """Return how far a rank is. Raises `PhaseError` where it cannot move."""
-    require_movable(state)
-    window = state.window
-    return UnderWay(
-        progress=state.progress,
-        is_open=window.is_open,
-        length=window.length,
-        is_settled=window.is_settled,
-    )
-
-
-def next_way(said: Sequence[tuple[UnderWay | None, bool]], rank: int) -> UnderWay:
-    """Return how far a rank is after a move: as before, and as ranks that leave.
-
-    said: of every rank how far it was, None without a state; and whether it is in the new mesh.
-    """
-    known = [way for way, _ in said if way is not None]
-    own = said[rank][0]
-    if own is None:
-        own = replace(known[0], progress=replace(known[0].progress, nonfinite=None))
-    gone: list[UnderWay] = []
-    if rank == next(r for r, (_, is_in) in enumerate(said) if is_in):  # one rank has theirs
-        gone = [way for way, is_in in said if way is not None and not is_in]
-    used = 0
-    for way in known:  # what any rank has used is stepped
-        used |= way.progress.used
-    bad = [way.progress.nonfinite for way in (own, *gone) if way.progress.nonfinite is not None]
-    return replace(own, progress=replace(own.progress, used=used, nonfinite=next(iter(bad), None)))
-
-
-def with_way(state: TrainState, way: UnderWay) -> TrainState:
-    """Return a state that is so far on its way."""
-    window = replace(
-        state.window, is_open=way.is_open, length=way.length, is_settled=way.is_settled
-    )
-    return state.replace(window=window, progress=way.progress)

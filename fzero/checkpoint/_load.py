@@ -128,7 +128,8 @@ def load(
     in both, by its name, has the saved values and moments; of another shape (with as many dims)
     that part of it which is in both. The rest is as in `state`, but for the optimizer: a parameter
     that is new to it begins, with a count of 0, as does one that was frozen; its dtype, and the
-    rule, are to be the same. What has a place nowhere is left out. The report says what was what.
+    rule, are to be the same. What has a place nowhere is left out. A parameter of another shape is
+    read whole, one at a time, by each rank that has a part of it. The report says what was what.
 
     Everything is checked before a value is read: the manifest field by field, names, shapes,
     dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Frozen
@@ -459,7 +460,7 @@ def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
         groups = _groups_in(where / saved.data, saved)
         options = options_by_name(saved.module["options"], groups, engine.state)
         require_options(engine.optimizer, options)
-        buffers, pieces, _ = blank_buffers(engine.module, saved.module["buffers"], rank, same)
+        buffers, pieces = blank_buffers(engine.module, saved.module["buffers"], rank, same)
         require_tensors(saved, pieces, where / MANIFEST)
         read_pieces(pieces, where / saved.data, saved)
     set_buffers(engine.module, buffers)

@@ -1,6 +1,6 @@
 """What is saved or loaded: the states that this process holds, checked before anything runs.
 
-What only some ranks know of a state: replicas that train apart, and owners of named tensors.
+And what their ranks alone know: replicas that train apart, and owners of named tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint._pieces import Texts
-from fzero.checkpoint.collective import Ranks
+from fzero.checkpoint.collective import Ranks, results_of_ranks
 from fzero.checkpoint.engine_state import Buffers, Driven, buffers_of, set_buffers
 from fzero.checkpoint.manifest import named_texts
 from fzero.errors import AxisError, LayoutError, PhaseError
@@ -88,7 +88,8 @@ def held_by(name: str, thing: Any, *, apart: bool = False) -> Held:
             "updates, which is at the anchors then. fzero.full_params(state) gives them, too.",
         )
     if tuple(state.step.shape) == (axis.size,):
-        held = _of_stack(state, axis.size)
+        states, ranks = states_of_ranks(state, axis.size), tuple(range(axis.size))
+        held = Held(processes=Ranks(axis=Axis(size=1)), ranks=ranks, states=states, is_stack=True)
     elif axis.runtime is not Runtime.VIRTUAL:
         processes = Ranks(axis=axis)
         held = Held(processes=processes, ranks=(axis.rank,), states=(state,), engine=engine)
@@ -176,35 +177,25 @@ def stack_of(states: Sequence[Any]) -> Any:
     )
 
 
-def _with_owner(state: TrainState, rank: int) -> TrainState:
-    """Return a rank's state that has what owners keep in slots where it is the owner.
-
-    A stack shows it on each rank.
-    """
-    setup = state.setup
-    own = {
-        name: replace(
-            slot,
-            value={
-                key: x if is_owner(setup, key, rank) else x.new_empty(0)
-                for key, x in slot.value.items()
-            },
-        )
-        for name, slot in state.slots.items()
-        if slot.form.placement is Placement.OWNER
-    }
-    return state.replace(slots={**state.slots, **own}) if own else state
-
-
 def states_of_ranks(stack: TrainState, size: int) -> tuple[TrainState, ...]:
-    """Return the state of each virtual rank of a stacked one, as that rank has it: views."""
-    shards = stack.setup.axis.size
-    return tuple(_with_owner(state_of_rank(stack, rank), rank % shards) for rank in range(size))
+    """Return the state of each virtual rank of a stacked one, as that rank has it: views.
 
+    What owners keep in slots a stack shows on each rank; a rank has it where it is the owner.
+    """
+    setup = stack.setup
+    owned = [name for name, slot in stack.slots.items() if slot.form.placement is Placement.OWNER]
 
-def _of_stack(state: TrainState, size: int) -> Held:
-    ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
-    return Held(processes=alone, ranks=ranks, states=states_of_ranks(state, size), is_stack=True)
+    def of_rank(rank: int) -> TrainState:
+        state: TrainState = state_of_rank(stack, rank)
+        slots = dict(state.slots)
+        for name in owned:
+            kept = slots[name].value.items()
+            owns = {key for key, _ in kept if is_owner(setup, key, rank % setup.axis.size)}
+            values = {key: x if key in owns else x.new_empty(0) for key, x in kept}
+            slots[name] = replace(slots[name], value=values)
+        return state.replace(slots=slots) if owned else state
+
+    return tuple(of_rank(rank) for rank in range(size))
 
 
 def facts_of_replicas(held: Held) -> dict[str, Any]:
@@ -217,14 +208,16 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
     return {APART: common_facts(first, told[::ranks])}
 
 
-def any_named(state: TrainState) -> bool:
-    """Whether ranks must tell what named tensors they have: the same on all of them."""
-    apart = trains_apart(state)
-    every = entries_of(state, 0) + (shared_of(state, 0) if apart else [])
-    named = [one for one in every if one.form.leaves == "named"]
-    return any(apart or one.placement is Placement.OWNER for one in named)
+def texts_of_ranks(held: Held, *, what: str) -> list[Texts]:
+    """Return what ranks alone know of named tensors: of all ranks. A collective, if there are any.
 
-
-def texts_here(held: Held) -> list[Texts]:
-    """Return what the ranks of this process alone know of named tensors."""
-    return [named_texts(one, rank) for one, rank in zip(held.states, held.ranks, strict=True)]
+    what: is being done, for an error.
+    """
+    first, apart = held.states[0], trains_apart(held.states[0])
+    every = entries_of(first, 0) + (shared_of(first, 0) if apart else [])
+    named = [entry for entry in every if entry.form.leaves == "named"]
+    if not any(apart or entry.placement is Placement.OWNER for entry in named):
+        return []
+    pairs = [*zip(held.states, held.ranks, strict=True)]
+    of_ranks = results_of_ranks(held.processes, lambda: [named_texts(*x) for x in pairs], what=what)
+    return [texts for some in of_ranks for texts in some]

@@ -1,10 +1,8 @@
 """From the pieces that ranks hold to those that they are to hold: all-to-alls, batch by batch.
 
-has     this rank's own part of all that there is: what it gives to others
-holds   what it can copy for itself; `has`, and what other ranks hold, too
-wants   pieces of new memory, to be filled
-
-Which elements of which logical tensor cross ranks, batch by batch: pure, the same on all ranks.
+    has     this rank's own part of all that there is: what it gives to others
+    holds   what it can copy for itself; `has`, and what other ranks hold, too
+    wants   pieces of new memory, to be filled
 
 Every rank says what it has for the others, and what it lacks. From that each of them knows all
 batches, and what goes from any rank to any other in each of them.
@@ -55,37 +53,36 @@ def redistribute(
     stocks: of every rank of the axis. device: where this rank communicates from.
     batch_bytes: what a rank sends at once, and what it receives at once, is no more.
     """
-    sources, targets = by_name(has), by_name(wants)
-    for batch in batches_of(stocks, batch_bytes):  # nothing of a batch outlives it
-        _exchange(batch, sources, targets, stocks, axis, device)
+    sources, targets, rank = by_name(has), by_name(wants), axis.rank
 
+    def nbytes(crossing: Crossing) -> int:
+        itemsize = targets[crossing.name][0].values.dtype.itemsize
+        return (crossing.stop - crossing.start) * itemsize
 
-def _exchange(
-    batch: Mapping[str, Span],
-    sources: Named,
-    targets: Named,
-    stocks: Sequence[Stock],
-    axis: Axis,
-    device: torch.device,
-) -> None:
-    rank = axis.rank
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    packed: dict[tuple[Crossing, ...], Tensor] = {(): nothing}
-    sent, arriving = [], []
-    for r, other in enumerate(stocks):
-        away = r != rank
-        going = tuple(crossing(other.lacks, stocks[rank].has, batch)) if away else ()
-        if going not in packed:  # what several ranks lack is packed once
-            packed[going] = _packed(sources, going, device)
-        sent.append(packed[going])
-        arriving.append([*crossing(stocks[rank].lacks, other.has, batch)] if away else [])
-    sizes = [sum(_numbers_of_bytes(targets, some)) for some in arriving]
-    total = sum(stop - start for start, stop in batch.values())
-    flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
-    for some, received in zip(arriving, flight.wait(), strict=True):
-        chunks = received.split([*_numbers_of_bytes(targets, some)]) if some else ()
-        for one, chunk in zip(some, chunks, strict=True):
-            _unpack(targets[one.name], one, chunk)
+    def exchange(batch: Mapping[str, Span]) -> None:
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        packed: dict[tuple[Crossing, ...], Tensor] = {(): nothing}
+        sent, arriving = list[Tensor](), list[list[Crossing]]()
+        for r, other in enumerate(stocks):
+            away = r != rank
+            going = tuple(crossings(other.lacks, stocks[rank].has, batch)) if away else ()
+            if going not in packed:  # what several ranks lack is packed once
+                packed[going] = _packed(sources, going, device)
+            sent.append(packed[going])
+            arriving.append([*crossings(stocks[rank].lacks, other.has, batch)] if away else [])
+        sizes = [sum(map(nbytes, some)) for some in arriving]
+        total = sum(stop - start for start, stop in batch.values())
+        flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
+        for some, received in zip(arriving, flight.wait(), strict=True):
+            chunks = received.split([*map(nbytes, some)]) if some else ()
+            for one, chunk in zip(some, chunks, strict=True):
+                for piece, low, high in _inside(targets[one.name], one):
+                    itemsize = piece.values.dtype.itemsize
+                    own = chunk[(low - one.start) * itemsize : (high - one.start) * itemsize]
+                    _as_bytes(_of(piece, low, high)).copy_(own, non_blocking=True)
+
+    for batch in batches_of(stocks, batch_bytes):
+        exchange(batch)  # nothing of a batch outlives it
 
 
 def by_name(pieces: Sequence[TensorPiece]) -> Named:
@@ -96,11 +93,6 @@ def by_name(pieces: Sequence[TensorPiece]) -> Named:
     return found
 
 
-def _numbers_of_bytes(targets: Named, some: Sequence[Crossing]) -> Iterator[int]:
-    for name, start, stop in some:
-        yield (stop - start) * targets[name][0].values.dtype.itemsize
-
-
 def _packed(sources: Named, going: Sequence[Crossing], device: torch.device) -> Tensor:
     """Return the bytes of what goes to another rank: a view of what is held, if it is one range."""
     parts = [
@@ -109,13 +101,6 @@ def _packed(sources: Named, going: Sequence[Crossing], device: torch.device) -> 
         for piece, low, high in _inside(sources[one.name], one)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _unpack(targets: Sequence[TensorPiece], one: Crossing, chunk: Tensor) -> None:
-    for piece, low, high in _inside(targets, one):
-        itemsize = piece.values.dtype.itemsize
-        own = chunk[(low - one.start) * itemsize : (high - one.start) * itemsize]
-        _as_bytes(_of(piece, low, high)).copy_(own, non_blocking=True)
 
 
 def _inside(pieces: Sequence[TensorPiece], one: Crossing) -> Iterator[tuple[TensorPiece, int, int]]:
@@ -207,7 +192,7 @@ def batches_of(stocks: Sequence[Stock], batch_bytes: int) -> Iterator[dict[str, 
         yield batch
 
 
-def crossing(
+def crossings(
     lacks: Mapping[str, Sequence[Span]],
     has: Mapping[str, Sequence[Span]],
     batch: Mapping[str, Span],

@@ -28,11 +28,10 @@ from fzero.checkpoint._mesh_coordinates import in_each_place, is_in_places, save
 from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
 from fzero.checkpoint._process_states import (
     Held,
-    any_named,
     facts_of_replicas,
     held_by,
     require_idle,
-    texts_here,
+    texts_of_ranks,
 )
 from fzero.checkpoint._storage import write_pieces
 from fzero.checkpoint.collective import Ranks, everywhere, from_first, results_of_ranks
@@ -268,9 +267,7 @@ def draft_of(
     draft = everywhere(ranks, prepare, what=doing)
     facts = facts_of_replicas(held)
     draft.manifest.origin.update(facts)
-    if any_named(held.states[0]):
-        of_ranks = results_of_ranks(ranks, lambda: texts_here(held), what=doing)
-        note_texts(draft.manifest, (texts for some in of_ranks for texts in some))
+    note_texts(draft.manifest, texts_of_ranks(held, what=doing))
     everywhere(ranks, lambda: require_readable(draft.manifest), what=doing)
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
     assert_same_everywhere([f"step {facts or step}"], ranks.axis, what="the checkpoint")

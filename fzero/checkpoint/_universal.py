@@ -13,12 +13,10 @@ A conversion that was cut off has a parameter in slices, which are refused:
 
 Source: DeepSpeed 0.19, checkpoint/ds_to_universal.py and checkpoint/universal_checkpoint.py.
 
-Files of torch.save, written whole, and read without running what is in them.
-
-A file of torch.save is a zip of one pickle and the bytes of its tensors. torch.load's
-`weights_only` builds tensors, numbers, strings and containers, and refuses a pickle that names
-anything else. A few classes of DeepSpeed, which its checkpoints have beside their tensors, become
-stand-ins here that keep what they were made of and run nothing. The checksums of the zip, which
+Nothing that is in a file is run. A file of torch.save is a zip of one pickle and the bytes of its
+tensors. torch.load's `weights_only` builds tensors, numbers, strings and containers, and refuses a
+pickle that names anything else. A few classes of DeepSpeed, which its checkpoints have beside their
+tensors, become stand-ins here that keep what they were made of. The checksums of the zip, which
 torch.load does not look at, are looked at here.
 """
 

@@ -78,7 +78,8 @@ def load_universal(
     scale that adapts itself takes the saved one. Of an engine's module the buffers are set.
 
     A frozen parameter, and one whose padded vocabulary is larger than the saved one (it grows by
-    zeros), is taken, too.
+    zeros), is taken, too. Into another model it goes by a state like the saved one:
+    `save` that, and `load(path, other, strict=False, rename=)`.
 
     Each rank reads the elements that it keeps, from one parameter at a time. Everything goes into
     new memory first; the state or the engine is changed when all is read, on all ranks. The

@@ -1,10 +1,10 @@
-"""The parts of an engine outside of its state: module buffers, and param-group options.
+"""What an engine has outside of its state: buffers, param-group options, random generators.
 
-The states of this process's random generators, as JSON and back.
+Of generators the states are saved as JSON:
 
-torch    of the CPU, and of the current CUDA device once CUDA is in use
-python   of the module `random`
-numpy    of numpy's own generator, if numpy was imported
+    torch    of the CPU, and of the current CUDA device once CUDA is in use
+    python   of the module `random`
+    numpy    of numpy's own generator, if numpy was imported
 """
 
 from __future__ import annotations
@@ -71,7 +71,12 @@ def buffers_of(module: nn.Module) -> Buffers:
 
 def facts_of(buffers: Buffers) -> dict[str, tuple[str, int]]:
     """Return {path: (shape and dtype, crc32 of the values)}."""
-    return {path: (form_of(value), zlib.crc32(_raw(value))) for path, value in buffers.items()}
+    found: dict[str, tuple[str, int]] = {}
+    for path, value in buffers.items():
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        found[path] = form_of(value), zlib.crc32(data)
+    return found
 
 
 def differing_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str, dict[str, str]]:
@@ -152,8 +157,11 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a param group that are numbers, strings, or several of them."""
-    names = (name for name in group if name not in NO_OPTIONS and _is_plain(group[name]))
-    return {name: _plain(group[name]) for name in names}
+    return {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name not in NO_OPTIONS and _is_plain(value)
+    }
 
 
 def group_names(state: TrainState) -> list[list[str]]:
@@ -231,18 +239,9 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, _PLAIN)
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
-
-
 def form_of(value: Tensor) -> str:
     """Return what a manifest says of a buffer."""
     return f"{tuple(value.shape)} {value.dtype}"
-
-
-def _raw(value: Tensor) -> bytes:
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
 
 
 def rng_file(rank: int) -> str:

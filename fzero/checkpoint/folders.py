@@ -1,22 +1,23 @@
-"""Data folders: each save makes one with a new name, and removes those that nobody uses.
+"""A folder that is there whole, or as it was before: how a checkpoint is written, for others too.
 
-A program that saves to a path, or loads from it, holds a shared lock (flock) on the file `.lock`
-there. A save that is over removes the data folders which the manifest does not name, under an
-exclusive lock: if others save or load just then, a later save does it. So no program loses a folder
-that it writes or reads. The lock of a process that was killed is gone. Without locks in the file
-system, nothing is removed.
+    kept -> make_folder -> files in it -> put_sealed, which names it -> sweep of all others
+    kept -> read_sealed -> problems -> require_whole
 
-A text that says what a folder holds: JSON with a checksum of itself, put in place in one move.
+Each save makes a data folder with a new name. A program that saves to a path, or loads from it,
+holds a shared lock (flock) on the file `.lock` there. A save that is over removes the data folders
+that the manifest does not name, under an exclusive lock: if others save or load just then, a later
+save does it. So no program loses a folder that it writes or reads. The lock of a process that was
+killed is gone. Without locks in the file system, nothing is removed.
+
+What names a folder is JSON with a checksum of itself, put in place in one move. That finds damage,
+not forgery: what is read is still to be found to have its form.
 
     {"crc32": of the body, name: body}
 
-A checksum finds damage, not forgery: what is read is still to be found to have its form.
-
-Files of a checkpoint: regular ones only, and on the disk before a name leads to them.
-
 What stands in the place of a file may be something else, by accident or by intent. Opening a FIFO
 waits for somebody at its other end, and a device may have no end. So a file is looked at before it
-is opened, and again when it is open, and no open waits.
+is opened, and again when it is open, and no open waits; and it is on the disk before a name leads
+to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a checkpoint says about itself, as JSON; whether it fits a state. Pure but for one file.
-
-What each field of the manifest can be. Pure.
-"""
+"""What a checkpoint says about itself, as JSON: of a state, whether it fits one, in its file."""
 
 from __future__ import annotations
 
@@ -23,7 +20,6 @@ from fzero.machine.by_path import leaf_paths, tied_names
 from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
-from fzero.state.entry import Entry
 from fzero.state.layout import ENCODED
 from fzero.transforms.kept import (
     FACTS,
@@ -98,21 +94,14 @@ def kept_facts(state: TrainState, rank: int, *, live: bool = False) -> dict[str,
 
     live: also of what does not live for the run.
     """
-    return {
-        one.name: {
-            "form": form_text(one),
-            "optional": one.form.optional,
-            "values": texts_of(state.setup, one),
-        }
-        for one in entries_of(state, rank, live=live)
-        if is_slot(one)
-    }
-
-
-def form_text(entry: Entry) -> str:
-    """Return what must be alike in two forms: what it is parallel to, and whether it is a sum."""
-    partial = entry.placement is Placement.PARTIAL
-    return f"{entry.form.leaves}, {entry.placement.value}" if partial else entry.form.leaves
+    found: dict[str, Any] = {}
+    for entry in entries_of(state, rank, live=live):
+        if is_slot(entry):  # its form: what it is parallel to, and whether it is a sum
+            partial = entry.placement is Placement.PARTIAL
+            form = entry.form.leaves + (f", {entry.placement.value}" if partial else "")
+            values = texts_of(state.setup, entry)
+            found[entry.name] = {"form": form, "optional": entry.form.optional, "values": values}
+    return found
 
 
 def named_texts(state: TrainState, rank: int) -> Texts:
@@ -146,28 +135,36 @@ def leaves_out(saved: Manifest) -> bool:
 
 def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
     """Raise `LayoutError`, naming every difference, if `saved` is not what `wanted` describes."""
+
+    def require(lines: Iterable[str], seen: str, *, cause: str, fix: str) -> None:
+        different = [*lines]
+        rest = len(different) - _SHOWN
+        shown = different[:_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
+        if shown:
+            listed = "".join(f"\n  {line}" for line in shown)
+            raise LayoutError(
+                f"load: {seen}:{listed}", cause=cause, fix=f"{fix} Nothing was changed."
+            )
+
     theirs = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
-    forms = [
+    plain, plain_here = (
         {name: text.split(ENCODED)[0] for name, text in leaves.items()}
         for leaves in (theirs, wanted.leaves)
-    ]
-    different = list(_differences(*forms))
-    if different:
-        raise LayoutError(
-            f"load: the parameters in {path} are not those of this state:{_listed(different)}",
-            cause="another model, dtype, or choice of what is trainable.",
-            fix="make the state from the model that was saved. Nothing was changed.",
-        )
-    different = list(_differences(theirs, wanted.leaves))
-    if different:
-        raise LayoutError(
-            f"load: frozen parameters in {path} are stored otherwise:{_listed(different)}",
-            cause="another codec of `frozen=`, or none.",
-            fix="make the state with the one that was saved. To go on with another one, load so, "
-            "and then fzero.init(fzero.full_params(loaded), ..., frozen=); files of "
-            "export_safetensors have decoded values, and import_safetensors encodes them. Nothing "
-            "was changed.",
-        )
+    )
+    require(
+        _differences(plain, plain_here),
+        f"the parameters in {path} are not those of this state",
+        cause="another model, dtype, or choice of what is trainable.",
+        fix="make the state from the model that was saved.",
+    )
+    require(
+        _differences(theirs, wanted.leaves),
+        f"frozen parameters in {path} are stored otherwise",
+        cause="another codec of `frozen=`, or none.",
+        fix="make the state with the one that was saved. To go on with another one, load so, "
+        "and then fzero.init(fzero.full_params(loaded), ..., frozen=); files of "
+        "export_safetensors have decoded values, and import_safetensors encodes them.",
+    )
     before, logical = saved.origin.get("logical"), wanted.origin.get("logical")
     if before != logical and None not in (before, logical):
         raise LayoutError(
@@ -180,46 +177,44 @@ def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
     rule, own = saved.origin["optimizer"], wanted.origin["optimizer"]
     different = [] if rule == own else [f"the rule: {rule} in the checkpoint, {own} here"]
     for slot in sorted({*saved.slots, *wanted.slots}):
-        inside = _differences(_known(saved.slots.get(slot, {})), wanted.slots.get(slot, {}))
+        # What a step makes, in a shape of its own, is as it was saved.
+        known = {k: form for k, form in saved.slots.get(slot, {}).items() if " " not in form}
+        inside = _differences(known, wanted.slots.get(slot, {}))
         different += [f"slot {slot} of {line}" for line in inside]
     stepped = {leaf for slot in wanted.slots.values() for leaf in slot}
-    theirs, ours = (one.counters["optimizer"] for one in (saved, wanted))
-    different += [f"counter {line}" for line in counter_misfits(theirs, ours, stepped)]
-    if different:
-        raise LayoutError(
-            f"load: the optimizer state in {path} is not that of this state's optimizer:"
-            f"{_listed(different)}",
-            cause="the state was made with another optimizer than the saved one.",
-            fix=f"make the state with the optimizer that was saved ({rule}, with the same "
-            "momentum and master_weights). To go on with another one, load so, and then "
-            "fzero.init(fzero.full_params(loaded), other, stage=...). Nothing was changed.",
-        )
-    _require_kept_fit(saved, wanted, path)
-
-
-def _require_kept_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
-    """Raise `LayoutError` for what is kept on both sides, in other forms or dtypes."""
-    different: list[str] = []
-    for name, ours in wanted.kept.items():
-        theirs = saved.kept.get(name)
-        if theirs is None or ours["optional"]:
+    counters, ours = (one.counters["optimizer"] for one in (saved, wanted))
+    different += [f"counter {line}" for line in counter_misfits(counters, ours, stepped)]
+    require(
+        different,
+        f"the optimizer state in {path} is not that of this state's optimizer",
+        cause="the state was made with another optimizer than the saved one.",
+        fix=f"make the state with the optimizer that was saved ({rule}, with the same "
+        "momentum and master_weights). To go on with another one, load so, and then "
+        "fzero.init(fzero.full_params(loaded), other, stage=...).",
+    )
+    different = []
+    for name, here in wanted.kept.items():
+        there = saved.kept.get(name)
+        if there is None or here["optional"]:
             continue
-        if theirs["form"] != ours["form"]:
-            different.append(f"{name}: {theirs['form']} in the checkpoint, {ours['form']} here")
-        elif ours["form"] not in _CONVERTED:
-            inside = _differences(theirs["values"], {**theirs["values"], **ours["values"]})
+        if there["form"] != here["form"]:
+            different.append(f"{name}: {there['form']} in the checkpoint, {here['form']} here")
+        elif here["form"] not in _CONVERTED:
+            inside = _differences(there["values"], {**there["values"], **here["values"]})
             different += [f"{name} {line}" for line in inside]
-    if different:
-        raise LayoutError(
-            f"load: what is kept in {path} has not the forms of this state:{_listed(different)}",
-            cause="a transform of the same name with other slots, shapes or dtypes.",
-            fix="give it another name, or the slots that were saved. Nothing was changed.",
-        )
+    require(
+        different,
+        f"what is kept in {path} has not the forms of this state",
+        cause="a transform of the same name with other slots, shapes or dtypes.",
+        fix="give it another name, or the slots that were saved.",
+    )
 
 
-def _known(slot: Mapping[str, str]) -> dict[str, str]:
-    """The parameters of a slot with their elements: one of another shape is made by a step."""
-    return {name: form for name, form in slot.items() if " " not in form}
+def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
+    for name in [*wanted, *(name for name in saved if name not in wanted)]:
+        if saved.get(name) != wanted.get(name):
+            here, there = wanted.get(name, "nothing"), saved.get(name, "nothing")
+            yield f"{name}: {there} in the checkpoint, {here} in the state"
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -375,19 +370,6 @@ def _misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
         end = begin + numel
     if end != piece.numel:
         yield f"{end} elements are there, {piece.numel} are wanted"
-
-
-def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
-    for name in [*wanted, *(name for name in saved if name not in wanted)]:
-        if saved.get(name) != wanted.get(name):
-            here, there = wanted.get(name, "nothing"), saved.get(name, "nothing")
-            yield f"{name}: {there} in the checkpoint, {here} in the state"
-
-
-def _listed(lines: list[str]) -> str:
-    rest = len(lines) - _SHOWN
-    shown = [*lines[:_SHOWN], *([f"... and {rest} more"] if rest > 0 else [])]
-    return "".join(f"\n  {line}" for line in shown)
 
 
 DATA = re.compile(r"data-[0-9a-f]{16}")

@@ -455,16 +455,17 @@ def with_rank_facts(structure: Structure, facts: Sequence[RankFacts]) -> Structu
 
 def next_progress(facts: Sequence[RankFacts], rank: int) -> tuple[Progress, Window]:
     """Return how far a rank is after a move: as before, and as ranks that leave."""
-    known = [one for one in facts if one.progress is not None]
-    own = facts[rank] if facts[rank].progress is not None else known[0]
-    progress, used = own.progress, 0
-    for one in known:  # what any rank has used is stepped
-        used |= one.progress.used
-    bad = [own.progress.nonfinite] if own is facts[rank] else []
+    known = {rank: one.progress for rank, one in enumerate(facts) if one.progress is not None}
+    first = next(iter(known))
+    own = rank if rank in known else first
+    progress, used = known[own], 0
+    for other in known.values():  # what any rank has used is stepped
+        used |= other.used
+    bad = [progress.nonfinite] if own == rank else []
     if rank == next(r for r, one in enumerate(facts) if one.is_in):  # one rank has theirs
-        bad += [one.progress.nonfinite for one in known if not one.is_in]
+        bad += [other.nonfinite for r, other in known.items() if not facts[r].is_in]
     nonfinite = next((x for x in bad if x is not None), None)
-    return replace(progress, used=used, nonfinite=nonfinite), own.window
+    return replace(progress, used=used, nonfinite=nonfinite), facts[own].window
 
 
 def with_slots(structure: Structure, blank: TrainState, rank: int) -> TrainState:

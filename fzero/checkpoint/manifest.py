@@ -222,8 +222,14 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Raises `LayoutError` if JSON cannot hold it.
     """
+
+    def state_dict_of(value: Any) -> Any:
+        if not hasattr(value, "state_dict"):
+            raise TypeError(f"a {type(value).__name__} is not one of JSON's kinds")
+        return value.state_dict()
+
     try:
-        text = json.dumps(dict(extra or {}), default=_state_dict)
+        text = json.dumps(dict(extra or {}), default=state_dict_of)
     except (TypeError, ValueError) as error:
         raise LayoutError(
             f"save: extra={extra!r:.200} cannot be written as JSON: {error}.",
@@ -255,12 +261,6 @@ def require_readable(manifest: Manifest) -> None:
             cause="a parameter, buffer or slot with a line break in its name.",
             fix="give it another name: load would refuse this one. Nothing was written.",
         )
-
-
-def _state_dict(value: Any) -> Any:
-    if not hasattr(value, "state_dict"):
-        raise TypeError(f"a {type(value).__name__} is not one of JSON's kinds")
-    return value.state_dict()
 
 
 def write_manifest(manifest: Manifest, path: Path, *, commits: bool = True) -> None:
@@ -347,29 +347,26 @@ def require_tensors(saved: Manifest, pieces: Iterable[TensorPiece], where: objec
 
     where: the manifest is.
     """
-    for piece in {piece.name: piece for piece in pieces}.values():
-        for wrong in _misfits(saved, piece):
-            raise damaged(where, f"does not fit {piece.name}: {wrong}")
+    for name, piece in {piece.name: piece for piece in pieces}.items():
 
+        def wrong(seen: str, name: str = name) -> CheckpointError:
+            return damaged(where, f"does not fit {name}: {seen}")
 
-def _misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
-    """Say what is wrong with the tensor of a piece in the manifest."""
-    if piece.name not in saved.tensors:
-        yield "the manifest does not have it"
-        return
-    entry, end = saved.tensors[piece.name], 0
-    if entry["dtype"] != str(piece.values.dtype):
-        yield f"it is {entry['dtype']:.80} there, {piece.values.dtype} is wanted"
-    for begin, numel, file, offset, length in sorted(entry["chunks"]):
-        if begin != end:
-            yield f"elements {end} to {begin} are in no chunk, or in two"
-        if file not in saved.files:
-            yield f"it is in {file!r:.200}, which is not in the manifest"
-        elif offset + length > saved.files[file][0]:
-            yield f"it is at {offset} + {length} of {file}"
-        end = begin + numel
-    if end != piece.numel:
-        yield f"{end} elements are there, {piece.numel} are wanted"
+        if name not in saved.tensors:
+            raise wrong("the manifest does not have it")
+        entry, end = saved.tensors[name], 0
+        if entry["dtype"] != str(piece.values.dtype):
+            raise wrong(f"it is {entry['dtype']:.80} there, {piece.values.dtype} is wanted")
+        for begin, numel, file, offset, length in sorted(entry["chunks"]):
+            if begin != end:
+                raise wrong(f"elements {end} to {begin} are in no chunk, or in two")
+            if file not in saved.files:
+                raise wrong(f"it is in {file!r:.200}, which is not in the manifest")
+            if offset + length > saved.files[file][0]:
+                raise wrong(f"it is at {offset} + {length} of {file}")
+            end = begin + numel
+        if end != piece.numel:
+            raise wrong(f"{end} elements are there, {piece.numel} are wanted")
 
 
 DATA = re.compile(r"data-[0-9a-f]{16}")

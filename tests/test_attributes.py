@@ -25,7 +25,7 @@ MAY_BE_SET = {
     ("tools/prove/_outside.py", "c10d._world"): "torch's groups, while a record sees who asks",
     # public properties with a setter
     ("integrations/deepspeed/_checkpoint.py", "engine.state"): "Engine.state",
-    ("checkpoint/_held.py", "self.engine.state"): "Engine.state",
+    ("checkpoint/_process_states.py", "self.engine.state"): "Engine.state",
     ("integrations/_shared.py", "engine.state"): "Engine.state",
     # a result that is filled as it is made
     ("tools/record/_again.py", "engine.state"): "Engine.state",

@@ -61,7 +61,7 @@ _FORMAT = "the format of DeepSpeed has it by this name"
 EXCEPT: dict[str, dict[str, str]] = {
     "checkpoint/_partial.py": {"masters": "a master that a file lacks is made of its parameter"},
     "checkpoint/_universal_save.py": {"scale": _FORMAT, "masters": _FORMAT},
-    "checkpoint/_universal_shared.py": {"scale": _FORMAT},
+    "checkpoint/_universal_load.py": {"scale": _FORMAT},
     "transforms/grad.py": {"weight": _ARGUMENT},
     "transforms/_grad_by_func.py": {"weight": _ARGUMENT},
     "adapter/_losses.py": {"weight": _ARGUMENT},

@@ -10,14 +10,14 @@ from torch import Tensor
 from fzero.adapter._module import ModuleParameters, on_own_group
 from fzero.adapter.boundary import require_no_forward, require_outside
 from fzero.adapter.driver import Driver
-from fzero.checkpoint.driven import buffers_of, options_of, set_options
-from fzero.checkpoint.everywhere import Ranks
-from fzero.checkpoint.moving import (
-    Between,
-    between,
+from fzero.checkpoint.collective import Ranks
+from fzero.checkpoint.engine_state import buffers_of, options_of, set_options
+from fzero.checkpoint.mesh_transition import (
+    MeshTransition,
     first_on_old,
     global_ranks,
     held_here,
+    mesh_transition,
     moved,
     structure_of,
 )
@@ -51,7 +51,7 @@ def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
         mesh is None and driver.axis.size == 1
     ):
         require_classes(dict(driver.module.named_parameters()), keeps=False)
-    where = between(driver.state.mesh, mesh)
+    where = mesh_transition(driver.state.mesh, mesh)
     state = first_on_old(where, driver.state.mesh, lambda: _settled(driver))
     meshes = Ranks(axis=where.axis).tell(global_ranks(state.mesh))
     home = _home(meshes)
@@ -91,7 +91,7 @@ def _home(meshes: Sequence[list[int]]) -> list[int]:
     return several[0] if several else meshes[0]
 
 
-def _share(driver: Driver, where: Between, source: int, *, changes: bool) -> None:
+def _share(driver: Driver, where: MeshTransition, source: int, *, changes: bool) -> None:
     """Give ranks the buffers and options that one has, as a load on other ranks does."""
     buffers = buffers_of(driver.module)
     forms = [f"{path} {tuple(x.shape)} {x.dtype}" for path, x in buffers.items()]

@@ -14,9 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._folders import PathLike, locked, path_everywhere
-from fzero.checkpoint._held import Held, held_by, whole_leaves
+from fzero.checkpoint._process_states import Held, held_by, whole_leaves
 from fzero.checkpoint._safetensors import (
     INDEX,
     SINGLE,
@@ -27,9 +25,18 @@ from fzero.checkpoint._safetensors import (
     split_files,
     write_values,
 )
-from fzero.checkpoint.disk import is_there, put_text, sync, sync_files
-from fzero.checkpoint.driven import Driven, buffers_of
-from fzero.checkpoint.everywhere import CheckpointError, written_by_first
+from fzero.checkpoint._save import wait_for_earlier
+from fzero.checkpoint.collective import CheckpointError, written_by_first
+from fzero.checkpoint.engine_state import Driven, buffers_of
+from fzero.checkpoint.folders import (
+    PathLike,
+    is_there,
+    locked,
+    path_everywhere,
+    put_text,
+    sync,
+    sync_files,
+)
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
 from fzero.machine.by_path import all_paths, leaf_paths, tied_names

@@ -9,19 +9,13 @@ from typing import Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._complete import are_alike, make_whole, read_leaves, require_equal, with_room
-from fzero.checkpoint._folders import PathLike, as_path, locked, path_everywhere
-from fzero.checkpoint._held import held_by, require_closed
+from fzero.checkpoint._allocate import are_alike, make_whole, read_leaves, require_equal, with_room
 from fzero.checkpoint._partial import LoadReport, Rename, new_name, require_one, require_some
 from fzero.checkpoint._pieces import overlap
-from fzero.checkpoint._safetensors import (
-    Place,
-    TensorForm,
-    places_in,
-    read_index,
-    read_values,
-)
-from fzero.checkpoint.everywhere import everywhere, from_first
+from fzero.checkpoint._process_states import held_by, require_closed
+from fzero.checkpoint._safetensors import Place, TensorForm, places_in, read_index, read_values
+from fzero.checkpoint.collective import everywhere, from_first
+from fzero.checkpoint.folders import PathLike, as_path, locked, path_everywhere
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.by_path import all_paths

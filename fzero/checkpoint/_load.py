@@ -7,79 +7,74 @@ from ast import literal_eval
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._chunks import read_pieces, tensor_files
-from fzero.checkpoint._complete import completed, on_ranks
-from fzero.checkpoint._folders import PathLike, as_path, kept, path_everywhere, require_whole
-from fzero.checkpoint._held import Held, held_by, require_closed
-from fzero.checkpoint._partial import (
-    LoadReport,
-    Partial,
-    Rename,
-    partial_of,
-    renamed,
-    with_begun,
+from fzero.checkpoint._allocate import (
+    NewState,
+    allocate_state,
+    finalize_states,
+    on_ranks,
+    read_leaves,
 )
-from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._places import (
+from fzero.checkpoint._mesh_coordinates import (
     in_each_place,
     is_in_places,
     read_together,
     require_one_step,
 )
-from fzero.checkpoint._rng import rng_file, rng_setter
-from fzero.checkpoint._room import NewState, room_for, warn_of
-from fzero.checkpoint.disk import read_text
-from fzero.checkpoint.driven import (
+from fzero.checkpoint._partial import LoadReport, Partial, Rename, partial_of, renamed, with_begun
+from fzero.checkpoint._pieces import TensorPiece, overlap
+from fzero.checkpoint._process_states import Held, held_by, require_closed
+from fzero.checkpoint._save import wait_for_earlier
+from fzero.checkpoint._storage import read_pieces, tensor_files
+from fzero.checkpoint.collective import damaged, everywhere, from_first
+from fzero.checkpoint.engine_state import (
     Buffers,
     Driven,
     blank_buffers,
+    buffers_of,
     group_names,
     options_by_name,
     require_options,
+    rng_file,
+    rng_setter,
     set_buffers,
     set_options,
 )
-from fzero.checkpoint.everywhere import damaged, everywhere, from_first
+from fzero.checkpoint.folders import (
+    PathLike,
+    as_path,
+    kept,
+    path_everywhere,
+    read_text,
+    require_whole,
+)
 from fzero.checkpoint.manifest import (
     GROUPS,
     LEFT_OUT,
     MANIFEST,
     Manifest,
     facts_of_state,
-    leaves_out,
     read_manifest,
     require_fit,
     require_tensors,
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors.json_form import problems, text
+from fzero.machine.by_path import leaf_paths
 from fzero.optim.counters import COUNT
-from fzero.state import TrainState
+from fzero.state import Placement, TrainState
+from fzero.state.layout import as_complex
 from fzero.transforms.init import begun_anew
-from fzero.transforms.kept import APART, require_facts
+from fzero.transforms.kept import APART, entries_of, require_facts
 from fzero.transforms.written import returned
 
 Thing = TypeVar("Thing")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """What one process reads from a checkpoint and where it puts it, checked."""
-
-    rooms: list[NewState]  # of each of its ranks
-    pieces: list[TensorPiece]  # views of them, and of `buffers`
-    buffers: Buffers  # of an engine's module
-    options: list[dict[str, Any]]  # of an engine's param groups
-    set_rng: Callable[[], None] | None
-    puts: list[Callable[[], None]]  # what was read into other memory, to be placed
-    report: LoadReport
 
 
 @overload
@@ -133,7 +128,8 @@ def load(
     in both, by its name, has the saved values and moments; of another shape (with as many dims)
     that part of it which is in both. The rest is as in `state`, but for the optimizer: a parameter
     that is new to it begins, with a count of 0, as does one that was frozen; its dtype, and the
-    rule, are to be the same. What has a place nowhere is left out. The report says what was what.
+    rule, are to be the same. What has a place nowhere is left out. A parameter of another shape is
+    read whole, one at a time, by each rank that has a part of it. The report says what was what.
 
     Everything is checked before a value is read: the manifest field by field, names, shapes,
     dtypes, optimizer slots, the size and checksum of each file, the place of each tensor. Frozen
@@ -264,8 +260,10 @@ def _read(
 
         def read() -> None:
             read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size), named)
-            for put in plan.puts:
-                put()
+            if plan.partials:
+                _read_resized(
+                    held, plan, lambda piece: read_pieces([piece], folder, saved, None, named)
+                )
 
         with torch.no_grad():
             plan, named = everywhere(ranks, prepare, what=f"read {where}")
@@ -277,7 +275,150 @@ def _read(
     is_state: bool = isinstance(made, TrainState)
     if is_state:
         returned(made)
-    return made, saved.extra, plan.report
+    report = plan.partials[0].report if plan.partials else LoadReport([], [], [])
+    return made, saved.extra, report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What one process reads from a checkpoint and where it puts it, checked."""
+
+    rooms: list[NewState]  # of each of its ranks
+    pieces: list[TensorPiece]  # views of them, and of `buffers`
+    buffers: Buffers  # of an engine's module
+    options: list[dict[str, Any]]  # of an engine's param groups
+    set_rng: Callable[[], None] | None
+    partials: list[Partial]  # of each of its ranks, where the state is of another model
+
+
+def planned(
+    held: Held,
+    saved: Manifest,
+    where: Path,
+    *,
+    rng: str | None,
+    groups: Sequence[Sequence[str]] = (),
+    strict: bool = True,
+) -> LoadPlan:
+    """Check a manifest against the states, and allocate what is read. Reads no tensor.
+
+    where: it was read from. rng: the random generators of this rank; None: they stay. groups: the
+    names in each param group that was saved. strict: whether the state is of the same model.
+    """
+    for state in held.states:
+        require_closed(state)
+    axis, engine = held.processes.axis, held.engine
+    partials = [] if strict else _partials(held, saved, where)
+    if partials:
+        saved = partials[0].saved
+    else:
+        require_fit(saved, facts_of_state(held.states[0]), where)
+    if (facts := saved.origin.get(APART)) is not None:
+        require_facts(held.states[0], facts, where, "load")
+    buffers, pieces, options = {}, [], []
+    if engine is not None:
+        options = options_by_name(saved.module["options"], groups, held.states[0])
+        if partials:  # a group of new parameters has its own
+            known = {name for some in groups for name in some}
+            pairs = zip(options, group_names(held.states[0]), strict=True)
+            options = [one if known & {*names} else {} for one, names in pairs]
+        same = saved.origin["ranks"] == axis.size
+        found, shapes = saved.module["buffers"], partials[0].shapes if partials else None
+        buffers, pieces = blank_buffers(engine.module, found, axis.rank, same, shapes)
+        require_options(engine.optimizer, options)
+    frozen = not any(text.endswith(LEFT_OUT) for text in saved.leaves.values())
+    each = zip(held.states, held.ranks, partials or [None] * len(held.ranks), strict=True)
+    rooms = [
+        allocate_state(state.without_gradients(), saved, rank, frozen=frozen, partial=partial)
+        for state, rank, partial in each
+    ]
+    rooms[0].warn(where, "load")
+    pieces += [piece for room in rooms for piece in room.pieces]
+    set_rng = None if rng is None else rng_setter(rng, where)
+    return LoadPlan(
+        rooms=rooms,
+        pieces=pieces,
+        buffers=buffers,
+        options=options,
+        set_rng=set_rng,
+        partials=partials,
+    )
+
+
+def _partials(held: Held, saved: Manifest, where: Path) -> list[Partial]:
+    """Return what of a checkpoint goes where in each state; nothing where all is alike."""
+    state = held.states[0]
+    module = None if held.engine is None else held.engine.module
+    one = partial_of(saved, state, where, module)
+    leaves = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
+    if not any(one.report) and leaves == facts_of_state(state).leaves:
+        return []
+    begun = [*held.states]
+    if one.fresh and held.is_stack:
+        begun = on_ranks(len(begun), lambda rank: begun_anew(held.states[rank]))
+    elif one.fresh:
+        begun = [begun_anew(state)]
+    pairs = zip(held.states, begun, held.ranks, strict=True)
+    return [with_begun(one, like, new, rank, where) for like, new, rank in pairs]
+
+
+def _read_resized(held: Held, plan: LoadPlan, read: Callable[[TensorPiece], None]) -> None:
+    """Read whole tensors of another shape, or name, one at a time: what is in both is set."""
+    partial, layout = plan.partials[0], held.setup.layout
+    names, tensors = leaf_paths(layout), partial.saved.tensors
+    states = [room.state for room in plan.rooms]
+    of_leaves = {entry.name: entry for entry in entries_of(states[0], 0) if entry.per_leaf}
+    group_of = {leaf: i for i, group in enumerate(layout.groups) for leaf in group.leaves}
+
+    def flat(name: str) -> Tensor:
+        numel = sum(chunk[1] for chunk in tensors[name]["chunks"])
+        dtype = getattr(torch, tensors[name]["dtype"].removeprefix("torch."))
+        values = torch.empty(numel, dtype=dtype, device="cpu")
+        piece = TensorPiece(name=name, start=0, numel=numel, values=values)
+        require_tensors(partial.saved, [piece], name)
+        read(piece)
+        return values
+
+    def values(leaf: int, name: str) -> Tensor | None:
+        own, codec = layout.leaves[leaf], of_leaves[name].codecs.get(group_of[leaf])
+        if (found := partial.source(of_leaves[name], names[leaf])) is None:
+            return None
+        here, shape = flat(found[0]), found[1] or own.shape
+        if codec is not None:
+            here = codec.numbers(here)[: prod(shape) * (2 if own.dtype.is_complex else 1)]
+            here = as_complex(here) if own.dtype.is_complex else here
+        return here.view(shape)
+
+    cut = (Placement.PARTIAL, Placement.BY_RANK)
+    read_leaves(held, states, lambda entry: entry.placement not in cut, values)
+    owned = [
+        x for s, r in zip(states, held.ranks, strict=True) for x in entries_of(s, r) if x.owned
+    ]
+    for entry in owned:
+        for key in entry.owned:
+            own, (name, shape) = entry.values[key], partial.source(entry, key) or ("", None)
+            shape_here = layout.leaves[names.index(key)].shape if shape else ()
+            if shape is not None and own.numel() == prod(shape_here):
+                common = overlap(0, own.numel(), shape_here, shape)
+                common.fill(own.view(-1), flat(name))
+    if held.engine is not None:
+        for path, own in buffers_of(held.engine.module).items():
+            there = plan.buffers.get(path, own)
+            if there.shape != own.shape:
+                made = plan.buffers[path] = own.cpu().clone()
+                common = overlap(0, own.numel(), tuple(own.shape), tuple(there.shape))
+                common.fill(made.view(-1), there.view(-1))
+
+
+@torch.no_grad()
+def finished(held: Held, saved: Manifest, plan: LoadPlan) -> Any:
+    """Return the state or engine with what was read into the pieces of a plan. A collective."""
+    made = held.returned(finalize_states(held, plan.rooms), plan.buffers)
+    if held.engine is not None:
+        set_options(held.engine.optimizer, plan.options)
+    if plan.set_rng is not None:
+        plan.set_rng()
+    return made
 
 
 def read_extra(path: PathLike) -> dict[str, Any]:
@@ -319,7 +460,7 @@ def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
         groups = _groups_in(where / saved.data, saved)
         options = options_by_name(saved.module["options"], groups, engine.state)
         require_options(engine.optimizer, options)
-        buffers, pieces, _ = blank_buffers(engine.module, saved.module["buffers"], rank, same)
+        buffers, pieces = blank_buffers(engine.module, saved.module["buffers"], rank, same)
         require_tensors(saved, pieces, where / MANIFEST)
         read_pieces(pieces, where / saved.data, saved)
     set_buffers(engine.module, buffers)
@@ -373,86 +514,3 @@ def _groups_in(folder: Path, saved: Manifest) -> list[list[str]]:
     for wrong in problems(found, [[text]], "the file"):
         raise damaged(folder / GROUPS, f"is not what was written: {wrong}")
     return found
-
-
-def planned(
-    held: Held,
-    saved: Manifest,
-    where: Path,
-    *,
-    rng: str | None,
-    groups: Sequence[Sequence[str]] = (),
-    strict: bool = True,
-) -> LoadPlan:
-    """Check a manifest against the states, and allocate what is read. Reads no tensor.
-
-    where: it was read from. rng: the random generators of this rank; None: they stay. groups: the
-    names in each param group that was saved. strict: whether the state is of the same model.
-    """
-    for one in held.states:
-        require_closed(one)
-    axis, engine = held.processes.axis, held.engine
-    partials = [] if strict else _partials(held, saved, where)
-    if partials:
-        saved = partials[0].saved
-    else:
-        require_fit(saved, facts_of_state(held.states[0]), where)
-    if (facts := saved.origin.get(APART)) is not None:
-        require_facts(held.states[0], facts, where, "load")
-    buffers, pieces, options, puts = {}, [], [], list[Callable[[], None]]()
-    if engine is not None:
-        options = options_by_name(saved.module["options"], groups, held.states[0])
-        if partials:  # a group of new parameters has its own
-            known = {name for some in groups for name in some}
-            pairs = zip(options, group_names(held.states[0]), strict=True)
-            options = [one if known & {*names} else {} for one, names in pairs]
-        same = saved.origin["ranks"] == axis.size
-        found, shapes = saved.module["buffers"], partials[0].shapes if partials else None
-        buffers, pieces, puts = blank_buffers(engine.module, found, axis.rank, same, shapes)
-        require_options(engine.optimizer, options)
-    frozen = not leaves_out(saved)
-    rooms = [
-        room_for(one.without_gradients(), saved, rank, frozen=frozen, partial=partial)
-        for one, rank, partial in zip(
-            held.states, held.ranks, partials or [None] * len(held.ranks), strict=True
-        )
-    ]
-    warn_of(rooms, saved, where, "load")
-    pieces += [piece for room in rooms for piece in room.pieces]
-    return LoadPlan(
-        rooms=rooms,
-        pieces=pieces,
-        buffers=buffers,
-        options=options,
-        set_rng=None if rng is None else rng_setter(rng, where),
-        puts=[*puts, *(put for room in rooms for put in room.puts)],
-        report=partials[0].report if partials else LoadReport([], [], []),
-    )
-
-
-def _partials(held: Held, saved: Manifest, where: Path) -> list[Partial]:
-    """Return what of a checkpoint goes where in each state; nothing where all is alike."""
-    state = held.states[0]
-    module = None if held.engine is None else held.engine.module
-    one = partial_of(saved, state, where, module)
-    leaves = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
-    if not any(one.report) and leaves == facts_of_state(state).leaves:
-        return []
-    begun = [*held.states]
-    if one.fresh and held.is_stack:
-        begun = on_ranks(len(begun), lambda rank: begun_anew(held.states[rank]))
-    elif one.fresh:
-        begun = [begun_anew(state)]
-    pairs = zip(held.states, begun, held.ranks, strict=True)
-    return [with_begun(one, like, new, rank, where) for like, new, rank in pairs]
-
-
-@torch.no_grad()
-def finished(held: Held, saved: Manifest, plan: LoadPlan) -> Any:
-    """Return the state or engine with what was read into the pieces of a plan. A collective."""
-    made = held.returned(completed(held, plan.rooms), plan.buffers)
-    if held.engine is not None:
-        set_options(held.engine.optimizer, plan.options)
-    if plan.set_rng is not None:
-        plan.set_rng()
-    return made

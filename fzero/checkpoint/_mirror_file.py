@@ -24,12 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._chunks import chunks_of
-from fzero.checkpoint._form import MANIFEST_FORM
 from fzero.checkpoint._pieces import TensorPiece
 from fzero.checkpoint._private import new_file, own_file
-from fzero.checkpoint.everywhere import damaged
-from fzero.checkpoint.manifest import Manifest
+from fzero.checkpoint._storage import chunks_of
+from fzero.checkpoint.collective import damaged
+from fzero.checkpoint.manifest import MANIFEST_FORM, Manifest
 from fzero.errors.json_form import DictForm, problems
 
 _PREFIX = struct.Struct("<8sQQII")  # mark, bytes of body and header, crc32 of body and header

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fzero.checkpoint._behind import group_beside
-from fzero.checkpoint._held import Held
 from fzero.checkpoint._mirror_file import slot_bytes
 from fzero.checkpoint._mirror_find import HostCopy
 from fzero.checkpoint._mirror_hosts import Hosts, default_folder, host_name, keeper
 from fzero.checkpoint._private import make_private, new_file
-from fzero.checkpoint.everywhere import (
+from fzero.checkpoint._process_states import Held
+from fzero.checkpoint._save import group_beside
+from fzero.checkpoint.collective import (
     CheckpointError,
     Ranks,
     everywhere,

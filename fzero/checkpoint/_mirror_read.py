@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._held import Held
 from fzero.checkpoint._load import LoadPlan, finished, planned
 from fzero.checkpoint._mirror_file import (
     Header,
@@ -25,7 +24,8 @@ from fzero.checkpoint._mirror_file import (
 from fzero.checkpoint._mirror_find import HostCopy, missing, newest_of, source_for, whole_updates
 from fzero.checkpoint._mirror_home import Home, copies_in, sweep
 from fzero.checkpoint._mirror_hosts import restarts
-from fzero.checkpoint.everywhere import CheckpointError, damaged, everywhere, results_of_ranks
+from fzero.checkpoint._process_states import Held
+from fzero.checkpoint.collective import CheckpointError, damaged, everywhere, results_of_ranks
 from fzero.checkpoint.manifest import Manifest, require_tensors
 from fzero.collectives import exchange_beside
 from fzero.errors import explain

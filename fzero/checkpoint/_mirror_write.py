@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from fzero.checkpoint._behind import AsyncSave, run_beside
-from fzero.checkpoint._held import Held
 from fzero.checkpoint._mirror_file import (
     CopyFile,
     Header,
@@ -26,9 +24,10 @@ from fzero.checkpoint._mirror_file import (
 )
 from fzero.checkpoint._mirror_home import SLOTS, WRITING, Home, explains_no_room
 from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._save import Draft, pieces_of
-from fzero.checkpoint.driven import buffer_pieces, form_of
-from fzero.checkpoint.everywhere import everywhere
+from fzero.checkpoint._process_states import Held
+from fzero.checkpoint._save import AsyncSave, Draft, pieces_of, run_beside
+from fzero.checkpoint.collective import everywhere
+from fzero.checkpoint.engine_state import buffer_pieces, form_of
 from fzero.collectives import exchange_beside
 
 Slots = MutableMapping[int, list[CopyFile]]

@@ -7,29 +7,25 @@ partial    what is in both, in which shapes; what is left begins as in the state
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import prod
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._kept import form_in
-from fzero.checkpoint._pieces import TensorPiece, overlap, put_common
-from fzero.checkpoint.driven import buffers_of
-from fzero.checkpoint.everywhere import damaged
+from fzero.checkpoint._pieces import form_in
+from fzero.checkpoint.collective import damaged
+from fzero.checkpoint.engine_state import buffers_of
 from fzero.checkpoint.manifest import LEFT_OUT, Manifest, facts_of_state, require_fit
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_numbers, leaf_paths
 from fzero.machine.offload import empty_where
-from fzero.machine.packing import LeafRange, leaf_ranges, part_of
+from fzero.machine.packing import leaf_ranges
 from fzero.optim.counters import COUNT, STEP, UNSTEPPED
 from fzero.optim.entries import RULE
 from fzero.state import Placement, Setup, TrainState
 from fzero.state.entry import Entry
-from fzero.state.layout import ENCODED, Leaf
+from fzero.state.layout import ENCODED
 from fzero.state.setup import MASTERS
 from fzero.transforms.kept import PARAMS, entries_of, numbers_of, trains_apart
 
@@ -177,12 +173,13 @@ class Partial:
         names, values = leaf_paths(setup.layout), dict[Any, Tensor]()
         for key, x in entry.values.items():
             if entry.placement is Placement.OWNER:
-                source = x if new is None or key not in self.fresh else new.values[key]
-                reads = key in texts and key in entry.owned and key not in self.fresh
-                saved = form_in(f"{entry.name}/{key}", texts[key]) if reads else None
-                shape, dtype = saved or (tuple(source.shape), source.dtype)
-                same = shape == tuple(source.shape)
-                values[key] = source.clone() if same else source.new_zeros(shape, dtype=dtype)
+                values[key] = (
+                    x if new is None or key not in self.fresh else new.values[key]
+                ).clone()
+                if key in texts and key in entry.owned and key not in {*self.fresh, *self.shapes}:
+                    form = form_in(f"{entry.name}/{key}", texts[key])
+                    if form is not None and form[0] != tuple(x.shape):  # one that steps make
+                        values[key] = x.new_zeros(form[0], dtype=form[1])
                 continue
             values[key] = empty_where(x).copy_(x)
             if new is None or not entry.per_leaf:
@@ -197,74 +194,31 @@ class Partial:
     def covers(self, setup: Setup, entry: Entry) -> bool:
         """Whether a slot has, in the checkpoint, all parameters that are in both."""
         paths, layout = leaf_paths(setup.layout), setup.layout
-        leaves = [
-            x for i in entry.values for x in layout.groups[i].leaves if layout.leaves[x].numel
-        ]
-        some = (paths[x] for x in leaves if paths[x] in self.common)
+        leaves = (x for i in entry.values for x in layout.groups[i].leaves)
+        some = (paths[x] for x in leaves if layout.leaves[x].numel and paths[x] in self.common)
         return all(f"{entry.name}/{name}" in self.saved.tensors for name in some)
 
-    def read(
-        self, setup: Setup, entry: Entry, pieces: Iterable[TensorPiece], rank: int
-    ) -> Iterator[tuple[TensorPiece, Callable[[], Any] | None]]:
-        """Yield what is read of an entry, and what puts that into its place, if it is elsewhere."""
-        encoded = [i for i, codec in entry.codecs.items() if codec is not None]
-        bytewise = {
-            leaf_paths(setup.layout)[x] for i in encoded for x in setup.layout.groups[i].leaves
-        }
-        for piece in pieces:
-            leaf, name = piece.name.removeprefix(f"{entry.name}/"), piece.name
-            if is_moment(entry) and leaf in self.fresh:
-                continue
-            if name not in self.saved.tensors and entry.name == RULE + MASTERS:
-                name = f"{PARAMS}/{leaf}"
-            if name not in self.saved.tensors or (leaf in self.shapes and leaf in bytewise):
-                continue
-            dtype = self._dtype(name, piece.values.dtype)
-            if leaf in self.shapes:
-                own = setup.layout.leaves[leaf_numbers(setup.layout)[leaf]].shape
-                found = overlap(piece.start, piece.values.numel(), own, self.shapes[leaf])
-                if not found.there.numel():
-                    continue
-                low, high = int(found.there.min()), int(found.there.max()) + 1
-                values, total = (
-                    torch.empty(high - low, dtype=dtype, device="cpu"),
-                    prod(self.shapes[leaf]),
-                )
-                read = TensorPiece(name=name, start=low, numel=total, values=values)
-                yield read, partial(found.fill, piece.values, values, low)
-            elif name != piece.name:
-                read = replace(piece, name=name, values=torch.empty_like(piece.values, dtype=dtype))
-                yield read, partial(piece.values.copy_, read.values)
-            else:
-                yield piece, None
-        for index in encoded:
-            yield from self._encoded(setup, entry, index, rank)
+    def reads(self, entry: Entry, name: str) -> bool:
+        """Whether a tensor of an entry is read as it is: it is there, in the shape of here."""
+        leaf = name.removeprefix(f"{entry.name}/")
+        begins = is_moment(entry) and leaf in self.fresh
+        of_leaves = entry.per_leaf or entry.placement is Placement.OWNER
+        resized = of_leaves and leaf in self.shapes
+        return name in self.saved.tensors and not resized and not begins
 
-    def _encoded(
-        self, setup: Setup, entry: Entry, index: int, rank: int
-    ) -> Iterator[tuple[TensorPiece, Callable[[], Any]]]:
-        """Yield the whole rows of encoded moments: blocks that are in both are encoded again."""
-        codec, part = entry.codecs[index], setup.part(Placement.OVER_ALL, rank)
-        flat = part_of(entry.values[index], setup.part(entry.placement, rank), part)
-        for own in leaf_ranges(codec.layout(setup.layout), index, part):
-            leaf, name = setup.layout.leaves[own.leaf], leaf_paths(setup.layout)[own.leaf]
-            if name not in self.shapes or name in self.fresh:
-                continue
-            other = (*self.shapes[name], 2) if leaf.dtype.is_complex else self.shapes[name]
-            nbytes = codec.wire_bytes(prod(other))
-            row = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    def source(self, entry: Entry, leaf: str) -> tuple[str, Shape | None] | None:
+        """Return the tensor that has other values of a leaf than `reads`, and its shape, if other.
 
-            def put(
-                row: Tensor = row, leaf: Leaf = leaf, own: LeafRange = own, other: Shape = other
-            ) -> None:
-                numbers = codec.numbers(row)[: prod(other)].view(other)
-                put_common(leaf, numbers, own, own.of(flat), codec)
-
-            yield TensorPiece(name=f"{entry.name}/{name}", start=0, numel=nbytes, values=row), put
-
-    def _dtype(self, name: str, own: torch.dtype) -> torch.dtype:
-        found = getattr(torch, self.saved.tensors[name]["dtype"].removeprefix("torch."), own)
-        return found if isinstance(found, torch.dtype) else own
+        A master that the file has not is made of the parameter.
+        """
+        name = f"{entry.name}/{leaf}"
+        if is_moment(entry) and leaf in self.fresh:
+            return None
+        if name not in self.saved.tensors and entry.name == RULE + MASTERS:
+            name = f"{PARAMS}/{leaf}"
+        elif leaf not in self.shapes:
+            return None
+        return (name, self.shapes.get(leaf)) if name in self.saved.tensors else None
 
 
 def is_moment(entry: Entry) -> bool:
@@ -291,9 +245,9 @@ def partial_of(
             shapes[name] = shape
         if learned and not (name in shapes and rule.made_by_steps(ours[name])):
             fresh.discard(name)
-    buffers: dict[str, Any] = {} if module is None else buffers_of(module)
-    forms = {name: one["0"] for name, one in saved.module["buffers"].items()} if buffers else {}
-    buffers = buffers if forms else {}
+    forms = {name: one["0"] for name, one in saved.module["buffers"].items()}
+    buffers: dict[str, Any] = {} if module is None or not forms else buffers_of(module)
+    forms = forms if buffers else {}
     for name in buffers.keys() & forms.keys():
         shape, _ = _parsed(f"{forms[name]} frozen", name, where)
         if shape != tuple(buffers[name].shape):
@@ -332,70 +286,62 @@ def with_begun(
     """Return it with counters of all leaves, and what the optimizer keeps of new ones.
 
     begun: the state with a new optimizer state. rank: in its replica. Raises `LayoutError`, as
-    `load` does, where what is in both does not fit.
+    `load` does, where what is in both does not fit: but for its shape, and for what learns.
     """
-    saved = _counted(one, begun)
-    _require_fit(one, saved, facts_of_state(state), where)
-    entries = {x.key: x for x in entries_of(begun, rank) if is_moment(x)} if one.fresh else {}
-    return replace(one, saved=saved, begun=entries)
-
-
-def _counted(one: Partial, begun: TrainState) -> Manifest:
-    """Return a manifest whose counters are 0 for new parameters."""
-    setup, saved = begun.setup, one.saved
-    rule, theirs = setup.optimizer, dict(saved.counters["optimizer"])
-    if not (one.fresh and rule.counts_by_leaf):
-        return saved
-    theirs.setdefault(STEP, theirs.get(COUNT, 0))
-    groups = rule.param_groups(setup.layout.leaves, 0).of_leaf
-    pairs = zip(leaf_paths(setup.layout), setup.layout.leaves, groups, strict=True)
-    learning = {name: (leaf.path, group) for name, leaf, group in pairs if group >= 0}
-
-    def value(counts: Any, name: str) -> Any:
-        return counts.get(name) if isinstance(counts, dict) else counts
-
-    def shared(counter: str, name: str) -> str | None:
-        """Return a parameter of the same group, which has one counter."""
-        path, group = learning[name]
-        some = (x for x, (_, g) in learning.items() if g == group and x not in one.fresh)
-        return next(some, None) if rule.shares(path, counter) else None
-
-    for counter, begin in numbers_of(begun)["optimizer"].items():
-        if counter == COUNT or counter not in theirs:
-            continue
-        of_leaf = dict[str, Any]()
-        for name in learning:
-            other = shared(counter, name) if name in one.fresh else name
-            of_leaf[name] = value(begin, name) if other is None else value(theirs[counter], other)
-        theirs[counter] = {name: x for name, x in of_leaf.items() if x is not None}
-    counters = {**saved.counters, "optimizer": theirs}
-    if theirs.get(COUNT):
-        counters[UNSTEPPED] = sorted({*saved.counters.get(UNSTEPPED, ()), *one.fresh})
-    return replace(saved, counters=counters)
-
-
-def _require_fit(one: Partial, saved: Manifest, wanted: Manifest, where: object) -> None:
-    """Raise `LayoutError` unless what is in both is alike but for its shape, and what learns."""
-
-    def like(name: str) -> str:
-        """Return what is saved, in the shape, and learning, as it is here."""
+    saved = one.saved
+    if one.fresh and begun.setup.optimizer.counts_by_leaf:
+        saved = replace(saved, counters=_counted(one, begun))
+    wanted = facts_of_state(state)
+    leaves, learns = dict[str, str](), set[str]()
+    for name in one.common:
         ours, theirs = (_LEAF.fullmatch(x.leaves[name]) for x in (wanted, saved))
         assert ours is not None and theirs is not None
         dims = [len(_parsed(x.leaves[name], name, where)[0]) for x in (wanted, saved)]
         may = dims[0] == dims[1] and (ours[1] == theirs[1] or ENCODED not in ours[4])
-        return f"({ours[1]}) {theirs[2]} {ours[3]}{theirs[4]}" if may else saved.leaves[name]
+        like = f"({ours[1]}) {theirs[2]} {ours[3]}{theirs[4]}"
+        leaves[name] = like if may else saved.leaves[name]
+        if ours[3] == "trainable" and name not in one.fresh:
+            learns.add(name)
 
-    def inside(facts: Manifest) -> Manifest:
-        learn = {name for name in one.common if _parsed(wanted.leaves[name], name, where)[1]}
-        read = learn - {*one.fresh}
-        slots = {x: {k: v for k, v in some.items() if k in read} for x, some in facts.slots.items()}
+    def inside(facts: Manifest, leaves: dict[str, str]) -> Manifest:
+        slots = {x: {k: v for k, v in s.items() if k in learns} for x, s in facts.slots.items()}
         kept = {
-            x: {**some, "values": {k: v for k, v in some["values"].items() if k in one.common}}
+            x: {**some, "values": {k: v for k, v in some["values"].items() if k in leaves}}
             for x, some in facts.kept.items()
             if some["form"] != "named" and _by_leaf(some, facts)
         }
-        return replace(facts, slots=slots, kept=kept)
+        return replace(facts, leaves=leaves, slots=slots, kept=kept)
 
     ours = {name: wanted.leaves[name] for name in one.common}
-    theirs = {name: like(name) for name in one.common}
-    require_fit(replace(inside(saved), leaves=theirs), replace(inside(wanted), leaves=ours), where)
+    require_fit(inside(saved, leaves), inside(wanted, ours), where)
+    entries = {x.key: x for x in entries_of(begun, rank) if is_moment(x)} if one.fresh else {}
+    return replace(one, saved=saved, begun=entries)
+
+
+def _counted(one: Partial, begun: TrainState) -> dict[str, Any]:
+    """Return the counters of a manifest, with those of a new optimizer state for new parameters.
+
+    A new parameter takes a counter that its param group shares from the others of the group.
+    """
+    layout, rule = begun.setup.layout, begun.setup.optimizer
+    theirs = dict(one.saved.counters["optimizer"])
+    theirs.setdefault(STEP, theirs.get(COUNT, 0))
+    groups = rule.param_groups(layout.leaves, 0).of_leaf
+    triples = zip(leaf_paths(layout), layout.leaves, groups, strict=True)
+    learning = {name: (leaf.path, group) for name, leaf, group in triples if group >= 0}
+    kept = {group: name for name, (_, group) in reversed(learning.items()) if name not in one.fresh}
+    for counter, begin in numbers_of(begun)["optimizer"].items():
+        if counter == COUNT or counter not in theirs:
+            continue
+        of_leaf = dict[str, Any]()
+        for name, (path, group) in learning.items():
+            counts, source = theirs[counter], name
+            if name in one.fresh:
+                shared = rule.shares(path, counter) and group in kept
+                counts, source = (counts, kept[group]) if shared else (begin, name)
+            of_leaf[name] = counts.get(source) if isinstance(counts, dict) else counts
+        theirs[counter] = {name: x for name, x in of_leaf.items() if x is not None}
+    counters = {**one.saved.counters, "optimizer": theirs}
+    if theirs.get(COUNT):
+        counters[UNSTEPPED] = sorted({*counters.get(UNSTEPPED, ()), *one.fresh})
+    return counters

@@ -1,28 +1,201 @@
-"""Which elements of which logical tensor a rank holds: pure, and views only.
+"""What a rank writes of a state: each entry by its form, and no feature by its name.
+
+    <entry>/<leaf>          of flats, without padding: each rank its own part of every group
+    <entry>/<n>/<leaf>      of flats that are summands: rank n's own, or replica n's
+    <entry>, <entry>/<n>    a number; of summands rank n's own
+    <entry>/<name>          a named tensor, flat
+    replica/<r>/<entry>...  what replica r, which trains apart, has of its own
+
+What replicas that train apart have in common, and what replica 0 has where nothing else stands for
+it, is under the plain name: so a state without such replicas reads it. All is pure, and views only.
 
 A leaf of n elements is saved as a 1-D tensor of n elements, whatever its shape: a shard cuts
 leaves at any element, and in one dim every cut is a range. Every rank writes, and reads, only
 its part of every group (`Setup.part`, over all ranks), also where it holds more: so the work is
-shared at every stage, and replicas write nothing twice. Ranges
-are cut again at every multiple of BLOCK_NUMEL: DCP reads saved ranges whole, and so nobody holds
-more than that of a leaf that is not its own.
-
-    a part of each group --cut_shards--> ranges of leaves
+shared at every stage, and replicas write nothing twice. Ranges are cut again at every multiple of
+BLOCK_NUMEL: DCP reads saved ranges whole, and so nobody holds more than that of a leaf that is not
+its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.errors import CheckpointError, LayoutError
 from fzero.machine.by_path import leaf_paths
-from fzero.machine.packing import LeafRange, leaf_ranges
-from fzero.state import Layout, Part
+from fzero.machine.packing import LeafRange, leaf_ranges, part_of
+from fzero.state import Layout, Part, Placement, Setup, TrainState
+from fzero.state.encoded import decoded_row
+from fzero.state.entry import Entry
 from fzero.state.layout import Leaf, as_complex, as_real
+from fzero.transforms.kept import (
+    PARAMS,
+    bases_of,
+    entries_of,
+    owning_ranks,
+    shared_of,
+    trains_apart,
+)
+
+_TEXT = re.compile(r"(torch\.\w+) \[([0-9, ]*)\]")
+
+Texts = dict[str, dict[str, str]]
+"""{entry: {leaf or name: its dtype; and its shape, unless it is that of the leaf}}."""
+
+
+def place_of(state: TrainState, rank: int) -> tuple[int, int]:
+    """Return which replica that trains apart a rank of the mesh is in, and its rank there."""
+    return divmod(rank, state.setup.axis.size) if trains_apart(state) else (0, rank)
+
+
+def pieces_of_rank(
+    state: TrainState,
+    rank: int,
+    *,
+    frozen: bool = True,
+    shared: bool = False,
+    live: bool = False,
+) -> list[TensorPiece]:
+    """Return what one rank of the mesh writes of a state, as views.
+
+    shared: all that it holds, also what other ranks have, too.
+    live: also what does not live for the run.
+    """
+    setup, (replica, own) = state.setup, place_of(state, rank)
+    every = named_entries(state, rank, frozen=frozen, live=live)
+    if trains_apart(state) and (shared or not replica):
+        bases = [learning(setup, one, frozen) for one in ([] if replica else bases_of(state, own))]
+        every += [(one, "") for one in (*bases, *shared_of(state, own))]
+    named: dict[str, tuple[Entry, str]] = {}
+    found: list[TensorPiece] = []
+    for entry, prefix in every:
+        for piece in pieces_of(setup, entry, own, prefix, shared=shared):
+            if named.setdefault(piece.name, (entry, prefix))[0] is not entry:
+                raise LayoutError(
+                    f"save: two values are called {piece.name}.",
+                    cause=f"the names {named[piece.name][0].name} and {entry.name}.",
+                    fix="give one of the slots another name.",
+                )
+            found.append(piece)
+    return found
+
+
+def named_entries(
+    state: TrainState, rank: int, *, frozen: bool = True, live: bool = False
+) -> list[tuple[Entry, str]]:
+    """Return (entry, what is before its name) of all that this rank's replica has of its own."""
+    replica, own = place_of(state, rank)
+    apart = trains_apart(state)
+    stands = {one.name for one in bases_of(state, own)} if apart else set[str]()
+    return [
+        (
+            learning(state.setup, one, frozen and not apart),
+            f"replica/{replica}/" if replica or one.name in stands else "",
+        )
+        for one in entries_of(state, own, live=live)
+    ]
+
+
+def learning(setup: Setup, entry: Entry, frozen: bool) -> Entry:
+    """Return parameters without those that do not learn, unless `frozen`; others as they are."""
+    if frozen or entry.name != PARAMS:
+        return entry
+    values = {i: x for i, x in entry.values.items() if i in setup.layout.trainable}
+    return replace(entry, values=values)
+
+
+def pieces_of(
+    setup: Setup, entry: Entry, rank: int, prefix: str = "", *, shared: bool = False
+) -> Iterator[TensorPiece]:
+    """Yield what a rank writes of an entry; or if `shared`, all that it holds of it."""
+    name = prefix + entry.name
+    if entry.per_leaf:
+        for index, flat in entry.values.items():
+            number, held = held_part(setup, entry, index, flat, rank)
+            cuts = not shared and number is None and entry.placement is not Placement.BY_RANK
+            part = setup.part(Placement.OVER_ALL, rank) if cuts else held
+            full = name if number is None else f"{name}/{number}"
+            codec = entry.codecs.get(index)
+            layout = setup.layout if codec is None else codec.layout(setup.layout)
+            own = part_of(as_numbers(setup, entry, index, flat), held, part)
+            yield from cut_shards(layout, full, index, part, own)
+        return
+    for key, x in entry.values.items():
+        if entry.placement is Placement.OWNER:  # owners in other replicas have equal values
+            writes = key in entry.owned and (shared or rank < owning_ranks(setup))
+        else:
+            writes = shared or entry.placement is Placement.PARTIAL or not rank
+        if writes:
+            own = str(rank) if entry.placement is Placement.PARTIAL else ""
+            yield from whole_pieces("/".join(filter(None, (name, own, key))), x)
+
+
+def held_part(
+    setup: Setup, entry: Entry, index: int, flat: Tensor, rank: int
+) -> tuple[int | None, Part]:
+    """Return the number of a summand, None for no summand; and which part of a flat a rank has."""
+    if entry.placement is not Placement.PARTIAL:
+        return None, setup.part(entry.placement, rank)
+    if numel_of(setup, entry, index, flat) == setup.layout.full_numel(index):
+        return rank, Part(1, 0)
+    replica, shard = divmod(rank, setup.layout.ranks)
+    return replica, Part(setup.layout.ranks, shard)
+
+
+def numel_of(setup: Setup, entry: Entry, index: int, flat: Tensor) -> int:
+    """Return how many elements a flat of a group has here."""
+    if entry.placement is not Placement.PARTIAL:
+        return setup.numel(index, entry.placement)
+    sizes = (setup.layout.full_numel(index), setup.layout.groups[index].shard_numel)
+    codec = entry.form.codec
+    if codec is None or flat.is_floating_point():
+        return flat.numel()
+    return next(n for n in sizes if codec.wire_bytes(n) == flat.numel())
+
+
+def as_numbers(setup: Setup, entry: Entry, index: int, flat: Tensor) -> Tensor:
+    """Return a flat, decoded if it is encoded."""
+    codec = entry.form.codec
+    if codec is None or flat.is_floating_point():
+        return flat
+    return decoded_row(codec, flat, numel_of(setup, entry, index, flat))
+
+
+def texts_of(setup: Setup, entry: Entry) -> dict[str, str]:
+    """Return what a manifest says of the values of an entry, as far as this rank knows them."""
+    layout, names = setup.layout, leaf_paths(setup.layout)
+    if not entry.per_leaf:
+        owned = entry.owned if entry.placement is Placement.OWNER else entry.values.keys()
+        return {k: f"{x.dtype} {list(x.shape)}" for k, x in entry.values.items() if k in owned}
+    found: dict[str, str] = {}
+    for index, flat in entry.values.items():
+        dtype = torch.float32 if entry.form.codec is not None else flat.dtype
+        found |= {
+            names[i]: str(dtype) for i in layout.groups[index].leaves if layout.leaves[i].numel
+        }
+    return found
+
+
+def form_in(name: str, text: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+    """Return the shape and dtype that a manifest says; None for no shape."""
+    match = _TEXT.fullmatch(text)
+    dtype = getattr(torch, match[1].removeprefix("torch."), None) if match else None
+    if match is None and " " not in text:
+        return None
+    if match is None or not isinstance(dtype, torch.dtype):
+        raise CheckpointError(
+            f"load: {name} is {text!r:.80} in the manifest.",
+            cause="a manifest that another program wrote.",
+            fix="use another copy of the checkpoint. Nothing was changed.",
+        )
+    return tuple(int(size) for size in match[2].split(",") if size.strip()), dtype
+
 
 BLOCK_NUMEL = 2**24
 
@@ -37,41 +210,35 @@ class TensorPiece:
     values: Tensor  # a view of what the rank holds
 
 
-class OwnShard(NamedTuple):
-    """A part of a flat that a state keeps, of one group."""
+def cut_shards(
+    layout: Layout, prefix: str, index: int, part: Part, values: Tensor
+) -> Iterator[TensorPiece]:
+    """Cut a part of the flat of a group at the borders of leaves and blocks; no padding.
 
-    prefix: str  # before the names of leaves
-    group: int
-    part: Part  # of the group's flat
-    values: Tensor  # of this part, a view of what the rank holds
-
-
-def cut_shards(layout: Layout, shards: Sequence[OwnShard]) -> Iterator[TensorPiece]:
-    """Cut shards at the borders of leaves and blocks; padding is in no piece."""
+    prefix: before the names of leaves. values: of this part, a view of what the rank holds.
+    """
     names = leaf_paths(layout)
-    for prefix, index, part, values in shards:
-        for held in leaf_ranges(layout, index, part):
-            name, leaf = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf]
-            here, first, last, numel = held.of(values), held.start, held.stop, leaf.numel
-            if leaf.dtype.is_complex and here.dtype.itemsize >= 4:  # as its user has it
-                here, first, last, numel = as_complex(here), first // 2, last // 2, numel // 2
-            for start, stop in blocks(first, last, BLOCK_NUMEL):
-                block = here[start - first : stop - first]
-                yield TensorPiece(name=name, start=start, numel=numel, values=block)
+    for held in leaf_ranges(layout, index, part):
+        name, leaf = f"{prefix}/{names[held.leaf]}", layout.leaves[held.leaf]
+        here, first, numel = held.of(values), held.start, leaf.numel
+        if leaf.dtype.is_complex and here.dtype.itemsize >= 4:  # as its user has it
+            here, first, numel = as_complex(here), first // 2, numel // 2
+        yield from _blocks(name, here, first, numel)
 
 
 def whole_pieces(name: str, x: Tensor) -> Iterator[TensorPiece]:
     """Yield all of a tensor."""
-    flat = x.reshape(-1)
-    for start, stop in blocks(0, flat.numel(), BLOCK_NUMEL):
-        yield TensorPiece(name=name, start=start, numel=flat.numel(), values=flat[start:stop])
+    yield from _blocks(name, x.reshape(-1), 0, x.numel())
 
 
-def blocks(low: int, high: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut low..high at the multiples of `size`; nothing if it is empty."""
-    while low < high:
-        stop = min(high, (low // size + 1) * size)
-        yield low, stop
+def _blocks(name: str, values: Tensor, first: int, numel: int) -> Iterator[TensorPiece]:
+    """Cut elements, of which `first` is the first one in their tensor, at multiples of a block."""
+    low, end = first, first + values.numel()
+    while low < end:
+        stop = min(end, (low // BLOCK_NUMEL + 1) * BLOCK_NUMEL)
+        yield TensorPiece(
+            name=name, start=low, numel=numel, values=values[low - first : stop - first]
+        )
         low = stop
 
 

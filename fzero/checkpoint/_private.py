@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from fzero.checkpoint.everywhere import damaged
+from fzero.checkpoint.collective import damaged
 from fzero.errors import LayoutError
 
 _NO_LINK = getattr(os, "O_NOFOLLOW", 0)

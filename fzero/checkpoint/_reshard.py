@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any
 
-from fzero.checkpoint._between import between, on_all
-from fzero.checkpoint._held import held_by
-from fzero.checkpoint.moving import first_on_old, held_here, moved, moved_stack
+from fzero.checkpoint._process_states import held_by
+from fzero.checkpoint.mesh_transition import (
+    first_on_old,
+    held_here,
+    mesh_transition,
+    moved,
+    moved_stack,
+    on_all,
+)
 from fzero.context.modes import for_training, in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import Axis, Mesh, MeshLike, Runtime, refuse_part
@@ -74,38 +80,30 @@ def reshard(
         )
     took([] if state is None else [state])
     refuse_part(None if state is None else state.mesh, "reshard")
-    if state is None or tuple(state.step.shape) != (state.mesh.size,):
-        new = for_training(_of_process, state, stage, mesh)
-    else:
-        new = for_training(_of_stack, state, stage, mesh)
+    is_stack = state is not None and tuple(state.step.shape) == (state.mesh.size,)
+    new = for_training(_of_stack if is_stack else _of_process, state, stage, mesh)
     if new is not None:
         returned(new)
     return new
 
 
-def _of_stack(state: TrainState, stage: int | None, mesh: MeshLike) -> TrainState:
-    _require(state, stage)
-    refuse_part(mesh, "reshard")
-    mesh = state.mesh if mesh is None else mesh
-    held = held_by("reshard", state, apart=True)
-    if any(one.window.pending.held for one in held.states):
-        state = simulate(_reduced, world_size=state.mesh.size)(state)
-        held = held_by("reshard", state, apart=True)
-    return moved_stack(held, stage, mesh, _size_of(state.mesh, mesh))
-
-
 def _of_process(state: TrainState | None, stage: int | None, mesh: MeshLike) -> TrainState | None:
     old = None if state is None else state.mesh
-    where = between(old, mesh)
+    where = mesh_transition(old, mesh)
     on_all(where.axis, lambda: _require(state, stage))
     state = first_on_old(where, old, lambda: None if state is None else _reduced(state))
     return moved(None if state is None else held_here(state), where, stage)
 
 
-def _reduced(state: TrainState) -> TrainState:
-    """Return the state with all gradients of its ranks reduced, if any rank has some."""
-    (said,) = agree("reshard()", [state])
-    return reduce_agreed(state, said) if said.held else state
+def _of_stack(state: Any, stage: int | None, mesh: MeshLike) -> TrainState:
+    _require(state, stage)
+    refuse_part(mesh, "reshard")
+    mesh = state.mesh if mesh is None else mesh
+    held = held_by("reshard", state, apart=True)
+    if any(one.window.pending.held for one in held.states):
+        reduced = simulate(_reduced, world_size=state.mesh.size)(state)
+        held = held_by("reshard", reduced, apart=True)
+    return moved_stack(held, stage, mesh, _size_of(state.mesh, mesh))
 
 
 def _require(state: TrainState | None, stage: Any) -> None:
@@ -122,6 +120,12 @@ def _require(state: TrainState | None, stage: Any) -> None:
             cause="a transform of torch.func, or a trace, around it; or updates that keep a graph.",
             fix="call it outside, between two steps.",
         )
+
+
+def _reduced(state: TrainState) -> TrainState:
+    """Return the state with all gradients of its ranks reduced, if any rank has some."""
+    (agreed,) = agree("reshard()", [state])
+    return reduce_agreed(state, agreed) if agreed.held else state
 
 
 def _size_of(old: Axis, mesh: Any) -> int:

@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._container import bytes_of
-from fzero.checkpoint.disk import is_there, regular
-from fzero.checkpoint.everywhere import CheckpointError, damaged
+from fzero.checkpoint._storage import bytes_of
+from fzero.checkpoint.collective import CheckpointError, damaged
+from fzero.checkpoint.folders import is_there, regular
 from fzero.errors import LayoutError
 
 INDEX = "model.safetensors.index.json"

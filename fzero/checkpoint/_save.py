@@ -1,11 +1,22 @@
-"""`save` and `save_async`: a train state, or an engine, to a path."""
+"""`save` and `save_async`: a train state, or an engine, to a path.
+
+draft_of      while training is paused: everything is checked, and what each process writes is
+collected
+write_draft   a new folder, files with tensors in it, and last the manifest, which names it
+AsyncSave     a save in flight: a thread that writes while the training goes on
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,25 +24,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._behind import AsyncSave, group_beside, start_thread, wait_for_earlier
-from fzero.checkpoint._folders import (
-    CHECKPOINT,
-    PathLike,
-    digest_of_file,
-    kept,
-    make_folder,
-    path_everywhere,
-    require_whole,
-    sweep,
+from fzero.checkpoint._mesh_coordinates import in_each_place, is_in_places, saved_together
+from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
+from fzero.checkpoint._process_states import (
+    Held,
+    facts_of_replicas,
+    held_by,
+    require_idle,
+    texts_of_ranks,
 )
-from fzero.checkpoint._held import Held, held_by, require_idle
-from fzero.checkpoint._kept import pieces_of_rank
-from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._places import in_each_place, is_in_places, saved_together
-from fzero.checkpoint._replicas import any_named, facts_of_replicas, texts_here
-from fzero.checkpoint._rng import rng_file, rng_text
-from fzero.checkpoint.disk import sync, sync_files
-from fzero.checkpoint.driven import (
+from fzero.checkpoint._storage import write_pieces
+from fzero.checkpoint.collective import Ranks, everywhere, from_first, results_of_ranks
+from fzero.checkpoint.engine_state import (
     Buffers,
     Driven,
     buffer_pieces,
@@ -39,14 +43,22 @@ from fzero.checkpoint.driven import (
     facts_of,
     group_names,
     options_of,
+    rng_file,
+    rng_text,
 )
-from fzero.checkpoint.everywhere import (
-    Ranks,
-    everywhere,
-    from_first,
-    results_of_ranks,
+from fzero.checkpoint.folders import (
+    PathLike,
+    digest_of_file,
+    kept,
+    make_folder,
+    path_everywhere,
+    require_whole,
+    sweep,
+    sync,
+    sync_files,
 )
 from fzero.checkpoint.manifest import (
+    CHECKPOINT,
     GROUPS,
     Manifest,
     as_extra,
@@ -56,6 +68,8 @@ from fzero.checkpoint.manifest import (
     write_manifest,
 )
 from fzero.collectives import assert_same_everywhere
+from fzero.errors import AxisError, CheckpointError, explain
+from fzero.ranks.mesh import Axis, Runtime, own_group
 from fzero.state import TrainState
 
 
@@ -200,9 +214,10 @@ def save_async(
     draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=True)
 
     beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
-    return start_thread(
-        lambda: write_draft(replace(draft, ranks=beside), where), what=f"save_async to {path}"
-    )
+    write = lambda: write_draft(replace(draft, ranks=beside), where)  # noqa: E731
+    handle = run_beside(write, what=f"save_async to {path}")
+    _EARLIER[:] = [handle]
+    return handle
 
 
 def _place(path: PathLike, thing: TrainState | Driven) -> tuple[Path, Held]:
@@ -248,14 +263,12 @@ def draft_of(
             groups=[] if held.engine is None else group_names(held.states[0]),
         )
 
-    draft = everywhere(ranks, prepare, what="prepare the checkpoint")
+    doing = "prepare the checkpoint"
+    draft = everywhere(ranks, prepare, what=doing)
     facts = facts_of_replicas(held)
-    origin = {**draft.manifest.origin, **facts}
-    draft = replace(draft, manifest=replace(draft.manifest, origin=origin))
-    if any_named(held.states[0]):
-        told = results_of_ranks(ranks, lambda: texts_here(held), what="prepare the checkpoint")
-        note_texts(draft.manifest, (texts for some in told for texts in some))
-    everywhere(ranks, lambda: require_readable(draft.manifest), what="prepare the checkpoint")
+    draft.manifest.origin.update(facts)
+    note_texts(draft.manifest, texts_of_ranks(held, what=doing))
+    everywhere(ranks, lambda: require_readable(draft.manifest), what=doing)
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
     assert_same_everywhere([f"step {facts or step}"], ranks.axis, what="the checkpoint")
     return draft
@@ -270,9 +283,10 @@ def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
 def write_draft(draft: Draft, path: Path, among: str = "") -> None:
     """Write a draft, and commit it as the checkpoint at `path`. A collective.
 
-    among: the name of its data folder, where it is one of several that are committed together.
+    among: the name of its data folder, where it is one of several that are committed together: its
+    manifest waits in there to be named.
     """
-    ranks = draft.ranks
+    ranks, rank = draft.ranks, draft.ranks.axis.rank
     try:
         with ExitStack() as until_written:
 
@@ -281,44 +295,34 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
                 return make_folder(path, CHECKPOINT, among)
 
             data = from_first(ranks, make, what=f"make {path}")
+            folder = path / data
 
             def begin() -> dict[str, tuple[str, int]]:
                 if draft.rng:
-                    (path / data / rng_file(ranks.axis.rank)).write_text(draft.rng)
-                if draft.groups and ranks.axis.rank == 0:
-                    (path / data / GROUPS).write_text(json.dumps(draft.groups))
+                    (folder / rng_file(rank)).write_text(draft.rng)
+                if draft.groups and rank == 0:
+                    (folder / GROUPS).write_text(json.dumps(draft.groups))
                 return facts_of(draft.buffers)
 
             own = differing_buffers(results_of_ranks(ranks, begin, what=f"write {path}"))
-            more = buffer_pieces(draft.buffers, own, ranks.axis.rank)
-            # It imports DCP, which is slow: who never saves need not wait for it.
-            from fzero.checkpoint._storage import write_pieces
+            more = buffer_pieces(draft.buffers, own, rank)
+            tensors, files = write_pieces([*draft.pieces, *more], folder, ranks)
 
-            tensors, files = write_pieces([*draft.pieces, *more], path / data, ranks)
-            module = {**draft.manifest.module, "buffers": own}
-            whole = replace(draft.manifest, data=data, module=module, tensors=tensors, files=files)
-            _commit(ranks, path, whole, alone=not among)
+            def commit() -> None:
+                require_whole(folder, files, ())  # this rank sees what others have written
+                others = [file for file in sorted(folder.iterdir()) if file.name not in files]
+                sync_files([*others, folder])
+                whole = {**files, **{file.name: digest_of_file(file) for file in others}}
+                module = {**draft.manifest.module, "buffers": own}
+                parts = {"data": data, "module": module, "tensors": tensors, "files": whole}
+                write_manifest(replace(draft.manifest, **parts), path, commits=not among)
+                sync(folder if among else path)
+
+            doing = f"read back {folder} (do all ranks share this file system?)"
+            from_first(ranks, commit, what=doing)
     finally:
-        if ranks.axis.rank == 0 and not among and os.path.isdir(path):  # False for no name
+        if rank == 0 and not among and os.path.isdir(path):  # False for no name
             sweep(path, CHECKPOINT)
-
-
-def _commit(ranks: Ranks, path: Path, manifest: Manifest, *, alone: bool) -> None:
-    """Put the manifest, with a digest of every file, in place of the old one, if there is one.
-
-    alone: it names what counts; else it waits in its data folder to be named.
-    """
-    folder, files = path / manifest.data, manifest.files
-
-    def commit() -> None:
-        require_whole(folder, files, ())  # this rank sees what others have written
-        others = [file for file in sorted(folder.iterdir()) if file.name not in files]
-        sync_files([*others, folder])
-        whole = {**files, **{file.name: digest_of_file(file) for file in others}}
-        write_manifest(replace(manifest, files=whole), path, commits=alone)
-        sync(path if alone else folder)
-
-    from_first(ranks, commit, what=f"read back {folder} (do all ranks share this file system?)")
 
 
 def _copied(values: Tensor) -> Tensor:
@@ -326,3 +330,129 @@ def _copied(values: Tensor) -> Tensor:
     return torch.empty_like(values, device="cpu", memory_format=torch.contiguous_format).copy_(
         values.detach()
     )
+
+
+_EARLIER: list[AsyncSave] = []
+"""The last save that this process started, until somebody has got its result."""
+
+_GROUPS: dict[tuple[Axis, str], Axis] = {}
+"""For each axis, and what writes, the same ranks with a process group of its own: made once."""
+
+
+class AsyncSave:
+    """A save in flight. `save_async` returns one."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._future: Future[None] = Future()
+        self._asked = False
+        self._process = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether its thread is of this process: one that was forked meanwhile has none."""
+        return self._process == os.getpid()
+
+    def done(self) -> bool:
+        """Return whether it is over, well or not. No collective, and no wait."""
+        return not self.is_here or self._future.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Wait until the checkpoint is there, for `timeout` seconds at most.
+
+        Raises:
+            TimeoutError: if it is not over by then; it goes on.
+            CheckpointError: what went wrong, on every rank; what was there before is still there.
+                In a process that was forked meanwhile, always.
+        """
+        if not self.is_here:
+            raise CheckpointError(
+                f"{self._what} was begun by process {self._process}; this is {os.getpid()}.",
+                cause="a process that was forked while the save was in flight: it has no thread "
+                "that writes.",
+                fix="ask in the process that began it, which goes on with it.",
+            )
+        try:
+            self._future.result(timeout)
+        except TimeoutError:
+            if self._future.done():
+                raise
+            raise TimeoutError(
+                explain(
+                    f"{self._what} is not over after {timeout} s.",
+                    cause="a slow disk, or another rank that has not come to save_async.",
+                    fix="wait longer; the save goes on.",
+                )
+            ) from None
+        finally:
+            self._asked = self._asked or self._future.done()
+
+    def __repr__(self) -> str:
+        if not self.is_here or not self.done():
+            return f"<{self._what}: in flight{'' if self.is_here else ' elsewhere'}>"
+        return f"<{self._what}: {'failed' if self._future.exception() else 'done'}>"
+
+
+@atexit.register
+def _say_what_failed() -> None:
+    """End a program with an error, if nobody has heard that its last save failed.
+
+    All threads are over then. Only `os._exit` sets the status of a program that ends; what was
+    registered before this, by torch and Python, has nothing to do for one that fails.
+    """
+    for handle in _EARLIER:
+        if handle.is_here and not handle._asked and (error := handle._future.exception()):
+            traceback.print_exception(error)
+            text = explain(
+                f"{handle._what} failed, and nobody asked for its result.",
+                cause="what is said above; or torch.distributed.destroy_process_group() before the "
+                "save was over.",
+                fix="call result() of what save_async returned before the end. What was saved "
+                "before is still there.",
+            )
+            print(text, file=sys.stderr)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def run_beside(run: Callable[[], None], *, what: str) -> AsyncSave:
+    """Run in a thread, which the interpreter waits for when it ends."""
+    handle = AsyncSave(what)
+
+    def body() -> None:
+        try:
+            run()
+        except BaseException as error:  # `result` raises it, whatever it is
+            handle._future.set_exception(error)
+        else:
+            handle._future.set_result(None)
+
+    threading.Thread(target=body, name=what, daemon=False).start()
+    return handle
+
+
+def wait_for_earlier(*, raises: bool = True) -> None:
+    """Wait for a save in flight; raise its error, if nobody has asked for its result."""
+    for handle in [one for one in _EARLIER if one.is_here]:
+        if raises and not handle._asked:
+            _EARLIER.clear()
+            handle.result()
+        else:
+            handle._future.exception()
+
+
+def group_beside(axis: Axis, *, use: str = "saves") -> Axis:
+    """Return the same ranks with a group that only one use has. A collective at first.
+
+    use: of which one thread is in flight at a time.
+    """
+    if axis.runtime is not Runtime.PROCESSES:
+        return axis
+    found = _GROUPS.get((axis, use))
+    if found is not None:
+        with suppress(AxisError):  # torch.distributed may have been started anew
+            found.group()
+            return found
+    found = _GROUPS[axis, use] = own_group(axis, backend="gloo")
+    return found

@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._behind import wait_for_earlier
-from fzero.checkpoint._complete import warn_of_left_out
-from fzero.checkpoint._folders import PathLike, path_everywhere
-from fzero.checkpoint._held import Held, held_by, require_idle, whole_leaves
-from fzero.checkpoint._pickles import write_pickle
+from fzero.checkpoint._allocate import warn_of_left_out
+from fzero.checkpoint._process_states import Held, held_by, require_idle, whole_leaves
+from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._universal import (
     FP32,
     LATEST,
@@ -25,10 +23,11 @@ from fzero.checkpoint._universal import (
     ZERO,
     is_name,
     require_places,
+    write_pickle,
 )
-from fzero.checkpoint.disk import is_there, put_text, sync, sync_files
-from fzero.checkpoint.driven import Buffers, Driven, group_names, plain_options
-from fzero.checkpoint.everywhere import written_by_first
+from fzero.checkpoint.collective import written_by_first
+from fzero.checkpoint.engine_state import Buffers, Driven, group_names, plain_options
+from fzero.checkpoint.folders import PathLike, is_there, path_everywhere, put_text, sync, sync_files
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_paths, tied_names
@@ -96,22 +95,41 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
         for one in held.states:
             require_idle(one)
         require_places("save_universal", first)
-        _require_tag(where, tag)
+        good = tag is None or (isinstance(tag, str) and is_name(tag))
+        if not good or (tag is not None and (where / tag).exists()):
+            seen = f"is in {where} already" if good else "is no name of a folder"
+            raise LayoutError(
+                f"save_universal: the tag {tag!r:.80} {seen}.",
+                cause="a tag that was used before, or a path.",
+                fix="give a new name, or no tag: then one is made of the step.",
+            )
         is_there(where / LATEST)
         if ranks.axis.rank == 0:
             _write_shared(partial, first, held.buffers)
 
     def put(partial: Path, one: tuple[str, int, Tensor]) -> None:
         key, number, values = one
-        _write_values(partial / ZERO / names[number] / f"{key}.pt", values)
+        dtype = values.dtype
+        if dtype.is_floating_point:
+            dtype = torch.promote_types(dtype, torch.float32)
+        own = torch.empty(values.shape, dtype=dtype, device="cpu")  # and nothing else of its memory
+        file = partial / ZERO / names[number] / f"{key}.pt"
+        write_pickle(file, {"param": own.copy_(values), "cat_dim": 0})
+
+    def put_in_place(partial: Path) -> None:
+        """Give the folder its name, and then say that it counts: a move each."""
+        sync_files((*partial.rglob("*"), partial))
+        name, number = tag or f"global_step{step}_universal", 1
+        while tag is None and (where / name).exists():
+            number += 1
+            name = f"global_step{step}_universal_{number}"
+        os.rename(partial, where / name)
+        sync(where)
+        put_text(where / LATEST, name, through=where / f"{partial.name}-{LATEST}")
+        sync(where)
 
     written_by_first(
-        ranks,
-        where,
-        begin=begin,
-        values=_whole_values(held),
-        write=put,
-        finish=lambda partial: _put_in_place(partial, where, tag, step),
+        ranks, where, begin=begin, values=_whole_values(held), write=put, finish=put_in_place
     )
 
 
@@ -129,16 +147,6 @@ def _whole_values(held: Held) -> Iterator[tuple[str, int, Tensor]]:
         for key, flats, placement in parts:
             for number, values in whole_leaves(held, index, flats, placement):
                 yield key, number, values
-
-
-def _write_values(file: Path, values: Tensor) -> None:
-    dtype = values.dtype
-    if dtype.is_floating_point:
-        dtype = torch.promote_types(dtype, torch.float32)
-    own = torch.empty(values.shape, dtype=dtype, device="cpu").copy_(
-        values
-    )  # and nothing else of its memory
-    write_pickle(file, {"param": own, "cat_dim": 0})
 
 
 def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
@@ -176,62 +184,24 @@ def _write_shared(partial: Path, state: TrainState, buffers: Buffers) -> None:
         },
     }
     scale = as_numbers(state.scale).get("scale")
-    write_pickle(
-        partial / ZERO / OPTIMIZER, shared if scale is None else {**shared, "loss_scale": scale}
-    )
-    states = _model_states(state, buffers)
-    for file in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):  # for stages 1 and 2, and for 3
-        write_pickle(partial / f"{file}{STATES}", states)
-
-
-def _model_states(state: TrainState, buffers: Buffers) -> dict[str, Any]:
-    """Return what DeepSpeed keeps beside the optimizer: here, buffers and counters."""
-    layout = state.setup.layout
-    shapes = OrderedDict(
-        (name, torch.Size(leaf.shape))
-        for name, leaf in zip(leaf_paths(layout), layout.leaves, strict=True)
-        if leaf.trainable
-    )
-    return {
+    if scale is not None:
+        shared["loss_scale"] = scale
+    write_pickle(partial / ZERO / OPTIMIZER, shared)
+    pairs = zip(leaf_paths(layout), leaves, strict=True)
+    shapes = OrderedDict((name, torch.Size(leaf.shape)) for name, leaf in pairs if leaf.trainable)
+    states = {  # what DeepSpeed keeps beside the optimizer: here, buffers and counters
         "module": OrderedDict((name, x.cpu().clone()) for name, x in buffers.items()),
         "buffer_names": list(buffers),
         "param_shapes": [shapes],
         "shared_params": tied_names(layout),
-        "optimizer": None,
-        "lr_scheduler": None,
-        "data_sampler": None,
-        "random_ltd": None,
+        **dict.fromkeys(("optimizer", "lr_scheduler", "data_sampler", "random_ltd")),
         "skipped_steps": 0,
-        "global_steps": int(state.step),
+        "global_steps": updates,
         "dp_world_size": layout.ranks,
         "mp_world_size": 1,
         "ds_config": {},
         "ds_version": _LAYOUT,
         "universal_checkpoint_info": {"universal_checkpoint_version": _VERSION},
     }
-
-
-def _put_in_place(partial: Path, folder: Path, tag: str | None, step: int) -> None:
-    """Give the folder its name, and then say that it counts: a move each."""
-    sync_files((*partial.rglob("*"), partial))
-    name, number = tag or f"global_step{step}_universal", 1
-    while tag is None and (folder / name).exists():
-        number += 1
-        name = f"global_step{step}_universal_{number}"
-    os.rename(partial, folder / name)
-    sync(folder)
-    put_text(folder / LATEST, name, through=folder / f"{partial.name}-{LATEST}")
-    sync(folder)
-
-
-def _require_tag(folder: Path, tag: str | None) -> None:
-    if tag is None:
-        return
-    good = isinstance(tag, str) and is_name(tag)
-    if not good or (folder / tag).exists():
-        seen = f"is in {folder} already" if good else "is no name of a folder"
-        raise LayoutError(
-            f"save_universal: the tag {tag!r:.80} {seen}.",
-            cause="a tag that was used before, or a path.",
-            fix="give a new name, or no tag: then one is made of the step.",
-        )
+    for file in ("mp_rank_00", "zero_pp_rank_0_mp_rank_00"):  # for stages 1 and 2, and for 3
+        write_pickle(partial / f"{file}{STATES}", states)

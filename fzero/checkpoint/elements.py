@@ -5,16 +5,13 @@ For tools that take states of other ranks apart as a checkpoint does.
 
 from fzero.checkpoint._export import values_by_path as values_by_path
 from fzero.checkpoint._export import whole_parameters as whole_parameters
-from fzero.checkpoint._held import Held as Held
-from fzero.checkpoint._held import held_by as held_by
-from fzero.checkpoint._held import stack_of as stack_of
-from fzero.checkpoint._held import state_of_rank as state_of_rank
-from fzero.checkpoint._held import states_of_ranks as states_of_ranks
 from fzero.checkpoint._load import fill_module as fill_module
 from fzero.checkpoint._load import read_whole as read_whole
-from fzero.checkpoint._rng import generators as generators
-from fzero.checkpoint._rng import rng_setter as rng_setter
-from fzero.checkpoint._rng import rng_text as rng_text
+from fzero.checkpoint._process_states import Held as Held
+from fzero.checkpoint._process_states import held_by as held_by
+from fzero.checkpoint._process_states import stack_of as stack_of
+from fzero.checkpoint._process_states import state_of_rank as state_of_rank
+from fzero.checkpoint._process_states import states_of_ranks as states_of_ranks
 from fzero.checkpoint._safetensors import TensorForm as TensorForm
 from fzero.checkpoint._safetensors import begin_file as begin_file
 from fzero.checkpoint._safetensors import read_file as read_file
@@ -23,6 +20,9 @@ from fzero.checkpoint._safetensors import write_values as write_values
 from fzero.checkpoint._save import Draft as Draft
 from fzero.checkpoint._save import draft_of as draft_of
 from fzero.checkpoint._save import write_draft as write_draft
+from fzero.checkpoint.engine_state import generators as generators
+from fzero.checkpoint.engine_state import rng_setter as rng_setter
+from fzero.checkpoint.engine_state import rng_text as rng_text
 from fzero.optim.counters import counters_of as counters_of
 from fzero.optim.counters import unstepped_of as unstepped_of
 from fzero.optim.counters import with_counters as with_counters

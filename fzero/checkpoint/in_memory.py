@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fzero.checkpoint._private import is_private, make_private, new_file, own_file
-from fzero.checkpoint.everywhere import CheckpointError
+from fzero.checkpoint.collective import CheckpointError
 
 SHARED_MEMORY = Path("/dev/shm")
 LOCK, KEEPER = ".lock", "keeper.json"

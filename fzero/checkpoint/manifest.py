@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself, as JSON; whether it fits a state. Pure but for one file."""
+"""What a checkpoint says about itself, as JSON: of a state, whether it fits one, in its file."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._form import COMMIT_FORM, MANIFEST_FORM, PLACE
-from fzero.checkpoint._kept import Texts, named_entries, place_of, texts_of
-from fzero.checkpoint._pieces import TensorPiece
-from fzero.checkpoint._sealed import put_sealed, read_sealed
-from fzero.checkpoint.disk import is_there
-from fzero.checkpoint.everywhere import CheckpointError, damaged
+from fzero.checkpoint._pieces import TensorPiece, Texts, named_entries, place_of, texts_of
+from fzero.checkpoint.collective import CheckpointError, damaged
+from fzero.checkpoint.folders import Kind, is_there, put_sealed, read_sealed
 from fzero.errors import LayoutError
-from fzero.errors.json_form import problems
+from fzero.errors.json_form import ANYTHING, TEXTS, DictForm, integer, natural, problems, text
 from fzero.machine.by_path import leaf_paths, tied_names
 from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
-from fzero.state.entry import Entry
 from fzero.state.layout import ENCODED
-from fzero.transforms.kept import entries_of, is_slot, numbers_of, shared_of, trains_apart
+from fzero.transforms.kept import (
+    FACTS,
+    NUMBERS,
+    entries_of,
+    is_slot,
+    numbers_of,
+    shared_of,
+    trains_apart,
+)
 
 MANIFEST, FORMAT = "checkpoint.json", 4
 FORMER = (3,)  # formats that are read, too: docs/checkpoints.md says what is other in them
@@ -90,21 +94,14 @@ def kept_facts(state: TrainState, rank: int, *, live: bool = False) -> dict[str,
 
     live: also of what does not live for the run.
     """
-    return {
-        one.name: {
-            "form": form_text(one),
-            "optional": one.form.optional,
-            "values": texts_of(state.setup, one),
-        }
-        for one in entries_of(state, rank, live=live)
-        if is_slot(one)
-    }
-
-
-def form_text(entry: Entry) -> str:
-    """Return what must be alike in two forms: what it is parallel to, and whether it is a sum."""
-    partial = entry.placement is Placement.PARTIAL
-    return f"{entry.form.leaves}, {entry.placement.value}" if partial else entry.form.leaves
+    found: dict[str, Any] = {}
+    for entry in entries_of(state, rank, live=live):
+        if is_slot(entry):  # its form: what it is parallel to, and whether it is a sum
+            partial = entry.placement is Placement.PARTIAL
+            form = entry.form.leaves + (f", {entry.placement.value}" if partial else "")
+            values = texts_of(state.setup, entry)
+            found[entry.name] = {"form": form, "optional": entry.form.optional, "values": values}
+    return found
 
 
 def named_texts(state: TrainState, rank: int) -> Texts:
@@ -138,28 +135,36 @@ def leaves_out(saved: Manifest) -> bool:
 
 def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
     """Raise `LayoutError`, naming every difference, if `saved` is not what `wanted` describes."""
+
+    def require(lines: Iterable[str], seen: str, *, cause: str, fix: str) -> None:
+        different = [*lines]
+        rest = len(different) - _SHOWN
+        shown = different[:_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
+        if shown:
+            listed = "".join(f"\n  {line}" for line in shown)
+            raise LayoutError(
+                f"load: {seen}:{listed}", cause=cause, fix=f"{fix} Nothing was changed."
+            )
+
     theirs = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
-    forms = [
+    plain, plain_here = (
         {name: text.split(ENCODED)[0] for name, text in leaves.items()}
         for leaves in (theirs, wanted.leaves)
-    ]
-    different = list(_differences(*forms))
-    if different:
-        raise LayoutError(
-            f"load: the parameters in {path} are not those of this state:{_listed(different)}",
-            cause="another model, dtype, or choice of what is trainable.",
-            fix="make the state from the model that was saved. Nothing was changed.",
-        )
-    different = list(_differences(theirs, wanted.leaves))
-    if different:
-        raise LayoutError(
-            f"load: frozen parameters in {path} are stored otherwise:{_listed(different)}",
-            cause="another codec of `frozen=`, or none.",
-            fix="make the state with the one that was saved. To go on with another one, load so, "
-            "and then fzero.init(fzero.full_params(loaded), ..., frozen=); files of "
-            "export_safetensors have decoded values, and import_safetensors encodes them. Nothing "
-            "was changed.",
-        )
+    )
+    require(
+        _differences(plain, plain_here),
+        f"the parameters in {path} are not those of this state",
+        cause="another model, dtype, or choice of what is trainable.",
+        fix="make the state from the model that was saved.",
+    )
+    require(
+        _differences(theirs, wanted.leaves),
+        f"frozen parameters in {path} are stored otherwise",
+        cause="another codec of `frozen=`, or none.",
+        fix="make the state with the one that was saved. To go on with another one, load so, "
+        "and then fzero.init(fzero.full_params(loaded), ..., frozen=); files of "
+        "export_safetensors have decoded values, and import_safetensors encodes them.",
+    )
     before, logical = saved.origin.get("logical"), wanted.origin.get("logical")
     if before != logical and None not in (before, logical):
         raise LayoutError(
@@ -172,46 +177,44 @@ def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
     rule, own = saved.origin["optimizer"], wanted.origin["optimizer"]
     different = [] if rule == own else [f"the rule: {rule} in the checkpoint, {own} here"]
     for slot in sorted({*saved.slots, *wanted.slots}):
-        inside = _differences(_known(saved.slots.get(slot, {})), wanted.slots.get(slot, {}))
+        # What a step makes, in a shape of its own, is as it was saved.
+        known = {k: form for k, form in saved.slots.get(slot, {}).items() if " " not in form}
+        inside = _differences(known, wanted.slots.get(slot, {}))
         different += [f"slot {slot} of {line}" for line in inside]
     stepped = {leaf for slot in wanted.slots.values() for leaf in slot}
-    theirs, ours = (one.counters["optimizer"] for one in (saved, wanted))
-    different += [f"counter {line}" for line in counter_misfits(theirs, ours, stepped)]
-    if different:
-        raise LayoutError(
-            f"load: the optimizer state in {path} is not that of this state's optimizer:"
-            f"{_listed(different)}",
-            cause="the state was made with another optimizer than the saved one.",
-            fix=f"make the state with the optimizer that was saved ({rule}, with the same "
-            "momentum and master_weights). To go on with another one, load so, and then "
-            "fzero.init(fzero.full_params(loaded), other, stage=...). Nothing was changed.",
-        )
-    _require_kept_fit(saved, wanted, path)
-
-
-def _require_kept_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
-    """Raise `LayoutError` for what is kept on both sides, in other forms or dtypes."""
-    different: list[str] = []
-    for name, ours in wanted.kept.items():
-        theirs = saved.kept.get(name)
-        if theirs is None or ours["optional"]:
+    counters, ours = (one.counters["optimizer"] for one in (saved, wanted))
+    different += [f"counter {line}" for line in counter_misfits(counters, ours, stepped)]
+    require(
+        different,
+        f"the optimizer state in {path} is not that of this state's optimizer",
+        cause="the state was made with another optimizer than the saved one.",
+        fix=f"make the state with the optimizer that was saved ({rule}, with the same "
+        "momentum and master_weights). To go on with another one, load so, and then "
+        "fzero.init(fzero.full_params(loaded), other, stage=...).",
+    )
+    different = []
+    for name, here in wanted.kept.items():
+        there = saved.kept.get(name)
+        if there is None or here["optional"]:
             continue
-        if theirs["form"] != ours["form"]:
-            different.append(f"{name}: {theirs['form']} in the checkpoint, {ours['form']} here")
-        elif ours["form"] not in _CONVERTED:
-            inside = _differences(theirs["values"], {**theirs["values"], **ours["values"]})
+        if there["form"] != here["form"]:
+            different.append(f"{name}: {there['form']} in the checkpoint, {here['form']} here")
+        elif here["form"] not in _CONVERTED:
+            inside = _differences(there["values"], {**there["values"], **here["values"]})
             different += [f"{name} {line}" for line in inside]
-    if different:
-        raise LayoutError(
-            f"load: what is kept in {path} has not the forms of this state:{_listed(different)}",
-            cause="a transform of the same name with other slots, shapes or dtypes.",
-            fix="give it another name, or the slots that were saved. Nothing was changed.",
-        )
+    require(
+        different,
+        f"what is kept in {path} has not the forms of this state",
+        cause="a transform of the same name with other slots, shapes or dtypes.",
+        fix="give it another name, or the slots that were saved.",
+    )
 
 
-def _known(slot: Mapping[str, str]) -> dict[str, str]:
-    """The parameters of a slot with their elements: one of another shape is made by a step."""
-    return {name: form for name, form in slot.items() if " " not in form}
+def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
+    for name in [*wanted, *(name for name in saved if name not in wanted)]:
+        if saved.get(name) != wanted.get(name):
+            here, there = wanted.get(name, "nothing"), saved.get(name, "nothing")
+            yield f"{name}: {there} in the checkpoint, {here} in the state"
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -219,8 +222,14 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
     Raises `LayoutError` if JSON cannot hold it.
     """
+
+    def state_dict_of(value: Any) -> Any:
+        if not hasattr(value, "state_dict"):
+            raise TypeError(f"a {type(value).__name__} is not one of JSON's kinds")
+        return value.state_dict()
+
     try:
-        text = json.dumps(dict(extra or {}), default=_state_dict)
+        text = json.dumps(dict(extra or {}), default=state_dict_of)
     except (TypeError, ValueError) as error:
         raise LayoutError(
             f"save: extra={extra!r:.200} cannot be written as JSON: {error}.",
@@ -252,12 +261,6 @@ def require_readable(manifest: Manifest) -> None:
             cause="a parameter, buffer or slot with a line break in its name.",
             fix="give it another name: load would refuse this one. Nothing was written.",
         )
-
-
-def _state_dict(value: Any) -> Any:
-    if not hasattr(value, "state_dict"):
-        raise TypeError(f"a {type(value).__name__} is not one of JSON's kinds")
-    return value.state_dict()
 
 
 def write_manifest(manifest: Manifest, path: Path, *, commits: bool = True) -> None:
@@ -344,39 +347,86 @@ def require_tensors(saved: Manifest, pieces: Iterable[TensorPiece], where: objec
 
     where: the manifest is.
     """
-    for piece in {piece.name: piece for piece in pieces}.values():
-        for wrong in _misfits(saved, piece):
-            raise damaged(where, f"does not fit {piece.name}: {wrong}")
+    for name, piece in {piece.name: piece for piece in pieces}.items():
+
+        def wrong(seen: str, name: str = name) -> CheckpointError:
+            return damaged(where, f"does not fit {name}: {seen}")
+
+        if name not in saved.tensors:
+            raise wrong("the manifest does not have it")
+        entry, end = saved.tensors[name], 0
+        if entry["dtype"] != str(piece.values.dtype):
+            raise wrong(f"it is {entry['dtype']:.80} there, {piece.values.dtype} is wanted")
+        for begin, numel, file, offset, length in sorted(entry["chunks"]):
+            if begin != end:
+                raise wrong(f"elements {end} to {begin} are in no chunk, or in two")
+            if file not in saved.files:
+                raise wrong(f"it is in {file!r:.200}, which is not in the manifest")
+            if offset + length > saved.files[file][0]:
+                raise wrong(f"it is at {offset} + {length} of {file}")
+            end = begin + numel
+        if end != piece.numel:
+            raise wrong(f"{end} elements are there, {piece.numel} are wanted")
 
 
-def _misfits(saved: Manifest, piece: TensorPiece) -> Iterator[str]:
-    """Say what is wrong with the tensor of a piece in the manifest."""
-    if piece.name not in saved.tensors:
-        yield "the manifest does not have it"
-        return
-    entry, end = saved.tensors[piece.name], 0
-    if entry["dtype"] != str(piece.values.dtype):
-        yield f"it is {entry['dtype']:.80} there, {piece.values.dtype} is wanted"
-    for begin, numel, file, offset, length in sorted(entry["chunks"]):
-        if begin != end:
-            yield f"elements {end} to {begin} are in no chunk, or in two"
-        if file not in saved.files:
-            yield f"it is in {file!r:.200}, which is not in the manifest"
-        elif offset + length > saved.files[file][0]:
-            yield f"it is at {offset} + {length} of {file}"
-        end = begin + numel
-    if end != piece.numel:
-        yield f"{end} elements are there, {piece.numel} are wanted"
+DATA = re.compile(r"data-[0-9a-f]{16}")
+
+PLACE = re.compile(r"[^=,]+=[0-9]+of[0-9]+(,[^=,]+=[0-9]+of[0-9]+)*")
+"""The name of the folder of one place of a mesh."""
 
 
-def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
-    for name in [*wanted, *(name for name in saved if name not in wanted)]:
-        if saved.get(name) != wanted.get(name):
-            here, there = wanted.get(name, "nothing"), saved.get(name, "nothing")
-            yield f"{name}: {there} in the checkpoint, {here} in the state"
+def _is_data(value: object) -> bool:
+    return isinstance(value, str) and DATA.fullmatch(value) is not None
 
 
-def _listed(lines: list[str]) -> str:
-    rest = len(lines) - _SHOWN
-    shown = [*lines[:_SHOWN], *([f"... and {rest} more"] if rest > 0 else [])]
-    return "".join(f"\n  {line}" for line in shown)
+COMMIT_FORM = DictForm(must={"data": _is_data, "places": [text]})
+"""The body of checkpoint-<axes>.json, which says what all places of a mesh have saved together."""
+
+_CHUNK = (natural, integer(1, 2**63), text, natural, natural)
+MANIFEST_FORM = DictForm(
+    must={
+        "origin": DictForm(
+            must={
+                "stage": integer(0, 4),
+                "ranks": integer(1, 2**20),  # for each of which room may be made
+                "torch": text,
+                "optimizer": text,
+            },
+            may={**FACTS, "logical": text},
+        ),
+        "leaves": TEXTS,
+        "slots": DictForm(others=TEXTS),
+        "counters": NUMBERS,
+        "module": DictForm(
+            must={
+                "buffers": DictForm(others=DictForm(must={"0": text}, others=text, names="[0-9]+")),
+                "options": [ANYTHING],
+            }
+        ),
+        "tensors": DictForm(others=DictForm(must={"dtype": text, "chunks": [_CHUNK]})),
+        "data": _is_data,
+        # No folder, not . and not ..
+        "files": DictForm(
+            others=(natural, integer(0, 2**32)),
+            names="[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*",
+        ),
+        "extra": ANYTHING,
+    },
+    may={
+        "tied": TEXTS,
+        "kept": DictForm(
+            others=DictForm(
+                must={"form": text, "optional": lambda x: type(x) is bool, "values": TEXTS}
+            )
+        ),
+    },
+)
+"""The body of checkpoint.json, without its format."""
+
+
+def data_named_at(path: Path) -> str:
+    """Return the data folder that counts at a path; "" where there is none yet."""
+    return read_manifest(path).data if manifest_file(path).exists() else ""
+
+
+CHECKPOINT = Kind(MANIFEST, "data", data_named_at)

@@ -10,9 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fzero.checkpoint._folders import PathLike, as_path
-from fzero.checkpoint._held import Held, held_by
-from fzero.checkpoint._kept import pieces_of_rank
 from fzero.checkpoint._mirror_file import copy_bytes
 from fzero.checkpoint._mirror_home import (
     SLOTS,
@@ -30,9 +27,12 @@ from fzero.checkpoint._mirror_home import (
 from fzero.checkpoint._mirror_hosts import restarts
 from fzero.checkpoint._mirror_read import restored
 from fzero.checkpoint._mirror_write import Flight, Slots, part_of, start_copy, wait_for_copies
+from fzero.checkpoint._pieces import pieces_of_rank
+from fzero.checkpoint._process_states import Held, held_by
 from fzero.checkpoint._save import draft_of
-from fzero.checkpoint.driven import Driven
-from fzero.checkpoint.everywhere import everywhere
+from fzero.checkpoint.collective import everywhere
+from fzero.checkpoint.engine_state import Driven
+from fzero.checkpoint.folders import PathLike, as_path
 from fzero.checkpoint.in_memory import let_go
 from fzero.errors.check import is_count, require
 from fzero.state import TrainState

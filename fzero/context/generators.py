@@ -26,18 +26,25 @@ def of_devices(device: torch.device | None = None) -> list[torch.Generator]:
 
 
 @contextmanager
-def at_states(
-    states: Sequence[tuple[torch.Generator, torch.Tensor]],
-) -> Generator[None, None, None]:
-    """Set generators to states; put them back when the block ends."""
-    before = [(generator, generator.get_state()) for generator, _ in states]
+def kept(generators: Sequence[torch.Generator]) -> Generator[None, None, None]:
+    """Put generators back to their states when the block ends."""
+    before = [(generator, generator.get_state()) for generator in generators]
     try:
-        for generator, state in states:
-            generator.set_state(state)
         yield
     finally:
         for generator, state in before:
             generator.set_state(state)
+
+
+@contextmanager
+def at_states(
+    states: Sequence[tuple[torch.Generator, torch.Tensor]],
+) -> Generator[None, None, None]:
+    """Set generators to states; put them back when the block ends."""
+    with kept([generator for generator, _ in states]):
+        for generator, state in states:
+            generator.set_state(state)
+        yield
 
 
 @contextmanager
@@ -47,11 +54,7 @@ def seeded(seed: int, device: torch.device) -> Generator[None, None, None]:
     That of the CPU looks at the lower 32 bits of a seed, as `torch.manual_seed` has it.
     """
     generators = of_devices(device)
-    before = [generator.get_state() for generator in generators]
-    try:
+    with kept(generators):
         for generator in generators:
             generator.manual_seed(seed)
         yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)

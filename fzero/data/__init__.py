@@ -1,7 +1,7 @@
 """Where data stands, as a value: which rows come next, for any number of ranks.
 
 In: the length of a data set, the seed, how many batches were trained on.
-Out: ids of rows. `order` and `permutation` are pure; `loader` gives the ids to
+Out: ids of rows. `order` is pure; `loader` gives the ids to
 torch.utils.data.DataLoader, and pairs its batches with the order after each.
 """
 

@@ -82,29 +82,36 @@ def called_as(
 
         @functools.wraps(fn)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+            this = name or fn.__name__
             more: Any = kwargs if prepare is None else prepare(kwargs)
             try:
                 signature.bind(*args, **more)
             except TypeError as error:  # of the binding, not of the function itself
                 if args and not of_module:
-                    refuse_module(name or fn.__name__, args[0])
-                raise _wrong_call(name or fn.__name__, signature, usage, more, error) from None
+                    refuse_module(this, args[0])
+                unknown = [key for key in more if key not in signature.parameters]
+                if unknown:
+                    known = signature.parameters
+                    raise unknown_option(this, unknown[0], known, usage) from None
+                raise CallError(
+                    f"{this}: {error}.",
+                    cause="an argument too many or too few, or options that were given by "
+                    "position.",
+                    fix=f"call it as {usage}.",
+                ) from None
             if any_of and not more.keys() & any_of:
-                raise _nothing_asked(name or fn.__name__, any_of, usage)
+                options = " or ".join(f"{one}=" for one in any_of)
+                raise CallError(
+                    f"{this} got none of its options, and would do nothing.",
+                    cause="a transform that was put around a step by its name alone.",
+                    fix=f"give {options}: {usage}; or leave {this} out ({any_of[0]}=None is the "
+                    "identity).",
+                )
             return fn(*args, **more)  # pyright: ignore[reportCallIssue]
 
         return checked
 
     return wrap
-
-
-def _nothing_asked(name: str, any_of: tuple[str, ...], usage: str) -> CallError:
-    options = " or ".join(f"{one}=" for one in any_of)
-    return CallError(
-        f"{name} got none of its options, and would do nothing.",
-        cause="a transform that was put around a step by its name alone.",
-        fix=f"give {options}: {usage}; or leave {name} out ({any_of[0]}=None is the identity).",
-    )
 
 
 def refuse_module(name: str, fn: Any) -> None:
@@ -131,19 +138,6 @@ def refuse_model(name: str, fn: Any) -> None:
             f"{name}({'apply' if name == 'evaluate' else 'loss'}, state)(x), with a function that "
             "calls apply(params, x).",
         )
-
-
-def _wrong_call(
-    name: str, signature: inspect.Signature, usage: str, given: Iterable[str], error: TypeError
-) -> CallError:
-    unknown = [key for key in given if key not in signature.parameters]
-    if unknown:
-        return unknown_option(name, unknown[0], signature.parameters, usage)
-    return CallError(
-        f"{name}: {error}.",
-        cause="an argument too many or too few, or options that were given by position.",
-        fix=f"call it as {usage}.",
-    )
 
 
 def unknown_option(name: str, option: str, known: Iterable[str], usage: str = "") -> CallError:

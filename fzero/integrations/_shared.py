@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero import checkpoint
 from fzero.adapter import Engine, gathered
-from fzero.checkpoint.driven import buffers_of, idle, options_of, set_buffers, set_options
 from fzero.checkpoint.elements import fill_module, held_by, values_by_path
+from fzero.checkpoint.engine_state import buffers_of, idle, options_of, set_buffers, set_options
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.placeholder import LazyParam

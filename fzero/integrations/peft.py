@@ -23,7 +23,7 @@ from peft.utils.other import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.save_and_load import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from fzero.checkpoint.disk import sync_files
+from fzero.checkpoint.collective import Ranks, everywhere, written_by_first
 from fzero.checkpoint.elements import (
     TensorForm,
     begin_file,
@@ -33,8 +33,7 @@ from fzero.checkpoint.elements import (
     whole_parameters,
     write_values,
 )
-from fzero.checkpoint.everywhere import Ranks, everywhere, written_by_first
-from fzero.checkpoint.folders import PathLike, path_everywhere
+from fzero.checkpoint.folders import PathLike, path_everywhere, sync_files
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_paths

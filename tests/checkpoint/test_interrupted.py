@@ -15,7 +15,7 @@ import torch
 
 import fzero
 from fzero.checkpoint import CheckpointError, _storage, load, read_extra, save
-from fzero.checkpoint.everywhere import Ranks
+from fzero.checkpoint.collective import Ranks
 from fzero.errors import LostRankError
 from tests.checkpoint.states import blank, contents, make, mixed, snapshot
 from tests.ranks import run_ranks

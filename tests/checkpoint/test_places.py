@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint import load, read_extra, save
-from fzero.checkpoint.everywhere import CheckpointError
+from fzero.checkpoint import CheckpointError, load, read_extra, save
 from fzero.errors import AxisError
 from tests.experts_on_axes import PARAMS, batches, loss, meshes, mine_of, optimizers
 from tests.ranks import run_ranks

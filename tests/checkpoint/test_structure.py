@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint._structure import as_received, as_sent, structure_of
 from fzero.checkpoint.elements import held_by
+from fzero.checkpoint.mesh_transition import as_received, as_sent, structure_of
 from fzero.errors import LayoutError
 from fzero.optim import schedules
 

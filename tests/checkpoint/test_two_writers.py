@@ -13,7 +13,7 @@ import torch
 
 import fzero
 from fzero.checkpoint import load, save
-from fzero.checkpoint._folders import kept
+from fzero.checkpoint.folders import kept
 from tests.checkpoint.forge import data_of
 from tests.ranks import forkserver
 

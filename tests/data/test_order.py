@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import fzero
 from fzero.data import Order
-from fzero.data.permutation import keys_of, permuted
+from fzero.data.order import keys_of, permuted
 from fzero.ranks.mesh import Dims
 from fzero.state.logical import carried, share
 

@@ -35,8 +35,8 @@ def test_the_job_imports_public_names_only(path: Path) -> None:
         ("import fzero\nfrom fzero.checkpoint import save\nfrom fzero import LayoutError", []),
         ("from fzero.collectives import gather_objects", ["fzero.collectives.gather_objects"]),
         (
-            "def f():\n    from fzero.checkpoint.disk import regular",
-            ["fzero.checkpoint.disk.regular"],
+            "def f():\n    from fzero.checkpoint.folders import regular",
+            ["fzero.checkpoint.folders.regular"],
         ),
         ("from fzero.ranks import rendezvous", ["fzero.ranks.rendezvous"]),
     ],

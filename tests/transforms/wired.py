@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fzero
 from fzero import Compress
 from fzero.adapter import Engine
-from fzero.checkpoint._kept import as_numbers, held_part
+from fzero.checkpoint._pieces import as_numbers, held_part
 from fzero.machine.packing import unpack
 from fzero.machine.residual import BACK, RESIDUAL, memory_flats
 from fzero.state import TrainState

@@ -13,9 +13,9 @@ import torch
 from fzero.adapter.engine import Engine
 from fzero.checkpoint import load_with_extra
 from fzero.checkpoint import save as save_to
-from fzero.checkpoint.disk import is_there, put_text, read_text
-from fzero.checkpoint.driven import idle, options_of, set_options
-from fzero.checkpoint.everywhere import Ranks, from_first
+from fzero.checkpoint.collective import Ranks, from_first
+from fzero.checkpoint.engine_state import idle, options_of, set_options
+from fzero.checkpoint.folders import is_there, put_text, read_text
 from fzero.checkpoint.manifest import leaves_out, read_manifest
 from fzero.errors import LayoutError
 from fzero.state.scale import with_slot

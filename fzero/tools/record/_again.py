@@ -10,15 +10,8 @@ import optree
 from torch import Tensor
 
 from fzero import checkpoint
-from fzero.checkpoint.driven import Driven, buffers_of, options_of, set_buffers, set_options
-from fzero.checkpoint.elements import (
-    Held,
-    generators,
-    held_by,
-    rng_setter,
-    rng_text,
-    stack_of,
-)
+from fzero.checkpoint.elements import Held, generators, held_by, rng_setter, rng_text, stack_of
+from fzero.checkpoint.engine_state import Driven, buffers_of, options_of, set_buffers, set_options
 from fzero.state import NAMESPACE
 from fzero.tools.record._records import Inputs, RecordedCall, RecordedForm, Snapshot
 

@@ -19,7 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.disk import read_text, sync, sync_files
+from fzero.checkpoint.collective import (
+    CheckpointError,
+    Ranks,
+    everywhere,
+    from_first,
+    results_of_ranks,
+)
 from fzero.checkpoint.elements import (
     Draft,
     TensorForm,
@@ -30,13 +36,6 @@ from fzero.checkpoint.elements import (
     write_draft,
     write_values,
 )
-from fzero.checkpoint.everywhere import (
-    CheckpointError,
-    Ranks,
-    everywhere,
-    from_first,
-    results_of_ranks,
-)
 from fzero.checkpoint.folders import (
     LOCK,
     Kind,
@@ -45,8 +44,11 @@ from fzero.checkpoint.folders import (
     make_folder,
     put_sealed,
     read_sealed,
+    read_text,
     require_whole,
     sweep,
+    sync,
+    sync_files,
 )
 from fzero.checkpoint.manifest import MANIFEST, read_manifest
 from fzero.errors import LayoutError

@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.checkpoint.collective import Ranks
 from fzero.checkpoint.elements import (
     Held,
     draft_of,
@@ -22,7 +23,6 @@ from fzero.checkpoint.elements import (
     state_of_rank,
     write_draft,
 )
-from fzero.checkpoint.everywhere import Ranks
 from fzero.errors import DonatedError, LayoutError
 from fzero.state import NAMESPACE, Phase, TrainState
 from fzero.tools.record._again import Wrong, state_in, wrong_ranks

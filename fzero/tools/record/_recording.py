@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.checkpoint.everywhere import Ranks
+from fzero.checkpoint.collective import Ranks
 from fzero.errors import LayoutError
 from fzero.ranks.mesh import Axis
 from fzero.tools.record._files import read_folder, write_folder

@@ -12,8 +12,8 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.checkpoint.collective import from_first
 from fzero.checkpoint.elements import Draft, write_draft
-from fzero.checkpoint.everywhere import from_first
 from fzero.checkpoint.in_memory import REPLAY, new_folder, remove_folder
 from fzero.state import NAMESPACE, TrainState
 from fzero.tools.record._digest import DigestedLeaf, digested_leaves

@@ -58,13 +58,6 @@ def damaged(what: object, seen: str) -> CheckpointError:
     )
 
 
-def said_by(error: FzeroError, rank: int, axis: Axis) -> FzeroError:
-    """Return `error` with the rank in its notes, where there are several."""
-    if axis.size > 1:
-        error.add_note(f"(raised on rank {rank} of {axis.size})")
-    return error
-
-
 def everywhere(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
     """`at_once`, of ranks that may wait for their disks: no longer than the timeout."""
     try:
@@ -97,7 +90,9 @@ def at_once(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
         problem = could_not(what, error)
     for rank, one in enumerate(ranks.tell(problem)):
         if one is not None:
-            raise said_by(one, rank, ranks.axis)
+            if ranks.axis.size > 1:
+                one.add_note(f"(raised on rank {rank} of {ranks.axis.size})")
+            raise one
     return found[0]
 
 

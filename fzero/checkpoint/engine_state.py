@@ -1,19 +1,28 @@
-"""The parts of an engine outside of its state: module buffers, and param-group options."""
+"""What an engine has outside of its state: buffers, param-group options, random generators.
+
+Of generators the states are saved as JSON:
+
+    torch    of the CPU, and of the current CUDA device once CUDA is in use
+    python   of the module `random`
+    numpy    of numpy's own generator, if numpy was imported
+"""
 
 from __future__ import annotations
 
+import base64
+import json
+import random
+import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from math import prod
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._pieces import TensorPiece, overlap, whole_pieces
-from fzero.checkpoint.everywhere import CheckpointError
+from fzero.checkpoint._pieces import TensorPiece, whole_pieces
+from fzero.checkpoint.collective import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_paths
 from fzero.state import TrainState
@@ -62,7 +71,12 @@ def buffers_of(module: nn.Module) -> Buffers:
 
 def facts_of(buffers: Buffers) -> dict[str, tuple[str, int]]:
     """Return {path: (shape and dtype, crc32 of the values)}."""
-    return {path: (form_of(value), zlib.crc32(_raw(value))) for path, value in buffers.items()}
+    found: dict[str, tuple[str, int]] = {}
+    for path, value in buffers.items():
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        found[path] = form_of(value), zlib.crc32(data)
+    return found
 
 
 def differing_buffers(told: Sequence[Mapping[str, tuple[str, int]]]) -> dict[str, dict[str, str]]:
@@ -88,7 +102,7 @@ def buffer_pieces(
         piece
         for path, value in buffers.items()
         if str(rank) in saved[path]
-        for piece in whole_pieces(_name(rank, path), value)
+        for piece in whole_pieces(f"buffers/{rank}/{path}", value)
     ]
 
 
@@ -98,8 +112,8 @@ def blank_buffers(
     rank: int,
     same_ranks: bool,
     shapes: Mapping[str, tuple[int, ...]] | None = None,
-) -> tuple[Buffers, list[TensorPiece], list[Callable[[], None]]]:
-    """Return empty buffers [shape], by path, the pieces to fill them by, and what places those.
+) -> tuple[Buffers, list[TensorPiece]]:
+    """Return empty buffers, by path, and the pieces to fill them by.
 
     On as many ranks as have saved, each rank gets its own; else all get those of rank 0. Without
     saved buffers, which a state alone has none of, there is nothing to fill. shapes: of a partial
@@ -107,35 +121,25 @@ def blank_buffers(
 
     Raises `LayoutError`, naming the buffer, for those of another module.
     """
-    found: Buffers = {}
-    pieces, puts = list[TensorPiece](), list[Callable[[], None]]()
+    found, pieces = Buffers(), list[TensorPiece]()
     here = buffers_of(module) if saved else {}
     for path in sorted({*saved, *here} if shapes is None and saved else {*saved} & {*here}):
         forms = saved.get(path, {})
         source = str(rank) if same_ranks and str(rank) in forms else "0"
-        form = form_of(here[path]) if path in here else "nothing"
-        if (other := (shapes or {}).get(path)) is not None:
-            own = here[path].cpu().clone()
-            values = torch.empty(prod(other), dtype=own.dtype, device="cpu")
-            found[path], part = own, overlap(0, own.numel(), tuple(own.shape), other)
-            name = _name(source, path)
-            pieces.append(TensorPiece(name=name, start=0, numel=values.numel(), values=values))
-            puts.append(partial(part.fill, own.view(-1), values))
-            continue
-        if forms.get(source, "nothing") != form:
+        form, other = form_of(here[path]) if path in here else "nothing", (shapes or {}).get(path)
+        if other is None and forms.get(source, "nothing") != form:
             raise LayoutError(
                 f"load: the buffer {path} is {forms.get(source, 'nothing')} in the checkpoint, "
                 f"{form} in the module.",
                 cause="another module.",
                 fix="make the engine from the module that was saved. Nothing was changed.",
             )
-        value = torch.empty(here[path].shape, dtype=here[path].dtype, device="cpu")
-        found[path] = value
+        shape = here[path].shape if other is None else other
+        value = found[path] = torch.empty(shape, dtype=here[path].dtype, device="cpu")
         if value.numel():
-            flat = value.reshape(-1)
-            name = _name(source, path)
+            name, flat = f"buffers/{source}/{path}", value.reshape(-1)
             pieces.append(TensorPiece(name=name, start=0, numel=flat.numel(), values=flat))
-    return found, pieces, puts
+    return found, pieces
 
 
 @torch.no_grad()
@@ -153,8 +157,11 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a param group that are numbers, strings, or several of them."""
-    names = (name for name in group if name not in NO_OPTIONS and _is_plain(group[name]))
-    return {name: _plain(group[name]) for name in names}
+    return {
+        name: value.item() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name not in NO_OPTIONS and _is_plain(value)
+    }
 
 
 def group_names(state: TrainState) -> list[list[str]]:
@@ -232,19 +239,76 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, _PLAIN)
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
-
-
-def _name(rank: int | str, path: str) -> str:
-    return f"buffers/{rank}/{path}"
-
-
 def form_of(value: Tensor) -> str:
     """Return what a manifest says of a buffer."""
     return f"{tuple(value.shape)} {value.dtype}"
 
 
-def _raw(value: Tensor) -> bytes:
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+def rng_file(rank: int) -> str:
+    """Return the name of the file with the generators of a rank."""
+    return f"rng-{rank:05d}.json"
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of all generators of this process, as they give them."""
+    found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        found["numpy"] = numpy.random.get_state()
+    return found
+
+
+def rng_text(found: Mapping[str, Any] | None = None) -> str:
+    """Return the states of all generators: those of this process, or what `generators` returned."""
+    texts = dict(generators() if found is None else found)
+    for name in texts.keys() & {"torch", "cuda"}:
+        texts[name] = _text(texts[name])
+    if "numpy" in texts:
+        kind, keys, *rest = texts["numpy"]
+        texts["numpy"] = [kind, keys.tolist(), *rest]
+    return json.dumps(texts)
+
+
+def rng_setter(text: str, where: object) -> Callable[[], None]:
+    """Return what sets the generators to the states of `text`; nothing is set yet.
+
+    Raises `CheckpointError` unless every state is one that its generator takes.
+    """
+    try:
+        found = json.loads(text)
+        cpu, version_and_words = _bytes(found["torch"]), found["python"]
+        python = (version_and_words[0], tuple(version_and_words[1]), version_and_words[2])
+        torch.Generator().set_state(cpu)
+        random.Random().setstate(python)
+        numpy = sys.modules.get("numpy") if "numpy" in found else None
+        if numpy is not None:
+            kind, keys, *rest = found["numpy"]
+            numpy_state = (kind, numpy.array(keys, "uint32"), *rest)
+            numpy.random.RandomState().set_state(numpy_state)
+        cuda = _bytes(found["cuda"]) if "cuda" in found and torch.cuda.is_available() else None
+        if cuda is not None:
+            torch.Generator("cuda").set_state(cuda)
+    except Exception as error:  # of another program: anything can be wrong with it
+        seen = f"{type(error).__name__}: {error}"
+        raise damaged(where, f"has no states of random generators: {seen:.200}") from None
+
+    def set_all() -> None:
+        torch.set_rng_state(cpu)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
+
+    return set_all
+
+
+def _text(state: Tensor) -> str:
+    return base64.b64encode(bytes(state.tolist())).decode()
+
+
+def _bytes(text: str) -> Tensor:
+    values = list(base64.b64decode(text, validate=True))
+    return torch.tensor(values, dtype=torch.uint8, device="cpu")

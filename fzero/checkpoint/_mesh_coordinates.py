@@ -16,8 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from fzero.checkpoint._folders import (
-    CHECKPOINT,
+from fzero.checkpoint._process_states import held_by, stack_of, state_of_rank
+from fzero.checkpoint.collective import CheckpointError, Ranks, everywhere, from_first
+from fzero.checkpoint.folders import (
     LOCK,
     Kind,
     PathLike,
@@ -25,16 +26,17 @@ from fzero.checkpoint._folders import (
     locked,
     new_name,
     path_everywhere,
+    put_sealed,
+    put_text,
+    read_text,
     remove_data,
     sweep,
+    sync,
 )
-from fzero.checkpoint._form import PLACE
-from fzero.checkpoint._held import held_by, stack_of, state_of_rank
-from fzero.checkpoint._sealed import put_sealed
-from fzero.checkpoint.disk import put_text, read_text, sync
-from fzero.checkpoint.everywhere import CheckpointError, Ranks, everywhere, from_first
 from fzero.checkpoint.manifest import (
+    CHECKPOINT,
     MANIFEST,
+    PLACE,
     Commit,
     commit_file,
     manifest_file,
@@ -103,12 +105,6 @@ def _all_ranks(axis: Axis) -> Ranks:
 def _places_of(axis: Axis) -> list[str]:
     assert axis.mesh is not None
     return sorted({axis.place_of(rank) for rank in range(axis.mesh.size)})
-
-
-def _of_other_meshes(where: Path, axis: Axis) -> list[str]:
-    """Return the places in a folder that the mesh of a part does not have."""
-    there = {one.parent.name for one in where.glob(f"*/{MANIFEST}")}
-    return sorted(name for name in there - {*_places_of(axis)} if PLACE.fullmatch(name))
 
 
 @contextmanager
@@ -195,32 +191,34 @@ def read_together(path: PathLike, axis: Axis) -> Iterator[Callable[[str], tuple[
             return read_commit(where / places[0])
 
         commit = from_first(ranks, begin, what=f"read {where}")
-        yield lambda place: _to_read(where, axis, place, commit)
 
-
-def _to_read(where: Path, axis: Axis, place: str, commit: Commit | None) -> tuple[Path, str]:
-    found = sorted(one.parent.name for one in where.glob(f"*/{MANIFEST}"))
-    if commit is not None:
-        if place in commit.places:
-            return where / place, commit.data
-        found = commit.places
-    elif (where / place).is_dir():
-        if others := _of_other_meshes(where, axis):
+        def place_of(place: str) -> tuple[Path, str]:
+            found = sorted(one.parent.name for one in where.glob(f"*/{MANIFEST}"))
+            if commit is not None:
+                if place in commit.places:
+                    return where / place, commit.data
+                found = commit.places
+            elif (where / place).is_dir():
+                if others := [x for x in found if x not in places and PLACE.fullmatch(x)]:
+                    raise CheckpointError(
+                        f"load: there are {place} and {others} in {where}: which of them was "
+                        "saved last?",
+                        cause="saves of an earlier version of fzero on two meshes.",
+                        fix="remove the folders of one mesh, or give the path of a place: "
+                        f'load(folder / "{place}", state).',
+                    )
+                return where / place, ""
+            elif manifest_file(where).is_file():
+                return where, ""
             raise CheckpointError(
-                f"load: there are {place} and {others} in {where}: which of them was saved last?",
-                cause="saves of an earlier version of fzero on two meshes.",
-                fix="remove the folders of one mesh, or give the path of a place: "
-                f'load(folder / "{place}", state).',
+                f"load: there is no {place} in {where}, but {found or 'nothing'}.",
+                cause="a state on a part of a mesh, saved on a mesh of another size along its "
+                "other axes.",
+                fix=f'give the path of a place: load(folder / "{(found or [place])[0]}", state), '
+                "into one state for each of them.",
             )
-        return where / place, ""
-    elif manifest_file(where).is_file():
-        return where, ""
-    raise CheckpointError(
-        f"load: there is no {place} in {where}, but {found or 'nothing'}.",
-        cause="a state on a part of a mesh, saved on a mesh of another size along its other axes.",
-        fix=f'give the path of a place: load(folder / "{(found or [place])[0]}", state), into one '
-        "state for each of them.",
-    )
+
+        yield place_of
 
 
 def _on(state: Any, axis: Axis) -> Any:

@@ -1,4 +1,7 @@
-"""What is saved or loaded: the states that this process holds, checked before anything runs."""
+"""What is saved or loaded: the states that this process holds, checked before anything runs.
+
+And what their ranks alone know: replicas that train apart, and owners of named tensors.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.driven import Buffers, Driven, buffers_of, set_buffers
-from fzero.checkpoint.everywhere import Ranks
+from fzero.checkpoint._pieces import Texts
+from fzero.checkpoint.collective import Ranks, results_of_ranks
+from fzero.checkpoint.engine_state import Buffers, Driven, buffers_of, set_buffers
+from fzero.checkpoint.manifest import named_texts
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.machine.offload import to_device, wait_for_copies
 from fzero.machine.packing import unpack
@@ -21,7 +26,15 @@ from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.stacked import stack_ranks
 from fzero.transforms.dropped import took
-from fzero.transforms.kept import is_owner, trains_apart
+from fzero.transforms.kept import (
+    APART,
+    common_facts,
+    entries_of,
+    is_owner,
+    replica_facts,
+    shared_of,
+    trains_apart,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +88,8 @@ def held_by(name: str, thing: Any, *, apart: bool = False) -> Held:
             "updates, which is at the anchors then. fzero.full_params(state) gives them, too.",
         )
     if tuple(state.step.shape) == (axis.size,):
-        held = _of_stack(state, axis.size)
+        states, ranks = states_of_ranks(state, axis.size), tuple(range(axis.size))
+        held = Held(processes=Ranks(axis=Axis(size=1)), ranks=ranks, states=states, is_stack=True)
     elif axis.runtime is not Runtime.VIRTUAL:
         processes = Ranks(axis=axis)
         held = Held(processes=processes, ranks=(axis.rank,), states=(state,), engine=engine)
@@ -163,32 +177,47 @@ def stack_of(states: Sequence[Any]) -> Any:
     )
 
 
-def _with_owner(state: TrainState, rank: int) -> TrainState:
-    """Return a rank's state that has what owners keep in slots where it is the owner.
-
-    A stack shows it on each rank.
-    """
-    setup = state.setup
-    own = {
-        name: replace(
-            slot,
-            value={
-                key: x if is_owner(setup, key, rank) else x.new_empty(0)
-                for key, x in slot.value.items()
-            },
-        )
-        for name, slot in state.slots.items()
-        if slot.form.placement is Placement.OWNER
-    }
-    return state.replace(slots={**state.slots, **own}) if own else state
-
-
 def states_of_ranks(stack: TrainState, size: int) -> tuple[TrainState, ...]:
-    """Return the state of each virtual rank of a stacked one, as that rank has it: views."""
-    shards = stack.setup.axis.size
-    return tuple(_with_owner(state_of_rank(stack, rank), rank % shards) for rank in range(size))
+    """Return the state of each virtual rank of a stacked one, as that rank has it: views.
+
+    What owners keep in slots a stack shows on each rank; a rank has it where it is the owner.
+    """
+    setup = stack.setup
+    owned = [name for name, slot in stack.slots.items() if slot.form.placement is Placement.OWNER]
+
+    def of_rank(rank: int) -> TrainState:
+        state: TrainState = state_of_rank(stack, rank)
+        slots = dict(state.slots)
+        for name in owned:
+            kept = slots[name].value.items()
+            owns = {key for key, _ in kept if is_owner(setup, key, rank % setup.axis.size)}
+            values = {key: x if key in owns else x.new_empty(0) for key, x in kept}
+            slots[name] = replace(slots[name], value=values)
+        return state.replace(slots=slots) if owned else state
+
+    return tuple(of_rank(rank) for rank in range(size))
 
 
-def _of_stack(state: TrainState, size: int) -> Held:
-    ranks, alone = tuple(range(size)), Ranks(axis=Axis(size=1))
-    return Held(processes=alone, ranks=ranks, states=states_of_ranks(state, size), is_stack=True)
+def facts_of_replicas(held: Held) -> dict[str, Any]:
+    """Return what a manifest says of replicas that train apart; {} without. A collective."""
+    first, ranks = held.states[0], held.setup.axis.size
+    if not trains_apart(first):
+        return {}
+    own = [replica_facts(one) for one in held.states]
+    told = own if held.is_stack else [one for some in held.processes.tell(own) for one in some]
+    return {APART: common_facts(first, told[::ranks])}
+
+
+def texts_of_ranks(held: Held, *, what: str) -> list[Texts]:
+    """Return what ranks alone know of named tensors: of all ranks. A collective, if there are any.
+
+    what: is being done, for an error.
+    """
+    first, apart = held.states[0], trains_apart(held.states[0])
+    every = entries_of(first, 0) + (shared_of(first, 0) if apart else [])
+    named = [entry for entry in every if entry.form.leaves == "named"]
+    if not any(apart or entry.placement is Placement.OWNER for entry in named):
+        return []
+    pairs = [*zip(held.states, held.ranks, strict=True)]
+    of_ranks = results_of_ranks(held.processes, lambda: [named_texts(*x) for x in pairs], what=what)
+    return [texts for some in of_ranks for texts in some]

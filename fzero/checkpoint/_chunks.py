@@ -131,13 +131,14 @@ class _Read(NamedTuple):
 
 def _sums(folder: Path, saved: Manifest) -> dict[str, list[int]]:
     """Return the crc32 of each file from its begin to the end of each of its chunks."""
-    if SUMS not in saved.files:
-        return {}
-    require_digest(folder / SUMS, saved.files[SUMS])
-    found = json.loads(read_text(folder / SUMS))
-    for wrong in problems(found, DictForm(others=[natural]), "the file"):
-        raise damaged(folder / SUMS, f"is not what was written: {wrong}")
-    return found
+    sums = dict[str, list[int]]()
+    for file in (name for name in saved.files if name.rpartition("/")[2] == SUMS):
+        require_digest(folder / file, saved.files[file])
+        found = json.loads(read_text(folder / file))
+        for wrong in problems(found, DictForm(others=[natural]), "the file"):
+            raise damaged(folder / file, f"is not what was written: {wrong}")
+        sums |= {f"{file.removesuffix(SUMS)}{name}": ends for name, ends in found.items()}
+    return sums
 
 
 def _in_place(chunk: Chunk, targets: Targets) -> Tensor | None:

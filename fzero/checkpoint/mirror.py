@@ -540,6 +540,7 @@ _NAME = re.compile(r"([0-9a-f]{16})-update-(\d+)-rank-(\d+)-of-(\d+)-after-(\d+)
 def _new_copy(home: _Home, copy: Copy) -> Iterator[Path]:
     """Make the folder of a copy; at the end of the block it gets its name, unless that raises."""
     writing = home.folder / f"{_WRITING}{copy.name}"
+    shutil.rmtree(writing, ignore_errors=True)  # of an attempt that was killed; no link
     writing.mkdir(mode=0o700)
     try:
         yield writing
@@ -552,6 +553,7 @@ def _new_copy(home: _Home, copy: Copy) -> Iterator[Path]:
 def _discard(home: _Home, copy: Copy) -> None:
     """Remove a copy, which is none any more before its first file is gone."""
     gone = home.folder / f"{_WRITING}{copy.name}"
+    shutil.rmtree(gone, ignore_errors=True)
     with suppress(OSError):
         (home.folder / copy.name).rename(gone)
     shutil.rmtree(gone, ignore_errors=True)
@@ -589,9 +591,10 @@ def _bytes_of(pieces: Sequence[TensorPiece]) -> int:
 def _bytes_in(folder: Path) -> tuple[int, int]:
     """Return the bytes that are free, and those that files in a folder take now."""
     found, taken = os.statvfs(folder), 0
-    for file in folder.rglob("*"):
-        with suppress(FileNotFoundError):  # another rank has renamed it
-            taken += file.lstat().st_size if file.is_file() else 0
+    for root, _, names in os.walk(folder):  # which goes on where another rank removes something
+        for name in names:
+            with suppress(FileNotFoundError):
+                taken += os.lstat(os.path.join(root, name)).st_size
     return found.f_bavail * found.f_frsize, taken
 
 

@@ -74,6 +74,7 @@ def test_a_damaged_copy_is_passed_over_for_that_of_the_partner(tmp_path: Path) -
     for host, rank in (("a", 0), ("b", 1)):  # each one's own
         (file,) = (tmp_path / host).glob(f"*-update-000002-rank-{rank:05d}-*")
         spoil(file, "*.distcp" if rank else "checkpoint.json", -9)
+        (file.with_name(f"writing-{file.name}") / "torn").mkdir(parents=True)  # by a killed restore
     found, extra = run_back(2, tmp_path, 1)
     same(found, wanted)
     assert extra == {"next": 2}

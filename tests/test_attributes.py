@@ -28,8 +28,8 @@ MAY_BE_SET = {
     ("checkpoint/_process_states.py", "self.engine.state"): "Engine.state",
     ("integrations/_shared.py", "engine.state"): "Engine.state",
     # a result that is filled as it is made
-    ("tools/record/_again.py", "engine.state"): "Engine.state",
-    ("tools/record/_replaying.py", "self.engines[rank].state"): "Engine.state",
+    ("tools/record/recorder.py", "engine.state"): "Engine.state",
+    ("tools/record/replay.py", "self.engines[rank].state"): "Engine.state",
     ("tools/diff/_record.py", "seen.reduced"): "what one call has shown",
     ("tools/diff/_record.py", "seen.given"): "what one call has shown",
     ("tools/diff/_record.py", "seen.norm"): "what one call has shown",

@@ -280,11 +280,12 @@ def read_pieces(
         for chunk, target, at in chunks_of(named or saved, piece):
             wanted[chunk].append((target, at))
     sums: dict[str, list[int]] = {}
-    if SUMS in saved.files:
-        require_digest(folder / SUMS, saved.files[SUMS])
-        sums = json.loads(read_text(folder / SUMS))
-        for wrong in problems(sums, DictForm(others=[natural]), "the file"):
-            raise damaged(folder / SUMS, f"is not what was written: {wrong}")
+    for file in (name for name in saved.files if name.rpartition("/")[2] == SUMS):
+        require_digest(folder / file, saved.files[file])
+        found = json.loads(read_text(folder / file))
+        for wrong in problems(found, DictForm(others=[natural]), "the file"):
+            raise damaged(folder / file, f"is not what was written: {wrong}")
+        sums |= {f"{file.removesuffix(SUMS)}{name}": ends for name, ends in found.items()}
     calls, others = list[Callable[[], None]](), Lock()
     for number, (name, chunks) in enumerate(tensor_files(saved).items()):
         file, checks = folder / name, share is not None and number % share[1] == share[0]

@@ -1,53 +1,119 @@
-"""`Mirror`: copies of a training in the memory of its hosts, which outlives its processes."""
+"""`Mirror`: copies of a training in the memory of its hosts, which outlives its processes.
+
+    update    a copy in memory of its own -> a thread writes it, as `save` writes a checkpoint of
+              one process, and sends it to other hosts
+    restore   which update is whole -> send each host what it lacks -> read, as `load` does
+
+A copy is what one rank has at one update, in a folder whose name says so:
+
+    <host>/<attempt>-update-000008-rank-00000-of-00002-after-000004/
+
+While it is written it has a name that nobody reads; a rename ends that. Copies of all ranks of an
+update, put together, are a checkpoint.
+"""
 
 from __future__ import annotations
 
 import atexit
+import hashlib
+import json
 import os
+import re
+import secrets
+import shutil
+import socket
 import sys
-from collections.abc import Callable, Mapping
+import threading
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from fzero.checkpoint._mirror_file import copy_bytes
-from fzero.checkpoint._mirror_home import (
-    SLOTS,
-    WRITERS,
-    Home,
-    MirrorOptions,
-    leave,
-    open_home,
-    remove_all,
-    require_empty,
-    require_same_ranks,
-    require_writer,
-    sweep,
-)
-from fzero.checkpoint._mirror_hosts import restarts
-from fzero.checkpoint._mirror_read import restored
-from fzero.checkpoint._mirror_write import Flight, Slots, part_of, start_copy, wait_for_copies
-from fzero.checkpoint._pieces import pieces_of_rank
+import torch
+from torch import Tensor
+
+from fzero.checkpoint._load import LoadPlan, finished, planned
+from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
 from fzero.checkpoint._process_states import Held, held_by
-from fzero.checkpoint._save import draft_of
-from fzero.checkpoint.collective import everywhere
-from fzero.checkpoint.engine_state import Driven
-from fzero.checkpoint.folders import PathLike, as_path
-from fzero.checkpoint.in_memory import let_go
+from fzero.checkpoint._save import (
+    AsyncSave,
+    Draft,
+    draft_of,
+    group_beside,
+    pieces_of,
+    run_beside,
+    write_draft,
+)
+from fzero.checkpoint._storage import chunks_of, read_pieces
+from fzero.checkpoint.collective import (
+    CheckpointError,
+    Ranks,
+    damaged,
+    everywhere,
+    from_first,
+    results_of_ranks,
+)
+from fzero.checkpoint.engine_state import Driven, buffer_pieces, form_of, rng_file
+from fzero.checkpoint.folders import PathLike, as_path, read_text, require_whole
+from fzero.checkpoint.manifest import Manifest, read_manifest, require_tensors
+from fzero.checkpoint.shared_memory import (
+    LOCK,
+    MIRROR,
+    SHARED_MEMORY,
+    hold,
+    let_go,
+    make_private,
+    process_of,
+    sweep_gone,
+    why_not_private,
+)
+from fzero.collectives import assert_same_everywhere, exchange_beside
+from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.errors.check import is_count, require
+from fzero.ranks.mesh import Axis
 from fzero.state import TrainState
 
 Thing = TypeVar("Thing")
 T = TypeVar("T")
 
+SLOTS = 2  # of each part on a host: the last whole update, and the one that is written
+_WRITING = "writing-"  # how a folder is named that is no copy yet, or no more
+_ENDED = "ended-"  # how a folder is named that says, with the rank, that its process has ended well
+_TEXTS, _OF_PIECE = 2**17, 2**11  # bytes of a copy beside its values: at most, and of each piece
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Count:
-    """Updates that a mirror was told of."""
+_WRITERS: dict[Path, str] = {}
+"""{folder: the attempt that writes there}, of all mirrors of this process."""
 
-    updates: int = 0
-    complete: int = 0  # the last one that is whole on all ranks
-    is_own: bool = False  # whether this attempt has copied it
+_FLIGHTS: list[AsyncSave] = []
+"""The copies that this process has on their way, of all its mirrors."""
+
+
+class Copy(NamedTuple):
+    """What a rank has copied at an update."""
+
+    attempt: str  # of the processes that wrote it: another one after each restart
+    update: int
+    rank: int
+    ranks: int
+    complete: int  # the update before, of which all copies were there; 0: none
+    host: str = ""  # where it is
+
+    @property
+    def name(self) -> str:
+        """Of its folder."""
+        rank = f"rank-{self.rank:05d}-of-{self.ranks:05d}"
+        return f"{self.attempt}-update-{self.update:06d}-{rank}-after-{self.complete:06d}"
+
+
+class _Flight(NamedTuple):
+    """A copy that is on its way."""
+
+    update: int
+    written: threading.Event  # set when it is on this host, or never will be
+    handle: AsyncSave  # over when it is on all hosts that keep it
 
 
 class Mirror:
@@ -64,10 +130,11 @@ class Mirror:
             mirror.update(state, extra={"next": number + 1})
         mirror.close()
 
-    A copy is taken while the update waits, and sealed with a checksum and sent by a thread beside
-    the next steps. There are two files of each part: the last update that is whole on all ranks
-    stays until the next one is. So a host holds 2 (1 + copies) times the parts of its ranks;
-    `fzero.plan(...).mirror_bytes(copies)` says how many bytes that is.
+    A copy is taken while the update waits, and written and sent by a thread beside the next steps.
+    There are two of each part: the last update that is whole on all ranks stays until the next one
+    is. So a host holds 2 (1 + copies) times the parts of its ranks;
+    `fzero.plan(...).mirror_bytes(copies)` says how many bytes that is. While it is written, a rank
+    holds one more.
 
     The copies go when the run ends well: at `close()`, at the end of a `with` block without an
     exception, and else when all processes of a host have ended without one that nobody caught.
@@ -104,11 +171,11 @@ class Mirror:
         wanted = "an int of 0 or more: on how many other hosts a part is copied"
         require("copies", copies, lambda value: is_count(value, 0), wanted)
         where = None if folder is None else Path(os.path.abspath(as_path("Mirror", folder)))
-        self._options = MirrorOptions(folder=where, every=every, copies=copies)
-        self._home: Home | None = None
-        self._count = _Count()
-        self._slots: Slots = {}
-        self._flight: Flight | None = None
+        self._folder, self._every, self._copies = where, every, copies
+        self._home: _Home | None = None
+        self._updates = 0  # that it was told of
+        self._complete = 0  # the last one that is whole on all ranks
+        self._flight: _Flight | None = None
 
     def update(self, state: TrainState | Driven, *, extra: Mapping[str, Any] | None = None) -> None:
         """Copy every k-th update that it is called after; otherwise return at once.
@@ -130,14 +197,42 @@ class Mirror:
             CheckpointError: for too little shared memory, with both numbers: at the first call, if
                 not by `restore` before; and what went wrong with the copies before.
         """
-        updates = self._count.updates + 1
+        updates = self._updates + 1
         if self._home is None:
-            self._open(held_by("Mirror.update", state, apart=True), require_empty)
-        if updates % self._options.every == 0:
+            self._open(held_by("Mirror.update", state, apart=True), _require_empty)
+        if updates % self._every == 0:
             self._copy(state, extra, updates)
         elif self._flight is not None:
-            self._flight.sealed.wait()  # so that a restart repeats no more than k updates
-        self._count = replace(self._count, updates=updates)
+            self._flight.written.wait()  # so that a restart repeats no more than k updates
+        self._updates = updates
+
+    def _copy(self, thing: Any, extra: Mapping[str, Any] | None, update: int) -> None:
+        home, flight = self._home, self._flight
+        held = held_by("Mirror.update", thing, apart=True)
+        assert home is not None
+        if held.processes.axis != home.ranks.axis:
+            raise AxisError(
+                f"Mirror.update: a state on {held.processes.axis}, before on {home.ranks.axis}.",
+                cause="states of two models, or of two meshes, given to one Mirror.",
+                fix="use one Mirror, with a folder= of its own, for each of them.",
+            )
+        self._flight = None  # whether it has landed, or raises now
+
+        def ready() -> None:
+            _require_writer(home)
+            if flight is not None:
+                flight.handle.result()
+
+        _wait_for_copies()  # of another mirror, over the same process group
+        draft = draft_of(held, extra, copies=True, ready=ready)
+        if flight is not None:  # and so it has landed on all ranks
+            _remove_earlier(home)
+            self._complete = flight.update
+        copy = Copy(home.attempt, update, home.hosts.rank, len(home.hosts.of_ranks), self._complete)
+        nbytes = _bytes_of(draft.pieces) + len(json.dumps(draft.manifest.extra))
+        what = f"write {home.folder}"
+        everywhere(home.ranks, lambda: _make_room(home, copy, nbytes), what=what)
+        self._flight = _start(home, copy, draft)
 
     def restore(self, like: Thing) -> tuple[Thing, dict[str, Any]]:
         """Return the newest update that is whole somewhere, placed as `like` is. A collective.
@@ -161,13 +256,14 @@ class Mirror:
             PhaseError: inside a coalesced step.
         """
         held = held_by("Mirror.restore", like, apart=True)
-        found = self._open(held, lambda home: restored(home, held))
+        found = self._open(held, lambda home: _restored(home, held))
         assert self._home is not None
-        WRITERS[self._home.folder] = self._home.attempt
+        _WRITERS[self._home.folder] = self._home.attempt
         if found is None:
             return like, {}
-        self._count = _Count(updates=found.update, complete=found.update)
-        return found.thing, found.extra
+        thing, update, extra = found
+        self._updates = self._complete = update
+        return thing, extra
 
     def close(self) -> None:
         """Remove the copies: the run is over. A collective, if anything was copied or restored.
@@ -180,60 +276,40 @@ class Mirror:
         self._forget()
         if home is None:
             return
-        land = (lambda: None) if flight is None else flight.land
+        land = (lambda: None) if flight is None else flight.handle.result
         everywhere(home.ranks, land, what="wait for the copies")
         if home.hosts.leads:
-            remove_all(home.folder)
+            _remove_all(home.folder)
         let_go(home.folder.parent)
 
-    def _open(self, held: Held, begin: Callable[[Home], T]) -> T:
+    def _open(self, held: Held, begin: Callable[[_Home], T]) -> T:
         """Make the folders, as a new attempt; return what it begins with. A collective."""
-        wait_for_copies()
+        _wait_for_copies()
         self._forget()
-        home = open_home(self._options, held.processes, lambda: copy_bytes(part_of(held)))
+        home = _open_home(self._folder, self._every, self._copies, held)
         begun = begin(home)
         self._home = home
         atexit.register(self._ends)
         return begun
 
-    def _copy(self, thing: Any, extra: Mapping[str, Any] | None, updates: int) -> None:
-        home, flight = self._home, self._flight
-        held = held_by("Mirror.update", thing, apart=True)
-        assert home is not None
-        require_same_ranks(home, held)
-        self._flight = None  # whether it has landed, or raises now
-
-        def ready() -> None:
-            require_writer(home)
-            if flight is not None:
-                flight.land()
-
-        draft = draft_of(held, extra, ready=ready)
-        if flight is not None:  # and so it has landed on all ranks
-            if not self._count.is_own:
-                everywhere(home.ranks, lambda: sweep(home), what=f"sweep {home.folder}")
-            self._count = replace(self._count, complete=flight.update, is_own=True)
-        complete = self._count.complete
-        self._flight = start_copy(home, draft, self._slots, update=updates, complete=complete)
-
     @property
     def _outlives(self) -> bool:
         """Whether a later process finds the copies, if this one ends with an error."""
-        done, most = restarts()
-        return self._options.folder is not None or done < most
+        done, most = _restarts()
+        return self._folder is not None or done < most
 
     def _ends(self) -> None:
         """Leave at the end of the process, unclosed."""
         failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self._home is not None and not (failed and self._outlives):
-            leave(self._home)
+            _leave(self._home)
 
     def _forget(self) -> None:
         """Hold nothing any more; the copies stay."""
         atexit.unregister(self._ends)
-        if self._home is not None and WRITERS.get(self._home.folder) == self._home.attempt:
-            del WRITERS[self._home.folder]
-        self._home, self._flight, self._slots, self._count = None, None, {}, _Count()
+        if self._home is not None and _WRITERS.get(self._home.folder) == self._home.attempt:
+            del _WRITERS[self._home.folder]
+        self._home, self._flight, self._updates, self._complete = None, None, 0, 0
 
     def __enter__(self) -> Mirror:
         """Return the mirror itself."""
@@ -247,23 +323,593 @@ class Mirror:
             self._forget()
 
     def __repr__(self) -> str:
-        options, home = self._options, self._home
-        if home is None:
-            return f"<Mirror: every {options.every} updates, nothing is copied yet>"
+        if (home := self._home) is None:
+            return f"<Mirror: every {self._every} updates, nothing is copied yet>"
         return (
-            f"<Mirror: every {options.every} updates, in {home.folder}; each part is on "
-            f"{home.hosts.held} other hosts; update {self._count.complete} is whole>"
+            f"<Mirror: every {self._every} updates, in {home.folder}; each part is on "
+            f"{home.hosts.held} other hosts; update {self._complete} is whole>"
         )
 
 
 def part_bytes(state: TrainState, rank: int) -> int:
-    """Return the bytes of what one rank copies of a state, but for the header."""
-    return copy_bytes(pieces_of_rank(state, rank))
+    """Return the bytes of the values that one rank copies of a state."""
+    return sum(piece.values.nbytes for piece in pieces_of_rank(state, rank))
 
 
 def mirror_bytes(part_bytes: int, copies: int) -> int:
-    """Return the host memory for each rank: 2 (1 + copies) parts.
+    """Return the memory for each rank, in the folder on its host: 2 (1 + copies) parts.
 
     A host keeps as many parts of other hosts' ranks as others keep of its own.
     """
     return SLOTS * (1 + copies) * part_bytes
+
+
+# Which ranks share a host, who keeps whose copy, and where.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Where the ranks are, as one of them sees it."""
+
+    of_ranks: tuple[str, ...]
+    rank: int
+    copies: int  # on other hosts, if there are so many
+
+    @property
+    def own(self) -> str:
+        """The host of this rank."""
+        return self.of_ranks[self.rank]
+
+    @property
+    def names(self) -> list[str]:
+        """All hosts, in the order of their first ranks."""
+        return list(dict.fromkeys(self.of_ranks))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of its host, which looks after the folder."""
+        return self.ranks_on(self.own)[0] == self.rank
+
+    @property
+    def held(self) -> int:
+        """How many copies there are of each part on other hosts."""
+        return min(self.copies, len(self.names) - 1)
+
+    def ranks_on(self, host: str) -> list[int]:
+        """Return the ranks of a host."""
+        return [rank for rank, one in enumerate(self.of_ranks) if one == host]
+
+    def keepers(self, rank: int) -> list[int]:
+        """Return the ranks, each on another host than `rank` and than the others, that copy it.
+
+        Example:
+            >>> Hosts(of_ranks=("a", "a", "b", "b"), rank=0, copies=1).keepers(1)
+            [3]
+        """
+        names, host = self.names, self.of_ranks[rank]
+        place, own = self.ranks_on(host).index(rank), names.index(host)
+        after = (names[(own + step) % len(names)] for step in range(1, self.held + 1))
+        return [ranks[place % len(ranks)] for ranks in map(self.ranks_on, after)]
+
+    def parts_on(self, host: str) -> list[int]:
+        """Return the ranks of which a host has the part, its own ones and those that it keeps."""
+        every = range(len(self.of_ranks))
+        return [x for x in every if host in {self.of_ranks[k] for k in (x, *self.keepers(x))}]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Home:
+    """Where the processes of a training keep copies."""
+
+    ranks: Ranks
+    beside: Ranks  # the same, over a group that a mirror's thread has to itself
+    hosts: Hosts
+    folder: Path  # on this host
+    attempt: str
+    pid: int  # a forked process runs what is left to do at the end, too
+    needed: int  # bytes, of all copies on this host
+    free: int  # for them when the mirror was made
+
+
+def _open_home(given: Path | None, every: int, copies: int, held: Held) -> _Home:
+    """Make the folder of each host, and see that there is room in it. A collective."""
+    ranks = held.processes
+
+    def say() -> tuple[str, str]:
+        return host_name(), os.fspath(_default_folder() if given is None else given)
+
+    told = results_of_ranks(ranks, say, what="make a Mirror")
+    assert_same_everywhere([f"every={every}", f"copies={copies}"], ranks.axis, what="the Mirror")
+    hosts = Hosts(of_ranks=tuple(host for host, _ in told), rank=ranks.axis.rank, copies=copies)
+    base = Path(told[hosts.ranks_on(hosts.own)[0]][1])
+    folder = base / hosts.own
+
+    def make() -> tuple[int, int]:
+        if given not in (None, base):
+            raise LayoutError(
+                f"Mirror: folder={given} on rank {hosts.rank}, {base} on another rank of the host "
+                f"{hosts.own}.",
+                cause="a folder whose name has the rank in it.",
+                fix="give all ranks of a host the same folder.",
+            )
+        if hosts.leads:
+            sweep_gone()
+        if given is None:
+            hold(base, "Mirror", process_of(_launch()[1]) if hosts.leads else "")
+        for each in (base, folder):  # a folder= is held by nobody: it outlives the processes
+            make_private(each, "Mirror")
+        forms = {path: {"0": form_of(value)} for path, value in held.buffers.items()}
+        part = [*pieces_of(held), *buffer_pieces(held.buffers, forms, 0)]
+        return _bytes_of(part), sum(_bytes_in(folder)) if hosts.leads else 0
+
+    sizes = results_of_ranks(ranks, make, what=f"make {folder}")
+    needed = {
+        host: SLOTS * sum(sizes[rank][0] for rank in hosts.parts_on(host)) for host in hosts.names
+    }
+    free = {host: sizes[hosts.ranks_on(host)[0]][1] for host in hosts.names}
+
+    for host in hosts.names:
+        if needed[host] > free[host]:
+            raise CheckpointError(
+                f"Mirror: its copies need {needed[host]:,} bytes in {base / host} on the host "
+                f"{host}, and {free[host]:,} bytes are free.",
+                cause="a small /dev/shm (64 MB in a container of Docker, half of the memory "
+                "elsewhere), or what other programs keep there.",
+                fix=_MORE_ROOM,
+            )
+    return _Home(
+        ranks=ranks,
+        beside=Ranks(axis=group_beside(ranks.axis, use="mirrors"), beside=True),
+        hosts=hosts,
+        folder=folder,
+        attempt=from_first(ranks, lambda: secrets.token_hex(8), what="make a Mirror"),
+        pid=os.getpid(),
+        needed=needed[hosts.own],
+        free=free[hosts.own],
+    )
+
+
+_MORE_ROOM = (
+    "docker run --shm-size=..., or mount -o remount,size=... /dev/shm; a folder= in more memory; "
+    "copies=0; or remove what is of no use there (ls -l /dev/shm)."
+)
+
+
+def host_name() -> str:
+    """Return the name of this host, as a file name: FZERO_HOST, or the system's.
+
+    Raises `LayoutError` for a name without a letter or a digit.
+    """
+    name = os.environ.get("FZERO_HOST") or socket.gethostname()
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", name)
+    if re.search(r"[A-Za-z0-9]", safe):
+        return safe
+    raise LayoutError(
+        f"FZERO_HOST={name!r} names no host.",
+        cause="a variable of the shell that was not expanded.",
+        fix="export FZERO_HOST as a word, the same for all ranks of a host; or unset it.",
+    )
+
+
+def _launch() -> tuple[str, int]:
+    """Return the name of this launch, and the process that would start its ranks again.
+
+    Ranks that torchrun starts again have the same agent as their parent. Without torchrun nobody
+    starts them again: it is this process itself.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    return ("process", os.getpid()) if run is None else (run, os.getppid())
+
+
+def _default_folder() -> Path:
+    """Return the folder of the mirror of a program that gives none: another one for each launch.
+
+    Raises `LayoutError` where there is no shared memory.
+    """
+    if not SHARED_MEMORY.is_dir():
+        raise LayoutError(
+            f"Mirror: there is no {SHARED_MEMORY} on this system.",
+            cause="a system without a file system in memory, as macOS.",
+            fix="Mirror(folder=..., every=...), with a folder that outlives the processes.",
+        )
+    run, pid = _launch()
+    safe = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:64]
+    digest = hashlib.sha256(f"{run} {pid} {process_of(pid)}".encode()).hexdigest()
+    return SHARED_MEMORY / f"{MIRROR}-{os.geteuid()}-{safe}-{digest[:16]}"
+
+
+def _restarts() -> tuple[int, int]:
+    """Return how often torchrun has started these ranks again, and how often it would at most."""
+    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    done, most = (int(os.environ.get(name) or 0) for name in names)
+    return done, most
+
+
+# What is in the folder of a host.
+
+
+def copies_in(folder: Path) -> list[Copy]:
+    """Return the copies in the folder of a host, the oldest update first, by their names alone."""
+    found = []
+    for path in folder.iterdir():
+        if (name := _NAME.fullmatch(path.name)) is not None:
+            found.append(Copy(name[1], *map(int, name.groups()[1:]), folder.name))
+    return sorted(found, key=lambda one: (one.update, one))
+
+
+_NAME = re.compile(r"([0-9a-f]{16})-update-(\d+)-rank-(\d+)-of-(\d+)-after-(\d+)")
+
+
+@contextmanager
+def _new_copy(home: _Home, copy: Copy) -> Iterator[Path]:
+    """Make the folder of a copy; at the end of the block it gets its name, unless that raises."""
+    writing = home.folder / f"{_WRITING}{copy.name}"
+    shutil.rmtree(writing, ignore_errors=True)  # of an attempt that was killed; no link
+    writing.mkdir(mode=0o700)
+    try:
+        yield writing
+        writing.rename(home.folder / copy.name)
+    except BaseException:
+        shutil.rmtree(writing, ignore_errors=True)
+        raise
+
+
+def _discard(home: _Home, copy: Copy) -> None:
+    """Remove a copy, which is none any more before its first file is gone."""
+    gone = home.folder / f"{_WRITING}{copy.name}"
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):
+        (home.folder / copy.name).rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _make_room(home: _Home, copy: Copy, nbytes: int) -> None:
+    """Remove the older copies of a rank, but for that of the last update that is whole.
+
+    Raises `CheckpointError` where there is less memory than a new one takes.
+    """
+    for old in copies_in(home.folder):
+        if (old.attempt, old.rank) == (copy.attempt, copy.rank) and old.update != copy.complete:
+            _discard(home, old)
+    free, own = _bytes_in(home.folder)
+    if nbytes <= free:
+        return
+    seen = (
+        f"Mirror: a copy needs {nbytes:,} bytes more in {home.folder}, and {free:,} bytes are free "
+        f"now. Its copies take {own:,} bytes there. When the mirror was made, {home.free:,} bytes "
+        f"were free for the {home.needed:,} that it needs in all"
+    )
+    cause = "a state that has grown since (an optimizer that makes its own in the first step, a "
+    cause += "larger extra=)."
+    if (others := home.free - own - free) > 0:
+        seen += f": since then others have taken {others:,} bytes"
+        cause = "another program on this host that has put files into this memory meanwhile."
+    raise CheckpointError(f"{seen}.", cause=cause, fix=_MORE_ROOM)
+
+
+def _bytes_of(pieces: Sequence[TensorPiece]) -> int:
+    """Return how many bytes a copy of pieces takes at most."""
+    return _TEXTS + sum(piece.values.nbytes + _OF_PIECE for piece in pieces)
+
+
+def _bytes_in(folder: Path) -> tuple[int, int]:
+    """Return the bytes that are free, and those that files in a folder take now."""
+    found, taken = os.statvfs(folder), 0
+    for root, _, names in os.walk(folder):  # which goes on where another rank removes something
+        for name in names:
+            with suppress(FileNotFoundError):
+                taken += os.lstat(os.path.join(root, name)).st_size
+    return found.f_bavail * found.f_frsize, taken
+
+
+def _remove_earlier(home: _Home, keep: Sequence[Copy] = ()) -> None:
+    """Remove what other attempts have left on this host, but for these copies.
+
+    The first rank of a host does, when no other is at work there on what is removed.
+    """
+    if home.hosts.leads:
+        names = {one.name for one in keep if one.host == home.hosts.own}
+        for path in _own_files(home.folder):
+            if home.attempt not in path.name and path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _leave(home: _Home) -> None:
+    """Note that this process has come to its end; the last one of a host removes the copies.
+
+    So one that ends early, or badly by `sys.exit`, takes no copy from those that are still at work.
+    """
+    if os.getpid() != home.pid or _WRITERS.get(home.folder, home.attempt) != home.attempt:
+        return  # another process, or another mirror of this one, has the folder now
+    ranks = home.hosts.ranks_on(home.hosts.own)
+    marks = {rank: home.folder / f"{_ENDED}{rank:05d}-{home.attempt}" for rank in ranks}
+    with suppress(OSError):  # somebody has removed the folder
+        marks[home.hosts.rank].mkdir(exist_ok=True)
+        if all(mark.exists() for mark in marks.values()):
+            _remove_all(home.folder)
+
+
+def _remove_all(folder: Path) -> None:
+    """Remove every copy on this host; then the folders, if nothing else is in them."""
+    for path in _own_files(folder):
+        shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        folder.rmdir()
+        if [path.name for path in folder.parent.iterdir()] == [LOCK]:
+            (folder.parent / LOCK).unlink()
+        folder.parent.rmdir()
+
+
+def _own_files(folder: Path) -> list[Path]:
+    kinds = ("*-update-*", f"{_WRITING}*", f"{_ENDED}*")
+    return [path for kind in kinds for path in folder.glob(kind)]
+
+
+def _require_empty(home: _Home) -> None:
+    """Raise `PhaseError` where copies are that nobody has asked for. A collective."""
+
+    def look() -> None:
+        if found := copies_in(home.folder):
+            raise PhaseError(
+                f"Mirror.update: {home.folder} has copies that were not restored: "
+                f"{found[-1].name}.",
+                cause="a run that was started again and did not call restore, which would have "
+                "lost them now; or two mirrors in one folder.",
+                fix="call mirror.restore(state) before the first update, or remove the folder; "
+                "give each Mirror a folder= of its own.",
+            )
+
+    everywhere(home.ranks, look, what=f"list {home.folder}")
+
+
+def _require_writer(home: _Home) -> None:
+    """Raise `PhaseError` where another mirror of this process writes into the folder."""
+    if _WRITERS.setdefault(home.folder, home.attempt) != home.attempt:
+        raise PhaseError(
+            f"Mirror.update: another Mirror of this program keeps its copies in {home.folder}.",
+            cause="two models, each with a Mirror, and no folder= for them; or a Mirror that was "
+            "made anew and restored, while the old one is still used.",
+            fix="give each Mirror a folder= of its own, and use one for each model.",
+        )
+
+
+# A state to copies: beside the steps that follow.
+
+
+def _start(home: _Home, copy: Copy, draft: Draft) -> _Flight:
+    """Write what this process has into the memory of this host, and send it to other hosts."""
+    written, alone = threading.Event(), Ranks(axis=Axis(size=1), beside=True)
+
+    def write() -> None:
+        try:
+            with _new_copy(home, copy) as folder:
+                write_draft(replace(draft, ranks=alone), folder)
+        finally:
+            written.set()
+
+    def run() -> None:
+        if not home.hosts.held:
+            return write()
+        everywhere(home.beside, write, what=f"write {home.folder}")
+        every = range(copy.ranks)
+        pairs = [(rank, keeper) for rank in every for keeper in home.hosts.keepers(rank)]
+        _send(home, [(rank, keeper, copy._replace(rank=rank)) for rank, keeper in pairs])
+
+    handle = run_beside(run, what=f"Mirror: the copies of update {copy.update}")
+    _FLIGHTS[:] = [handle]
+    return _Flight(copy.update, written, handle)
+
+
+def _wait_for_copies() -> None:
+    """Wait until nothing is on its way from this process, of any mirror; errors are its own."""
+    for handle in _FLIGHTS:
+        with suppress(Exception):
+            handle.result()
+
+
+def _send(home: _Home, moves: Sequence[tuple[int, int, Copy]]) -> None:
+    """Copy copies from host to host: (sender, receiver, what). A collective.
+
+    An error of one rank is raised on all: nobody waits for a copy that does not come.
+    """
+    me, what = home.hosts.rank, f"write {home.folder}"
+
+    def look() -> dict[str, dict[str, int]]:
+        found = {}
+        for name in {copy.name for sender, _, copy in moves if sender == me}:
+            files = [x for x in (home.folder / name).rglob("*") if x.is_file() and x.name != LOCK]
+            sizes = {os.fspath(x.relative_to(home.folder / name)): x.stat().st_size for x in files}
+            found[name] = dict(sorted(sizes.items()))
+        return found
+
+    told = results_of_ranks(home.beside, look, what=f"list {home.folder}")
+    sent, got = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+    taken = defaultdict[Copy, dict[str, Tensor]](dict)
+    for sender, receiver, copy in moves:
+        for file, size in told[sender][copy.name].items():
+            if sender == me:
+                path = os.fspath(home.folder / copy.name / file)
+                sent.append((receiver, torch.from_file(path, size=size, dtype=torch.uint8)))
+            if receiver == me:
+                taken[copy][file] = torch.empty(size, dtype=torch.uint8, device="cpu")
+                got.append((sender, taken[copy][file]))
+    exchange_beside(sent, got, home.beside.axis)
+
+    def write() -> None:
+        for copy, files in taken.items():
+            _make_room(home, copy, sum(x.nbytes for x in files.values()))
+            with _new_copy(home, copy) as folder:
+                for file, x in files.items():
+                    (folder / file).parent.mkdir(mode=0o700, exist_ok=True)
+                    values: Any = x.numpy()
+                    (folder / file).write_bytes(values)
+
+    everywhere(home.beside, write, what=what)
+
+
+# Copies to a state.
+
+
+def _restored(home: _Home, held: Held) -> tuple[Any, int, dict[str, Any]] | None:
+    """Return what is held with the values of the newest whole update, its number and `extra`.
+
+    None without copies. A collective. Raises `CheckpointError` where there are copies and no update
+    is whole, and as `load`.
+    """
+    if (found := _newest(home)) is None:
+        return None
+    where, saved = home.folder, _joined(found)
+    texts = {copy.rank: part.rng for copy, part in found.items()}
+
+    def prepare() -> LoadPlan:
+        plan = planned(held, saved, where, rng=texts.get(home.hosts.rank))
+        require_tensors(saved, plan.pieces, where)
+        return plan
+
+    def read() -> None:
+        here = {k: x for k, x in saved.files.items() if k.partition("/")[0] in needed}
+        # No other file is checked: all were, before.
+        read_pieces(plan.pieces, where, replace(saved, files=here), (-1, 1))
+
+    with torch.no_grad():
+        plan = everywhere(home.ranks, prepare, what=f"read {where}")
+        chunks = (chunk for piece in plan.pieces for chunk, *_ in chunks_of(saved, piece))
+        needed = {chunk.file.partition("/")[0] for chunk in chunks}
+        _send(home, [*_missing_on_hosts(home.hosts, [*found], home.ranks.tell(needed))])
+        everywhere(home.ranks, read, what=f"read {where}")
+        thing = finished(held, saved, plan)
+    _remove_earlier(home, [*found])
+    return thing, next(iter(found)).update, saved.extra
+
+
+class _Part(NamedTuple):
+    """What a good copy says."""
+
+    manifest: Manifest
+    rng: str  # the random generators of its rank
+
+
+def _newest(home: _Home) -> dict[Copy, _Part] | None:
+    """Return the good copies of the newest update that is whole. A collective."""
+
+    def look() -> list[Copy]:
+        return copies_in(home.folder) if home.hosts.leads else []
+
+    told = results_of_ranks(home.ranks, look, what=f"list {home.folder}")
+    copies, bad = [one for some in told for one in some], list[str]()
+    for some in whole_updates(copies):
+        found = results_of_ranks(
+            home.ranks, lambda some=some: _checked(home, some), what=f"read {home.folder}"
+        )
+        checked = {one: part for parts in found for one, part in parts.items()}
+        bad += [part for part in checked.values() if isinstance(part, str)]
+        good = {one: part for one, part in checked.items() if not isinstance(part, str)}
+        if good and not missing([*good]):
+            return good
+    if not copies:
+        if home.hosts.rank == 0 and _restarts()[0]:
+            _warn_begins_anew(home, "torchrun has started the ranks again, and there are no copies")
+        return None
+    newest = max((one.update, one.attempt) for one in copies)
+    last = [one for one in copies if (one.update, one.attempt) == newest]
+    lost = ", ".join(map(str, missing(last)))
+    if bad or any(one.complete for one in copies):
+        lines = [f"\n  update {newest[0]}: no copy of rank {lost}"] if lost else []
+        raise CheckpointError(
+            f"Mirror.restore: no update is whole in {home.folder.parent}:"
+            f"{''.join(lines + [f'{chr(10)}  {text}' for text in bad[:8]])}",
+            cause="a host that is gone with the only copy of a rank, copies that were removed when "
+            "a rank had ended, or memory that another program wrote to.",
+            fix="load a checkpoint of fzero.checkpoint.save, and remove the folder on all hosts; "
+            "with copies=1 and more hosts than one, one of them may go. Nothing was changed.",
+        )
+    if home.hosts.rank == 0:
+        seen = f"of update {newest[0]}, the first one, rank {lost} has no copy"
+        _warn_begins_anew(home, seen)
+    _remove_earlier(home)
+    return None
+
+
+def whole_updates(copies: Sequence[Copy]) -> list[list[Copy]]:
+    """Return the copies of each update of which all ranks have one, the newest update first.
+
+    Example:
+        >>> here, there = Copy("a", 8, 0, 2, 4, "x"), Copy("b", 8, 1, 2, 4, "y")
+        >>> len(whole_updates([here, there])), len(whole_updates([here, here._replace(rank=1)]))
+        (0, 1)
+    """
+    updates: dict[Any, list[Copy]] = defaultdict(list)
+    for one in sorted(copies):
+        updates[one.update, one.attempt, one.ranks].append(one)
+    newest = sorted(updates, reverse=True)
+    return [updates[key] for key in newest if not missing(updates[key])]
+
+
+def missing(copies: Sequence[Copy]) -> list[int]:
+    """Return the ranks of one update of which there is no copy."""
+    there = {one.rank for one in copies}
+    return [rank for rank in range(copies[0].ranks) if rank not in there]
+
+
+def _checked(home: _Home, copies: Sequence[Copy]) -> dict[Copy, _Part | str]:
+    """Return what the copies on this host say, or what is wrong with them; its ranks share them."""
+    own, ranks = home.hosts.own, home.hosts.ranks_on(home.hosts.own)
+    found: dict[Copy, _Part | str] = {}
+    here = [one for one in copies if one.host == own]
+    for one in here[ranks.index(home.hosts.rank) :: len(ranks)]:
+        path = home.folder / one.name
+        try:
+            if seen := why_not_private(path):
+                raise damaged(path, seen)
+            saved = read_manifest(path)
+            require_whole(path / saved.data, saved.files)
+            found[one] = _Part(saved, read_text(path / saved.data / rng_file(0)))
+        except CheckpointError as error:
+            found[one] = str(error).splitlines()[0]
+    return found
+
+
+def _joined(found: Mapping[Copy, _Part]) -> Manifest:
+    """Return the manifest of all copies of an update as one of a checkpoint, in their folder."""
+    tensors: dict[str, Any] = {}
+    buffers: dict[str, dict[str, str]] = defaultdict(dict)
+    files: dict[str, list[int]] = {}
+    manifests = {copy.rank: (copy.name, part.manifest) for copy, part in found.items()}
+    for rank, (folder, one) in sorted(manifests.items()):
+        files |= {f"{folder}/{one.data}/{file}": digest for file, digest in one.files.items()}
+        for name, entry in one.tensors.items():
+            own = re.sub("^buffers/0/", f"buffers/{rank}/", name)  # each rank has its own
+            whole = tensors.setdefault(own, {"dtype": entry["dtype"], "chunks": []})
+            for start, numel, file, *place in entry["chunks"]:
+                whole["chunks"].append([start, numel, f"{folder}/{one.data}/{file}", *place])
+        for path, forms in one.module["buffers"].items():
+            buffers[path][str(rank)] = forms["0"]
+    first = manifests[0][1]
+    module = {**first.module, "buffers": dict(buffers)}
+    return replace(first, tensors=tensors, files=files, module=module)
+
+
+def _missing_on_hosts(
+    hosts: Hosts, copies: Sequence[Copy], needed: Sequence[set[str]]
+) -> Iterator[tuple[int, int, Copy]]:
+    """Yield (sender, receiver, copy) for each copy that a host needs and has not.
+
+    needed: the names that each rank reads. The ranks of a host take turns.
+    """
+    for host in hosts.names:
+        there = {one.name for one in copies if one.host == host}
+        for name in sorted({x for rank in hosts.ranks_on(host) for x in needed[rank]} - there):
+            source = next(one for one in copies if one.name == name)
+            pair = (hosts.ranks_on(one) for one in (source.host, host))
+            sender, receiver = (ranks[source.rank % len(ranks)] for ranks in pair)
+            yield sender, receiver, source
+
+
+def _warn_begins_anew(home: _Home, seen: str) -> None:
+    text = explain(
+        f"Mirror.restore: {seen} in {home.folder.parent}: training begins anew.",
+        cause="a rank that died before the first copies were whole; or ranks that ended with "
+        "sys.exit(n), outside of a `with` block of the mirror.",
+        fix="a smaller every= has the first copies earlier; `with Mirror(...) as mirror:`.",
+    )
+    warnings.warn(text, UserWarning, stacklevel=5)

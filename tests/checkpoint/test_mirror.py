@@ -16,15 +16,16 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.checkpoint import CheckpointError, Mirror
-from fzero.checkpoint import _mirror_write as module
+from fzero.checkpoint import mirror as module
 from fzero.errors import LayoutError
 from tests.checkpoint.forge import full_disk
 from tests.checkpoint.states import blank, contents, first_rank, make, mixed, snapshot, train
 from tests.strategies import same
 
 
-def files(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.is_file())
+def copies(folder: Path) -> list[Path]:
+    """The folders of copies, of all hosts in a folder of a mirror."""
+    return sorted(path for path in folder.glob("*/*-update-*") if path.name[0] != "w")
 
 
 def mirror_of(folder: Path, **options: Any) -> Mirror:
@@ -65,7 +66,7 @@ def test_an_extra_that_grows_has_room(tmp_path: Path) -> None:
 
 def mirror_of_next(folder: Path, mirror: Mirror) -> Mirror:
     """A mirror that looks at the copies and lets the first one go on."""
-    mirror._flight.land()
+    mirror._flight.handle.result()
     copied = folder.parent / "copied"
     shutil.rmtree(copied, ignore_errors=True)
     shutil.copytree(folder, copied)
@@ -111,8 +112,8 @@ def test_only_each_k_th_update_is_copied_and_two_are_kept(tmp_path: Path) -> Non
         state = train(state, 1)
         mirror.update(state)
         if mirror._flight is not None:
-            mirror._flight.land()
-        seen.append([int(file.name.split("-")[2]) for file in files(tmp_path)])
+            mirror._flight.handle.result()
+        seen.append([int(file.name.split("-")[2]) for file in copies(tmp_path)])
     assert seen[1] == [] and seen[2] == seen[4] == [3] and seen[5] == [3, 6]
     assert seen[-1] == [9, 12]
 
@@ -131,14 +132,14 @@ def test_steps_that_overwrite_the_state_change_no_copy(
 ) -> None:
     state, mirror = make(mixed(), stage=0), mirror_of(tmp_path)
     wanted = snapshot(contents(state))
-    real = module.seal
+    real = module.write_draft
 
     def late(*args: Any) -> None:
         for flat in state.params.flats:
             flat.zero_()  # as a donating step does beside it
         real(*args)
 
-    monkeypatch.setattr(module, "seal", late)
+    monkeypatch.setattr(module, "write_draft", late)
     mirror.update(state)
     same(contents(mirror.restore(make(blank(mixed()), stage=0))[0]), wanted)
 
@@ -148,20 +149,23 @@ def test_a_failure_beside_the_steps_is_raised_once_and_costs_no_copy(
 ) -> None:
     first, mirror = make(mixed(seed=1), stage=2), mirror_of(tmp_path)
     mirror.update(first, extra={"next": 1})
-    real = module.seal
-    monkeypatch.setattr(module, "seal", full_disk)
+    mirror._flight.handle.result()
+    real = module.write_draft
+    monkeypatch.setattr(module, "write_draft", full_disk)
     mirror.update(make(mixed(seed=2), stage=2), extra={"next": 2})
     with pytest.raises(CheckpointError, match="disk is full"):
         mirror.update(make(mixed(seed=3), stage=2), extra={"next": 3})
-    monkeypatch.setattr(module, "seal", real)
+    monkeypatch.setattr(module, "write_draft", real)
     found, extra = mirror_of(tmp_path).restore(make(blank(mixed()), stage=0))
     assert extra == {"next": 1}
     same(contents(found), contents(first))
 
 
-def spoil(file: Path, at: int = 200) -> None:
+def spoil(copy: Path, name: str = "*.distcp", at: int = 70, bit: int = 1) -> None:
+    """Flip a bit of a file of a copy: by default of a value."""
+    (file,) = copy.rglob(name)
     data = bytearray(file.read_bytes())
-    data[at] ^= 1
+    data[at] ^= bit
     file.write_bytes(bytes(data))
 
 
@@ -169,14 +173,14 @@ def test_a_damaged_copy_is_passed_over_for_the_update_before(tmp_path: Path) -> 
     first, mirror = make(mixed(seed=1), stage=1), mirror_of(tmp_path)
     mirror.update(first, extra={"next": 1})
     mirror.update(make(mixed(seed=2), stage=1), extra={"next": 2})
-    mirror._flight.land()
-    old, new = files(tmp_path)
+    mirror._flight.handle.result()
+    old, new = copies(tmp_path)
     spoil(new)
     like = make(blank(mixed()), stage=0)
     found, extra = mirror_of(tmp_path).restore(like)
     assert extra == {"next": 1}
     same(contents(found), contents(first))
-    assert files(tmp_path) == [old], "what is of no use is removed"
+    assert copies(tmp_path) == [old], "what is of no use is removed"
     spoil(old)
     with pytest.raises(CheckpointError, match=r"(?s)no update is whole in .*checksum is wrong"):
         mirror_of(tmp_path).restore(like)
@@ -186,16 +190,16 @@ def test_a_run_that_ends_well_removes_its_copies(tmp_path: Path) -> None:
     state, folder = make(mixed(), stage=0), tmp_path / "copies"
     with pytest.raises(KeyError), Mirror(folder, every=1) as mirror:
         mirror.update(state)
-        mirror._flight.land()
+        mirror._flight.handle.result()
         raise KeyError
-    assert len(files(folder)) == 1, "a restart finds it"
+    assert len(copies(folder)) == 1, "a restart finds it"
     with Mirror(folder, every=1) as mirror:
         mirror.restore(state)
         mirror.update(state)
     assert not folder.exists()
     mirror = Mirror(folder, every=1)
     mirror.update(state)
-    mirror._flight.land()
+    mirror._flight.handle.result()
     mirror._ends()  # at the end of the process, which has waited for its threads
     assert not folder.exists()
     mirror.close()
@@ -204,24 +208,24 @@ def test_a_run_that_ends_well_removes_its_copies(tmp_path: Path) -> None:
 def test_an_end_with_an_error_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mirror = mirror_of(tmp_path)
     mirror.update(make(mixed(), stage=0))
-    mirror._flight.land()
+    mirror._flight.handle.result()
     monkeypatch.setattr("sys.last_value", KeyError(), raising=False)
     mirror._ends()
-    assert len(files(tmp_path)) == 1
+    assert len(copies(tmp_path)) == 1
 
 
 def test_the_memory_is_that_of_the_plan(tmp_path: Path) -> None:
     model = nn.Linear(100, 100)
     batch = torch.ones(2, 100)
     plan = fzero.plan(model, batch, stage=0, world=1)
-    assert plan.mirror_bytes(0) == 2 * (12 * 10_100 + 64) == plan.mirror_bytes() // 2
+    assert plan.mirror_bytes(0) == 2 * 12 * 10_100 == plan.mirror_bytes() // 2
     assert "A Mirror with copies=1 takes" in repr(plan)
     _, params = fzero.functionalize(model)
     mirror, state = mirror_of(tmp_path), fzero.init(params, fzero.optim.adamw(3e-4), stage=0)
     for _ in range(3):
         mirror.update(state)
-    mirror._flight.land()
-    held = sum(file.stat().st_size for file in files(tmp_path))
+    mirror._flight.handle.result()
+    held = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert plan.mirror_bytes(0) < held < plan.mirror_bytes(0) + 2 * 2**18
 
 
@@ -241,7 +245,7 @@ def test_a_copy_of_each_tenth_update_costs_less_than_a_twentieth(tmp_path: Path)
             if mirror is not None:
                 mirror.update(engine)
         if mirror is not None:
-            mirror._flight.land()
+            mirror._flight.handle.result()
         return time.process_time() - began
 
     with tempfile.TemporaryDirectory(dir=shm) as folder, Mirror(folder, every=10) as mirror:

@@ -13,7 +13,7 @@ import pytest
 
 from fzero.checkpoint import CheckpointError, Mirror
 from tests.checkpoint.states import blank, contents, make, mixed, train
-from tests.checkpoint.test_mirror import files, spoil
+from tests.checkpoint.test_mirror import copies, spoil
 from tests.ranks import run_ranks
 from tests.strategies import same
 
@@ -30,7 +30,7 @@ def copied(rank: int, world_size: int, folder: Path, stage: int, copies: int = 1
         for number in range(2):
             state = train(state, 1)
             mirror.update(state, extra={"next": number + 1})
-        mirror._flight.land()
+        mirror._flight.handle.result()
     return contents(state), repr(mirror)
 
 
@@ -60,20 +60,21 @@ def test_a_host_that_is_wiped_costs_nothing(
 ) -> None:
     wanted, text = run_ranks(copied, 2, tmp_path, 3)[0]
     assert "each part is on 1 other hosts" in text
-    assert len(files(tmp_path)) == 8, "two updates of two ranks, on two hosts"
+    assert len(copies(tmp_path)) == 8, "two updates of two ranks, on two hosts"
     shutil.rmtree(tmp_path / gone)
     hosts = hosts if ranks > 1 else {"a": "b", "b": "a"}[gone]
     found, extra = run_back(ranks, tmp_path, stage, hosts)
     same(found, wanted)
     assert extra == {"next": 2}
-    assert files(tmp_path) == []
+    assert copies(tmp_path) == []
 
 
 def test_a_damaged_copy_is_passed_over_for_that_of_the_partner(tmp_path: Path) -> None:
     wanted, _ = run_ranks(copied, 2, tmp_path, 3)[0]
     for host, rank in (("a", 0), ("b", 1)):  # each one's own
         (file,) = (tmp_path / host).glob(f"*-update-000002-rank-{rank:05d}-*")
-        spoil(file, 200 if rank else -1)  # in the body, or in the header
+        spoil(file, "*.distcp" if rank else "checkpoint.json", -9)
+        (file.with_name(f"writing-{file.name}") / "torn").mkdir(parents=True)  # by a killed restore
     found, extra = run_back(2, tmp_path, 1)
     same(found, wanted)
     assert extra == {"next": 2}
@@ -81,7 +82,7 @@ def test_a_damaged_copy_is_passed_over_for_that_of_the_partner(tmp_path: Path) -
 
 def test_ranks_of_one_host_have_no_partner_and_go_on(tmp_path: Path) -> None:
     wanted, _ = run_ranks(copied, 2, tmp_path, 2, 0)[0]
-    assert len(files(tmp_path)) == 4
+    assert len(copies(tmp_path)) == 4
     shutil.move(tmp_path / "b", tmp_path / "c")
     for file in (tmp_path / "c").iterdir():
         shutil.move(file, tmp_path / "a" / file.name)
@@ -94,10 +95,10 @@ def test_a_host_that_is_gone_with_the_only_copies_is_said_on_all_ranks(tmp_path:
     shutil.rmtree(tmp_path / "b")
     for kind, text in run_ranks(back, 2, tmp_path, 3, raises=True):
         assert kind == "CheckpointError" and "update 2: no copy of rank 1" in text
-    assert len(files(tmp_path)) == 2, "nothing was changed"
-    for file in files(tmp_path):
-        if file not in kept:
-            file.unlink()
+    assert len(copies(tmp_path)) == 2, "nothing was changed"
+    for copy in copies(tmp_path):
+        if copy not in kept:
+            shutil.rmtree(copy)
     found, extra, warned = run_ranks(back, 2, tmp_path, 3)[0]
     assert extra == {} and int(found["step"]) == 0
     assert "training begins anew" in warned[0]
@@ -116,7 +117,7 @@ def failing(rank: int, world_size: int, folder: Path) -> Any:
         ):
             mirror.update(state)
         mirror.update(state)
-        mirror._flight.land()
+        mirror._flight.handle.result()
         if rank:
             shutil.move(folder / "b", folder / "c")
         with pytest.raises(CheckpointError, match="No such file"):
@@ -132,20 +133,20 @@ def ended(rank: int, world_size: int, folder: Path) -> Any:
     """Rank 1 ends, unclosed; then rank 0."""
     mirror = Mirror(folder, every=1)
     mirror.update(make(mixed(), stage=1))
-    mirror._flight.land()
+    mirror._flight.handle.result()
     seen = []
     for one in (1, 0):
         contents(make(mixed(), stage=1))  # all ranks are here
         if rank == one:
             mirror._ends()
         contents(make(mixed(), stage=1))
-        seen.append(len(files(folder)))
+        seen.append(len(copies(folder)))
     mirror._forget()
     return seen
 
 
 def test_the_last_rank_that_ends_removes_the_copies(tmp_path: Path) -> None:
-    assert run_ranks(ended, 2, tmp_path / "copies")[0] == [3, 0]
+    assert run_ranks(ended, 2, tmp_path / "copies")[0] == [2, 0]
     assert not (tmp_path / "copies").exists()
 
 

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
 import signal
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import fzero
-from fzero.checkpoint import CheckpointError, Mirror, _private, in_memory
-from fzero.checkpoint import _mirror_hosts as hosts
-from fzero.checkpoint.in_memory import KEEPER, LOCK, KnownProcess, process_of
+from fzero.checkpoint import CheckpointError, Mirror, mirror, shared_memory
+from fzero.checkpoint.shared_memory import LOCK, process_of
 from fzero.errors import LayoutError
 from tests.checkpoint.states import make
-from tests.checkpoint.test_mirror import files, mirror_of
+from tests.checkpoint.test_mirror import copies, mirror_of
 
 STATE = make({"w": torch.ones(3)}, stage=0)
 STRANGER = 65534
@@ -43,8 +39,8 @@ def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
             refused(tmp_path / "below", rf"{tmp_path} can be written by others")
     tmp_path.chmod(0o1777)  # as /tmp is
     mirror_of(tmp_path / "below").update(STATE)
-    (tmp_path / "below" / hosts.host_name()).chmod(0o777)
-    refused(tmp_path / "below", rf"{hosts.host_name()} can be written")
+    (tmp_path / "below" / mirror.host_name()).chmod(0o777)
+    refused(tmp_path / "below", rf"{mirror.host_name()} can be written")
 
 
 def test_a_link_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
@@ -65,7 +61,7 @@ def test_a_link_in_the_place_of_a_folder_is_refused(tmp_path: Path) -> None:
 def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     base = tmp_path / "base"
     mirror_of(base).update(STATE, extra={"next": 1})
-    own = base / hosts.host_name()
+    own = base / mirror.host_name()
     for folder in (own, base, tmp_path):
         os.chown(folder, STRANGER, STRANGER)
         refused(base, rf"{folder} belongs to the user \w+")
@@ -84,34 +80,32 @@ def test_to_another_user_it_is_a_strangers(tmp_path: Path, monkeypatch: pytest.M
 def test_what_it_makes_is_for_its_user_alone(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
-        mirror_of(tmp_path / "a" / "b").update(STATE)
+        one = mirror_of(tmp_path / "a" / "b")
+        one.update(STATE)
+        assert one._flight is not None
+        one._flight.handle.result()
     finally:
         os.umask(before)
-    modes = {x: stat.S_IMODE(x.lstat().st_mode) for x in tmp_path.rglob("*")}
-    assert {mode for x, mode in modes.items() if x.is_dir()} == {0o700}
-    assert {mode for x, mode in modes.items() if x.is_file()} == {0o600}
+    (copy,) = copies(tmp_path / "a" / "b")
+    for folder in (copy, *copy.parents[:3]):
+        assert stat.S_IMODE(folder.lstat().st_mode) == 0o700
 
 
-def test_a_link_at_the_next_name_is_not_written_through(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_at_the_next_name_is_not_written_through(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
-    victim.write_text("mine")
-    mirror = mirror_of(tmp_path / "base")
-    mirror.update(STATE)
-    assert mirror._flight is not None and mirror._home is not None
-    mirror._flight.land()
-    folder = mirror._home.folder
-    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
-    name = folder / f"writing-00000-{mirror._home.attempt}-guessed"
-    for make_link in (name.symlink_to, name.hardlink_to):
-        make_link(victim)
-        with pytest.raises(CheckpointError, match="File exists"):
-            mirror.update(STATE)
-        name.unlink()
-    (folder / f"ended-00000-{mirror._home.attempt}").symlink_to(tmp_path / "made")
-    mirror._ends()
-    assert victim.read_text() == "mine" and not (tmp_path / "made").exists()
+    victim.mkdir()
+    one = mirror_of(tmp_path / "base")
+    one.update(STATE)
+    assert one._home is not None
+    folder, attempt = one._home.folder, one._home.attempt
+    name = f"writing-{attempt}-update-000002-rank-00000-of-00001-after-000001"
+    (folder / name).symlink_to(victim)
+    one.update(STATE)
+    with pytest.raises(CheckpointError, match="File exists"):
+        one.update(STATE)
+    (folder / f"ended-00000-{attempt}").symlink_to(tmp_path / "made")
+    one._ends()
+    assert not any(victim.iterdir()) and not (tmp_path / "made").exists()
 
 
 def _by_link(copy: Path, aside: Path) -> None:
@@ -119,8 +113,13 @@ def _by_link(copy: Path, aside: Path) -> None:
     copy.symlink_to(aside)
 
 
-def _by_two_names(copy: Path, aside: Path) -> None:
-    aside.hardlink_to(copy)
+def _file_by_link(copy: Path, aside: Path) -> None:
+    (file,) = copy.rglob("*.distcp")
+    _by_link(file, aside)
+
+
+def _opened(copy: Path, aside: Path) -> None:
+    copy.chmod(0o770)
 
 
 def _given_away(copy: Path, aside: Path) -> None:
@@ -131,18 +130,19 @@ def _given_away(copy: Path, aside: Path) -> None:
     ("change", "match"),
     [
         (_by_link, "is a link"),
-        (_by_two_names, "has another name"),
+        (_file_by_link, "is a link"),
+        (_opened, "can be written by others"),
         pytest.param(_given_away, "belongs to the user", marks=as_root),
     ],
 )
 def test_a_copy_that_is_not_this_users_file_is_not_read(
     change: Callable[[Path, Path], None], match: str, tmp_path: Path
 ) -> None:
-    mirror = mirror_of(tmp_path / "base")
-    mirror.update(STATE)
-    assert mirror._flight is not None
-    mirror._flight.land()
-    (copy,) = files(tmp_path / "base")
+    one = mirror_of(tmp_path / "base")
+    one.update(STATE)
+    assert one._flight is not None
+    one._flight.handle.result()
+    (copy,) = copies(tmp_path / "base")
     change(copy, tmp_path / "aside")
     with pytest.raises(CheckpointError, match=rf"(?s)no update is whole.*{match}"):
         mirror_of(tmp_path / "base").restore(STATE)
@@ -154,12 +154,12 @@ def test_a_copy_that_is_not_this_users_file_is_not_read(
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in the place of /dev/shm."""
-    for module in (in_memory, hosts):
+    for module in (shared_memory, mirror):
         monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield tmp_path
     for folder in tmp_path.iterdir():
-        in_memory.let_go(folder)
+        shared_memory.let_go(folder)
 
 
 def in_a_child(do: Callable[[], None]) -> int:
@@ -175,21 +175,21 @@ def in_a_child(do: Callable[[], None]) -> int:
 
 
 def copied() -> None:
-    mirror = Mirror(every=1)
-    mirror.update(STATE)
-    assert mirror._flight is not None
-    mirror._flight.land()
+    one = Mirror(every=1)
+    one.update(STATE)
+    assert one._flight is not None
+    one._flight.handle.result()
 
 
 def test_the_next_run_sweeps_the_copies_of_one_that_was_killed(memory: Path) -> None:
     in_a_child(copied)
     (left,) = memory.iterdir()
-    assert len(files(left)) == 3  # a copy, the lock, and who kept it
-    mirror = Mirror(every=1)
-    mirror.update(STATE)
+    assert len(copies(left)) == 1
+    one = Mirror(every=1)
+    one.update(STATE)
     (own,) = memory.iterdir()
     assert own != left
-    mirror.close()
+    one.close()
     assert not any(memory.iterdir())
 
 
@@ -200,10 +200,9 @@ def test_copies_stay_while_anybody_may_come_back(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     in_a_child(copied)  # this process is its parent: the agent
     (left,) = memory.iterdir()
-    in_memory.sweep_gone()
+    shared_memory.sweep_gone()
     assert left.exists()
-    here = process_of(os.getpid())
-    assert here is not None and json.loads((left / KEEPER).read_text()) == [*here]
+    assert (left / LOCK).read_text() == process_of(os.getpid())
 
     def restored() -> None:
         assert Mirror(every=1).restore(STATE)[0] is not STATE
@@ -212,60 +211,54 @@ def test_copies_stay_while_anybody_may_come_back(
     assert left.exists()
 
 
-def keepers() -> dict[str, tuple[Any, bool]]:
+def keepers() -> dict[str, tuple[str, bool]]:
     """{what: (who keeps a folder whose lock is free, whether it is swept)}."""
-    here = process_of(os.getpid())
-    assert here is not None
+    boot, spaces, pid, start = process_of(os.getpid()).split()
     gone = in_a_child(lambda: None)
     return {
-        "this process": (here, False),
-        "gone": (here._replace(pid=gone), True),
-        "another process of that number": (here._replace(start=here.start - 1), True),
-        "before the boot": (here._replace(boot="before"), True),
-        "another container": (here._replace(spaces="pid:[1] time:[1]", pid=gone), False),
-        "nobody": (None, False),
-        "all": (here._replace(pid=-1), False),
-        "no process": ("x", False),
+        "this process": (f"{boot} {spaces} {pid} {start}", False),
+        "gone": (f"{boot} {spaces} {gone} {start}", True),
+        "another process of that number": (f"{boot} {spaces} {pid} {int(start) - 1}", True),
+        "before the boot": (f"before {spaces} {pid} {start}", True),
+        "another container": (f"{boot} pid:[1],time:[1] {gone} {start}", False),
+        "not known": ("unknown", False),
+        "all": (f"{boot} {spaces} -1 {start}", False),
+        "nobody": ("", True),
     }
 
 
 def test_who_keeps_a_folder(memory: Path) -> None:
     for what, (keeper, swept) in keepers().items():
         folder = memory / f"fzero-mirror-{os.geteuid()}-a"
-        in_memory.hold(folder, "test", keeper if isinstance(keeper, KnownProcess) else None)
-        if keeper == "x":
-            (folder / KEEPER).write_text('["x"]')
-            (folder / KEEPER).chmod(0o600)
+        shared_memory.hold(folder, "test", keeper)
         (folder / "copy").touch()
-        in_memory.sweep_gone()
+        shared_memory.sweep_gone()
         assert folder.exists(), what
-        in_memory.let_go(folder)
+        shared_memory.let_go(folder)
         other = os.open(folder / LOCK, os.O_RDWR)  # of a rank that lives, without its agent
         import fcntl
 
         fcntl.flock(other, fcntl.LOCK_SH)
-        in_memory.sweep_gone()
+        shared_memory.sweep_gone()
         assert folder.exists(), what
         os.close(other)
-        in_memory.sweep_gone()
+        shared_memory.sweep_gone()
         assert folder.exists() != swept, what
-        in_memory.remove_folder(folder)
+        shared_memory.remove_folder(folder)
 
 
 def test_what_is_not_of_this_user_or_kind_is_not_swept(memory: Path) -> None:
-    here = process_of(os.getpid())
-    assert here is not None
-    gone = here._replace(boot="before")
+    gone = f"before {process_of(os.getpid()).partition(' ')[2]}"
     names = (f"fzero-mirror-{os.geteuid() + 1}-a", f"fzero-other-{os.geteuid()}-a")
     for name in (*names, f"fzero-mirror-{os.geteuid()}-open"):
-        in_memory.hold(memory / name, "test", gone)
-        in_memory.let_go(memory / name)
+        shared_memory.hold(memory / name, "test", gone)
+        shared_memory.let_go(memory / name)
     (memory / f"fzero-mirror-{os.geteuid()}-open").chmod(0o777)
     (memory / f"fzero-mirror-{os.geteuid()}-link").symlink_to(memory / names[0])
-    in_memory.sweep_gone()
+    shared_memory.sweep_gone()
     assert len([*memory.iterdir()]) == 4
     (memory / f"fzero-mirror-{os.geteuid()}-open").chmod(0o700)
-    in_memory.sweep_gone()
+    shared_memory.sweep_gone()
     assert len([*memory.iterdir()]) == 3
 
 
@@ -283,7 +276,7 @@ def test_a_replay_that_was_killed_is_swept_by_the_next_one(memory: Path) -> None
     assert left.name.startswith(f"fzero-replay-{os.geteuid()}-")
     with kept.as_checkpoint() as path:
         assert [*memory.iterdir()] == [path.parent] != [left]
-        in_memory.sweep_gone()
+        shared_memory.sweep_gone()
         assert path.exists()
     assert not any(memory.iterdir())
 
@@ -292,15 +285,15 @@ def test_a_folder_that_another_program_sweeps_while_it_is_made_is_made_again(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep removes an empty folder: here between its making and the look at its owner."""
-    require, swept = _private._require, []
+    look, swept = shared_memory.why_not_private, []
 
-    def once(folder: Path, *args: Any, **options: Any) -> None:
+    def once(folder: Path) -> str:
         if folder.parent == memory and not swept:
             swept.append(folder)
             folder.rmdir()
-        require(folder, *args, **options)
+        return look(folder)
 
-    monkeypatch.setattr(_private, "_require", once)
-    folder = in_memory.new_folder(in_memory.REPLAY)
+    monkeypatch.setattr(shared_memory, "why_not_private", once)
+    folder = shared_memory.new_folder(shared_memory.REPLAY)
     assert swept == [folder] and (folder / LOCK).exists()
-    in_memory.remove_folder(folder)
+    shared_memory.remove_folder(folder)

@@ -13,9 +13,12 @@ import torch
 
 import fzero
 from fzero.checkpoint import CheckpointError, Mirror
+from fzero.checkpoint import mirror as module
 from fzero.errors import LayoutError, PhaseError
 from tests.checkpoint.states import make, mixed
-from tests.checkpoint.test_mirror import files, mirror_of
+from tests.checkpoint.test_mirror import copies, mirror_of
+
+PART = 3 * (4000 + 2**11) + 2**17  # bytes of a copy of 1,000 elements, at most
 
 
 def test_copies_of_another_model_or_optimizer_are_refused(tmp_path: Path) -> None:
@@ -26,7 +29,7 @@ def test_copies_of_another_model_or_optimizer_are_refused(tmp_path: Path) -> Non
     with pytest.raises(LayoutError, match=r"optimizer state in .* is not that of this state's"):
         sgd = fzero.optim.sgd(0.1)
         mirror_of(tmp_path).restore(make({"w": torch.ones(3)}, stage=0, optimizer=sgd))
-    assert len(files(tmp_path)) == 1, "nothing was changed"
+    assert len(copies(tmp_path)) == 1, "nothing was changed"
 
 
 def test_copies_that_nobody_restored_are_not_overwritten(tmp_path: Path) -> None:
@@ -85,12 +88,12 @@ def test_too_little_shared_memory_is_one_error_with_both_numbers(
     small = SimpleNamespace(f_bavail=10, f_frsize=100)
     monkeypatch.setattr(os, "statvfs", lambda _: small)
     state = make({"w": torch.ones(1000)}, stage=0)
-    expected = r"need 262,144 bytes in .*, and 1,000 bytes are free"  # 2 x 12,064, in files
+    expected = rf"need {2 * PART:,} bytes in .*, and 1,000 bytes are free"
     with pytest.raises(CheckpointError, match=expected):
         mirror_of(tmp_path).restore(state)
     with pytest.raises(CheckpointError, match=expected):
         mirror_of(tmp_path, every=9).update(state)
-    assert files(tmp_path) == []
+    assert copies(tmp_path) == []
 
 
 @pytest.mark.parametrize("others", [True, False])
@@ -98,33 +101,53 @@ def test_memory_that_is_short_later_is_said_as_it_is_then(
     others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was asked for, and what was free, at that moment; and who has taken the rest."""
-    free, blocks = [400_000], 131_072  # of a file
 
-    def taken(fd: int, start: int, size: int) -> None:
-        if size - os.fstat(fd).st_size > free[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        free[0] -= size - os.fstat(fd).st_size
-        os.ftruncate(fd, size)
+    def held() -> int:
+        return sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
 
-    monkeypatch.setattr(os, "posix_fallocate", taken)
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free[0], f_frsize=1))
+    size, foreign = [400_000], [0]
+
+    def statvfs(_: Any) -> Any:
+        return SimpleNamespace(f_bavail=size[0] - held() - foreign[0], f_frsize=1)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    mirror, state = mirror_of(tmp_path), make({"w": torch.ones(1000)}, stage=0)
+    mirror.update(state, extra={"next": 1})
+    assert mirror._flight is not None
+    mirror._flight.handle.result()
+    own = held()
+    foreign[0] = 250_000 if others else 0
+    with pytest.raises(CheckpointError) as caught:
+        mirror.update(state, extra={"x": "y" * (0 if others else 400_000)})
+    text, need = str(caught.value), PART + len('{"x": ""}') + (0 if others else 400_000)
+    assert f"a copy needs {need:,} bytes more in" in text
+    assert f"and {400_000 - own - foreign[0]:,} bytes are free now" in text
+    assert f"Its copies take {own:,} bytes there." in text
+    assert f"400,000 bytes were free for the {2 * PART:,} that it needs in all" in text
+    assert ("since then others have taken 250,000 bytes" in text) == others
+    assert ("another program on this host" if others else "a state that has grown") in text
+    foreign[0] = 0
+    assert mirror_of(tmp_path).restore(state)[1] == {"next": 1}, "the last copy is still there"
+
+
+def test_a_copy_that_finds_no_memory_costs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that was taken between the look at it and the write."""
     mirror, state = mirror_of(tmp_path), make({"w": torch.ones(1000)}, stage=0)
     mirror.update(state)
-    assert free[0] == 400_000 - blocks
-    if others:
-        free[0] -= 200_000
-    now, extra = free[0], {"x": "y" * (0 if others else 400_000)}
-    with pytest.raises(CheckpointError) as caught:
-        mirror.update(state, extra=extra)
-    text = str(caught.value)
-    need = blocks if others else 524_288
-    assert f"a copy needs {need:,} bytes more in" in text and f"and {now:,} bytes are free" in text
-    assert f"Its copies take {blocks:,} bytes there." in text
-    assert "400,000 bytes were free for the 262,144 that it needs in all" in text
-    assert ("since then others have taken 200,000 bytes" in text) == others
-    assert ("another program on this host" if others else "a state that has grown") in text
-    free[0] = 10**6
-    mirror.update(state)  # and it goes on
     assert mirror._flight is not None
-    mirror._flight.land()
+    mirror._flight.handle.result()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "write_draft", cut_off)
+        mirror.update(state)
+        with pytest.raises(CheckpointError, match="No space left on device"):
+            mirror.update(state)
+    mirror.update(state)  # and it goes on
+    mirror.close()
     assert not list(tmp_path.rglob("writing-*"))
+
+
+def cut_off(draft: Any, folder: Path) -> None:
+    (folder / "checkpoint.json").write_text("{")
+    raise OSError(errno.ENOSPC, "No space left on device")

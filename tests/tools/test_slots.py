@@ -13,7 +13,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.errors import MismatchError
 from fzero.state import Buffers
-from fzero.tools.record._digest import digested_leaves, digests_of, of_leaves, places_of, words
+from fzero.tools.record.digests import digested_leaves, digests_of, of_leaves, places_of, words
 
 PARTIAL, REPLICATED = fzero.Placement.PARTIAL, fzero.Placement.REPLICATED
 PARAMS = {"w": torch.arange(15.0).view(3, 5) / 8, "b": torch.ones(3), "s": torch.tensor(2.0)}

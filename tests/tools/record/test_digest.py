@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from fzero.tools.record._digest import (
+from fzero.tools.record.digests import (
     digested_leaves,
     digests_of,
     of_leaves,

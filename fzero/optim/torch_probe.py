@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch import pyfunctorch
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.context.here import current_ranks
 from fzero.context.modes import holds, samples
@@ -621,10 +622,19 @@ def _as_large(
     """Return what a rule keeps of a leaf of this shape, as a step on the meta device shows it.
 
     small: what it keeps of a small one: with which values that begins, and which numbers are
-    counters. Of a rule that reads values, and cannot make this step, it is all that is known.
+    counters. Of a rule that cannot make this step it is all that is known.
     """
+
+    class Ones(TorchDispatchMode):
+        """What a step reads of a tensor without values is 1."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+                return torch.ones((), dtype=args[0].dtype).item()
+            return func(*args, **(kwargs or {}))
+
     p, state = torch.empty(shape, dtype=like.dtype, device="meta"), dict[str, Any]()
-    with suppress(Exception), warnings.catch_warnings(), same_random_numbers(like.device):
+    with suppress(Exception), warnings.catch_warnings(), same_random_numbers(like.device), Ones():
         warnings.simplefilter("ignore")
         state = run_small(optimizer, number, [p], [[p]], begin).states[0]
     slots, odd = dict[str, Tensor](), dict[str, int]()

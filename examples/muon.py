@@ -1,10 +1,10 @@
-"""Muon for the matrices of a sharded model, Adam for all else: each matrix has an owner.
+"""Muon for the matrices of a sharded model, Adam for all else: each parameter has an owner.
 
     python examples/muon.py
     torchrun --nproc-per-node 2 examples/muon.py --stage 2
 
-A matrix optimizer cannot step a part of a matrix. So each matrix is sent to the rank that owns it,
-which steps it and sends the new parts back; what Adam steps is stepped where it is.
+A matrix optimizer cannot step a part of a matrix, which `needs="leaf"` says of this one. So each
+parameter is sent to the rank that owns it, which steps it and sends the new parts back.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def main() -> None:
 
     wanted = plain_training()
     optimizer = MuonAndAdam(model.parameters(), lr=LR)
-    engine = Engine(model, optimizer, stage=stage)
+    engine = Engine(model, fzero.optim.from_torch(optimizer, needs="leaf"), stage=stage)
     for xs, ys in zip(x, y, strict=True):
         loss = (engine(xs[axis.rank :: axis.size]) - ys[axis.rank :: axis.size]).square().mean()
         loss.backward()

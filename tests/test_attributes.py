@@ -19,8 +19,8 @@ MAY_BE_SET = {
     # torch's own objects
     ("adapter/_guard.py", "optimizer.state"): "torch's optimizer, whose state asks the engine",
     ("adapter/_guard.py", "self.optimizer.state"): "and gets its own back",
-    ("optim/visible.py", "idle.state"): "a copy of torch's optimizer, which has nothing to step",
-    ("optim/_small.py", "small.state"): "a copy of torch's optimizer, which its own way makes",
+    ("optim/torch_probe.py", "idle.state"): "a copy of torch's optimizer, with nothing to step",
+    ("optim/torch_probe.py", "small.state"): "a copy of torch's optimizer, which its own way makes",
     ("tools/compile/_writes.py", "output.args"): "a node of torch.fx",
     ("tools/prove/_outside.py", "c10d._world"): "torch's groups, while a record sees who asks",
     # public properties with a setter

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fzero.adapter._optimizer_state import OptimizerStateOfEngine
 from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
-from fzero.optim.visible import has_pre_hooks
+from fzero.optim.step_hooks import has_pre_hooks
 from fzero.state import Setup, TrainState
 from fzero.transforms.update import update
 

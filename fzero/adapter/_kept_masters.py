@@ -20,7 +20,7 @@ from fzero.collectives import performer_of, reduce_many
 from fzero.machine.offload import to_device, write_back
 from fzero.machine.packing import leaf_ranges, pack
 from fzero.machine.parts import cut
-from fzero.optim.masters import masters_of
+from fzero.optim.precision import masters_of
 from fzero.state import Local, Placement, Setup, TrainState
 from fzero.state.scale import ScalePolicy
 

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.optim.masters import masters_of
+from fzero.optim.precision import masters_of
 from fzero.state import NAMESPACE, TrainState, Window
 from fzero.transforms.pass_events import Pass
 

@@ -15,7 +15,7 @@ from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
 from fzero.errors import CallError, PhaseError
 from fzero.optim import NoOptimizer
-from fzero.optim.none import without_optimizer
+from fzero.optim.optimizer import without_optimizer
 from fzero.state import Placement, TrainState, buffers, progress
 from fzero.state.window import CLOSED, open_window
 from fzero.transforms.agree import raises_together, reduce_agreed, refused

@@ -18,10 +18,9 @@ from fzero.machine.offload import change, cloned, to_device
 from fzero.machine.owners import Owners, Wholes
 from fzero.machine.stacks import check_batch_dims, in_matrices
 from fzero.machine.threads import one_thread
-from fzero.optim._apart import parted
-from fzero.optim._make import Groups, overrides_of
-from fzero.optim._newton_schulz import COEFFICIENTS, orthogonalized
-from fzero.optim._optimizer import (
+from fzero.optim.encoded_moments import Flats, written_back
+from fzero.optim.optimizer import (
+    Groups,
     LeafTest,
     Optimizer,
     OptimizerState,
@@ -29,16 +28,18 @@ from fzero.optim._optimizer import (
     after_update,
     at,
     copied,
+    not_differentiable,
+    overrides_of,
+    shown,
+    whole_leaves,
 )
-from fzero.optim._piece import Piece, whole_leaves
-from fzero.optim._precision import precision_of
-from fzero.optim._rules import Rule, never
-from fzero.optim._shown import shown
-from fzero.optim._stream import Flats, written_back
-from fzero.optim._usable import not_differentiable
+from fzero.optim.per_leaf_step_counts import parted
+from fzero.optim.precision import precision_of
+from fzero.optim.rules import Rule, never
 from fzero.state import NAMESPACE
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf, learns
+from fzero.state.stateful_update import Piece
 
 Split = Callable[[Leaf], Sequence[int] | None]
 """leaf -> the rows of each matrix that it is made of; None: it is one matrix."""
@@ -385,3 +386,56 @@ def _stepped(
             own.copy_(own.float().add_(u[start:stop], alpha=moves))
         else:
             own.add_(u[start:stop], alpha=moves)
+
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalized(
+    matrices: Sequence[Tensor],
+    *,
+    coefficients: tuple[float, float, float] = COEFFICIENTS,
+    steps: int = 5,
+    eps: float = 1e-7,
+) -> list[Tensor]:
+    """Return U V^T, nearly, of each M = U S V^T [n, m], in its dtype.
+
+    X <- a X + (b X X^T + c (X X^T)^2) X, `steps` times from X = M / |M|: matrices of one shape in
+    one batch.
+
+    Source: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024; the bits
+    are those of torch.optim.Muon.
+
+    Example:
+        >>> import torch
+        >>> (x,) = orthogonalized([torch.diag(torch.tensor([3.0, 2.0]))], steps=9)
+        >>> bool((x.diagonal() - 1).abs().max() < 0.4)
+        True
+    """
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, m in enumerate(matrices):
+        by_shape.setdefault(m.shape, []).append(i)
+    found: dict[int, Tensor] = {}
+    for some in by_shape.values():
+        stacked = _iterated([matrices[i] for i in some], coefficients, steps, eps)
+        found.update(zip(some, stacked.unbind(), strict=True))
+    return [found[i] for i in range(len(matrices))]
+
+
+def _iterated(
+    matrices: Sequence[Tensor],
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+) -> Tensor:
+    a, b, c = coefficients
+    tall = matrices[0].shape[0] > matrices[0].shape[1]
+    # Each norm by itself: that of a batch is summed in another order.
+    norms = torch.stack([(m.mT if tall else m).norm().clamp(min=eps) for m in matrices])
+    x = torch.stack(list(matrices))
+    x = x.mT if tall else x
+    x = x.div_(norms[:, None, None])
+    for _ in range(steps):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x

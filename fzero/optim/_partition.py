@@ -13,16 +13,14 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.machine.owners import Owners
 from fzero.machine.rows import Blocks
-from fzero.optim._base import Base
-from fzero.optim._complex import require_real_views
-from fzero.optim._optimizer import Optimizer
-from fzero.optim._piece import Piece
-from fzero.optim._stream import counted
-from fzero.optim._torch import TorchOptimizer
-from fzero.optim.masters import Place, stay
+from fzero.optim.encoded_moments import counted
+from fzero.optim.optimizer import Optimizer
+from fzero.optim.precision import Place, stay
+from fzero.optim.torch_optim import TorchOptimizer, require_real_views
 from fzero.state import record
 from fzero.state.layout import Leaf, learns
 from fzero.state.setup import MASTERS, ParamGroups, SavedNames
+from fzero.state.stateful_update import Piece, StatefulUpdate
 
 Rule = Optimizer | TorchOptimizer
 Label = Callable[[Leaf], str]
@@ -82,7 +80,7 @@ class PartitionState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partition(Base):
+class Partition(StatefulUpdate):
     """What `fzero.optim.partition` returns."""
 
     counts_by_leaf = True
@@ -160,7 +158,7 @@ class Partition(Base):
 
     def _rule_of(self, path: str) -> Any:
         number = dict(self.number_at).get(path, -1)
-        return Base() if number < 0 else self.rules[number][1]  # which keeps nothing
+        return StatefulUpdate() if number < 0 else self.rules[number][1]  # which keeps nothing
 
     def group_of(self, path: str) -> int:
         """Return the number of the leaf's rule and of its param group in it, as one number."""

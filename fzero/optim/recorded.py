@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.context.here import is_abstract
 from fzero.context.modes import in_transform, wants_graph
-from fzero.optim._rules import ADAM, LION, SGD, UNSCALED, Rule, has_kernel
+from fzero.optim.rules import ADAM, LION, SGD, UNSCALED, Rule, has_kernel
 
 Schedule = Callable[[int], float]
 

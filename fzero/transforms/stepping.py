@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fzero.machine.offload import to_device, write_back
 from fzero.machine.owners import owners_of
-from fzero.optim.masters import work_tensors
+from fzero.optim.precision import work_tensors
 from fzero.state import NAMESPACE, Buffers, Setup, TrainState
 from fzero.state.setup import MASTERS
 from fzero.transforms.pieces import pieces_of

@@ -13,7 +13,7 @@ from torch import Tensor
 from fzero.collectives import about
 from fzero.machine.offload import at_home
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
-from fzero.optim.visible import as_one_step, is_seen
+from fzero.optim.step_hooks import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress, window
 from fzero.state.form import settled
 from fzero.state.points import Points

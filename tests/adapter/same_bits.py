@@ -60,6 +60,14 @@ def loss_of(out: Tensor, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(out.float().flatten(0, -2), ids.flatten())
 
 
+def rule_of(run: Run) -> Any:
+    """A rule of whole leaves says so."""
+    if run.optimizer in RULES:
+        return RULES[run.optimizer](**run.numbers.options)
+    needs: Any = "leaf" if run.optimizer in WHOLE else None
+    return fzero.optim.from_torch(FROM_TORCH[run.optimizer], needs=needs, **run.numbers.options)
+
+
 class ByEngine:
     """The run with `loss.backward()` and `engine.step()`."""
 
@@ -67,9 +75,7 @@ class ByEngine:
         self.run, self.rank = run, rank
         self.engine = Engine(
             make(run),
-            FROM_TORCH[run.optimizer]
-            if run.optimizer in FROM_TORCH
-            else RULES[run.optimizer](**run.numbers.options),
+            rule_of(run),
             stage=run.stage,
             bucket_bytes=run.options.bucket_bytes,
             ordered=run.options.ordered,
@@ -105,11 +111,7 @@ class BySteps:
     def __init__(self, run: Run, rank: int) -> None:
         self.run, self.rank = run, rank
         self.apply, params = fzero.functionalize(make(run))
-        if run.optimizer in FROM_TORCH:
-            chosen = FROM_TORCH[run.optimizer]
-            optimizer = fzero.optim.from_torch(chosen, **run.numbers.options)
-        else:
-            optimizer = RULES[run.optimizer](**run.numbers.options)
+        optimizer = rule_of(run)
 
         def micro_batch(state: TrainState, batch: Tensor) -> Any:
             state = self.backwards(state, batch)

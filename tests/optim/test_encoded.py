@@ -19,7 +19,7 @@ from fzero.checkpoint import Mirror, load, load_universal, save, save_universal
 from fzero.checkpoint.elements import slots_of
 from fzero.errors import LayoutError, PhaseError
 from fzero.optim import Encoding, adamw, from_torch
-from fzero.optim import _encoded as encoded
+from fzero.optim import encoded_moments as encoded
 from fzero.ranks.virtual import run_ranks
 from tests.live_bytes import LiveBytes
 
@@ -141,7 +141,7 @@ def plain(codec: Any, updates: int) -> dict[str, Tensor]:
 def test_an_update_is_that_of_the_decoded_states(
     codec: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encoded, "_PIECE_OF_CPU", 1024)  # several pieces a leaf
+    monkeypatch.setattr(encoded, "PIECE_OF_CPU", 1024)  # several pieces a leaf
     expected = plain(codec, 3)
     for stage, ranks in ((0, 0), (3, 3)):
         step = step_of(stage, ranks)
@@ -184,7 +184,7 @@ def test_two_bytes_a_parameter_and_a_plan_counts_them() -> None:
 
 
 def test_an_update_needs_little_memory_beside_the_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoded, "_PIECE_OF_CPU", 2**16)
+    monkeypatch.setattr(encoded, "PIECE_OF_CPU", 2**16)
     numel = 2**20
     ours = adamw(1e-3, state_dtype=codecs.dynamic8())
     state = fzero.init({"w": torch.ones(numel)}, ours, stage=0)

@@ -179,7 +179,8 @@ def found(optimizer: Any, ranks: int, **options: Any) -> tuple[Any, Any]:
     xs = integers((4, ranks), 7)
     params = parameters(torch.float64)
     made = optimizer(params.values()) if isinstance(optimizer, type) else optimizer
-    got, state = run(params, from_torch(made), xs, **options)
+    needs = "leaf" if optimizer in (Norms, Largest, Routes) else None
+    got, state = run(params, from_torch(made, needs=needs), xs, **options)
     return got, state
 
 
@@ -196,7 +197,7 @@ def test_what_is_noted_of_a_shape_is_kept_for_a_group_of_such_shapes() -> None:
         return Routes([{"params": [of[path] for path in some]} for some in paths])
 
     params, xs = parameters(torch.float64), integers((4, 3), 7)
-    ours = from_torch(grouped(params))
+    ours = from_torch(grouped(params), needs="leaf")
     got, _ = run(params, ours, xs, stage=2)
     everywhere(got, by_torch(parameters(torch.float64), xs, grouped), 3)
 

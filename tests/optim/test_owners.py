@@ -103,7 +103,7 @@ def test_the_bits_are_torchs(
         params = {path: p for path, p in params.items() if p.ndim == 2}
         params["other"] = torch.nn.Parameter(torch.ones(2, 7))
     xs = integers((STEPS, ranks), 9, torch.float32)
-    got, _ = run(params, from_torch(partial(cls, **options)), xs, stage=stage)
+    got, _ = run(params, from_torch(partial(cls, **options), needs="leaf"), xs, stage=stage)
     everywhere(got, by_torch(params, xs, lambda of: cls(list(of.values()), **options)), ranks)
 
 
@@ -118,7 +118,12 @@ def test_replicas_of_shards_make_the_updates_of_one_process(
     params, xs = parameters(torch.float64), integers((STEPS, 4), 8)
     made = OPTIMIZERS[name]
     ours = partial(
-        run, params, from_torch(made(params)), stage=stage, mesh=mesh, optimizer_over=over
+        run,
+        params,
+        from_torch(made(params), needs="leaf"),
+        stage=stage,
+        mesh=mesh,
+        optimizer_over=over,
     )
     save(tmp_path, ours(xs[:2])[1])
     got, _ = ours(xs[2:], state=load(tmp_path, ours(xs[:0])[1]))
@@ -129,7 +134,7 @@ def test_replicas_of_shards_make_the_updates_of_one_process(
 def test_other_ranks_go_on_from_a_checkpoint(name: str, tmp_path: Path) -> None:
     params, made = parameters(torch.float64), OPTIMIZERS[name]
     xs = integers((6, 3), 8)
-    ours = from_torch(made(params))
+    ours = from_torch(made(params), needs="leaf")
     _, state = run(params, ours, xs[:2], stage=3)
     save(tmp_path, state)
     pairs = xs[:, :1].expand(6, 2)  # two ranks, of the same data
@@ -150,7 +155,9 @@ def test_counters_are_the_same_on_ranks_that_hold_no_leaf_that_is_counted(
     sizes = {"bias": (3,), "w1": (3, 3), "w2": (3, 3)}
     of = {path: torch.nn.Parameter(torch.ones(shape)) for path, shape in sizes.items()}
     ours = from_torch(made(of), state_dtype=state_dtype)
-    _, state = run(of, ours, integers((STEPS, 2), 8), stage=1)
+    with pytest.warns(UserWarning, match='say it[^`]*needs="leaf"') as seen:
+        _, state = run(of, ours, integers((STEPS, 2), 8), stage=1)
+    assert len(seen) == 1 and state.setup.optimizer.needs_whole("bias") == (made is ByDims)
     assert state.optimizer.counters["step"][-1].tolist() == [STEPS] * 2
 
 
@@ -173,7 +180,7 @@ def test_an_engine_takes_it() -> None:
         torch.manual_seed(0)
         module = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2)).double()
         made = MuonAndAdam(dict(module.named_parameters()))
-        engine = Engine(module, made, stage=3)
+        engine = Engine(module, from_torch(made, needs="leaf"), stage=3)
         for x in integers((STEPS, 3, 4, 3), 5)[:, int(rank)]:
             engine(x).square().mean().backward()
             engine.step()
@@ -235,14 +242,14 @@ def test_bytes_beyond_those_of_adamw_are_those_that_must_cross(stage: int, ranks
 DATA = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast")
 
 
-@pytest.mark.parametrize("needs", ["element", "matrix"])
+@pytest.mark.parametrize("needs", ["element", "leaf", "matrix"])
 def test_what_a_rule_needs_can_be_said(needs: Any) -> None:
     """SGD is right in both ways; it has owners where it is said to need matrices."""
     params, xs = parameters(torch.float64), integers((STEPS, 3), 8)
     made = partial(torch.optim.SGD, lr=0.05, momentum=0.9)
     got, state = run(params, from_torch(made, needs=needs), xs, stage=3)
     close(got, by_torch(params, xs, lambda of: made(of.values())))
-    assert (owners.owners_of(state.setup) is not None) == (needs == "matrix")
+    assert (owners.owners_of(state.setup) is None) == (needs == "element")
 
 
 @covered(stage=[0, 1, 3], name=["torch's adafactor", "lamb"])
@@ -267,7 +274,7 @@ def test_an_engine_shows_takes_and_gives_back_what_owners_keep(stage: int, name:
     def train(rank: Tensor) -> Any:
         module, optimizer = begun()
         optimizer.zero_grad()
-        engine = Engine(module, optimizer, stage=stage)
+        engine = Engine(module, from_torch(optimizer, needs="leaf"), stage=stage)
         engine(integers((3, 4, 3), 5)[2]).square().mean().backward()
         engine.step()
         shown = engine.full_optimizer_states()

@@ -16,7 +16,6 @@ from fzero.adapter import Engine
 from fzero.checkpoint import load, save
 from fzero.errors import LayoutError
 from fzero.optim import soap
-from fzero.optim._soap import Soap
 from tests.covering import covered
 from tests.optim.cases import trained
 from tests.oracle import linear_loss
@@ -162,8 +161,8 @@ def gradients() -> Iterator[tuple[str, float, list[Tensor]]]:
 
 def stepped(grads: list[Tensor], dtype: torch.dtype, off: float = 0.0) -> Tensor:
     p = nn.Parameter(torch.ones(grads[0].shape, dtype=dtype))
-    options = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "max_size": 100}
-    rule = Soap([p], 0.1, refresh_every=3, **options)
+    options: Any = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "max_size": 100}
+    rule = soap(0.1, refresh_every=3, **options).source([p])
     for number, g in enumerate(grads):
         noise = torch.sin(7.0 * torch.arange(g.numel()).double() + number).view(g.shape)
         p.grad = (g * (1 + off * noise)).to(dtype)

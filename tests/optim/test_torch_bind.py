@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import fzero
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import CallError, LayoutError, PhaseError
 from fzero.optim import from_torch
 from tests.optim.cases import trained
 from tests.optim.torch_cases import parameters
@@ -111,6 +111,14 @@ def test_an_update_that_is_to_be_differentiated_is_refused() -> None:
 
     with pytest.raises(PhaseError, match=r"to be differentiated[\s\S]*Fix: use fzero.optim.sgd"):
         torch.func.grad(trained)(torch.ones(()))
+
+
+def test_an_option_of_the_optimizer_is_given_to_it() -> None:
+    wrong: Any = {"lr": 0.5}
+    with pytest.raises(
+        CallError, match=r"lr[\s\S]*functools\.partial\(torch\.optim\.SGD, lr=0\.1\)"
+    ):
+        from_torch(torch.optim.SGD, **wrong)
 
 
 def test_what_is_not_bound_says_so() -> None:

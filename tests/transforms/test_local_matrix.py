@@ -16,9 +16,6 @@ from fzero.adapter import Engine
 from fzero.checkpoint import load, save
 from fzero.errors import LayoutError
 from fzero.optim import from_torch, partition
-from fzero.optim._factored import Shampoo
-from fzero.optim._newton_schulz import COEFFICIENTS, orthogonalized
-from fzero.optim._soap import Soap
 from fzero.transforms.outer import DEFAULT_OUTER
 from tests.covering import covered
 from tests.local_oracle import Replicas, sgd_of_diloco
@@ -85,8 +82,12 @@ class Orthogonal(torch.optim.Optimizer):
         for p in self.param_groups[0]["params"]:
             b = self.state[p].setdefault("b", torch.zeros_like(p)).lerp_(p.grad, 1 - 0.95)
             u = p.grad.lerp(b, 0.95)
-            x = orthogonalized([u], coefficients=COEFFICIENTS, steps=5)[0]
             rows, columns = p.shape
+            x = (u.mT if rows > columns else u) / u.norm()
+            for _ in range(5):
+                gram = x @ x.mT
+                x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+            x = x.mT if rows > columns else x
             p.mul_(1 - 0.1 * 0.1).sub_(0.1 * max(1, rows / columns) ** 0.5 * x)
 
 
@@ -105,9 +106,9 @@ RULES: dict[str, tuple[Any, Any]] = {  # name: (ours, the plain optimizer of par
     "adafactor": (lambda: from_torch(adafactor, needs="matrix"), adafactor),
     "shampoo": (
         lambda: fzero.optim.shampoo(0.05, eps=1e-3),
-        partial(Shampoo, lr=0.05, eps=1e-3, roots_every=1),
+        fzero.optim.shampoo(0.05, eps=1e-3).source,
     ),
-    "soap": (lambda: fzero.optim.soap(0.02, **SOAP), partial(Soap, lr=0.02, **SOAP)),
+    "soap": (lambda: fzero.optim.soap(0.02, **SOAP), fzero.optim.soap(0.02, **SOAP).source),
 }
 NAMES = [name for name, _ in model().named_parameters()]
 
@@ -173,7 +174,7 @@ OUTER: dict[str, tuple[Any, Any]] = {
         by_dims(muon, partial(torch.optim.AdamW, lr=0.01)),
     ),
     "outer adafactor": (from_torch(adafactor, needs="matrix"), adafactor),
-    "outer soap": (fzero.optim.soap(0.02, **SOAP), partial(Soap, lr=0.02, **SOAP)),
+    "outer soap": (fzero.optim.soap(0.02, **SOAP), fzero.optim.soap(0.02, **SOAP).source),
     "outer adam of torch": (from_torch(ADAMW[1]), ADAMW[1]),
 }
 CASES = {name: (rule, SGD) for name, rule in RULES.items()}

@@ -17,7 +17,7 @@ from fzero.collectives import CollectiveLog, count_collectives
 from fzero.context.here import abstract_rank
 from fzero.errors import FzeroError, LayoutError
 from fzero.errors.check import require
-from fzero.optim.masters import masters_of
+from fzero.optim.precision import masters_of
 from fzero.state import NAMESPACE, Setup, TrainState, state_bytes
 from fzero.tools.plan._checks import check_rank
 from fzero.tools.plan._meta import AsOn

@@ -20,7 +20,7 @@ from fzero.machine.by_path import FlatRanges, Pieces, Range, as_flats, by_path, 
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.packing import part_of
 from fzero.machine.parts import gather_parts
-from fzero.optim.masters import masters_of, work_tensors
+from fzero.optim.precision import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.points import Points
 from fzero.transforms._anew import with_tensors

@@ -148,7 +148,7 @@ def test_what_a_step_raises_is_raised() -> None:
 
 
 def test_rules_whose_states_lie_with_owners_are_refused() -> None:
-    rule = fzero.optim.from_torch(Lamb)
+    rule = fzero.optim.from_torch(Lamb, needs="leaf")
     first, second = (
         dataclasses.replace(run_of(FAMILIES["conv"], *at), optimizer=rule)
         for at in ((0, 1), (2, 2))

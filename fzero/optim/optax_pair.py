@@ -15,21 +15,19 @@ from torch.nn.functional import pad
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.offload import to_device, write_back
 from fzero.machine.threads import one_thread
-from fzero.optim._base import Base
-from fzero.optim._optimizer import Optimizer
 from fzero.optim._partition import Partition
-from fzero.optim._piece import Piece
-from fzero.optim._small import beyond_elements, small_shape
-from fzero.optim._torch import TorchOptimizer
-from fzero.optim.masters import Place, stay
-from fzero.optim.none import NoOptimizer
+from fzero.optim.optimizer import NoOptimizer, Optimizer
+from fzero.optim.precision import Place, stay
+from fzero.optim.torch_optim import TorchOptimizer
+from fzero.optim.torch_probe import beyond_elements, small_shape
 from fzero.state import NAMESPACE
 from fzero.state.layout import Leaf
 from fzero.state.setup import ParamGroups, SavedNames
+from fzero.state.stateful_update import Piece, StatefulUpdate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pair(Base):
+class Pair(StatefulUpdate):
     """A foreign pair, called on a list of tensors: flat shards, or whole leaves.
 
     An elementwise rule has this rank's flats. Any other, which may look at matrices or at norms,

@@ -7,27 +7,25 @@
 
 The rule of a class runs on flats, on parts of them and on whole parameters of an owner, one after
 the other; none of these is a step that anybody asked for.
+
+bound: a `torch_probe.Bound` in all that follows.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from fzero.context.here import current_ranks, is_abstract
 from fzero.errors import PhaseError
-from fzero.optim._bind import Bound
-from fzero.optim._silent import HOOKS, is_wrapped, none_of_all, note_step, told
-from fzero.optim._silent import has_pre_hooks as has_pre_hooks
-from fzero.optim._silent import is_seen as is_seen
 
 T = TypeVar("T")
 Update = Callable[[], T]
@@ -35,9 +33,7 @@ Update = Callable[[], T]
 _ranks_of: WeakKeyDictionary[Optimizer, set[int]] = WeakKeyDictionary()
 
 
-def as_one_step(
-    bounds: Sequence[Bound], update: Update[T], *, found_inf: Tensor | None = None
-) -> T:
+def as_one_step(bounds: Sequence[Any], update: Update[T], *, found_inf: Tensor | None = None) -> T:
     """Run an update as the `step()` of these optimizers, each once; return what it returns.
 
     found_inf: what they show meanwhile as `found_inf`, as under `torch.amp.GradScaler`.
@@ -59,7 +55,7 @@ def bound_here(instance: Optimizer) -> None:
         _ranks_of.setdefault(instance, set()).add(here.rank)
 
 
-def _shared(bound: Bound, update: Update[T], found_inf: Tensor | None) -> T:
+def _shared(bound: Any, update: Update[T], found_inf: Tensor | None) -> T:
     """Of virtual ranks that share an optimizer the first one makes the step that is seen.
 
     All others compute between its hooks: what those change holds for all ranks alike.
@@ -80,7 +76,7 @@ def _shared(bound: Bound, update: Update[T], found_inf: Tensor | None) -> T:
     return made
 
 
-def _seen(bound: Bound, update: Update[T], found_inf: Tensor | None) -> T:
+def _seen(bound: Any, update: Update[T], found_inf: Tensor | None) -> T:
     instance = bound.instance
     with told(instance, found_inf=found_inf):
         if is_wrapped(instance):
@@ -90,7 +86,7 @@ def _seen(bound: Bound, update: Update[T], found_inf: Tensor | None) -> T:
         return hooked(instance)
 
 
-def _wrapped(bound: Bound, update: Update[T]) -> T:
+def _wrapped(bound: Any, update: Update[T]) -> T:
     """Call `step` of an optimizer, which somebody has wrapped.
 
     What the wrapper has hold of is the function of the class. So the update is made by the last
@@ -106,7 +102,7 @@ def _wrapped(bound: Bound, update: Update[T]) -> T:
         made.append(update())
         nobody = none_of_all()
         nobody.__enter__()
-        return (_idle(bound), *args[1:]), kwargs
+        return (bound.idle(), *args[1:]), kwargs
 
     def first(*_: Any) -> None:
         nonlocal nobody
@@ -128,25 +124,6 @@ def _wrapped(bound: Bound, update: Update[T]) -> T:
     return made[0]
 
 
-def _idle(bound: Bound) -> Optimizer:
-    """Return a copy of an optimizer that steps nothing of anybody's: what its experiment stepped.
-
-    One parameter, for many rules take no empty list.
-    """
-    instance, idle = bound.instance, object.__new__(type(bound.instance))
-    vars(idle).update(vars(instance))
-    vars(idle).update({name: OrderedDict() for name in HOOKS})
-    for name in ("found_inf", "grad_scale"):  # for a fused kernel, which there is none of
-        vars(idle).pop(name, None)
-    idle.state, idle.param_groups = defaultdict(dict), []
-    for (number, dtype, shape), kept in [*bound.kept.items()][:1]:
-        p = nn.Parameter(torch.ones(shape, dtype=dtype, device=bound.devices[number]))
-        p.grad = torch.ones_like(p)
-        idle.state.update({} if kept.late else {p: copy.deepcopy(kept.sample)})
-        idle.param_groups.append({**instance.param_groups[number], "params": [p]})
-    return idle
-
-
 def _not_once(instance: Optimizer, seen: str) -> PhaseError:
     return PhaseError(
         f"{type(instance).__name__}.step was replaced by something that {seen}.",
@@ -155,3 +132,105 @@ def _not_once(instance: Optimizer, seen: str) -> PhaseError:
         fix="decide before engine.step(), or apply_gradients, on every rank alike; "
         "engine.zero_grad() leaves an update out.",
     )
+
+
+# A step that nobody sees
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_ALL: tuple[dict[int, Any], ...] = (
+    _global_optimizer_pre_hooks,
+    _global_optimizer_post_hooks,
+)
+
+
+def rule_step(instance: Optimizer) -> None:
+    """Step what an optimizer has now by the rule of its class: no hook, no wrapper."""
+    with silent(instance):
+        type(instance).step(instance)
+
+
+def is_wrapped(instance: Optimizer) -> bool:
+    """Whether somebody has put something around the `step` of an optimizer.
+
+    Not torch's schedulers, which note there that a step was made: see `note_step`.
+    """
+    code = getattr(vars(instance).get("step"), "__code__", None)
+    of_torch = code is not None and code.co_filename == lr_scheduler.__file__
+    return "step" in vars(instance) and not of_torch
+
+
+def note_step(instance: Any) -> None:
+    """Do what the wrapper of torch's schedulers does: they warn if no step was made before."""
+    if "step" in vars(instance):
+        instance._opt_called = True
+
+
+def has_pre_hooks(instance: Optimizer, but: int = 0) -> bool:
+    """Whether anything of a user's runs before a step; `but` so many hooks of the optimizer."""
+    own = vars(instance).get(HOOKS[0], ())
+    return len(own) > but or is_wrapped(instance) or bool(_OF_ALL[0])
+
+
+def is_seen(instance: Optimizer) -> bool:
+    """Whether code of a user's runs around a step; an engine's own hook is none."""
+    hooks = [hook for name in HOOKS for hook in vars(instance).get(name, {}).values()]
+    own = any(not str(getattr(hook, "__module__", "")).startswith("fzero.") for hook in hooks)
+    return own or is_wrapped(instance) or any(_OF_ALL)
+
+
+@contextmanager
+def silent(instance: Optimizer) -> Iterator[None]:
+    """Run no step hook in this block: not of this optimizer, nor those of all optimizers.
+
+    A step() that calls super().step() would run them again.
+    """
+    own = {name: OrderedDict[int, Any]() for name in HOOKS if vars(instance).get(name)}
+    with swapped(vars(instance), own), none_of_all():
+        yield
+
+
+@contextmanager
+def swapped(
+    entries: dict[str, Any], values: Mapping[str, Any], written: Iterable[str] = ()
+) -> Iterator[None]:
+    """Set entries of a dict inside the block; afterwards they are as they were, or not there.
+
+    written: keys that something in the block sets.
+
+    Example:
+        >>> group = {"lr": 0.1}
+        >>> with swapped(group, {"lr": 0.2}, ["step"]):
+        ...     group["step"] = 1
+        >>> group
+        {'lr': 0.1}
+    """
+    keys = {*values, *written}
+    before = {key: entries[key] for key in keys if key in entries}
+    entries.update(values)
+    try:
+        yield
+    finally:
+        for key in keys - before.keys():
+            entries.pop(key, None)
+        entries.update(before)
+
+
+def told(instance: Any, **values: Tensor | None) -> AbstractContextManager[None]:
+    """Set attributes of an optimizer inside, as `torch.amp.GradScaler` does; None: not that one."""
+    return swapped(vars(instance), {name: x for name, x in values.items() if x is not None})
+
+
+@contextmanager
+def none_of_all() -> Iterator[None]:
+    """Empty the tables of the hooks of all optimizers; they have what they had afterwards."""
+    before = [dict(table) for table in _OF_ALL]
+    if not any(before):
+        yield
+        return
+    for table in _OF_ALL:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, had in zip(_OF_ALL, before, strict=True):
+            table.update(had)

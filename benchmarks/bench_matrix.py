@@ -28,7 +28,7 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.tools.certify import CellResult
-from fzero.tools.certify._models import MODELS, batch
+from fzero.tools.certify.command import MODELS, batch
 
 WINDOWS = ("each", "coalesce", "accumulate")
 CONTESTANTS = ("fzero step", "fzero engine", "DDP", "FSDP2", "DeepSpeed")

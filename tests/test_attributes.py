@@ -30,9 +30,6 @@ MAY_BE_SET = {
     # a result that is filled as it is made
     ("tools/record/recorder.py", "engine.state"): "Engine.state",
     ("tools/record/replay.py", "self.engines[rank].state"): "Engine.state",
-    ("tools/diff/_record.py", "seen.reduced"): "what one call has shown",
-    ("tools/diff/_record.py", "seen.given"): "what one call has shown",
-    ("tools/diff/_record.py", "seen.norm"): "what one call has shown",
 }
 MADE = ("made", "new")  # a constructor fills what it makes
 OF_TORCH = ("grad", "data")  # of any tensor

@@ -33,7 +33,7 @@ from fzero.options import (
 )
 from fzero.state import Gathering, Reduction
 from fzero.state.option import options_in
-from fzero.tools.certify._axes import AXES
+from fzero.tools.certify import AXES
 from tests.descends import descends
 
 FUNCTIONS: dict[str, Any] = {

@@ -280,12 +280,12 @@ def read_pieces(
         for chunk, target, at in chunks_of(named or saved, piece):
             wanted[chunk].append((target, at))
     sums: dict[str, list[int]] = {}
-    for file in (name for name in saved.files if name.rpartition("/")[2] == SUMS):
-        require_digest(folder / file, saved.files[file])
-        found = json.loads(read_text(folder / file))
+    for listed in (name for name in saved.files if name.rpartition("/")[2] == SUMS):
+        require_digest(folder / listed, saved.files[listed])
+        found = json.loads(read_text(folder / listed))
         for wrong in problems(found, DictForm(others=[natural]), "the file"):
-            raise damaged(folder / file, f"is not what was written: {wrong}")
-        sums |= {f"{file.removesuffix(SUMS)}{name}": ends for name, ends in found.items()}
+            raise damaged(folder / listed, f"is not what was written: {wrong}")
+        sums |= {f"{listed.removesuffix(SUMS)}{name}": ends for name, ends in found.items()}
     calls, others = list[Callable[[], None]](), Lock()
     for number, (name, chunks) in enumerate(tensor_files(saved).items()):
         file, checks = folder / name, share is not None and number % share[1] == share[0]

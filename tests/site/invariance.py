@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.tools.certify._axes import AXES, CertifyAxis
+from fzero.tools.certify import AXES, CertifyAxis
 from tests.site.results import measured
 from tests.site.tables import table
 

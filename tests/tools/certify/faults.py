@@ -19,6 +19,19 @@ from fzero.state import Setup
 from fzero.transforms import norm, update
 from tests.descends import descends
 
+PLAIN: dict[str, Any] = {
+    "loss_scales": "1",
+    "windows": "each",
+    "buckets": "64",
+    "offload": "none",
+    "meshes": "flat",
+    "reductions": "mean",
+    "wires": "own",
+    "rules": "given",
+    "ragged": "off",
+}
+"""One value of what no fault here is about."""
+
 # Steps.
 
 Loop = Callable[[Any, Sequence[Any]], Any]

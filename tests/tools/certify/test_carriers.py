@@ -16,23 +16,12 @@ import fzero
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
+from tests.tools.certify.faults import PLAIN
 
 FEW: dict[str, Any] = {
-    "carriers": "fewer",
-    "worlds": 4,
-    "stages": 2,
-    "micro_batches": 2,
-    "precisions": "fp32",
-    "clipping": "on",
-    "windows": "coalesce",
-    "loss_scales": "1",
-    "buckets": "64",
-    "offload": "none",
-    "meshes": "flat",
-    "reductions": "mean",
-    "wires": "own",
-    "rules": "given",
-    "ragged": "off",
+    **PLAIN,
+    **{"carriers": "fewer", "worlds": 4, "stages": 2, "micro_batches": 2, "precisions": "fp32"},
+    **{"clipping": "on", "windows": "coalesce"},
 }
 
 

@@ -11,25 +11,13 @@ from torch import Tensor
 
 import fzero
 from fzero.tools.certify import Report
-from fzero.tools.certify._seed import seed_of, seeded
+from fzero.tools.certify.subject import seed_of, seeded
 from tests.tools.certify import faults
 from tests.zoo import FAMILIES
 
 SGD = functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)
 ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
-FEW: dict[str, Any] = {
-    "worlds": 2,
-    "windows": "each",
-    "offload": "none",
-    "meshes": "flat",
-    "reductions": "mean",
-    "wires": "own",
-    "rules": "given",
-    "ragged": "off",
-    "loss_scales": "1",
-    "buckets": "default",
-    "clipping": "off",
-}
+FEW: dict[str, Any] = {**faults.PLAIN, "worlds": 2, "buckets": "default", "clipping": "off"}
 
 
 def certified(name: str, optimizer: Any = SGD, train: bool = True, **options: Any) -> Report:

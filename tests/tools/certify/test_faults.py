@@ -16,25 +16,15 @@ import fzero
 from fzero.errors import LayoutError
 from fzero.machine.encode import Encoder
 from fzero.tools.certify import Report
-from fzero.tools.certify._models import Dyadic, batch, dyadic_loss
+from fzero.tools.certify.command import Dyadic, batch, dyadic_loss
 from tests.tools.certify import faults
+from tests.tools.certify.faults import PLAIN
 
 SGD = functools.partial(torch.optim.SGD, lr=2.0**-4, momentum=0.5)
 CLIPPED = {"unclipped", "norm_is_local"}  # faults that show where gradients are clipped, only
 WIRED: dict[str, dict[str, Any]] = {  # and faults that show in other cells than the plainest
     "replicas_are_not_reduced": {"meshes": "replicas", "worlds": 4},
     "divides_always_by_the_ranks": {"reductions": "sum", "wires": "predivided"},
-}
-PLAIN: dict[str, Any] = {
-    "loss_scales": "1",
-    "windows": "each",
-    "buckets": "64",
-    "offload": "none",
-    "meshes": "flat",
-    "reductions": "mean",
-    "wires": "own",
-    "rules": "given",
-    "ragged": "off",
 }
 QUIET = {"keeps_a_stale_batch", "Stale"}  # whose first gradient is right
 
@@ -265,13 +255,13 @@ def test_a_rule_of_matrices_that_steps_twice_is_found(monkeypatch: pytest.Monkey
 
     kept = fzero.adapter.Engine
     monkeypatch.setattr(torch.optim.Adafactor, "step", twice)
-    one_process = importlib.import_module("fzero.tools.certify._process").Stepped.step
+    one_process = importlib.import_module("fzero.tools.certify.reference").Stepped.step
 
     def sound(self: Any, gradient: Any) -> None:
         with monkeypatch.context() as inner:
             inner.setattr(torch.optim.Adafactor, "step", step)
             one_process(self, gradient)
 
-    monkeypatch.setattr("fzero.tools.certify._process.Stepped.step", sound)
+    monkeypatch.setattr("fzero.tools.certify.reference.Stepped.step", sound)
     report = matrix(engine=kept, **options)
     assert report.cells and not report

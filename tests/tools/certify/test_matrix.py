@@ -7,7 +7,6 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,13 @@ from torch import nn
 import fzero
 from fzero.__main__ import main
 from fzero.errors import LayoutError
-from fzero.tools.certify._axes import AXES
-from fzero.tools.certify._cover import covering
-from fzero.tools.certify._exact import is_exact
+from fzero.tools.certify import AXES
+from fzero.tools.certify.matrix import covering
 from tests.tools.certify import faults
 
-FEW = ["--models", "dyadic", "--stages", "3", "--worlds", "3", "--micro-batches", "1"]
-FEW += ["--precisions", "fp64", "--windows", "coalesce", "--loss-scales", "1", "--buckets", "64"]
-FEW += [
-    "--offload",
-    "none",
-    "--meshes",
-    "flat",
-    "--reductions",
-    "mean",
-    "--wires",
-    "own",
-    "--rules",
-    "given",
-    "--ragged",
-    "off",
-]
+FEW = ["--models=dyadic", "--stages=3", "--worlds=3", "--micro-batches=1", "--precisions=fp64"]
+FEW += ["--windows=coalesce", "--loss-scales=1", "--buckets=64", "--offload=none", "--meshes=flat"]
+FEW += ["--reductions=mean", "--wires=own", "--rules=given", "--ragged=off"]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=6), st.integers(1, 3))
@@ -53,34 +38,6 @@ def test_every_combination_of_so_many_values_is_in_a_row(sizes: list[int], stren
         assert found == set(itertools.product(*(range(sizes[axis]) for axis in axes)))
     if strength >= len(sizes):
         assert len(rows) == len([*itertools.product(*map(range, sizes))])
-
-
-@given(st.permutations(range(5)), st.lists(st.integers(-64, 64), min_size=5, max_size=5))
-def test_a_sum_that_is_called_exact_has_one_value_in_every_order(
-    order: Sequence[int], numbers: list[int]
-) -> None:
-    terms = [torch.tensor([number / 8, number * 1.0]) for number in numbers]
-    assert is_exact(terms, 4, torch.float32)
-    parts = [terms[i] / 4 for i in order]
-    assert torch.equal(torch.stack(terms).double().sum(0) / 4, sum(parts[1:], parts[0]).double())
-
-
-@pytest.mark.parametrize(
-    ("numbers", "divisor", "dtype"),
-    [
-        ([1 / 3, 1.0], 1, torch.float64),  # uses all bits
-        ([1.0, 2.0], 3, torch.float64),  # 1 / 3
-        ([2.0**40, 2.0**-20], 1, torch.float64),
-        ([100.0, 1.0], 1, torch.bfloat16),
-        ([1.0, torch.inf], 1, torch.float64),
-        ([0.0, 5e-324], 1, torch.float64),
-    ],
-)
-def test_a_sum_that_rounds_is_not_called_exact(
-    numbers: list[float], divisor: int, dtype: torch.dtype
-) -> None:
-    assert not is_exact([torch.tensor([x], dtype=torch.float64) for x in numbers], divisor, dtype)
-    assert is_exact([torch.zeros(2), torch.zeros(2)], divisor, dtype)
 
 
 def linear(**options: Any) -> Any:
@@ -201,6 +158,9 @@ def test_the_whole_matrix_of_both_models_agrees() -> None:
     assert main(["certify"]) == 0
 
 
+OFF: dict[str, Any] = {"offload": "none", "meshes": "flat", "rules": "given", "ragged": "off"}
+
+
 @pytest.mark.slow
 def test_a_rule_of_whole_parameters_is_known_as_one_whoever_gives_it() -> None:
     """What one element is off, all of its parameter may be."""
@@ -216,12 +176,7 @@ def test_a_rule_of_whole_parameters_is_known_as_one_whoever_gives_it() -> None:
         worlds=2,
         micro_batches=1,
         precisions=("fp32", "bf16"),
-        loss_scales="1024",
-        buckets="default",
-        offload="none",
-        meshes="flat",
-        rules="given",
-        ragged="off",
+        **{**OFF, "loss_scales": "1024", "buckets": "default"},
     )
     assert report, report
 

@@ -12,20 +12,12 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.tools.certify._reads import Reads
+from fzero.tools.certify.subject import Reads
+from tests.tools.certify.faults import PLAIN
 
 FEW: dict[str, Any] = {
-    "precisions": "fp64",
-    "micro_batches": 2,
-    "windows": "coalesce",
-    "clipping": "off",
-    "loss_scales": "1",
-    "buckets": "64",
-    "offload": "none",
-    "reductions": "mean",
-    "wires": "own",
-    "rules": "given",
-    "ragged": "off",
+    **PLAIN,
+    **{"precisions": "fp64", "micro_batches": 2, "windows": "coalesce", "clipping": "off"},
 }
 MESHES = [{"data": 1, "seq": 2}, {"data": 2, "seq": 2}]
 IGNORED = -100
@@ -170,8 +162,7 @@ def test_an_argument_may_be_whole_on_every_rank() -> None:
 
 def test_ranks_that_differ_in_a_cut_axis_alone_share_a_batch() -> None:
     reads = Reads(axes=(("seq", 2), ("data", 3), ("row", 2)), cut={"seq": 1, "row": 0})
-    assert (reads.places, reads.pieces) == (3, 4)
-    assert [reads.place(rank) for rank in range(12)] == [0, 0, 1, 1, 2, 2] * 2
+    assert [reads.of(rank)[0] for rank in range(12)] == [0, 0, 1, 1, 2, 2] * 2
     whole = torch.arange(8).reshape(2, 4)
     assert [reads.piece(whole, rank).tolist() for rank in (0, 1, 6, 7)] == [
         [[0, 1]],

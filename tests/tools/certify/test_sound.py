@@ -12,23 +12,13 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.__main__ import main
-from fzero.tools.certify import _matrix
+from fzero.tools.certify import run
+from tests.tools.certify.faults import PLAIN
 
 FEW: dict[str, Any] = {
-    "stages": (0, 3),
-    "worlds": 2,
-    "micro_batches": 2,
-    "precisions": "fp64",
-    "clipping": "off",
-    "loss_scales": "1",
-    "windows": "coalesce",
-    "buckets": "64",
-    "offload": "none",
-    "meshes": "flat",
-    "reductions": "mean",
-    "wires": "own",
-    "rules": "given",
-    "ragged": "off",
+    **PLAIN,
+    **{"stages": (0, 3), "worlds": 2, "micro_batches": 2, "precisions": "fp64"},
+    **{"clipping": "off", "windows": "coalesce"},
 }
 
 
@@ -193,13 +183,13 @@ def test_what_one_process_cannot_do_is_not_supported_and_other_cells_stay(name: 
 
 def test_cells_that_share_a_reference_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    one_process = _matrix.one_process
+    one_process = run.one_process
 
-    def counted(subject: Any, task: Any, optimizer: Any, **more: Any) -> Any:
-        made.append((task, optimizer, more["max_norm"]))
-        return one_process(subject, task, optimizer, **more)
+    def counted(subject: Any, *given: Any) -> Any:
+        made.append(given)
+        return one_process(subject, *given)
 
-    monkeypatch.setattr(_matrix, "one_process", counted)
+    monkeypatch.setattr(run, "one_process", counted)
     came: list[Any] = []
     more = {"worlds": (1, 2), "clipping": ("off", "on"), "drivers": "step"}
     report = certified(net()[::2], on_cell=came.append, full=True, **more)
@@ -211,14 +201,14 @@ def test_an_interrupt_keeps_the_cells_that_there_are(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     counts = iter(range(9))
-    result = _matrix._Matrix.result
+    check = run.check
 
-    def interrupted(self: Any, cell: Any) -> Any:
-        if next(counts) == 2:
+    def interrupted(*given: Any) -> Any:
+        if next(counts) == 8:  # of four for each cell
             raise KeyboardInterrupt
-        return result(self, cell)
+        return check(*given)
 
-    monkeypatch.setattr(_matrix._Matrix, "result", interrupted)
+    monkeypatch.setattr(run, "check", interrupted)
     flags = [f"--{k.replace('_', '-')}={v}" for k, v in {**FEW, "stages": "0,1,2,3"}.items()]
     assert main(["certify", "--models=dyadic", "--drivers=step", "--full", *flags]) == 130
     first, *_, last = capsys.readouterr().out.strip().splitlines()

@@ -13,8 +13,8 @@ from torch import Tensor
 import fzero
 from fzero.errors import LayoutError
 from tests.optim.torch_cases import Lamb
+from tests.tools.diff.faults import FAULTS
 from tests.tools.diff.runs import FIRST, loss, parameters, run, step_with, updated
-from tests.tools.diff.test_faults import FAULTS
 from tests.zoo import FAMILIES
 from tests.zoo.runs import run_of
 

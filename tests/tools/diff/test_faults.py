@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fzero
-from tests.tools.diff import wrong_losses, wrong_reductions, wrong_updates
-from tests.tools.diff.fault import Fault
-
-FAULTS: dict[str, Fault] = {
-    **wrong_losses.FAULTS,
-    **wrong_reductions.FAULTS,
-    **wrong_updates.FAULTS,
-}
+from tests.tools.diff.faults import FAULTS
 
 
 @pytest.mark.filterwarnings("ignore:what (grad_and_reduce|apply_gradients) returned was not used")

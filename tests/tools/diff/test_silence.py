@@ -14,8 +14,8 @@ import fzero
 from fzero import Compress, codecs
 from tests.descends import descends
 from tests.strategies import stages, worlds
+from tests.tools.diff.faults import forgets_the_reduction
 from tests.tools.diff.runs import batches, loss, run, step_with, updated
-from tests.tools.diff.wrong_reductions import forgets_the_reduction
 
 OPTIMIZERS = {
     "adamw": fzero.optim.adamw(0.01),

@@ -24,6 +24,7 @@ from tests.site.browser import NAME, sizes
 from tests.site.tables import BEGIN, END, ROOT, documents, with_tables
 
 DOCS = ROOT / "docs"
+TOOLS = (ROOT / "fzero" / "tools" / "__init__.py").read_text()
 PAGES = [path for path in DOCS.rglob("*.md") if "_build" not in path.parts]
 TARGET = re.compile(r"^\.\. auto(?:class|exception|function|data|module):: (\S+)$", re.MULTILINE)
 SAME = re.compile(r"^- `(fzero\.\S+)` is `(fzero\.\S+)`$", re.MULTILINE)
@@ -72,6 +73,8 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
     same = dict(SAME.findall(text))
     listed = [*TARGET.findall(text), *same]
     wanted = {f"fzero.{name}" for name in fzero.__all__}
+    seen = re.findall(r"^    from fzero\.tools\.\w+ import \w+ as (\w+)$", TOOLS, re.MULTILINE)
+    wanted.update(f"fzero.tools.{name}" for name in seen)
     for part in PARTS:
         wanted.update(public_names(f"fzero.{part}"))
     wanted.update(f"fzero.codecs.{name}" for name in fzero.codecs.__all__)

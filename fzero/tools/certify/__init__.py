@@ -11,4 +11,4 @@ from fzero.tools.certify._matrix import certify as certify
 from fzero.tools.certify._report import CellResult as CellResult
 from fzero.tools.certify._report import Report as Report
 
-Difference = CellDifference  # the older name; `fzero.Difference` is of `fzero.diff`
+Difference = CellDifference  # the older name; `fzero.tools.Difference` is of `fzero.diff`

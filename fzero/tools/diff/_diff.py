@@ -87,7 +87,7 @@ def diff(
 
     Args:
         run_a: the run that is trusted.
-        run_b: the other one. Both are a `fzero.Run`, or both a function run(log).
+        run_b: the other one. Both are a `fzero.tools.Run`, or both a function run(log).
         world_size: of functions: on how many virtual ranks run_b runs (run_a on one); or a pair,
             of run_a and of run_b.
 
@@ -112,7 +112,7 @@ def diff(
         ...     return fzero.shard(step_fn, stage=2)
         >>> def run(step, world_size):
         ...     x = torch.arange(12.0).view(world_size, -1, 3)
-        ...     return fzero.Run(step=step, params={"w": torch.ones(3)}, batches=[x],
+        ...     return fzero.tools.Run(step=step, params={"w": torch.ones(3)}, batches=[x],
         ...                      optimizer=fzero.optim.adam(0.1), world_size=world_size)
         >>> fzero.diff(run(step_of(1), 1), run(step_of(1), 4)) is None
         True

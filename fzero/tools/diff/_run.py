@@ -65,9 +65,9 @@ def require_runs(a: Any, b: Any, world_size: Any) -> tuple[Run, Run]:
     """Return two runs; raise `LayoutError` for an argument that `diff` cannot compare."""
     if world_size != 1:
         raise LayoutError(
-            f"diff: world_size={world_size!r} beside fzero.Run.",
+            f"diff: world_size={world_size!r} beside fzero.tools.Run.",
             cause="the number of ranks of a run, given to diff.",
-            fix="give it to each Run: fzero.Run(..., world_size=4).",
+            fix="give it to each Run: fzero.tools.Run(..., world_size=4).",
         )
     for name, run in (("run_a", a), ("run_b", b)):
         if not isinstance(run, Run) or not isinstance(run.step, Step) or not run.step.find_init():
@@ -75,7 +75,7 @@ def require_runs(a: Any, b: Any, world_size: Any) -> tuple[Run, Run]:
             raise LayoutError(
                 f"diff: {name} has {got!r:.80} in the place of a sharded step.",
                 cause="a step without fzero.shard, or a step in the place of a run.",
-                fix="give fzero.Run(step=fzero.shard(step_fn, stage=...), params=..., "
+                fix="give fzero.tools.Run(step=fzero.shard(step_fn, stage=...), params=..., "
                 "optimizer=..., batches=..., world_size=...); or twice a training loop, run(log).",
             )
         if "simulate" in run.step.names():

@@ -23,11 +23,10 @@ from fzero.errors.check import is_count, require
 from fzero.optim.masters import masters_of
 from fzero.state import NAMESPACE, TrainState, state_bytes
 from fzero.tools.plan.records import Plan, Rates, Traffic, time_of
-from fzero.tools.plan.without_values import ASKED_OF_FAKE, AsOn, NoValues
+from fzero.tools.plan.without_values import AsOn, NoValues
 from fzero.tools.trace.flops import flops_of
 from fzero.tools.trace.found import AsFound
-from fzero.tools.trace.program import reads_values
-from fzero.tools.trace.recurrent import unfused_recurrence
+from fzero.tools.trace.program import ASKED_OF_FAKE, reads_values, unfused_recurrence
 from fzero.transforms.states import flatten_states
 
 REST = "activations and temporaries"

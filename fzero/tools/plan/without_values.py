@@ -19,11 +19,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-)
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -269,9 +265,6 @@ def _values(tree: Any) -> Any:
 
 
 # What needs values, and raises.
-
-ASKED_OF_FAKE = (DataDependentOutputException, DynamicOutputShapeException)
-"""Errors of fake tensors where values are needed. Meta tensors raise errors of any type."""
 
 _READERS = {torch.Tensor.numpy, torch.Tensor.__array__}
 """Functions that read values without calling an ATen op."""

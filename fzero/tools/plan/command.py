@@ -83,7 +83,7 @@ def run(given: dict[str, Any]) -> int:
     """Print the plan of the parsed arguments."""
     made = _of_params(given) if "params" in given else _of_config(given)
     as_json = given.get("json")
-    print(json.dumps(made.to_dict(), indent=1) if as_json else made.text(bold=wants_color()))
+    print(json.dumps(made.to_dict(), indent=1) if as_json else made.table(bold=wants_color()))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from fzero.checkpoint.mirror import mirror_bytes
 from fzero.errors.check import is_positive, require
 from fzero.machine.owners import owners_of
 from fzero.state import Placement, Setup
-from fzero.tools._columns import columns
+from fzero.tools._columns import ShownAsText, columns
 from fzero.tools._units import in_bytes, in_seconds
 from fzero.transforms.outer_rule import as_inner
 
@@ -143,24 +142,8 @@ def time_of(
     )
 
 
-class _Shown:
-    """A record that prints as text in columns, and in a notebook as well."""
-
-    __slots__ = ()
-
-    def text(self, *, bold: bool = False) -> str:
-        """Return it as text; with headings in bold for a terminal."""
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        return self.text()
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self.text())}</pre>"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Plan(_Shown):
+class Plan(ShownAsText):
     """What one step takes on each rank. `print(plan)` is a table; so is it in a notebook.
 
     Shards are padded to one length, so all ranks hold and send the same number of bytes; `ranks`
@@ -256,7 +239,7 @@ class Plan(_Shown):
         ranks = f"{replicas:,} x {shards:,} ranks" if replicas > 1 else f"{self.world:,} ranks"
         return f"{ranks}, {self.device} over {'gloo' if self.device == 'cpu' else 'nccl'}"
 
-    def text(self, *, bold: bool = False) -> str:
+    def table(self, *, bold: bool = False) -> str:
         """Return the tables, and below them what is to be known of them."""
         blocks = [_mark(f"{self.name}: stage {self.stage} on {self._where}", bold)]
         for heading, rows in self._tables():
@@ -315,7 +298,7 @@ class Plan(_Shown):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Comparison(_Shown):
+class Comparison(ShownAsText):
     """Plans of one model side by side; `print(comparison)` is a table."""
 
     plans: tuple[Plan, ...]
@@ -324,7 +307,7 @@ class Comparison(_Shown):
         """Return all of it as plain values, for JSON."""
         return [plan.to_dict() for plan in self.plans]
 
-    def text(self, *, bold: bool = False) -> str:
+    def table(self, *, bold: bool = False) -> str:
         """Return one table with a column for each plan."""
         if not self.plans:
             return _mark("no plan", bold)

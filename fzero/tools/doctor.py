@@ -39,7 +39,7 @@ import fzero
 from fzero.errors import AxisError
 from fzero.tools._columns import columns
 
-__all__ = ["Cell", "CollectiveSubject", "DoctorReport", "examine"]
+__all__ = ["CollectiveCell", "CollectiveSubject", "DoctorReport", "examine"]
 SUMMARY = "examine collectives x transforms x dtypes on 2 ranks of this installation"
 DESCRIPTION = (
     "Starts 2 ranks on gloo and runs every collective under every transform in every dtype, on "
@@ -201,7 +201,7 @@ _Found = tuple[str, str]  # one of `VERDICTS`, and unless it is "right" a descri
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class CollectiveCell:
     """One cell of the table: what was examined, the verdict, and what was seen of a fault."""
 
     collective: str
@@ -215,13 +215,13 @@ class Cell:
 class DoctorReport:
     """The results; true if all of them are right. `text()` has the table."""
 
-    cells: tuple[Cell, ...]
+    cells: tuple[CollectiveCell, ...]
 
     def __bool__(self) -> bool:
         return not self.faults
 
     @property
-    def faults(self) -> tuple[Cell, ...]:
+    def faults(self) -> tuple[CollectiveCell, ...]:
         """The cells that are not right."""
         return tuple(cell for cell in self.cells if cell.verdict != "right")
 
@@ -300,7 +300,7 @@ def examine(
     while len(found) < len(checks):
         found += _on_new_ranks(checks[len(found) :], timeout_s)
     cells = (
-        Cell(subject.name, transform, dtype, *one)
+        CollectiveCell(subject.name, transform, dtype, *one)
         for (subject, transform, dtype), one in zip(checks, found, strict=True)
     )
     return DoctorReport(cells=tuple(cells))

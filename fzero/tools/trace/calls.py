@@ -88,7 +88,7 @@ class _Reads:
 
     def __init__(self, program: RecordedStep) -> None:
         nodes = list(program.graph.graph.nodes)
-        self._graph = program.graph
+        self._graph: Any = program.graph
         self._names, self._flats = names_of(program), flats_of(program, events_of(program))
         self._paths = dict(zip(inputs_of(nodes), program.inputs, strict=True))
         self._digests: dict[str, str] = {}

@@ -152,7 +152,8 @@ def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tu
             if isinstance(x, Tensor):
                 yield value_of(x, names[node] if i is None else read.get(i, "_"))
 
-    ends = (inputs_of(nodes), program.inputs), (nodes[-1].args[0], program.outputs)
+    returned: Any = nodes[-1].args[0]
+    ends = (inputs_of(nodes), program.inputs), (returned, program.outputs)
     inputs, outputs = (
         tuple(
             value_of(node.meta["val"], names[node], path)

@@ -88,19 +88,10 @@ if typing.TYPE_CHECKING:  # what `__getattr__` imports
     from fzero.tools import plot
     from fzero.tools.certify import certify
     from fzero.tools.compile import compile
-    from fzero.tools.diff import Difference, Run, diff
+    from fzero.tools.diff import diff
     from fzero.tools.plan import plan
-    from fzero.tools.prove import Claim, Proof, prove
-    from fzero.tools.record import (
-        Parting,
-        Recorder,
-        Recording,
-        Replayed,
-        bisect,
-        load_recording,
-        record,
-        replay,
-    )
+    from fzero.tools.prove import prove
+    from fzero.tools.record import bisect, load_recording, record, replay
     from fzero.tools.trace import check_spmd, trace
 
 __version__ = "0.1.0"  # the build reads it here, too
@@ -110,11 +101,9 @@ __all__ = [
     "Axis",
     "AxisError",
     "CallError",
-    "Claim",
     "CollectiveLog",
     "Compress",
     "Context",
-    "Difference",
     "DonatedError",
     "DynamicScale",
     "Form",
@@ -126,15 +115,9 @@ __all__ = [
     "MismatchError",
     "NonFiniteError",
     "Offload",
-    "Parting",
     "PeerFailedError",
     "PhaseError",
     "Placement",
-    "Proof",
-    "Recorder",
-    "Recording",
-    "Replayed",
-    "Run",
     "TrainState",
     "accumulate",
     "adapter",
@@ -240,19 +223,10 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
             "fzero.checkpoint": ["reshard"],
             "fzero.tools.certify": ["certify"],
             "fzero.tools.compile": ["compile"],
-            "fzero.tools.diff": ["Difference", "Run", "diff"],
+            "fzero.tools.diff": ["diff"],
             "fzero.tools.plan": ["plan"],
-            "fzero.tools.prove": ["Claim", "Proof", "prove"],
-            "fzero.tools.record": [
-                "Parting",
-                "Recorder",
-                "Recording",
-                "Replayed",
-                "bisect",
-                "load_recording",
-                "record",
-                "replay",
-            ],
+            "fzero.tools.prove": ["prove"],
+            "fzero.tools.record": ["bisect", "load_recording", "record", "replay"],
             "fzero.tools.trace": ["check_spmd", "trace"],
         },
     )
@@ -273,11 +247,15 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
                 name=name,
                 obj=sys.modules[__name__],
             )
+        if name in _MOVED:
+            later.gone(__name__, {f"fzero.tools.{name}": [name]})(name)
         try:
             return _load(name)
         except AttributeError as error:
             raise later.unknown_name(sys.modules[__name__], name, _INSTEAD) from error
 
+    # Records of tools, which were names of fzero itself: these words go with the next version.
+    _MOVED = ["Claim", "Difference", "Parting", "Proof", "Recorder", "Recording", "Replayed", "Run"]
     _INSTEAD = {
         "from fzero.adapter import Engine, initialize": "Engine engine initialize",
         "fzero.adapter.Engine(module, optimizer, stage=3)": "FSDP fully_shard DDP "

@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fzero.errors import FzeroError, explain
+from fzero.tools import doctor
 from fzero.tools.certify import command as certifying
-from fzero.tools.doctor import command as examining
-from fzero.tools.doctor import info
 from fzero.tools.plan import command as planning
 
-_COMMANDS: dict[str, Any] = {"certify": certifying, "doctor": examining, "plan": planning}
+_COMMANDS: dict[str, Any] = {"certify": certifying, "doctor": doctor, "plan": planning}
 
 
 def _train_is_gone(options: Sequence[str]) -> str:
@@ -41,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "info", help="report versions, backends, cores and GPUs", allow_abbrev=False
     )
     about.add_argument("--json", action="store_true", help="as JSON")
-    about.set_defaults(run=lambda given: info.show(as_json=given["json"]))
+    about.set_defaults(run=lambda given: doctor.show_environment(as_json=given["json"]))
     for name, command in _COMMANDS.items():
         one = commands.add_parser(
             name,

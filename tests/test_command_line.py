@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fzero.__main__ import main
-from fzero.tools.doctor.info import environment
+from fzero.tools.doctor import environment
 
 
 def test_help_tells_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,8 +40,7 @@ ROOMS = (
 # The doctor looks at fzero as its users do.
 ALSO = {
     "fzero.adapter": {"integrations"},
-    "fzero.tools.doctor._subjects": {"__init__"},
-    "fzero.tools.doctor.info": {"__init__"},
+    "fzero.tools.doctor": {"__init__"},
 }
 
 COMMUNICATING = ("fzero.collectives.",)
@@ -245,7 +244,7 @@ def test_only_collectives_communicate() -> None:
         ("state.hooks", "from . import window\nfrom fzero import errors", set()),
         ("state.hooks", "if TYPE_CHECKING:\n    from fzero.adapter import Engine", {"adapter"}),
         ("transforms.shard", "from fzero import shard", {"__init__"}),
-        ("transforms.shard", "from fzero.tools.doctor.info import show", {"tools"}),
+        ("transforms.shard", "from fzero.tools.doctor import examine", {"tools"}),
         ("machine.fake", "import fzero.machine.partition, fzero.transforms.a", {"transforms"}),
         ("tools.main", "from fzero.checkpoint import save", set()),
         ("adapter.engine", "import numpy\nfrom fzero.transforms import shard", set()),

@@ -84,7 +84,7 @@ NAMES_OF_OTHERS = {
     "pop_local",
 }
 
-ROOMS = ("checkpoint", "tools/record", "tools/plot", "tools/doctor")
+ROOMS = ("checkpoint", "tools/record", "tools/plot")
 """What goes over forms. `plan` shows masters as a kind of their own, `certify` and `diff` try and
 follow the options of fzero by name, and `prove` knows operators: these are not among them."""
 
@@ -126,7 +126,7 @@ def features_in(source: str, known: frozenset[str] = frozenset()) -> list[str]:
 
 
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))]
-FILES += [ROOT / place for place in (*POINTS_ONLY, "tools/rounding.py")]
+FILES += [ROOT / place for place in (*POINTS_ONLY, "tools/rounding.py", "tools/doctor.py")]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())

@@ -140,15 +140,28 @@ def test_type_checkers_see_what_is_imported_later_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("package", [fzero.integrations, fzero.tools], ids=lambda one: one.__name__)
 def test_a_room_has_the_modules_that_type_checkers_see(package: ModuleType) -> None:
-    seen = imported_for_checkers(package)
-    assert seen and set(seen.values()) == {package.__name__}
+    every = imported_for_checkers(package)
+    seen = {name for name, module in every.items() if module == package.__name__}
+    records = {name: module for name, module in every.items() if name not in seen}
+    assert seen
+    assert all(getattr(package, name) is at(module, name) for name, module in records.items())
     found = ", ".join(f"room.{name}.__name__" for name in seen)
     names = fresh(f"import {package.__name__} as room; print({found})")
     assert names == [f"{package.__name__}.{name}" for name in seen]
-    folders = {
-        path.parent.name for path in Path(str(package.__file__)).parent.glob("*/__init__.py")
-    }
-    assert folders == set(seen)
+    room = Path(str(package.__file__)).parent
+    folders = {path.parent.name for path in room.glob("*/__init__.py")}
+    assert folders <= seen <= folders | {path.stem for path in room.glob("*.py")}
+
+
+def test_the_records_of_tools_say_where_they_have_moved_to() -> None:
+    seen = imported_for_checkers(fzero.tools)
+    records = [name for name, module in seen.items() if module != "fzero.tools"]
+    assert len(records) == 8
+    for name in records:
+        assert not hasattr(fzero, name)
+        assert name not in fzero.__all__
+        with pytest.raises(AttributeError, match=rf"Fix: fzero\.tools\.{name}\.$"):
+            getattr(fzero, name)
 
 
 def at(module: str, name: str) -> Any:

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import html
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 
-def columns(
-    rows: Sequence[Sequence[str]], *, numbers: bool = False, paint: Callable[[str], str] = str
-) -> list[str]:
+class ShownAsText:
+    """A record that prints as its table; so it does in a notebook."""
+
+    __slots__ = ()
+
+    def table(self) -> str:
+        """Return it as text in columns."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(self.table())}</pre>"
+
+
+def columns(rows: Sequence[Sequence[str]], *, numbers: bool = False) -> list[str]:
     """Return rows as lines, in columns as wide as their widest cell.
 
-    With `numbers`, all but the first are aligned to the right. `paint` gives a padded cell color.
+    With `numbers`, all but the first are aligned to the right.
 
     Example:
         >>> columns([("rank", "n"), ("0", "12")], numbers=True)
@@ -22,7 +37,7 @@ def columns(
     for i, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
         side = str.rjust if numbers and i else str.ljust
-        padded.append([paint(side(cell, width)) for cell in column])
+        padded.append([side(cell, width) for cell in column])
     return ["  ".join(cells).rstrip() for cells in zip(*padded, strict=True)]
 
 

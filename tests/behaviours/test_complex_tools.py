@@ -13,7 +13,7 @@ from fzero.errors import LayoutError
 from tests.behaviours.test_complex import Spectral, batches
 
 
-def run_of(stage: int, ranks: int, factor: float = 1.0) -> fzero.Run:
+def run_of(stage: int, ranks: int, factor: float = 1.0) -> fzero.tools.Run:
     apply, params = fzero.functionalize(Spectral())
 
     def one(state: Any, x: Tensor) -> Any:
@@ -23,7 +23,7 @@ def run_of(stage: int, ranks: int, factor: float = 1.0) -> fzero.Run:
         state, value = fzero.grad_and_reduce(loss, state)()
         return fzero.apply_gradients(state), value
 
-    return fzero.Run(
+    return fzero.tools.Run(
         step=fzero.shard(one, stage=stage),
         params=params,
         batches=[batches(0, 6).view(ranks, -1, 3)],

@@ -18,7 +18,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fzero
 from fzero import collectives as c
 from fzero.collectives import InFlight, _backend, _lowering
-from fzero.ranks import _groups, mesh
+from fzero.ranks import mesh
+from fzero.state.entry import _groups
 from tests.collectives.maps import gathered, reduced, scattered
 from tests.covering import covered
 from tests.ranks import run_ranks

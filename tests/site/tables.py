@@ -32,7 +32,7 @@ def documents() -> dict[Path, Callable[[], str]]:
         ROOT / "docs" / "invariance.md": invariance.tables,
         ROOT / "README.md": performance.short,
         ROOT / "docs" / "performance.md": performance.headline,
-        ROOT / "docs" / "performance_archive.md": performance.archive,
+        ROOT / "benchmarks" / "results" / "README.md": performance.archive,
         ROOT / "docs" / "support.md": support.tables,
     }
 

@@ -24,6 +24,7 @@ from tests.site.browser import NAME, sizes
 from tests.site.tables import BEGIN, END, ROOT, documents, with_tables
 
 DOCS = ROOT / "docs"
+TOOLS = (ROOT / "fzero" / "tools" / "__init__.py").read_text()
 PAGES = [path for path in DOCS.rglob("*.md") if "_build" not in path.parts]
 TARGET = re.compile(r"^\.\. auto(?:class|exception|function|data|module):: (\S+)$", re.MULTILINE)
 SAME = re.compile(r"^- `(fzero\.\S+)` is `(fzero\.\S+)`$", re.MULTILINE)
@@ -31,7 +32,6 @@ PARTS = ("state", "optim", "adapter", "integrations.deepspeed", "checkpoint", "d
 RECORDS = (
     "certify",
     "trace",
-    "doctor",
     "plan",
 )  # parts with records that a function of fzero returns
 
@@ -72,11 +72,14 @@ def test_the_reference_has_every_public_name_and_no_other() -> None:
     same = dict(SAME.findall(text))
     listed = [*TARGET.findall(text), *same]
     wanted = {f"fzero.{name}" for name in fzero.__all__}
+    seen = re.findall(r"^    from fzero\.tools\.\w+ import \w+ as (\w+)$", TOOLS, re.MULTILINE)
+    wanted.update(f"fzero.tools.{name}" for name in seen)
     for part in PARTS:
         wanted.update(public_names(f"fzero.{part}"))
     wanted.update(f"fzero.codecs.{name}" for name in fzero.codecs.__all__)
     wanted -= {"fzero.codecs", "fzero.adapter.deepspeed", *(f"fzero.{part}" for part in PARTS)}
     records = {name for part in RECORDS for name in public_names(f"fzero.{part}")}
+    records |= {f"fzero.doctor.{name}" for name in fzero.tools.doctor.__all__}
     assert len(listed) == len(set(listed))
     assert (wanted - set(listed), set(listed) - wanted - records) == (set(), set())
     for name, other in same.items():

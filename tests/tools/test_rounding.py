@@ -105,4 +105,4 @@ def test_the_older_name_of_a_difference_of_a_cell_still_works() -> None:
     assert fzero.certify.__name__ == "certify"  # the function has the name of its package
     from fzero.tools.certify import CellDifference, Difference
 
-    assert Difference is CellDifference is not fzero.Difference
+    assert Difference is CellDifference is not fzero.tools.Difference

@@ -33,7 +33,7 @@ def run_of(
     dtype: torch.dtype = torch.float32,
     calls: int = 1,
     examples: int = 8,
-) -> fzero.Run:
+) -> fzero.tools.Run:
     """A training of the family; `model` may change the module, `loss` is another one."""
     module = model(family.model(seed).to(dtype))
     apply, params = fzero.functionalize(module)
@@ -51,7 +51,7 @@ def run_of(
         return x.view(world_size, -1, *x.shape[1:])
 
     batches = [family.examples(1000 * seed + i, examples) for i in range(calls)]
-    return fzero.Run(
+    return fzero.tools.Run(
         step=fzero.shard(step, stage=stage),
         params=params,
         optimizer=OPTIMIZERS[optimizer](),

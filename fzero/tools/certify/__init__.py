@@ -14,4 +14,4 @@ from fzero.tools.certify.matrix import Check as Check
 from fzero.tools.certify.matrix import Report as Report
 from fzero.tools.certify.run import certify as certify
 
-Difference = CellDifference  # the older name; `fzero.Difference` is of `fzero.diff`
+Difference = CellDifference  # the older name; `fzero.tools.Difference` is of `fzero.diff`

@@ -18,7 +18,7 @@ from fzero.machine.packing import digest
 from fzero.state import NAMESPACE
 from fzero.tools.compile._random import Randomness
 from fzero.tools.compile._run import Compiled
-from fzero.tools.trace.recurrent import unfused_recurrence
+from fzero.tools.trace.program import unfused_recurrence
 
 
 def compare(

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.tools.compile._random import DRAW
-from fzero.tools.trace.alive import is_item
-from fzero.tools.trace.ops import is_collective, ran_by_autograd
+from fzero.tools.trace.program import is_collective, is_item, ran_by_autograd
 
 aten = torch.ops.aten
 GATHER, SCATTER, REDUCE = (

@@ -21,10 +21,8 @@ from fzero.tools.compile._random import Randomness, RecordedDraws, note_draws
 from fzero.tools.compile._segments import Action, Compiler, actions_of, held_in
 from fzero.tools.compile._surroundings import FunctionsRun
 from fzero.tools.compile._writes import without_writes, write_back
-from fzero.tools.trace.alive import inputs_of
 from fzero.tools.trace.found import AsFound
-from fzero.tools.trace.ops import is_collective
-from fzero.tools.trace.program import RecordedStep, record_step
+from fzero.tools.trace.program import RecordedStep, inputs_of, is_collective, record_step
 from fzero.transforms.donation import take_over, undo_take_over
 from fzero.transforms.pipeline import Step
 from fzero.transforms.states import flatten_states, is_state

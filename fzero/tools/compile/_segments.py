@@ -30,8 +30,7 @@ from fzero.optim.recorded import SCHEDULES, update_in_place
 from fzero.ranks.mesh import Axis
 from fzero.tools.compile._random import DRAW, Draw, Randomness, State, replay_of
 from fzero.tools.compile._writes import INTO, OWNED, is_made_in, made_by_update, own_buffers
-from fzero.tools.trace.alive import is_item
-from fzero.tools.trace.ops import RATE, UPDATE, is_collective
+from fzero.tools.trace.program import RATE, UPDATE, is_collective, is_item
 
 Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]
 """(graph, example tensors) -> a function of such tensors that returns a list."""

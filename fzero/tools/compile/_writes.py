@@ -15,9 +15,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero.errors import LayoutError
 from fzero.tools.compile._passes import GATHER, REDUCE
-from fzero.tools.trace.alive import inputs_of, is_item, root_of
-from fzero.tools.trace.ops import UPDATE, is_collective
-from fzero.tools.trace.program import without_unused
+from fzero.tools.trace.program import (
+    UPDATE,
+    inputs_of,
+    is_collective,
+    is_item,
+    root_of,
+    without_unused,
+)
 
 aten = torch.ops.aten
 _MAKERS = (aten.cat, aten.clone, aten.mm)  # a compiler may give `x` for `x + 0`, but not for these

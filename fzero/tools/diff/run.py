@@ -100,7 +100,7 @@ def diff(
 
     Args:
         run_a: the run that is trusted.
-        run_b: the other one. Both are a `fzero.Run`, or both a function run(log).
+        run_b: the other one. Both are a `fzero.tools.Run`, or both a function run(log).
         world_size: of functions: on how many virtual ranks run_b runs (run_a on one); or a pair,
             of run_a and of run_b.
 
@@ -125,7 +125,7 @@ def diff(
         ...     return fzero.shard(step_fn, stage=2)
         >>> def run(step, world_size):
         ...     x = torch.arange(12.0).view(world_size, -1, 3)
-        ...     return fzero.Run(step=step, params={"w": torch.ones(3)}, batches=[x],
+        ...     return fzero.tools.Run(step=step, params={"w": torch.ones(3)}, batches=[x],
         ...                      optimizer=fzero.optim.adam(0.1), world_size=world_size)
         >>> fzero.diff(run(step_of(1), 1), run(step_of(1), 4)) is None
         True
@@ -176,9 +176,9 @@ def _require_runs(a: Any, b: Any, world_size: Any) -> tuple[Run, Run]:
     """Return two runs; raise `LayoutError` for an argument that `diff` cannot compare."""
     if world_size != 1:
         raise LayoutError(
-            f"diff: world_size={world_size!r} beside fzero.Run.",
+            f"diff: world_size={world_size!r} beside fzero.tools.Run.",
             cause="the number of ranks of a run, given to diff.",
-            fix="give it to each Run: fzero.Run(..., world_size=4).",
+            fix="give it to each Run: fzero.tools.Run(..., world_size=4).",
         )
     for name, run in (("run_a", a), ("run_b", b)):
         if not isinstance(run, Run) or not isinstance(run.step, Step) or not run.step.find_init():
@@ -186,7 +186,7 @@ def _require_runs(a: Any, b: Any, world_size: Any) -> tuple[Run, Run]:
             raise LayoutError(
                 f"diff: {name} has {got!r:.80} in the place of a sharded step.",
                 cause="a step without fzero.shard, or a step in the place of a run.",
-                fix="give fzero.Run(step=fzero.shard(step_fn, stage=...), params=..., "
+                fix="give fzero.tools.Run(step=fzero.shard(step_fn, stage=...), params=..., "
                 "optimizer=..., batches=..., world_size=...); or twice a training loop, run(log).",
             )
         if "simulate" in run.step.names():

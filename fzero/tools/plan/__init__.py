@@ -10,12 +10,13 @@ plan.smallest_world(model, batch, stage=3, fits_bytes=80e9) --> Plan
 The step runs on one rank, on tensors without values; the other ranks are assumed to do the same.
 """
 
-from fzero.tools.plan._api import Planner as Planner
-from fzero.tools.plan._ranks import RankShare as RankShare
-from fzero.tools.plan._record import Comparison as Comparison
-from fzero.tools.plan._record import Plan as Plan
-from fzero.tools.plan._record import Traffic as Traffic
-from fzero.tools.plan._time import Rates as Rates
-from fzero.tools.plan._time import Time as Time
+from fzero.tools.plan._plan import Planner as Planner
+from fzero.tools.plan.records import Comparison as Comparison
+from fzero.tools.plan.records import Plan as Plan
+from fzero.tools.plan.records import RankShare as RankShare
+from fzero.tools.plan.records import Rates as Rates
+from fzero.tools.plan.records import Time as Time
+from fzero.tools.plan.records import Traffic as Traffic
 
 plan = Planner()
+"""`fzero.plan`: called, it plans one step; its methods compare plans and look for a world."""

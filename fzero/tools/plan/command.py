@@ -12,9 +12,8 @@ import torch
 from fzero.errors import FzeroError, LayoutError
 from fzero.tools._columns import wants_color
 from fzero.tools.plan import plan
-from fzero.tools.plan._config import from_config, tokens
-from fzero.tools.plan._record import Comparison, Plan, of_comparison, of_plan
-from fzero.tools.plan._time import Rates
+from fzero.tools.plan.config import from_config, tokens
+from fzero.tools.plan.records import Comparison, Plan, Rates
 
 SUMMARY = "what a step takes on any number of ranks: bytes, collectives, the peak"
 DESCRIPTION = (
@@ -29,10 +28,20 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Give `parser` the options."""
-    parser.add_argument("--params", metavar="N", help="a number of parameters, 7e9")
-    parser.add_argument("--hf-config", metavar="PATH", help="a config.json, or its folder")
-    parser.add_argument("--world", metavar="W", help="ranks, 64; or replicas x shards, 8x8 (1)")
-    parser.add_argument("--stage", metavar="S", help="0, 1, 2, 3, or `all` to compare them (3)")
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument("--params", metavar="N", type=_number, help="a number of parameters, 7e9")
+    model.add_argument("--hf-config", metavar="PATH", help="a config.json, or its folder")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument(
+        "--world", metavar="W", type=_world, help="ranks, 64; or replicas x shards, 8x8 (1)"
+    )
+    ranks.add_argument(
+        "--fits", metavar="BYTES", type=_number, help="the smallest world that fits, 80e9"
+    )
+    stages = ("0", "1", "2", "3", "all")
+    parser.add_argument(
+        "--stage", metavar="S", choices=stages, help="0, 1, 2, 3, or `all` to compare them (3)"
+    )
     parser.add_argument("--dtype", choices=tuple(_DTYPES), help="of the parameters (bf16)")
     parser.add_argument("--batch", type=int, metavar="B", help="sequences of one rank (1)")
     parser.add_argument(
@@ -44,7 +53,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, metavar="M", help="parts of the batch (1)")
     parser.add_argument("--coalesce", action="store_true", help="reduce once for all of them")
     parser.add_argument("--checkpoint", action="store_true", help="recompute each layer")
-    parser.add_argument("--fits", metavar="BYTES", help="the smallest world that fits, 80e9")
     parser.add_argument("--flops", type=float, metavar="F", help="rate of the device, FLOP/s")
     parser.add_argument("--memory", type=float, metavar="B", help="rate of its memory, bytes/s")
     parser.add_argument("--link", type=float, metavar="B", help="rate of the link, bytes/s")
@@ -52,16 +60,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def _number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no positive number: give one, as 7e9")
+    return value
+
+
+def _world(text: str) -> int | tuple[int, int]:
+    parts = text.split("x")
+    if not all(part.isdigit() for part in parts) or len(parts) > 2:
+        raise argparse.ArgumentTypeError(
+            f"{text} is no number of ranks: give 64, or 8x8 for 8 replicas of 8 ranks"
+        )
+    return int(text) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
+
+
 def run(given: dict[str, Any]) -> int:
     """Print the plan of the parsed arguments."""
-    _require_one(given)
     made = _of_params(given) if "params" in given else _of_config(given)
-    if given.get("json"):
-        print(json.dumps(made.to_dict(), indent=1))
-    elif isinstance(made, Comparison):
-        print(of_comparison(made.plans, bold=wants_color()))
-    else:
-        print(of_plan(made, bold=wants_color()))
+    as_json = given.get("json")
+    print(json.dumps(made.to_dict(), indent=1) if as_json else made.table(bold=wants_color()))
     return 0
 
 
@@ -69,13 +91,13 @@ def _of_params(given: dict[str, Any]) -> Plan | Comparison:
     """Plan a model of one parameter, which has the bytes, but for activations, of any other."""
     only = [name for name in _OF_MODELS if name in given]
     if only:
-        raise _wrong(
-            f"--{only[0].replace('_', '-')} with --params",
-            "a number of parameters says nothing of activations.",
-            "give --hf-config; or leave it out.",
+        raise LayoutError(
+            f"--{only[0].replace('_', '-')} with --params.",
+            cause="a number of parameters says nothing of activations.",
+            fix="give --hf-config; or leave it out.",
         )
-    numel = int(_number("params", given["params"]))
-    model = _OneParameter(numel, _dtype(given))
+    numel = int(given["params"])
+    model = _OneParameter(numel, _DTYPES[given.get("dtype", "bf16")])
     made = _planned(model, torch.empty((), device="meta"), given, loss=lambda model, _: model())
     plans = made.plans if isinstance(made, Comparison) else (made,)
     name = f"{numel / 1e9:g} billion parameters"
@@ -102,7 +124,7 @@ _OF_MODELS = (
 
 
 def _of_config(given: dict[str, Any]) -> Plan | Comparison:
-    model: Any = from_config(given["hf_config"]).to(_dtype(given)).train()
+    model: Any = from_config(given["hf_config"]).to(_DTYPES[given.get("dtype", "bf16")]).train()
     batch = tokens(model, given.get("batch", 1), given.get("length"))
     names = {field.name.split("_")[0]: field.name for field in fields(Rates)}
     options: dict[str, Any] = {
@@ -118,76 +140,32 @@ def _of_config(given: dict[str, Any]) -> Plan | Comparison:
     except FzeroError:
         raise
     except Exception as error:  # what models raise is of any kind
-        raise _wrong(
+        seen = str(error).rstrip(".")
+        raise LayoutError(
             f"{type(model).__name__} could not be run on {[*batch['input_ids'].shape]} tokens that "
-            f"are its labels: {error}",
-            "a model that is no language model, or whose forward depends on values.",
-            "fzero.plan(module, batch, loss=..., stage=..., world=...) plans any nn.Module.",
+            f"are its labels: {seen}.",
+            cause="a model that is no language model, or whose forward depends on values.",
+            fix="fzero.plan(module, batch, loss=..., stage=..., world=...) plans any nn.Module.",
         ) from error
 
 
 def _planned(
     model: torch.nn.Module, batch: Any, given: dict[str, Any], **options: Any
 ) -> Plan | Comparison:
-    stages = _stages(given)
+    stage = given.get("stage", "3")
+    stages = [0, 1, 2, 3] if stage == "all" else [int(stage)]
     options["donate"] = True
     if "fits" in given:
-        if len(stages) > 1 or "world" in given:
-            raise _wrong(
-                "--fits with --world or --stage all",
-                "a world that is given, and one that is looked for.",
-                "leave one of them out.",
+        if len(stages) > 1:
+            raise LayoutError(
+                "--fits with --stage all.",
+                cause="worlds of several sizes, which no table compares.",
+                fix="give one stage.",
             )
-        limit = _number("fits", given["fits"])
-        return plan.smallest_world(model, batch, stage=stages[0], fits_bytes=limit, **options)
-    options["world"] = _world(given)
+        return plan.smallest_world(
+            model, batch, stage=stages[0], fits_bytes=given["fits"], **options
+        )
+    options["world"] = given.get("world", 1)
     if len(stages) > 1:
         return plan.compare(model, batch, stages=stages, **options)
     return plan(model, batch, stage=stages[0], **options)
-
-
-def _dtype(given: dict[str, Any]) -> torch.dtype:
-    return _DTYPES[given.get("dtype", "bf16")]
-
-
-def _require_one(given: dict[str, Any]) -> None:
-    if ("params" in given) == ("hf_config" in given):
-        raise _wrong(
-            "plan needs one of --params and --hf-config",
-            "both were given, or neither.",
-            "python -m fzero plan --params 7e9 --world 64 --stage 3",
-        )
-
-
-def _stages(given: dict[str, Any]) -> list[int]:
-    text = given.get("stage", "3")
-    if text == "all":
-        return [0, 1, 2, 3]
-    if text not in ("0", "1", "2", "3"):
-        raise _wrong(f"--stage {text}", "a stage that does not exist.", "give 0, 1, 2, 3 or all.")
-    return [int(text)]
-
-
-def _world(given: dict[str, Any]) -> int | tuple[int, int]:
-    text = given.get("world", "1")
-    parts = text.split("x")
-    if not all(part.isdigit() for part in parts) or len(parts) > 2:
-        raise _wrong(
-            f"--world {text}", "no number of ranks.", "give 64, or 8x8 for 8 replicas of 8 ranks."
-        )
-    numbers = [int(part) for part in parts]
-    return numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1 <= value < float("inf"):
-        raise _wrong(f"--{name} {text}", "no positive number.", f"give a number: --{name} 7e9.")
-    return value
-
-
-def _wrong(seen: str, cause: str, fix: str) -> LayoutError:
-    return LayoutError(f"{seen.rstrip('.')}.", cause=cause, fix=fix)

@@ -2,7 +2,7 @@
 
 partition_map(state) --> PartitionMap: which rank holds which elements of which leaf
     .segments, .to_dict()     the data
-    .table(), _repr_html_()   as text and as HTML, without matplotlib
+    .table()                  as text, without matplotlib
     .draw(ax), side_by_side   as a figure, with the extra `plots`
 memory_timeline(trace) --> MemoryTimeline: bytes alive at each op, by kind, of a trace, which
                            `fzero.trace(step)(state, *args)` gives
@@ -11,15 +11,15 @@ memory_timeline(trace) --> MemoryTimeline: bytes alive at each op, by kind, of a
 import typing
 
 from fzero.context import later
-from fzero.tools.plot._figure import MissingExtraError as MissingExtraError
-from fzero.tools.plot._map import PartitionMap as PartitionMap
-from fzero.tools.plot._map import Segment as Segment
-from fzero.tools.plot._map import Span as Span
-from fzero.tools.plot._map import side_by_side as side_by_side
-from fzero.tools.plot._memory import MemoryRow as MemoryRow
-from fzero.tools.plot._memory import MemoryTimeline as MemoryTimeline
-from fzero.tools.plot._memory import memory_timeline as memory_timeline
-from fzero.tools.plot._partition import partition_map as partition_map
+from fzero.tools.plot.figure import MissingExtraError as MissingExtraError
+from fzero.tools.plot.memory import MemoryRow as MemoryRow
+from fzero.tools.plot.memory import MemoryTimeline as MemoryTimeline
+from fzero.tools.plot.memory import memory_timeline as memory_timeline
+from fzero.tools.plot.states import PartitionMap as PartitionMap
+from fzero.tools.plot.states import Segment as Segment
+from fzero.tools.plot.states import Span as Span
+from fzero.tools.plot.states import partition_map as partition_map
+from fzero.tools.plot.states import side_by_side as side_by_side
 
 if not typing.TYPE_CHECKING:
     __getattr__ = later.gone(

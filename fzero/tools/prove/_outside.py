@@ -30,7 +30,7 @@ from fzero.optim.recorded import SCHEDULES
 from fzero.tools.prove._budget import Budget
 from fzero.tools.prove._schedules import facts_of
 from fzero.tools.trace.found import bytes_of
-from fzero.tools.trace.ops import RATE
+from fzero.tools.trace.program import RATE
 
 
 class Watch:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from fzero.tools.prove._read import digest
-from fzero.tools.trace.ops import UPDATE
-from fzero.tools.trace.program import RecordedStep
+from fzero.tools.trace.program import UPDATE, RecordedStep
 
 OTHER_PROGRAMS = "ranks run other programs"
 _CUT = (

@@ -21,7 +21,7 @@ from fzero.tools.prove import _ops as ops
 from fzero.tools.prove import _special as special
 from fzero.tools.prove._call import OpCall
 from fzero.tools.prove._gradient import GRADIENT
-from fzero.tools.trace.ops import UPDATE
+from fzero.tools.trace.program import UPDATE
 
 Overload = torch._ops.OpOverload
 Meaning = Callable[[OpCall], ops.Made]

@@ -322,14 +322,6 @@ def _read_class(x: type) -> dict[str, Any]:
     return {name: one for name, one in vars(x).items() if name not in _OF_PYTHON}
 
 
-def _write_class(x: type, held: dict[str, Any]) -> None:
-    for name in _read_class(x).keys() - held.keys():
-        type.__delattr__(x, name)
-    for name, one in held.items():
-        if vars(x).get(name) is not one:
-            type.__setattr__(x, name, one)
-
-
 def _read_slots(x: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in type(x).__mro__:
@@ -338,13 +330,6 @@ def _read_slots(x: Any) -> dict[str, Any]:
                 with suppress(AttributeError):  # it has no value yet
                     found[name] = one.__get__(x)
     return found
-
-
-def _write_slots(x: Any, held: dict[str, Any]) -> None:
-    for name in _read_slots(x).keys() - held.keys():
-        object.__delattr__(x, name)
-    for name, one in held.items():
-        object.__setattr__(x, name, one)
 
 
 def _read_tensor(x: Tensor) -> dict[str, Any]:
@@ -400,16 +385,23 @@ def _at(read: Callable[[Any], Any], write: Callable[[Any, Any], Any]) -> _Kind:
     return _Kind(lambda x: {"": read(x)}, lambda x, held: write(x, held[""]))
 
 
+def _named(read: Callable[[Any], dict[str, Any]]) -> _Kind:
+    """Return the kind of an object or a class with some attributes, whatever its own setters do."""
+
+    def write(x: Any, held: dict[str, Any]) -> None:
+        now, kind = read(x), type if isinstance(x, type) else object
+        for name in now.keys() - held.keys():
+            kind.__delattr__(x, name)
+        for name, one in held.items():
+            if name not in now or now[name] is not one:
+                kind.__setattr__(x, name, one)
+
+    return _Kind(read, write)
+
+
 def _attributes(*names: str) -> _Kind:
     """Return the kind of an object with attributes of Python's own."""
-    return _Kind(
-        lambda x: {name: getattr(x, name) for name in names if hasattr(x, name)},
-        lambda x, held: [
-            (type if isinstance(x, type) else object).__setattr__(x, name, one)
-            for name, one in held.items()
-            if getattr(x, name) is not one
-        ],
-    )
+    return _named(lambda x: {name: getattr(x, name) for name in names if hasattr(x, name)})
 
 
 def _pickled(of: Callable[[Any], Any]) -> Callable[[Any], bytes]:
@@ -426,8 +418,8 @@ _LIST = _Kind(
 _DEQUE = _Kind(lambda x: dict(enumerate(x)), lambda x, held: (x.clear(), x.extend(held.values())))
 _SET = _Kind(lambda x: dict.fromkeys(x), lambda x, held: (x.clear(), x.update(held)))
 _NAMES = _Kind(lambda of: {n: of[1][n] for n in of[0] if n in of[1]}, _write_names)
-_CELL, _CLASS = _Kind(_read_cell, _write_cell), _Kind(_read_class, _write_class)
-_SLOTS, _TENSOR = _Kind(_read_slots, _write_slots), _Kind(_read_tensor, _write_tensor)
+_CELL, _TENSOR = _Kind(_read_cell, _write_cell), _Kind(_read_tensor, _write_tensor)
+_CLASS, _SLOTS = _named(_read_class), _named(_read_slots)
 _BYTES = _at(_read_bytes, _write_bytes)
 _FUNCTION = _attributes("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _OBJECT = _attributes("__class__", "__dict__")

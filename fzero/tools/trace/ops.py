@@ -1,33 +1,127 @@
-"""Convert a recorded graph to the ops of a trace: names, phases, FLOPs, bytes."""
+"""The ops of a recorded step: names, phases, parameters, FLOPs, and bytes alive while each runs."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import re
 import string
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from fzero.collectives import CollectiveEvent
-from fzero.tools.trace._parameters import Flat, flats_of, index_of_view
-from fzero.tools.trace._record import Op, Phase, Value
-from fzero.tools.trace.alive import SAME, alive_at, inputs_of, is_item, is_op, kinds_of
+from fzero.state import Layout, Part, Setup
 from fzero.tools.trace.flops import flops_of
-from fzero.tools.trace.program import BACKWARD, MODULE, RecordedStep
+from fzero.tools.trace.program import (
+    FIELD,
+    SAME,
+    UPDATE,
+    RecordedStep,
+    in_module,
+    inputs_of,
+    is_collective,
+    is_item,
+    is_op,
+    ran_by_autograd,
+)
 
-COLLECTIVES = "fzero"
-"""The namespace of the ops that communicate."""
+Phase = Literal["forward", "backward", "update"]
 
-UPDATE = torch.ops.fzero_optim.update.default
-"""The op that is the kernel of an optimizer."""
 
-RATE = torch.ops.fzero_optim.schedule.default
-"""The op that asks a schedule for its number."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """A tensor of the program: an input, or what an op gives.
+
+    parameter: whose values it has, and no others. holds: the parameters that a buffer of the state
+    is made of, or a shard of.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    path: str = ""  # where an input or an output is in the arguments or the result
+    parameter: str = ""
+    holds: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alive:
+    """Bytes that are alive at one moment, by what they are. Each storage is of one kind.
+
+    parameters, optimizer (with masters): of the state, and what becomes those of the new state.
+    gradients: of parameters; whole on the rank, reduced, or waiting in a window.
+    gathered: full parameters that collectives give, and what is made of parameters alone, in the
+    forward and the backward: a cast, a dequantized one.
+    activations: all else that the forward and the backward make.
+    other: the batch, counters, what an update makes on its way.
+    """
+
+    parameters: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    gathered: int = 0
+    activations: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One kernel or collective.
+
+    name: of the ATen op, "addmm", or of the collective, "all_gather". reads, gives: names of
+    values. A view is an op that computes nothing. detail: of a collective, the axis and the
+    parameters that it is about; of a view, which part of what it reads it is; of another op, the
+    module in whose forward it is, or whose backward.
+    """
+
+    name: str
+    phase: Phase
+    reads: tuple[str, ...]
+    gives: tuple[Value, ...]
+    detail: str = ""
+    wire_bytes: int = 0  # that this rank sends
+    flops: int = 0
+    kind: Literal["compute", "pointwise", "view", "collective"] = "compute"
+    alive: Alive = Alive()  # all tensors, while it runs
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether ranks do it together."""
+        return self.kind == "collective"
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all tensors that are alive while it runs."""
+        return self.alive.total
+
+
+def short(dtype: torch.dtype) -> str:
+    """Return "f32" for torch.float32: as in a jaxpr."""
+    name = str(dtype).removeprefix("torch.")
+    for long, brief in (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i")):
+        if name.startswith(long):
+            return brief + name[len(long) :]
+    return name
 
 
 def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tuple[Value, ...]]:
@@ -35,52 +129,43 @@ def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tu
     nodes = list(program.graph.graph.nodes)
     names = names_of(program)
     phases = _phases(nodes, program.inputs)
-    about = _about(program)
+    about = events_of(program)
     flats = flats_of(program, about)
     of_parameters = {node for node, some in about.items() if any(one.paths for one in some)}
-    ops = [
-        _op(node, _values(node, names, flats), names, phases[node], about.get(node, ()))
-        for node in nodes
-        if is_op(node)
-    ]
-    inputs = tuple(
-        replace(_values(node, names, flats)[0], path=path)
-        for node, path in zip(inputs_of(nodes), program.inputs, strict=True)
+    alive = _alive_at(nodes, _kinds_of(program, phases, of_parameters))
+
+    def value_of(x: Tensor, name: str, path: str = "") -> Value:
+        flat = flats.get(x.untyped_storage()._cdata)
+        parameter = flat.parameter(x) if flat is not None and flat.is_whole else ""
+        holds = () if flat is None or parameter else flat.paths
+        shape = tuple(x.shape)
+        return Value(
+            name=name, shape=shape, dtype=x.dtype, path=path, parameter=parameter, holds=holds
+        )
+
+    def values(node: fx.Node) -> Iterator[Value]:
+        """Yield the results of a node: one or several values; unread ones are called "_"."""
+        val = node.meta.get("val")
+        read = {user.args[1]: names[user] for user in node.users if is_item(user)}
+        made = enumerate(val) if isinstance(val, list | tuple) else [(None, val)]
+        for i, x in made:
+            if isinstance(x, Tensor):
+                yield value_of(x, names[node] if i is None else read.get(i, "_"))
+
+    returned: Any = nodes[-1].args[0]
+    ends = (inputs_of(nodes), program.inputs), (returned, program.outputs)
+    inputs, outputs = (
+        tuple(
+            value_of(node.meta["val"], names[node], path)
+            for node, path in zip(some, paths, strict=True)
+        )
+        for some, paths in ends
     )
-    outputs = tuple(
-        replace(_values(node, names, flats)[0], path=path)
-        for node, path in zip(nodes[-1].args[0], program.outputs, strict=True)
+    ops = tuple(
+        _op(node, tuple(values(node)), names, phases[node], about.get(node, ()), one)
+        for node, one in zip(filter(is_op, nodes), alive, strict=True)
     )
-    alive = alive_at(nodes, kinds_of(program, phases, of_parameters))
-    seen = zip(ops, alive, strict=True)
-    return inputs, tuple(replace(op, alive=one) for op, one in seen), outputs
-
-
-def read_by(program: RecordedStep) -> tuple[dict[fx.Node, str], dict[int, Flat]]:
-    """Return the names of the values of a program, and its flats, as `ops_of` has them."""
-    return names_of(program), flats_of(program, _about(program))
-
-
-def _about(program: RecordedStep) -> dict[fx.Node, list[CollectiveEvent]]:
-    """Return the events of each collective, one for each buffer."""
-    events = deque(event for event in program.log.of(program.rank) if event.op != "agree")
-    nodes = filter(is_collective, program.graph.graph.nodes)
-    return {node: [events.popleft() for _ in node.args[0]] for node in nodes}
-
-
-def is_collective(node: fx.Node) -> bool:
-    """Whether a node is an op that communicates."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
-
-
-def in_module(node: fx.Node) -> str:
-    """Return the module of an op; "" outside of all modules."""
-    return str(node.meta.get("custom", {}).get(MODULE, ""))
-
-
-def ran_by_autograd(node: fx.Node) -> bool:
-    """Return whether autograd ran a node."""
-    return bool(node.meta.get("custom", {}).get(BACKWARD))
+    return inputs, ops, outputs
 
 
 def names_of(program: RecordedStep) -> dict[fx.Node, str]:
@@ -91,78 +176,11 @@ def names_of(program: RecordedStep) -> dict[fx.Node, str]:
         for n in itertools.count(1)
     )
     free = (name for name in letters if name not in taken)
-    nodes = list(program.graph.graph.nodes)
-    return {node: "" if _has_no_name(node) else next(free) for node in nodes}
 
+    def has_no_name(node: fx.Node) -> bool:
+        return node.op == "output" or (any(map(is_item, node.users)) and not is_item(node))
 
-def _has_no_name(node: fx.Node) -> bool:
-    several = any(map(is_item, node.users)) and not is_item(node)
-    return several or node.op == "output"
-
-
-def _values(node: fx.Node, names: dict[fx.Node, str], flats: Mapping[int, Flat]) -> list[Value]:
-    """Return the results of a node: one or several values; unread ones are called "_"."""
-    val = node.meta.get("val")
-    read = {user.args[1]: names[user] for user in node.users if is_item(user)}
-    made = enumerate(val) if isinstance(val, list | tuple) else [(None, val)]
-    return [
-        _value_of(x, names[node] if i is None else read.get(i, "_"), flats)
-        for i, x in made
-        if isinstance(x, Tensor)
-    ]
-
-
-def _value_of(x: Tensor, name: str, flats: Mapping[int, Flat]) -> Value:
-    flat = flats.get(x.untyped_storage()._cdata)
-    parameter = flat.parameter(x) if flat is not None and flat.is_whole else ""
-    holds = () if flat is None or parameter else flat.paths
-    return Value(name=name, shape=tuple(x.shape), dtype=x.dtype, parameter=parameter, holds=holds)
-
-
-def _op(
-    node: fx.Node,
-    gives: Sequence[Value],
-    names: dict[fx.Node, str],
-    phase: Phase,
-    about: Sequence[CollectiveEvent],
-) -> Op:
-    target: Any = node.target
-    kind = "compute"
-    if about:
-        kind = "collective"
-    elif target.is_view or target in SAME:
-        kind = "view"
-    elif torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE:
-        kind = "pointwise"
-    name = about[0].op if about else target._schema.name.split("::")[1]
-    return Op(
-        name=str(node.args[0]) if target is UPDATE else name,
-        phase=phase,
-        reads=tuple(names[one] for one in node.all_input_nodes),
-        gives=tuple(gives),
-        detail=_detail(node, about) or (index_of_view(node) if kind == "view" else in_module(node)),
-        wire_bytes=sum(event.wire_bytes for event in about),
-        flops=_flops(node),
-        kind=kind,
-    )
-
-
-_ELEMENTWISE = tuple(
-    getattr(torch.ops.aten, name)
-    for name in ("_to_copy", "clone", "copy", "empty_like", "full_like", "ones_like", "zeros_like")
-)
-"""Ops that a compiler puts into one kernel with pointwise ones, and that torch does not tag."""
-
-
-def _detail(node: fx.Node, about: Sequence[CollectiveEvent]) -> str:
-    if not about:
-        return ""
-    if node.target is torch.ops.fzero.ppermute.default:
-        *_, sources, destinations = node.args
-        pairs: Any = zip(sources, destinations, strict=True)  # type: ignore
-        return f"{about[0].axis} {' '.join(f'{s}>{d}' for s, d in pairs)}".rstrip()
-    paths = ", ".join(path for event in about for path in event.paths)
-    return f"{about[0].axis}: {paths}" if paths else about[0].axis
+    return {node: "" if has_no_name(node) else next(free) for node in program.graph.graph.nodes}
 
 
 def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Phase]:
@@ -188,10 +206,306 @@ def _phases(nodes: Sequence[fx.Node], paths: Sequence[str]) -> dict[fx.Node, Pha
     return phases
 
 
-def _flops(node: fx.Node) -> int:
-    args, kwargs, out = tree_map(_value, (node.args, node.kwargs, node))
-    return flops_of(node.target, args, kwargs, out)
+def events_of(program: RecordedStep) -> dict[fx.Node, list[CollectiveEvent]]:
+    """Return the events of each collective, one for each buffer."""
+    events = deque(event for event in program.log.of(program.rank) if event.op != "agree")
+    nodes = filter(is_collective, program.graph.graph.nodes)
+    return {node: [events.popleft() for _ in node.args[0]] for node in nodes}
 
 
-def _value(x: Any) -> Any:
-    return x.meta.get("val") if isinstance(x, fx.Node) else x
+def _op(
+    node: fx.Node,
+    gives: tuple[Value, ...],
+    names: Mapping[fx.Node, str],
+    phase: Phase,
+    about: Sequence[CollectiveEvent],
+    alive: Alive,
+) -> Op:
+    target: Any = node.target
+    kind = "compute"
+    if about:
+        kind = "collective"
+    elif target.is_view or target in SAME:
+        kind = "view"
+    elif torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE:
+        kind = "pointwise"
+    name = about[0].op if about else target._schema.name.split("::")[1]
+    args, kwargs, out = tree_map(
+        lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x,
+        (node.args, node.kwargs, node),
+    )
+    if about:
+        detail = _about_what(node, about)
+    else:
+        detail = _index_of_view(node) if kind == "view" else in_module(node)
+    return Op(
+        name=str(node.args[0]) if target is UPDATE else name,
+        phase=phase,
+        reads=tuple(names[one] for one in node.all_input_nodes),
+        gives=gives,
+        detail=detail,
+        wire_bytes=sum(event.wire_bytes for event in about),
+        flops=flops_of(target, args, kwargs, out),
+        kind=kind,
+        alive=alive,
+    )
+
+
+_ELEMENTWISE = tuple(
+    getattr(torch.ops.aten, name)
+    for name in ("_to_copy", "clone", "copy", "empty_like", "full_like", "ones_like", "zeros_like")
+)
+"""Ops that a compiler puts into one kernel with pointwise ones, and that torch does not tag."""
+
+
+def _about_what(node: fx.Node, about: Sequence[CollectiveEvent]) -> str:
+    if node.target is torch.ops.fzero.ppermute.default:
+        *_, sources, destinations = node.args
+        pairs: Any = zip(sources, destinations, strict=True)  # type: ignore
+        return f"{about[0].axis} {' '.join(f'{s}>{d}' for s, d in pairs)}".rstrip()
+    paths = ", ".join(path for event in about for path in event.paths)
+    return f"{about[0].axis}: {paths}" if paths else about[0].axis
+
+
+def _index_of_view(node: fx.Node) -> str:
+    """Return a view as an index of its input, such as "[:, 2]"; "" for all of it.
+
+    Several views, of a split, are told apart by their numbers.
+    """
+    args: Any = node.args
+    if node.target is torch.ops.aten.select.int:
+        return _index(args[1], str(args[2]), args[0])
+    if node.target is torch.ops.aten.slice.Tensor:
+        size, given = node.meta["val"].numel(), args[0].meta["val"].numel()
+        start, stop = (args[2] if len(args) > 2 else 0), (args[3] if len(args) > 3 else None)
+        last = "" if stop is None or stop >= 2**62 else stop
+        return "" if size == given else _index(args[1], f"{start or 0}:{last}", args[0])
+    if node.target is torch.ops.aten.diagonal.default:
+        return ".diagonal"
+    return ""
+
+
+def _index(dim: int, what: str, of: fx.Node) -> str:
+    ndim = of.meta["val"].ndim
+    return f"[{':, ' * (dim % ndim)}{what}]"
+
+
+# Which values are parameters, or parts of them.
+
+_FLAT = re.compile(r"^(state.*)\.params\.flats\[(\d+)\]$")
+
+
+class Flat(NamedTuple):
+    """The flat buffer of a group, full or a shard."""
+
+    layout: Layout
+    index: int
+    start: int  # of it in its storage, in elements
+    is_whole: bool
+    part: Part  # which one of it this rank updates
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The parameters of the group."""
+        return tuple(self.layout.leaves[i].path for i in self.layout.groups[self.index].leaves)
+
+    def parameter(self, x: Tensor) -> str:
+        """Return the path of the parameter that has all elements of a view and no other ones."""
+        group = self.layout.groups[self.index]
+        begin = int(x.storage_offset()) - self.start
+        for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+            if begin == offset and x.numel() == self.layout.leaves[leaf].numel > 0:
+                return self.layout.leaves[leaf].path
+        return ""
+
+    def leaf_of(self, x: Tensor) -> tuple[str, int] | None:
+        """Return the parameter that a view is in, and where it starts there, in bytes."""
+        group = self.layout.groups[self.index]
+        begin = self._begin(x)
+        reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1
+        end = begin + reach * x.itemsize if x.numel() else begin
+        for leaf, offset in zip(group.leaves, group.offsets, strict=True):
+            first, size = offset * group.dtype.itemsize, group.dtype.itemsize
+            if first <= begin and end <= first + self.layout.leaves[leaf].numel * size:
+                return self.layout.leaves[leaf].path, begin - first
+        return None
+
+    def is_own_shard(self, x: Tensor) -> bool:
+        """Whether a view is the part of the flat that this rank updates."""
+        numel = self.layout.full_numel(self.index) // self.part.count
+        begin = self.part.index * numel * self.layout.groups[self.index].dtype.itemsize
+        return x.ndim == 1 and x.numel() == numel and self._begin(x) == begin
+
+    def _begin(self, x: Tensor) -> int:
+        size = self.layout.groups[self.index].dtype.itemsize
+        return int(x.storage_offset()) * x.itemsize - self.start * size
+
+
+def flats_of(
+    program: RecordedStep, events: Mapping[fx.Node, Sequence[CollectiveEvent]]
+) -> dict[int, Flat]:
+    """Return the flat buffers of parameters, of the state and gathered, by storage key.
+
+    events: of each collective, one for each buffer.
+    """
+    setups = program.setups
+    found: dict[int, Flat] = {}
+
+    def note(x: Tensor, setup: Setup, index: int, *, is_whole: bool) -> None:
+        if x.numel():
+            part = setup.part(setup.optimizer_state, program.rank)
+            flat = Flat(setup.layout, index, int(x.storage_offset()), is_whole, part)
+            found.setdefault(x.untyped_storage()._cdata, flat)
+
+    for node, path in zip(inputs_of(list(program.graph.graph.nodes)), program.inputs, strict=True):
+        if match := _FLAT.match(path):
+            setup, index = setups[match[1]], int(match[2])
+            whole = node.meta["val"].numel() == setup.layout.full_numel(index)
+            note(node.meta["val"], setup, index, is_whole=whole)
+    for node, about in events.items():
+        if node.target is torch.ops.fzero.all_gather.default:
+            for x, event in zip(node.meta["val"], about, strict=True):
+                for one in setups.values():
+                    for index in range(len(one.layout.groups)):
+                        has_all = x.numel() == one.layout.full_numel(index)
+                        if has_all and one.layout.paths([index]) == [tuple(event.paths)]:
+                            note(x, one, index, is_whole=True)
+    return found
+
+
+def is_params(path: str) -> bool:
+    """Whether the path of an input is that of a flat buffer of parameters."""
+    return _FLAT.match(path) is not None
+
+
+# Bytes alive. Storages are counted, each from the op that creates it to its last reader.
+
+_KINDS = tuple(field.name for field in fields(Alive))
+_OF_FIELD = {
+    "params": "parameters",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "window": "gradients",
+}
+
+_PUT_TOGETHER = (torch.ops.aten.cat, torch.ops.aten.constant_pad_nd, torch.ops.aten._to_copy)
+"""Ops, beside pointwise ones, through which the pieces of a gradient become the gradient."""
+
+
+def _alive_at(nodes: Sequence[fx.Node], kinds: Mapping[int, str]) -> list[Alive]:
+    """Return the live bytes while each op runs. Inputs and outputs live to the end.
+
+    `kinds` has the kind of each storage, by its key.
+    """
+    order = {node: i for i, node in enumerate(nodes)}
+    size: dict[int, int] = {}
+    born: dict[int, int] = {}
+    dies: dict[int, int] = defaultdict(int)
+    for node in nodes:
+        for key, nbytes in _storages(node):
+            size[key] = nbytes
+            born[key] = min(born.get(key, order[node]), order[node])
+            readers = [order[user] for user in node.users]
+            end = len(nodes) if node.op in ("placeholder", "get_attr") else order[node]
+            dies[key] = max(dies[key], end, *readers, 0)
+    changes = {kind: [0] * (len(nodes) + 2) for kind in _KINDS}
+    for key, nbytes in size.items():
+        change = changes[kinds[key]]
+        change[0 if nodes[born[key]].op == "placeholder" else born[key]] += nbytes
+        change[min(dies[key], len(nodes)) + 1] -= nbytes
+    alive = {kind: list(itertools.accumulate(change)) for kind, change in changes.items()}
+    return [
+        Alive(**{kind: some[order[node]] for kind, some in alive.items()})
+        for node in nodes
+        if is_op(node)
+    ]
+
+
+def _storages(node: fx.Node) -> list[tuple[int, int]]:
+    """Return (key, bytes) of each storage that the results of a node are in."""
+    val = node.meta.get("val")
+    tensors = val if isinstance(val, list | tuple) else [val]
+    found = [x.untyped_storage() for x in tensors if isinstance(x, Tensor)]
+    return [(storage._cdata, storage.nbytes()) for storage in found]
+
+
+def _kinds_of(
+    program: RecordedStep, phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
+) -> dict[int, str]:
+    """Return the kind of each storage. `of_parameters`: collectives that are about parameters."""
+    nodes = list(program.graph.graph.nodes)
+    kinds: dict[int, str] = {}
+    for node, path in zip(inputs_of(nodes), program.inputs, strict=True):
+        kinds.update((key, _of_path(path)) for key, _ in _storages(node))
+    for node, path in zip(nodes[-1].args[0], program.outputs, strict=True):
+        if (kind := _of_path(path)) != "other":
+            for key, _ in _storages(node):
+                kinds.setdefault(key, kind)
+    for key in _gradients(nodes, phases, of_parameters):
+        kinds.setdefault(key, "gradients")
+    for node in nodes:
+        made = [key for key, _ in _storages(node) if key not in kinds]
+        if made:
+            kinds.update(dict.fromkeys(made, _made_by(node, kinds, phases, of_parameters)))
+    return kinds
+
+
+def _of_path(path: str) -> str:
+    found = FIELD.match(path)
+    if found is None:
+        return "other"
+    return "gathered" if found[3] else _OF_FIELD.get(found[2], "other")
+
+
+def _made_by(
+    node: fx.Node,
+    kinds: Mapping[int, str],
+    phases: Mapping[fx.Node, Phase],
+    of_parameters: AbstractSet[fx.Node],
+) -> str:
+    if not is_op(node) or phases[node] == "update":
+        return "other"
+    read = {kinds[key] for one in node.all_input_nodes for key, _ in _storages(one)}
+    is_of_parameters = bool(read) and read <= {"parameters", "gathered"}
+    return "gathered" if node in of_parameters or is_of_parameters else "activations"
+
+
+def _gradients(
+    nodes: Sequence[fx.Node], phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
+) -> set[int]:
+    """Return the storages of gradients: inputs of reductions and of the update, and their parts."""
+    found: set[int] = set()
+    first: dict[int, fx.Node] = {}
+    for node in nodes:
+        for key, _ in _storages(node):
+            first.setdefault(key, node)
+    for node in reversed(nodes):
+        mine = {key for key, _ in _storages(node) if phases[first[key]] == "backward"}
+        if any(_takes_gradients(user, phases, of_parameters) for user in node.users):
+            found |= mine
+        if mine & found and _puts_together(node):
+            read = (key for one in node.all_input_nodes for key, _ in _storages(one))
+            found.update(key for key in read if phases[first[key]] == "backward")
+    return found - {key for key, node in first.items() if _gathers(node, of_parameters)}
+
+
+def _takes_gradients(
+    node: fx.Node, phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
+) -> bool:
+    reduces = node in of_parameters and not _gathers(node, of_parameters)
+    return is_op(node) and (reduces or phases[node] == "update")
+
+
+def _gathers(node: fx.Node, of_parameters: AbstractSet[fx.Node]) -> bool:
+    return node in of_parameters and node.target is torch.ops.fzero.all_gather.default
+
+
+def _puts_together(node: fx.Node) -> bool:
+    target: Any = node.target
+    if not is_op(node) or not isinstance(target, torch._ops.OpOverload):
+        return False
+    return (
+        target.is_view
+        or torch.Tag.pointwise in target.tags
+        or target.overloadpacket in _PUT_TOGETHER
+    )

@@ -10,20 +10,23 @@ import contextvars
 import dataclasses
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import optree
 import torch
 import torch.fx.traceback as fx_traceback
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.collectives import CollectiveLog, count_collectives
@@ -32,17 +35,12 @@ from fzero.errors import PhaseError
 from fzero.machine.placeholder import LazyParam
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Setup, TrainState
-from fzero.tools.trace._modules import Modules, followed_modules
 from fzero.tools.trace.found import AsFound, RecordMode
-from fzero.tools.trace.recurrent import unfused_recurrence
 from fzero.transforms.pipeline import Step
 from fzero.transforms.states import flatten_states, is_state
 
-BACKWARD = "backward"
-MODULE = "module"
-"""What the recorder notes on a node, under "custom" of its `meta`: whether autograd runs it, and in
-which module it is."""
-
+ASKED_OF_FAKE = (DataDependentOutputException, DynamicOutputShapeException)
+"""Errors of fake tensors where values are needed. Meta tensors raise errors of any type."""
 
 _ENTRY = r"""\[(?:'[^']*'|"[^"]*"|[^\]]*)\]|\.\w+"""
 FIELD = re.compile(
@@ -86,65 +84,21 @@ def record_step(
     """
     faked = found.mode()
     require_recordable(found.tool, step, flatten_states(found.tool, arguments[0])[0])
+    # What is under torch.compile is recorded as the function that it is.
+    config: Any = sys.modules.get("torch._dynamo.config")
+    plain = nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
     try:
-        with abstract_rank(rank, axis.size), unfused_recurrence(), _explained(), _uncompiled():
+        with abstract_rank(rank, axis.size), unfused_recurrence(), plain:
             with faked:
                 arguments = _faked(faked, _on_abstract(arguments))
             return _recorded(step, _scheduled(step, arguments, rank, found), rank, found)
+    except ASKED_OF_FAKE as error:
+        wrong = reads_values("traced", error)
+        wrong.add_note(f"(raised while rank {rank} of {axis.size} was traced)")
+        raise wrong from error
     except Exception as error:
         error.add_note(f"(raised while rank {rank} of {axis.size} was traced)")
         raise
-
-
-def _recorded(step: Callable[..., Any], arguments: Any, rank: int, found: AsFound) -> RecordedStep:
-    leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
-    inputs = [x for x in leaves if isinstance(x, Tensor)]
-    made: dict[str, Any] = {}
-
-    def flat(*tensors: Tensor) -> list[Tensor]:
-        rest = iter(tensors)
-        filled = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
-        with followed_modules() as modules, _Mark(modules):
-            returned = step(*optree.tree_unflatten(treespec, filled))
-        outs, made["result"] = optree.tree_flatten(returned, namespace=NAMESPACE)
-        made["others"] = tuple(None if isinstance(x, Tensor) else x for x in outs)
-        made["paths"] = _paths(returned, _RESULT)
-        return [x for x in outs if isinstance(x, Tensor)]
-
-    with found.record(), count_collectives() as log, fx_traceback.preserve_node_meta():
-        record: Any = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
-        graph = without_unused(contextvars.copy_context().run(record, *inputs))
-    return RecordedStep(
-        graph=graph,
-        log=log,
-        inputs=_paths(arguments, _ARGUMENTS),
-        outputs=made["paths"],
-        result=made["result"],
-        others=made["others"],
-        states=tuple(flatten_states("trace", arguments[0])[0]),
-        rank=rank,
-    )
-
-
-def without_unused(graph: fx.GraphModule) -> fx.GraphModule:
-    """Remove unread ops of ATen, but no draws: the numbers of a later one depend on them.
-
-    Others stay: in collectives other ranks take part, and of a custom op nothing is known.
-    """
-    for node in reversed(graph.graph.nodes):
-        may_go = node.op == "get_attr" or (node.op == "call_function" and _may_go(node.target))
-        if may_go and not node.users:
-            graph.graph.erase_node(node)
-    graph.recompile()
-    return graph
-
-
-def _may_go(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
-        return True  # it takes one of several results
-    draws = torch.Tag.nondeterministic_seeded in target.tags
-    known = target.namespace in ("aten", "fzero_optim")
-    return known and not target._schema.is_mutable and not draws
 
 
 def _on_abstract(arguments: Any) -> Any:
@@ -181,20 +135,34 @@ def _scheduled(step: Callable[..., Any], arguments: Any, rank: int, found: AsFou
     return (known, *arguments[1:])
 
 
-class _Mark(TorchDispatchMode):
-    """Mark each recorded op with its module, and with whether autograd runs it."""
+def _recorded(step: Callable[..., Any], arguments: Any, rank: int, found: AsFound) -> RecordedStep:
+    leaves, treespec = optree.tree_flatten(arguments, namespace=NAMESPACE)
+    inputs = [x for x in leaves if isinstance(x, Tensor)]
+    made: dict[str, Any] = {}
 
-    def __init__(self, modules: Modules) -> None:
-        super().__init__()
-        self._modules = modules
+    def flat(*tensors: Tensor) -> list[Tensor]:
+        rest = iter(tensors)
+        filled = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
+        with _followed_modules() as modules, _Mark(modules):
+            returned = step(*optree.tree_unflatten(treespec, filled))
+        outs, made["result"] = optree.tree_flatten(returned, namespace=NAMESPACE)
+        made["others"] = tuple(None if isinstance(x, Tensor) else x for x in outs)
+        made["paths"] = _paths(returned, _RESULT)
+        return [x for x in outs if isinstance(x, Tensor)]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, LazyParam) for kind in types):
-            return NotImplemented  # a placeholder handles it first; the ops it calls come back
-        inside = torch._C._current_autograd_node() is not None
-        noted = {BACKWARD: inside, MODULE: self._modules.here()}
-        fx_traceback.current_meta["custom"] = noted
-        return func(*args, **(kwargs or {}))
+    with found.record(), count_collectives() as log, fx_traceback.preserve_node_meta():
+        record: Any = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
+        graph = without_unused(contextvars.copy_context().run(record, *inputs))
+    return RecordedStep(
+        graph=graph,
+        log=log,
+        inputs=_paths(arguments, _ARGUMENTS),
+        outputs=made["paths"],
+        result=made["result"],
+        others=made["others"],
+        states=tuple(flatten_states("trace", arguments[0])[0]),
+        rank=rank,
+    )
 
 
 _ARGUMENTS = ("state", "args")
@@ -216,13 +184,128 @@ def _paths(tree: Any, names: tuple[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def without_unused(graph: fx.GraphModule) -> fx.GraphModule:
+    """Remove unread ops of ATen, but no draws: the numbers of a later one depend on them.
+
+    Others stay: in collectives other ranks take part, and of a custom op nothing is known.
+    """
+    for node in reversed(graph.graph.nodes):
+        may_go = node.op == "get_attr" or (node.op == "call_function" and _may_go(node.target))
+        if may_go and not node.users:
+            graph.graph.erase_node(node)
+    graph.recompile()
+    return graph
+
+
+def _may_go(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return True  # it takes one of several results
+    draws = torch.Tag.nondeterministic_seeded in target.tags
+    known = target.namespace in ("aten", "fzero_optim")
+    return known and not target._schema.is_mutable and not draws
+
+
+BACKWARD = "backward"
+MODULE = "module"
+"""What is noted on a node, under "custom" of its `meta`: whether autograd runs it, and in which
+module it is."""
+
+
+class _Mark(TorchDispatchMode):
+    """Mark each recorded op with its module, and with whether autograd runs it."""
+
+    def __init__(self, modules: _Modules) -> None:
+        super().__init__()
+        self._modules = modules
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, LazyParam) for kind in types):
+            return NotImplemented  # a placeholder handles it first; the ops it calls come back
+        inside = torch._C._current_autograd_node() is not None
+        noted = {BACKWARD: inside, MODULE: self._modules.here()}
+        fx_traceback.current_meta["custom"] = noted
+        return func(*args, **(kwargs or {}))
+
+
+class _Modules:
+    """Stacks of modules in their forward, by thread, and the module of each autograd node.
+
+    autograd numbers its nodes as they are created, before the op of the forward runs; in a
+    backward the running node has that number.
+    """
+
+    def __init__(self) -> None:
+        self._inside: dict[int, list[str]] = defaultdict(list)
+        self._names: dict[int, str] = {}
+        self._roots: list[nn.Module] = []  # references, so that their ids are not used again
+        self._of_node: dict[int, str] = {}
+
+    def enter(self, module: nn.Module) -> None:
+        """Push a module that begins its forward. Names are paths in the outermost one."""
+        inside = self._inside[get_ident()]
+        if not inside and id(module) not in self._names:  # False in a recomputation of a checkpoint
+            self._roots.append(module)
+            self._names.update((id(part), name) for name, part in module.named_modules())
+        inside.append(self._names.get(id(module)) or type(module).__name__)
+
+    def leave(self) -> None:
+        """Pop a module that ends its forward."""
+        inside = self._inside[get_ident()]
+        if inside:
+            inside.pop()
+
+    def here(self) -> str:
+        """Return the name of the module of the next op; "" outside of all modules."""
+        inside = self._inside[get_ident()]
+        node: Any = torch._C._current_autograd_node()
+        if not inside and node is not None:
+            return self._of_node.get(node._sequence_nr(), "")
+        name = inside[-1] if inside else ""
+        self._of_node.setdefault(torch.autograd._get_sequence_nr() - 1, name)
+        return name
+
+
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Convert errors about missing values to `PhaseError`."""
-    try:
+def _followed_modules() -> Iterator[_Modules]:
+    """Yield the `_Modules` that track the module calls in this block."""
+    modules = _Modules()
+    with ExitStack() as stack:
+        before = register_module_forward_pre_hook(lambda module, _: modules.enter(module))
+        stack.callback(before.remove)
+        after = register_module_forward_hook(lambda *_: modules.leave(), always_call=True)
+        stack.callback(after.remove)
+        yield modules
+
+
+@contextmanager
+def unfused_recurrence() -> Iterator[None]:
+    """In this block `nn.LSTM`, `nn.GRU` and `nn.RNN` run as matrix products, also if recomputed.
+
+    A fused kernel of mkldnn or cuDNN keeps a workspace for its backward of which only that kernel
+    knows the size. A graph with it neither runs nor compiles, and does not say what is computed.
+    Which kernels there are is a setting of the process: it is changed while such a module runs.
+    """
+    settings: list[tuple[bool, bool]] = []
+
+    def before(module: nn.Module, _: Any) -> None:
+        if isinstance(module, nn.RNNBase):
+            settings.append((torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()))
+            _set(mkldnn=False, cudnn=False)
+
+    def after(module: nn.Module, _: Any, __: Any) -> None:
+        if isinstance(module, nn.RNNBase) and settings:
+            mkldnn, cudnn = settings.pop()
+            _set(mkldnn=mkldnn, cudnn=cudnn)
+
+    with ExitStack() as stack:
+        stack.callback(register_module_forward_pre_hook(before).remove)
+        stack.callback(register_module_forward_hook(after, always_call=True).remove)
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise reads_values("traced", error) from error
+
+
+def _set(*, mkldnn: bool, cudnn: bool) -> None:
+    torch._C._set_mkldnn_enabled(mkldnn)
+    torch._C._set_cudnn_enabled(cudnn)
 
 
 def require_recordable(tool: str, step: Any, states: Sequence[TrainState]) -> None:
@@ -245,12 +328,6 @@ def require_recordable(tool: str, step: Any, states: Sequence[TrainState]) -> No
     raise PhaseError(f"{tool}: the step has {what}.", cause=f"{cause}.", fix=f"{fix}.")
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
-    """Record a function under torch.compile as the function that it is."""
-    config = sys.modules.get("torch._dynamo.config")
-    return nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
-
-
 def reads_values(done: str, op: Any) -> PhaseError:
     """Return the error for a step that needs values while it is `done` ("traced", "planned")."""
     return PhaseError(
@@ -262,3 +339,62 @@ def reads_values(done: str, op: Any) -> PhaseError:
         "(topk of the tokens, a capacity), or pass the number as an argument of the step. In the "
         "place of such an optimizer give one that keeps as much, and measure it in a run.",
     )
+
+
+# The nodes of a recorded graph.
+
+COLLECTIVES = "fzero"
+"""The namespace of the ops that communicate."""
+
+UPDATE = torch.ops.fzero_optim.update.default
+"""The op that is the kernel of an optimizer."""
+
+RATE = torch.ops.fzero_optim.schedule.default
+"""The op that asks a schedule for its number."""
+
+SAME = tuple(
+    getattr(torch.ops.aten, name).default for name in ("detach", "lift_fresh_copy", "_unsafe_view")
+)
+"""Ops that give the values of their argument."""
+
+
+def inputs_of(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Return the input nodes of the graph."""
+    return [node for node in nodes if node.op == "placeholder"]
+
+
+def is_item(node: fx.Node) -> bool:
+    """Return whether a node only selects one of several results of another node."""
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def is_op(node: fx.Node) -> bool:
+    """Return whether a node is an op of the trace."""
+    return node.op == "call_function" and not is_item(node)
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """Return the node whose elements a view has; of another node, itself."""
+    while True:
+        one: Any = node
+        of: Any = one.args[0] if is_item(node) else one
+        if not is_op(of) or not (of.target in SAME or getattr(of.target, "is_view", False)):
+            return node
+        if not isinstance(of.args[0], fx.Node):  # a constant: lift_fresh_copy(2j)
+            return node
+        node = of.args[0]
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Whether a node is an op that communicates."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == COLLECTIVES
+
+
+def in_module(node: fx.Node) -> str:
+    """Return the module of an op; "" outside of all modules."""
+    return str(node.meta.get("custom", {}).get(MODULE, ""))
+
+
+def ran_by_autograd(node: fx.Node) -> bool:
+    """Return whether autograd ran a node."""
+    return bool(node.meta.get("custom", {}).get(BACKWARD))

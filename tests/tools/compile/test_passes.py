@@ -15,9 +15,9 @@ from fzero.state import NAMESPACE
 from fzero.tools.compile import gather_early, merge_collectives, rematerialize
 from fzero.tools.compile._passes import wait_late
 from fzero.tools.compile._writes import without_writes
-from fzero.tools.trace._api import program_of
+from fzero.tools.trace._trace import program_of
 from fzero.tools.trace.found import AsFound
-from fzero.tools.trace.ops import is_collective
+from fzero.tools.trace.program import is_collective
 from tests.descends import descends
 
 

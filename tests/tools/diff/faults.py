@@ -45,7 +45,7 @@ class Fault:
     both: dict[str, Any] = field(default_factory=dict)  # of both runs
     at: tuple[int, int] = (2, 2)  # stage and ranks of run b; run a is at stage 0 on one rank
 
-    def runs(self) -> tuple[fzero.Run, fzero.Run]:
+    def runs(self) -> tuple[fzero.tools.Run, fzero.tools.Run]:
         sizes = {"stage": self.at[0], "world_size": self.at[1]}
         a = run(self.good, **{"calls": self.step, **self.both})
         body = self.body() if self.step > 1 else self.body  # one that keeps something

@@ -80,8 +80,8 @@ def run(
     params: Any = None,
     compress: fzero.Compress | None = None,
     **options: Any,
-) -> fzero.Run:
-    return fzero.Run(
+) -> fzero.tools.Run:
+    return fzero.tools.Run(
         step=fzero.shard(encoding(body, compress), stage=stage, **options),
         params=parameters(dtype) if params is None else params,
         optimizer=optimizer or fzero.optim.adamw(0.01),
@@ -130,7 +130,7 @@ def run_of_loss(
     params: Any = None,
     width: int = 3,
     dtype: torch.dtype = torch.float32,
-) -> fzero.Run:
+) -> fzero.tools.Run:
     """One update by the gradient of loss_fn(params, x), x of 8 rows in all; w is [3, 5]."""
     source = torch.Generator().manual_seed(2)
     params = {"w": torch.randn(3, 5, generator=source).to(dtype)} if params is None else params
@@ -140,7 +140,7 @@ def run_of_loss(
         return fzero.apply_gradients(state), None
 
     x = torch.randn(8, width, generator=torch.Generator().manual_seed(3)).to(dtype)
-    return fzero.Run(
+    return fzero.tools.Run(
         step=fzero.shard(body, stage=stage),
         params=params,
         optimizer=fzero.optim.adamw(0.01),

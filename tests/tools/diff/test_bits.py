@@ -21,7 +21,7 @@ def run(
     after: Callable[[Any], Any] = lambda x: x,
     flips: bool = False,
     **more: Any,
-) -> fzero.Run:
+) -> fzero.tools.Run:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 11), nn.Dropout(0.2), nn.Tanh(), nn.Linear(11, 3))
     apply, params = fzero.functionalize(net)
@@ -39,7 +39,7 @@ def run(
 
     options = {"logical_ranks": LOGICAL, "seed": 1, **more}
     source = torch.Generator().manual_seed(1)
-    return fzero.Run(
+    return fzero.tools.Run(
         step=fzero.shard(fzero.clip(step_fn, max_norm=0.1), stage=stage, **options),
         params=params,
         optimizer=fzero.optim.adamw(1e-2),

@@ -109,8 +109,8 @@ def test_several_states_are_named_by_their_keys() -> None:
 
         return step
 
-    def one(factor: float, world_size: int) -> fzero.Run:
-        return fzero.Run(
+    def one(factor: float, world_size: int) -> fzero.tools.Run:
+        return fzero.tools.Run(
             step=fzero.shard(step_with_factor(factor), stage={"g": 0, "d": 3}),
             params={"g": {"w": torch.ones(3)}, "d": {"w": torch.ones(3)}},
             optimizer=fzero.optim.adam(0.1),

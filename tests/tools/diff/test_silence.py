@@ -28,10 +28,10 @@ OPTIMIZERS = {
 
 def one(
     step: Any, params: Any, optimizer: Any, batches: list[Any], stage: int, world_size: int
-) -> fzero.Run:
+) -> fzero.tools.Run:
     step = fzero.shard(step, stage=stage)
     of_run = {"params": params, "optimizer": optimizer, "batches": batches}
-    return fzero.Run(step=step, world_size=world_size, **of_run)
+    return fzero.tools.Run(step=step, world_size=world_size, **of_run)
 
 
 def shuffled(order: list[int], factor: float) -> Any:
@@ -42,7 +42,7 @@ def shuffled(order: list[int], factor: float) -> Any:
 
 
 @st.composite
-def runs(draw: st.DrawFn, factor: float, **same: Any) -> fzero.Run:
+def runs(draw: st.DrawFn, factor: float, **same: Any) -> fzero.tools.Run:
     """A run of the one program: any world, stage, order, buckets and transforms."""
     body: Any = shuffled(list(draw(st.permutations(range(3)))), factor)
     body = fzero.coalesce(body) if draw(st.booleans()) else body
@@ -105,9 +105,9 @@ def test_a_sum_of_other_losses_over_more_ranks() -> None:
 def test_one_batch_as_micro_batches() -> None:
     whole = descends(loss)
 
-    def flat(one: fzero.Run, world_size: int) -> fzero.Run:
+    def flat(one: fzero.tools.Run, world_size: int) -> fzero.tools.Run:
         made = [[x.flatten(1, 2) for x in batch] for batch in batches(world_size, 2)]
-        return fzero.Run(
+        return fzero.tools.Run(
             step=one.step,
             params=one.params,
             optimizer=one.optimizer,
@@ -158,7 +158,7 @@ def test_a_gradient_that_cancels_has_no_sign_to_compare(seed: int) -> None:
             state, _ = fzero.grad_and_reduce(lambda p, row: (p["w"] * row).sum(), state)(row)
         return fzero.apply_gradients(state), None
 
-    def summed(order: Tensor, stage: int, ranks: int) -> fzero.Run:
+    def summed(order: Tensor, stage: int, ranks: int) -> fzero.tools.Run:
         params = {"w": torch.ones(2000, dtype=torch.float64)}
         batches = [x[order].view(ranks, -1, 2000) * ranks]
         return one(step, params, OPTIMIZERS["lion"], batches, stage, ranks)
@@ -171,7 +171,7 @@ def test_a_gradient_below_the_rounding_of_its_leaf_has_no_sign_to_compare() -> N
 
     step = descends(lambda p, x: (p["w"] * x).mean(0).sum())
 
-    def of(tiny: float, stage: int, ranks: int) -> fzero.Run:
+    def of(tiny: float, stage: int, ranks: int) -> fzero.tools.Run:
         x = torch.rand(6, 20, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         x[:, 3] = tiny
         params = {"w": torch.ones(20, dtype=torch.float64)}
@@ -191,7 +191,7 @@ def test_a_chaotic_run_stays_beside_the_other_one() -> None:
 
     step = descends(energy)
 
-    def chaotic(stage: int, world_size: int) -> fzero.Run:
+    def chaotic(stage: int, world_size: int) -> fzero.tools.Run:
         weights = torch.tensor([0.1, 0.7, 1.3, 1.9, 0.3, 1.7], dtype=torch.float64)
         batches = [weights.view(world_size, -1)] * 30
         params = {"x": torch.tensor(0.3, dtype=torch.float64)}
@@ -200,7 +200,9 @@ def test_a_chaotic_run_stays_beside_the_other_one() -> None:
     assert fzero.diff(chaotic(0, 1), chaotic(2, 3)) is None
 
 
-def with_column(values: list[float], optimizer: Any, stage: int, world_size: int) -> fzero.Run:
+def with_column(
+    values: list[float], optimizer: Any, stage: int, world_size: int
+) -> fzero.tools.Run:
     """Updates one after the other in a call; the gradient of element 3 is of these sizes."""
 
     def step(state: Any, batch: Tensor) -> Any:
@@ -238,7 +240,7 @@ def test_what_an_optimizer_makes_of_rounding_is_no_difference(
     assert fzero.diff(a, other) is None
 
 
-def by_rows(split: list[list[int]], stage: int, *, weighs: bool = True) -> fzero.Run:
+def by_rows(split: list[list[int]], stage: int, *, weighs: bool = True) -> fzero.tools.Run:
     """Two updates by the mean over 12 rows: split[rank][call] of them, each with its number."""
     ranks, calls = len(split), len(split[0])
     rows = torch.randn(12, 3, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
@@ -256,7 +258,7 @@ def by_rows(split: list[list[int]], stage: int, *, weighs: bool = True) -> fzero
             state, _ = g(own[:n])
         return fzero.apply_gradients(state), None
 
-    return fzero.Run(
+    return fzero.tools.Run(
         step=fzero.shard(fzero.coalesce(step), stage=stage),
         params={"w": torch.ones(3, 2, dtype=torch.float64)},
         batches=[(x, torch.tensor(split))] * 2,

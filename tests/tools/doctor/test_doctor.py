@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from fzero.__main__ import main
-from fzero.tools.doctor import CollectiveSubject, DoctorReport, examine
-from fzero.tools.doctor._transforms import TRANSFORMS
+from fzero.tools.doctor import TRANSFORMS, CollectiveSubject, DoctorReport, examine
 from tests.tools.doctor import planted
 
 pytestmark = pytest.mark.xdist_group("gloo")
@@ -39,9 +38,9 @@ def report() -> DoctorReport:
 
 def found(report: DoctorReport, name: str) -> dict[tuple[str, str], tuple[str, str]]:
     return {
-        (cell.check.transform, cell.check.dtype): (cell.finding.verdict, cell.finding.seen)
+        (cell.transform, cell.dtype): (cell.verdict, cell.seen)
         for cell in report.cells
-        if cell.check.subject.name == name
+        if cell.collective == name
     }
 
 
@@ -90,7 +89,7 @@ def test_what_is_right_is_no_fault_and_integers_have_a_value_only(report: Doctor
     assert set(by) == set(TRANSFORMS) and all(kinds == {"right"} for kinds in by.values())
     assert ("value", "int8") in found(report, "right")
     assert ("grad", "int8") not in found(report, "right")
-    assert not report and {cell.check.subject.name for cell in report.faults} == {
+    assert not report and {cell.collective for cell in report.faults} == {
         *("max", "mean", "zero", "own", "rank", "raises", "dtype")
     }
 
@@ -104,10 +103,10 @@ def test_ranks_that_die_or_wait_are_findings_and_what_follows_runs_on_new_ones()
     )
     report = examine(planned, dtypes=("int8",), timeout_s=20)  # the value alone
     dies, alone = report.faults
-    assert dies.finding.verdict == "crashed"
-    assert dies.finding.seen == "rank 0 ended with exit code 7"
-    assert alone.finding.verdict == "hung"
-    assert re.fullmatch(r"rank \d gives no answer in 20 s", alone.finding.seen)
+    assert dies.verdict == "crashed"
+    assert dies.seen == "rank 0 ended with exit code 7"
+    assert alone.verdict == "hung"
+    assert re.fullmatch(r"rank \d gives no answer in 20 s", alone.seen)
 
 
 def test_the_command_finds_this_installation_sound_and_prints_plain_text(
@@ -127,7 +126,7 @@ def test_the_command_finds_this_installation_sound_and_prints_plain_text(
 def test_json_and_the_exit_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], report: DoctorReport
 ) -> None:
-    monkeypatch.setattr("fzero.tools.doctor.command.examine", lambda: report)
+    monkeypatch.setattr("fzero.tools.doctor.examine", lambda: report)
     assert main(["doctor", "--json"]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["sound"] is False and told["ranks"] == 2

@@ -57,17 +57,23 @@ def test_it_is_plain_where_it_is_piped_and_bold_in_a_terminal(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ([], "needs one of --params and --hf-config"),
-        (["--params", "many"], "--params many"),
+        ([], "one of the arguments --params --hf-config is required"),
+        (["--params", "many"], "--params: many is no positive number"),
+        (["--params", "1e6", "--hf-config", "x"], "not allowed with argument --params"),
+        (["--hf-config", "x", "--world", "2", "--fits", "1e9"], "not allowed with argument"),
         (["--params", "1e6", "--world", "0"], "world=0"),
-        (["--params", "1e6", "--world", "2x2x2"], "--world 2x2x2"),
-        (["--params", "1e6", "--stage", "5"], "--stage 5"),
+        (["--params", "1e6", "--world", "2x2x2"], "--world: 2x2x2 is no number of ranks"),
+        (["--params", "1e6", "--stage", "5"], "--stage: invalid choice: '5'"),
         (["--params", "1e6", "--fits", "80e9"], "--fits with --params"),
         (["--hf-config", "/nowhere/config.json"], "could not be read as a config"),
     ],
 )
 def test_wrong_input(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *arguments]) == 2
+    try:
+        code = main(["plan", *arguments])
+    except SystemExit as ended:  # argparse has printed what is wrong
+        code = ended.code
+    assert code == 2
     assert says in capsys.readouterr().err
 
 

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.tools.plan import Rates
-from fzero.tools.plan._subject import maker
-from fzero.tools.plan._time import time_of
-from fzero.tools.plan._watch import MemoryWatch
+from fzero.tools.plan import Rates, Traffic
+from fzero.tools.plan.records import time_of
+from fzero.tools.plan.run import MemoryWatch
+from fzero.tools.plan.without_values import maker
 from tests.tools.plan.models import Case, Decoder, next_token
 from tests.tools.trace.steps import Of
 
@@ -113,7 +113,8 @@ def test_the_smallest_world_fits_and_the_one_before_does_not() -> None:
 
 def test_the_time_is_that_of_the_rates() -> None:
     rates = Rates(link_bytes_per_s=10, memory_bytes_per_s=2, flops_per_s=4, latency_s=3)
-    made = time_of({(8.0, 2.0): 3, (0.0, 6.0): 2}, [(2, 40), (1, 10)], rates)
+    traffic = [Traffic("all_gather", "dp", 2, 40), Traffic("all_reduce", "dp", 1, 10)]
+    made = time_of({(8.0, 2.0): 3, (0.0, 6.0): 2}, traffic, rates)
     assert made.terms == {"compute": 6.0, "memory": 6.0, "link": 5.0, "latency": 9.0}
     assert (made.serial_s, made.overlapped_s, made.shares["latency"]) == (26.0, 14.0, 9 / 26)
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from fzero.tools.plan._ranks import shares_of
 
 
 @settings(max_examples=25, deadline=None)
@@ -36,7 +35,8 @@ def test_real_elements_are_those_that_are_not_zero(
         ones = sum(int(flat[rank].count_nonzero()) for flat in flats)
         return ones, sum(flat[rank].numel() for flat in flats) - ones
 
-    for share in shares_of([state.setup]):
+    plan = fzero.plan.of_step(step, params, fzero.optim.adamw(1e-3), world=world)
+    for share in plan.ranks:
         held = counted(state.params.flats, share.rank)
         updated = counted(state.optimizer.masters, share.rank)
         assert (share.params, share.params_padding) == held

@@ -28,18 +28,18 @@ def proof_of(
     x: Tensor | None = None,
     params: Any = PARAMS,
     **options: Any,
-) -> fzero.Proof:
+) -> fzero.tools.Proof:
     step = fzero.shard(step_fn, stage=stage)
     state = step.init(params, optimizer or fzero.optim.sgd(0.1))
     return fzero.prove(step, state, torch.zeros(3, 4) if x is None else x, world=world, **options)
 
 
-def of_loss(times: Callable[[Tensor], Any], **options: Any) -> fzero.Proof:
+def of_loss(times: Callable[[Tensor], Any], **options: Any) -> fzero.tools.Proof:
     """The loss, times a number that may be made in any way."""
     return proof_of(descends(lambda p, x: loss(p, x) * times(x)), **options)
 
 
-def of_update(change: Callable[[Tensor], Tensor], **options: Any) -> fzero.Proof:
+def of_update(change: Callable[[Tensor], Tensor], **options: Any) -> fzero.tools.Proof:
     """The mean gradients are changed before the update."""
 
     def step_fn(state: Any, x: Tensor) -> Any:
@@ -51,6 +51,6 @@ def of_update(change: Callable[[Tensor], Tensor], **options: Any) -> fzero.Proof
     return proof_of(step_fn, **options)
 
 
-def why(proof: fzero.Proof) -> str:
+def why(proof: fzero.tools.Proof) -> str:
     assert not proof.proved and str(proof).startswith("Not proved")
     return f"{proof.unshown[0].why} {proof.unshown[0].line}"

@@ -124,7 +124,7 @@ def test_options_that_a_new_state_has_otherwise_are_seen() -> None:
 
 
 def test_a_sum_of_parts_is_a_total_only_where_all_ranks_have_the_same() -> None:
-    def of(whole: Callable[[Tensor], Tensor]) -> fzero.Proof:
+    def of(whole: Callable[[Tensor], Tensor]) -> fzero.tools.Proof:
         def times(x: Tensor) -> Tensor:
             parts = fzero.psum(fzero.psum(whole(x)[axis_index()].sum())) / axis_size()
             return parts if axis_size() > 1 else whole(x).sum()
@@ -181,7 +181,7 @@ def test_an_op_of_a_name_that_is_known_is_not_that_op(op: str) -> None:
 # 5. Arguments.
 
 
-def alike(one: Callable[..., Tensor], other: Callable[..., Tensor]) -> fzero.Proof:
+def alike(one: Callable[..., Tensor], other: Callable[..., Tensor]) -> fzero.tools.Proof:
     """One function on one rank, another one on several."""
     return proof_of(descends(lambda p, x: (one if axis_size() == 1 else other)(p, x).pow(2).sum()))
 

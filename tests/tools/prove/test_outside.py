@@ -242,7 +242,7 @@ def test_a_state_of_random_numbers_that_is_put_back_on_ranks_only_is_seen() -> N
 
 
 def test_a_draw_that_nobody_reads_is_one() -> None:
-    def drawn(times: int) -> fzero.Proof:
+    def drawn(times: int) -> fzero.tools.Proof:
         def of(x: Tensor) -> Tensor:
             for _ in range(times if axis_size() > 1 else 1):
                 made = torch.rand(())

@@ -139,12 +139,12 @@ def test_two_models_whose_updates_follow_each_other_and_buffers() -> None:
     assert proof, proof
 
 
-def why(proof: fzero.Proof) -> str:
+def why(proof: fzero.tools.Proof) -> str:
     assert not proof and proof.unshown and str(proof).startswith("Not proved")
     return f"{proof.unshown[0].why} {proof.unshown[0].line}"
 
 
-def prove(step_fn: Any, stage: int = 2, optimizer: Any = SGD, **options: Any) -> fzero.Proof:
+def prove(step_fn: Any, stage: int = 2, optimizer: Any = SGD, **options: Any) -> fzero.tools.Proof:
     step = fzero.shard(step_fn, stage=stage, **options)
     return fzero.prove(step, step.init(params, optimizer), torch.zeros(3, 5), world=2)
 

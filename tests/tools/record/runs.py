@@ -48,7 +48,9 @@ def batch(number: int, ranks: int = RANKS) -> Tensor:
     return torch.randn(ranks, 4, 3, generator=g, dtype=torch.float64)
 
 
-def recorded(stage: int, calls: int = CALLS, spoil: Any = None, **options: Any) -> fzero.Recording:
+def recorded(
+    stage: int, calls: int = CALLS, spoil: Any = None, **options: Any
+) -> fzero.tools.Recording:
     of_record = {key: options.pop(key) for key in ("every", "keep") if key in options}
     step, state = step_of(stage, **options)
     step = fzero.record(step, **{"every": 3, "keep": None, **of_record})

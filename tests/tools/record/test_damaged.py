@@ -32,7 +32,7 @@ def init(step: Any) -> Any:
     return step.init({"w": torch.ones(3, 2)}, fzero.optim.adamw(0.1))
 
 
-def record(calls: int = 3) -> fzero.Recording:
+def record(calls: int = 3) -> fzero.tools.Recording:
     step = fzero.record(fzero.simulate(SHARDED, world_size=2), every=2, keep=None)
     state = init(step)
     for number in range(calls):

@@ -26,7 +26,7 @@ def rows_of_a_rank(number: int, count: int) -> Tensor:
     return torch.randn(4 * LOGICAL, 6, generator=torch.Generator().manual_seed(number))[: 4 * count]
 
 
-def recorded_on(ranks: int, by: float = 0.0) -> fzero.Recording:
+def recorded_on(ranks: int, by: float = 0.0) -> fzero.tools.Recording:
     """A run of three updates; `by` for each rank is added to its loss, a fault."""
     apply, params = fzero.functionalize(model())
 

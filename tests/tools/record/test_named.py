@@ -32,7 +32,7 @@ def step_of(net: nn.Module, stage: int = 2, **options: Any) -> Any:
     return step, step.init(params, rule())
 
 
-def run(net: nn.Module, calls: int = 5, spoiled: int = 99, **options: Any) -> fzero.Recording:
+def run(net: nn.Module, calls: int = 5, spoiled: int = 99, **options: Any) -> fzero.tools.Recording:
     step, state = step_of(net, **options)
     step = fzero.record(step, every=2, keep=None)
     for number in range(calls):
@@ -79,7 +79,7 @@ def test_a_run_to_be_compared_begins_at_a_recorded_state() -> None:
     recording = run(Net())
     again = fzero.replay(recording, step=4)
 
-    def one(eps: float, ranks: int) -> fzero.Run:
+    def one(eps: float, ranks: int) -> fzero.tools.Run:
         step, _ = step_of(Net(eps))
 
         def step_fn(state: Any, x: Tensor) -> Any:
@@ -87,7 +87,7 @@ def test_a_run_to_be_compared_begins_at_a_recorded_state() -> None:
 
         x = batch(3).reshape(ranks, -1, 3)
         params = fzero.functionalize(Net(eps).double())[1]
-        return fzero.Run(
+        return fzero.tools.Run(
             step=fzero.shard(step_fn, stage=1), params=params, optimizer=rule(), batches=[x],
             world_size=ranks, start=again.before,
         )  # fmt: skip

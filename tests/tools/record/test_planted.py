@@ -52,7 +52,7 @@ def inputs_of(number: int) -> list[Any]:
     return [torch.randn(RANKS, 8, 4, generator=g), 1.0]
 
 
-def run(stage: int, calls: int, spoil: Any = None) -> fzero.Recording:
+def run(stage: int, calls: int, spoil: Any = None) -> fzero.tools.Recording:
     step, state = make_step(stage)
     step = fzero.record(step, every=calls // 5, keep=None)
     earlier = state
@@ -67,7 +67,7 @@ def run(stage: int, calls: int, spoil: Any = None) -> fzero.Recording:
 
 
 @functools.cache
-def sound(stage: int, calls: int) -> fzero.Recording:
+def sound(stage: int, calls: int) -> fzero.tools.Recording:
     return run(stage, calls)
 
 

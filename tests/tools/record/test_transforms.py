@@ -49,7 +49,7 @@ def steps(remat: bool = False) -> tuple[Any, Any]:
     return step_fn, params
 
 
-def recorded(step: Any, state: Any) -> fzero.Recording:
+def recorded(step: Any, state: Any) -> fzero.tools.Recording:
     step = fzero.record(step, every=2, keep=None)
     for number in range(3):
         state, _ = step(state, batch(number).float())

@@ -55,7 +55,7 @@ def planned(step: Step, state: Any) -> Any:
 
 
 def differed(step: Step, state: Any) -> Any:
-    run = fzero.Run(
+    run = fzero.tools.Run(
         step=step, params=PARAMS, optimizer=fzero.optim.sgd(0.5), batches=[X[None]], world_size=1
     )
     return fzero.diff(run, run)

@@ -47,7 +47,7 @@ def assert_false_and_not_proved(program: Program) -> None:
         warnings.simplefilter("ignore")  # of steps as nobody should write them
         error, proof = error_of(program), proof_of(program)
     assert error > 1e-3, f"{program} is true: {error}"
-    if isinstance(proof, fzero.Proof):
+    if isinstance(proof, fzero.tools.Proof):
         assert not proof.proved, f"{program} is false by {error:.3g}, and proved"
     else:
         assert isinstance(proof, fzero.FzeroError), f"{program}: {proof!r}"

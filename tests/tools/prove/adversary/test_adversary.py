@@ -52,12 +52,12 @@ def assert_refused_or_assumed(program: Program) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         proof = proof_of(program)
-    if isinstance(proof, fzero.Proof) and proof.proved:
+    if isinstance(proof, fzero.tools.Proof) and proof.proved:
         assert program.kind == OUTSIDE, f"{program} is proved"
         assert "in every process and under every launcher" in str(proof)
         assert "in every call" in str(proof)
     else:
-        assert isinstance(proof, fzero.Proof | fzero.FzeroError), f"{program}: {proof!r}"
+        assert isinstance(proof, fzero.tools.Proof | fzero.FzeroError), f"{program}: {proof!r}"
 
 
 def test_what_is_not_of_the_program_is_refused_or_assumed() -> None:

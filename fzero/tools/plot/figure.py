@@ -1,10 +1,9 @@
-"""Shared by all pictures: figures without pyplot, legends, and sizes of texts."""
+"""What the pictures share: figures without pyplot, colours, legends, and texts that fit."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import FzeroError
@@ -13,9 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Okabe and Ito, "Color Universal Design" (2008), without black: colour-blind readers tell them
+# apart.
+BASE = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#0072B2", "#F0E442", "#D55E00")
+EDGE = "#6B6B6B"
 LEGEND_POINTS = 8.5
-WIDE_POINTS = 4.0
-"""From which width on a bar has a white edge."""
 
 
 class MissingExtraError(FzeroError, ImportError):
@@ -30,7 +31,7 @@ def new_figure(inches: tuple[float, float]) -> Figure:
         raise MissingExtraError(
             "a figure needs matplotlib, which is not installed.",
             cause="fzero was installed without its extra for plots.",
-            fix="pip install 'fzero[plots]'; .table() and the HTML view need no matplotlib.",
+            fix="pip install 'fzero[plots]'; .table() needs no matplotlib.",
         ) from error
     return Figure(figsize=inches, layout="constrained")
 
@@ -67,24 +68,6 @@ def points_wide(ax: Axes) -> float:
     return ax.get_window_extent().width * 72 / ax.figure.dpi
 
 
-def edge_of(fill: str, points: float) -> dict[str, Any]:
-    """Return the edge of a bar: white between wide bars; a narrow one has its own colour.
-
-    A white edge takes a part of the bar, and all of one that is narrower than the edge.
-
-    Args:
-        fill: the colour of the bar.
-        points: its width.
-
-    Example:
-        >>> edge_of("#112233", 20.0), edge_of("#112233", 0.1)
-        ({'edgecolor': 'white', 'linewidth': 0.3}, {'edgecolor': '#112233', 'linewidth': 0.6})
-    """
-    if points >= WIDE_POINTS:
-        return {"edgecolor": "white", "linewidth": 0.3}
-    return {"edgecolor": fill, "linewidth": 0.6}
-
-
 @functools.cache
 def text_points(text: str, size: float) -> float:
     """Return the width of a text in points, at a font size in points."""
@@ -103,23 +86,3 @@ def fitting(names: Sequence[str], size: float, room: float) -> str:
 def verbatim(name: str) -> str:
     """Return a name that matplotlib shows as it is, also with `$` or a leading `_`."""
     return (" " if name.startswith("_") else "") + name.replace("$", r"\$")
-
-
-def ends_of(name: str, least: int = 1) -> list[str]:
-    """Return a path and its ends of at least `least` parts: "a.b.c", "b.c", "c"."""
-    parts = name.split(".")
-    return [name, *(".".join(parts[i:]) for i in range(1, len(parts) - least + 1))]
-
-
-def stretches(values: Sequence[Any]) -> list[tuple[int, int, Any]]:
-    """Return (start, stop, value) of each stretch of one value.
-
-    Example:
-        >>> stretches(["a", "a", "b"])
-        [(0, 2, 'a'), (2, 3, 'b')]
-    """
-    found, end = [], 0
-    for value, run in groupby(values):
-        start, end = end, end + len(list(run))
-        found.append((start, end, value))
-    return found

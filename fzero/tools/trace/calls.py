@@ -1,22 +1,35 @@
-"""What each op of a graph is called with: values, by where they come from, and constants."""
+"""What each op of a graph is called with: values, by where they come from, and constants.
+
+Constants are texts by which they are told apart: tensors and functions by what they are.
+"""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensor
 
-from fzero.tools.trace._constants import number_key, schedule_key, schedule_name, tensor_key
-from fzero.tools.trace._parameters import is_params
-from fzero.tools.trace._record import Op, Phase, short
-from fzero.tools.trace.alive import inputs_of, is_item, is_op, root_of
-from fzero.tools.trace.ops import COLLECTIVES, RATE, UPDATE, read_by
-from fzero.tools.trace.program import RecordedStep
+from fzero.optim.recorded import SCHEDULES
+from fzero.tools.trace.ops import Op, Phase, events_of, flats_of, is_params, names_of, short
+from fzero.tools.trace.program import (
+    COLLECTIVES,
+    RATE,
+    UPDATE,
+    RecordedStep,
+    inputs_of,
+    is_item,
+    is_op,
+    root_of,
+)
 
 
 class Operand(NamedTuple):
@@ -75,8 +88,8 @@ class _Reads:
 
     def __init__(self, program: RecordedStep) -> None:
         nodes = list(program.graph.graph.nodes)
-        self._graph = program.graph
-        self._names, self._flats = read_by(program)
+        self._graph: Any = program.graph
+        self._names, self._flats = names_of(program), flats_of(program, events_of(program))
         self._paths = dict(zip(inputs_of(nodes), program.inputs, strict=True))
         self._digests: dict[str, str] = {}
 
@@ -86,7 +99,7 @@ class _Reads:
         first = root.meta["val"]
         origin, start = self._origin(root), 0
         if x.untyped_storage()._cdata == first.untyped_storage()._cdata:
-            start = _begin(x) - _begin(first)
+            start = x.storage_offset() * x.itemsize - first.storage_offset() * first.itemsize
             origin, start = self._inside(x, root, phase) or (origin, start)
         return Operand(
             name=self._names[node],
@@ -105,7 +118,9 @@ class _Reads:
             return "value", self._names[root]
         name = str(root.target)
         if name not in self._digests:
-            self._digests[name] = tensor_key(_attribute(self._graph, name))
+            self._digests[name] = tensor_key(
+                functools.reduce(getattr, name.split("."), self._graph)
+            )
         return "constant", self._digests[name]
 
     def _inside(self, x: Tensor, root: fx.Node, phase: Phase) -> tuple[tuple[str, str], int] | None:
@@ -123,17 +138,6 @@ class _Reads:
         return found and (("parameter", found[0]), found[1])
 
 
-def _begin(x: Tensor) -> int:
-    return int(x.storage_offset()) * x.itemsize
-
-
-def _attribute(graph: fx.GraphModule, name: str) -> Any:
-    found: Any = graph
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
-
-
 _QUIET = {"dtype", "layout", "device", "pin_memory", "memory_format", "names"}
 """Arguments that one sees in the results, or that change no number."""
 
@@ -146,10 +150,13 @@ def _arguments(node: fx.Node, phase: Phase, reads: _Reads) -> Iterator[Operand |
     given += [(one, node.kwargs[one.name]) for one in schema if one.name in node.kwargs]
     for one, x in given:
         if target is UPDATE and one.name in ("rule", "options"):
-            yield Constant(str(x), _options(str(x)) if one.name == "options" else "")
+            pairs = json.loads(str(x)).items() if one.name == "options" else ()
+            yield Constant(str(x), " ".join(f"{k}={v}" for k, v in pairs if v is not False))
         elif target is RATE and one.name == "number":
             number = int(str(x))
-            yield Constant(schedule_key(number), f"schedule={schedule_name(number)}")
+            fn = SCHEDULES[number]
+            name = str(getattr(fn, "__qualname__", type(fn).__name__)).replace("<locals>.", "")
+            yield Constant(described(fn), f"schedule={name}")
         else:
             shows = target.namespace != COLLECTIVES and one.name not in _QUIET
             named = not isinstance(one.type, torch.NumberType | torch.TensorType)
@@ -172,6 +179,79 @@ def _constant(x: Any, name: str, *, shows: bool, named: bool) -> Constant:
     return Constant(f"{name}={x}", text)
 
 
-def _options(text: str) -> str:
-    """Return the options of an update as it is printed."""
-    return " ".join(f"{name}={x}" for name, x in json.loads(text).items() if x is not False)
+def number_key(x: float | complex | bool) -> str:
+    """Return a text that numbers share if they are equal: 2 and 2.0 do, 0.0 and -0.0 do not.
+
+    In which dtype an op computes is seen in what it gives.
+
+    Example:
+        >>> number_key(2) == number_key(2.0), number_key(0.0) == number_key(-0.0)
+        (True, False)
+    """
+    if isinstance(x, int) and not isinstance(x, bool) and abs(x) < 2**53:
+        return repr(float(x))
+    return repr(x)
+
+
+def tensor_key(x: Any) -> str:
+    """Return the dtype, the shape and a digest of the values of a tensor.
+
+    One without values, on the meta device or fake, has the digest "no values".
+
+    Example:
+        >>> tensor_key(torch.ones(2)) == tensor_key(torch.ones(2)), tensor_key(torch.ones(2))[:7]
+        (True, 'f32[2] ')
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        head = f"{short(x.dtype)}[{','.join(map(str, x.shape))}]"
+        if isinstance(x, FakeTensor) or x.is_meta:
+            return f"{head} no values"
+    flat = x.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1)
+    words = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return f"{head} {blake2b(words, digest_size=6).hexdigest()}"
+
+
+def described(x: Any, above: tuple[int, ...] = ()) -> str:
+    """Return what a function or an object is made of: code, constants, what it closes over.
+
+    Two of them with the same text do the same; with other texts they may do so, too.
+
+    Example:
+        >>> described(lambda t: 0.1 * t) == described(lambda t: 0.1 * t)
+        True
+        >>> described(lambda t: 0.1 * t) == described(lambda t: 0.2 * t)
+        False
+    """
+    if isinstance(x, Tensor):
+        return tensor_key(x)
+    if x is None or isinstance(x, bool | int | float | complex | str | bytes):
+        return repr(x)
+    if id(x) in above:
+        return "itself"
+    parts = _parts(x)
+    name = getattr(x, "__qualname__", "") if parts is None else ""
+    inner = (described(part, (*above, id(x))) for part in parts or ())
+    return f"{type(x).__qualname__} {name}({', '.join(inner)})"
+
+
+def _parts(x: Any) -> Iterable[Any] | None:
+    """Return what an object is made of; None for one that its name says all of."""
+    if isinstance(x, types.ModuleType | types.BuiltinFunctionType | type):
+        return None
+    if isinstance(x, types.CodeType):
+        return (x.co_code, *x.co_consts, *x.co_names)
+    if isinstance(x, types.FunctionType):
+        cells = [cell.cell_contents for cell in x.__closure__ or ()]
+        around = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
+        return (x.__code__, x.__defaults__, x.__kwdefaults__, *cells, *around)
+    if isinstance(x, types.MethodType):
+        return (x.__func__, x.__self__)
+    if isinstance(x, functools.partial):
+        return (x.func, x.args, x.keywords)
+    if isinstance(x, Mapping):
+        return [item for pair in x.items() for item in pair]
+    if isinstance(x, list | tuple | set | frozenset):
+        return x if isinstance(x, list | tuple) else sorted(x, key=repr)
+    slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
+    held = {name: getattr(x, name) for name in slots if hasattr(x, name)}
+    return (type(x).__call__ if callable(x) else None, held | getattr(x, "__dict__", {}))

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, Unpack
 
+import optree
 import torch
+from torch import Tensor, nn
 
-from fzero.errors import LayoutError
+from fzero import transforms
+from fzero.errors import AxisError, LayoutError
 from fzero.errors.check import is_count, is_positive, require
 from fzero.optim import adamw
-from fzero.options import StepOptions, takes
+from fzero.options import OPTIONS, StepOptions, takes
+from fzero.state import NAMESPACE
 from fzero.state.codec import Compress
 from fzero.state.offload import Offload
-from fzero.state.precision import Autocast
-from fzero.tools.plan._checks import World, module_of, size_of, too_large
-from fzero.tools.plan._record import Comparison, Plan
-from fzero.tools.plan._run import plan_step
-from fzero.tools.plan._subject import (
-    Loss,
-    PlannedStep,
-    device_of,
-    maker,
-    planned_step_of,
-    tree_emptied,
-)
-from fzero.tools.plan._time import Rates
+from fzero.state.precision import Autocast, as_autocast
+from fzero.tools.plan.config import from_config
+from fzero.tools.plan.records import Comparison, Plan, Rates
+from fzero.tools.plan.run import plan_step, rename
+from fzero.tools.plan.without_values import AsOn, emptied, maker, tree_emptied
+from fzero.transforms.functionalize import functionalize
+from fzero.transforms.module_copy import tracks
 from fzero.transforms.pipeline import names_inside
+from fzero.transforms.states import flatten_states
+
+Loss = Callable[[Any, Any], Tensor]
+"""(model, batch) -> a scalar, as `fzero.certify` takes it. `model` is called like the module."""
+World = int | tuple[int, int]
+"""W, or (R, S): R replicas of S ranks."""
 
 
 class Planner:
@@ -102,25 +108,47 @@ class Planner:
             >>> {op: n for op, n in plan.collectives.items() if op != "agree"}
             {'all_gather': 1, 'reduce_scatter': 1}
         """
-        size = size_of(world)
-        module = module_of(model)
+        size, module = _size_of(world), _module_of(model)
         if isinstance(world, tuple):
             options["mesh"] = world
-        subject = planned_step_of(
-            module,
-            batch,
-            loss=loss,
-            micro_batches=micro_batches,
-            coalesced=coalesced,
-            max_norm=max_norm,
-            lowered=autocast,
-            away=offload,
-            encoded=compress,
-            options={"stage": stage, **options},
+        compute, make = loss or _mean_output, maker(autocasts=autocast is not None)
+        with nullcontext() if autocast else AsOn("cpu"):  # which keeps what is known of buffers
+            apply, params = _functionalized(emptied(module, make))
+
+        def loss_of(params: Any, batch: Any) -> Tensor:
+            return compute(lambda *args, **kwargs: apply(params, *args, **kwargs), batch)
+
+        def step_fn(state: Any, batch: Any) -> tuple[Any, Tensor]:
+            state, value = transforms.grad_and_reduce(loss_of, state)(batch)
+            for one in flatten_states("plan", state)[0]:
+                rename("window", one.window)
+                rename("gradients", one.gradients)
+            return transforms.apply_gradients(state), value
+
+        step: Any = transforms.accumulate(step_fn, micro_batches=micro_batches)
+        if coalesced:
+            step = transforms.coalesce(step)
+        step = transforms.clip(step, max_norm=max_norm)
+        if (low := as_autocast(autocast)) is not None:
+            safe = low.lower_precision_safe_modules
+            step = transforms.autocast(step, dtype=low.dtype, lower_precision_safe_modules=safe)
+        if offload is not None:
+            step = transforms.offload(step, **offload.homes, folder=offload.folder)
+        OPTIONS["compress"].require(compress)
+        if compress is not None:
+            kinds = {"gradients": compress.gradients, "parameters": compress.parameters}
+            step = transforms.compress(step, **kinds, over=compress.over)
+        return plan_step(
+            type(module).__name__,
+            transforms.shard(step, stage=stage, **options),
+            params,
+            (tree_emptied(batch, make),),
+            adamw(3e-4) if optimizer is None else optimizer,
+            world=size,
+            rank=rank,
+            device=device or _device_of(module),
+            rates=rates,
         )
-        optimizer = adamw(3e-4) if optimizer is None else optimizer
-        kind = device or device_of(module)
-        return plan_step(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
 
     def of_step(
         self,
@@ -166,7 +194,7 @@ class Planner:
             >>> [one.wire_bytes for one in plan.traffic if one.op == "all_reduce"]
             [768]
         """
-        size = size_of(world)
+        size = _size_of(world)
         if not callable(getattr(step, "init", None)):
             raise LayoutError(
                 f"plan.of_step was given a {type(step).__name__} without an init.",
@@ -175,11 +203,17 @@ class Planner:
                 "world=...); fzero.plan(module, batch, ...) plans a module.",
             )
         make = maker(autocasts="autocast" in names_inside(step))
-        subject = PlannedStep(
-            repr(step), step, tree_emptied(params, make), tree_emptied(args, make)
+        return plan_step(
+            repr(step),
+            step,
+            tree_emptied(params, make),
+            tree_emptied(args, make),
+            optimizer,
+            world=size,
+            rank=rank,
+            device=device or _device_of(params),
+            rates=rates,
         )
-        kind = device or device_of(params)
-        return plan_step(subject, optimizer, world=size, rank=rank, device=kind, rates=rates)
 
     def compare(
         self, model: Any, batch: Any, *, stages: Sequence[int] = (0, 1, 2, 3), **options: Any
@@ -206,7 +240,7 @@ class Planner:
             >>> [plan.bytes["optimizer"] for plan in comparison.plans]
             [33288, 4168, 4168, 4168]
         """
-        module = module_of(model)
+        module = _module_of(model)
         return Comparison(
             plans=tuple(self(module, batch, stage=stage, **options) for stage in stages)
         )
@@ -250,7 +284,7 @@ class Planner:
         """
         require("fits_bytes", fits_bytes, is_positive, "bytes: 80e9 for 80 GB")
         require("multiple_of", multiple_of, is_count, "a number of ranks")
-        module = module_of(model)
+        module = _module_of(model)
 
         def of(count: int) -> Plan:
             return self(module, batch, world=count * multiple_of, **options)
@@ -261,7 +295,17 @@ class Planner:
             last, count = count, min(count * 2, most)
             plan = of(count)
         if not plan.fits(fits_bytes):
-            raise too_large(plan, fits_bytes)
+            peak = "that is not known"
+            if plan.peak_bytes is not None:
+                peak = f"of {plan.peak_bytes:,} bytes"
+            most = max(plan.peak, key=lambda kind: plan.peak[kind])
+            raise LayoutError(
+                f"plan.smallest_world: a peak {peak} on {plan.world:,} ranks, and "
+                f"{fits_bytes:,.0f} fit.",
+                cause=f"what does not shrink with the number of ranks; most of it is {most!r}.",
+                fix="use a higher stage, a smaller batch, micro_batches, activation checkpoints in "
+                "the model, or donate=True.",
+            )
         while count - last > 1:
             middle = (count + last) // 2
             tried = of(middle)
@@ -270,3 +314,72 @@ class Planner:
             else:
                 last = middle
         return plan
+
+
+def _size_of(world: Any) -> int:
+    """Return the number of ranks of W, or of (R, S); raise `AxisError` for another value."""
+    sizes = world if isinstance(world, tuple) else (1, world)
+    good = len(sizes) == 2 and all(type(n) is int and n > 0 for n in sizes)
+    if not good:
+        raise AxisError(
+            f"plan: world={world!r}.",
+            cause="a number of ranks that is no positive integer, or a mesh of other dims.",
+            fix="give W, or (R, S) for R replicas of S ranks: world=1024, world=(8, 128).",
+        )
+    return sizes[0] * sizes[1]
+
+
+def _module_of(model: Any) -> nn.Module:
+    """Return the module to plan, built from a config if need be; `LayoutError` for other types."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, str | os.PathLike | dict) or hasattr(model, "model_type"):
+        return from_config(model)
+    raise LayoutError(
+        f"plan was given a {type(model).__name__}.",
+        cause="parameters, a class of modules, or a step in the place of a model.",
+        fix="give an nn.Module (it may be on the meta device) or the config.json of one; "
+        "fzero.plan.of_step(step, params, optimizer, *args, world=...) plans a step.",
+    )
+
+
+def _functionalized(model: nn.Module) -> tuple[Callable[..., Any], Any]:
+    """Return (apply, params) of a module; each call gets the running statistics as they are now."""
+    if not any(tracks(part) and part.training for part in model.modules()):
+        return functionalize(model)
+    apply, params, buffers = functionalize(model, buffers=True)
+    return lambda *args, **kwargs: apply(*args, buffers=buffers, **kwargs)[0], params
+
+
+def _mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
+    """The default loss: `.loss` of the model's output, or the mean of the output.
+
+    A dict is passed by name, a tuple or list by position.
+    """
+    if isinstance(batch, dict):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, tuple | list) else model(batch)
+    found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(found, Tensor):
+        return found
+    first = next((x for x in _tensors(out) if x.is_floating_point()), None)
+    if first is None:
+        raise LayoutError(
+            f"the model returned a {type(out).__name__} without a floating tensor.",
+            cause="an output that needs a loss of its own.",
+            fix="give loss=lambda model, batch: ..., which returns a scalar.",
+        )
+    return first.mean()
+
+
+def _device_of(tree: Any) -> str:
+    """Return the device type of the parameters; "cuda" for those on the meta device."""
+    leaves = tree.parameters() if isinstance(tree, nn.Module) else _tensors(tree)
+    kinds = {x.device.type for x in leaves} - {"meta"}
+    return kinds.pop() if len(kinds) == 1 else "cuda"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    leaves: list[Any] = optree.tree_leaves(tree, namespace=NAMESPACE)
+    return [x for x in leaves if isinstance(x, Tensor)]

@@ -1,10 +1,11 @@
-"""Measure a step that runs without values: live bytes by kind, operations and their FLOPs."""
+"""Run a step on one abstract rank without values, and measure what it holds, sends and computes."""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,14 +15,141 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.context.here import has_no_values
-from fzero.state import NAMESPACE
+from fzero.checkpoint.mirror import part_bytes
+from fzero.collectives import CollectiveLog, count_collectives
+from fzero.context.here import abstract_rank, has_no_values
+from fzero.errors import AxisError, FzeroError, LayoutError
+from fzero.errors.check import is_count, require
+from fzero.optim.precision import masters_of
+from fzero.state import NAMESPACE, TrainState, state_bytes
+from fzero.tools.plan.records import Plan, Rates, Traffic, time_of
+from fzero.tools.plan.without_values import AsOn, NoValues
 from fzero.tools.trace.flops import flops_of
+from fzero.tools.trace.found import AsFound
+from fzero.tools.trace.program import ASKED_OF_FAKE, reads_values, unfused_recurrence
+from fzero.transforms.states import flatten_states
 
 REST = "activations and temporaries"
 GATHERED = "gathered parameters"
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 _GATHER = torch.ops.fzero.all_gather.default
+
+
+def plan_step(
+    name: str,
+    step: Any,
+    params: Any,
+    args: tuple[Any, ...],
+    optimizer: Any,
+    *,
+    world: int,
+    rank: int,
+    device: str,
+    rates: Rates | None,
+) -> Plan:
+    """Return the plan of a sharded step, whose parameters and arguments have no values.
+
+    The second step is measured: at stage 3 the first one records the schedule, and some optimizers
+    create their states in it.
+    """
+    if not is_count(rank, 0) or rank >= world:
+        raise AxisError(
+            f"plan: rank={rank!r} of {world}.",
+            cause="ranks are counted from 0.",
+            fix=f"give a rank in range({world}).",
+        )
+    wanted = '"cpu" (with gloo) or "cuda" (with nccl)'
+    require("device", device, lambda device: device in ("cpu", "cuda"), wanted)
+    try:
+        with (
+            AsFound("plan", step, optimizer, args) as found,
+            found.record(),
+            abstract_rank(rank, world, device=device),
+            unfused_recurrence(),
+        ):
+            state = step.init(params, optimizer, initializer=lambda _, leaf: torch.empty_like(leaf))
+            watch = MemoryWatch(device)
+            # Tensors that the step creates without a device go to that of its arguments, too.
+            fake = optree.tree_leaves(params, namespace=NAMESPACE)[0]
+            on = found.ends(fake.fake_mode if isinstance(fake, FakeTensor) else AsOn(device))
+            with nullcontext() if isinstance(fake, FakeTensor) else on:
+                with NoValues():
+                    state, aux = step(state, *args)
+                # Counters; a loss is held to the end of the next step.
+                watch.mark(REST, (state, aux))
+                watch.mark("batch", args)
+                for one in flatten_states("plan", state)[0]:
+                    watch.mark("parameters", one.params)
+                    watch.mark("optimizer", one.optimizer)
+                    watch.mark("masters", list(masters_of(one)))
+                    watch.mark("window", one.window)
+                    for slot in one.slots.values():
+                        if slot.form.kind != "numbers":
+                            watch.mark(slot.form.kind, slot)
+                    watch.mark("gradients", one.gradients)
+                with count_collectives() as log, watch:
+                    state, aux = step(state, *args)
+            states = flatten_states("plan", state)[0]
+            held: Counter[str] = Counter()
+            for one in states:
+                held.update(_bytes(one))
+            traffic = _traffic(log, rank)
+            return Plan(
+                name=name,
+                setups=tuple(one.setup for one in states),
+                device=device,
+                bytes=dict(held),
+                peak={kind: n for kind, n in watch.peak.items() if kind != "batch"},
+                traffic=traffic,
+                time=time_of(watch.work, traffic, rates or Rates()),
+                part_bytes=sum(_part_bytes(one, rank) for one in states),
+            )
+    except ASKED_OF_FAKE as error:
+        raise reads_values("planned", error) from error
+    except FzeroError:
+        raise
+    except Exception as error:
+        error.add_note(f"(while {name} was planned: its tensors have shapes and no values)")
+        raise
+
+
+def _bytes(state: TrainState) -> dict[str, int]:
+    """Return a rank's bytes by kind; gradients, which the update frees, by size from the setup."""
+    setup, sizes = state.setup, state_bytes(state)
+    masters = sum(x.nbytes for x in masters_of(state))
+    gradients = sum(
+        setup.numel(i, setup.gradients) * setup.accumulate_dtype(i).itemsize
+        for i in setup.layout.trainable
+    )
+    homes = {None: "on device", "cpu": "in host memory", "disk": "on disk"}
+    places = {place: sizes[place] for place in homes.values() if place in sizes}
+    if places:
+        places[homes[setup.offload.gradients]] += gradients
+    return {
+        "parameters": sizes["parameters"],
+        "gradients": gradients,
+        "optimizer": sizes["optimizer"] - masters,
+        "masters": masters,
+        "window": sizes["window"],
+        **({"slots": sizes["slots"]} if "slots" in sizes else {}),
+        **places,
+    }
+
+
+def _part_bytes(state: TrainState, rank: int) -> int:
+    try:
+        return part_bytes(state, rank)
+    except LayoutError:  # an optimizer whose state has no place in a checkpoint
+        return 0
+
+
+def _traffic(log: CollectiveLog, rank: int) -> tuple[Traffic, ...]:
+    counts: Counter[tuple[str, str]] = Counter()
+    sent: Counter[tuple[str, str]] = Counter()
+    for event in log.of(rank):
+        counts[event.op, event.axis] += 1
+        sent[event.op, event.axis] += event.wire_bytes
+    return tuple(Traffic(*key, counts[key], sent[key]) for key in counts)
 
 
 class Memory:

@@ -24,7 +24,6 @@ MAY_BE_SET = {
     ("tools/compile/_writes.py", "output.args"): "a node of torch.fx",
     ("tools/prove/_outside.py", "c10d._world"): "torch's groups, while a record sees who asks",
     # public properties with a setter
-    ("integrations/deepspeed/_checkpoint.py", "engine.state"): "Engine.state",
     ("checkpoint/_process_states.py", "self.engine.state"): "Engine.state",
     ("integrations/_shared.py", "engine.state"): "Engine.state",
     # a result that is filled as it is made

@@ -16,8 +16,7 @@ import fzero
 from fzero.adapter import Engine, LeafSpec
 from fzero.adapter.setup import OLDER
 from fzero.errors import CallError, LayoutError
-from fzero.integrations.deepspeed._keys import KeyUse
-from fzero.integrations.deepspeed._zero_keys import KEYS
+from fzero.integrations.deepspeed._config_keys import KEYS
 from fzero.options import (
     DRIVERS,
     OPTIONS,
@@ -161,7 +160,7 @@ def test_deepspeeds_keys_are_those_of_the_table() -> None:
     named = {one.deepspeed: one.name for one in OPTIONS.values() if one.deepspeed}
     assert len(named) == sum(bool(one.deepspeed) for one in OPTIONS.values())
     assert {*named} <= {*KEYS}
-    used = {key.path: key.says for key in KEYS.values() if key.use is KeyUse.OPTION}
+    used = {key.path: key.says for key in KEYS.values() if key.use == "option"}
     assert used.items() <= named.items()
 
 

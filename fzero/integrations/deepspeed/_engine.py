@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fzero.adapter.boundary import call_step, require_no_closure
+from fzero.checkpoint.elements import slots_of
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.integrations.deepspeed import _checkpoint as checkpoint
-from fzero.integrations.deepspeed import _moving as moving
-from fzero.integrations.deepspeed._named import DeepSpeedNames
-from fzero.integrations.deepspeed._others import instead_of
-from fzero.integrations.deepspeed._wrapped import unname_optimizer
+from fzero.integrations.deepspeed._checkpoint import CheckpointedEngine
+from fzero.integrations.deepspeed._config import (
+    Batch,
+    loader_of,
+    low_dtype,
+    with_defaults,
+)
+from fzero.integrations.deepspeed._config_keys import NAMES
+from fzero.integrations.deepspeed._lr_schedules import lrs_of, momenta_of
+from fzero.integrations.deepspeed._optimizer import unname_optimizer
+from fzero.state.scale import DynamicScale
+from fzero.state.setup import MASTERS
 
 
-class DeepSpeedEngine(DeepSpeedNames):
+class DeepSpeedEngine(CheckpointedEngine):
     """An `Engine` with the methods and properties of DeepSpeed's engine; `initialize` returns it.
 
     An update divides by gradient_accumulation_steps, however many gradients came. Attributes that
@@ -49,12 +60,20 @@ class DeepSpeedEngine(DeepSpeedNames):
         (False, 1)
     """
 
-    lr_scheduler: Any = None
-    global_steps = 0
-    global_samples = 0
+    batch = Batch(None, None, 1)
+    training_dataloader: Any = None
     micro_steps = 0
-    _moved: moving.Moved = []  # noqa: RUF012 - replaced, and never added to
+    _config: Mapping[str, Any] = with_defaults({"steps_per_print": None})
+    _managed = True
+    _is_boundary: bool | None = None  # what the user says; None: every n-th call of step()
+    _moved: tuple[tuple[Tensor, torch.device], ...] = ()  # to the host, and from where
     _was_due = False
+
+    def _follow_config(self, values: Mapping[str, Any], batch: Batch, loader: Any) -> None:
+        """Store the values of the config that are no options of `Engine`."""
+        self._config, self.batch, self.training_dataloader = values, batch, loader
+        self._managed = values["managed_gradient_accumulation"]
+        self._is_boundary = None if self._managed else True
 
     def __getattr__(self, name: str) -> Any:
         """Return the attribute of the module, if the engine has none of this name: generate, ..."""
@@ -64,16 +83,20 @@ class DeepSpeedEngine(DeepSpeedNames):
         try:
             return getattr(module, name)
         except AttributeError:
-            seen = f"neither the engine nor its {type(module).__name__} has {name!r}."
-            if (use := instead_of(name)) is not None:
-                cause = "a name of DeepSpeed's engine that has no one meaning here."
-                raise AttributeError(explain(seen, cause=cause, fix=f"use {use}.")) from None
             cause = "a name of DeepSpeed's engine that fzero's does not have."
-            fix = "docs/deepspeed_config.md, 'The engine', lists the names that there are; "
-            fix += "docs/moving/deepspeed.md, 'Other names', what stands for some others."
+            fix = (
+                "docs/deepspeed_config.md, 'The engine', lists the names that there are; "
+                "docs/moving/deepspeed.md, 'Other names', what stands for some others."
+            )
+            for pattern, use in NAMES["engine_names"].items():
+                if re.fullmatch(pattern, name):
+                    cause = "a name of DeepSpeed's engine that has no one meaning here."
+                    fix = f"use {use}."
+                    break
+            seen = f"neither the engine nor its {type(module).__name__} has {name!r}."
             raise AttributeError(explain(seen, cause=cause, fix=fix)) from None
 
-    # Where it runs.
+    # Where it runs, and what its config says.
 
     @property
     def device(self) -> torch.device:
@@ -94,6 +117,51 @@ class DeepSpeedEngine(DeepSpeedNames):
     def world_size(self) -> int:
         """How many ranks there are."""
         return self.axis.size
+
+    def train_batch_size(self) -> int | None:
+        """Samples of one update, on all ranks; None if the config does not say."""
+        return self.batch.train
+
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples of one backward, on one rank; None if the config does not say."""
+        return self.batch.micro
+
+    def gradient_accumulation_steps(self) -> int:
+        """Calls of `step()` for one update."""
+        return self.options.updating.micro_batches
+
+    def get_batch_info(self) -> tuple[int | None, int | None, int]:
+        """Return (samples of an update, samples of a backward on a rank, backwards)."""
+        return self.batch.train, self.batch.micro, self.gradient_accumulation_steps()
+
+    def zero_optimization(self) -> bool:
+        """Whether the stage is 1, 2 or 3."""
+        return self.stage > 0
+
+    def zero_optimization_stage(self) -> int:
+        """The stage."""
+        return self.stage
+
+    def gradient_clipping(self) -> float:
+        """The norm to which an update clips; 0 if it does not."""
+        return self.options.updating.max_norm or 0.0
+
+    def fp16_enabled(self) -> bool:
+        """Whether the config has fp16.enabled."""
+        return low_dtype(self._config) is torch.float16
+
+    def bfloat16_enabled(self) -> bool:
+        """Whether the config has bf16.enabled."""
+        return low_dtype(self._config) is torch.bfloat16
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether losses are scaled by a number that adapts itself."""
+        scale = self.state.scale
+        return scale is not None and isinstance(scale.policy, DynamicScale)
+
+    def steps_per_print(self) -> int | None:
+        """What the config says; nothing is printed here. None without it."""
+        return self._config["steps_per_print"]
 
     # Backward and step.
 
@@ -133,6 +201,43 @@ class DeepSpeedEngine(DeepSpeedNames):
             raise _unmanaged("set_gradient_accumulation_boundary()")
         self._is_boundary = is_boundary
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change how many backwards make an update, from the next one on; on every rank alike.
+
+        Raises `LayoutError` for what is no multiple of micro-batch size times ranks, and
+        `PhaseError` within an accumulation.
+        """
+        micro, ranks = self.batch.micro, self.axis.size
+        each = (micro or 0) * ranks
+        positive = type(train_batch_size) is int and train_batch_size > 0
+        if not (each and positive) or train_batch_size % each:
+            raise LayoutError(
+                f"set_train_batch_size({train_batch_size!r}), with a micro-batch size of {micro} "
+                f"on {ranks} ranks.",
+                cause="a size that is no multiple of both, or a config without a batch size.",
+                fix="give a multiple of train_micro_batch_size_per_gpu x ranks.",
+            )
+        if not self._managed:
+            raise PhaseError(
+                "set_train_batch_size() with managed_gradient_accumulation = false.",
+                cause="an update at each step(), whatever came before it.",
+                fix="call step() after as many backwards as there shall be.",
+            )
+        progress = self.state.progress
+        if progress.calls or progress.backwards:
+            raise PhaseError(
+                f"set_train_batch_size() after {progress.backwards} backwards of an update.",
+                cause="gradients that wait for an update were divided by the number before.",
+                fix="call it right after an update.",
+            )
+        count = train_batch_size // each
+        updating = replace(
+            self.options.updating, micro_batches=count, average_micro_batches=count > 1
+        )
+        self.options = replace(self.options, updating=updating)
+        self._driver.put_each(lambda state: state.replace_policy(grad_scale=1.0 / count))
+        self.batch = self.batch._replace(train=train_batch_size, steps=count)
+
     @torch._disable_dynamo
     def step(self, closure: None = None) -> bool:
         """Call `Engine.step` at a boundary; count a micro-batch elsewhere."""
@@ -148,10 +253,6 @@ class DeepSpeedEngine(DeepSpeedNames):
             self.global_samples += per_backward * (count if self._managed else backwards)
         return self._was_due
 
-    def _go_on_from(self, global_steps: int, global_samples: int) -> None:
-        """Set the counters, those of a checkpoint."""
-        self.global_steps, self.global_samples = global_steps, global_samples
-
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the parameters. It waits for the device in fp16."""
         return self._was_due and not self.step_was_skipped
@@ -161,92 +262,95 @@ class DeepSpeedEngine(DeepSpeedNames):
         """Updates that an overflow skipped. It waits for the device in fp16."""
         return self.global_steps - int(self.state.step)
 
+    def get_lr(self) -> list[float]:
+        """The learning rate of each param group."""
+        return lrs_of(self.optimizer)
+
+    def get_mom(self) -> list[Any]:
+        """The momentum of each param group, or its betas; 0 without both."""
+        return momenta_of(self.optimizer)
+
+    def get_global_grad_norm(self) -> float | None:
+        """The norm of the gradients at the last update, before clipping; None without clipping."""
+        norm = self._driver.guard.norm
+        return None if norm is None else float(norm)
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Reduce what waits of gradients, as in a window that has ended. A collective.
+
+        A backward reduces its gradients by itself; what a `no_sync()` left waits for the next
+        backward, `step()`, or this call. `bucket_size` has no effect: buckets are in the config.
+        """
+        self._driver.reduced("allreduce_gradients()")
+
     def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
         """Return `coalesce()`."""
         return self.coalesce()
 
-    # Checkpoints.
+    # Data and values.
 
-    def save_checkpoint(
+    def deepspeed_io(
         self,
-        save_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """`fzero.checkpoint.save(save_dir / tag, engine)`, with the scheduler. A collective.
-
-        Gradients that wait for an update stay in the engine and are not saved, with a warning.
+        dataset: Any,
+        batch_size: int | None = None,
+        route: Any = None,
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[..., Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """Return a loader of this rank's share of a dataset, as `initialize(training_data=)` does.
 
         Args:
-            save_dir: a folder of several checkpoints.
-            tag: the name of this one; default global_step<n>.
-            client_state: what JSON can hold; `load_checkpoint` returns it.
-            save_latest: write the tag to save_dir / "latest", for `load_checkpoint`.
-            exclude_frozen_parameters: parameters that do not learn are left out.
-
-        Returns:
-            True. What goes wrong is raised, on every rank: see `fzero.checkpoint.save`.
+            dataset: any that a DataLoader takes.
+            batch_size: samples of a backward on one rank; default what the config says.
+            route: "eval" and "predict" are not shuffled; default the training.
+            pin_memory: of the loader, where there is a GPU.
+            data_sampler: in the place of the one that gives each rank its share.
+            collate_fn: of the loader.
+            num_local_io_workers: its processes.
         """
-        frozen = not exclude_frozen_parameters
-        checkpoint.save(self, save_dir, tag, client_state, latest=save_latest, frozen=frozen)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` saved, at any stage and number of ranks. A collective.
-
-        Args:
-            load_dir: as for `save_checkpoint`.
-            tag: as for `save_checkpoint`; default what save_dir / "latest" says.
-            load_module_strict: False: frozen parameters that the checkpoint leaves out stay as they
-                are. All others must be those of the module.
-            load_optimizer_states: False: parameters and buffers are loaded, masters follow them;
-                other slots, the loss scale and the options of param groups stay.
-            load_lr_scheduler_states: whether the scheduler goes on where it was.
-            load_module_only: neither of both; `global_steps` and random generators stay, too.
-
-        Returns:
-            The path and the client_state; (None, None), with a warning, without a tag and without
-            a file `latest`.
-
-        Raises:
-            CheckpointError, LayoutError: see `fzero.checkpoint.load`.
-        """
-        counters = not load_module_only
-        return checkpoint.load(
-            self,
-            load_dir,
-            tag,
-            strict=load_module_strict,
-            optimizer=load_optimizer_states and counters,
-            scheduler=load_lr_scheduler_states and counters,
-            counters=counters,
+        return loader_of(
+            dataset,
+            self.batch if batch_size is None else self.batch._replace(micro=batch_size),
+            self.axis,
+            drop_last=bool(self._config["dataloader_drop_last"]),
+            collate_fn=collate_fn,
+            shuffle=route not in ("eval", "predict"),
+            sampler=data_sampler,
+            num_workers=num_local_io_workers or 0,
+            pin_memory=pin_memory and torch.cuda.is_available(),
         )
 
-    def save_16bit_model(
+    def load_module_state_dict(
         self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write `full_state_dict()` to save_dir / save_filename, by torch.save. A collective.
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> Any:
+        """`load_state_dict` of whole values, at every stage. A collective.
 
-        At stage 3, too, whatever stage3_gather_16bit_weights_on_model_save says.
+        Args:
+            checkpoint: a state dict; or a dict that has it as "module", as DeepSpeed's files do.
+            strict: as for `load_state_dict`.
+            custom_load_fn: None; a function could write to parameters that are not here.
+            fetch_z3_params: has no effect: parameters of stage 3 are loaded in any case.
         """
-        checkpoint.save_model(self, save_dir, save_filename, frozen=not exclude_frozen_parameters)
-        return True
+        if custom_load_fn is not None:
+            raise LayoutError(
+                "load_module_state_dict(custom_load_fn=...).",
+                cause="a function that writes to parameters, of which this rank has a part.",
+                fix="call it on the state dict first, or inside of fzero.adapter.gathered("
+                "engine.module, modify=True).",
+            )
+        values = checkpoint.get("module", checkpoint)
+        return self.load_state_dict(values if isinstance(values, Mapping) else checkpoint, strict)
 
-    # Memory.
+    # Memory. Tensors that move keep their identity and get other memory, so that the state, the
+    # gatherer and all others who hold one see the same. On the CPU nothing is moved.
 
+    @torch.no_grad()
     def offload_states(
         self,
         include: Container[Any] | None = None,
@@ -269,13 +373,43 @@ class DeepSpeedEngine(DeepSpeedNames):
                 cause="a place that is chosen when the engine is made.",
                 fix='offload_states(device="cpu"); or offload_optimizer in the config.',
             )
-        wanted = [kind for kind in moving.KINDS if include is None or kind in include]
-        self._moved = self._moved + moving.to_host(self._driver, wanted, pin=pin_memory)
+        self._driver.require_no_window("offload_states()")
+        self._driver.wait()
+        state = self._driver.state
+        masters, slots = list[Tensor](), list[Tensor]()
+        for slot in slots_of(state):
+            (masters if slot.name == MASTERS else slots).append(slot.flat)
+        owned = state.setup.optimizer.owned(state.optimizer)
+        kinds = {
+            "lp_params": state.params.flats,
+            "lp_grads": (*state.gradients.flats, *state.window.pending.flats),
+            "hp_params": masters,
+            "optim_states": (*slots, *(x for some in owned.values() for x in some if x.numel())),
+        }
+        for kind, tensors in kinds.items():
+            for x in tensors if include is None or kind in include else ():
+                if x.device.type != "cpu":
+                    self._moved += ((x, x.device),)
+                    x.data = torch.empty_like(x, device="cpu", pin_memory=pin_memory).copy_(x)
+        self._rebind()
 
+    @torch.no_grad()
     def reload_states(self, non_blocking: bool = False) -> None:
         """Undo `offload_states`. Copies are complete on return, also with `non_blocking`."""
-        moving.to_device(self._driver, self._moved)
-        self._moved = []
+        self._driver.require_not_closed()
+        for x, device in self._moved:
+            x.data = x.to(device)
+        self._moved = ()
+        self._rebind()
+
+    def _rebind(self) -> None:
+        """Below stage 3, make the parameters views of the flats again, which have moved."""
+        driver = self._driver
+        if not driver.state.setup.gathers_by_unit:
+            for index, flat in enumerate(driver.state.params.flats):
+                driver.params.follow(driver.state.setup, index, flat)
+            driver.params.remember()
+        driver.published()
 
     def empty_partition_cache(self) -> None:
         """Free the memory that torch's allocator caches.

@@ -1,74 +1,81 @@
-"""An engine from a DeepSpeed-style config."""
+"""An engine from a DeepSpeed config, which is read before the model is converted and wrapped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, overload
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal, TypedDict, Unpack, overload
 
+import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fzero.adapter.setup import Factory
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.integrations.deepspeed import _optimizer, _scheduler
-from fzero.integrations.deepspeed._auto import with_autos
-from fzero.integrations.deepspeed._batch import Batch, batch_of, loader_of
-from fzero.integrations.deepspeed._engine import DeepSpeedEngine
-from fzero.integrations.deepspeed._options import engine_options
-from fzero.integrations.deepspeed._partitioned import name_parameters
-from fzero.integrations.deepspeed._precision import convert, require_convertible
-from fzero.integrations.deepspeed._read import (
+from fzero.integrations.deepspeed._config import (
+    Batch,
     Config,
+    Problem,
+    batch_of,
+    close_to,
+    convert,
+    engine_options,
+    loader_of,
     read_config,
     require_none,
+    with_autos,
     with_defaults,
     without_switch,
 )
-from fzero.integrations.deepspeed._scheduler import Schedule
-from fzero.integrations.deepspeed._wrapped import name_optimizer
+from fzero.integrations.deepspeed._engine import DeepSpeedEngine
+from fzero.integrations.deepspeed._lr_schedules import SCHEDULES
+from fzero.integrations.deepspeed._optimizer import (
+    factory_of,
+    name_optimizer,
+    optimizer_of,
+    without_type,
+)
+from fzero.integrations.deepspeed._param_access import name_parameters
+from fzero.optim import TorchOptimizer
 from fzero.ranks.mesh import Axis, MeshLike, axis_of
 
+Schedule = LRScheduler | Callable[[Optimizer], LRScheduler]
 Four = tuple[DeepSpeedEngine, Optimizer | None, Any, Any]
 """What deepspeed.initialize returns: engine, optimizer, loader of training_data, scheduler."""
 
 
+class _More(TypedDict, total=False):
+    """The arguments that `initialize` has by keyword alone."""
+
+    args: Any
+    model_parameters: Iterable[Tensor | Mapping[str, Any]] | None
+    training_data: Any
+    collate_fn: Callable[..., Any] | None
+    lr_scheduler: Schedule | None
+    mesh: MeshLike
+    config_params: Config | None
+    auto: Mapping[str, Any] | None
+
+
 @overload
 def initialize(
     model: nn.Module,
     optimizer: Optimizer | Factory | None = ...,
     config: Config | None = ...,
     *,
-    args: Any = ...,
-    model_parameters: Iterable[Tensor | Mapping[str, Any]] | None = ...,
-    training_data: Any = ...,
-    collate_fn: Callable[..., Any] | None = ...,
-    lr_scheduler: Schedule | None = ...,
-    mesh: MeshLike = ...,
-    config_params: Config | None = ...,
-    auto: Mapping[str, Any] | None = ...,
     as_tuple: Literal[False] = ...,
+    **more: Unpack[_More],
 ) -> DeepSpeedEngine: ...
-
-
 @overload
 def initialize(
     model: nn.Module,
     optimizer: Optimizer | Factory | None = ...,
     config: Config | None = ...,
     *,
-    args: Any = ...,
-    model_parameters: Iterable[Tensor | Mapping[str, Any]] | None = ...,
-    training_data: Any = ...,
-    collate_fn: Callable[..., Any] | None = ...,
-    lr_scheduler: Schedule | None = ...,
-    mesh: MeshLike = ...,
-    config_params: Config | None = ...,
-    auto: Mapping[str, Any] | None = ...,
     as_tuple: Literal[True],
+    **more: Unpack[_More],
 ) -> Four: ...
-
-
 def initialize(
     model: nn.Module,
     optimizer: Optimizer | Factory | None = None,
@@ -145,21 +152,35 @@ def initialize(
             cause="arguments in another order.",
             fix="call initialize(model, optimizer, config), all by keyword if in doubt.",
         )
-    axis = axis_of(mesh)
+    places = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
+    }
+    found = [name for name, value in places.items() if value is not None]
+    if len(found) > 1:
+        raise LayoutError(
+            f"{', and '.join(found)}.",
+            cause="a config in two places.",
+            fix="give one of them.",
+        )
+    given, axis = places[found[0]] if found else None, axis_of(mesh)
     values, options, batch, chosen, schedule = _asked(
-        _config_of(config, config_params, args), auto, model, (optimizer, lr_scheduler), axis
+        given, auto, model, optimizer, lr_scheduler, axis
     )
     loader = None
     if training_data is not None:
         drop_last = values["dataloader_drop_last"]
         loader = loader_of(training_data, batch, axis, drop_last=drop_last, collate_fn=collate_fn)
-    require_convertible(model, values)
     originals = convert(model, values)
     try:
-        made = _optimizer.made_of(chosen, model_parameters)
-        engine = DeepSpeedEngine(model, made, mesh=axis, **options)
+        makes = callable(chosen) and not isinstance(chosen, Optimizer)
+        if makes and model_parameters is not None:
+            some = [p for p in model_parameters if not isinstance(p, Tensor) or p.requires_grad]
+            chosen = chosen(some)
+        engine = DeepSpeedEngine(model, chosen, mesh=axis, **options)
         if schedule is not None:
-            engine.lr_scheduler = _scheduler.stepped(engine, schedule)
+            engine.lr_scheduler = _stepped(engine, schedule)
     except BaseException:
         for x, data in originals:
             x.data = data
@@ -171,50 +192,111 @@ def initialize(
 
 
 def _asked(
-    config: Any, auto: Mapping[str, Any] | None, model: nn.Module, own: tuple[Any, Any], axis: Axis
+    config: Any,
+    auto: Mapping[str, Any] | None,
+    model: nn.Module,
+    optimizer: Any,
+    scheduler: Any,
+    axis: Axis,
 ) -> tuple[dict[str, Any], dict[str, Any], Batch, Any, Any]:
     """Return values of the config, options of the engine, batch sizes, optimizer and scheduler.
 
     Raises `LayoutError` with all keys that cannot be used.
 
-    own: the optimizer and the scheduler of the user, which replace those sections of the config.
+    optimizer, scheduler: the user's, in the place of those sections of the config.
     """
-    optimizer, scheduler = own
     reading = read_config(config, auto)
-    skipped = tuple(
-        s for s, x in zip(("optimizer.", "scheduler."), own, strict=True) if x is not None
-    )
+    own = {"optimizer.": optimizer, "scheduler.": scheduler}
+    skipped = tuple(section for section, x in own.items() if x is not None)
     given, problems = with_autos(reading, model, skipped=skipped)
     values = with_defaults(given)
     values["steps_per_print"] = reading.harmless.get("steps_per_print")
     batch, wrong = batch_of(given, axis.size)
     problems = [*reading.problems, *problems, *without_switch(given), *wrong]
     if optimizer is None:
-        optimizer, wrong = _optimizer.described(values)
+        optimizer, wrong = optimizer_of(values)
         problems += wrong
     if scheduler is None:
-        scheduler, wrong = _scheduler.described(values, optimizer, reading.autos)
+        scheduler, wrong = _scheduler_of(values, optimizer, reading.autos)
         problems += wrong
     options, errors = engine_options(values, model, batch)
     require_none(problems, errors)
-    _scheduler.check_schedule(scheduler, optimizer)
+    if scheduler is not None:
+        _require_steppable(scheduler, optimizer)
     lines = [f"{path} = {value}" for path, value in sorted(given.items())]
     assert_same_everywhere(lines, axis, what="the config")
     return values, options, batch, optimizer, scheduler
 
 
-def _config_of(config: Any, older: Any, args: Any) -> Any:
-    """Return the config, which DeepSpeed's users give in one of three places."""
-    given = {
-        "config": config,
-        "config_params": older,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    found = [name for name, value in given.items() if value is not None]
-    if len(found) > 1:
+def _scheduler_of(
+    values: Mapping[str, Any], optimizer: Any, autos: Collection[str]
+) -> tuple[Callable[..., Any] | None, list[Problem]]:
+    """Return the factory of scheduler.type with scheduler.params, and a problem for each error.
+
+    None without the section. A name that is not DeepSpeed's is one of torch.optim.lr_scheduler.
+    """
+    name, params = values["scheduler.type"], dict(values["scheduler.params"] or {})
+    if name is None:
+        return without_type("scheduler", values)
+    makers: dict[str, Callable[..., Any]] = {
+        own: cls
+        for own, cls in vars(torch.optim.lr_scheduler).items()
+        if isinstance(cls, type) and issubclass(cls, LRScheduler)
+    } | dict(SCHEDULES)
+    if name not in makers or name == "ReduceLROnPlateau":
+        return None, [
+            f"scheduler.type = {name!r}: not supported (near: {close_to(name, makers)}); pass "
+            "initialize(lr_scheduler=...) a torch scheduler, or optimizer -> scheduler."
+        ]
+    if params.get("last_batch_iteration") == -1:  # the default: start at the first update
+        del params["last_batch_iteration"]
+    count = len(optimizer.param_groups) if isinstance(optimizer, Optimizer) else 1
+    tried = Adam([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(count)], lr=0.5)
+    return factory_of("scheduler", makers[name], name, params, tried, autos)
+
+
+def _require_steppable(given: Schedule, optimizer: Any) -> None:
+    """Raise `LayoutError` for a scheduler that cannot be stepped after each update."""
+    if isinstance(given, ReduceLROnPlateau) or not (
+        isinstance(given, LRScheduler) or callable(given)
+    ):
         raise LayoutError(
-            f"{', and '.join(found)}.",
-            cause="a config in two places.",
-            fix="give one of them.",
+            f"lr_scheduler is a {type(given).__name__}.",
+            cause="a scheduler that needs a metric, or that is none of torch's.",
+            fix="pass one of torch.optim.lr_scheduler, or optimizer -> scheduler; step one that "
+            "needs a metric in the training loop.",
         )
-    return given[found[0]] if found else None
+    if not (isinstance(optimizer, Optimizer | TorchOptimizer) or callable(optimizer)):
+        raise LayoutError(
+            f"a scheduler, and {'no' if optimizer is None else 'no torch.optim'} optimizer.",
+            cause="a model that is not stepped, or a rule of fzero.optim, which has no param "
+            "groups.",
+            fix="give an optimizer of torch.optim; a rule takes lr=fzero.optim.schedules....",
+        )
+    if isinstance(given, LRScheduler) and given.optimizer is not optimizer:
+        raise LayoutError(
+            "lr_scheduler is of another optimizer.",
+            cause="the engine's optimizer is made from the config, or from a class.",
+            fix="pass optimizer -> scheduler: lambda optimizer: StepLR(optimizer, 10).",
+        )
+
+
+def _stepped(engine: DeepSpeedEngine, given: Schedule) -> LRScheduler:
+    """Return the scheduler, after registering it to step with each update of the engine."""
+    assert engine.optimizer is not None
+    schedule: Any = given
+    if not isinstance(given, LRScheduler):
+        try:
+            schedule = given(engine.optimizer)
+        except BaseException:
+            engine.close()  # which restores the model
+            raise
+
+    def step(*_: Any) -> None:
+        found_inf = getattr(engine.optimizer, "found_inf", None)  # of a fused kernel, which skips
+        if engine.closed or (found_inf is not None and bool(found_inf)):
+            return  # a closed engine has given its optimizer back
+        schedule.step()
+
+    engine.optimizer.register_step_post_hook(step)
+    return schedule

@@ -11,8 +11,7 @@ from torch import nn
 
 from fzero.adapter import sharded_init
 from fzero.errors import LayoutError
-from fzero.integrations.deepspeed._precision import low_dtype
-from fzero.integrations.deepspeed._read import Config, read_config, with_defaults
+from fzero.integrations.deepspeed._config import Config, low_dtype, read_config, with_defaults
 from fzero.ranks.mesh import MeshLike
 
 _HARMLESS = ("mem_efficient_linear", "pin_memory", "tensor_overrides")

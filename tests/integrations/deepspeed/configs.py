@@ -23,7 +23,7 @@ def merged(*configs: dict[str, Any]) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for config in configs:
         for key, value in config.items():
-            both = isinstance(value, dict) and key in made
+            both = isinstance(value, dict) and isinstance(made.get(key), dict)
             made[key] = merged(made[key], value) if both else value
     return made
 

@@ -1,4 +1,4 @@
-"""The tables of docs/deepspeed_config.md, made of the table in code.
+"""The tables of docs/deepspeed_config.md, made of names.json.
 
 python -m tests.integrations.deepspeed.table      writes them
 """
@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fzero.integrations.deepspeed._keys import Key, KeyUse
-from fzero.integrations.deepspeed._zero_keys import KEYS, RENAMED
+from fzero.integrations.deepspeed._config_keys import KEYS, NAMES, RENAMED, Key
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "deepspeed_config.md"
 BEGIN, END = "<!-- The tables below are made of the code. -->", "<!-- End of the tables. -->"
@@ -18,7 +17,7 @@ BEGIN, END = "<!-- The tables below are made of the code. -->", "<!-- End of the
 
 def tables() -> str:
     """Return the tables, in Markdown."""
-    used = [key for key in KEYS.values() if key.use in (KeyUse.OPTION, KeyUse.READ)]
+    used = [key for key in KEYS.values() if key.kind]
     return "\n".join(
         [
             "## Keys that are used",
@@ -28,13 +27,13 @@ def tables() -> str:
             "",
             "Any value is taken: it changes nothing here.",
             "",
-            _table(("key", "default", "why"), _rows(KeyUse.HARMLESS)),
+            _table(("key", "default", "why"), _rows("harmless")),
             "## Keys that must have DeepSpeed's default",
             "",
-            _table(("key", "default", "in the place of another value"), _rows(KeyUse.REFUSED)),
+            _table(("key", "default", "in the place of another value"), _rows("refused")),
             "## Sections that must be off",
             "",
-            _table(("section", "off", "in its place"), _rows(KeyUse.SECTION)),
+            _table(("section", "off", "in its place"), _rows("off")),
             "## Other names",
             "",
             _table(("name", "stands for"), [_renamed(name) for name in RENAMED]),
@@ -53,18 +52,18 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def _rows(use: KeyUse) -> list[tuple[str, ...]]:
-    keys = [key for key in KEYS.values() if key.use is use]
+def _rows(use: str) -> list[tuple[str, ...]]:
+    keys = [key for key in KEYS.values() if key.use == use]
     return [(f"`{key.path}`", _default(key), key.says) for key in keys]
 
 
 def _used(key: Key) -> tuple[str, ...]:
-    says = f"`Engine({key.says}=)`" if key.use is KeyUse.OPTION else key.says
+    says = f"`Engine({key.says}=)`" if key.use == "option" else key.says
     return f"`{key.path}`", _default(key), says
 
 
 def _default(key: Key) -> str:
-    if key.use is KeyUse.SECTION:
+    if key.use == "off":
         switch, off = key.default
         return "left out" if switch is None else f"`{switch}` = {_shown(off)}"
     return _shown(key.default)
@@ -83,9 +82,8 @@ def _shown(value: Any) -> str:
 
 
 def _renamed(name: str) -> tuple[str, ...]:
-    new, values = RENAMED[name]
-    shown = "" if values is None else ": true is cpu, false is none"
-    return f"`{name}`", f"`{new}`{shown}"
+    shown = ": true is cpu, false is none" if name in NAMES["renamed_switches"] else ""
+    return f"`{name}`", f"`{RENAMED[name]}`{shown}"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from fzero.adapter import Engine, initialize
 from fzero.errors import LayoutError, PhaseError
 from fzero.integrations import deepspeed
 from fzero.integrations.deepspeed import DeepSpeedEngine
-from fzero.integrations.deepspeed._partitioned import ZeroParamStatus
+from fzero.integrations.deepspeed._param_access import ZeroParamStatus
 from fzero.integrations.deepspeed.zero import Init
 from tests.integrations.deepspeed.configs import SGD, linear, merged
 

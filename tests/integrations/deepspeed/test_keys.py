@@ -11,32 +11,49 @@ from torch import nn
 
 from fzero.adapter import initialize
 from fzero.errors import LayoutError
-from fzero.integrations.deepspeed._auto import with_autos
-from fzero.integrations.deepspeed._keys import Key, KeyUse
-from fzero.integrations.deepspeed._kinds import KINDS
-from fzero.integrations.deepspeed._read import read_config, with_defaults
-from fzero.integrations.deepspeed._zero_keys import KEYS, RENAMED, SWITCHES
+from fzero.integrations.deepspeed import DeepSpeedEngine
+from fzero.integrations.deepspeed._config_keys import KEYS, KINDS, NAMES, RENAMED, Key
 from tests.integrations.deepspeed.configs import SGD, linear, merged, nested
 
-USED = [key for key in KEYS.values() if key.use in (KeyUse.OPTION, KeyUse.READ)]
-REFUSED = [key for key in KEYS.values() if key.use is KeyUse.REFUSED]
-HARMLESS = [key for key in KEYS.values() if key.use is KeyUse.HARMLESS]
-SECTIONS = [key for key in KEYS.values() if key.use is KeyUse.SECTION]
+USED = [key for key in KEYS.values() if key.kind]
+REFUSED, HARMLESS, SECTIONS = (
+    [key for key in KEYS.values() if key.use == use] for use in ("refused", "harmless", "off")
+)
+ON: dict[str, Any] = {  # what switches the section of a key on
+    "fp16": {"fp16": {"enabled": True}},
+    "bf16": {"bf16": {"enabled": True}},
+    "torch_autocast": {"torch_autocast": {"enabled": True}},
+    "optimizer": SGD,
+    **{
+        f"zero_optimization.{name}": {"zero_optimization": {"stage": 3, name: {"device": "cpu"}}}
+        for name in ("offload_param", "offload_optimizer")
+    },
+}
 
 
 def by_path(key: Key) -> str:
     return key.path
 
 
-def problems_of(config: dict[str, Any]) -> list[str]:
-    return read_config(config).problems
+def problems_of(config: dict[str, Any], model: Any = None, **more: Any) -> list[str]:
+    """The lines of the error; none if the config is taken."""
+    try:
+        initialize(model or linear(), config=config, **more)
+    except LayoutError as error:
+        first, *lines, _, _ = str(error).splitlines()
+        return [line.strip() for line in lines or [first]]
+    return []
+
+
+def options_of(config: dict[str, Any], model: Any = None) -> list[Any]:
+    """What an engine was made with."""
+    made: DeepSpeedEngine = initialize(model or linear(), config=config)
+    return [made.options, made.stage, made.batch, made.fp16_enabled(), made.bfloat16_enabled()]
 
 
 def in_use(path: str, value: Any) -> dict[str, Any]:
-    """A key in its section, which is switched on if it looks at no key else."""
-    section = path.rpartition(".")[0]
-    on = nested(f"{section}.device", "cpu") if section.endswith(("_param", "_optimizer")) else {}
-    return nested(path, value) if path.endswith(".device") else merged(on, nested(path, value))
+    """A key in its section, which is on."""
+    return merged(ON.get(path.rpartition(".")[0], {}), nested(path, value))
 
 
 def other_than(value: Any) -> Any:
@@ -46,28 +63,27 @@ def other_than(value: Any) -> Any:
     return {"none": "cpu", "mean": "sum"}.get(value, 7)
 
 
-def test_a_config_of_all_defaults_asks_for_nothing() -> None:
-    plain = [key for key in KEYS.values() if key.use is not KeyUse.SECTION]
-    every = merged(*(nested(key.path, key.default) for key in plain))
-    for key in SECTIONS:
-        switch, off = key.default
-        every = merged(every, nested(key.path, {} if switch is None else {switch: off, "x": 1}))
-    reading = read_config(every)
-    assert not reading.problems and not reading.autos
-    assert with_defaults(reading.given) == with_defaults({})
-    # Written as ints for bools, floats for ints and strings for numbers, they are the same.
-    for key in plain:
-        for written in as_others_write(key.default):
-            reading = read_config(nested(key.path, written))
-            assert not reading.problems, key.path
-            assert with_defaults(reading.given) == with_defaults({}), key.path
-
-
-def as_others_write(value: Any) -> list[Any]:
+def as_written(value: Any, by: str) -> Any:
+    """The same value, as others write it: ints for bools, floats for ints, strings for numbers."""
+    if by == "default" or value == sys.maxsize or not isinstance(value, bool | int | float):
+        return value
     if isinstance(value, bool):
-        return [int(value), str(value), str(value).lower()]
-    exact = isinstance(value, int | float) and value != sys.maxsize
-    return [float(value), str(value)] if exact else []
+        return {"number": int(value), "text": str(value).lower(), "Text": str(value)}[by]
+    return float(value) if by == "number" else str(value)
+
+
+@pytest.mark.parametrize("section", ["", *ON])
+@pytest.mark.parametrize("by", ["default", "number", "text", "Text"])
+def test_a_config_of_all_defaults_asks_for_nothing(section: str, by: str) -> None:
+    base = every = ON.get(section, {})
+    for key in KEYS.values():
+        there = key.path.rpartition(".")[0]
+        if key.use == "off":
+            switch, off = key.default
+            every = merged(every, nested(key.path, {} if switch is None else {switch: off, "x": 1}))
+        elif there == section or (not section and there not in ON):
+            every = merged(nested(key.path, as_written(key.default, by)), every)
+    assert options_of(every) == options_of(base)
 
 
 @pytest.mark.parametrize("key", REFUSED, ids=by_path)
@@ -84,16 +100,15 @@ def test_a_section_that_is_on_is_refused_and_one_that_is_off_is_not(key: Key) ->
     (problem,) = problems_of(nested(key.path, on))
     assert problem.startswith(key.path) and problem.endswith(f": {key.says}.")
     assert problems_of(nested(key.path, True)), "neither on nor off"
-    for nothing in ({}, None):
+    for nothing in ({}, None, *([] if switch is None else [{switch: off, "what": [1]}])):
         assert not problems_of(nested(key.path, nothing))
-    if switch is not None:
-        assert not problems_of(nested(key.path, {switch: off, "what": [1]}))
 
 
-def test_a_harmless_key_may_say_anything() -> None:
-    for key in HARMLESS:
-        for value in (0, 1e9, True, "auto", "x", {"a": 1}, [1]):
-            assert not problems_of(nested(key.path, value)), key.path
+@pytest.mark.parametrize("value", [0, 1e9, True, "auto", "x", {"a": 1}, [1]], ids=repr)
+def test_a_harmless_key_may_say_anything(value: Any) -> None:
+    for other in ("bf16", "fp16"):  # one config has one of both
+        keys = [key.path for key in HARMLESS if not key.path.startswith(other)]
+        assert not problems_of(merged(*(in_use(path, value) for path in keys)))
 
 
 WRONG = {
@@ -117,38 +132,40 @@ WRONG = {
 @pytest.mark.parametrize("key", USED, ids=by_path)
 def test_a_value_of_another_kind_or_out_of_range_is_refused(key: Key) -> None:
     for value in WRONG[key.kind]:
-        wanted = f"{key.path} = {value!r}: give {KINDS[key.kind][1]}."
-        assert problems_of(in_use(key.path, value)) == [wanted]
+        wanted = f"{key.path} = {value!r}: give {KINDS[key.kind][2]}."
+        assert wanted in problems_of(in_use(key.path, value))
 
 
-@pytest.mark.parametrize("name", RENAMED)
+NAMED = [*(name for name in RENAMED if name != "bfloat16"), "bfloat16.enabled"]
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.filterwarnings("ignore:granularity_threshold_numel=:UserWarning")
 def test_another_name_of_a_key_means_the_same(name: str) -> None:
-    new, values = RENAMED[name]
-    if new == "bf16":
-        name, new = "bfloat16.enabled", "bf16.enabled"
-    key = KEYS[new]
-    if key.use is KeyUse.REFUSED:
-        value: Any = True if values else other_than(key.default)
-        (problem,) = problems_of(nested(name, value))
-        assert problem.startswith(f"{name} ({new}) = ") and key.says in problem
-        assert not problems_of(nested(name, False if values else key.default))
-    elif key.use is KeyUse.HARMLESS:
-        assert not problems_of(nested(name, True))
+    new = RENAMED.get(name, "bf16.enabled")
+    key, stage_3 = KEYS[new], {"zero_optimization": {"stage": 3}}
+    value: Any = other_than(key.default) if key.use == "refused" or key.kind == "bool" else 7
+    said = merged(stage_3, nested(name, value))
+    if key.use == "refused":
+        assert problems_of(said) == [f"{name} ({new}) = {value!r}: {key.says}."]
+        assert not problems_of(nested(name, key.default))
+    elif key.use == "harmless":
+        assert not problems_of(said)
+    elif name in NAMES["renamed_switches"]:
+        assert options_of(merged(stage_3, nested(name, True))) == options_of(
+            merged(stage_3, nested(new, "cpu"))
+        )
+        assert options_of(nested(name, False)) == options_of({})
     else:
-        value = not key.default if key.kind == "bool" else 7
-        if values:
-            assert read_config(nested(name, True)).given == {new: values[True]}
-            assert not problems_of(nested(name, False))
-            return
-        assert read_config(nested(name, value)).given == {new: value}
-        twice = merged(nested(new, value), nested(name, value))
-        (problem,) = problems_of(twice)
+        by_new = merged(stage_3, nested(new, value))
+        assert options_of(said) == options_of(by_new) != options_of(stage_3)
+        (problem,) = problems_of(merged(by_new, said))
         assert problem.endswith(f" = {value!r}: it is there twice, by two names.")
 
 
 def test_zero_optimization_may_be_the_bool_of_old_configs() -> None:
-    assert read_config({"zero_optimization": True}).given == {"zero_optimization.stage": 1}
-    assert read_config({"zero_optimization": False}).given == {"zero_optimization.stage": 0}
+    for old, stage in ((True, 1), (False, 0)):
+        assert initialize(linear(), config={"zero_optimization": old}).stage == stage
     assert problems_of({"zero_optimization": 2}) == [
         "zero_optimization = 2: give an object { ... }."
     ]
@@ -226,10 +243,12 @@ def test_keys_that_contradict_each_other_are_in_the_same_error() -> None:
     assert all(": " in line for line in lines)
 
 
-def test_what_a_switched_off_section_says_is_not_looked_at() -> None:
-    for section, (switch, off) in SWITCHES.items():
-        assert not problems_of(nested(section, {switch: off, "what": 1, "loss_scale": "x"}))
-    assert not problems_of(nested("zero_optimization.offload_param", {"pin_memory": True}))
+@pytest.mark.parametrize(("section", "switch"), NAMES["switches"].items())
+def test_what_a_switched_off_section_says_is_not_looked_at(section: str, switch: Any) -> None:
+    name, off = switch
+    assert not problems_of(nested(section, {name: off, "what": 1, "loss_scale": "x"}))
+    if off == "none":
+        assert not problems_of(nested(section, {"pin_memory": True}))
 
 
 # "auto".
@@ -244,34 +263,38 @@ class Hugging(nn.Module):
         self.config = type("Config", (), sizes)()
 
 
-def auto_of(*paths: str, model: Any = None, **given: Any) -> tuple[Any, list[str]]:
-    config = merged(given, *(nested(path, "auto") for path in paths))
-    return with_autos(read_config(config), model or linear())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_auto_dtypes_are_those_of_the_model(dtype: torch.dtype) -> None:
+    config = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    engine = initialize(linear(dtype), config=config)
+    assert engine.bfloat16_enabled() is (dtype is torch.bfloat16)
+    assert engine.fp16_enabled() is (dtype is torch.float16)
 
 
-def test_auto_is_what_the_model_and_the_other_keys_say() -> None:
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        found, problems = auto_of("bf16.enabled", "fp16.enabled", model=linear(dtype))
-        on = {"bf16.enabled": dtype is torch.bfloat16, "fp16.enabled": dtype is torch.float16}
-        assert found == on and not problems
-    zero = (
-        "reduce_bucket_size",
-        "stage3_prefetch_bucket_size",
-        "stage3_param_persistence_threshold",
+@pytest.mark.parametrize("sizes", [{"hidden_size": 10}, {"text_config": {"hidden_size": 10}}, {}])
+def test_auto_sizes_are_those_that_the_trainer_puts_in(sizes: dict[str, Any]) -> None:
+    text = {name: type("Text", (), x)() for name, x in sizes.items() if isinstance(x, dict)}
+    names = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
+    every = [*names, "stage3_param_persistence_threshold"]
+    config = {"zero_optimization": {"stage": 3, **dict.fromkeys(every, "auto")}}
+    options = initialize(Hugging(**{**sizes, **text}), config=config).options
+    found = (
+        options.bucket_bytes // 4,
+        options.gathering.prefetch_numel,
+        options.gathering.persistence_threshold_numel,
     )
-    paths = [f"zero_optimization.{name}" for name in zero]
-    text = type("Text", (), {"hidden_size": 10})()
-    for sizes in ({"hidden_size": 10}, {"text_config": text}):
-        found, problems = auto_of(*paths, model=Hugging(**sizes))
-        assert found == dict(zip(paths, (100, 90, 100), strict=True)) and not problems
-    assert auto_of(*paths) == ({}, [])
-    batches = ("train_batch_size", "train_micro_batch_size_per_gpu")
-    assert auto_of(*batches, gradient_accumulation_steps=2) == (
-        {"gradient_accumulation_steps": 2},
-        [],
-    )
-    both = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
-    assert auto_of("gradient_accumulation_steps", **both) == (both, [])
+    assert found == ((100, 90, 100) if sizes else (500_000_000, 50_000_000, 100_000))
+
+
+@pytest.mark.parametrize("left_out", [0, 1, 2])
+def test_an_auto_batch_size_is_what_two_others_give(left_out: int) -> None:
+    sizes: dict[str, Any] = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    auto = [*sizes][left_out]
+    assert initialize(linear(), config={**sizes, auto: "auto"}).get_batch_info() == (8, 2, 4)
 
 
 def test_auto_is_refused_where_only_the_user_knows_the_number() -> None:
@@ -280,9 +303,10 @@ def test_auto_is_refused_where_only_the_user_knows_the_number() -> None:
         *("optimizer.params.lr", "optimizer.params.betas", "scheduler.params.total_num_steps"),
         *("fp16.loss_scale", "communication_data_type", "optimizer.type"),
     ]
-    found, problems = auto_of(*paths)
-    assert sorted(line.split(" ")[0] for line in problems) == sorted(paths)
-    assert set(found) == {"optimizer.params", "scheduler.params"}
+    config = merged({"fp16": {"enabled": True}}, *(nested(path, "auto") for path in paths))
+    lines = problems_of(config)
+    asked = [line.split(" ")[0] for line in lines if ' = "auto": only its user knows' in line]
+    assert sorted(asked) == sorted(paths)
 
 
 def test_a_value_for_auto_is_taken_checked_and_must_be_asked_for() -> None:

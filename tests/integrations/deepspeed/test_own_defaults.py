@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from fzero.integrations.deepspeed._read import read_config, with_defaults
+from fzero.integrations.deepspeed._config import read_config, with_defaults
 from tests.integrations.deepspeed.configs import merged, nested
 
 pytestmark = [

@@ -7,32 +7,21 @@ and micro-batches; and the local getters work at every stage.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter.access import (
-    full_optimizer_state,
-    full_parameter,
-    local_gradient,
-    local_optimizer_state,
-    local_parameter,
-    set_full_gradient,
-    set_full_optimizer_state,
-    set_full_parameter,
-    set_local_gradient,
-    set_local_optimizer_state,
-    set_local_parameter,
-    used,
-    whole_gradient,
-)
+from fzero.adapter import access
 from fzero.adapter.driver import OWNERS, Driver
 from fzero.adapter.parts import ParameterPlace, find, find_learning
 from fzero.errors import LayoutError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack
+from fzero.machine.placeholder import LazyParam
 from fzero.state.buffers import SIXTEEN_BIT
 
 
@@ -57,7 +46,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if driver.state.window.is_open:
         return _pending(driver, place)
     held = driver.reduced("safe_get_full_grad()", path)
-    return whole_gradient(driver.state, place) if held else None
+    return access.whole_gradient(driver.state, place) if held else None
 
 
 def _pending(driver: Driver, place: ParameterPlace) -> Tensor | None:
@@ -67,13 +56,13 @@ def _pending(driver: Driver, place: ParameterPlace) -> Tensor | None:
     if not state.window.pending.held:
         return None
     flat = to_device(place.flat_of(state, state.window.pending.flats), state.device)
-    return used(state, unpack(state.setup.layout, place.group, flat)[place.position]).clone()
+    return access.used(state, unpack(state.setup.layout, place.group, flat)[place.position]).clone()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the gradient to the full tensor `value`, which is the same on every rank."""
     driver, path, _ = _of(param)
-    set_full_gradient(driver, path, value)
+    access.set_full_gradient(driver, path, value)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -82,19 +71,19 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     None for a frozen parameter, which no optimizer steps.
     """
     driver, path, learns = _of(param)
-    return _wide(full_parameter(driver, path)) if learns else None
+    return _wide(access.full_parameter(driver, path)) if learns else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master to the full `value`, the same on every rank."""
     driver, path, _ = _of(param)
-    set_full_parameter(driver, path, value)
+    access.set_full_parameter(driver, path, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return the full state `optim_state_key` ("exp_avg", ...); None for a frozen parameter."""
     driver, path, learns = _of(param)
-    return _wide(full_optimizer_state(driver, path, optim_state_key)) if learns else None
+    return _wide(access.full_optimizer_state(driver, path, optim_state_key)) if learns else None
 
 
 def safe_set_full_optimizer_state(
@@ -102,19 +91,19 @@ def safe_set_full_optimizer_state(
 ) -> None:
     """Set state `optim_state_key` to the full `value`, the same on every rank."""
     driver, path, _ = _of(param)
-    set_full_optimizer_state(driver, path, optim_state_key, value)
+    access.set_full_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's shard of the gradient, 1-D; None for a frozen parameter."""
     driver, path, learns = _of(param)
-    return local_gradient(driver, path) if learns else None
+    return access.local_gradient(driver, path) if learns else None
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's shard of the gradient to `value`."""
     driver, path, _ = _of(param)
-    set_local_gradient(driver, path, value)
+    access.set_local_gradient(driver, path, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -123,19 +112,19 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     None for a frozen parameter, which no optimizer steps.
     """
     driver, path, learns = _of(param)
-    return _wide(local_parameter(driver, path)) if learns else None
+    return _wide(access.local_parameter(driver, path)) if learns else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's shard of the parameter and of its master to `value`. Stage 3."""
     driver, path, _ = _of(param)
-    set_local_parameter(driver, path, value)
+    access.set_local_parameter(driver, path, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return this rank's shard of state `optim_state_key`, 1-D; None for a frozen parameter."""
     driver, path, learns = _of(param)
-    return _wide(local_optimizer_state(driver, path, optim_state_key)) if learns else None
+    return _wide(access.local_optimizer_state(driver, path, optim_state_key)) if learns else None
 
 
 def safe_set_local_optimizer_state(
@@ -143,7 +132,7 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Set this rank's shard of state `optim_state_key` to `value`."""
     driver, path, _ = _of(param)
-    set_local_optimizer_state(driver, path, optim_state_key, value)
+    access.set_local_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_update_full_grad_vectorized(
@@ -173,3 +162,58 @@ def _of(param: Any) -> tuple[Driver, str, bool]:
 
 def _wide(value: Tensor) -> Tensor:
     return value.to(torch.float32) if value.dtype in SIXTEEN_BIT else value
+
+
+# What DeepSpeed notes on a parameter of stage 3, on the parameters of its engines here alone. Other
+# libraries ask `hasattr(p, "ds_id")` and import deepspeed if it is there: so no other engine's
+# parameters have these names.
+
+_DRIVERS: weakref.WeakSet[Driver] = weakref.WeakSet()  # of engines that have these names
+
+
+class ZeroParamStatus(Enum):
+    """Where the values of a parameter are: names and numbers as in DeepSpeed."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+def name_parameters(driver: Driver) -> None:
+    """Give the parameters of an engine of stage 3 these names."""
+    _DRIVERS.add(driver)
+
+
+def _place(p: Any, name: str) -> tuple[Driver, int, str]:
+    """Return the driver of a parameter, its number and its path."""
+    driver = OWNERS.get(id(p))
+    if driver is not None and driver in _DRIVERS and not driver.closed:
+        for number, (path, own) in enumerate(driver.module.named_parameters()):
+            if own is p:
+                return driver, number, path
+    raise AttributeError(f"{type(p).__name__!r} object has no attribute {name!r}")
+
+
+def _shard(driver: Driver, path: str) -> Tensor:
+    place, state = find(driver, path), driver.state
+    return place.piece(state, state.params.flats[place.group]).clone()
+
+
+def _persists(p: Tensor, driver: Driver) -> bool:
+    return p.numel() <= driver.state.setup.gathering.persistence_threshold_numel
+
+
+def _status(p: Tensor, driver: Driver) -> ZeroParamStatus:
+    return ZeroParamStatus.AVAILABLE if _persists(p, driver) else ZeroParamStatus.NOT_AVAILABLE
+
+
+def _attribute(name: str, read: Callable[[Any, Driver, int, str], Any]) -> None:
+    setattr(LazyParam, name, property(lambda p: read(p, *_place(p, name))))
+
+
+_attribute("ds_id", lambda p, driver, number, path: number)
+_attribute("ds_shape", lambda p, *_: torch.Size(p.shape))
+_attribute("ds_numel", lambda p, *_: p.numel())
+_attribute("ds_tensor", lambda p, driver, _, path: _shard(driver, path))
+_attribute("ds_persist", lambda p, driver, *_: _persists(p, driver))
+_attribute("ds_status", lambda p, driver, *_: _status(p, driver))

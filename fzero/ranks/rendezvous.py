@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -253,11 +254,24 @@ def open_store(place: MeetingPlace, limit: datetime.timedelta, number: int = 0) 
 
 
 def _roll_of_others(place: MeetingPlace, number: int) -> Store | None:
-    """Return the roll of ranks that meet behind a port that is taken; None if there are none."""
-    with suppress(RuntimeError, ValueError):
-        roll = roll_of(TCPStore(place.host, place.port, is_master=False, timeout=LINGER), number)
-        return None if roll.check(["met"]) or not roll.get("0") else roll
-    return None
+    """Return the roll of ranks that meet behind a port that is taken; None if there are none.
+
+    In a thread: a store's timeout counts from its first answer, and another program that has the
+    port may never give one.
+    """
+    found: list[Store] = []
+
+    def look() -> None:
+        with suppress(RuntimeError, ValueError):
+            store = TCPStore(place.host, place.port, is_master=False, timeout=LINGER)
+            roll = roll_of(store, number)
+            if not roll.check(["met"]) and roll.get("0"):
+                found.append(roll)
+
+    looking = threading.Thread(target=look, name="fzero-port", daemon=True)
+    looking.start()
+    looking.join(2 * LINGER.total_seconds())
+    return found[0] if found else None
 
 
 def _no_store(place: MeetingPlace, limit: datetime.timedelta, error: Exception) -> AxisError:

@@ -196,11 +196,11 @@ def __dir__() -> list[str]:
 for _room, _module in (
     ("machine", "codecs"),
     ("machine", "partition"),
-    ("ranks", "axis"),
     ("ranks", "mesh"),
     ("ranks", "virtual"),
 ):
     sys.modules[f"fzero.{_module}"] = importlib.import_module(f"fzero.{_room}.{_module}")
+sys.modules["fzero.axis"] = sys.modules["fzero.mesh"]
 for _module in ("certify", "compile", "diff", "doctor", "plan", "plot", "prove", "trace"):
     sys.modules[f"fzero.{_module}"] = later.SecondName(f"fzero.{_module}", f"fzero.tools.{_module}")
 sys.modules["fzero.adapter.deepspeed"] = later.SecondName(

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch._C import _ImperativeEngine
 from torch._C._functorch import maybe_current_level
 from torch.autograd.graph import GradientEdge
 from torch.autograd.variable import Variable
@@ -36,6 +35,7 @@ from fzero.ranks.mesh import Axis
 
 _TORCH: Any = torch
 _AUTOGRAD: Any = _TORCH._C  # what is asked of a graph task has no types
+_VARIABLE: Any = Variable  # whose engine is private
 
 Tokens = dict[UsersCall, Tensor]
 WORD, WORDS = 60, 2
@@ -260,11 +260,12 @@ def shared(
     everyone, unlike = set[tuple[UsersCall, str]](), bool(tokens)
     while unlike:
         known = [[tokens[call] for call in tokens if (call, way) in everyone] for way in ways]
-        found = set(product(_reached([*roots, *known[0]], tokens), ways[:1]))
+        used = _reached([*roots, *known[0]], tokens)
+        found: set[tuple[UsersCall, str]] = {(call, "used") for call in used}
         if inputs:
             by = [*inputs, *map(_edge_behind, known[1])]
             leads = _reached([*tokens.values()], tokens, by, accumulate=accumulate)
-            found |= set(product(leads, ways[1:]))
+            found |= {(call, "leads") for call in leads}
         mine = found if mine is None else mine
         everyone, unlike = set[tuple[UsersCall, str]](), False
         # In one order on all ranks: axes of one size in that of their calls, and not of a hash.
@@ -335,7 +336,7 @@ def _shown(calls: Sequence[UsersCall]) -> str:
 # A derivative of the user's inside of a loss.
 
 
-class _Engine(_ImperativeEngine):
+class _Engine(_AUTOGRAD._ImperativeEngine):
     """torch's engine, by which a derivative in a loss comes to the same calls on all ranks.
 
     torch has no other place where a backward is seen that comes to no adjoint on this rank, and to
@@ -367,7 +368,7 @@ class _Engine(_ImperativeEngine):
             roots.append((tied_to(torch.zeros(0), same.ties), torch.zeros(0)))
         of, dys = zip(*roots, strict=True)
         by = (*inputs, *same.edges), True, accumulate_grad
-        found = super().run_backward(of, dys, *options, *by)
+        found: Any = super().run_backward(of, dys, *options, *by)
         if accumulate_grad:
             return found
         found = found[: len(inputs)]
@@ -376,7 +377,7 @@ class _Engine(_ImperativeEngine):
         return found
 
 
-_TORCHS_ENGINE: Any = Variable._execution_engine
+_TORCHS_ENGINE = _VARIABLE._execution_engine
 _UNUSED = (  # in torch's words
     "One of the differentiated Tensors appears to not have been used in the graph. Set "
     "allow_unused=True if this is the desired behavior."
@@ -384,8 +385,8 @@ _UNUSED = (  # in torch's words
 
 
 def _take_part_in_derivatives() -> None:
-    if not isinstance(Variable._execution_engine, _Engine):
-        Variable._execution_engine = _Engine()
+    if not isinstance(_VARIABLE._execution_engine, _Engine):
+        _VARIABLE._execution_engine = _Engine()
 
 
 def _tokens_of_derivative(*, accumulate: bool) -> Tokens:

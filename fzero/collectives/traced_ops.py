@@ -13,12 +13,14 @@ from fzero.context.here import is_abstract
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runtime
 
-Begin = Callable[..., lowering.Started]
-Shape = Callable[..., Tensor]
-"""Of one tensor without values, and what else an op is given: what the op returns for it."""
+Ints = list[int]
 
 
-def _op(name: str, begin: Begin, shape: Shape) -> Any:
+def _op(
+    name: str,
+    begin: Callable[[list[Tensor], Axis, bool], lowering.Started],
+    shape: Callable[[Tensor, int, bool], Tensor],
+) -> Any:
     """Make an op that is given whether sums are made in rank order."""
 
     def run(xs: list[Tensor], name: str, group: str, size: int, ordered: bool) -> list[Tensor]:
@@ -27,7 +29,11 @@ def _op(name: str, begin: Begin, shape: Shape) -> Any:
     return _with_shapes(name, run, shape)
 
 
-def _op_between(name: str, begin: Begin, shape: Shape) -> Any:
+def _op_between(
+    name: str,
+    begin: Callable[[list[Tensor], Axis, Ints, Ints], lowering.Started],
+    shape: Callable[[Tensor, int, Ints, Ints], Tensor],
+) -> Any:
     """Make an op that is given a number for each rank, of two kinds: of rows, or of ranks."""
 
     def run(
@@ -38,7 +44,8 @@ def _op_between(name: str, begin: Begin, shape: Shape) -> Any:
     return _with_shapes(name, run, shape)
 
 
-def _with_shapes(name: str, run: Callable[..., list[Tensor]], shape: Shape) -> Any:
+def _with_shapes(name: str, run: Callable[..., list[Tensor]], shape: Callable[..., Tensor]) -> Any:
+    """shape: of one tensor without values, and what else an op is given, what it returns."""
     made: Any = torch.library.custom_op(f"fzero::{name}", run, mutates_args=())
 
     def fake(xs: list[Tensor], name: str, group: str, size: int, *rest: Any) -> list[Tensor]:

@@ -677,7 +677,7 @@ def constructed(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
     group, kind = optimizer.param_groups[number], type(optimizer)
     own = [p for p in group["params"] if p.ndim and p.numel() and not p.is_meta]
     like = [] if used else [p for p in own if optimizer.state.get(p)]
-    if not like:
+    if made_anew := not like:
         first = own[0] if own else torch.empty(0)
         like = [nn.Parameter(numbers_of((2, 3), 0).to(first.device, first.dtype))]
         with suppress(Exception), same_random_numbers(like[0].device):
@@ -692,6 +692,8 @@ def constructed(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
     for name, value in made.items():
         for slot, p in ((optimizer.state[p].get(name), p) for p in like if fits(value, like[0])):
             if not fits(slot, p) or bool((slot != value.flatten()[0]).any()):
+                if made_anew:
+                    return lambda p: {}
                 raise LayoutError(
                     f"{kind.__name__} makes {name} in its constructor, with other values for other "
                     "elements.",

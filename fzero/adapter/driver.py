@@ -63,7 +63,8 @@ class Driver:
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)
         self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)
-        reader = self.running.reader if setup.gathers_by_unit else self.running.held[0]
+        held = None if setup.gathers_by_unit else self.running.held[0]
+        reader = self.running.reader if held is None else held
         for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
             self.params.place(index, placeholders(reader, index))
         self.params.remember()

@@ -62,9 +62,9 @@ from fzero.collectives import assert_same_everywhere
 from fzero.errors.json_form import problems, text
 from fzero.optim.counters import COUNT
 from fzero.state import TrainState
+from fzero.transforms.donation import returned
 from fzero.transforms.init import begun_anew
 from fzero.transforms.kept import APART, require_facts
-from fzero.transforms.written import returned
 
 Thing = TypeVar("Thing")
 
@@ -276,7 +276,7 @@ def _read(
             made: Any = finished(held, named, plan)
     is_state: bool = isinstance(made, TrainState)
     if is_state:
-        returned(made)
+        returned([made])
     return made, saved.extra, plan.report
 
 

@@ -62,9 +62,12 @@ class Bucket:
         """Whether any leaf has its gradient, or gradients of earlier backwards were added."""
         return bool(self._gradients) or self._waited is not None
 
-    def pop(self, written: set[int] | None = None) -> Tensor | None:
+    def pop(
+        self, written: set[int] | None = None, device: torch.device | None = None
+    ) -> Tensor | None:
         """Remove and return the flat gradient [W l]; None if the bucket is empty.
 
+        device: where it is wanted; None: where it is, for what has waited may be offloaded.
         Autograd may hand out one memory for two parameters, in views of it. So where gradients are
         written to later, the second one in the same memory is copied: `written` says where the
         others are.
@@ -74,8 +77,10 @@ class Bucket:
             flat = pack_copied(self.layout, self.index, gradients)
             if written is not None and _is_shared(flat, written):
                 flat = flat.clone()
-        if flat is None or waited is None:
-            return waited if flat is None else flat
+        if waited is None:
+            return flat
+        if flat is None:
+            return waited if device is None else to_device(waited, device)
         return to_device(waited, flat.device) + flat
 
     def pop_into(self, total: Tensor, factor: float) -> None:
@@ -91,8 +96,8 @@ class Bucket:
                 if gradient is not None:
                     place.add_(_times(gradient, place.dtype, factor))
 
-    def pop_owned(self, divisor: float) -> Tensor | None:
-        """Remove and return the flat gradient [W l] / divisor, in memory of its own.
+    def pop_owned(self, divisor: float, device: torch.device) -> Tensor | None:
+        """Remove and return the flat gradient [W l] / divisor, in memory of its own on a device.
 
         The rest of the backward may still read the memory of what it has brought. The division is
         made as gradients are copied, for a pass over memory of its own would cost as much again.
@@ -105,7 +110,7 @@ class Bucket:
         if waited is None:
             return flat
         if flat is None:
-            return waited.div_(divisor) if self._owned else waited / divisor
+            return to_device(waited.div_(divisor) if self._owned else waited / divisor, device)
         return torch.add(flat, to_device(waited, flat.device), alpha=1 / divisor)
 
     def _emptied(self) -> tuple[list[Tensor | None] | None, Tensor | None, Tensor | None]:

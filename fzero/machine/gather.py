@@ -20,6 +20,7 @@ from fzero.machine.offload import page_out
 from fzero.machine.packing import stored_leaves, unpack
 from fzero.machine.unit_table import UnitTable
 from fzero.state.layout import Leaf
+from fzero.state.offload import Home
 
 
 class Gatherer:
@@ -46,12 +47,16 @@ class Gatherer:
         self._here = current_ranks()  # the virtual rank whose values these are
 
     def hold_shards(
-        self, flats: Sequence[Sequence[Tensor]], devices: Sequence[torch.device]
+        self,
+        flats: Sequence[Sequence[Tensor]],
+        devices: Sequence[torch.device],
+        homes: Sequence[Home],
     ) -> None:
-        """Take the current shards of each state, and the device on which each is gathered."""
+        """Take the current shards of each state, where each is gathered, and where they live."""
+        of_state = zip(self.table.layouts, flats, devices, homes, strict=True)
         self.groups = [
-            GroupShard(layout, i, flat.detach(), device)
-            for layout, some, device in zip(self.table.layouts, flats, devices, strict=True)
+            GroupShard(layout, i, flat.detach(), device, home)
+            for layout, some, device, home in of_state
             for i, flat in enumerate(some)
         ]
 
@@ -116,7 +121,8 @@ class Gatherer:
         if flight is not None:
             self._hold(unit, flight.wait())
             for group in self.table.units[unit]:
-                page_out(self.groups[group].shard)
+                if self.groups[group].home is not None:
+                    page_out(self.groups[group].shard)
 
     def _hold(self, unit: int, flats: list[Tensor]) -> None:
         leaves = []

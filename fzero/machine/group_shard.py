@@ -10,15 +10,17 @@ from torch import Tensor
 from fzero.machine.offload import to_device
 from fzero.state.codec import Codec
 from fzero.state.layout import Layout
+from fzero.state.offload import Home
 
 
 class GroupShard(NamedTuple):
-    """One group of a layout, this rank's shard of it, and the device to gather it on."""
+    """One group of a layout, this rank's shard of it, where to gather it, and where it lives."""
 
     layout: Layout
     index: int
     shard: Tensor
     device: torch.device
+    home: Home = None
 
     @property
     def paths(self) -> list[tuple[str, ...]]:
@@ -33,7 +35,9 @@ class GroupShard(NamedTuple):
     def sent(self, *, exact: bool) -> Tensor:
         """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
         lower = self.layout.groups[self.index].communication_dtype
-        return to_device(self.shard, self.device, None if exact else lower)
+        if self.home is not None:
+            return to_device(self.shard, self.device, None if exact else lower)
+        return self.shard if exact or lower is None else self.shard.to(lower)
 
 
 class FullUnit(NamedTuple):

@@ -8,8 +8,8 @@ from torch import Tensor
 from fzero.context.modes import is_recorded
 from fzero.machine.bucket import Bucket
 from fzero.machine.factors import encoder_of
-from fzero.machine.offload import add_to, offloaded, to_device
-from fzero.machine.route import route_of
+from fzero.machine.offload import add_to, offloaded
+from fzero.machine.route import Hop, route_of
 from fzero.ranks.mesh import Axis
 from fzero.state.layout import as_bits
 from fzero.state.progress import ALL
@@ -26,12 +26,14 @@ class LocalGradients:
         route: the collectives that sum them.
     """
 
-    def __init__(self, setup: Setup, axis: Axis, device: torch.device) -> None:
+    def __init__(
+        self, setup: Setup, axis: Axis, route: list[Hop] | None, device: torch.device
+    ) -> None:
         self.setup, self.axis, self._device = setup, axis, device
         layout, contiguous = setup.layout, setup.reduction.contiguous_gradients
         self.buckets = {i: Bucket(layout, i, contiguous=contiguous) for i in layout.trainable}
-        self.encoder = encoder_of(setup)
-        self.route = route_of(setup, axis, self.encoder)
+        self.encoder = None if route is not None else encoder_of(setup)
+        self.route = route_of(setup, axis, self.encoder) if route is None else route
         self.keeps = False
         self.means: dict[int, Tensor] = {}
         self._used: set[int] = set()
@@ -52,15 +54,14 @@ class LocalGradients:
             encoder = None  # until it is reduced over the shards
         gradient, bucket = None, self.buckets[index]
         if mine and _in_place(setup):
-            gradient = bucket.pop_owned(setup.divides_first(index))
+            gradient = bucket.pop_owned(setup.divides_first(index), self._device)
         elif mine:
-            gradient = bucket.pop()
+            gradient = bucket.pop(device=self._device)
         if gradient is None:
             dtype = setup.communication_dtype(index)
             numel = setup.layout.full_numel(index)
             gradient = torch.zeros(numel, dtype=dtype, device=self._device)
             return gradient if encoder is None else encoder.sent(index, gradient, mine=mine)
-        gradient = to_device(gradient, self._device)
         if encoder is None:
             return setup.sent(index, gradient)
         return encoder.sent(index, gradient)
@@ -74,10 +75,11 @@ class LocalGradients:
         first = setup.divides_first(index) if _in_place(setup) else 1.0
         if (divisor := setup.divisor / first) != 1.0:
             mean.div_(divisor)
+        home = setup.offload.gradients
         if index in self.means:
-            add_to(self.means[index], mean)
+            self.means[index].add_(mean) if home is None else add_to(self.means[index], mean)
         else:
-            self.means[index] = offloaded(setup.offload.gradients, mean, setup.offload)
+            self.means[index] = mean if home is None else offloaded(home, mean, setup.offload)
 
     # What is here.
 

@@ -29,7 +29,8 @@ from fzero.context.here import is_abstract
 from fzero.errors import AxisError
 from fzero.machine.factors import GradientEncoder
 from fzero.machine.local_gradients import LocalGradients
-from fzero.ranks.mesh import Axis, Runtime
+from fzero.machine.route import ReductionPlan
+from fzero.ranks.mesh import Runtime
 from fzero.state.setup import Setup
 
 IN_FLIGHT = 1
@@ -46,32 +47,17 @@ class Reducer:
 
     def __init__(
         self,
-        setups: Sequence[Setup],
-        axes: Sequence[Axis],
+        plan: ReductionPlan,
         devices: Sequence[torch.device],
         on_full: Callable[[int], None] | None = None,
     ) -> None:
-        self.states = [LocalGradients(*one) for one in zip(setups, axes, devices, strict=True)]
+        self.plan, self._units = plan, plan.units
+        of_state = zip(plan.setups, plan.axes, plan.routes, devices, strict=True)
+        self.states = [LocalGradients(*one) for one in of_state]
         self.received = 0
-        self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
-        # Of each state, for each leaf: its unit, its group, its place in the group.
-        self._where = [self._add(number, setup) for number, setup in enumerate(setups)]
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._rest: deque[tuple[int, int, InFlight]] = deque()  # of one bucket, with its hop
-        streams = any(setup.streams for setup in setups)
-        alone = axes[0].runtime is Runtime.LOCAL and not streams
-        self._on_full = None if alone else (on_full or self.start)  # alone, gradients stay here
-
-    def _add(self, number: int, setup: Setup) -> dict[int, tuple[int, int, int]]:
-        where: dict[int, tuple[int, int, int]] = {}
-        learning = set(setup.layout.trainable)
-        for unit in setup.layout.units:
-            indices = tuple(i for i in unit if i in learning)
-            for i in indices:
-                for position, leaf in enumerate(setup.layout.groups[i].leaves):
-                    where[leaf] = len(self._units), i, position
-            self._units.append((number, indices))
-        return where
+        self._on_full = None if plan.alone else (on_full or self.start)
 
     # Events.
 
@@ -86,7 +72,7 @@ class Reducer:
 
         times: what makes w g of a gradient, in the dtype in which gradients add up.
         """
-        unit, index, position = self._where[state][leaf]
+        unit, index, position = self.plan.where[state][leaf]
         one = self.states[state]
         if times is None:
             one.add(leaf, index, position, _popped(p))
@@ -119,16 +105,6 @@ class Reducer:
         """How many units there are, also those of which nothing learns."""
         return len(self._units)
 
-    def is_bounded(self, unit: int) -> bool:
-        """Whether the inputs of few reductions may be alive at once: but for all-reduces."""
-        setup = self.states[self._units[unit][0]].setup
-        in_place = setup.reduces_in_place and setup.logical is None
-        return setup.encodes_gradients or not in_place
-
-    def may_wait(self, unit: int) -> bool:
-        """Whether a rank may wait where it starts this reduction."""
-        return self.is_bounded(unit) or self._in_step
-
     def start(self, unit: int, *, mine: bool = True) -> None:
         """Start the reduction of a unit, with zeros where this rank has nothing. A collective.
 
@@ -138,7 +114,7 @@ class Reducer:
         one = self.states[number]
         if not indices or (mine and one.keeps):
             return
-        while self.is_bounded(unit) and len(self._flights) >= IN_FLIGHT:
+        while self.plan.bounded[unit] and len(self._flights) >= IN_FLIGHT:
             self._wait_for_oldest()
         local = [one.sent(i, mine=mine) for i in indices]
         with about(lambda: one.setup.layout.paths(indices)):
@@ -148,16 +124,9 @@ class Reducer:
             self.wait_all()
 
     @property
-    def _in_step(self) -> bool:
-        """Whether each reduction waits for the other ranks where it starts."""
-        setups = [one.setup for one in self.states]
-        virtual = any(one.axis.runtime is Runtime.VIRTUAL for one in setups) and not is_abstract()
-        return virtual or not all(one.reduction.overlap for one in setups)
-
-    @property
     def starts_at_once(self) -> bool:
         """Whether the next reduction would start, and this rank go on, without a wait."""
-        if self._in_step:
+        if waits_in_step(self.plan):
             return False
         flights = [flight for _, flight in self._flights] + [one for *_, one in self._rest]
         return all(flight.is_over for flight in flights)
@@ -235,6 +204,12 @@ class Reducer:
                 self.wait_all()
         for one in self.states:
             one.discard()
+
+
+def waits_in_step(plan: ReductionPlan) -> bool:
+    """Whether each reduction waits for the other ranks where it starts."""
+    virtual = any(axis.runtime is Runtime.VIRTUAL for axis in plan.axes) and not is_abstract()
+    return virtual or not all(one.reduction.overlap for one in plan.setups)
 
 
 def _popped(p: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from fzero.collectives import (
 )
 from fzero.machine.factors import FactorEncoder, GradientEncoder
 from fzero.machine.residual import goes_back
-from fzero.ranks.mesh import Axis
+from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Placement, Setup
 
 
@@ -43,6 +43,44 @@ class Hop(NamedTuple):
         """Start it, for a tensor of each of some groups."""
         groups = (indices,) if self.by_group else ()
         return self.start(tensors, self.axis, *groups)
+
+
+class ReductionPlan:
+    """How gradients of some states are reduced, as far as it is known without any of them.
+
+    Attributes:
+        setups, axes: of each state.
+        units: for each unit, its state, and those of its groups that learn.
+        where: of each state, for each leaf: its unit, its group, its place in the group.
+        bounded: for each unit, whether the inputs of few reductions may be alive at once: so it is
+            but for all-reduces.
+        routes: of each state; None where an encoder, which a pass has of its own, is on the way.
+        alone: whether gradients stay where they are.
+    """
+
+    def __init__(self, setups: Sequence[Setup], axes: Sequence[Axis]) -> None:
+        self.setups, self.axes = setups, axes
+        self.units: list[tuple[int, tuple[int, ...]]] = []
+        self.where = [self._added(number, setup) for number, setup in enumerate(setups)]
+        summed = [one.reduces_in_place and one.logical is None for one in setups]
+        self.bounded = [setups[n].encodes_gradients or not summed[n] for n, _ in self.units]
+        self.routes = [
+            None if setup.encodes_gradients else route_of(setup, axis, None)
+            for setup, axis in zip(setups, axes, strict=True)
+        ]
+        streams = any(setup.streams for setup in setups)
+        self.alone = axes[0].runtime is Runtime.LOCAL and not streams
+
+    def _added(self, number: int, setup: Setup) -> dict[int, tuple[int, int, int]]:
+        where: dict[int, tuple[int, int, int]] = {}
+        learning = set(setup.layout.trainable)
+        for unit in setup.layout.units:
+            indices = tuple(i for i in unit if i in learning)
+            for i in indices:
+                for position, leaf in enumerate(setup.layout.groups[i].leaves):
+                    where[leaf] = len(self.units), i, position
+            self.units.append((number, indices))
+        return where
 
 
 def route_of(setup: Setup, axis: Axis, encoder: GradientEncoder | None) -> list[Hop]:

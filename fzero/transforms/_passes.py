@@ -45,8 +45,8 @@ def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
     for i, group in enumerate(layout.groups):
         if state.setup.gathers_by_unit:
             tensors: Sequence[Tensor] = placeholders(one.reader, groups[i])
-        elif group.encoded:
-            tensors = placeholders(one.held[number], i)
+        elif (held := one.held[number]) is not None and group.encoded:
+            tensors = placeholders(held, i)
         else:
             # Else torch's refusal of a write would speak of the split that made the view.
             tensors = [x.detach() for x in unpack(layout, i, state.params.flats[i])]

@@ -42,14 +42,12 @@ from fzero.transforms._reading import after_reading, as_read, learning, learns_n
 from fzero.transforms.announcement import functional_of
 from fzero.transforms.builtins import begun, called, factors_of
 from fzero.transforms.carried import require_own_backward
-from fzero.transforms.donation import check_alive
-from fzero.transforms.dropped import note_made
+from fzero.transforms.donation import check_alive, returned
 from fzero.transforms.logical import call_logical_ranks, setup_of, told_of_errors
 from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
 from fzero.transforms.states import ParamsT, S, axes_of_loss, call_of_states, flatten_states
-from fzero.transforms.written import returned
 
 
 @overload
@@ -150,13 +148,15 @@ def grad_and_reduce(
     refuse_model("grad_and_reduce", fn)
     loss: Any = fn
     states, treespec = flatten_states("grad_and_reduce", state)
-    for one in states:
-        check_alive(one)
     learns = learning(wrt, state, states)
     name = call_of_states("grad_and_reduce", treespec, learns)
     over = axes_of_loss(states, [one.setup.axis for one in states])
-    setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
-    with told_of_errors(setup):
+    setup = next(one.setup for one, by in zip(states, learns, strict=True) if by)
+    if any(one.setup.logical is not None for one in states):
+        setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
+        with told_of_errors(setup):
+            given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
+    else:
         given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
 
     @without_dynamo
@@ -170,7 +170,7 @@ def grad_and_reduce(
             return GradientCall(loss_of, has_aux=has_aux, weight=weight, name=name)
 
         require_autograd("grad_and_reduce")
-        for one in states:  # again: a call of this function may have used them up
+        for one in states:
             check_alive(one)
         with running_on(*over), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
@@ -192,8 +192,7 @@ def grad_and_reduce(
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)
         ]
-        returned(*new, gradients=True)
-        note_made("grad_and_reduce", states, new)
+        returned(new, gradients=True, name="grad_and_reduce", given=states)
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 

@@ -33,8 +33,8 @@ from fzero.state.protocol import (
     Unpin,
 )
 from fzero.transforms.announcement import PassForm, begin_of, kept_beyond, text_of
-from fzero.transforms.builtins import BUILTINS, on_gathered
-from fzero.transforms.points import Calls
+from fzero.transforms.builtins import in_backwards, on_gathered
+from fzero.transforms.points import Calls, Changed
 from fzero.transforms.receive import (
     add_means,
     filled,
@@ -50,7 +50,7 @@ class Pass:
     """Some states on the same ranks, the machine that moves their values, and one pass of them.
 
     on_written: is told which units a `gathered` block wrote; None where nobody writes parameters.
-    held: the readers of encoded leaves that are not gathered. drop_raised: as in `Machine`.
+    held: of each state what reads encoded leaves that are not gathered. drop_raised: see `Machine`.
     """
 
     def __init__(
@@ -76,43 +76,26 @@ class Pass:
             drop_raised=drop_raised,
             on_served=self._on_served(),
         )
+        self.gatherer: Gatherer = self.machine.gatherer  # the full values of units
+        self.reducer: Reducer = self.machine.reducer  # the gradients of leaves
+        self.reader: Reader = self.machine.reader  # behind the placeholders of this pass
+        self.performer: Performer = self.machine.line.performer
+        self.gathers = self.machine.units.gathers  # parameters, as they are read (stage 3)
         kind = HeldReader if on_written is None else WritableReader
         self.held = [
-            kind(one.setup.layout, one.setup.axis, one.device, one.params.flats) for one in states
+            kind(one.setup.layout, one.setup.axis, one.device, one.params.flats)
+            if any(group.encoded for group in one.setup.layout.groups)
+            else None
+            for one in states
         ]
-        self.calls = Calls(self.states, BUILTINS, self.reducer)
-        self._begin_calls()
-        if not self.machine.units.gathers:
+        self.calls = Calls(self.states, in_backwards, self.reducer)
+        self._changes: list[Changed | None] = [None] * len(self.states)
+        if not self.gathers:
             self.machine.join()
             return
         self._hold_shards()
         adopted = self.gatherer.adopt([state.window.gathered for state in states])
         self.machine.join(adopted)
-
-    @property
-    def gatherer(self) -> Gatherer:
-        """The full values of units."""
-        return self.machine.gatherer
-
-    @property
-    def reducer(self) -> Reducer:
-        """The gradients of leaves."""
-        return self.machine.reducer
-
-    @property
-    def reader(self) -> Reader:
-        """The reader behind this pass's placeholders."""
-        return self.machine.reader
-
-    @property
-    def performer(self) -> Performer:
-        """The performer of the protocol on these ranks."""
-        return self.machine.line.performer
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are gathered as they are read (stage 3)."""
-        return self.machine.line.record.units.gathers
 
     @property
     def phase(self) -> PassState:
@@ -126,7 +109,8 @@ class Pass:
     def put(self, number: int, state: TrainState) -> None:
         """Go on with another record of a state: the one place where states are assigned."""
         self.states[number] = state
-        self.held[number].hold_now(state.params.flats)
+        if (reader := self.held[number]) is not None:
+            reader.hold_now(state.params.flats)
 
     # The pass, in its order.
 
@@ -199,6 +183,7 @@ class Pass:
 
     def _begin_calls(self, weighed: Weighed | None = None) -> None:
         """A backward, or a forward, begins: look up what is done to each gradient."""
+        self.calls.look_up(self.states)
         for number, state in enumerate(self.states):
             self.put(number, self.calls.begins(number, state, weighed))
         self._changes = [self.calls.change(number) for number in range(len(self.states))]
@@ -210,6 +195,7 @@ class Pass:
         """
         if not self.reducer.received:
             return
+        self.calls.look_up(self.states)
         self.calls.settles()
         for number, state in enumerate(self.states):
             found = self.reducer.states[number].pop_local()
@@ -300,7 +286,8 @@ class Pass:
 
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
-        self.gatherer.hold_shards(shards, [state.device for state in self.states])
+        homes = [state.setup.offload.params for state in self.states]
+        self.gatherer.hold_shards(shards, [state.device for state in self.states], homes)
 
     def _on_served(self) -> Callable[[], None]:
         """What takes the sums of passes that this rank has served. It holds no driver, either."""

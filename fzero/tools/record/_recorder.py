@@ -36,8 +36,8 @@ from fzero.tools.record._records import (
     Snapshot,
     form_of,
 )
+from fzero.transforms.donation import bits_are_compared
 from fzero.transforms.pattern import Pattern, pattern_of
-from fzero.transforms.written import bits_are_compared
 
 WhereParted = Literal["raise", "warn"]
 

@@ -4,6 +4,7 @@
 `Locals` run those of a state; `begun_slots` makes the slots of a new one.
 """
 
+from fzero.transforms.points._calls import ByPath as ByPath
 from fzero.transforms.points._calls import CallPart as CallPart
 from fzero.transforms.points._calls import Calls as Calls
 from fzero.transforms.points._calls import Changed as Changed

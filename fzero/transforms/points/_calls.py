@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fzero.state import TrainState
 from fzero.state.points import Builtin
-from fzero.transforms.points._run import Locals, transforms_of
+from fzero.transforms.points._run import Locals
 from fzero.transforms.points._slots import renewed
 
 Changed = Callable[[int, Tensor, torch.dtype], Tensor]
@@ -65,7 +65,7 @@ class CallPart:
         """The backward raised, or brought nothing."""
 
 
-class _ByPath(CallPart):
+class ByPath(CallPart):
     """The functions of users at `local`."""
 
     def __init__(self, states: Sequence[TrainState]) -> None:
@@ -85,35 +85,48 @@ class _ByPath(CallPart):
 
 
 class Calls:
-    """What all transforms do in the backwards of some states: looked up once, for a pass."""
+    """What all transforms do in the backwards of some states.
+
+    acting: states -> the transforms that act in their backwards, from the outside in.
+    """
 
     def __init__(
-        self, states: Sequence[TrainState], builtins: Sequence[Builtin], reducer: Any
+        self,
+        states: Sequence[TrainState],
+        acting: Callable[[Sequence[TrainState]], Sequence[Builtin]],
+        reducer: Any,
     ) -> None:
-        made = [one.calls(states, reducer) for one in reversed(builtins) if one.calls is not None]
-        self._parts: list[CallPart] = [part for part in made if part is not None]
-        if any(transforms_of(state.setup, "local") for state in states):
-            self._parts.insert(0, _ByPath(states))
+        self._acting, self._reducer = acting, reducer
+        self._parts: dict[str, CallPart] = {}
+        self.look_up(states)
+
+    def look_up(self, states: Sequence[TrainState]) -> None:
+        """A forward or a backward begins: calls since the last one may have changed what acts."""
+        before, self._parts = self._parts, {}
+        for one in self._acting(states):
+            part = before.get(one.name) or (one.calls and one.calls(states, self._reducer))
+            if part is not None:
+                self._parts[one.name] = part
 
     @property
     def looks(self) -> bool:
         """Whether somebody is shown losses."""
-        return any(part.looks for part in self._parts)
+        return any(part.looks for part in self._parts.values())
 
     def loss(self, value: Any, weight: Any = None) -> None:
         """Show a loss that is about to be differentiated, without its scale."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.loss(value, weight)
 
     def begins(self, number: int, state: TrainState, weighed: Any = None) -> TrainState:
         """Return a state for the backward that begins."""
-        for part in self._parts:
+        for part in self._parts.values():
             state = part.begins(number, state, weighed)
         return state
 
     def change(self, number: int) -> Changed | None:
         """Return what is done to each gradient of a state; None for nothing."""
-        found = [part.change(number) for part in self._parts]
+        found = [part.change(number) for part in self._parts.values()]
         changes = [one for one in found if one is not None]
         if len(changes) < 2:
             return changes[0] if changes else None
@@ -127,33 +140,33 @@ class Calls:
 
     def settles(self) -> None:
         """The backward is over."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.settles()
 
     def reduced(self, number: int, state: TrainState) -> TrainState:
         """Return the state with what reductions have changed."""
-        for part in self._parts:
+        for part in self._parts.values():
             state = part.reduced(number, state)
         return state
 
     def ends(self, number: int, state: TrainState) -> TrainState:
         """Return the state that gets what the backward has brought."""
-        for part in self._parts:
+        for part in self._parts.values():
             state = part.ends(number, state)
         return state
 
     def put_aside(self, number: int, state: TrainState) -> TrainState:
         """Return the state that gets what a backward inside of a forward has brought."""
-        for part in self._parts:
+        for part in self._parts.values():
             state = part.put_aside(number, state)
         return state
 
     def drop_losses(self) -> None:
         """The losses that were shown are not differentiated any more."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.drop_losses()
 
     def drop(self) -> None:
         """The backward raised, or brought nothing."""
-        for part in self._parts:
+        for part in self._parts.values():
             part.drop()

@@ -47,9 +47,13 @@ def transforms_of(setup: Setup, point: str) -> list[Any]:
 
     They are `Points`; at `reduced` also a `Builtin`, whose place among them matters.
     """
-    around = setup.policy.points
-    every = (*around, *(one for one in setup.transforms if one not in around))
-    return [one for one in every if getattr(one, point, None) is not None]
+    found = setup.recipes.get(point)
+    if found is None:
+        around = setup.policy.points
+        every = (*around, *(one for one in setup.transforms if one not in around))
+        found = [one for one in every if getattr(one, point, None) is not None]
+        setup.recipes[point] = found
+    return found
 
 
 def keeps_before(setup: Setup) -> bool:

@@ -9,12 +9,9 @@ from torch import Tensor
 
 from fzero.collectives import Channel, Performer, performer_of
 from fzero.context.here import is_abstract
-from fzero.machine.gather import Gatherer
-from fzero.machine.line import ModelLine
 from fzero.machine.reader import Reader
-from fzero.machine.reduce import Reducer, waits_in_step
-from fzero.machine.route import ReductionPlan
-from fzero.machine.unit_table import UnitTable
+from fzero.machine.reduce import Reducer, ReductionPlan, waits_in_step
+from fzero.machine.unshard import Gatherer, ModelLine, UnitTable
 from fzero.ranks.mesh import Axis
 from fzero.state import Setup
 from fzero.state.communication import Gathering

@@ -17,8 +17,8 @@ from fzero.machine.factors import GradientEncoder
 from fzero.machine.nodes import Nodes
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
+from fzero.machine.reduce import ReductionPlan
 from fzero.machine.residual import Lent, with_memories
-from fzero.machine.route import ReductionPlan
 from fzero.ranks.mesh import Runtime
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
 from fzero.state.codec import Codec

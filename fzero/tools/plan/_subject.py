@@ -34,8 +34,7 @@ from fzero.transforms import (
     offload,
     shard,
 )
-from fzero.transforms.functionalize import functionalize
-from fzero.transforms.module_copy import tracks
+from fzero.transforms.functionalize import functionalize, tracks
 from fzero.transforms.states import flatten_states
 
 Loss = Callable[[Any, Any], Tensor]

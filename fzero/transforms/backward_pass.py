@@ -11,19 +11,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
-from fzero.collectives import Performer
-from fzero.errors import AxisError
+from fzero.collectives import FUNCTIONAL, Performer, performer_of
+from fzero.errors import AxisError, PhaseError
 from fzero.machine import Gatherer, Machine, Reader, Reducer
 from fzero.machine.held_reader import HeldReader, WritableReader
+from fzero.machine.packing import unpack
+from fzero.machine.placeholder import placeholders
+from fzero.ranks.mesh import Runtime
 from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
 from fzero.state.call import Weighed
 from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
+    Announcement,
     Begin,
     EndForward,
     Failed,
@@ -32,8 +36,7 @@ from fzero.state.protocol import (
     GiveUp,
     Unpin,
 )
-from fzero.transforms.announcement import PassForm, begin_of, kept_beyond, text_of
-from fzero.transforms.builtins import in_backwards, on_gathered
+from fzero.transforms.builtins import facts, in_backwards, on_gathered
 from fzero.transforms.points import Calls, Changed
 from fzero.transforms.receive import (
     add_means,
@@ -44,6 +47,46 @@ from fzero.transforms.receive import (
     receive_local,
     waiting,
 )
+
+
+def passes_of(
+    states: Sequence[TrainState], form: Callable[[Performer | None], PassForm]
+) -> tuple[list[Pass], list[tuple[int, int]]]:
+    """One pass for each set of ranks; and for each state its pass, and its place in it.
+
+    form: of a pass on the ranks of a performer; None is one rank.
+    """
+    # What gathers comes first: a rank that waits elsewhere, for the end of a backward, would not
+    # serve those of its ranks that still read what it has left out.
+    by_gathers = sorted(states, key=lambda one: not one.setup.gathers_by_unit)
+    by_ranks: dict[Performer | None, list[TrainState]] = {
+        performer_of(state.setup.axis): [] for state in by_gathers
+    }
+    places = []
+    for state in states:
+        performer = performer_of(state.setup.axis)
+        some = by_ranks[performer]
+        places.append((list(by_ranks).index(performer), len(some)))
+        some.append(state)
+    return [Pass(form(performer), some) for performer, some in by_ranks.items()], places
+
+
+def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
+    """The leaves of one state of a pass, by index: placeholders where they are gathered."""
+    state = one.states[number]
+    layout = state.setup.layout
+    by_leaf: dict[int, Tensor] = {}
+    groups = one.gatherer.table.groups[number]
+    for i, group in enumerate(layout.groups):
+        if state.setup.gathers_by_unit:
+            tensors: Sequence[Tensor] = placeholders(one.reader, groups[i])
+        elif (held := one.held[number]) is not None and group.encoded:
+            tensors = placeholders(held, i)
+        else:
+            # Else torch's refusal of a write would speak of the split that made the view.
+            tensors = [x.detach() for x in unpack(layout, i, state.params.flats[i])]
+        by_leaf.update(zip(group.leaves, tensors, strict=True))
+    return by_leaf
 
 
 class Pass:
@@ -300,14 +343,44 @@ class Pass:
         return take_served
 
     def _begin(self, phase: int, *, dropped: bool = False, said: str = "") -> Begin:
-        count = None if self.gathers else self.reducer.unit_count
+        """Return the event of a phase, with what must be equal on all ranks, and what is `said`.
+
+        Where nothing is gathered no program is recorded: each bucket is reduced once, the last one
+        first.
+        """
+        form, owner = self.form, self.states[self.owner]
+        index = owner.progress.backwards
         if self.gathers:  # the states of another pass, beside which this one was, have other units
-            owner, units = self.states[self.owner], self.machine.units.numels
-            known = schedule.of_units(owner.schedule, units)
+            known = schedule.of_units(owner.schedule, self.machine.units.numels)
             if known is not owner.schedule:
                 self.put(self.owner, owner.replace(schedule=known))
-        text = text_of(self.form, self.states, dropped=dropped, said=said)
-        return begin_of(self.form, self.states, self.owner, phase, count, text, dropped=dropped)
+            program = schedule.expected(known, index, phase)
+        else:
+            program = schedule.backwards(self.reducer.unit_count)
+        lines = [form.name, f"gradients dropped just before: {dropped}"]
+        crosses = False  # whether anything crosses ranks, or comes and goes as if it did
+        for state in self.states:
+            setup = state.setup
+            place = "in a window" if state.window.is_open else "at once"
+            lines.append(f"stage {setup.stage}, reduced {place}, {setup.differentiates_as}")
+            lines += facts(state, "pass")
+            if not form.served:
+                lines.append(f"after {state.progress.reductions} reductions since the update")
+            crosses = crosses or setup.streams or setup.axis.runtime is not Runtime.LOCAL
+        in_window = [one.window.is_open for one in self.states]
+        return Begin(
+            form.number,
+            announcement=Announcement(
+                text="\n".join([*lines, *[said] * bool(said)]),
+                place=(index, phase),
+                program=program,
+                served=form.served and not dropped,
+            ),
+            sums=crosses and not all(in_window),
+            stays=owner.setup.gathering.reshard_after_forward == "window" and in_window[self.owner],
+            rounds=not form.exact,
+            dropped=dropped,
+        )
 
     def _after_pass(self) -> None:
         """Put learned programs into the schedule, and gathered units that stay into the window."""
@@ -325,3 +398,57 @@ class Pass:
                 state = self.states[number]
                 kept = replace(state.window, gathered=gathered)
                 self.put(number, state.replace(window=kept))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassForm:
+    """What a pass is, as its driver says.
+
+    Attributes:
+        name: what the other ranks are told that runs.
+        number: of the model among those of the ranks.
+        served: ranks that make a call while others are in this pass take part in it (stage 3).
+        uses: note which leaves get a gradient; else all count as used.
+        exact: values are gathered exactly, also in a forward.
+        carries: what a window keeps goes with the state, to the next pass of the window.
+    """
+
+    name: str
+    number: int
+    served: bool = False
+    uses: bool = False
+    exact: bool = False
+    carries: bool = False
+
+
+def functional_of(
+    states: Sequence[TrainState], name: str
+) -> Callable[[Performer | None], PassForm]:
+    """Return what gives the form of a gradient call on the ranks of a performer; None on one rank.
+
+    Where ranks carry several logical ranks of these states, some make more passes than others.
+    """
+    served = any(one.setup.carries_several for one in states)
+
+    def functional(performer: Performer | None) -> PassForm:
+        number = FUNCTIONAL if performer is None else performer.nested(FUNCTIONAL)
+        return PassForm(name=name, number=number, carries=True, served=served)
+
+    return functional
+
+
+def of_engine(number: int) -> PassForm:
+    """Return the form of an engine's passes."""
+    name = f"a forward or backward of engine {number}"
+    return PassForm(name=name, number=number, served=True, uses=True)
+
+
+def kept_beyond(path: str) -> PhaseError:
+    """Return the error of a parameter that was kept beyond its pass, and gets a gradient."""
+    return PhaseError(
+        f"a backward brings a gradient to {path} of a call of grad_and_reduce that is over.",
+        cause="a parameter that a loss was given, and that was kept (in a list, an attribute) and "
+        "read in another loss, or outside of one.",
+        fix="use the params that each loss is given; of those of another call keep p.detach(), at "
+        "stage 3 p.detach().clone().",
+    )

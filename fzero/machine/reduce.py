@@ -29,7 +29,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -543,8 +542,14 @@ class ReductionPlan:
 
 def route_of(setup: Setup, axis: Axis, encoder: GradientEncoder | None) -> list[Hop]:
     """Return the collectives for a bucket of this state; the first sends `LocalGradients.sent`."""
-    scatter = partial(start_scatter, ordered=setup.reduction.ordered)
-    reduce = partial(start_reduce, ordered=setup.reduction.ordered)
+    ordered = setup.reduction.ordered
+
+    def scatter(xs: Sequence[Tensor], axis: Axis) -> InFlight:
+        return start_scatter(xs, axis, ordered=ordered)
+
+    def reduce(xs: Sequence[Tensor], axis: Axis) -> InFlight:
+        return start_reduce(xs, axis, ordered=ordered)
+
     if setup.logical is not None:
 
         def by_tree(xs: Sequence[Tensor], axis: Axis, indices: Sequence[int]) -> InFlight:

@@ -25,6 +25,7 @@ from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Runtime
 from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
 from fzero.state.call import Weighed
+from fzero.state.offload import Home
 from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
     Announcement,
@@ -329,7 +330,7 @@ class Pass:
 
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
-        homes = [state.setup.offload.params for state in self.states]
+        homes: list[Home] = [state.setup.offload.params for state in self.states]
         self.gatherer.hold_shards(shards, [state.device for state in self.states], homes)
 
     def _on_served(self) -> Callable[[], None]:

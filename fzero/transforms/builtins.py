@@ -101,7 +101,7 @@ def _recipe(state: TrainState) -> Recipe:
     def at(point: str) -> tuple[Any, ...]:
         return tuple(getattr(one, point) for one in acts if getattr(one, point) is not None)
 
-    some = [one for one in BUILTINS if one.facts is not None]
+    some: list[tuple[Builtin, Any]] = [(x, x.facts) for x in BUILTINS if x.facts is not None]
     places: tuple[At, ...] = ("pass", "call", "update")
     return Recipe(
         calls=tuple(one for one in reversed(acts) if one.calls is not None),
@@ -115,7 +115,7 @@ def _recipe(state: TrainState) -> Recipe:
         ready=at("ready"),
         updated=at("updated"),
         facts={
-            where: [one.facts if one in acts else one.facts(state, where) for one in some]
+            where: [of if one in acts else of(state, where) for one, of in some]
             for where in places
         },
     )
@@ -177,7 +177,8 @@ def facts(state: TrainState, at: At) -> list[str]:
     """Return what ranks must have in common of a state, a line each."""
     lines: list[str] = []
     for of in recipe_of(state).facts[at]:
-        lines += of(state, at) if callable(of) else of
+        made: Any = of if isinstance(of, list) else of(state, at)
+        lines += made
     return lines
 
 

@@ -43,10 +43,9 @@ FEATURES = {
 
 POINTS_ONLY = (
     "transforms/agree.py",
-    "transforms/announcement.py",
     "transforms/grad.py",
     "transforms/_grad_by_func.py",
-    "transforms/pass_events.py",
+    "transforms/backward_pass.py",
     "transforms/update.py",
     "transforms/add.py",
     "transforms/map_params.py",

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fzero.collectives import gather_many
 from fzero.errors import PhaseError
-from fzero.machine.memoryless import Memoryless
 from fzero.machine.packing import LeafRange, hashed, leaf_ranges
+from fzero.machine.placeholder import Memoryless
 from fzero.state import Setup, TrainState
 from fzero.state.layout import as_complex, stored_dtype
 from fzero.transforms.scaled import without_scale

@@ -15,7 +15,7 @@ from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.adapter.parts import require_no_anchors
 from fzero.errors import LayoutError
-from fzero.machine.memoryless import not_for_jit
+from fzero.machine.placeholder import not_for_jit
 
 _DTYPES = {
     "half": torch.float16,

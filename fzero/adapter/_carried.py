@@ -21,9 +21,9 @@ from fzero.errors import AxisError, PhaseError
 from fzero.machine.beside import is_own
 from fzero.ranks.mesh import Carried, carrying, running_on
 from fzero.state import Setup, TrainState
+from fzero.transforms.backward_pass import Pass
 from fzero.transforms.generators import generators_of
 from fzero.transforms.logical import Rows, mean_of_rows
-from fzero.transforms.pass_events import Pass
 
 
 class Loops:

@@ -23,10 +23,14 @@ from torch import Tensor
 from fzero.adapter._life import Life, Serves
 from fzero.adapter._torch_hooks import current_graph_task
 from fzero.errors import PhaseError
-from fzero.machine.memoryless import ADDRESS, EXPORT, STORAGE, Memoryless, memoryless
-from fzero.machine.written import (
+from fzero.machine.placeholder import (
+    ADDRESS,
+    EXPORT,
+    STORAGE,
+    Memoryless,
     flat,
     is_elementwise,
+    memoryless,
     run_watched,
     tells_nothing,
     written_by,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fzero.optim.precision import masters_of
 from fzero.state import NAMESPACE, TrainState, Window
-from fzero.transforms.pass_events import Pass
+from fzero.transforms.backward_pass import Pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

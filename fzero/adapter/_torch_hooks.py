@@ -9,7 +9,7 @@ from typing import Any, ParamSpec
 import torch
 from torch import Tensor
 
-from fzero.machine.memoryless import not_for_jit
+from fzero.machine.placeholder import not_for_jit
 
 P = ParamSpec("P")
 

@@ -32,16 +32,14 @@ from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
 from fzero.adapter._writes import Writes
 from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
-from fzero.machine.memoryless import not_for_jit
-from fzero.machine.placeholder import placeholders
+from fzero.machine.placeholder import not_for_jit, placeholders
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
 from fzero.transforms.agree import Agreed, agree, raises_together, reduce_agreed
-from fzero.transforms.announcement import of_engine
+from fzero.transforms.backward_pass import Pass, of_engine
 from fzero.transforms.builtins import begun
 from fzero.transforms.init import begun_anew
-from fzero.transforms.pass_events import Pass
 from fzero.transforms.points import without_gradients
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
@@ -63,7 +61,8 @@ class Driver:
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)
         self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)
-        reader = self.running.reader if setup.gathers_by_unit else self.running.held[0]
+        held = None if setup.gathers_by_unit else self.running.held[0]
+        reader = self.running.reader if held is None else held
         for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
             self.params.place(index, placeholders(reader, index))
         self.params.remember()

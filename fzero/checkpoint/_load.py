@@ -70,9 +70,9 @@ from fzero.machine.by_path import leaf_paths
 from fzero.optim.counters import COUNT
 from fzero.state import Placement, TrainState
 from fzero.state.layout import as_complex
+from fzero.transforms.donation import returned
 from fzero.transforms.init import begun_anew
 from fzero.transforms.kept import APART, entries_of, require_facts
-from fzero.transforms.written import returned
 
 Thing = TypeVar("Thing")
 
@@ -274,7 +274,7 @@ def _read(
             made: Any = finished(held, named, plan)
     is_state: bool = isinstance(made, TrainState)
     if is_state:
-        returned(made)
+        returned([made])
     report = plan.partials[0].report if plan.partials else LoadReport([], [], [])
     return made, saved.extra, report
 

@@ -25,7 +25,7 @@ from fzero.ranks.mesh import Axis, Runtime, refuse_part
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.alive import require_not_donated
 from fzero.state.stacked import stack_ranks
-from fzero.transforms.dropped import took
+from fzero.transforms.donation import took
 from fzero.transforms.kept import (
     APART,
     common_facts,

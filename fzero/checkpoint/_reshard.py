@@ -22,9 +22,8 @@ from fzero.state import TrainState
 from fzero.state.alive import require_not_donated
 from fzero.transforms import simulate
 from fzero.transforms.agree import agree, reduce_agreed
-from fzero.transforms.dropped import took
+from fzero.transforms.donation import returned, took
 from fzero.transforms.state_options import check_stage
-from fzero.transforms.written import returned
 
 
 def reshard(
@@ -83,7 +82,7 @@ def reshard(
     is_stack = state is not None and tuple(state.step.shape) == (state.mesh.size,)
     new = for_training(_of_stack if is_stack else _of_process, state, stage, mesh)
     if new is not None:
-        returned(new)
+        returned([new])
     return new
 
 

@@ -5,12 +5,11 @@ goes out: events (`ModelLine`), full values for kernels (`Reader`, `Gatherer`), 
 (`Reducer`). Nothing here decides when a collective starts.
 """
 
-from fzero.machine.gather import Gatherer as Gatherer
-from fzero.machine.group_shard import FullUnit as FullUnit
-from fzero.machine.group_shard import GroupShard as GroupShard
-from fzero.machine.line import ModelLine as ModelLine
 from fzero.machine.machine import Machine as Machine
-from fzero.machine.reader import Line as Line
 from fzero.machine.reader import Reader as Reader
 from fzero.machine.reduce import Reducer as Reducer
-from fzero.machine.unit_table import UnitTable as UnitTable
+from fzero.machine.unshard import FullUnit as FullUnit
+from fzero.machine.unshard import Gatherer as Gatherer
+from fzero.machine.unshard import GroupShard as GroupShard
+from fzero.machine.unshard import ModelLine as ModelLine
+from fzero.machine.unshard import UnitTable as UnitTable

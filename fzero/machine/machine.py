@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import Channel, Performer, performer_of
-from fzero.machine.gather import Gatherer
-from fzero.machine.line import ModelLine
+from fzero.context.here import is_abstract
 from fzero.machine.reader import Reader
-from fzero.machine.reduce import Reducer
-from fzero.machine.unit_table import UnitTable
+from fzero.machine.reduce import Reducer, ReductionPlan, waits_in_step
+from fzero.machine.unshard import Gatherer, ModelLine, UnitTable
+from fzero.ranks.mesh import Axis
 from fzero.state import Setup
 from fzero.state.communication import Gathering
 from fzero.state.effects import (
@@ -53,20 +53,17 @@ class Machine:
         shared = performer_of(setups[0].axis)
         performer = shared or Performer(Channel(setups[0].axis, setups[0].axis))
         axes = [one.axis if shared is None else shared.over(one.axis) for one in setups]
-        table = UnitTable([setup.layout for setup in setups], axes)
+        kept = setups[0].recipes if len(setups) == 1 else {}
+        key = "machine", *axes, is_abstract()
+        found: tuple[UnitTable, ReductionPlan, Units] | None = kept.get(key)
+        if found is None:
+            found = kept[key] = _planned(setups, axes, gathering)
+        table, plan, self.units = found
         self.line = ModelLine(performer, number)
-        self.reducer = Reducer(setups, axes, devices, self.line.ready)
+        self.reducer = Reducer(plan, devices, self.line.ready)
         self.gatherer = Gatherer(table, on_gathered)
         self.reader = Reader(self.gatherer, self.line, on_written)
         self._drop_raised, self._on_served = drop_raised, on_served
-        self.units = Units(
-            numels=table.numels,
-            persistent=gathering.persistent,
-            rounds=table.rounds,
-            bounded=frozenset(filter(self.reducer.may_wait, range(len(table.units)))),
-            limits=gathering.limits,
-            gathers=any(setup.gathers_by_unit for setup in setups),
-        )
 
     def join(self, gathered: tuple[int, ...] = ()) -> None:
         """Begin, with these units that a window has gathered."""
@@ -105,3 +102,21 @@ class Machine:
         """Drop a backward that raised on this rank before the other ranks heard of it."""
         if self._drop_raised is not None:
             self._drop_raised()
+
+
+def _planned(
+    setups: Sequence[Setup], axes: Sequence[Axis], gathering: Gathering
+) -> tuple[UnitTable, ReductionPlan, Units]:
+    """Return what never changes of the machine of some states."""
+    table = UnitTable([setup.layout for setup in setups], axes)
+    plan = ReductionPlan(setups, axes)
+    waits = waits_in_step(plan)
+    units = Units(
+        numels=table.numels,
+        persistent=gathering.persistent,
+        rounds=table.rounds,
+        bounded=frozenset(n for n in range(len(table.units)) if plan.bounded[n] or waits),
+        limits=gathering.limits,
+        gathers=any(setup.gathers_by_unit for setup in setups),
+    )
+    return table, plan, units

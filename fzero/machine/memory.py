@@ -20,8 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from fzero.errors import LayoutError
-from fzero.machine.memoryless import Memoryless
-from fzero.machine.placeholder import LazyParam
+from fzero.machine.placeholder import LazyParam, Memoryless
 
 _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has: tables, and hooks
 _FIRST = 4096  # where the memory of a placeholder begins, which has no address

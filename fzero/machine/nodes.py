@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.collectives import about, start_gather
 from fzero.machine.offload import offloaded, to_device
-from fzero.machine.route import gathered_over, start_nodes
+from fzero.machine.reduce import gathered_over, start_nodes
 from fzero.ranks.mesh import Axis
 from fzero.state import Setup, tree
 

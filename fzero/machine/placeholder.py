@@ -6,22 +6,133 @@ kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.context.here import in_forward_mode, unseen
-from fzero.errors import LayoutError
-from fzero.machine._autocast import Cast, autocast_of_call, run_as_called
+from fzero.context.ambient import kinds_of_autocast
+from fzero.context.here import WithoutMemory, in_forward_mode, is_abstract, unseen
+from fzero.errors import FzeroError, LayoutError, PhaseError
 from fzero.machine.compiled import CompiledRead, Traced
-from fzero.machine.memoryless import STORAGE, Memoryless, memoryless
-from fzero.machine.written import run_watched, tells_nothing, written_by
 from fzero.state.codec import Codec
 from fzero.state.layout import Leaf
+
+ADDRESS, STORAGE, EXPORT = "the address", "the storage", "an export by DLPack"
+
+
+class Memoryless(WithoutMemory):
+    """A tensor with a shape, and with values that are made when somebody reads them."""
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
+
+    def values(self) -> Tensor:
+        """Return the values, which may be those of another tensor."""
+        raise NotImplementedError
+
+    def begin_write(self, func: Any) -> None:
+        """Raise if what `func` is about to write to it would be lost."""
+        raise NotImplementedError
+
+    def without_memory(self, what: str) -> FzeroError:
+        """Return the error for what asked for its memory."""
+        raise NotImplementedError
+
+    def data_ptr(self) -> int:
+        """Raise: there is no memory, and a kernel would read at address 0."""
+        raise self.without_memory(ADDRESS)
+
+    def untyped_storage(self) -> Any:
+        """Raise: there is no memory to write to a file, or to share."""
+        if torch.compiler.is_compiling():  # which describes it, and writes nothing
+            return Tensor.untyped_storage(self)
+        raise self.without_memory(STORAGE)
+
+    def storage(self) -> Any:
+        """Raise, before torch warns that this is the old name."""
+        raise self.without_memory(STORAGE)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        """Raise: whoever is given the memory may write to it, and nobody would hear of that."""
+        raise self.without_memory(EXPORT)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return the values in an array that is not writeable."""
+        if self.requires_grad and not force:  # raises as torch does: a gradient would be lost
+            torch.zeros(0, requires_grad=True).numpy()
+        array = self.values().detach().cpu().clone().numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as numbers in lists."""
+        return self.values().tolist()
+
+
+def not_for_jit(what: str) -> PhaseError:
+    """Return the error for what torch.jit would make a program of."""
+    return PhaseError(
+        f"torch.jit of {what}.",
+        cause="torch.jit.script, trace or onnx.export of a model that an engine has: its hooks are "
+        "no TorchScript, and at stage 3 its parameters have no memory to save.",
+        fix="engine.close() first; it gives the module back with whole parameters, and a new "
+        "Engine goes on. Or give torch.jit a second model, with engine.full_state_dict().",
+    )
+
+
+def memoryless(cls: type[Tensor], like: Tensor, device: torch.device) -> Any:
+    """Return a tensor of a class with the shape, strides and dtype of another one."""
+    made = Tensor._make_wrapper_subclass(
+        cls,
+        like.shape,
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)  # else C++ reads at address 0
+    _look_into_lists()
+    return made
+
+
+@functools.cache
+def _look_into_lists() -> None:
+    """Have the collectives of torch that take lists of lists look for memoryless tensors in them.
+
+    Gloo would meet one in a thread of its own, where no error has a name.
+    """
+    for name in _OF_LISTS if dist.is_available() else ():
+        setattr(dist.ProcessGroup, name, _looking(name, getattr(dist.ProcessGroup, name)))
+
+
+_OF_LISTS = ("allgather", "gather", "scatter", "reduce_scatter")
+
+
+def _looking(name: str, collective: Any) -> Any:
+    @functools.wraps(collective)
+    def looks(group: Any, *of_call: Any, **options: Any) -> Any:
+        given: Any = of_call
+        if not any(isinstance(x, Memoryless) for x in flat(given)):
+            return collective(group, *given, **options)
+        for x in flat(given[:1]):  # outputs come first
+            if isinstance(x, Memoryless):
+                x.begin_write(f"c10d.{name}_")
+        return collective(group, *optree.tree_map(_with_values, given), **options)
+
+    return looks
+
+
+def _with_values(x: Any) -> Any:
+    return x.values() if isinstance(x, Memoryless) else x
+
 
 _View = Callable[[Tensor], Tensor]
 
@@ -364,3 +475,185 @@ def placeholders(reader: Gathers, group: int) -> list[LazyParam]:
     with unseen():
         metas = [torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") for leaf in leaves]
     return [LazyParam(reader, (group, i), meta) for i, meta in enumerate(metas)]
+
+
+_OF_TORCH = re.compile(
+    "aten|prims?|_?quantized|quantization|mkl|mkldnn|mkldnn_prepacked|onednn|sparse|profiler|"
+    "inductor|inductor_prims|rngprims|debugprims|_native|export|_dtensor|symm_mem|"
+    "c10d|_c10d_functional|_c10d_functional_autograd|torchvision|torchaudio"
+)
+"""Namespaces whose schemas tell what is written, but for the names below."""
+
+_ONLY_READ = frozenset({"send", "barrier", "monitored_barrier_", "check_for_nan"})
+_UNMARKED = {"_c10d_functional::irecv": (0,), "_c10d_functional::batch_p2p_ops": (3,)}
+
+
+@functools.cache
+def positions_written(func: Any) -> tuple[int, ...]:
+    """Return which arguments an operator writes to, as far as one knows without running it.
+
+    Example:
+        >>> positions_written(torch.ops.aten.add_.Tensor), positions_written(torch.ops.aten.add.out)
+        ((0,), (3,))
+    """
+    schema = func._schema
+    space, _, name = schema.name.partition("::")
+    if space == "c10d":  # outputs come first, whatever is reduced or received
+        return () if name in _ONLY_READ else (0,)
+    if schema.name in _UNMARKED:
+        return _UNMARKED[schema.name]
+    marks = [argument.alias_info for argument in schema.arguments]
+    return tuple(i for i, mark in enumerate(marks) if mark is not None and mark.is_write)
+
+
+@functools.cache
+def is_elementwise(func: Any) -> bool:
+    """Return whether each element of what an operator gives is computed of those at its place.
+
+    By torch's tag, of the operator or of the functional one of its name: abs_, where.self_out and
+    the operators on lists have none of their own.
+
+    Example:
+        >>> is_elementwise(torch.ops.aten._foreach_abs_.default)
+        True
+        >>> is_elementwise(torch.ops.aten.cumsum_.default)
+        False
+    """
+    space, _, name = func._schema.name.partition("::")
+    name = name.removeprefix("_foreach_").removesuffix("_")
+    if torch.Tag.pointwise in func.tags or space != "aten" or name in ("max", "min"):
+        return torch.Tag.pointwise in func.tags
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
+    return name in _UNTAGGED or any(torch.Tag.pointwise in one.tags for one in overloads)
+
+
+_UNTAGGED = frozenset({"copy", "_to_copy", "fill", "zero", "floor_divide", "hardswish"})
+
+
+@functools.cache
+def tells_nothing(func: Any) -> bool:
+    """Return whether an operator may write to what it is given without a word of it.
+
+    That is one of somebody else's without any mark. One with marks has them where it writes.
+    """
+    space = func._schema.name.partition("::")[0]
+    return not _OF_TORCH.fullmatch(space) and not positions_written(func)
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: Any) -> list[Any]:
+    """Return what an operator is known to write to, of what it is given: lists are flattened."""
+    found: list[Any] = []
+    for i in positions_written(func):
+        value = args[i] if i < len(args) else kwargs.get(func._schema.arguments[i].name)
+        found += flat([value])
+    return found
+
+
+def flat(given: Any) -> list[Any]:
+    """Return what is in lists of lists."""
+    return [x for one in given for x in (flat(one) if isinstance(one, list | tuple) else [one])]
+
+
+def run_watched(call: Callable[[], Any], values: Sequence[Tensor]) -> tuple[Any, dict[int, Tensor]]:
+    """Call; return its result, and what was in those of the `values` that it has written.
+
+    A copy and a comparison of each, for which the host waits.
+    """
+    if is_abstract() or get_proxy_mode() is not None:  # there are no values
+        return call(), {}
+    watched = [i for i, x in enumerate(values) if type(x) is Tensor and not x.is_meta]
+    before = {i: values[i].clone() for i in watched}
+    result = call()
+    return result, {i: x for i, x in before.items() if not same_bits(values[i], x)}
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors of one dtype and shape have equal bits, NaNs too."""
+    return torch.equal(*(one.contiguous().reshape(-1).view(torch.uint8) for one in (x, y)))
+
+
+_C: Any = torch._C
+
+_PARTS = {"aten::_euclidean_dist": "aten::cdist", "aten::_trilinear": "aten::bilinear"}
+"""Operators whose kernels call others, and of which composite operator each is a part. Where
+autocast has a rule for that one, it runs with all its parts as one operator."""
+
+_OF_TWO = {"aten::linalg_pinv.atol_rtol_tensor": "aten::pinverse"}
+"""Such a part that is called by itself as well, and from inside looks the same."""
+
+
+def autocast_of_call() -> dict[str, torch.dtype]:
+    """Inside `__torch_dispatch__`: the dtypes of the autocast around the call, by kind of device.
+
+    There torch itself says that autocast is off, whatever the caller has.
+    """
+    with _C._RestorePythonTLSSnapshot():
+        on = [kind for kind in kinds_of_autocast() if torch.is_autocast_enabled(kind)]
+    return {kind: torch.get_autocast_dtype(kind) for kind in on}
+
+
+@functools.cache
+def _meets_autocast(func: Any, kind: str) -> bool | None:
+    """Whether operators that a kernel calls see the autocast around it; None: unknown.
+
+    So it is for an operator without a rule of autocast's. One with a rule, and what is part of it,
+    casts its arguments, and is then one operator.
+    """
+
+    def has_rule(name: str | None) -> bool:
+        key = f"Autocast{kind.upper()}"
+        return name is not None and _C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+    name = func.name()
+    if has_rule(_OF_TWO.get(name)):
+        return None
+    return not (has_rule(name) or has_rule(_PARTS.get(name)))
+
+
+@contextmanager
+def _under_autocast(kinds: Iterable[str]) -> Iterator[None]:
+    """Inside `__torch_dispatch__`: switch autocast on again for the operators in this block."""
+    for kind in kinds:
+        torch.set_autocast_enabled(kind, True)
+    try:
+        yield
+    finally:
+        for kind in kinds:
+            torch.set_autocast_enabled(kind, False)
+
+
+def run_as_called(func: Any, args: Any, kwargs: Any, lower: Mapping[str, torch.dtype]) -> Any:
+    """Inside `__torch_dispatch__`: run an operator on values as it runs under the autocast `lower`.
+
+    Raises `LayoutError` for one of which nobody knows.
+    """
+    met = {kind: _meets_autocast(func, kind) for kind in lower}
+    if None in met.values():
+        raise LayoutError(
+            f"{func.name()} of a parameter of stage 3 under autocast.",
+            cause="torch.pinverse or torch.linalg.pinv of a parameter: autocast treats the two "
+            "differently, and here they look the same.",
+            fix="give it `p.clone()`, or switch autocast off around it.",
+        )
+    with _under_autocast([kind for kind, meets in met.items() if meets]):
+        return func(*args, **kwargs)
+
+
+class Cast:
+    """A cast by autocast, of gathered values that may have been gathered in its dtype."""
+
+    __slots__ = ("_changes", "_reader", "dtype")
+
+    def __init__(self, reader: Any, dtype: torch.dtype) -> None:
+        self._reader, self.dtype, self._changes = reader, dtype, reader.changes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the value in the dtype."""
+        if self._reader.changes != self._changes:
+            raise PhaseError(
+                "a graph from before the update is differentiated under autocast.",
+                cause="a loss that was made before step(), and backward() after it.",
+                fix="run the backward before the update, or the forward again after it.",
+            )
+        return x.to(self.dtype)

@@ -1,13 +1,13 @@
 """What placeholders hold: their values, whoever makes sure that these are here, and who may write.
 
-placeholder read by a kernel -> Reader.leaf -> Line.use -> the values are here
+placeholder read by a kernel -> Reader.leaf -> ModelLine.use -> the values are here
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,34 +15,16 @@ from torch import Tensor
 from fzero.collectives import broadcast
 from fzero.context.modes import for_training
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.gather import Gatherer
 from fzero.machine.partition import shard_of
 from fzero.machine.placeholder import LazyParam, refuse_part
+from fzero.machine.unshard import Gatherer
 from fzero.state.layout import Leaf
-
-
-class Line(Protocol):
-    """From a reader to whoever decides when a unit is gathered and freed."""
-
-    def use(self, unit: int) -> None:
-        """Have a unit here: a kernel reads it."""
-        ...
-
-    def hold(self, units: Sequence[int]) -> Sequence[int]:
-        """Hold units, gathered, until `let_go`; return those that are held. A collective."""
-        ...
-
-    def let_go(self, units: Sequence[int]) -> None:
-        """End a `hold`."""
-        ...
-
-    def changed(self) -> None:
-        """Free everything: it is stale."""
-        ...
 
 
 class Reader:
     """The values of placeholders, read as they are wanted; written in `gathered` blocks only.
+
+    line: a `ModelLine`, or what decides in its place when a unit is gathered and freed.
 
     Attributes:
         writable: how many blocks write to a unit now.
@@ -52,7 +34,7 @@ class Reader:
     def __init__(
         self,
         gatherer: Gatherer,
-        line: Line,
+        line: Any,
         on_written: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.gatherer, self.line = gatherer, line

@@ -8,6 +8,15 @@
                                     an encoded sum on its way back), beside the next bucket
     all of it is over             / W, unless packing did -> means, in the dtype of their sums
 
+The route of a bucket, one collective after another:
+
+    plain, stages 1 to 3    reduce-scatter over the shards, then what a mesh of two dims has left
+    plain, stage 0          all-reduce
+    logical ranks           all-to-all of parts, which their owners sum by a tree; then gathered
+                            where gradients are placed in larger parts
+    encoded                 see fzero/machine/encode.py; of "replicas", after the reduce-scatter
+    as factors              two all-reduces: see fzero/machine/factors.py
+
 A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
 together. The protocol says which one may start, in one order on every rank, so ranks may use other
 parameters, or use them in another order.
@@ -20,17 +29,32 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fzero.collectives import InFlight, about
+from fzero.collectives import (
+    InFlight,
+    Over,
+    about,
+    start_all_to_all,
+    start_gather,
+    start_reduce,
+    start_scatter,
+    start_tree_sum,
+)
 from fzero.context.here import is_abstract
+from fzero.context.modes import is_recorded
 from fzero.errors import AxisError
-from fzero.machine.factors import GradientEncoder
-from fzero.machine.local_gradients import LocalGradients
+from fzero.machine.factors import FactorEncoder, GradientEncoder, encoder_of
+from fzero.machine.offload import add_to, offloaded, to_device
+from fzero.machine.packing import pack_copied, unpack
+from fzero.machine.residual import goes_back
 from fzero.ranks.mesh import Axis, Runtime
-from fzero.state.setup import Setup
+from fzero.state import Placement, Setup
+from fzero.state.layout import Layout, as_bits, as_real
+from fzero.state.progress import ALL
 
 IN_FLIGHT = 1
 """Reduce-scatters that run at once: with the bucket that fills up, the inputs of two are alive, as
@@ -46,32 +70,17 @@ class Reducer:
 
     def __init__(
         self,
-        setups: Sequence[Setup],
-        axes: Sequence[Axis],
+        plan: ReductionPlan,
         devices: Sequence[torch.device],
         on_full: Callable[[int], None] | None = None,
     ) -> None:
-        self.states = [LocalGradients(*one) for one in zip(setups, axes, devices, strict=True)]
+        self.plan, self._units = plan, plan.units
+        of_state = zip(plan.setups, plan.axes, plan.routes, devices, strict=True)
+        self.states = [LocalGradients(*one) for one in of_state]
         self.received = 0
-        self._units: list[tuple[int, tuple[int, ...]]] = []  # (state, its groups that learn)
-        # Of each state, for each leaf: its unit, its group, its place in the group.
-        self._where = [self._add(number, setup) for number, setup in enumerate(setups)]
         self._flights: deque[tuple[int, InFlight]] = deque()
         self._rest: deque[tuple[int, int, InFlight]] = deque()  # of one bucket, with its hop
-        streams = any(setup.streams for setup in setups)
-        alone = axes[0].runtime is Runtime.LOCAL and not streams
-        self._on_full = None if alone else (on_full or self.start)  # alone, gradients stay here
-
-    def _add(self, number: int, setup: Setup) -> dict[int, tuple[int, int, int]]:
-        where: dict[int, tuple[int, int, int]] = {}
-        learning = set(setup.layout.trainable)
-        for unit in setup.layout.units:
-            indices = tuple(i for i in unit if i in learning)
-            for i in indices:
-                for position, leaf in enumerate(setup.layout.groups[i].leaves):
-                    where[leaf] = len(self._units), i, position
-            self._units.append((number, indices))
-        return where
+        self._on_full = None if plan.alone else (on_full or self.start)
 
     # Events.
 
@@ -86,17 +95,13 @@ class Reducer:
 
         times: what makes w g of a gradient, in the dtype in which gradients add up.
         """
-        unit, index, position = self._where[state][leaf]
+        unit, index, position = self.plan.where[state][leaf]
         one = self.states[state]
         if times is None:
             one.add(leaf, index, position, _popped(p))
         else:
             one.add(leaf, index, position, times(_popped(p), one.setup.accumulate_dtype(index)))
-        self._received(state, unit, index)
-
-    def _received(self, state: int, unit: int, index: int) -> None:
         self.received += 1
-        one = self.states[state]
         if self._on_full is None or one.keeps or not one.buckets[index].is_full:
             return
         if len(self._units[unit][1]) == 1 or self.is_complete(unit):
@@ -119,16 +124,6 @@ class Reducer:
         """How many units there are, also those of which nothing learns."""
         return len(self._units)
 
-    def is_bounded(self, unit: int) -> bool:
-        """Whether the inputs of few reductions may be alive at once: but for all-reduces."""
-        setup = self.states[self._units[unit][0]].setup
-        in_place = setup.reduces_in_place and setup.logical is None
-        return setup.encodes_gradients or not in_place
-
-    def may_wait(self, unit: int) -> bool:
-        """Whether a rank may wait where it starts this reduction."""
-        return self.is_bounded(unit) or self._in_step
-
     def start(self, unit: int, *, mine: bool = True) -> None:
         """Start the reduction of a unit, with zeros where this rank has nothing. A collective.
 
@@ -138,7 +133,7 @@ class Reducer:
         one = self.states[number]
         if not indices or (mine and one.keeps):
             return
-        while self.is_bounded(unit) and len(self._flights) >= IN_FLIGHT:
+        while self.plan.bounded[unit] and len(self._flights) >= IN_FLIGHT:
             self._wait_for_oldest()
         local = [one.sent(i, mine=mine) for i in indices]
         with about(lambda: one.setup.layout.paths(indices)):
@@ -148,16 +143,9 @@ class Reducer:
             self.wait_all()
 
     @property
-    def _in_step(self) -> bool:
-        """Whether each reduction waits for the other ranks where it starts."""
-        setups = [one.setup for one in self.states]
-        virtual = any(one.axis.runtime is Runtime.VIRTUAL for one in setups) and not is_abstract()
-        return virtual or not all(one.reduction.overlap for one in setups)
-
-    @property
     def starts_at_once(self) -> bool:
         """Whether the next reduction would start, and this rank go on, without a wait."""
-        if self._in_step:
+        if waits_in_step(self.plan):
             return False
         flights = [flight for _, flight in self._flights] + [one for *_, one in self._rest]
         return all(flight.is_over for flight in flights)
@@ -237,8 +225,375 @@ class Reducer:
             one.discard()
 
 
+def waits_in_step(plan: ReductionPlan) -> bool:
+    """Whether each reduction waits for the other ranks where it starts."""
+    virtual = any(axis.runtime is Runtime.VIRTUAL for axis in plan.axes) and not is_abstract()
+    return virtual or not all(one.reduction.overlap for one in plan.setups)
+
+
 def _popped(p: Tensor) -> Tensor:
     """Take `p.grad` away. No frame keeps it: a bucket's gradients go as soon as it is packed."""
     gradient, p.grad = p.grad, None
     assert gradient is not None
     return gradient.detach() if gradient.requires_grad else gradient
+
+
+class LocalGradients:
+    """The buckets of one state: filled leaf by leaf, then reduced, then divided into means.
+
+    Attributes:
+        keeps: whether they stay on this rank, for a coalescing window.
+        means: {group: its mean over ranks} of what was reduced.
+        encoder: what encodes them where they cross ranks; None if nothing does.
+        route: the collectives that sum them.
+    """
+
+    def __init__(
+        self, setup: Setup, axis: Axis, route: list[Hop] | None, device: torch.device
+    ) -> None:
+        self.setup, self.axis, self._device = setup, axis, device
+        layout, contiguous = setup.layout, setup.reduction.contiguous_gradients
+        self.buckets = {i: Bucket(layout, i, contiguous=contiguous) for i in layout.trainable}
+        self.encoder = None if route is not None else encoder_of(setup)
+        self.route = route_of(setup, axis, self.encoder) if route is None else route
+        self.keeps = False
+        self.means: dict[int, Tensor] = {}
+        self._used: set[int] = set()
+
+    def add(self, leaf: int, index: int, position: int, gradient: Tensor) -> None:
+        """Add the gradient of one leaf, which is at `position` in group `index`."""
+        self.buckets[index].add(position, gradient)
+        self._used.add(leaf)
+
+    def begin(self, setup: Setup, *, keeps: bool) -> None:
+        """A backward begins: `setup` says how its gradients are summed."""
+        self.setup, self.keeps = setup, keeps
+
+    def sent(self, index: int, *, mine: bool) -> Tensor:
+        """Return what this rank sends for one group; zeros without a gradient, or if not `mine`."""
+        setup, encoder = self.setup, self.encoder
+        if setup.reduction.over == "replicas":
+            encoder = None  # until it is reduced over the shards
+        gradient, bucket = None, self.buckets[index]
+        if mine and _in_place(setup):
+            gradient = bucket.pop_owned(setup.divides_first(index), self._device)
+        elif mine:
+            gradient = bucket.pop(device=self._device)
+        if gradient is None:
+            dtype = setup.communication_dtype(index)
+            numel = setup.layout.full_numel(index)
+            gradient = torch.zeros(numel, dtype=dtype, device=self._device)
+            return gradient if encoder is None else encoder.sent(index, gradient, mine=mine)
+        if encoder is None:
+            return setup.sent(index, gradient)
+        return encoder.sent(index, gradient)
+
+    def add_sum(self, index: int, got: Tensor) -> None:
+        """Divide a sum over ranks by W, unless packing did; add it to the mean of the group."""
+        setup = self.setup
+        if self.encoder is not None:
+            got = self.encoder.result(index, got)
+        mean = got.to(setup.accumulate_dtype(index))
+        first = setup.divides_first(index) if _in_place(setup) else 1.0
+        if (divisor := setup.divisor / first) != 1.0:
+            mean.div_(divisor)
+        home = setup.offload.gradients
+        if index in self.means:
+            self.means[index].add_(mean) if home is None else add_to(self.means[index], mean)
+        else:
+            self.means[index] = mean if home is None else offloaded(home, mean, setup.offload)
+
+    # What is here.
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any of this rank's own gradients are not yet reduced."""
+        return any(bucket.has_any for bucket in self.buckets.values())
+
+    def pop_local(self, *, to_write: bool = False) -> dict[int, Tensor]:
+        """Remove and return this rank's own unreduced gradients: {group: [W l]}.
+
+        `to_write`: later gradients are added to them in place.
+        """
+        written = set[int]() if to_write else None
+        found = {}
+        for index, bucket in self.buckets.items():
+            flat = bucket.pop(written)
+            if flat is not None:
+                found[index] = flat.to(self.setup.accumulate_dtype(index))
+        return found
+
+    def pop_local_into(self, totals: dict[int, Tensor], factor: float) -> None:
+        """totals[group] += factor * `pop_local()`[group], without a copy in between."""
+        for index, total in totals.items():
+            self.buckets[index].pop_into(total, factor)
+
+    def pop_means(self) -> dict[int, Tensor]:
+        """Remove and return the means: {group: this rank's part of it}."""
+        means, self.means = self.means, {}
+        return means
+
+    def pop_used(self) -> int:
+        """Remove and return the leaves that got a gradient, as bits; `ALL` if all did."""
+        used, self._used = self._used, set()
+        layout = self.setup.layout
+        count = sum(len(layout.groups[i].leaves) for i in self.buckets)
+        return ALL if len(used) == count else as_bits(used)
+
+    def discard_local(self) -> None:
+        """Discard the gradients that are not yet in a reduction."""
+        self.pop_local()
+        self._used.clear()
+
+    def discard(self) -> None:
+        """Discard everything."""
+        self.discard_local()
+        self.means = {}
+        if self.encoder is not None:
+            self.encoder.discard()
+
+
+def _in_place(setup: Setup) -> bool:
+    """Whether gradients are summed in the memory that is sent.
+
+    In a graph none are, and what divides them after the sum is compiled into the update.
+    """
+    return setup.reduces_in_place and not is_recorded(())
+
+
+class Bucket:
+    """The gradients of one group that this backward has produced and that are not yet reduced."""
+
+    __slots__ = (
+        "_contiguous",
+        "_flat",
+        "_gradients",
+        "_owned",
+        "_views",
+        "_waited",
+        "index",
+        "layout",
+    )
+
+    def __init__(self, layout: Layout, index: int, *, contiguous: bool) -> None:
+        self.layout, self.index = layout, index
+        self._contiguous = contiguous and len(layout.groups[index].leaves) > 1
+        self._gradients: dict[int, Tensor] = {}
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._waited: Tensor | None = None
+        self._owned = False
+
+    def add(self, position: int, gradient: Tensor) -> None:
+        """Add the gradient of one leaf."""
+        if self._contiguous:
+            gradient = self._copied(position, gradient)
+        elif position in self._gradients:
+            gradient = self._gradients[position] + gradient
+        self._gradients[position] = gradient
+
+    def _copied(self, position: int, gradient: Tensor) -> Tensor:
+        """Copy a gradient to its place in one buffer, so that autograd's tensor can be freed."""
+        if self._flat is None:
+            self._flat = as_real(gradient).new_zeros(self.layout.full_numel(self.index))
+            self._views = unpack(self.layout, self.index, self._flat)
+        return self._views[position].add_(gradient)
+
+    def add_waiting(self, flat: Tensor, *, owned: bool = False) -> None:
+        """Add gradients [W l] of earlier backwards. They are written to only if `owned`."""
+        self._waited, self._owned = flat, owned
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every leaf has its gradient."""
+        return len(self._gradients) == len(self.layout.groups[self.index].leaves)
+
+    @property
+    def has_any(self) -> bool:
+        """Whether any leaf has its gradient, or gradients of earlier backwards were added."""
+        return bool(self._gradients) or self._waited is not None
+
+    def pop(
+        self, written: set[int] | None = None, device: torch.device | None = None
+    ) -> Tensor | None:
+        """Remove and return the flat gradient [W l]; None if the bucket is empty.
+
+        device: where it is wanted; None: where it is, for what has waited may be offloaded.
+        Autograd may hand out one memory for two parameters, in views of it. So where gradients are
+        written to later, the second one in the same memory is copied: `written` says where the
+        others are.
+        """
+        gradients, flat, waited = self._emptied()
+        if gradients is not None:
+            flat = pack_copied(self.layout, self.index, gradients)
+            if written is not None and _is_shared(flat, written):
+                flat = flat.clone()
+        if waited is None:
+            return flat
+        if flat is None:
+            return waited if device is None else to_device(waited, device)
+        return to_device(waited, flat.device) + flat
+
+    def pop_into(self, total: Tensor, factor: float) -> None:
+        """total += factor * gradients, leaf by leaf, without a flat between; empty the bucket."""
+        gradients, flat, waited = self._emptied()
+        for whole in (flat, waited):
+            if whole is not None:
+                total.add_(_times(whole, total.dtype, factor))
+        if gradients is not None:
+            for place, gradient in zip(
+                unpack(self.layout, self.index, total), gradients, strict=True
+            ):
+                if gradient is not None:
+                    place.add_(_times(gradient, place.dtype, factor))
+
+    def pop_owned(self, divisor: float, device: torch.device) -> Tensor | None:
+        """Remove and return the flat gradient [W l] / divisor, in memory of its own on a device.
+
+        The rest of the backward may still read the memory of what it has brought. The division is
+        made as gradients are copied, for a pass over memory of its own would cost as much again.
+        """
+        gradients, flat, waited = self._emptied()
+        if gradients is not None:
+            flat = pack_copied(self.layout, self.index, gradients, divisor=divisor)
+        elif flat is not None and divisor != 1.0:
+            flat.div_(divisor)
+        if waited is None:
+            return flat
+        if flat is None:
+            return to_device(waited.div_(divisor) if self._owned else waited / divisor, device)
+        return torch.add(flat, to_device(waited, flat.device), alpha=1 / divisor)
+
+    def _emptied(self) -> tuple[list[Tensor | None] | None, Tensor | None, Tensor | None]:
+        """Empty the bucket: (leaves to pack, or the buffer they are in, earlier gradients)."""
+        gradients, self._gradients = self._gradients, {}
+        flat, self._flat, self._views = self._flat, None, []
+        waited, self._waited = self._waited, None
+        if not gradients or flat is not None:
+            return None, flat, waited
+        count = len(self.layout.groups[self.index].leaves)
+        return [gradients.get(i) for i in range(count)], None, waited
+
+
+def _times(gradient: Tensor, dtype: torch.dtype, factor: float) -> Tensor:
+    return gradient if factor == 1.0 else gradient.to(dtype) * factor
+
+
+def _is_shared(flat: Tensor, written: set[int]) -> bool:
+    """Whether a gradient is a view of a larger storage, or shares it with an earlier one."""
+    storage = flat.untyped_storage()
+    shared = storage.nbytes() != flat.numel() * flat.element_size()
+    shared = shared or storage._cdata in written
+    written.add(storage._cdata)
+    return shared
+
+
+class Hop(NamedTuple):
+    """One collective of a route, its ranks, and what it sends of what came before."""
+
+    start: Callable[..., InFlight]  # of tensors and the axis
+    axis: Axis
+    sent: Callable[[int, Tensor], Tensor] | None = None  # of a group; None: it as it is
+    by_group: bool = False  # `start` is given the groups of the tensors, too
+
+    def started(self, tensors: Sequence[Tensor], indices: Sequence[int]) -> InFlight:
+        """Start it, for a tensor of each of some groups."""
+        groups = (indices,) if self.by_group else ()
+        return self.start(tensors, self.axis, *groups)
+
+
+class ReductionPlan:
+    """How gradients of some states are reduced, as far as it is known without any of them.
+
+    Attributes:
+        setups, axes: of each state.
+        units: for each unit, its state, and those of its groups that learn.
+        where: of each state, for each leaf: its unit, its group, its place in the group.
+        bounded: for each unit, whether the inputs of few reductions may be alive at once: so it is
+            but for all-reduces.
+        routes: of each state; None where an encoder, which a pass has of its own, is on the way.
+        alone: whether gradients stay where they are.
+    """
+
+    def __init__(self, setups: Sequence[Setup], axes: Sequence[Axis]) -> None:
+        self.setups, self.axes = setups, axes
+        self.units: list[tuple[int, tuple[int, ...]]] = []
+        self.where = [self._added(number, setup) for number, setup in enumerate(setups)]
+        summed = [one.reduces_in_place and one.logical is None for one in setups]
+        self.bounded = [setups[n].encodes_gradients or not summed[n] for n, _ in self.units]
+        self.routes = [
+            None if setup.encodes_gradients else route_of(setup, axis, None)
+            for setup, axis in zip(setups, axes, strict=True)
+        ]
+        streams = any(setup.streams for setup in setups)
+        self.alone = axes[0].runtime is Runtime.LOCAL and not streams
+
+    def _added(self, number: int, setup: Setup) -> dict[int, tuple[int, int, int]]:
+        where: dict[int, tuple[int, int, int]] = {}
+        learning = set(setup.layout.trainable)
+        for unit in setup.layout.units:
+            indices = tuple(i for i in unit if i in learning)
+            for i in indices:
+                for position, leaf in enumerate(setup.layout.groups[i].leaves):
+                    where[leaf] = len(self.units), i, position
+            self.units.append((number, indices))
+        return where
+
+
+def route_of(setup: Setup, axis: Axis, encoder: GradientEncoder | None) -> list[Hop]:
+    """Return the collectives for a bucket of this state; the first sends `LocalGradients.sent`."""
+    ordered = setup.reduction.ordered
+
+    def scatter(xs: Sequence[Tensor], axis: Axis) -> InFlight:
+        return start_scatter(xs, axis, ordered=ordered)
+
+    def reduce(xs: Sequence[Tensor], axis: Axis) -> InFlight:
+        return start_reduce(xs, axis, ordered=ordered)
+
+    if setup.logical is not None:
+
+        def by_tree(xs: Sequence[Tensor], axis: Axis, indices: Sequence[int]) -> InFlight:
+            return start_nodes(setup, axis, [[x] for x in xs], indices)
+
+        gathers = [Hop(start_gather, over) for over in gathered_over(setup, axis)]
+        return [Hop(by_tree, axis, by_group=True), *gathers]
+    if isinstance(encoder, FactorEncoder):
+        return [Hop(reduce, axis), Hop(reduce, axis, encoder.sent_back)]
+    at_once = encoder is None or setup.reduction.over == "all"
+    if encoder is not None and not encoder.codec.linear:
+        hops = [Hop(start_all_to_all, axis)]
+        if not at_once:
+            across = Hop(start_all_to_all, axis.replicas, encoder.sent)
+            hops = [Hop(scatter, axis.shards), across]
+        if goes_back(setup):
+            over = axis if setup.reduces_in_place else axis.replicas
+            hops.append(Hop(start_gather, over, encoder.sent_back))
+        return hops
+    if setup.reduces_in_place:
+        return [Hop(reduce, axis)]
+    if axis.dims is None:
+        return [Hop(scatter, axis.shards)]
+    start = scatter if setup.gradients is Placement.OVER_ALL else reduce
+    sent = None if at_once or encoder is None else encoder.sent
+    return [Hop(scatter, axis.shards), Hop(start, axis.replicas, sent)]
+
+
+def start_nodes(
+    setup: Setup, axis: Axis, held: Sequence[Sequence[Tensor]], indices: Sequence[int]
+) -> InFlight:
+    """Start to sum the nodes of some groups over logical ranks: this rank's nodes of each.
+
+    Given are the parts over all ranks, in the dtypes in which gradients add up.
+    """
+    assert setup.logical is not None
+    parts = tuple(setup.part(Placement.OVER_ALL, rank).index for rank in range(axis.size))
+    over = Over(axis, setup.logical.ranks, parts)
+    return start_tree_sum(held, over, [setup.accumulate_dtype(i) for i in indices])
+
+
+def gathered_over(setup: Setup, axis: Axis) -> list[Axis]:
+    """The axes over which parts of all ranks are gathered to those that gradients have."""
+    if setup.gradients is Placement.OVER_ALL:
+        return []
+    steps = [axis.replicas, axis.shards] if setup.reduces_in_place else [axis.replicas]
+    return [over for over in steps if over.size > 1]

@@ -465,8 +465,9 @@ class Optimizer(OfPrecision):
                 )
             return self._by_formula(params, grads, state, pieces, device, now)
         if not owned:
-            params = [cloned(p) for p in params]
-            state = copied(state)
+            copy = torch.clone if device is None else cloned  # where it lives
+            params = [copy(p) for p in params]
+            state = optree.tree_map(copy, state, namespace=NAMESPACE)
         after = after_update(state, now, found_inf)
         # A skipped step does not use its number, so that it may be a wrong one then.
         numbers = [int(x) if found_inf is None else x for x in (after.count, *after.steps)]

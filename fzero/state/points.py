@@ -134,8 +134,10 @@ class Builtin:
         name: of the transform or option.
         options: of it, for ranks to compare.
         slots: {slot: form} as pairs: "<name>/<slot>" in a state.
-        acts: state -> whether the state has it.
-        facts: (state, where) -> lines of text that ranks must have in common; where: see `At`.
+        acts: state -> whether the state has it, by its setup and the names of its slots alone: it
+            is asked once for those. Of what never acts nothing is called but `facts` and `called`.
+        facts: (state, where) -> lines of text that ranks must have in common; where: see `At`. Of a
+            state that has it not they are asked once as well.
         flag: what each rank says of its gradients where ranks agree.
         called: (state, `GivenCall`) -> state, or an error: a call brings it gradients.
         begins: state -> state, before a loss of it is made, and before an update.

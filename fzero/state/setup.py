@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -59,11 +60,12 @@ class Policy:
         return [*lines, *(f"{x.name}={getattr(self, x.name)}" for x in fields(self) if x.repr)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Setup:
     """Stage, axis, layout, optimizer: what does not change from step to step.
 
     The axis has all ranks. Which of them hold which part of a flat is asked here: `over`, `part`.
+    What follows from these facts alone is worked out once, and kept with them.
     """
 
     stage: int
@@ -78,7 +80,7 @@ class Setup:
     transforms: tuple[Points, ...] = ()  # that a state was made with: it has their slots
     logical: Logical | None = None  # the ranks whose sums and random numbers it has; None: its own
 
-    @property
+    @cached_property
     def gathers_by_unit(self) -> bool:
         """Whether parameters are gathered as the loss reads them, unit by unit."""
         alone = self.axis.shards.runtime is Runtime.LOCAL and self.offload.params is None
@@ -88,7 +90,12 @@ class Setup:
         """Whether the loss has placeholders of group `index`: it is gathered, or decoded."""
         return self.gathers_by_unit or self.layout.groups[index].encoded
 
-    @property
+    @cached_property
+    def is_offloaded(self) -> bool:
+        """Whether anything of the state lives elsewhere than on the device."""
+        return not self.offload.neutral
+
+    @cached_property
     def streams(self) -> bool:
         """Whether units come and go one by one, on one rank too."""
         return self.gathers_by_unit or self.offload.gradients is not None
@@ -112,7 +119,7 @@ class Setup:
         divided = gradient if factor == 1.0 else gradient / factor
         return divided.to(self.communication_dtype(index))
 
-    @property
+    @cached_property
     def divisor(self) -> float:
         """The divisor of a sum over ranks of what they `sent`."""
         if self.axis.size == 1 and self.logical is None:
@@ -133,12 +140,12 @@ class Setup:
         exact = math.frexp(self.divisor)[0] == 0.5 and torch.float16 not in dtypes
         return self.divisor if free and exact else 1.0
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         """Over how many ranks a mean is taken: all of them, or the logical ones."""
         return self.axis.size if self.logical is None else self.logical.ranks
 
-    @property
+    @cached_property
     def carries_several(self) -> bool:
         """Whether some rank carries several logical ranks: their gradients are rows of a window.
 
@@ -152,12 +159,12 @@ class Setup:
             return range(rank, rank + 1)
         return carried(rank, self.axis.size, self.logical.ranks)
 
-    @property
+    @cached_property
     def gradient_share(self) -> float:
         """What the gradient of a micro-batch is multiplied by: 1.0 where its weight says that."""
         return 1.0 if self.reduction.weighted else self.policy.grad_scale
 
-    @property
+    @cached_property
     def share_of_mesh(self) -> float:
         """What a gradient is multiplied by, so that its mean over a part is one over the mesh."""
         means = self.reduction.reduce_op == "mean" and not self.reduction.weighted
@@ -165,31 +172,60 @@ class Setup:
             return 1.0
         return self.axis.size / self.axis.mesh.size
 
-    @property
+    @cached_property
     def differentiates_as(self) -> str:
         """What ranks must have in common to reduce a gradient together."""
         low = "" if self.policy.autocast is None else f", autocast {self.policy.autocast}"
         return f"gradients x {self.gradient_share}{low}"
 
+    @cached_property
+    def recipes(self) -> dict[Any, Any]:
+        """What acts on states of this setup, by the names of their slots: see transforms/recipe."""
+        return {}
+
+    @cached_property
+    def _variants(self) -> list[Setup]:
+        """The setups that `changed` has made of this one, and this one: they share the list."""
+        return [self]
+
+    def changed(self, **changes: Any) -> Setup:
+        """Return the setup with other values of some fields: the same record for the same values.
+
+        A transform changes the policy before each step, and back behind it.
+        """
+        new, variants = replace(self, **changes), self._variants
+        for known in variants:
+            if known == new and known.layout is new.layout:
+                return known
+        if new.policy.observer is None:  # an observer may hold whatever its user likes
+            del variants[1:-8]  # options that are others at each step
+            variants.append(new)
+            new.__dict__["_variants"] = variants
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copy, or pickle: the fields alone."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}
+
     def with_weights(self, weighted: bool) -> Setup:
         """Return the setup of a state whose gradients have weights, or have none."""
         if weighted == self.reduction.weighted:
             return self
-        return replace(self, reduction=replace(self.reduction, weighted=weighted))
+        return self.changed(reduction=replace(self.reduction, weighted=weighted))
 
-    @property
+    @cached_property
     def idle(self) -> Setup:
         """The setup of the state when it holds no gradients."""
         return self.with_weights(False)
 
-    @property
+    @cached_property
     def codec(self) -> Codec | None:
         """What encodes gradients where they cross ranks, but for a mere cast; None for nothing."""
         over_all = self.reduction.over == "all"
         crosses = (self.axis if over_all else self.axis.replicas).size > 1
         return self.reduction.codec if crosses and self.reduction.cast is None else None
 
-    @property
+    @cached_property
     def encodes_gradients(self) -> bool:
         """Whether gradients cross ranks encoded, in other forms than numbers in some dtype."""
         return self.codec is not None
@@ -205,22 +241,22 @@ class Setup:
         wide = torch.promote_types(self.accumulate_dtype(index), torch.float32)
         return kept if isinstance(kept, torch.dtype) else wide
 
-    @property
+    @cached_property
     def params(self) -> Placement:
         """Where parameters live between calls."""
         return self._sharded if self.stage == 3 else Placement.REPLICATED
 
-    @property
+    @cached_property
     def reduces_in_place(self) -> bool:
         """Whether gradients are summed in the memory that holds them: where ranks keep all."""
         return self.gradients is Placement.REPLICATED
 
-    @property
+    @cached_property
     def gradients(self) -> Placement:
         """Where reduced gradients live: where the optimizer needs them."""
         return self.optimizer_state
 
-    @property
+    @cached_property
     def optimizer_state(self) -> Placement:
         """Where the optimizer's state lives."""
         if self.stage == 0:
@@ -228,13 +264,13 @@ class Setup:
         over_all = self.optimizer_over == "all" and self.replicas > 1
         return Placement.OVER_ALL if over_all else self._sharded
 
-    @property
+    @cached_property
     def _sharded(self) -> Placement:
         """SHARDED over the ranks of a replica; REPLICATED where a replica has one rank."""
         whole = self.layout.ranks == 1 < self.axis.size
         return Placement.REPLICATED if whole else Placement.SHARDED
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         """How many ranks have the same shard: 1, but on a mesh of two dims."""
         return self.axis.size // self.layout.ranks

@@ -85,7 +85,8 @@ class TrainState(Generic[ParamsT_co]):
     @property
     def mesh(self) -> Axis:
         """All ranks: those of `setup.axis`; of local updates the ranks of all replicas."""
-        return self.setup.axis if self.outer is None else self.outer.mesh
+        outer = self.outer if self.slots else None
+        return self.setup.axis if outer is None else outer.mesh
 
     @property
     def device(self) -> torch.device:
@@ -107,7 +108,7 @@ class TrainState(Generic[ParamsT_co]):
     def replace_policy(self, **changes: Any) -> Self:
         """Return a state with some fields of `setup.policy` changed: what a transform asks for."""
         policy = dataclasses.replace(self.setup.policy, **changes)
-        return self.replace(setup=dataclasses.replace(self.setup, policy=policy))
+        return self.replace(setup=self.setup.changed(policy=policy))
 
     def without_gradients(self) -> Self:
         """Return the state without any gradient, reduced or waiting; an open window stays open.

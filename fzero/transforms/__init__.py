@@ -1,7 +1,7 @@
 """Function transforms over train states, one public transform a file.
 
 In: a function of a state, and options. Out: a function of a state that reduces, coalesces, scales,
-clips, offloads or simulates; or a new state. `pass_events` turns what a function does into events
+clips, offloads or simulates; or a new state. `backward_pass` turns what a function does into events
 of the protocol; `agree` is what all ranks say before an update.
 """
 

@@ -53,15 +53,14 @@ class FiniteCheck(CallPart):
         self._found: list[NonFinite | None] = []
 
     @classmethod
-    def of(cls, states: Sequence[TrainState], reducer: Any = None) -> FiniteCheck | None:
-        """Return the check of some states; None if no policy is to look at anything.
+    def of(cls, states: Sequence[TrainState], reducer: Any = None) -> FiniteCheck:
+        """Return the check of some states.
 
         reducer: None under a transform of torch.func, where no value can be read.
         """
-        policies = [state.setup.policy for state in states]
         if reducer is None:
             _require_values(states)
-        return cls(states) if any(one.check_finite or one.observer for one in policies) else None
+        return cls(states)
 
     def loss(self, x: Any, weight: Weight | None = None) -> None:
         """A loss is about to be differentiated, without its scale. One of weight 0 may be NaN."""
@@ -220,6 +219,7 @@ _UNREADABLE = Excludes(
 
 CHECK = Builtin(
     name="check_finite",
+    acts=lambda state: state.setup.policy.check_finite or state.setup.policy.observer is not None,
     flag=Flag(of=lambda state: state.progress.nonfinite is not None, raises=_error_of),
     calls=FiniteCheck.of,
     excludes=(_UNREADABLE,),

@@ -24,7 +24,7 @@ from fzero.transforms._differentiate import (
     versions_of,
 )
 from fzero.transforms.agree import agree
-from fzero.transforms.builtins import BUILTINS, factors_of
+from fzero.transforms.builtins import factors_of, in_backwards
 from fzero.transforms.points import Calls, Changed, loss_learned
 from fzero.transforms.receive import mean_of, not_differentiable, receive
 
@@ -36,7 +36,7 @@ def grad_by_func(
 
     Raises `PhaseError` if the loss wrote to a parameter.
     """
-    calls = Calls(states, BUILTINS, None)
+    calls = Calls(states, in_backwards, None)
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
     agree(f"{call.name} with arguments that require grad", crosses)

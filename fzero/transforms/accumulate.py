@@ -146,7 +146,7 @@ def _begin_part(state: TrainState, before: Before, *, parts: int, last: bool) ->
 
 
 def _with_policy(state: TrainState, policy: Policy) -> TrainState:
-    return state.replace(setup=replace(state.setup, policy=policy))
+    return state.replace(setup=state.setup.changed(policy=policy))
 
 
 def _join(auxes: list[Any]) -> Any:

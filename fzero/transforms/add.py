@@ -21,12 +21,10 @@ from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree, tell_at_next_round
 from fzero.transforms.builtins import begun, called, facts, times_factor
 from fzero.transforms.carried import require_reduced_beside
-from fzero.transforms.donation import check_alive
-from fzero.transforms.dropped import note_made
+from fzero.transforms.donation import check_alive, returned
 from fzero.transforms.kept import entries_of, with_entries
 from fzero.transforms.observe import tell_added
 from fzero.transforms.receive import mean_of, receive
-from fzero.transforms.written import returned
 
 
 def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> TrainState:
@@ -93,8 +91,7 @@ def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> Tr
     elif not waits:
         own = [cut(setup, flat, Placement.REPLICATED, setup.gradients) for flat in own]
     new = receive(state, own)
-    returned(new, gradients=True)
-    note_made("add_gradients", [state], [new])
+    returned([new], gradients=True, name="add_gradients", given=[state])
     return new
 
 
@@ -132,8 +129,7 @@ def _given_by(state: TrainState, other: TrainState) -> TrainState:
     )
     entries = entries_of(other, theirs.axis.rank, live=True)
     new = with_entries(new, [one for one in entries if one.form.lifetime == "update"])
-    returned(new, gradients=True)
-    note_made("add_gradients", [state], [new])
+    returned([new], gradients=True, name="add_gradients", given=[state])
     return new
 
 

@@ -9,6 +9,8 @@
     CHECK       3 looks
     WEIGHTS     2 w g                      1 sum of w           2 / total
     AVERAGE                                                     3 / calls
+    USERS       5 at `local`
+    OFFLOAD                                                                4 back home
 
 Numbers are the order. What is nearest to the numbers that are held is first: on the way in (a
 backward, `decides`) the last of the list acts first, and users' functions at `local` before all.
@@ -19,11 +21,12 @@ transforms of users, acts at `reduced`, behind `units`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fzero.machine.offload import at_home
 from fzero.state import Setup, TrainState
 from fzero.state.call import GivenCall
 from fzero.state.points import At, Builtin
@@ -32,7 +35,7 @@ from fzero.transforms.carried import CARRIED
 from fzero.transforms.compress import COMPRESS
 from fzero.transforms.observe import OBSERVE
 from fzero.transforms.outer import LOCAL
-from fzero.transforms.points import renewed
+from fzero.transforms.points import ByPath, renewed, transforms_of
 from fzero.transforms.scaled import SCALE
 from fzero.transforms.weights import AVERAGE, WEIGHTS
 
@@ -43,8 +46,93 @@ SLOTS = Builtin(
 )
 """Slots that live until an update begin anew."""
 
-BUILTINS = (SCALE, LOCAL, SLOTS, OBSERVE, COMPRESS, CHECK, WEIGHTS, AVERAGE, CARRIED)
+USERS = Builtin(
+    name="transforms",
+    acts=lambda state: bool(transforms_of(state.setup, "local")),
+    calls=lambda states, reducer: ByPath(states),
+)
+"""The functions of users at `local`: in a backward before all others."""
+
+OFFLOAD = Builtin(
+    name="offload",
+    acts=lambda state: state.setup.is_offloaded,
+    updated=lambda running, new: new if running.general else at_home(new),
+)
+"""What lives elsewhere goes back there after an update, behind all others."""
+
+BUILTINS = (
+    SCALE,
+    LOCAL,
+    SLOTS,
+    OBSERVE,
+    COMPRESS,
+    CHECK,
+    WEIGHTS,
+    AVERAGE,
+    CARRIED,
+    USERS,
+    OFFLOAD,
+)
 """All of them, from the inside out."""
+
+
+class Recipe(NamedTuple):
+    """What acts on a state at each point, in order: of a plain state nothing does.
+
+    It is made once for a setup and the names of the slots, for nothing else says what acts.
+    """
+
+    calls: tuple[Builtin, ...]
+    called: tuple[Any, ...]
+    gathered: tuple[Any, ...]
+    begins: tuple[Any, ...]
+    factor: tuple[Any, ...]
+    forgets: tuple[Any, ...]
+    decides: tuple[Any, ...]
+    units: tuple[Any, ...]
+    ready: tuple[Any, ...]
+    updated: tuple[Any, ...]
+    facts: dict[At, list[Any]]  # lines of text, or a function of the state that gives them
+
+
+def _recipe(state: TrainState) -> Recipe:
+    acts = [one for one in BUILTINS if one.acts is not None and one.acts(state)]
+
+    def at(point: str) -> tuple[Any, ...]:
+        return tuple(getattr(one, point) for one in acts if getattr(one, point) is not None)
+
+    some: list[tuple[Builtin, Any]] = [(x, x.facts) for x in BUILTINS if x.facts is not None]
+    places: tuple[At, ...] = ("pass", "call", "update")
+    return Recipe(
+        calls=tuple(one for one in reversed(acts) if one.calls is not None),
+        called=at("called"),
+        gathered=at("gathered"),
+        begins=at("begins"),
+        factor=at("factor"),
+        forgets=at("forgets"),
+        decides=at("decides")[::-1],
+        units=at("units"),
+        ready=at("ready"),
+        updated=at("updated"),
+        facts={
+            where: [of if one in acts else of(state, where) for one, of in some] for where in places
+        },
+    )
+
+
+def recipe_of(state: TrainState) -> Recipe:
+    """Return what acts on a state."""
+    known, names = state.setup.recipes, tuple(state.slots)
+    found = known.get(names)
+    if found is None:
+        found = known[names] = _recipe(state)
+    return found
+
+
+def in_backwards(states: Sequence[TrainState]) -> Sequence[Builtin]:
+    """Return what acts in the backwards of some states, from the outside in."""
+    acts = {one.name for state in states for one in recipe_of(state).calls}
+    return [one for one in reversed(BUILTINS) if one.name in acts] if acts else ()
 
 
 def on_gathered(states: Sequence[TrainState], running: Callable[[], Any]) -> Any:
@@ -52,19 +140,8 @@ def on_gathered(states: Sequence[TrainState], running: Callable[[], Any]) -> Any
 
     running: the pass, or None if it is gone: from a placeholder no way may lead to a driver.
     """
-    made = (one.gathered(states, running) for one in BUILTINS if one.gathered is not None)
-    return next((one for one in made if one is not None), None)
-
-
-_AT: dict[str, list[tuple[Any, Any]]] = {
-    point: [(one.acts, getattr(one, point)) for one in BUILTINS if getattr(one, point) is not None]
-    for point in ("begins", "factor", "forgets", "decides", "units", "ready", "updated")
-}
-
-
-def acting(state: TrainState, point: str) -> list[Any]:
-    """Return what those of a state do at a point, from the inside out."""
-    return [function for acts, function in _AT[point] if acts(state)]
+    looks = [gathered for state in states for gathered in recipe_of(state).gathered]
+    return looks[0](states, running) if looks else None
 
 
 # Before a backward, and where ranks agree.
@@ -72,34 +149,41 @@ def acting(state: TrainState, point: str) -> list[Any]:
 
 def called(state: TrainState, call: GivenCall) -> TrainState:
     """Return a state to which a call brings gradients; raise if they do not go with its others."""
-    for one in BUILTINS:
-        if one.called is not None:
-            state = one.called(state, call)
+    some = recipe_of(state).called if call.weight is None else _CALLED  # a first one may act now
+    for one in some:
+        state = one(state, call)
     return state
+
+
+_CALLED = tuple(one.called for one in BUILTINS if one.called is not None)
 
 
 def begun(state: TrainState) -> TrainState:
     """Return a state of which a loss is made, or an update begins."""
-    for begins in acting(state, "begins"):
+    for begins in recipe_of(state).begins:
         state = begins(state)
     return state
 
 
 def forgotten(state: TrainState) -> TrainState:
     """Return a state after all ranks have thrown its gradients away."""
-    for forgets in acting(state, "forgets"):
+    for forgets in recipe_of(state).forgets:
         state = forgets(state)
     return state
 
 
 def facts(state: TrainState, at: At) -> list[str]:
     """Return what ranks must have in common of a state, a line each."""
-    return [line for one in BUILTINS if one.facts is not None for line in one.facts(state, at)]
+    lines: list[str] = []
+    for of in recipe_of(state).facts[at]:
+        made: Any = of if isinstance(of, list) else of(state, at)
+        lines += made
+    return lines
 
 
 def factor_of(state: TrainState) -> Tensor | None:
     """Return what losses of a state, and so its gradients, are multiplied by: []; None for 1."""
-    for factor in acting(state, "factor"):
+    for factor in recipe_of(state).factor:
         if (by := factor(state)) is not None:
             return by
     return None

@@ -144,9 +144,8 @@ class _Encoding(CallPart):
 
 
 def _encodings(states: Sequence[TrainState], reducer: Any) -> _Encoding | None:
-    """Return what encoding does; None without a codec, and under torch.func, where none can be."""
-    encodes = reducer is not None and any(one.setup.encodes_gradients for one in states)
-    return _Encoding(states, reducer) if encodes else None
+    """Return what encoding does; None under torch.func, where none can be."""
+    return None if reducer is None else _Encoding(states, reducer)
 
 
 def _two_wires(options: Any) -> str:
@@ -236,5 +235,10 @@ _EXCLUDES = (
     NOT_DIFFERENTIABLE,
 )
 
-COMPRESS = Builtin(name="compress", calls=_encodings, excludes=_EXCLUDES)
+COMPRESS = Builtin(
+    name="compress",
+    acts=lambda state: state.setup.encodes_gradients,
+    calls=_encodings,
+    excludes=_EXCLUDES,
+)
 """Codecs of gradients, at the points of a step."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -37,19 +36,15 @@ from fzero.transforms._differentiate import (
 from fzero.transforms._grad_by_func import grad_by_func
 from fzero.transforms._logical_parts import EachWeight, call_given, each_call
 from fzero.transforms._micro_batches import InAxes
-from fzero.transforms._passes import leaves_in_pass, passes_of
 from fzero.transforms._reading import after_reading, as_read, learning, learns_nothing
-from fzero.transforms.announcement import functional_of
+from fzero.transforms.backward_pass import Pass, functional_of, leaves_in_pass, passes_of
 from fzero.transforms.builtins import begun, called, factors_of
 from fzero.transforms.carried import require_own_backward
-from fzero.transforms.donation import check_alive
-from fzero.transforms.dropped import note_made
+from fzero.transforms.donation import check_alive, returned
 from fzero.transforms.logical import call_logical_ranks, setup_of, told_of_errors
-from fzero.transforms.pass_events import Pass
 from fzero.transforms.pipeline import P, R
 from fzero.transforms.points import loss_learned
 from fzero.transforms.states import ParamsT, S, axes_of_loss, call_of_states, flatten_states
-from fzero.transforms.written import returned
 
 
 @overload
@@ -150,13 +145,15 @@ def grad_and_reduce(
     refuse_model("grad_and_reduce", fn)
     loss: Any = fn
     states, treespec = flatten_states("grad_and_reduce", state)
-    for one in states:
-        check_alive(one)
     learns = learning(wrt, state, states)
     name = call_of_states("grad_and_reduce", treespec, learns)
     over = axes_of_loss(states, [one.setup.axis for one in states])
-    setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
-    with told_of_errors(setup):
+    setup = next(one.setup for one, by in zip(states, learns, strict=True) if by)
+    if any(one.setup.logical is not None for one in states):
+        setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
+        with told_of_errors(setup):
+            given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
+    else:
         given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
 
     @without_dynamo
@@ -170,7 +167,7 @@ def grad_and_reduce(
             return GradientCall(loss_of, has_aux=has_aux, weight=weight, name=name)
 
         require_autograd("grad_and_reduce")
-        for one in states:  # again: a call of this function may have used them up
+        for one in states:
             check_alive(one)
         with running_on(*over), explains_inference((args, kwargs)):
             pairs = [*zip(states, learns, strict=True)]
@@ -192,8 +189,7 @@ def grad_and_reduce(
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)
         ]
-        returned(*new, gradients=True)
-        note_made("grad_and_reduce", states, new)
+        returned(new, gradients=True, name="grad_and_reduce", given=states)
         value = (result.value, result.aux) if has_aux else result.value
         return optree.tree_unflatten(treespec, new), value
 
@@ -216,7 +212,8 @@ def _differentiate(
 def _by_autograd(
     call: GradientCall, states: Sequence[TrainState]
 ) -> tuple[list[TrainState], Result]:
-    _require_one_gathers(states)
+    if len(states) > 1:
+        _require_one_gathers(states)
     passes, places = passes_of(states, functional_of(states, call.name))
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = versions_of(flats)
@@ -249,7 +246,9 @@ def _by_autograd(
         root = tied_to(learned, tokens) if tokens else learned
         _backward(root, by, passes, learning=learning and not tokens)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
-        result = _apart(Result(grads=(), value=detached(loss), aux=aux), states)
+        # A view of a state's buffer is copied: that may be donated.
+        value, aux = copy_views((detached(loss), aux), states)
+        result = Result(grads=(), value=value, aux=aux)
         new = [one.finish() for one in passes]
     except MetInLoss as met:
         _end_forward_of(met, passes, in_forward=in_forward)
@@ -363,9 +362,3 @@ _DETACHED = explain(
     cause="a loss that was detached, computed under no_grad, or made of numbers only.",
     fix="return the loss as the `params` that it is given made it; loss.detach() belongs outside.",
 )
-
-
-def _apart(result: Result, states: Sequence[TrainState]) -> Result:
-    """Copy what the loss returned if it is a view of a state's buffer: that may be donated."""
-    value, aux = copy_views((result.value, result.aux), states)
-    return dataclasses.replace(result, value=value, aux=aux)

@@ -40,13 +40,13 @@ from fzero.state.window import CLOSED
 from fzero.transforms._closed_over import watch
 from fzero.transforms._models import leaves_of_meshes, models_of, require_params
 from fzero.transforms._taken import taken_over
+from fzero.transforms.donation import returned
 from fzero.transforms.outer import begun, mesh_for, on_replica, require_local
 from fzero.transforms.pieces import pieces_of
 from fzero.transforms.points import begun_slots
 from fzero.transforms.setup import COMPARED, plan_setup
 from fzero.transforms.state_options import check_shared, check_stages
 from fzero.transforms.states import ParamsT
-from fzero.transforms.written import returned
 
 OneOptimizer = (
     Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]
@@ -153,7 +153,7 @@ def init(  # noqa: D417 {options}
         return _filled(setup, params, options.get("initializer"), local)
 
     made = [one(*model) for model in models]
-    returned(*made)
+    returned(made)
     return optree.tree_unflatten(treespec, made)
 
 

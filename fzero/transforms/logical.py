@@ -1,6 +1,6 @@
 """A gradient call of logical ranks: one after another on the rank that carries them.
 
-each rank carries one     its pass, with its reduction beside the backward (`machine/route`)
+each rank carries one     its pass, with its reduction beside the backward (`machine/reduce`)
 some carry several        a pass each, in a window; rows -> nodes of the tree -> one exchange
 a loss communicates       the same with whole parameters, this rank's as virtual ranks
 
@@ -32,9 +32,8 @@ from fzero.state.form import Slot
 from fzero.transforms._differentiate import Result
 from fzero.transforms._grad_by_func import with_full
 from fzero.transforms._logical_parts import call_given, each_call
-from fzero.transforms._passes import passes_of
 from fzero.transforms.agree import agree
-from fzero.transforms.announcement import functional_of
+from fzero.transforms.backward_pass import functional_of, passes_of
 from fzero.transforms.generators import generators_of
 from fzero.transforms.receive import add_means, mean_of_nodes, part_of_update, waiting
 from fzero.transforms.states import flatten_states

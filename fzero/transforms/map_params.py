@@ -36,10 +36,9 @@ from fzero.state import Buffers, Layout, Placement, Slot, TrainState
 from fzero.state.view import require_state
 from fzero.transforms.agree import agree, tell_at_next_round
 from fzero.transforms.builtins import factor_of
-from fzero.transforms.donation import check_alive
+from fzero.transforms.donation import check_alive, returned
 from fzero.transforms.points import stepped_as_held, with_params, with_stepped
 from fzero.transforms.states import ParamsT
-from fzero.transforms.written import returned
 
 _FINER = (Placement.REPLICATED, Placement.SHARDED, Placement.OVER_ALL)
 
@@ -128,7 +127,7 @@ def map_params(
             made = with_stepped(made, dict(enumerate(new)), at)
         else:
             made = with_params(made, dict(zip(groups, new, strict=True)), at)
-    returned(made)
+    returned([made])
     return made
 
 

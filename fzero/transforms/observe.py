@@ -56,10 +56,8 @@ def tell_added(state: TrainState, flats: Sequence[Tensor], *, reduced: bool) -> 
 
 def _on_gathered(
     states: Sequence[TrainState], running: Callable[[], Any]
-) -> Callable[[int, Tensor], None] | None:
+) -> Callable[[int, Tensor], None]:
     """Return what tells observers of each group that a pass has gathered."""
-    if not any(state.setup.policy.observer for state in states):
-        return None
 
     def saw(group: int, flat: Tensor) -> None:
         if (one := running()) is not None:

@@ -12,7 +12,7 @@ from fzero.context.modes import LEFT
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import refuse_module
 from fzero.state import TrainState
-from fzero.transforms import dropped
+from fzero.transforms import donation
 
 P = ParamSpec("P")  # the arguments of a step
 R = TypeVar("R")  # what it returns
@@ -63,12 +63,12 @@ class Step(Generic[P, R]):
 
         Warns, once, of an update or gradients that it makes and drops.
         """
-        noted = dropped.HERE.begin()
+        noted = donation.HERE.begin()
         if noted is None:  # inside of another step
             return self._around(self.inner, *args, **kwargs)
         try:
             result = self._around(self.inner, *args, **kwargs)
-            left = dropped.left_by(noted, result)
+            left = donation.left_by(noted, result)
             if LEFT:
                 next(reversed(LEFT.values()))(result)
         except Exception as error:
@@ -76,10 +76,10 @@ class Step(Generic[P, R]):
                 next(reversed(LEFT.values()))(error)
             raise
         finally:
-            dropped.HERE.end()
+            donation.HERE.end()
         if left is not None and not self._told:
             self._told = True
-            dropped.warn_of(left, describe_function(self.inner))
+            donation.warn_of(left, describe_function(self.inner))
         return result
 
     @overload

@@ -17,6 +17,7 @@ from fzero.machine.factors import GradientEncoder
 from fzero.machine.nodes import Nodes
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.parts import sum_parts
+from fzero.machine.reduce import ReductionPlan
 from fzero.machine.residual import Lent, with_memories
 from fzero.ranks.mesh import Runtime
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
@@ -174,7 +175,8 @@ def means_over_ranks(
     setup, performer = state.setup, performer_of(state.setup.axis)
     if performer is None:
         return state, local
-    reducer = Reducer([setup], [performer.over(setup.axis)], [state.device])
+    plan = ReductionPlan([setup], [performer.over(setup.axis)])
+    reducer = Reducer(plan, [state.device])
     if (encoder := reducer.encoder(0)) is not None:
         encoder.remembers_by(partial(_lent, state))
     reducer.add_waiting(0, local, owned=owned)

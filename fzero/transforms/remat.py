@@ -24,7 +24,7 @@ from fzero.state import NAMESPACE
 from fzero.state.layout import as_real
 from fzero.transforms._recompute import own, recomputed_gradients, recording
 from fzero.transforms._watch import ClosureWatch
-from fzero.transforms.module_copy import tracks
+from fzero.transforms.functionalize import tracks
 from fzero.transforms.pipeline import P, R, describe_function, require_function, require_order
 
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")

@@ -20,10 +20,9 @@ from fzero.errors.check import called_as, is_count, require
 from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
 from fzero.state.stacked import stack_ranks
-from fzero.transforms.donation import empty
+from fzero.transforms.donation import empty, require_unwritten, returned
 from fzero.transforms.pipeline import P, R, Step, Transform, init_of_object, transform
 from fzero.transforms.states import is_state
-from fzero.transforms.written import require_unwritten, returned
 
 
 @overload
@@ -90,7 +89,7 @@ def simulate(
         def body(rank: int) -> Any:
             mine: Any = optree.tree_unflatten(treespec, per_rank[rank])
             here, keywords = mine
-            returned(*filter(is_state, _parts(mine)))  # so that a write of this rank is noticed
+            returned([*filter(is_state, _parts(mine))])  # so that a write of this rank is noticed
             made, virtual = inner(*here, **keywords), current_ranks()
             assert virtual is not None
             return made, end_of_run(virtual)
@@ -170,7 +169,7 @@ def _check(leaves: list[Any], arguments: Any, world_size: int) -> None:
         )
     require_stacked("simulate", arguments, world_size)
     for one in filter(is_state, _parts(arguments)):
-        require_unwritten(one, optimizer=True)
+        require_unwritten(one, optree.tree_leaves(one, namespace=NAMESPACE))
 
 
 def require_stacked(name: str, arguments: Any, world_size: int) -> None:
@@ -208,7 +207,7 @@ def _stack(results: Sequence[Any]) -> Any:
         for column, of_state in zip(columns, _of_states(results[0]), strict=True)
     ]
     made: Any = optree.tree_unflatten(treespec, stacked)
-    returned(*filter(is_state, _parts(made)))
+    returned([*filter(is_state, _parts(made))])
     return made
 
 

@@ -10,7 +10,7 @@ import optree
 from fzero.errors import AxisError, LayoutError
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
-from fzero.transforms.dropped import HERE, took
+from fzero.transforms.donation import HERE, took
 from fzero.transforms.pipeline import ParamsT as ParamsT
 from fzero.transforms.pipeline import S as S
 from fzero.transforms.pipeline import returned_pair

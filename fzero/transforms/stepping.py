@@ -30,7 +30,7 @@ def rule_options(
 ) -> dict[str, Any]:
     """Return what a rule is told of where it runs."""
     options: dict[str, Any] = {}
-    if not setup.offload.neutral:
+    if setup.is_offloaded:
         options["device"] = device
     if unused:
         options["unused"] = frozenset(setup.layout.leaves[i].path for i in unused)

@@ -11,21 +11,24 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import about
-from fzero.machine.offload import at_home
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.step_hooks import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress, window
 from fzero.state.form import settled
 from fzero.state.points import Points
 from fzero.transforms.agree import Agreed, agree, reduce_agreed, refused, require_held
-from fzero.transforms.builtins import acting, begun
-from fzero.transforms.donation import check_alive, donates, take_over, undo_take_over
-from fzero.transforms.dropped import note_made
+from fzero.transforms.builtins import begun, recipe_of
+from fzero.transforms.donation import (
+    check_alive,
+    donates,
+    returned,
+    take_over,
+    undo_take_over,
+)
 from fzero.transforms.points import Running, reduced, transforms_of
 from fzero.transforms.prepare import Prepared, fulls_of, given_back, is_general
 from fzero.transforms.states import S, call_of_states, flatten_states
 from fzero.transforms.stepping import Stepping, rule_options
-from fzero.transforms.written import require_unwritten, returned
 
 
 @torch._disable_dynamo
@@ -58,8 +61,7 @@ def apply_gradients(state: S) -> S:
     """
     states, treespec = flatten_states("apply_gradients", state)
     for one in states:
-        check_alive(one)
-        require_unwritten(one, optimizer=True)
+        check_alive(one, optimizer=True)
     states = [begun(one) for one in states]
     due = [one for one in states if not one.setup.policy.defer_update]
     said = agree(call_of_states("apply_gradients", treespec), due, updates=True)
@@ -68,8 +70,7 @@ def apply_gradients(state: S) -> S:
         raise error
     rest = iter(said)
     made = [_apply(one, rest) for one in states]
-    returned(*made)
-    note_made("apply_gradients", states, made)
+    returned(made, name="apply_gradients", given=states)
     new: Any = optree.tree_unflatten(treespec, made)
     return new
 
@@ -124,7 +125,7 @@ def _decided(state: TrainState) -> Running:
     means = buffers.require_reduced(state.gradients)
     general = is_general(state, means.flats)
     running = Running(state, state, general, Prepared(means))
-    for decides in reversed(acting(state, "decides")):
+    for decides in recipe_of(state).decides:
         decides(running, means)
     running.read(lambda: _leaves_out(state))
     return running
@@ -144,14 +145,14 @@ def _leaves_out(state: TrainState) -> bool:
 
 
 def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tensor | None]:
-    state = running.old
+    state, recipe = running.old, recipe_of(running.old)
     after = progress.saw_update(state.progress)
     running.ready = Prepared(buffers.require_reduced(state.gradients))
     try:
-        for units in acting(state, "units"):
+        for units in recipe.units:
             running.ready = units(running, running.ready)
         reduced(running)
-        for hands_on in acting(state, "ready"):
+        for hands_on in recipe.ready:
             running.ready = hands_on(running, running.ready)
         if running.skipped is not False:
             running.leave_out(running.skipped)
@@ -169,9 +170,9 @@ def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tenso
         window=window.after_update(state.window),
     )
     new = running.selected(new)
-    for updated in acting(new, "updated"):
+    for updated in recipe_of(new).updated:
         new = updated(running, new)
-    return new if running.general else at_home(new), running.ready.norm
+    return new, running.ready.norm
 
 
 def _stepped(running: Running, unused: Sequence[int]) -> tuple[Buffers, Any]:

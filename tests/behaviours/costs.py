@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import fzero
-import fzero.machine.gather
+import fzero.machine.unshard
 from fzero.collectives import InFlight, start_gather
 
 LAYERS, NUMEL = 4, 24  # NUMEL divides by 1, 2, 3 and 4: no padding
@@ -111,5 +111,5 @@ def probe_gathers() -> Iterator[Probe]:
             probe.saw(axis.rank, full)
         return flight
 
-    with mock.patch.object(fzero.machine.gather, "start_gather", watched):
+    with mock.patch.object(fzero.machine.unshard, "start_gather", watched):
         yield probe

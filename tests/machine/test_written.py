@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fzero.machine.written import positions_written, run_watched, tells_nothing, written_by
+from fzero.machine.placeholder import positions_written, run_watched, tells_nothing, written_by
 
 OUTPUTS = {"outputs", "output", "output_tensor", "output_tensors", "output_lists"}
 

@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from fzero.state import TrainState
 from fzero.tools.compile._key import PLAIN, told_apart
-from fzero.transforms.module_copy import Template
+from fzero.transforms.functionalize import Template
 
 MOST = 4096
 """Containers of more entries are not followed: they would cost time in each call."""

@@ -24,8 +24,7 @@ from fzero.tools.plan.config import from_config
 from fzero.tools.plan.records import Comparison, Plan, Rates
 from fzero.tools.plan.run import plan_step, rename
 from fzero.tools.plan.without_values import AsOn, emptied, maker, tree_emptied
-from fzero.transforms.functionalize import functionalize
-from fzero.transforms.module_copy import tracks
+from fzero.transforms.functionalize import functionalize, tracks
 from fzero.transforms.pipeline import names_inside
 from fzero.transforms.states import flatten_states
 

@@ -43,8 +43,8 @@ from fzero.tools.record.files import (
     Snapshot,
     form_of,
 )
+from fzero.transforms.donation import bits_are_compared
 from fzero.transforms.pattern import Pattern, pattern_of
-from fzero.transforms.written import bits_are_compared
 
 WhereParted = Literal["raise", "warn"]
 

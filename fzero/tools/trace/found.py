@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fzero.context.modes import LEFT
 from fzero.errors import FzeroError, PhaseError
 from fzero.state import NAMESPACE, TrainState
-from fzero.transforms.module_copy import Template
+from fzero.transforms.functionalize import Template
 
 MOST = 100_000
 """Of so many objects it is known what they were."""

@@ -4,24 +4,25 @@
 `Locals` run those of a state; `begun_slots` makes the slots of a new one.
 """
 
-from fzero.transforms.points._calls import CallPart as CallPart
-from fzero.transforms.points._calls import Calls as Calls
-from fzero.transforms.points._calls import Changed as Changed
 from fzero.transforms.points._context import Context as Context
 from fzero.transforms.points._define import StepTransform as StepTransform
 from fzero.transforms.points._define import require_excluded as require_excluded
 from fzero.transforms.points._define import transform as transform
 from fzero.transforms.points._define import transforms_apart as transforms_apart
+from fzero.transforms.points._run import ByPath as ByPath
+from fzero.transforms.points._run import CallPart as CallPart
+from fzero.transforms.points._run import Calls as Calls
+from fzero.transforms.points._run import Changed as Changed
 from fzero.transforms.points._run import Locals as Locals
+from fzero.transforms.points._run import Running as Running
+from fzero.transforms.points._run import Skip as Skip
 from fzero.transforms.points._run import keeps_before as keeps_before
 from fzero.transforms.points._run import loss_learned as loss_learned
 from fzero.transforms.points._run import reduced as reduced
 from fzero.transforms.points._run import stepping as stepping
 from fzero.transforms.points._run import transforms_of as transforms_of
+from fzero.transforms.points._run import unless as unless
 from fzero.transforms.points._run import updated as updated
-from fzero.transforms.points._running import Running as Running
-from fzero.transforms.points._running import Skip as Skip
-from fzero.transforms.points._running import unless as unless
 from fzero.transforms.points._slots import begun_slots as begun_slots
 from fzero.transforms.points._slots import renewed as renewed
 from fzero.transforms.points._slots import stepped_as_held as stepped_as_held

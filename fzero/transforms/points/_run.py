@@ -13,8 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import optree
+import torch
 from torch import Tensor
 
 from fzero.errors import CallError, LayoutError
@@ -22,21 +25,186 @@ from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_
 from fzero.machine.elementwise import require_unaccused
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.threads import one_thread
-from fzero.state import Buffers, Placement, Setup, TrainState
+from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
+from fzero.state.form import undone
 from fzero.state.points import Builtin, Points
 from fzero.transforms.points import _check
 from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
 from fzero.transforms.points._cut import KeptContext, accused, accused_of_others
 from fzero.transforms.points._owned import on_owners, owned_paths
-from fzero.transforms.points._running import Running
 from fzero.transforms.points._slots import (
     given,
     put,
+    renewed,
     stepped_by_path,
     stepped_parts,
     value_given,
 )
-from fzero.transforms.prepare import settled
+from fzero.transforms.prepare import Prepared, settled
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skip:
+    """A reason for which an update is not made.
+
+    flag: whether it is not: a bool, or a tensor [] that is not 0 then.
+    slots: those of the state where it is not made.
+    overflows: gradients are not finite then: a rule may leave the update out by itself.
+    known: the flag as the host has it; None: it was not read.
+    says: a warning.
+    """
+
+    flag: bool | Tensor
+    slots: dict[str, Slot]
+    overflows: bool = False
+    known: bool | None = None
+    says: str = ""
+
+
+@dataclass(slots=True)
+class Running:
+    """An update under way. Its transforms write here what others must know.
+
+    old: the state before it. state: the same, whose slots change. general: whether it is
+    differentiated, mapped or traced. ready: its gradients on their way to the rule, as they are
+    now: whoever multiplies them in place puts them here, for an error gives them back.
+    """
+
+    old: TrainState
+    state: TrainState
+    general: bool
+    ready: Prepared
+    skips: list[Skip] = field(default_factory=list)  # from the outside in
+    total: Tensor | None = None  # what gradients are sums by, and to be divided by
+    skipped: Any = False  # what `ctx.skip` was given: a bool, or a tensor [] if it is general
+    before: Pieces | None = None  # the parameters before it, for transforms that read them
+    by_rule: bool = False  # the rule leaves an overflow out by itself
+
+    def put(self, state: TrainState) -> None:
+        """Go on with another record of the state."""
+        self.state = state
+
+    def leave_out(self, flag: bool | Tensor, *, overflows: bool = False, says: str = "") -> None:
+        """Make no update if `flag` is true; the slots stay as they are now."""
+        known = flag if isinstance(flag, bool) else None
+        one = Skip(flag=flag, slots=self.state.slots, overflows=overflows, known=known, says=says)
+        self.skips.append(one)
+
+    def skip(self, flag: Any) -> None:
+        """Make no update if `flag` is true; the host reads it, unless the update is general."""
+        read = flag.reshape(()).bool() if self.general and isinstance(flag, Tensor) else bool(flag)
+        self.skipped = read | self.skipped
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is known that the update is not made."""
+        return any(one.known is True for one in self.skips)
+
+    @property
+    def overflow(self) -> Tensor | None:
+        """Whether gradients are not finite, [], on the device; None if nobody looks."""
+        flags = (one.flag for one in self.skips if one.overflows)
+        return next((flag for flag in flags if isinstance(flag, Tensor)), None)
+
+    def read(self, leaves_out: Callable[[], bool]) -> None:
+        """Let the host read whether there was an overflow, where neither a graph nor the rule does.
+
+        leaves_out: whether the rule leaves one out by itself.
+        """
+        if self.general or self.overflow is None:
+            return
+        self.by_rule = leaves_out()
+        if self.by_rule or self.kept:
+            return
+        self.skips = [
+            replace(one, known=bool(one.flag)) if one.known is None else one for one in self.skips
+        ]
+
+    def context(
+        self,
+        one: Points,
+        point: str,
+        parts: Mapping[str, LeafPart],
+        *,
+        wholes: Sequence[Pieces] = (),
+    ) -> Context:
+        """Return what a function of a transform at a point may know.
+
+        wholes: the whole leaves that it is given; and behind them those before the update.
+        """
+        state = self.state
+        setup = state.setup
+        reads: Callable[[], Pieces] | None = None
+        if wholes:
+            reads = (lambda: dict(wholes[1])) if len(wholes) > 1 else None
+        elif point in ("reduced", "update"):
+            reads = lambda: stepped_by_path(state)[1]  # noqa: E731
+        elif self.before is not None and "before" in one.reads:
+            kept = self.before
+            reads = lambda: kept  # noqa: E731
+        running = self if point == "reduced" else None
+        axis = setup.over(setup.optimizer_state)
+        return Context(
+            setup,
+            state.step,
+            axis,
+            parts,
+            device=state.device,
+            params=reads,
+            running=running,
+            whole=bool(wholes),
+        )
+
+    # After it.
+
+    def selected(self, new: TrainState) -> TrainState:
+        """Return the state after the update: the old one where it is skipped, but for slots."""
+        old = self.old
+        new = new.replace(step=self._step())
+        skipped = any(one.known is True for one in self.skips)
+        for one in reversed(self.skips):
+            if one.known is True:  # its parameters and its rule are the old ones already
+                new = new.replace(slots=undone(one.slots))
+            elif one.known is None and not skipped and not (one.overflows and self.by_rule):
+                before = old.params, old.optimizer, undone(one.slots)
+                after = new.params, new.optimizer, new.slots
+                params, optimizer, slots = unless(one.flag, before, after)
+                new = new.replace(params=params, optimizer=optimizer, slots=slots)
+        return new
+
+    def _step(self) -> Tensor:
+        """Return how many updates were made: this one, unless it is skipped."""
+        step = self.old.step
+        if any(one.flag is True for one in self.skips):
+            return step
+        made: Any = 1
+        for one in self.skips:
+            if isinstance(one.flag, Tensor):
+                made = made * (one.flag == 0).to(step.dtype)
+        return step + made
+
+    def lost(self) -> Tensor | None:
+        """Return whether the update is skipped: [], not 0; None if that cannot be."""
+        flags = [one.flag for one in self.skips if one.flag is not False]
+        if any(flag is True for flag in flags):
+            return torch.ones(())
+        found: Any = None
+        for flag in flags:
+            found = flag if found is None else (found != 0) | (flag != 0)
+        return found
+
+
+def unless(flag: Any, old: Any, new: Any) -> Any:
+    """Return `old` where the flag, [], is not 0, else `new`: two pytrees of one structure."""
+    skips = flag != 0
+
+    def of(before: Any, after: Any) -> Any:
+        if before is after or not isinstance(after, Tensor):
+            return after
+        return torch.where(skips, before, after)
+
+    return optree.tree_map(of, old, new, namespace=NAMESPACE)
+
 
 Rule = Callable[[Pieces], Pieces]
 """Gradients by path -> the parameters after the rule's update, by path."""
@@ -47,9 +215,13 @@ def transforms_of(setup: Setup, point: str) -> list[Any]:
 
     They are `Points`; at `reduced` also a `Builtin`, whose place among them matters.
     """
-    around = setup.policy.points
-    every = (*around, *(one for one in setup.transforms if one not in around))
-    return [one for one in every if getattr(one, point, None) is not None]
+    found = setup.recipes.get(point)
+    if found is None:
+        around = setup.policy.points
+        every = (*around, *(one for one in setup.transforms if one not in around))
+        found = [one for one in every if getattr(one, point, None) is not None]
+        setup.recipes[point] = found
+    return found
 
 
 def keeps_before(setup: Setup) -> bool:
@@ -420,3 +592,156 @@ def _given_whole(state: TrainState, one: Points) -> dict[str, Any]:
         if name.startswith(prefix) and (whole or slot.form.leaves == "number"):
             found[name.removeprefix(prefix)] = value_given(state, slot)
     return found
+
+
+Changed = Callable[[int, Tensor, torch.dtype], Tensor]
+"""(leaf, gradient, the dtype in which gradients add up) -> what is added up in its place."""
+
+
+class CallPart:
+    """What one transform does in the backwards of some states: nothing, but for what it overrides.
+
+    Each state has a number.
+    """
+
+    looks = False
+    """Whether it is shown losses."""
+
+    def begins(self, number: int, state: TrainState, weighed: Any) -> TrainState:
+        """A backward begins, or a forward, in which one may run: return the state for it."""
+        return state
+
+    def loss(self, value: Any, weight: Any) -> None:
+        """A loss is about to be differentiated, without its scale."""
+
+    def change(self, number: int) -> Changed | None:
+        """Return what is done to each gradient of the backward that begins; None for nothing."""
+        return None
+
+    def settles(self) -> None:
+        """The backward is over: what it has brought is put into states next."""
+
+    def reduced(self, number: int, state: TrainState) -> TrainState:
+        """Return the state with what reductions have changed."""
+        return state
+
+    def ends(self, number: int, state: TrainState) -> TrainState:
+        """Return the state that gets what the backward has brought."""
+        return state
+
+    def put_aside(self, number: int, state: TrainState) -> TrainState:
+        """Return the state that gets what a backward inside of a forward has brought."""
+        return self.ends(number, state)
+
+    def drop_losses(self) -> None:
+        """The losses that were shown are not differentiated any more."""
+
+    def drop(self) -> None:
+        """The backward raised, or brought nothing."""
+
+
+class ByPath(CallPart):
+    """The functions of users at `local`."""
+
+    def __init__(self, states: Sequence[TrainState]) -> None:
+        self._locals = [Locals(state) for state in states]
+
+    def begins(self, number: int, state: TrainState, weighed: Any) -> TrainState:
+        state = renewed(state, "backward")
+        self._locals[number] = Locals(state)
+        return state
+
+    def change(self, number: int) -> Changed | None:
+        own = self._locals[number]
+        return (lambda leaf, gradient, dtype: own(leaf, gradient)) if own else None
+
+    def ends(self, number: int, state: TrainState) -> TrainState:
+        return self._locals[number].put(state)
+
+
+class Calls:
+    """What all transforms do in the backwards of some states.
+
+    acting: states -> the transforms that act in their backwards, from the outside in.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[TrainState],
+        acting: Callable[[Sequence[TrainState]], Sequence[Builtin]],
+        reducer: Any,
+    ) -> None:
+        self._acting, self._reducer = acting, reducer
+        self._parts: dict[str, CallPart] = {}
+        self.look_up(states)
+
+    def look_up(self, states: Sequence[TrainState]) -> None:
+        """A forward or a backward begins: calls since the last one may have changed what acts."""
+        before, self._parts = self._parts, {}
+        for one in self._acting(states):
+            part = before.get(one.name) or (one.calls and one.calls(states, self._reducer))
+            if part is not None:
+                self._parts[one.name] = part
+
+    @property
+    def looks(self) -> bool:
+        """Whether somebody is shown losses."""
+        return any(part.looks for part in self._parts.values())
+
+    def loss(self, value: Any, weight: Any = None) -> None:
+        """Show a loss that is about to be differentiated, without its scale."""
+        for part in self._parts.values():
+            part.loss(value, weight)
+
+    def begins(self, number: int, state: TrainState, weighed: Any = None) -> TrainState:
+        """Return a state for the backward that begins."""
+        for part in self._parts.values():
+            state = part.begins(number, state, weighed)
+        return state
+
+    def change(self, number: int) -> Changed | None:
+        """Return what is done to each gradient of a state; None for nothing."""
+        found = [part.change(number) for part in self._parts.values()]
+        changes = [one for one in found if one is not None]
+        if len(changes) < 2:
+            return changes[0] if changes else None
+
+        def changed(leaf: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
+            for one in changes:
+                gradient = one(leaf, gradient, dtype)
+            return gradient
+
+        return changed
+
+    def settles(self) -> None:
+        """The backward is over."""
+        for part in self._parts.values():
+            part.settles()
+
+    def reduced(self, number: int, state: TrainState) -> TrainState:
+        """Return the state with what reductions have changed."""
+        for part in self._parts.values():
+            state = part.reduced(number, state)
+        return state
+
+    def ends(self, number: int, state: TrainState) -> TrainState:
+        """Return the state that gets what the backward has brought."""
+        for part in self._parts.values():
+            state = part.ends(number, state)
+        return state
+
+    def put_aside(self, number: int, state: TrainState) -> TrainState:
+        """Return the state that gets what a backward inside of a forward has brought."""
+        for part in self._parts.values():
+            state = part.put_aside(number, state)
+        return state
+
+    def drop_losses(self) -> None:
+        """The losses that were shown are not differentiated any more."""
+        for part in self._parts.values():
+            part.drop_losses()
+
+    def drop(self) -> None:
+        """The backward raised, or brought nothing."""
+        for part in self._parts.values():
+            part.drop()

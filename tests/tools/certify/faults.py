@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine
-from fzero.machine import route
-from fzero.machine.local_gradients import LocalGradients
+from fzero.machine import reduce
+from fzero.machine.reduce import LocalGradients
 from fzero.state import Setup
 from fzero.transforms import norm, update
 from tests.descends import descends
@@ -249,7 +249,7 @@ def _nothing_is_reduced(patch: pytest.MonkeyPatch) -> None:
         shards = [x.view(axis.size, -1)[axis.rank] * axis.size for x in local]
         return SimpleNamespace(wait=lambda: shards)
 
-    patch.setattr(route, "start_scatter", start)
+    patch.setattr(reduce, "start_scatter", start)
 
 
 def _shards_are_swapped(patch: pytest.MonkeyPatch) -> None:
@@ -274,7 +274,7 @@ def _replicas_are_not_reduced(patch: pytest.MonkeyPatch) -> None:
     def start(local: Sequence[Tensor], axis: Any, *, ordered: bool) -> Any:
         return SimpleNamespace(wait=lambda: [*local])
 
-    patch.setattr(route, "start_reduce", start)
+    patch.setattr(reduce, "start_reduce", start)
 
 
 def _divides_always_by_the_ranks(patch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.machine import gather, reduce, route
+from fzero.machine import reduce, unshard
 from fzero.optim import Optimizer
 from fzero.state import Setup
 from tests.tools.diff.runs import (
@@ -160,7 +160,7 @@ def own_part(local: Any, axis: Any, ordered: bool) -> Landed:
     return Landed([x.view(axis.size, -1)[axis.rank] * axis.size for x in local])
 
 
-def scatters_turned(local: Any, axis: Any, ordered: bool, start: Any = route.start_scatter) -> Any:
+def scatters_turned(local: Any, axis: Any, ordered: bool, start: Any = reduce.start_scatter) -> Any:
     turned = [x.view(axis.size, -1).roll(1, 0).reshape(-1) for x in local]
     return start(turned, axis, ordered=ordered)
 
@@ -175,7 +175,7 @@ def sends_rounded(self: Any, index: int, x: Tensor, sent: Any = Setup.sent) -> T
     return sent(self, index, x).bfloat16().to(x.dtype)
 
 
-REAL_GATHER = gather.start_gather
+REAL_GATHER = unshard.start_gather
 
 
 def gathers_turned_on_rank_1(shards: Any, axis: Any, codecs: Any = ()) -> Any:
@@ -198,7 +198,7 @@ def gathers_stale() -> Any:
             shards = kept.setdefault(axis.rank, [x.clone() for x in shards])
         return REAL_GATHER(shards, axis, codecs=codecs)
 
-    return patched(gather, "start_gather", start)
+    return patched(unshard, "start_gather", start)
 
 
 # Clipping.
@@ -342,14 +342,14 @@ FAULTS: dict[str, Fault] = {
         body=forgets_the_reduction, named="reduction", at=(0, 2), ranks=(0, 1)
     ),
     "a forgotten reduce-scatter": Fault(
-        body=patched(route, "start_scatter", own_part), named="reduction", at=(3, 2)
+        body=patched(reduce, "start_scatter", own_part), named="reduction", at=(3, 2)
     ),
     "a state thrown away": Fault(body=throws_a_state_away, named="reduction", at=(1, 2)),
     "a sum in place of a mean": Fault(
         options={"reduce_op": "sum"}, named="reduction", at=(0, 4), ranks=ALL
     ),
     "swapped shards of gradients": Fault(
-        body=patched(route, "start_scatter", scatters_turned),
+        body=patched(reduce, "start_scatter", scatters_turned),
         named="reduction",
         path=FIRST,
         at=(2, 3),
@@ -369,14 +369,17 @@ FAULTS: dict[str, Fault] = {
     ),
     # gathers
     "swapped shards on rank 1": Fault(
-        body=patched(gather, "start_gather", gathers_turned_on_rank_1),
+        body=patched(unshard, "start_gather", gathers_turned_on_rank_1),
         named="gather",
         path=FIRST,
         ranks=(1,),
         at=(3, 3),
     ),
     "parameters rounded as they are gathered": Fault(
-        body=patched(gather, "start_gather", gathers_rounded), named="gather", path=FIRST, at=(3, 2)
+        body=patched(unshard, "start_gather", gathers_rounded),
+        named="gather",
+        path=FIRST,
+        at=(3, 2),
     ),
     "stale parameters": Fault(body=gathers_stale, named="gather", path=FIRST, step=2, at=(3, 2)),
     # clipping

@@ -11,19 +11,24 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
-from fzero.collectives import Performer
-from fzero.errors import AxisError
+from fzero.collectives import FUNCTIONAL, Performer, performer_of
+from fzero.errors import AxisError, PhaseError
 from fzero.machine import Gatherer, Machine, Reader, Reducer
 from fzero.machine.held_reader import HeldReader, WritableReader
+from fzero.machine.packing import unpack
+from fzero.machine.placeholder import placeholders
+from fzero.ranks.mesh import Runtime
 from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
 from fzero.state.call import Weighed
+from fzero.state.offload import Home
 from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
+    Announcement,
     Begin,
     EndForward,
     Failed,
@@ -32,9 +37,8 @@ from fzero.state.protocol import (
     GiveUp,
     Unpin,
 )
-from fzero.transforms.announcement import PassForm, begin_of, kept_beyond, text_of
-from fzero.transforms.builtins import BUILTINS, on_gathered
-from fzero.transforms.points import Calls
+from fzero.transforms.builtins import facts, in_backwards, on_gathered
+from fzero.transforms.points import Calls, Changed
 from fzero.transforms.receive import (
     add_means,
     filled,
@@ -46,11 +50,51 @@ from fzero.transforms.receive import (
 )
 
 
+def passes_of(
+    states: Sequence[TrainState], form: Callable[[Performer | None], PassForm]
+) -> tuple[list[Pass], list[tuple[int, int]]]:
+    """One pass for each set of ranks; and for each state its pass, and its place in it.
+
+    form: of a pass on the ranks of a performer; None is one rank.
+    """
+    # What gathers comes first: a rank that waits elsewhere, for the end of a backward, would not
+    # serve those of its ranks that still read what it has left out.
+    by_gathers = sorted(states, key=lambda one: not one.setup.gathers_by_unit)
+    by_ranks: dict[Performer | None, list[TrainState]] = {
+        performer_of(state.setup.axis): [] for state in by_gathers
+    }
+    places = []
+    for state in states:
+        performer = performer_of(state.setup.axis)
+        some = by_ranks[performer]
+        places.append((list(by_ranks).index(performer), len(some)))
+        some.append(state)
+    return [Pass(form(performer), some) for performer, some in by_ranks.items()], places
+
+
+def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
+    """The leaves of one state of a pass, by index: placeholders where they are gathered."""
+    state = one.states[number]
+    layout = state.setup.layout
+    by_leaf: dict[int, Tensor] = {}
+    groups = one.gatherer.table.groups[number]
+    for i, group in enumerate(layout.groups):
+        if state.setup.gathers_by_unit:
+            tensors: Sequence[Tensor] = placeholders(one.reader, groups[i])
+        elif (held := one.held[number]) is not None and group.encoded:
+            tensors = placeholders(held, i)
+        else:
+            # Else torch's refusal of a write would speak of the split that made the view.
+            tensors = [x.detach() for x in unpack(layout, i, state.params.flats[i])]
+        by_leaf.update(zip(group.leaves, tensors, strict=True))
+    return by_leaf
+
+
 class Pass:
     """Some states on the same ranks, the machine that moves their values, and one pass of them.
 
     on_written: is told which units a `gathered` block wrote; None where nobody writes parameters.
-    held: the readers of encoded leaves that are not gathered. drop_raised: as in `Machine`.
+    held: of each state what reads encoded leaves that are not gathered. drop_raised: see `Machine`.
     """
 
     def __init__(
@@ -76,43 +120,26 @@ class Pass:
             drop_raised=drop_raised,
             on_served=self._on_served(),
         )
+        self.gatherer: Gatherer = self.machine.gatherer  # the full values of units
+        self.reducer: Reducer = self.machine.reducer  # the gradients of leaves
+        self.reader: Reader = self.machine.reader  # behind the placeholders of this pass
+        self.performer: Performer = self.machine.line.performer
+        self.gathers = self.machine.units.gathers  # parameters, as they are read (stage 3)
         kind = HeldReader if on_written is None else WritableReader
         self.held = [
-            kind(one.setup.layout, one.setup.axis, one.device, one.params.flats) for one in states
+            kind(one.setup.layout, one.setup.axis, one.device, one.params.flats)
+            if any(group.encoded for group in one.setup.layout.groups)
+            else None
+            for one in states
         ]
-        self.calls = Calls(self.states, BUILTINS, self.reducer)
-        self._begin_calls()
-        if not self.machine.units.gathers:
+        self.calls = Calls(self.states, in_backwards, self.reducer)
+        self._changes: list[Changed | None] = [None] * len(self.states)
+        if not self.gathers:
             self.machine.join()
             return
         self._hold_shards()
         adopted = self.gatherer.adopt([state.window.gathered for state in states])
         self.machine.join(adopted)
-
-    @property
-    def gatherer(self) -> Gatherer:
-        """The full values of units."""
-        return self.machine.gatherer
-
-    @property
-    def reducer(self) -> Reducer:
-        """The gradients of leaves."""
-        return self.machine.reducer
-
-    @property
-    def reader(self) -> Reader:
-        """The reader behind this pass's placeholders."""
-        return self.machine.reader
-
-    @property
-    def performer(self) -> Performer:
-        """The performer of the protocol on these ranks."""
-        return self.machine.line.performer
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters are gathered as they are read (stage 3)."""
-        return self.machine.line.record.units.gathers
 
     @property
     def phase(self) -> PassState:
@@ -126,7 +153,8 @@ class Pass:
     def put(self, number: int, state: TrainState) -> None:
         """Go on with another record of a state: the one place where states are assigned."""
         self.states[number] = state
-        self.held[number].hold_now(state.params.flats)
+        if (reader := self.held[number]) is not None:
+            reader.hold_now(state.params.flats)
 
     # The pass, in its order.
 
@@ -199,6 +227,7 @@ class Pass:
 
     def _begin_calls(self, weighed: Weighed | None = None) -> None:
         """A backward, or a forward, begins: look up what is done to each gradient."""
+        self.calls.look_up(self.states)
         for number, state in enumerate(self.states):
             self.put(number, self.calls.begins(number, state, weighed))
         self._changes = [self.calls.change(number) for number in range(len(self.states))]
@@ -210,6 +239,7 @@ class Pass:
         """
         if not self.reducer.received:
             return
+        self.calls.look_up(self.states)
         self.calls.settles()
         for number, state in enumerate(self.states):
             found = self.reducer.states[number].pop_local()
@@ -300,7 +330,8 @@ class Pass:
 
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
-        self.gatherer.hold_shards(shards, [state.device for state in self.states])
+        homes: list[Home] = [state.setup.offload.params for state in self.states]
+        self.gatherer.hold_shards(shards, [state.device for state in self.states], homes)
 
     def _on_served(self) -> Callable[[], None]:
         """What takes the sums of passes that this rank has served. It holds no driver, either."""
@@ -313,14 +344,44 @@ class Pass:
         return take_served
 
     def _begin(self, phase: int, *, dropped: bool = False, said: str = "") -> Begin:
-        count = None if self.gathers else self.reducer.unit_count
+        """Return the event of a phase, with what must be equal on all ranks, and what is `said`.
+
+        Where nothing is gathered no program is recorded: each bucket is reduced once, the last one
+        first.
+        """
+        form, owner = self.form, self.states[self.owner]
+        index = owner.progress.backwards
         if self.gathers:  # the states of another pass, beside which this one was, have other units
-            owner, units = self.states[self.owner], self.machine.units.numels
-            known = schedule.of_units(owner.schedule, units)
+            known = schedule.of_units(owner.schedule, self.machine.units.numels)
             if known is not owner.schedule:
                 self.put(self.owner, owner.replace(schedule=known))
-        text = text_of(self.form, self.states, dropped=dropped, said=said)
-        return begin_of(self.form, self.states, self.owner, phase, count, text, dropped=dropped)
+            program = schedule.expected(known, index, phase)
+        else:
+            program = schedule.backwards(self.reducer.unit_count)
+        lines = [form.name, f"gradients dropped just before: {dropped}"]
+        crosses = False  # whether anything crosses ranks, or comes and goes as if it did
+        for state in self.states:
+            setup = state.setup
+            place = "in a window" if state.window.is_open else "at once"
+            lines.append(f"stage {setup.stage}, reduced {place}, {setup.differentiates_as}")
+            lines += facts(state, "pass")
+            if not form.served:
+                lines.append(f"after {state.progress.reductions} reductions since the update")
+            crosses = crosses or setup.streams or setup.axis.runtime is not Runtime.LOCAL
+        in_window = [one.window.is_open for one in self.states]
+        return Begin(
+            form.number,
+            announcement=Announcement(
+                text="\n".join([*lines, *[said] * bool(said)]),
+                place=(index, phase),
+                program=program,
+                served=form.served and not dropped,
+            ),
+            sums=crosses and not all(in_window),
+            stays=owner.setup.gathering.reshard_after_forward == "window" and in_window[self.owner],
+            rounds=not form.exact,
+            dropped=dropped,
+        )
 
     def _after_pass(self) -> None:
         """Put learned programs into the schedule, and gathered units that stay into the window."""
@@ -338,3 +399,57 @@ class Pass:
                 state = self.states[number]
                 kept = replace(state.window, gathered=gathered)
                 self.put(number, state.replace(window=kept))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassForm:
+    """What a pass is, as its driver says.
+
+    Attributes:
+        name: what the other ranks are told that runs.
+        number: of the model among those of the ranks.
+        served: ranks that make a call while others are in this pass take part in it (stage 3).
+        uses: note which leaves get a gradient; else all count as used.
+        exact: values are gathered exactly, also in a forward.
+        carries: what a window keeps goes with the state, to the next pass of the window.
+    """
+
+    name: str
+    number: int
+    served: bool = False
+    uses: bool = False
+    exact: bool = False
+    carries: bool = False
+
+
+def functional_of(
+    states: Sequence[TrainState], name: str
+) -> Callable[[Performer | None], PassForm]:
+    """Return what gives the form of a gradient call on the ranks of a performer; None on one rank.
+
+    Where ranks carry several logical ranks of these states, some make more passes than others.
+    """
+    served = any(one.setup.carries_several for one in states)
+
+    def functional(performer: Performer | None) -> PassForm:
+        number = FUNCTIONAL if performer is None else performer.nested(FUNCTIONAL)
+        return PassForm(name=name, number=number, carries=True, served=served)
+
+    return functional
+
+
+def of_engine(number: int) -> PassForm:
+    """Return the form of an engine's passes."""
+    name = f"a forward or backward of engine {number}"
+    return PassForm(name=name, number=number, served=True, uses=True)
+
+
+def kept_beyond(path: str) -> PhaseError:
+    """Return the error of a parameter that was kept beyond its pass, and gets a gradient."""
+    return PhaseError(
+        f"a backward brings a gradient to {path} of a call of grad_and_reduce that is over.",
+        cause="a parameter that a loss was given, and that was kept (in a list, an attribute) and "
+        "read in another loss, or outside of one.",
+        fix="use the params that each loss is given; of those of another call keep p.detach(), at "
+        "stage 3 p.detach().clone().",
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fzero.collectives import Performer
 from fzero.errors import PhaseError
-from fzero.state.protocol import Changed, Event, Model, Pin, Ready, Unpin, Use
+from fzero.state.protocol import Changed, Model, Pin, ProtocolEvent, Ready, Unpin, Use
 
 
 class ModelLine:
@@ -38,7 +38,7 @@ class ModelLine:
             )
         return found
 
-    def send(self, event: Event) -> None:
+    def send(self, event: ProtocolEvent) -> None:
         """Tell the protocol of an event of this model. Raises `PhaseError` after it has left."""
         _ = self.record
         self.performer.send(event)

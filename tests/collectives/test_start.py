@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fzero
 from fzero import collectives as c
 from fzero.collectives import InFlight, lowering
-from fzero.ranks import _groups, mesh
+from fzero.ranks import mesh, process_groups
 from tests.collectives.maps import gathered, reduced, scattered
 from tests.covering import covered
 from tests.ranks import run_ranks
@@ -245,5 +245,5 @@ def test_the_device_of_a_tensor_decides_its_backend(monkeypatch: pytest.MonkeyPa
         group: Any = config
         found = [lowering.backend_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
         assert found == wanted, config
-    assert _groups.backends(on_gpu=False) == "gloo"
-    assert _groups.backends(on_gpu=True) == "cpu:gloo,cuda:nccl"
+    assert process_groups.backends(on_gpu=False) == "gloo"
+    assert process_groups.backends(on_gpu=True) == "cpu:gloo,cuda:nccl"

@@ -104,17 +104,21 @@ def _keep(path: Path) -> None:
         name: [len(took), round(sum(took.values()) / len(took), 3)]
         for name, took in sorted(cases.items())
     }
-    modules = {path for path in ROOT.glob("tests/**/test_*.py") if "\nINPUTS" in path.read_text()}
+    modules = {
+        path for path in ROOT.glob("tests/**/test_*.py") if "\nTIER_INPUTS" in path.read_text()
+    }
     inputs = {
         i
         for m in modules
-        for i in importlib.import_module(".".join(m.relative_to(ROOT).with_suffix("").parts)).INPUTS
+        for i in importlib.import_module(
+            ".".join(m.relative_to(ROOT).with_suffix("").parts)
+        ).TIER_INPUTS
     }
-    COSTS.write_text(
-        json.dumps(
-            {"functions": functions, "inputs": {i: digest(i) for i in sorted(inputs)}}, indent=0
-        )
+    lines = ",\n".join(
+        f"{json.dumps(name)}: {json.dumps(both)}" for name, both in functions.items()
     )
+    digests = json.dumps({i: digest(i) for i in sorted(inputs)})
+    COSTS.write_text(f'{{"inputs": {digests},\n"functions": {{\n{lines}\n}}}}\n')
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_what_takes_long_waits_unless_its_inputs_have_changed(
     took = {"short": [8, 0.2], "long": [8, 5.0], "grown": [7, 5.0], "marked": [8, 5.0]}
     eight = '@pytest.mark.parametrize("x", range(8))\n'
     source = (
-        "import pytest\nINPUTS = {inputs}\n"
+        "import pytest\nTIER_INPUTS = {inputs}\n"
         f"{eight}def test_short(x): pass\n{eight}def test_long(x): pass\n"
         f"{eight}def test_grown(x): pass\n{eight}@pytest.mark.smoke\ndef test_marked(x): pass\n"
     )

@@ -5,7 +5,7 @@ occurs (every pair, where `sparse(2)` asks for it), and of these as many as take
 at least one. A function of which one case takes longer than LONG_S waits, unless it is marked
 `smoke`. `make nightly` runs all, and writes to tests/costs.json what each function took, and the
 digests of what some read. So a function that is new, or has other cases than the night has seen,
-runs its rows on a push, and so does one whose module names INPUTS that have changed since.
+runs its rows on a push, and so does one whose module names TIER_INPUTS that have changed since.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def choose(items: Sequence[pytest.Item]) -> None:
     for name, cases in functions.items():
         count, seconds = costs["functions"].get(name, (0, 0.0))
         module = cases[0].getparent(pytest.Module)
-        inputs = getattr(module.obj, "INPUTS", ()) if module else ()
+        inputs = getattr(module.obj, "TIER_INPUTS", ()) if module else ()
         rows = _rows(cases)
         if (
             count == len(cases)

@@ -51,12 +51,12 @@ from fzero.state.protocol import (
     Begin,
     Broke,
     Call,
-    Event,
     FirstGradient,
     GiveUp,
     Join,
     Leave,
     Met,
+    ProtocolEvent,
     Raised,
     SyncPoint,
     Units,
@@ -153,7 +153,7 @@ class Performer:
 
     # Events.
 
-    def send(self, event: Event) -> None:
+    def send(self, event: ProtocolEvent) -> None:
         """Tell the protocol of an event, and do what follows from it."""
         todo: deque[Effect] = deque()
         try:
@@ -172,7 +172,7 @@ class Performer:
         """Whether all of these ranks have an error: not one that other ranks have made known."""
         return isinstance(error, AxisError) and getattr(error, _BY, self) is self
 
-    def _advance(self, event: Event, todo: deque[Effect]) -> None:
+    def _advance(self, event: ProtocolEvent, todo: deque[Effect]) -> None:
         before = self.protocol
         self.protocol, effects = rank.advance(before, event)
         todo.extend(effects)

@@ -26,7 +26,7 @@ from fzero.ranks.mesh import Axis
 from fzero.state.codec import Codec
 from fzero.state.layout import Layout, Leaf
 from fzero.state.offload import Home
-from fzero.state.protocol import Changed, Event, Model, Pin, Ready, Unpin, Use
+from fzero.state.protocol import Changed, Model, Pin, Ready, Unpin, Use
 
 
 class Gatherer:
@@ -294,7 +294,7 @@ class ModelLine:
             )
         return found
 
-    def send(self, event: Event) -> None:
+    def send(self, event: ProtocolEvent) -> None:
         """Tell the protocol of an event of this model. Raises `PhaseError` after it has left."""
         _ = self.record
         self.performer.send(event)

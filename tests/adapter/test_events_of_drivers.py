@@ -11,7 +11,7 @@ from torch import nn
 import fzero
 from fzero.adapter import Engine
 from fzero.collectives import Performer
-from fzero.state.protocol import Event
+from fzero.state.protocol import ProtocolEvent
 
 TABLE = {
     # event          what a functional step does           what an engine's user does
@@ -49,7 +49,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     send = Performer.send
 
-    def noted(self: Performer, event: Event) -> None:
+    def noted(self: Performer, event: ProtocolEvent) -> None:
         if fzero.axis_index() == 0:
             seen.append(type(event).__name__)
         send(self, event)
@@ -134,5 +134,5 @@ def test_what_raises_is_given_up_in_both(driver: Any, log: list[str]) -> None:
 
 
 def test_the_table_has_every_event_of_a_driver() -> None:
-    every = {one.__name__ for one in Event.__subclasses__()}
+    every = {one.__name__ for one in ProtocolEvent.__subclasses__()}
     assert {*TABLE} == every - {"Answer", "Broke"}

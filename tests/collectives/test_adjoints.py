@@ -168,7 +168,8 @@ def test_logical_ranks_have_the_gradients_of_as_many_ranks(
     params, xs = params_of(graph, random)
 
     def step(state: Any, x: Tensor) -> Any:
-        state, _ = fzero.grad_and_reduce(on_rank(graph), state)(x)
+        loss = lambda p, x: on_rank(graph)(p, x.flatten())  # noqa: E731 - its one row
+        state, _ = fzero.grad_and_reduce(loss, state)(x)
         return state, fzero.full_gradients(state)
 
     def body(x: Tensor) -> Any:

@@ -17,9 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import fzero
 from fzero import collectives as c
-from fzero.collectives import InFlight, _backend, _lowering
-from fzero.ranks import mesh
-from fzero.state.entry import _groups
+from fzero.collectives import InFlight, lowering
+from fzero.ranks import mesh, process_groups
 from tests.collectives.maps import gathered, reduced, scattered
 from tests.covering import covered
 from tests.ranks import run_ranks
@@ -200,10 +199,10 @@ def start_alone(rank: int, world_size: int, timeout_s: float) -> list[tuple[str,
                 found.append((kind, _raised(lambda c=call: start(c, own(c, axis), axis).wait())))
             found.append((kind, _raised(lambda c=call: sync(c, own(c, axis), axis))))
     if rank == 0:
-        found.append(("codes", _raised(_lowering.begin_exchange([1], axis, list, width=1).wait)))
-        found.append(("objects", _raised(lambda: _lowering.gather_objects("x", axis))))
+        found.append(("codes", _raised(lowering.begin_exchange([1], axis, list, width=1).wait)))
+        found.append(("objects", _raised(lambda: lowering.gather_objects("x", axis))))
         found.append(("first", _raised(lambda: c.broadcast([torch.ones(2)], axis, 0))))
-    _lowering.gather_objects(0, fzero.world())  # rank 1 stays until rank 0 has seen it all
+    lowering.gather_objects(0, fzero.world())  # rank 1 stays until rank 0 has seen it all
     dist.destroy_process_group(group)
     return found
 
@@ -244,7 +243,7 @@ def test_the_device_of_a_tensor_decides_its_backend(monkeypatch: pytest.MonkeyPa
         "cuda:nccl": ["", "nccl"],
     }.items():
         group: Any = config
-        found = [_backend.backend_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
+        found = [lowering.backend_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
         assert found == wanted, config
-    assert _groups.backends(on_gpu=False) == "gloo"
-    assert _groups.backends(on_gpu=True) == "cpu:gloo,cuda:nccl"
+    assert process_groups.backends(on_gpu=False) == "gloo"
+    assert process_groups.backends(on_gpu=True) == "cpu:gloo,cuda:nccl"

@@ -25,7 +25,7 @@ from fzero.state.effects import (
     Wait,
     WaitForReductions,
 )
-from fzero.state.protocol import Answer, Broke, Event, Join, Protocol, advance
+from fzero.state.protocol import Answer, Broke, Join, Protocol, ProtocolEvent, advance
 from fzero.state.rounds import Message, MessageKind, Round, row_of
 from tests.state.world import Dead, Fault, OwnError, PeersFailed, Steps, World
 
@@ -66,7 +66,7 @@ class Rank:
 
     # Events.
 
-    def send(self, event: Event) -> Steps:
+    def send(self, event: ProtocolEvent) -> Steps:
         """As a performer: do what follows from an event."""
         todo: deque[Effect] = deque()
         try:
@@ -84,10 +84,10 @@ class Rank:
             raise
         self._require_record()
 
-    def _advance(self, event: Event, todo: deque[Effect]) -> None:
+    def _advance(self, event: ProtocolEvent, todo: deque[Effect]) -> None:
         todo.extend(self._effects(event))
 
-    def _effects(self, event: Event) -> tuple[Effect, ...]:
+    def _effects(self, event: ProtocolEvent) -> tuple[Effect, ...]:
         self.protocol, effects = advance(self.protocol, event)
         return effects
 

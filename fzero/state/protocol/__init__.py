@@ -38,7 +38,6 @@ from fzero.state.protocol.events import Broke as Broke
 from fzero.state.protocol.events import Call as Call
 from fzero.state.protocol.events import Changed as Changed
 from fzero.state.protocol.events import EndForward as EndForward
-from fzero.state.protocol.events import Event as Event
 from fzero.state.protocol.events import Failed as Failed
 from fzero.state.protocol.events import Finish as Finish
 from fzero.state.protocol.events import FirstGradient as FirstGradient
@@ -48,6 +47,7 @@ from fzero.state.protocol.events import Leave as Leave
 from fzero.state.protocol.events import Met as Met
 from fzero.state.protocol.events import Noted as Noted
 from fzero.state.protocol.events import Pin as Pin
+from fzero.state.protocol.events import ProtocolEvent as ProtocolEvent
 from fzero.state.protocol.events import Raised as Raised
 from fzero.state.protocol.events import Ready as Ready
 from fzero.state.protocol.events import SyncPoint as SyncPoint
@@ -64,7 +64,7 @@ from fzero.state.residency import Units as Units
 from fzero.state.rounds import Round
 
 
-def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, ...]]:
+def advance(protocol: Protocol, event: ProtocolEvent) -> tuple[Protocol, tuple[Effect, ...]]:
     """Return the record after an event, and the effects to perform, in this order.
 
     If the last effect brings an `Answer`, the event goes on with it: `advance` the record with that
@@ -82,7 +82,7 @@ def advance(protocol: Protocol, event: Event) -> tuple[Protocol, tuple[Effect, .
         >>> [type(effect).__name__ for effect in effects]
         ['Read']
         >>> alone = Round([[MessageKind.PASS, 0, 0, 0]])
-        >>> there, effects = advance(heard_asks, Answer(alone))
+        >>> there, effects = advance(asked, Answer(alone))
         >>> [(type(effect).__name__, effect.unit) for effect in effects]
         [('Gather', 0), ('Gather', 1), ('Wait', 0)]
     """

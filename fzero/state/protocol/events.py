@@ -31,14 +31,14 @@ class Announcement:
     served: bool = False
 
 
-class Event:
+class ProtocolEvent:
     """What the driver of a rank, or its performer, tells the protocol."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Join(Event):
+class Join(ProtocolEvent):
     """Register a model; forget an earlier one of the same number.
 
     gathered: units that a window has gathered, and brings.
@@ -50,14 +50,14 @@ class Join(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(Event):
+class Leave(ProtocolEvent):
     """No pass of the model will follow."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Begin(Event):
+class Begin(ProtocolEvent):
     """A forward or a backward begins.
 
     Attributes:
@@ -79,14 +79,14 @@ class Begin(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class FirstGradient(Event):
+class FirstGradient(ProtocolEvent):
     """A silent backward brings a gradient."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Use(Event):
+class Use(ProtocolEvent):
     """A kernel reads a unit: it must be gathered when the effects are done."""
 
     model: int
@@ -94,7 +94,7 @@ class Use(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Event):
+class Ready(ProtocolEvent):
     """The gradients of a unit are complete on this rank."""
 
     model: int
@@ -102,7 +102,7 @@ class Ready(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class SyncPoint(Event):
+class SyncPoint(ProtocolEvent):
     """A collective of the user's begins, in the middle of passes, or of their loss.
 
     Attributes:
@@ -117,7 +117,7 @@ class SyncPoint(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Met(Event):
+class Met(ProtocolEvent):
     """All ranks have come to a collective of the user's: what can start on each of them starts.
 
     Attributes:
@@ -130,14 +130,14 @@ class Met(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class EndForward(Event):
+class EndForward(ProtocolEvent):
     """A forward is over."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finish(Event):
+class Finish(ProtocolEvent):
     """A backward is over on this rank, or a forward that no backward follows.
 
     left: (unit, whether its gradients are complete) of units with gradients that were not reduced.
@@ -148,7 +148,7 @@ class Finish(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Failed(Event):
+class Failed(ProtocolEvent):
     """The pass of a model raised on this rank.
 
     astray: the error came from the communication itself, after which ranks may not be at one place.
@@ -159,19 +159,19 @@ class Failed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class GiveUp(Event):
+class GiveUp(ProtocolEvent):
     """Forget the pass of a model, and all that it has gathered. No other rank hears of it."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Raised(Event):
+class Raised(ProtocolEvent):
     """This rank raised outside of a pass, and the others come to a round."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Event):
+class Call(ProtocolEvent):
     """A call that every rank makes together: one round, in which this rank serves the others.
 
     The values of all ranks are in `Protocol.heard`, when all make it; until then it is made again,
@@ -184,14 +184,14 @@ class Call(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Noted(Event):
+class Noted(ProtocolEvent):
     """A call in which nothing crosses ranks: they compare it in the next round that there is."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Pin(Event):
+class Pin(ProtocolEvent):
     """A `gathered()` block holds units, exactly, on all ranks. A call of all of them."""
 
     model: int
@@ -199,7 +199,7 @@ class Pin(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Unpin(Event):
+class Unpin(ProtocolEvent):
     """A block of these units ends; None: a window, which has kept what it gathered."""
 
     model: int
@@ -207,14 +207,14 @@ class Unpin(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Changed(Event):
+class Changed(ProtocolEvent):
     """The parameters changed: what was gathered of them is stale."""
 
     model: int
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Event):
+class Answer(ProtocolEvent):
     """What every rank said in the round that was read, or the values that were exchanged.
 
     None where a round was looked for, and some rank has not posted it; or where no reduction would
@@ -225,7 +225,7 @@ class Answer(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class Broke(Event):
+class Broke(ProtocolEvent):
     """An effect raised; those after it were not done."""
 
     undone: tuple[Effect, ...]

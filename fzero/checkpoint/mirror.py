@@ -91,7 +91,7 @@ _FLIGHTS: list[AsyncSave] = []
 """The copies that this process has on their way, of all its mirrors."""
 
 
-class Copy(NamedTuple):
+class RankCopy(NamedTuple):
     """What a rank has copied at an update."""
 
     attempt: str  # of the processes that wrote it: another one after each restart
@@ -228,7 +228,9 @@ class Mirror:
         if flight is not None:  # and so it has landed on all ranks
             _remove_earlier(home)
             self._complete = flight.update
-        copy = Copy(home.attempt, update, home.hosts.rank, len(home.hosts.of_ranks), self._complete)
+        copy = RankCopy(
+            home.attempt, update, home.hosts.rank, len(home.hosts.of_ranks), self._complete
+        )
         nbytes = _bytes_of(draft.pieces) + len(json.dumps(draft.manifest.extra))
         what = f"write {home.folder}"
         everywhere(home.ranks, lambda: _make_room(home, copy, nbytes), what=what)
@@ -528,12 +530,12 @@ def _restarts() -> tuple[int, int]:
 # What is in the folder of a host.
 
 
-def copies_in(folder: Path) -> list[Copy]:
+def copies_in(folder: Path) -> list[RankCopy]:
     """Return the copies in the folder of a host, the oldest update first, by their names alone."""
     found = []
     for path in folder.iterdir():
         if (name := _NAME.fullmatch(path.name)) is not None:
-            found.append(Copy(name[1], *map(int, name.groups()[1:]), folder.name))
+            found.append(RankCopy(name[1], *map(int, name.groups()[1:]), folder.name))
     return sorted(found, key=lambda one: (one.update, one))
 
 
@@ -541,7 +543,7 @@ _NAME = re.compile(r"([0-9a-f]{16})-update-(\d+)-rank-(\d+)-of-(\d+)-after-(\d+)
 
 
 @contextmanager
-def _new_copy(home: _Home, copy: Copy) -> Iterator[Path]:
+def _new_copy(home: _Home, copy: RankCopy) -> Iterator[Path]:
     """Make the folder of a copy; at the end of the block it gets its name, unless that raises."""
     writing = home.folder / f"{_WRITING}{copy.name}"
     shutil.rmtree(writing, ignore_errors=True)  # of an attempt that was killed; no link
@@ -554,7 +556,7 @@ def _new_copy(home: _Home, copy: Copy) -> Iterator[Path]:
         raise
 
 
-def _discard(home: _Home, copy: Copy) -> None:
+def _discard(home: _Home, copy: RankCopy) -> None:
     """Remove a copy, which is none any more before its first file is gone."""
     gone = home.folder / f"{_WRITING}{copy.name}"
     shutil.rmtree(gone, ignore_errors=True)
@@ -563,7 +565,7 @@ def _discard(home: _Home, copy: Copy) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _make_room(home: _Home, copy: Copy, nbytes: int) -> None:
+def _make_room(home: _Home, copy: RankCopy, nbytes: int) -> None:
     """Remove the older copies of a rank, but for that of the last update that is whole.
 
     Raises `CheckpointError` where there is less memory than a new one takes.
@@ -602,7 +604,7 @@ def _bytes_in(folder: Path) -> tuple[int, int]:
     return found.f_bavail * found.f_frsize, taken
 
 
-def _remove_earlier(home: _Home, keep: Sequence[Copy] = ()) -> None:
+def _remove_earlier(home: _Home, keep: Sequence[RankCopy] = ()) -> None:
     """Remove what other attempts have left on this host, but for these copies.
 
     The first rank of a host does, when no other is at work there on what is removed.
@@ -676,7 +678,7 @@ def _require_writer(home: _Home) -> None:
 # A state to copies: beside the steps that follow.
 
 
-def _start(home: _Home, copy: Copy, draft: Draft) -> _Flight:
+def _start(home: _Home, copy: RankCopy, draft: Draft) -> _Flight:
     """Write what this process has into the memory of this host, and send it to other hosts."""
     written, alone = threading.Event(), Ranks(axis=Axis(size=1), beside=True)
 
@@ -707,8 +709,8 @@ def _wait_for_copies() -> None:
             handle.result()
 
 
-def _send(home: _Home, moves: Sequence[tuple[int, int, Copy]]) -> None:
-    """Copy copies from host to host: (sender, receiver, what). A collective.
+def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
+    """Send copies from host to host: (sender, receiver, what). A collective.
 
     An error of one rank is raised on all: nobody waits for a copy that does not come.
     """
@@ -724,7 +726,7 @@ def _send(home: _Home, moves: Sequence[tuple[int, int, Copy]]) -> None:
 
     told = results_of_ranks(home.beside, look, what=f"list {home.folder}")
     sent, got = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
-    taken = defaultdict[Copy, dict[str, Tensor]](dict)
+    taken = defaultdict[RankCopy, dict[str, Tensor]](dict)
     for sender, receiver, copy in moves:
         for file, size in told[sender][copy.name].items():
             if sender == me:
@@ -789,10 +791,10 @@ class _Part(NamedTuple):
     rng: str  # the random generators of its rank
 
 
-def _newest(home: _Home) -> dict[Copy, _Part] | None:
+def _newest(home: _Home) -> dict[RankCopy, _Part] | None:
     """Return the good copies of the newest update that is whole. A collective."""
 
-    def look() -> list[Copy]:
+    def look() -> list[RankCopy]:
         return copies_in(home.folder) if home.hosts.leads else []
 
     told = results_of_ranks(home.ranks, look, what=f"list {home.folder}")
@@ -830,31 +832,31 @@ def _newest(home: _Home) -> dict[Copy, _Part] | None:
     return None
 
 
-def whole_updates(copies: Sequence[Copy]) -> list[list[Copy]]:
+def whole_updates(copies: Sequence[RankCopy]) -> list[list[RankCopy]]:
     """Return the copies of each update of which all ranks have one, the newest update first.
 
     Example:
-        >>> here, there = Copy("a", 8, 0, 2, 4, "x"), Copy("b", 8, 1, 2, 4, "y")
+        >>> here, there = RankCopy("a", 8, 0, 2, 4, "x"), RankCopy("b", 8, 1, 2, 4, "y")
         >>> len(whole_updates([here, there])), len(whole_updates([here, here._replace(rank=1)]))
         (0, 1)
     """
-    updates: dict[Any, list[Copy]] = defaultdict(list)
+    updates: dict[Any, list[RankCopy]] = defaultdict(list)
     for one in sorted(copies):
         updates[one.update, one.attempt, one.ranks].append(one)
     newest = sorted(updates, reverse=True)
     return [updates[key] for key in newest if not missing(updates[key])]
 
 
-def missing(copies: Sequence[Copy]) -> list[int]:
+def missing(copies: Sequence[RankCopy]) -> list[int]:
     """Return the ranks of one update of which there is no copy."""
     there = {one.rank for one in copies}
     return [rank for rank in range(copies[0].ranks) if rank not in there]
 
 
-def _checked(home: _Home, copies: Sequence[Copy]) -> dict[Copy, _Part | str]:
+def _checked(home: _Home, copies: Sequence[RankCopy]) -> dict[RankCopy, _Part | str]:
     """Return what the copies on this host say, or what is wrong with them; its ranks share them."""
     own, ranks = home.hosts.own, home.hosts.ranks_on(home.hosts.own)
-    found: dict[Copy, _Part | str] = {}
+    found: dict[RankCopy, _Part | str] = {}
     here = [one for one in copies if one.host == own]
     for one in here[ranks.index(home.hosts.rank) :: len(ranks)]:
         path = home.folder / one.name
@@ -869,7 +871,7 @@ def _checked(home: _Home, copies: Sequence[Copy]) -> dict[Copy, _Part | str]:
     return found
 
 
-def _joined(found: Mapping[Copy, _Part]) -> Manifest:
+def _joined(found: Mapping[RankCopy, _Part]) -> Manifest:
     """Return the manifest of all copies of an update as one of a checkpoint, in their folder."""
     tensors: dict[str, Any] = {}
     buffers: dict[str, dict[str, str]] = defaultdict(dict)
@@ -890,8 +892,8 @@ def _joined(found: Mapping[Copy, _Part]) -> Manifest:
 
 
 def _missing_on_hosts(
-    hosts: Hosts, copies: Sequence[Copy], needed: Sequence[set[str]]
-) -> Iterator[tuple[int, int, Copy]]:
+    hosts: Hosts, copies: Sequence[RankCopy], needed: Sequence[set[str]]
+) -> Iterator[tuple[int, int, RankCopy]]:
     """Yield (sender, receiver, copy) for each copy that a host needs and has not.
 
     needed: the names that each rank reads. The ranks of a host take turns.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.checkpoint import CheckpointError
-from fzero.checkpoint.mirror import Copy, Hosts, missing, whole_updates
+from fzero.checkpoint.mirror import Hosts, RankCopy, missing, whole_updates
 from tests.checkpoint.states import blank, contents, make, mixed
 from tests.checkpoint.test_mirror import copies, mirror_of
 from tests.strategies import same
@@ -84,7 +84,7 @@ def test_any_hosts_but_one_more_than_the_copies_may_go(of_ranks: list[str], copi
 
 
 found = st.builds(
-    Copy,
+    RankCopy,
     st.sampled_from("ab"),
     st.integers(1, 3),
     st.integers(0, 1),
@@ -95,7 +95,7 @@ found = st.builds(
 
 
 @given(st.lists(found, max_size=12, unique=True))
-def test_the_newest_update_is_of_one_attempt_and_has_all_ranks(copies: list[Copy]) -> None:
+def test_the_newest_update_is_of_one_attempt_and_has_all_ranks(copies: list[RankCopy]) -> None:
     updates = whole_updates(copies)
     for some in updates:
         assert len({(one.attempt, one.update) for one in some}) == 1

@@ -26,7 +26,7 @@ from fzero.ranks.mesh import Axis
 from fzero.state.codec import Codec
 from fzero.state.layout import Layout, Leaf
 from fzero.state.offload import Home
-from fzero.state.protocol import Changed, Model, Pin, Ready, Unpin, Use
+from fzero.state.protocol import Changed, Model, Pin, ProtocolEvent, Ready, Unpin, Use
 
 
 class Gatherer:

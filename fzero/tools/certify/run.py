@@ -277,7 +277,7 @@ def _task(cell: Cell, cut: Cut, updates: int) -> Task:
     is_cast = isinstance(codec, bf16)  # whose rounding is known as that of a dtype
     # twice where ranks keep more than their part of a sum
     times = 2 if cell.fact("stages") == 0 or cell.at["meshes"] == "replicas" else 1
-    encodes = codec is not None and not is_cast and world * pieces > 1
+    encodes = not is_cast and world * pieces > 1
     return Task(
         world=world,
         pieces=pieces,
@@ -285,7 +285,7 @@ def _task(cell: Cell, cut: Cut, updates: int) -> Task:
         updates=updates,
         precision=precision,
         low=torch.bfloat16 if is_cast else precision.low,
-        loses=coarseness(codec) * times if encodes else 0.0,
+        loses=coarseness(codec) * times if encodes and codec is not None else 0.0,
         remembers=codec is not None and codec.memory is not False,
         sums=cell.at["reductions"] == "sum",
         ragged=cell.weighs,
@@ -541,9 +541,11 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
         state, aux = step(state, batches)
         # A step may compute other losses beside them, or those of single samples: told is the
         # first loss of each batch, or none where a step hides one of them.
-        first = {seed: loss for seed, loss in reversed(losses) if seed is not None}
+        first: dict[int | None, Tensor] = dict(reversed(losses))
         seeds = [seed_of(batch) for row in rows for batch in row]
-        told = [first[seed] for seed in seeds] if first.keys() >= {*seeds} else []
+        told = (
+            [first[seed] for seed in seeds if seed is not None] if first.keys() >= {*seeds} else []
+        )
         norm, params = aux if job.step is None else None, tensors_of(full_params(state))
         seen.append(job.seen(state, norm, told, params))
     return seen

@@ -108,11 +108,13 @@ def subject_of(model: Any, loss: Loss, batches: Any, names: tuple[str, ...] = ()
             fix="give a module, or a pytree of tensors, with a parameter that requires grad.",
         )
 
+    given: Any = batches
+
     def batch(number: int) -> Any:
-        if number < len(batches):
-            return batches[number]
+        if number < len(given):
+            return given[number]
         raise LayoutError(
-            f"certify: batch {number} was wanted, and there are {len(batches)}.",
+            f"certify: batch {number} was wanted, and there are {len(given)}.",
             cause="a cell takes updates x ranks x micro-batches batches, all different: else "
             "it would not show that one took the place of another.",
             fix="give more batches, or a function of the number; or restrict `worlds`, "

@@ -256,7 +256,7 @@ def _first(a: _Told, b: _Told, twin: _Told, unit: float, dtype: torch.dtype) -> 
     return None
 
 
-def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> LoopDifference | None:
+def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> Difference | None:
     """Compare what is told at one place: losses as means, and others on every rank."""
     told = [[log.entries[k].values for log in run.ranks] for run in (a, b, twin)]
     kind = a.ranks[0].entries[k].kind

@@ -37,10 +37,8 @@ ROOMS = (
     "__main__",
 )
 # `fzero.adapter.initialize` is where users know it; what it does lives in integrations/deepspeed.
-# The doctor looks at fzero as its users do.
 ALSO = {
     "fzero.adapter": {"integrations"},
-    "fzero.tools.doctor": {"__init__"},
 }
 
 COMMUNICATING = ("fzero.collectives.",)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.cuda import nccl
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import fzero
+from fzero import collectives
 from fzero.errors import AxisError
 from fzero.tools._columns import columns
 
@@ -88,6 +88,7 @@ class CollectiveSubject:
     op: how "scatter" and "reduce" put ranks together: "sum", or "avg".
 
     Example:
+        >>> import fzero
         >>> tail = CollectiveSubject(name="tail", run=fzero.psum_scatter, kind="scatter")
         >>> tail.formula(torch.tensor([[1.0, 2.0], [3.0, 0.0]]))
         tensor([[4.],
@@ -114,17 +115,17 @@ class CollectiveSubject:
 
 
 def _shift(x: Tensor) -> Tensor:
-    return fzero.ppermute(x, [(rank, (rank + 1) % WORLD) for rank in range(WORLD)])
+    return collectives.ppermute(x, [(rank, (rank + 1) % WORLD) for rank in range(WORLD)])
 
 
 SUBJECTS = (
-    CollectiveSubject(name="all_gather", run=fzero.all_gather, kind="gather"),
+    CollectiveSubject(name="all_gather", run=collectives.all_gather, kind="gather"),
     CollectiveSubject(
-        name="reduce_scatter (psum_scatter)", run=fzero.reduce_scatter, kind="scatter"
+        name="reduce_scatter (psum_scatter)", run=collectives.reduce_scatter, kind="scatter"
     ),
-    CollectiveSubject(name="all_reduce (psum)", run=fzero.all_reduce, kind="reduce"),
-    CollectiveSubject(name="pmean", run=fzero.pmean, kind="reduce", op="avg"),
-    CollectiveSubject(name="all_to_all", run=fzero.all_to_all, kind="exchange"),
+    CollectiveSubject(name="all_reduce (psum)", run=collectives.all_reduce, kind="reduce"),
+    CollectiveSubject(name="pmean", run=collectives.pmean, kind="reduce", op="avg"),
+    CollectiveSubject(name="all_to_all", run=collectives.all_to_all, kind="exchange"),
     CollectiveSubject(name="ppermute", run=_shift, kind="shift"),
 )
 
@@ -426,7 +427,7 @@ def environment() -> dict[str, Any]:
     return {
         "python": {"version": platform.python_version(), "platform": platform.platform()},
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "packages": {"fzero": fzero.__version__, **{name: version(name) for name in REQUIRED}},
+        "packages": {name: version(name) for name in ("fzero", *REQUIRED)},
         "beside": {name: found for name in BESIDE if (found := version(name))},
         "backends": there,
         "cpu": {

@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tests.touched import ROOT, Map, functions_at
 
@@ -183,11 +183,11 @@ def _others(node: ast.AST) -> Iterator[ast.AST]:
 
 def _put(source: str, node: ast.AST, other: ast.AST) -> str:
     """Return the text with `other` where it says that it stands (else where `node` does)."""
-    at = other if isinstance(node, ast.If) else node
+    at: Any = other if isinstance(node, ast.If) else node
     lines = source.splitlines(keepends=True)
-    first, last = at.lineno - 1, at.end_lineno - 1  # type: ignore[attr-defined]
-    before = lines[first].encode()[: at.col_offset].decode()  # type: ignore[attr-defined]
-    after = lines[last].encode()[at.end_col_offset :].decode()  # type: ignore[attr-defined]
+    first, last = at.lineno - 1, at.end_lineno - 1
+    before = lines[first].encode()[: at.col_offset].decode()
+    after = lines[last].encode()[at.end_col_offset :].decode()
     text = ast.unparse(other)
     text = (
         f"({text})" if isinstance(other, ast.expr) and not isinstance(other, ast.Constant) else text

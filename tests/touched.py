@@ -216,7 +216,7 @@ class _Watch:
     def __init__(self, config: pytest.Config) -> None:
         import coverage
 
-        self.path = Path(config.getoption("--map")).resolve()
+        self.path = Path(str(config.getoption("--map"))).resolve()
         self.data = self.path.with_suffix(".coverage")
         self.is_worker = hasattr(config, "workerinput")
         self.coverage = coverage.Coverage(
@@ -292,7 +292,8 @@ def _smoke(everything: dict[str, dict[str, set[str]]]) -> Iterator[str]:
                 room = "/".join(test.partition("::")[0].split("/")[:2])
                 rooms.setdefault(room, {}).setdefault(test, set()).add(f"{file}:{function}")
     for room in sorted(rooms):
-        missing, tests = set().union(*rooms[room].values()), rooms[room]
+        tests = rooms[room]
+        missing = {function for functions in tests.values() for function in functions}
         for _ in range(FOR_A_ROOM):
             best = max(tests, key=lambda test: (len(tests[test] & missing), test))
             if not tests[best] & missing:

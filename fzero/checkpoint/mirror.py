@@ -535,7 +535,8 @@ def copies_in(folder: Path) -> list[RankCopy]:
     found = []
     for path in folder.iterdir():
         if (name := _NAME.fullmatch(path.name)) is not None:
-            found.append(RankCopy(name[1], *map(int, name.groups()[1:]), folder.name))
+            update, rank, ranks, complete = map(int, name.groups()[1:])
+            found.append(RankCopy(name[1], update, rank, ranks, complete, folder.name))
     return sorted(found, key=lambda one: (one.update, one))
 
 

@@ -356,19 +356,19 @@ class _Engine(_AUTOGRAD._ImperativeEngine):
         """Run it, with the adjoints of all calls that it comes to on any rank."""
         roots, options = list(zip(tensors, grad_tensors, strict=True)), (keep_graph, create_graph)
         tokens = _tokens_of_derivative(accumulate=accumulate_grad)
-        given = accumulate_grad
+        given, torchs = accumulate_grad, cast(Any, super())
         if tokens and not all(isinstance(x, Tensor) for x in tensors):
             raise of_an_edge("torch.autograd.grad")
         same = shared(tensors, tokens, inputs, accumulate=given, inside=True)
         if not (same.ties or same.edges):
             by = tuple(inputs), allow_unreachable, accumulate_grad
-            return super().run_backward(tuple(tensors), tuple(grad_tensors), *options, *by)
+            return torchs.run_backward(tuple(tensors), tuple(grad_tensors), *options, *by)
         if same.ties:  # of a root of its own; one of the user's may be a constant
             roots = [pair for pair in roots if pair[0].requires_grad]
             roots.append((tied_to(torch.zeros(0), same.ties), torch.zeros(0)))
         of, dys = zip(*roots, strict=True)
         by = (*inputs, *same.edges), True, accumulate_grad
-        found: Any = super().run_backward(of, dys, *options, *by)
+        found = torchs.run_backward(of, dys, *options, *by)
         if accumulate_grad:
             return found
         found = found[: len(inputs)]

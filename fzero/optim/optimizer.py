@@ -467,7 +467,7 @@ class Optimizer(OfPrecision):
         if not owned:
             copy = torch.clone if device is None else cloned  # where it lives
             params = [copy(p) for p in params]
-            state = optree.tree_map(copy, state, namespace=NAMESPACE)
+            state = copied(state, copy)
         after = after_update(state, now, found_inf)
         # A skipped step does not use its number, so that it may be a wrong one then.
         numbers = [int(x) if found_inf is None else x for x in (after.count, *after.steps)]
@@ -703,9 +703,9 @@ def _shown(value: Any) -> str:
     return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
-def copied(state: Any) -> Any:
+def copied(state: Any, copy: Callable[[Tensor], Tensor] = cloned) -> Any:
     """Return the same state in memory of its own, each tensor where it lived."""
-    return optree.tree_map(cloned, state, namespace=NAMESPACE)
+    return optree.tree_map(copy, state, namespace=NAMESPACE)
 
 
 def _not_rounded(optimizer: Optimizer) -> PhaseError:

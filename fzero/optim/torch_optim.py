@@ -613,10 +613,8 @@ def _updated(
         flats, pieces = in_portions(flats, pieces, codec_of, unused)
     whole = frozenset[int]() if owners is None else owners.positions
     even = [i for i in range(len(flats.params)) if i not in whole]
-    own = [  # of each parameter that this rank owns, numbered behind the flats
-        Piece(len(flats.params) + k, owners.leaves[k].leaf, 0, owners.leaves[k].leaf.numel)
-        for k in (() if owners is None else owners.mine)
-    ]
+    mine = [] if owners is None else [(k, owners.leaves[k].leaf) for k in owners.mine]
+    own = [Piece(len(flats.params) + k, leaf, 0, leaf.numel) for k, leaf in mine]
     turn = _turn_of(bound, state, unused)
     every = [*(p for p in pieces if p.index not in whole), *own]
     units = _units_of(bound, every, turn.now, threads)

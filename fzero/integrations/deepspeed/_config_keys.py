@@ -91,7 +91,7 @@ def as_int(value: Any) -> int:
     return int(value)
 
 
-def _meant(words: Mapping[str, Any], value: Any) -> Any:
+def _meant(words: Mapping[Any, Any], value: Any) -> Any:
     if (word := str(value).lower()) not in words:
         raise ValueError(value)
     return words[word]

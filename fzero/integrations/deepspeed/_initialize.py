@@ -174,10 +174,10 @@ def initialize(
         loader = loader_of(training_data, batch, axis, drop_last=drop_last, collate_fn=collate_fn)
     originals = convert(model, values)
     try:
-        makes = callable(chosen) and not isinstance(chosen, Optimizer)
-        if makes and model_parameters is not None:
+        makes: Any = None if isinstance(chosen, Optimizer) else chosen
+        if callable(makes) and model_parameters is not None:
             some = [p for p in model_parameters if not isinstance(p, Tensor) or p.requires_grad]
-            chosen = chosen(some)
+            chosen = makes(some)
         engine = DeepSpeedEngine(model, chosen, mesh=axis, **options)
         if schedule is not None:
             engine.lr_scheduler = _stepped(engine, schedule)

@@ -52,8 +52,9 @@ class ConfiguredLR(LambdaLR):
     def step(self, epoch: int | None = None) -> None:
         """Advance by one update, and set what the next one uses."""
         super().step(epoch)
-        for group in self.optimizer.param_groups if self._betas is not None else ():
-            group["betas"] = self._betas(self.last_batch_iteration)
+        if self._betas is not None:
+            for group in self.optimizer.param_groups:
+                group["betas"] = self._betas(self.last_batch_iteration)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of updates so far, as DeepSpeed's schedulers do."""

@@ -428,11 +428,12 @@ def _wrong_ranks(
             rng_setter(rng_text(call.generators[0]), "the recording")()
             devices = iter(call.devices)
             inputs: Any = stack_of(call.inputs) if held.is_stack else call.inputs[0]
-            args, kwargs = optree.tree_map(
+            moved: Any = optree.tree_map(
                 lambda x, devices=devices: x.to(next(devices)) if isinstance(x, Tensor) else x,
                 inputs,
                 namespace=NAMESPACE,
             )
+            args, kwargs = moved
             result = fn(made, *args, **kwargs)
             made = made if held.engine is not None else state_in(result)
             rows = digests(held_by("record", made, apart=True))

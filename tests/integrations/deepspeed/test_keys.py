@@ -279,7 +279,7 @@ def test_auto_sizes_are_those_that_the_trainer_puts_in(sizes: dict[str, Any]) ->
     config = {"zero_optimization": {"stage": 3, **dict.fromkeys(every, "auto")}}
     options = initialize(Hugging(**{**sizes, **text}), config=config).options
     found = (
-        options.bucket_bytes // 4,
+        (options.bucket_bytes or 0) // 4,
         options.gathering.prefetch_numel,
         options.gathering.persistence_threshold_numel,
     )

@@ -4,8 +4,8 @@
 occurs (every pair, where `sparse(2)` asks for it), and of these as many as take PUSH_S seconds, but
 at least one. A function of which one case takes longer than LONG_S waits, unless it is marked
 `smoke`. `make nightly` runs all, and writes to tests/costs.json what each function took, and the
-digests of what some read. So a function that is new, or has more cases than the night has seen,
-runs its rows on a push, and so does one whose module names TIER_INPUTS that have changed since.
+digests of what some read. So a function that is new, or has more rows than the night has seen,
+runs them on a push, and so does one whose module names TIER_INPUTS that have changed since.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def choose(items: Sequence[pytest.Item]) -> None:
         inputs = getattr(module.obj, "TIER_INPUTS", ()) if module else ()
         rows = _rows(cases)
         if (
-            count >= sum(not case.get_closest_marker("slow") for case in cases)
+            count >= len(rows)
             and not cases[0].get_closest_marker("smoke")
             and all(costs["inputs"].get(path) == digest(path) for path in inputs)
         ):

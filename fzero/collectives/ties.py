@@ -356,7 +356,7 @@ class _Engine(_AUTOGRAD._ImperativeEngine):
         """Run it, with the adjoints of all calls that it comes to on any rank."""
         roots, options = list(zip(tensors, grad_tensors, strict=True)), (keep_graph, create_graph)
         tokens = _tokens_of_derivative(accumulate=accumulate_grad)
-        given, torchs = accumulate_grad, cast(Any, super())
+        given, torchs = accumulate_grad, super()
         if tokens and not all(isinstance(x, Tensor) for x in tensors):
             raise of_an_edge("torch.autograd.grad")
         same = shared(tensors, tokens, inputs, accumulate=given, inside=True)

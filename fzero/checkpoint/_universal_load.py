@@ -280,7 +280,7 @@ def _steps(source: Folder, names: Sequence[str], found: Mapping[str, Any]) -> tu
         for place, step in steps.items():
             if step not in taken.values():
                 raise contradict(next(iter(taken.items())), (place, step))
-        return int(max(taken.values())), [int(taken[place]) for place in each]
+        return int(max(taken.values())), [int(taken[f"{ZERO}/{name}/{STEP}.pt"]) for name in names]
     if not steps and source.states():  # of an optimizer that counts no steps
         one, where = source.states()[0], source.root / f"*{STATES}"
         made, skipped = one.get("global_steps"), one.get("skipped_steps", 0)

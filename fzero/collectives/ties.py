@@ -403,7 +403,7 @@ def _tokens_of_derivative(*, accumulate: bool) -> Tokens:
             return run.tokens
     if in_backward:
         return {}
-    scopes = [one for one in book.scopes if not one.level and (one.in_loss or not accumulate)]
+    scopes = [one for one in book.scopes if not one.level and one.in_loss]
     known = {call: token for one in scopes for call, token in one.tokens.items()}
     return {call: known[call] for call in sorted(known, key=lambda call: call.number)}
 

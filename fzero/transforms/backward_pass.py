@@ -351,9 +351,8 @@ class Pass:
         """
         form, owner = self.form, self.states[self.owner]
         index = owner.progress.backwards
-        if self.gathers:
-            _ = self.machine.line.record  # raises after the model has left
-            # The states of another pass, beside which this one was, have other units.
+        _ = self.machine.line.record  # raises after the model has left
+        if self.gathers:  # the states of another pass, beside which this one was, have other units
             known = schedule.of_units(owner.schedule, self.machine.units.numels)
             if known is not owner.schedule:
                 self.put(self.owner, owner.replace(schedule=known))

@@ -84,7 +84,7 @@ def test_rates_that_require_grad_raise_and_slots_are_as_wide_as_parameters() -> 
         with pytest.raises(LayoutError, match=r"(?s)is a tensor.*float\(") as caught:
             made()
         assert "schedule" not in str(caught.value)
-    with pytest.raises(CallError, match=r"functools\.partial\(torch\.optim\.SGD, lr=0\.5\)"):
+    with pytest.raises(CallError, match=r"functools\.partial\(torch\.optim\.SGD, lr=0\.1\)"):
         fzero.optim.from_torch(torch.optim.SGD, lr=0.5)  # type: ignore[call-arg]
 
 

@@ -15,7 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter import access
+from fzero.adapter.access import (
+    full_optimizer_state,
+    full_parameter,
+    local_gradient,
+    local_optimizer_state,
+    local_parameter,
+    set_full_gradient,
+    set_full_optimizer_state,
+    set_full_parameter,
+    set_local_gradient,
+    set_local_optimizer_state,
+    set_local_parameter,
+    used,
+    whole_gradient,
+)
 from fzero.adapter.driver import OWNERS, Driver
 from fzero.adapter.parts import ParameterPlace, find, find_learning
 from fzero.errors import LayoutError
@@ -46,7 +60,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if driver.state.window.is_open:
         return _pending(driver, place)
     held = driver.reduced("safe_get_full_grad()", path)
-    return access.whole_gradient(driver.state, place) if held else None
+    return whole_gradient(driver.state, place) if held else None
 
 
 def _pending(driver: Driver, place: ParameterPlace) -> Tensor | None:
@@ -56,13 +70,13 @@ def _pending(driver: Driver, place: ParameterPlace) -> Tensor | None:
     if not state.window.pending.held:
         return None
     flat = to_device(place.flat_of(state, state.window.pending.flats), state.device)
-    return access.used(state, unpack(state.setup.layout, place.group, flat)[place.position]).clone()
+    return used(state, unpack(state.setup.layout, place.group, flat)[place.position]).clone()
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set the gradient to the full tensor `value`, which is the same on every rank."""
     driver, path, _ = _of(param)
-    access.set_full_gradient(driver, path, value)
+    set_full_gradient(driver, path, value)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -71,19 +85,19 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     None for a frozen parameter, which no optimizer steps.
     """
     driver, path, learns = _of(param)
-    return _wide(access.full_parameter(driver, path)) if learns else None
+    return _wide(full_parameter(driver, path)) if learns else None
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set the parameter and its master to the full `value`, the same on every rank."""
     driver, path, _ = _of(param)
-    access.set_full_parameter(driver, path, value)
+    set_full_parameter(driver, path, value)
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return the full state `optim_state_key` ("exp_avg", ...); None for a frozen parameter."""
     driver, path, learns = _of(param)
-    return _wide(access.full_optimizer_state(driver, path, optim_state_key)) if learns else None
+    return _wide(full_optimizer_state(driver, path, optim_state_key)) if learns else None
 
 
 def safe_set_full_optimizer_state(
@@ -91,19 +105,19 @@ def safe_set_full_optimizer_state(
 ) -> None:
     """Set state `optim_state_key` to the full `value`, the same on every rank."""
     driver, path, _ = _of(param)
-    access.set_full_optimizer_state(driver, path, optim_state_key, value)
+    set_full_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """Return this rank's shard of the gradient, 1-D; None for a frozen parameter."""
     driver, path, learns = _of(param)
-    return access.local_gradient(driver, path) if learns else None
+    return local_gradient(driver, path) if learns else None
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's shard of the gradient to `value`."""
     driver, path, _ = _of(param)
-    access.set_local_gradient(driver, path, value)
+    set_local_gradient(driver, path, value)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -112,19 +126,19 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     None for a frozen parameter, which no optimizer steps.
     """
     driver, path, learns = _of(param)
-    return _wide(access.local_parameter(driver, path)) if learns else None
+    return _wide(local_parameter(driver, path)) if learns else None
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's shard of the parameter and of its master to `value`. Stage 3."""
     driver, path, _ = _of(param)
-    access.set_local_parameter(driver, path, value)
+    set_local_parameter(driver, path, value)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Return this rank's shard of state `optim_state_key`, 1-D; None for a frozen parameter."""
     driver, path, learns = _of(param)
-    return _wide(access.local_optimizer_state(driver, path, optim_state_key)) if learns else None
+    return _wide(local_optimizer_state(driver, path, optim_state_key)) if learns else None
 
 
 def safe_set_local_optimizer_state(
@@ -132,7 +146,7 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Set this rank's shard of state `optim_state_key` to `value`."""
     driver, path, _ = _of(param)
-    access.set_local_optimizer_state(driver, path, optim_state_key, value)
+    set_local_optimizer_state(driver, path, optim_state_key, value)
 
 
 def safe_update_full_grad_vectorized(

@@ -577,7 +577,8 @@ def _copied(x: Any) -> Any:
 
 def _is_passed_by(x: Any) -> bool:
     module = f"{type(x).__module__}"
-    return module.startswith(_PASSED_BY) and not module.startswith(_LOOKED_INTO)
+    looked_into = module.startswith(_LOOKED_INTO) and not isinstance(x, Template)
+    return module.startswith(_PASSED_BY) and not looked_into
 
 
 def _is_library(module: Any) -> bool:

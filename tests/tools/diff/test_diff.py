@@ -126,7 +126,7 @@ def test_several_states_are_named_by_their_keys() -> None:
 def test_what_is_no_run_is_refused() -> None:
     good: Any = run()
     bad: Any = updated
-    with pytest.raises(fzero.LayoutError, match=r"Fix: give fzero\.Run\(step=fzero\.shard"):
+    with pytest.raises(fzero.LayoutError, match=r"Fix: give fzero\.tools\.Run\(step=fzero\.shard"):
         fzero.diff(good, bad)
     with pytest.raises(fzero.LayoutError, match=r"run_b has .*in the place of a sharded step"):
         fzero.diff(good, replace(good, step=updated))

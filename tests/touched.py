@@ -293,7 +293,7 @@ def _smoke(everything: dict[str, dict[str, set[str]]]) -> Iterator[str]:
                 rooms.setdefault(room, {}).setdefault(test, set()).add(f"{file}:{function}")
     for room in sorted(rooms):
         tests = rooms[room]
-        missing = {function for functions in tests.values() for function in functions}
+        missing = set(itertools.chain.from_iterable(tests.values()))
         for _ in range(FOR_A_ROOM):
             best = max(tests, key=lambda test: (len(tests[test] & missing), test))
             if not tests[best] & missing:

@@ -14,12 +14,13 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from fzero.context.here import is_abstract
+from fzero.context.modes import is_recorded
 from fzero.errors.check import check_flags, is_count, require
 from fzero.machine.blocks import blocks_in, in_blocks
 from fzero.state.codec import Codec, mixed
@@ -154,9 +155,23 @@ def dynamic_levels(*, signed: bool) -> Tensor:
     return torch.tensor(sorted(found))
 
 
-@lru_cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
-    return dynamic_levels(signed=signed).to(device)
+    return _table(signed, "levels", device)[0]
+
+
+def _table(signed: bool, which: str, device: torch.device) -> tuple[Tensor, ...]:
+    """Return a table, which is kept unless it has no values: that of a record ends with it."""
+    if (found := _TABLES.get((signed, which, device))) is not None:
+        return found
+    levels = dynamic_levels(signed=signed)
+    made = (levels,) if which == "levels" else _bounds(levels, signed, which)
+    made = tuple(x.to(device) for x in made)
+    if not (is_abstract() or is_recorded(made)):
+        _TABLES[signed, which, device] = made
+    return made
+
+
+_TABLES: dict[tuple[bool, str, torch.device], tuple[Tensor, ...]] = {}
 
 
 def _level(ratios: Tensor, signed: bool, which: str) -> Tensor:
@@ -165,16 +180,14 @@ def _level(ratios: Tensor, signed: bool, which: str) -> Tensor:
     The first 16 bits of a ratio leave two levels at most, of which it is said where the second one
     begins: so two look-ups do what a search would take long for.
     """
-    first, begins = _tables(signed, which, ratios.device)
+    first, begins = _table(signed, which, ratios.device)
     key = ((ratios.view(torch.int32) >> 16) & 0xFFFF).reshape(-1)
     above = ratios.reshape(-1) >= begins.index_select(0, key)
     return (first.index_select(0, key) + above.view(torch.uint8)).view_as(ratios)
 
 
-@lru_cache
-def _tables(signed: bool, which: str, device: torch.device) -> tuple[Tensor, Tensor]:
+def _bounds(levels: Tensor, signed: bool, which: str) -> tuple[Tensor, Tensor]:
     """Return by the first 16 bits of a ratio its lower level, and from which ratio on the next."""
-    levels = dynamic_levels(signed=signed)
     edges = levels[1:] if which == "below" else ((levels[1:].double() + levels[:-1]) / 2).float()
     if not signed and which == "nearest":
         edges[0] = 2.0**-149  # a positive number is never 0
@@ -184,4 +197,4 @@ def _tables(signed: bool, which: str, device: torch.device) -> tuple[Tensor, Ten
     first = torch.searchsorted(edges, low, right=True)  # edges at or below the lowest of a key
     begins = torch.cat([edges, torch.tensor([torch.inf])])[first]
     begins = torch.where(begins <= high, begins, torch.inf)
-    return first.to(torch.uint8).to(device), begins.to(device)
+    return first.to(torch.uint8), begins

@@ -21,6 +21,8 @@ import fzero
 from tests.covering import covered
 from tests.ranks import spawn_script
 
+TIER_INPUTS = ("examples",)  # tests/tiers.py: a push that changes them runs these tests
+
 ROOT = Path(__file__).parent.parent
 SCRIPT = "examples/grad_cache.py"
 WIDTH = 8

@@ -13,6 +13,8 @@ import pytest
 import fzero
 from tests.ranks import run_ranks, spawn_script
 
+TIER_INPUTS = ("examples",)  # tests/tiers.py: a push that changes them runs these tests
+
 pytestmark = [pytest.mark.xdist_group("gloo"), pytest.mark.timeout(300)]
 
 HAS_LIBRARIES = all(map(importlib.util.find_spec, ("transformers", "sentence_transformers")))

@@ -18,6 +18,8 @@ from tests.descends import descends
 from tests.ranks import run_ranks
 from tests.test_examples_small import FOLDER, require_claims, run
 
+TIER_INPUTS = ("examples",)  # tests/tiers.py: a push that changes them runs these tests
+
 AXIS = {"ulysses": "seq", "ring_attention": "seq", "siglip": "ring", "moe": "expert"}
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.ranks import run_ranks, spawn_script
 
+TIER_INPUTS = ("examples",)  # tests/tiers.py: a push that changes them runs these tests
+
 FOLDER = Path(__file__).parent.parent / "examples"
 EXAMPLES = (
     "maml.py",

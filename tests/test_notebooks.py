@@ -13,6 +13,8 @@ from nbclient import NotebookClient
 
 from tests.site.notebooks import NOTEBOOKS, TORCH, kernel, read, run, shown
 
+TIER_INPUTS = ("notebooks",)  # tests/tiers.py: a push that changes them runs these tests
+
 TABLES = {"01_one_step.ipynb": 1}  # that are shown as HTML, at least
 PICTURES = {"07_property_testing.ipynb": 1}  # at least; the others have two
 QUICK = {"01_one_step.ipynb", "02_hooks.ipynb"}  # `make nightly` runs the others again

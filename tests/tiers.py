@@ -14,6 +14,7 @@ import functools
 import hashlib
 import json
 import random
+import subprocess
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,11 +84,11 @@ def arguments(case: pytest.Function) -> dict[str, Any]:
 
 @functools.cache
 def digest(path: str) -> str:
-    """Return the digest of the text of a file, or of all files that git may know in a folder."""
-    start = ROOT / path
-    files = [start] if start.is_file() else sorted(p for p in start.rglob("*") if p.is_file())
-    kept = [p for p in files if not {"__pycache__", "_build", ".ipynb_checkpoints"} & {*p.parts}]
+    """Return the digest of a file, or of all files of a folder that git does not ignore."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--", path]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     total = hashlib.sha256()
-    for file in kept:
-        total.update(file.relative_to(ROOT).as_posix().encode() + b"\0" + file.read_bytes())
+    for name in sorted(names.splitlines()):
+        if (ROOT / name).is_file():  # else it was removed, and not committed yet
+            total.update(name.encode() + b"\0" + (ROOT / name).read_bytes())
     return total.hexdigest()[:16]

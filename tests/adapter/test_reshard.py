@@ -182,6 +182,7 @@ def _with_gradients(rank: int, size: int) -> list[bool]:
     ]
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 def test_gradients_of_a_rank_that_leaves_count() -> None:
     found = run_ranks(_with_gradients, 3)

@@ -68,6 +68,7 @@ def test_later_steps_which_round_are_the_same_at_every_stage_in_both_drivers(
         assert torch.allclose(first[path], value, rtol=0.05, atol=0.5), path
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gloo_ranks_give_the_same_bits(stage: int) -> None:

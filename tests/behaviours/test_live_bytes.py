@@ -211,6 +211,7 @@ def test_one_bucket_more_on_the_wire_is_seen(kind: type) -> None:
         assert "bytes, at most" in text
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 def test_a_window_adds_and_reduces_gradients_where_they_wait() -> None:
     run_ranks(window_of, RANKS)

@@ -185,6 +185,7 @@ def _save_zeros(rank: int, size: int, folder: Path) -> None:
     save(folder, make({"w": torch.zeros(120_000)}, stage=0))
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 def test_ranks_share_the_writing_of_what_all_of_them_hold(tmp_path: Path) -> None:
     run_ranks(_save_zeros, 3, tmp_path)

@@ -247,6 +247,7 @@ def _loads(rank: int, size: int, path: str, stage: int) -> dict[str, Tensor]:
     return whole(on_ranks(train, made, 1))
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_processes_load_what_one_process_does(stage: int, tmp_path: Path) -> None:

@@ -380,6 +380,7 @@ def unlike(rank: int, world_size: int) -> list[str]:
     return found
 
 
+@pytest.mark.smoke
 @on_gloo
 def test_processes_that_differ_are_named_with_both_shapes() -> None:
     for found in run_ranks(unlike, 2):

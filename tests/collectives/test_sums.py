@@ -43,6 +43,7 @@ def lost(dtype: torch.dtype) -> Tensor:
     return xs
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("dtype", list(LOST))
 def test_16_bit_floats_are_added_in_fp32(dtype: torch.dtype) -> None:

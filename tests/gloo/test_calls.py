@@ -166,6 +166,7 @@ def rates_body(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.smoke
 def test_learning_rates_that_differ_are_told_before_the_update() -> None:
     for message in run_ranks(rates_body, 2):
         seen = "rank 0 apply_gradients with lr(1) = 0.25, rank 1 apply_gradients with lr(1) = 0.5"

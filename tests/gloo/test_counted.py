@@ -58,6 +58,7 @@ def test_a_plan_has_the_rounds_of_processes(
         assert counted == plan.collectives, stage
 
 
+@pytest.mark.smoke
 @on_ranks(4)
 def test_each_rank_counts_what_crosses_either_dim(rank: int, world_size: int) -> None:
     local = fzero.local(step_of(lambda p, x: (p["w"] * x).sum()), every=1)

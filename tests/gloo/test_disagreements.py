@@ -101,6 +101,7 @@ def send_frozen_leaves_of_any_dtype(rank: int, world_size: int) -> None:
             assert torch.equal(held[str(kind)].float(), bits.float()), kind
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     "body", [raise_at_init, call_more_often_in_a_window, send_frozen_leaves_of_any_dtype]
 )

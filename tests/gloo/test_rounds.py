@@ -32,6 +32,7 @@ def _counts(rank: int, size: int) -> dict[tuple[str, str], dict[str, int]]:
     return found
 
 
+@pytest.mark.smoke
 def test_a_call_has_one_round_and_its_backward_another() -> None:
     wanted = {
         (name, mode): {"agree": n, op: n}

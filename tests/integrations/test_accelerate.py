@@ -14,6 +14,8 @@ from fzero.errors import LayoutError, PhaseError
 from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import launched
 
+TIER_INPUTS = ("fzero/integrations",)  # tests/tiers.py: a push that changes them runs these tests
+
 pytest.importorskip("accelerate")
 
 BATCHES, SIZE, STEPS = 6, 4, 2  # of samples on all ranks; backwards of an update

@@ -17,6 +17,8 @@ from fzero.errors import LayoutError
 from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import launched, started
 
+TIER_INPUTS = ("fzero/integrations",)  # tests/tiers.py: a push that changes them runs these tests
+
 for name in ("accelerate", "datasets", "lightning_fabric", "transformers"):
     pytest.importorskip(name, exc_type=ImportError)
 

@@ -18,6 +18,8 @@ from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import started
 from tests.ranks import spawn_script
 
+TIER_INPUTS = ("fzero/integrations",)  # tests/tiers.py: a push that changes them runs these tests
+
 pytest.importorskip("lightning_fabric")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

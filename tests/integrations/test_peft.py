@@ -25,6 +25,8 @@ from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import launched
 from tests.test_examples_small import run
 
+TIER_INPUTS = ("fzero/integrations",)  # tests/tiers.py: a push that changes them runs these tests
+
 peft: Any = pytest.importorskip("peft", exc_type=ImportError)
 transformers: Any = pytest.importorskip("transformers", exc_type=ImportError)
 module: Any = importlib.import_module("fzero.integrations.peft")

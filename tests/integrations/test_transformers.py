@@ -21,6 +21,8 @@ from tests.adapter.on_ranks import on_ranks
 from tests.integrations.launched import launched
 from tests.ranks import spawn_script
 
+TIER_INPUTS = ("fzero/integrations",)  # tests/tiers.py: a push that changes them runs these tests
+
 for name in ("accelerate", "datasets", "lightning_fabric", "sentence_transformers", "trl"):
     pytest.importorskip(name, exc_type=ImportError)
 

@@ -26,6 +26,7 @@ def body(rank: int, world_size: int, program: Program, stages: list[int]) -> lis
     return [run(program, Place(ranks=world_size, stage=stage)) for stage in stages]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_processes_have_the_bits_of_one_rank(name: str, ranks: int) -> None:

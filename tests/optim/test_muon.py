@@ -274,6 +274,7 @@ def on_gloo(rank: int, world_size: int, name: str, stage: int) -> dict[str, Tens
     return {path: p.detach() for path, p in got.items()}
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 @covered(name=["ours", "foreign"], place=[(0, 2), (1, 2), (3, 2), (2, 4)])
 def test_processes_have_the_bits_of_one(name: str, place: tuple[int, int]) -> None:

@@ -77,6 +77,7 @@ def failure_of(*args: Any, **options: Any) -> str:
     return str(caught.value)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_rank_runs_once_in_a_process_that_is_kept_and_talks_to_the_others(
     world_size: int,

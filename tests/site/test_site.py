@@ -23,6 +23,8 @@ from fzero.__main__ import _parser
 from tests.site.browser import NAME, sizes
 from tests.site.tables import BEGIN, END, ROOT, documents, with_tables
 
+TIER_INPUTS = ("docs",)  # tests/tiers.py: a push that changes them runs these tests
+
 DOCS = ROOT / "docs"
 TOOLS = (ROOT / "fzero" / "tools" / "__init__.py").read_text()
 PAGES = [path for path in DOCS.rglob("*.md") if "_build" not in path.parts]

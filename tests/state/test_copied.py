@@ -89,6 +89,7 @@ def _copied(rank: int, size: int, how: str, given: dict[str, Any]) -> None:
     assert all(torch.equal(again[k], v) for k, v in wanted.items())
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

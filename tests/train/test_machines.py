@@ -22,6 +22,8 @@ from train.claim import launch_of
 from train.machines import LAUNCH, Machine, end, make_machines, memory_of, run
 from train.train import train
 
+TIER_INPUTS = ("examples/train",)  # tests/tiers.py: a push that changes them runs these tests
+
 
 def assert_the_whole_run(run: Killed, whole: Path) -> None:
     """Compare the last checkpoint with that of a run on one rank that nobody killed."""

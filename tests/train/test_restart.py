@@ -16,6 +16,8 @@ from tests.train.runs import ARGS, saved_losses, small
 from train.claim import begun_before, claimed
 from train.train import train
 
+TIER_INPUTS = ("examples/train",)  # tests/tiers.py: a push that changes them runs these tests
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPT = """
 import os, signal, sys

@@ -193,6 +193,7 @@ def differ_on_gloo(rank: int, world_size: int, case: str) -> None:
         differ(rank, case)
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 def test_so_do_processes() -> None:
     run_ranks(differ_on_gloo, 2, "trained")

@@ -274,6 +274,7 @@ def _on_gloo(rank: int, size: int, stage: int) -> tuple[Any, ...]:
     return (*facts, [x.tolist() for x in whole])
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 @pytest.mark.parametrize("stage", [0, 3])
 def test_processes_report_the_same(stage: int) -> None:

@@ -83,6 +83,7 @@ def test_an_engine_has_the_same_bits_by_no_sync(stage: int) -> None:
     each_rank(lambda rank: both(rank, 2, stage), 2)
 
 
+@pytest.mark.smoke
 @pytest.mark.xdist_group("gloo")
 def test_on_gloo_ranks_too() -> None:
     run_ranks(both, 2, 3)

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import COSTS, ROOT, digest
+from tests.tiers import COSTS, ROOT, digest, name_of
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -45,7 +45,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             with Path(path).open("a") as file:
                 outcome = item.stash.get(_outcome, "passed")
                 file.write(
-                    json.dumps([item.nodeid, outcome, round(took_s, 3), round(cpu_s, 2)]) + "\n"
+                    json.dumps([name_of(item), outcome, round(took_s, 3), round(cpu_s, 2)]) + "\n"
                 )
 
 
@@ -99,7 +99,7 @@ def _keep(path: Path) -> None:
     """Write for each test function the number of its cases and the mean of their seconds."""
     cases: dict[str, dict[str, float]] = {}
     for test, _, wall_s, cpu_s in map(json.loads, path.read_text().splitlines()):
-        function = test.partition("[")[0].partition("@")[0]
+        function = test.partition("[")[0]
         cases.setdefault(function, {})[test] = max(wall_s, cpu_s)
     functions = {
         name: [len(took), round(sum(took.values()) / len(took), 3)]

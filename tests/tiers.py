@@ -54,9 +54,15 @@ def choose(items: Sequence[pytest.Item]) -> None:
                 case.add_marker(pytest.mark.slow)
 
 
+def name_of(item: pytest.Item) -> str:
+    """Return the name of a test, without the group that pytest-xdist adds to it."""
+    grouped = item.get_closest_marker("xdist_group") and item.nodeid.rpartition("@")[0]
+    return grouped or item.nodeid
+
+
 def function_of(item: pytest.Item) -> str:
     """Return the name of a test without the values of its arguments."""
-    return item.nodeid.partition("[")[0].partition("@")[0]
+    return name_of(item).partition("[")[0]
 
 
 def _rows(cases: list[Any]) -> list[Any]:

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.tiers import name_of
+
 ROOT = Path(__file__).parent.parent
 MAP = ROOT / "tests" / "map.json"
 MOST = 300  # tests of one diff
@@ -191,7 +193,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {name.partition("::")[0] for name in names}
 
     def keeps(item: pytest.Item) -> bool:
-        name = item.nodeid.partition("@")[0]  # xdist adds the group
+        name = name_of(item)
         file = name.partition("::")[0]
         return bool(name in names or file in names or item.get_closest_marker("smoke")) or (
             file not in files and file in BESIDE_FILES
@@ -226,7 +228,7 @@ class _Watch:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self.coverage.switch_context(item.nodeid.partition("@")[0])
+        self.coverage.switch_context(name_of(item))
         try:
             return (yield)
         finally:

@@ -223,7 +223,7 @@ MUTANTS: dict[str, Edit] = {
         "protocol.transitions",
         "if number not in p.served:",
         "if number not in (*p.running, *p.served):",
-        ("some are out", 55),
+        ("in step", 100),
     ),
     "sums of a backward are taken before it has ended": Edit(
         "protocol.transitions",
@@ -236,7 +236,7 @@ MUTANTS: dict[str, Edit] = {
         "    replay, r, frees = free_beside(replaced(replay, waits=False), r)\n"
         "    replay, r, reduces = start_ready(replay, r)\n"
         "    return replay, r, (*frees, *reduces)",
-        ("all go on", 143),
+        ("all go on", 582),
     ),
     "a backward beside another follows a plan": Edit(
         "protocol.records",

@@ -393,7 +393,8 @@ def _tokens_of_derivative(*, accumulate: bool) -> Tokens:
     """Return the tokens of the calls that a derivative may come to which begins here.
 
     Of none if it is one that fzero or torch make within a backward; or of torch.func, which a call
-    hears of itself. accumulate: of a backward, which in an engine's own place has its own plan.
+    hears of itself; or in no loss that fzero runs: who calls there is not known on all ranks.
+    accumulate: of a backward.
     """
     book, in_backward = _book(), _AUTOGRAD._current_graph_task_id() >= 0
     if not book.scopes or maybe_current_level() is not None or (in_backward and accumulate):

@@ -220,11 +220,12 @@ class _Watch:
 
         self.path = Path(str(config.getoption("--map"))).resolve()
         self.data = self.path.with_suffix(".coverage")
-        self.is_worker = hasattr(config, "workerinput")
+        self.joins = not hasattr(config, "workerinput")
         self.coverage = coverage.Coverage(
-            data_file=self.data, data_suffix=self.is_worker, source=[str(ROOT / "fzero")]
+            data_file=self.data, data_suffix=True, source=[str(ROOT / "fzero")]
         )
-        self.coverage.start()
+        if not (self.joins and config.getoption("numprocesses", None)):  # it runs tests
+            self.coverage.start()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
@@ -234,10 +235,12 @@ class _Watch:
         finally:
             self.coverage.switch_context("")
 
+    @pytest.hookimpl(trylast=True)  # when the workers have ended
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self.coverage.stop()
-        self.coverage.save()
-        if not self.is_worker:
+        if self.coverage.current() is not None:
+            self.coverage.stop()
+            self.coverage.save()
+        if self.joins:
             _write(self.path, self.data)
 
 

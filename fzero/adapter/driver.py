@@ -173,12 +173,14 @@ class Driver:
         self.writes.begin_forward()
         self.params.require_same_memory()
         self.running.begin_forward()
+        self.losses.calls.set_in_loss(True)
 
     def forward_ends(self, *, trains: bool, raised: BaseException | None) -> None:
         """A root forward is over, or has `raised`: ranks that gather with this one are told.
 
         Raises `PhaseError`, after the other ranks were told, if it wrote to a parameter.
         """
+        self.losses.calls.set_in_loss(False)
         error = self.writes.end_forward()
         if raised is not None and self.running.phase.announced:
             self.failed(raised)

@@ -59,6 +59,10 @@ class Scope:
         self.tokens: Tokens = {}
         self._task = _AUTOGRAD._current_graph_task_id()
 
+    def set_in_loss(self, in_loss: bool) -> None:
+        """Say whether what runs now is the forward of an engine: of a loss on all ranks."""
+        self.in_loss = in_loss
+
     def add(self, call: UsersCall, token: Tensor, *, backward: bool) -> None:
         """Take the token of a call, unless a checkpoint has made it anew in a backward."""
         anew = not backward and _AUTOGRAD._current_graph_task_id() != self._task

@@ -297,14 +297,14 @@ def _smoke(everything: dict[str, dict[str, set[str]]]) -> Iterator[str]:
                 room = "/".join(test.partition("::")[0].split("/")[:2])
                 rooms.setdefault(room, {}).setdefault(test, set()).add(f"{file}:{function}")
     for room in sorted(rooms):
-        tests = rooms[room]
-        missing = set(itertools.chain.from_iterable(tests.values()))
+        runs = rooms[room]
+        missing = set(itertools.chain.from_iterable(runs.values()))
         for _ in range(FOR_A_ROOM):
-            best = max(tests, key=lambda test: (len(tests[test] & missing), test))
-            if not tests[best] & missing:
+            best = max(runs, key=lambda test: (len(runs[test] & missing), test))
+            if not runs[best] & missing:
                 break
             yield best
-            missing -= tests[best]
+            missing -= runs[best]
 
 
 if __name__ == "__main__":

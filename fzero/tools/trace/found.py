@@ -146,6 +146,7 @@ def _holder(x: Any) -> str:
         of, path = rest.popleft()
         for one in reversed(gc.get_referrers(of)):  # what is held for long is older
             passing = isinstance(one, types.FrameType | torch.fx.Node | weakref.ref)
+            passing |= isinstance(one, types.BuiltinMethodType)  # which is being called
             passing |= _is_iterator(one) and not isinstance(one, types.GeneratorType)
             if id(one) in seen or passing or type(one).__module__ == "contextlib":
                 continue

@@ -64,7 +64,6 @@ def replace(module: Any) -> None:
     module.weight = nn.Parameter(torch.ones(3, 4, dtype=F64))
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize(
     ("change", "seen", "lazily"),

@@ -152,7 +152,6 @@ def inference_mode_while_gradients_wait(e: Any, draw: Draw) -> None:
     back(e, draw)
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow), timeout_s=30)
 @pytest.mark.parametrize("name", STYLES)
 def test_gradients_and_updates_of_every_style_are_those_of_plain_pytorch(

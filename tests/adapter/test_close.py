@@ -57,7 +57,6 @@ def counts_in_its_group(module: nn.Module) -> GroupAdam:
     return GroupAdam(learning(module).values())
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @pytest.mark.parametrize("optimizer_of", [adamw_of, adamw_class, counts_in_its_group])
 def test_after_close_plain_training_goes_on_as_if_there_had_been_no_engine(
@@ -106,7 +105,6 @@ def cross_entropy(e: Any, draw: Draw) -> None:
     nn.functional.cross_entropy(e(ids), ids).backward()
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize("second", [0, 3])
 def test_a_module_may_have_one_engine_after_another_and_what_was_tied_stays_tied(

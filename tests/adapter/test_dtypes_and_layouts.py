@@ -32,7 +32,6 @@ def low_sgd_of(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=LOW_LR, fused=False)
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @pytest.mark.parametrize("masters", [True, False])
 def test_masters_gather_updates_that_bf16_cannot_hold_and_without_them_they_are_lost(
@@ -75,7 +74,6 @@ def write(engine: Engine, how: str, value: Tensor) -> None:
 HOWS = ("set_full_parameter", "gathered", "load_state_dict", "all elements", "one element")
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2)
 @pytest.mark.parametrize(
     ("how", "stage"),
@@ -100,7 +98,6 @@ def test_what_a_user_writes_to_a_bf16_parameter_reaches_its_master(
         assert torch.equal(found["w"], w) and torch.equal(found["v"], v), f"step {number}"
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_bf16_gradients_add_up_in_fp32(at: Place, contiguous: bool) -> None:
@@ -154,7 +151,6 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_parameter_of_any_layout_trains_and_is_read_and_written_like_any_other(

@@ -125,7 +125,6 @@ BROUGHT = {
 EXPECTED = "raised in|second time|(step|coalesce)\\(\\) inside a backward"
 
 
-@pytest.mark.sparse
 @on_ranks(pytest.param(1, marks=pytest.mark.slow), 2, timeout_s=30)
 @each_stage
 @pytest.mark.parametrize("waiting", [False, True])
@@ -176,7 +175,6 @@ def stubborn_of(module: nn.Module) -> torch.optim.Optimizer:
     return Stubborn(learning(module).values(), lr=LR)
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize("every", [1, 2])
 def test_an_optimizer_that_raises_leaves_gradients_and_parameters_as_they_were(
@@ -203,7 +201,6 @@ def test_an_optimizer_that_raises_leaves_gradients_and_parameters_as_they_were(
         same(e.full_parameters(), plain.step(wanted), label="updated")
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize("told_by", ["engine.backward", "zero_grad", "nobody"])
 def test_a_backward_of_a_submodule_right_after_one_that_raised_is_not_lost_silently(

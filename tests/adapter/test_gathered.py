@@ -29,7 +29,6 @@ def chosen(module: nn.Module, kind: str) -> tuple[Any, list[str]]:
     return [module.get_parameter(path) for path in paths], paths
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @each_kind
 def test_gathered_parameters_are_whole_and_a_write_without_modify_raises(
@@ -51,7 +50,6 @@ def test_gathered_parameters_are_whole_and_a_write_without_modify_raises(
     same(engine.full_parameters(), begin, 0.0)
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @each_kind
 def test_what_rank_0_writes_in_gathered_is_trained_on_by_all(at: Place, kind: str) -> None:
@@ -132,7 +130,6 @@ def as_many_forwards_as_ranks(engine: Any, rank: int) -> list[torch.Tensor]:
     return [engine.module(x).detach().clone() for _ in range(2 * rank + 1)]
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -191,7 +188,6 @@ class Normed(nn.Module):
             return self.c(self.b(h)) * weight.norm()
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 def test_a_forward_that_reads_in_gathered_trains_as_a_plain_module(

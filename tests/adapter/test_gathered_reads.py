@@ -81,7 +81,6 @@ def check(made: Callable[[], nn.Module], way: Any, ranks: tuple[int, ...]) -> No
         assert torch.equal(full, plain().get_parameter("weight").detach())
 
 
-@pytest.mark.sparse
 @virtually(2)
 @pytest.mark.parametrize("name", MADE)
 @pytest.mark.parametrize("way", WAYS)

@@ -105,7 +105,6 @@ HOOKS: dict[str, Callable[[nn.Parameter], Callable[[Any], None]]] = {
 }
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("first", [True, False])
@@ -155,7 +154,6 @@ def submodule(e: Any, draw: Draw) -> None:
     e.module.a(draw(2, 3)).square().sum().backward()
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize("name", DROPPED)
 def test_whoever_sets_every_p_grad_to_none_drops_the_gradients(at: Place, name: str) -> None:

@@ -49,7 +49,6 @@ def trained(at: Place, rule: str, stages: dict[int, int], **options: Any) -> dic
     return masters
 
 
-@pytest.mark.sparse
 @virtually(1, 3)
 @pytest.mark.parametrize(("first", "second"), [(2, 3), (3, 0)])
 @pytest.mark.parametrize("rule", RULES)

@@ -19,7 +19,6 @@ from tests.adapter.plain import back, engine_of, same, update
 from tests.failing import fails_in_backward
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize("uses", ["none", "a forward", "gradients", "updates"])
 def test_an_engine_that_nobody_holds_goes_with_its_model(at: Place, uses: str) -> None:
@@ -73,7 +72,6 @@ class Broken(nn.Module):
         return self.net(fails_in_backward(x, MemoryError("no memory")) if self.fails else x)
 
 
-@pytest.mark.sparse
 @at_places(2)
 @pytest.mark.parametrize("failing", [{0, 1}, {1}], ids=["on all ranks", "on one rank"])
 @pytest.mark.parametrize("collecting", [set(), {0}, {1}], ids=str)

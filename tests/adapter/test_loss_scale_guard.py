@@ -22,7 +22,6 @@ STAGES = (0, 1, 2, 3)
 # What goes around the scale.
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("scale", [8.0, "dynamic", DynamicScale(init_scale=1.0), torch.ones(())])
 def test_a_plain_backward_raises_and_changes_nothing(stage: int, scale: Any) -> None:

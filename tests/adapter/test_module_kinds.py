@@ -126,7 +126,6 @@ DIFFER_BY_RANK = (
 )
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2, *(pytest.param(world_size, marks=pytest.mark.slow) for world_size in (3, 4)))
 @pytest.mark.parametrize("name", KINDS)
 def test_gradients_and_updates_of_every_kind_are_those_of_plain_pytorch(
@@ -180,7 +179,6 @@ def test_a_gradient_that_two_parameters_share_is_counted_once_for_each(
         e.zero_grad()
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize("bucket_bytes", [8, 4096])
 def test_a_part_that_is_frozen_for_a_while_gets_zeros_then_gradients_again(

@@ -155,7 +155,6 @@ CALLS: dict[str, Callable[[Engine], Any]] = {
 }
 
 
-@pytest.mark.sparse
 @virtually(2)
 @stages
 @pytest.mark.parametrize("where", ["before", "part", "part, before", "after"])

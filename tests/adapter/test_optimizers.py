@@ -43,7 +43,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 STEPS = 4
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.slow))
 @pytest.mark.parametrize(
     ("name", "make", "columns"),
@@ -114,7 +113,6 @@ def test_param_groups_keep_their_options_and_order_and_a_scheduler_made_before_d
         assert all(p is q for p, q in zip(group["params"], wanted, strict=True))
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2)
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize(
@@ -171,7 +169,6 @@ def test_optimizers_that_need_all_parameters_are_refused_by_name_before_the_modu
             assert torch.equal(p, begin[path][1])  # rank 0's values were not given to anybody
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon])
 def test_optimizers_of_whole_matrices_run_on_their_owners(
@@ -222,7 +219,6 @@ class TiedAndFrozen(Odd):
         return self.d(torch.tanh(super().forward(x)))
 
 
-@pytest.mark.sparse
 @at_places(1, 2, 3)
 @pytest.mark.parametrize("max_norm", [0.25, 1e6])
 def test_clipping_and_the_global_norm_are_those_of_torch(at: Place, max_norm: float) -> None:

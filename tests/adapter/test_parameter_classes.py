@@ -99,7 +99,6 @@ def trained(at: Place, kind: Any, *, learns: bool, at_end: Any = None) -> None:
     assert torch.allclose(module(x), plain(x), atol=1e-12)
 
 
-@pytest.mark.sparse
 @virtually(1, 2)
 @pytest.mark.parametrize("learns", [True, False])
 @pytest.mark.parametrize("stage", [0, 2])

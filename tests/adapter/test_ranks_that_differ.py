@@ -61,7 +61,6 @@ def slopes_while_gradients_of_some_ranks_wait(e: Any, draw: Draw) -> None:
     e(slope.detach()).sum().backward()
 
 
-@pytest.mark.sparse
 @on_ranks(2, 3)
 @pytest.mark.parametrize(
     ("program", "stages"),
@@ -149,7 +148,6 @@ class Branches(nn.Module):
         return self.extra(h) if extra else h
 
 
-@pytest.mark.sparse
 @at_places(2, 3)
 @pytest.mark.parametrize("told", [True, False])
 def test_all_raise_in_a_backward_of_which_they_had_reduced_other_parts(

@@ -121,7 +121,6 @@ WRONG: list[tuple[Callable[[nn.Module], Any], dict[str, Any], type[FzeroError], 
 ]
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2)
 @pytest.mark.parametrize("case", range(len(WRONG)))
 def test_wrong_arguments_raise_before_the_module_is_touched(case: int) -> None:

@@ -68,7 +68,6 @@ def _trained(stage: int, moves: dict[int, int], hidden: bool = False) -> dict[st
     }
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_training_goes_on_as_if_nothing_had_been(ranks: int, stage: int) -> None:

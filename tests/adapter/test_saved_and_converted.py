@@ -147,7 +147,6 @@ CONVERSIONS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", CONVERSIONS)

@@ -104,7 +104,6 @@ def adversaries(es: Sequence[Any], draw: Draw) -> None:
     (10 * (g.norm(dim=1) - 1).square().mean()).backward()
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2, pytest.param(3, marks=pytest.mark.slow))
 @pytest.mark.parametrize("program", [chain, side_by_side, interleaved, in_windows, adversaries])
 def test_two_engines_of_any_stages_under_one_loss_each_have_their_gradients(
@@ -125,7 +124,6 @@ def other_order_on_each_rank(es: Sequence[Any], draw: Draw) -> None:
     a(b(draw(2, 3), False).sin(), False).square().sum().backward()
 
 
-@pytest.mark.sparse
 @on_ranks(2)
 @pytest.mark.parametrize("pair", [(0, 0), (2, 2), (0, 2), (3, 2), (1, 3), (3, 3)])
 @pytest.mark.parametrize("bucket_bytes", [8, 2**20])
@@ -153,7 +151,6 @@ def distill(es: Sequence[Any], draw: Draw) -> None:
     loss.backward()
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stages", [(0, 2, 3), (3, 0, 2), (2, 3, 0), (3, 3, 3)])
 def test_frozen_engines_pass_gradients_on_and_others_learn_through_them(

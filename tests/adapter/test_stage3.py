@@ -46,7 +46,6 @@ def step(engine: Engine, backwards: int = 1, *, window: bool = False) -> fzero.C
     return log
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("reshard", "window", "gathers", "reductions"),

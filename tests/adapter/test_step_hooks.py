@@ -45,7 +45,6 @@ def in_hooks(optimizer: torch.optim.Optimizer, module: nn.Module) -> AveragedMod
     return average
 
 
-@pytest.mark.sparse
 @virtually(1, 2, 3)
 @pytest.mark.parametrize(
     ("stage", "options"),

@@ -64,7 +64,6 @@ def named(path: str) -> Any:
     return pytest.raises(MismatchError, match=f"(?s)the {path} differs on ranks 0 and 1.*own=")
 
 
-@pytest.mark.sparse
 @virtually(2, 3)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", PATHS)
@@ -87,7 +86,6 @@ def test_a_functional_state_of_ranks_that_differ_is_refused_by_name(
             fzero.shard(lambda state: (state, None), stage=stage).init(params, rule)
 
 
-@pytest.mark.sparse
 @virtually(2, 3)
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", [*PATHS, "frozen parameter's"])

@@ -89,7 +89,6 @@ def test_values_and_states_are_those_of_plain_pytorch(
     each() if world_size == 1 else fzero.simulate(each, world_size=world_size)()
 
 
-@pytest.mark.sparse
 @on_ranks(2, 3)
 @pytest.mark.parametrize("stage", [0, 3])
 def test_processes_leave_out_what_virtual_ranks_do(at: Place, stage: int) -> None:

@@ -46,7 +46,6 @@ def counted(program: Callable[[], Any]) -> tuple[dict[str, int], int]:
     return reductions(log)
 
 
-@pytest.mark.sparse
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 @each_stage
 @each_kind
@@ -122,7 +121,6 @@ def test_a_window_that_raises_reduces_nothing_and_leaves_the_records_as_they_wer
     assert e.state.progress == records
 
 
-@pytest.mark.sparse
 @at_places(1, 2)
 @pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("kind", ["coalesce", "no_sync"])
@@ -148,7 +146,6 @@ def test_managed_and_unmanaged_accumulation_update_from_the_sum_or_the_mean(
         same(e.full_parameters(), plain.step(wanted), label="updated")
 
 
-@pytest.mark.sparse
 @on_ranks(2, pytest.param(3, marks=pytest.mark.slow))
 @each_stage
 @pytest.mark.parametrize("bucket_bytes", [8, 2**22])

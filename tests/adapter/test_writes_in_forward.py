@@ -120,7 +120,6 @@ def restored_on_one(module: Any) -> None:
         module.a.weight.copy_(before)
 
 
-@pytest.mark.sparse
 @on_ranks(1, 2)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("write", [clamp, restored_on_one])

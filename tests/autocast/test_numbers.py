@@ -39,7 +39,6 @@ def test_the_gradients_of_the_oracle_are_none_of_them_zero() -> None:
         assert used == set(found) - {"unused.weight", "unused.bias"}
 
 
-@pytest.mark.sparse
 @DRIVERS
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("world_size", WORLDS)

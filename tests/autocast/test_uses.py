@@ -91,7 +91,6 @@ def by_function(rank: int, stage: int, whose: str, *, checkpointed: bool = False
     return fzero.full_params(state)
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("whose", ["ours", "torch's"])
 @pytest.mark.parametrize("driver", [by_engine, by_function])
 def test_every_use_has_a_gradient_of_its_own(driver: Any, whose: str) -> None:

@@ -84,7 +84,6 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.sparse
 @at_every_place
 @pytest.mark.parametrize("name", MODULES)
 def test_modules_of_torch_need_no_edit(name: str, place: Place) -> None:

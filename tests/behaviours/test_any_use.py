@@ -84,7 +84,6 @@ def plain_gradient(fn: Callable[..., Tensor]) -> dict[str, Tensor]:
     return mean
 
 
-@pytest.mark.sparse
 @at_every_place
 @pytest.mark.parametrize("name", USES)
 def test_any_kernel_may_read_a_parameter(name: str, place: Place) -> None:

@@ -115,7 +115,6 @@ def test_an_engine_trains_as_plain_pytorch_with_each_optimizer(rank: int, world_
         close(dict(mine.named_parameters()), dict(module.named_parameters()), label)
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("how", ["plain", "coalesce", "remat", "scale_loss", "from_torch"])
 def test_a_functional_step_trains_as_plain_pytorch(stage: int, how: str) -> None:

@@ -48,7 +48,6 @@ def in_the_update(state: Any, xs: Tensor) -> Any:
     return fzero.apply_gradients(state.replace(setup=setup)), None
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("window", [False, True])
 @at_every_place

@@ -105,7 +105,6 @@ def remat_loss(params: Any, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
-@pytest.mark.sparse
 @at_every_place
 @pytest.mark.parametrize("loss", [shared_loss, expert_loss, remat_loss])
 def test_layers_that_are_used_again_are_right_and_released(loss: Loss, place: Place) -> None:

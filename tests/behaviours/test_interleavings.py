@@ -119,7 +119,6 @@ NAMED: dict[str, Program] = {
 }
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("setting", EVERYWHERE, ids=str)
 @pytest.mark.parametrize("name", NAMED)
 def test_the_programs_that_other_implementations_get_wrong(name: str, setting: Setting) -> None:

@@ -15,7 +15,6 @@ import fzero
 from tests.behaviours.networks import Gpt, next_token_loss, tokens, virtual
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("coalesced", [False, True])
 @pytest.mark.parametrize(
     ("ranks", "dtype"),

@@ -60,7 +60,6 @@ def bits(state: Any) -> list[Tensor]:
     return [x for x in optree.tree_leaves(state, namespace=NAMESPACE) if isinstance(x, Tensor)]
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @pytest.mark.parametrize("mesh", [(2, 1), (2, 2)])
 def test_goes_on_between_two_outer_updates_bit_for_bit(

@@ -52,7 +52,6 @@ def run_back(ranks: int, folder: Path, stage: int, hosts: str = "ab") -> tuple[A
     return found, extra
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize(("ranks", "stage", "hosts"), [(2, 3, "ab"), (1, 0, "b"), (3, 2, "bca")])
 @pytest.mark.parametrize("gone", ["a", "b"])
 def test_a_host_that_is_wiped_costs_nothing(

@@ -51,7 +51,6 @@ def params(state: Any, ranks: int) -> Any:
     return {name: x[0] for name, x in whole.items()}
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("at", [1, 2, 4, 7])
 @pytest.mark.parametrize(("then", "before"), [((0, 1), (2, 2)), ((3, 3), (0, 1)), ((1, 2), (3, 3))])
 def test_training_goes_on_as_if_it_had_not_stopped(

@@ -127,7 +127,6 @@ def test_in_the_place_of_the_folders_of_a_checkpoint(tmp_path: Path) -> None:
     refused(lambda: save(tmp_path / "fifo", made()), "could not make")
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "end", ["latest_universal", "w/fp32.pt", "w/exp_avg.pt", "b/step.pt", "optimizer_state.pt"]

@@ -116,7 +116,6 @@ PROGRAM = [
 ]
 
 
-@pytest.mark.sparse
 @on_gloo
 @covered(window=[1, 3, 100], ranks=[1, 2, 3, 4])
 def test_what_is_started_gives_what_the_sync_call_gives_on_gloo(ranks: int, window: int) -> None:

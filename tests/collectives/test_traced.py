@@ -86,7 +86,6 @@ REDUCE = {0: ["all_reduce"], 1: ["reduce_scatter", "all_gather"]}
 REDUCE |= {2: REDUCE[1], 3: ["all_gather", "reduce_scatter"]}
 
 
-@pytest.mark.sparse
 @covered(donate=[False, True], stage=range(4))
 def test_a_whole_step_can_be_traced(stage: int, donate: bool) -> None:
     params = {"w": integers((3, 5), 1), "b": integers((3,), 2), "s": integers((), 3)}

@@ -131,7 +131,6 @@ def journey_everywhere(rank: int, world_size: int, name: str, reshard: Any) -> A
         return [(rounds, fzero.full_params(state)) for rounds, state in steps]
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("name", JOURNEYS)

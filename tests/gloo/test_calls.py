@@ -142,7 +142,6 @@ def calls_body(rank: int, world_size: int, stage: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_calls_that_differ_raise_on_every_rank_and_both_are_named(ranks: int, stage: int) -> None:

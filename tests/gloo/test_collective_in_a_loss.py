@@ -46,7 +46,6 @@ def three_steps(rank: int, world_size: int, stage: int, window: bool) -> list[An
     return found
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("window", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_come_to_it_together_whatever_they_have_read(ranks: int, window: bool) -> None:
@@ -114,7 +113,6 @@ def by_engine(rank: int, world_size: int, stage: int, ranks: str) -> list[Any]:
     return found
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("ranks", ["one late", "one early"])
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("driver", [by_states, by_engine])

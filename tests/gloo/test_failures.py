@@ -72,7 +72,6 @@ def raise_somewhere(
     return found
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize(("stage", "reshard"), PLACES)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_error_on_one_rank_is_raised_by_all_in_the_same_step(

@@ -132,7 +132,6 @@ def other_experts(e: Any, draw: Draw) -> None:
         e(draw(2, 3), (draw.rank + number) % 3).square().sum().backward()
 
 
-@pytest.mark.sparse
 @on_ranks(4)
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("over", OVERS)

@@ -22,7 +22,6 @@ def test_what_lives_on_disk_is_trained_with_the_same_bits(run: Run, world: int, 
     compare(run._replace(away=away), world)
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(
     "run",

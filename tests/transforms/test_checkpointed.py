@@ -38,7 +38,6 @@ class Blocks(nn.Module):
         return x
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("ranks", [1, 2])
 @at_every_place
 @covered(reentrant=[False, True], whole=[False, True])

@@ -79,7 +79,6 @@ def whole_numbers(rank: int, step: int) -> Batch:
     return {p: torch.randint(-20, 21, s, generator=source).float() for p, s in USED.items()}
 
 
-@pytest.mark.sparse
 @covered(codec=[*REMEMBERING], place=PLACES, driver=BOTH)
 def test_nothing_is_lost_and_all_ranks_have_the_same(codec: Any, place: Any, driver: Any) -> None:
     """Bit for bit where what is received has few bits, as all built-in codecs see to."""
@@ -103,7 +102,6 @@ def test_nothing_is_lost_and_all_ranks_have_the_same(codec: Any, place: Any, dri
         assert all(torch.equal(values[0], x) for x in values)
 
 
-@pytest.mark.sparse
 @covered(codec=[*EVERY], place=PLACES)
 def test_both_drivers_hold_the_same_bits(codec: Any, place: Any) -> None:
     world_size, stage, options, over = place

@@ -135,7 +135,6 @@ def by_engine(
     return fzero.simulate(body, world_size=ranks)(batches.transpose(0, 1))
 
 
-@pytest.mark.sparse
 @covered(
     mesh=[*MESHES],
     stage=[0, 1, 2, 3],

@@ -38,7 +38,6 @@ WRAPS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.sparse
 @covered(name=[*WRAPS], stage=[0, 2, 3], mesh=["2", "2x2"])
 def test_what_acts_on_a_gradient_acts_in_a_replica(name: str, stage: int, mesh: str) -> None:
     wrap, options = WRAPS[name]
@@ -231,7 +230,6 @@ CODECS = {
 }
 
 
-@pytest.mark.sparse
 @covered(
     codec=[*CODECS], mesh=["2", "2x2", "3", "3x1"], stage=[0, 1, 3], how=["function", "engine"]
 )

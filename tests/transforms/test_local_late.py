@@ -40,7 +40,6 @@ LATE: dict[str, Any] = {"delay": 1, "mixing": 0.5}
 UNITS = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]]}  # a unit is a layer
 
 
-@pytest.mark.sparse
 @covered(
     mesh=["2", "3", "2x2", "1x2"],
     stage=[0, 1, 2, 3],

@@ -185,7 +185,6 @@ CASES["both soap"] = (RULES["soap"], OUTER["outer soap"])
 SOME = ["muon", "soap", "outer muon", "outer adafactor"]
 
 
-@pytest.mark.sparse
 @covered(name=SOME, mesh=["2x2", "4x1", "1x4"], stage=[0, 1, 2, 3])
 def test_a_matrix_rule_trains_replicas_as_plain_models(
     name: str, mesh: str, stage: int, tmp_path: Path

@@ -43,7 +43,6 @@ def loss_of(cast: Cast, smoothing: float = 0.0, eps: float = 1e-6) -> Any:
     return loss
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("name", CASTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_small_fault_is_found_behind_a_cast(name: str, dtype: torch.dtype) -> None:

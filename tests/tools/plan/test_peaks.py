@@ -55,7 +55,6 @@ def made(name: str, stage: int, *, tied: bool) -> tuple[Any, Any]:
     return fzero.shard(AROUND[name](step_fn), stage=stage), params
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("name", AROUND)

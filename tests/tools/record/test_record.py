@@ -30,7 +30,6 @@ from tests.tools.record.runs import (
 )
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "options", [{}, {"windows": True, "dropout": 0.5}, {"donate": True}, {"mesh": (2, 1)}]

@@ -132,7 +132,6 @@ OF_STEPS = {
 }
 
 
-@pytest.mark.sparse
 @covered(stage=[0, 3], body=[*OF_STEPS])
 def test_what_differs_beside_gathers_is_named(body: Any, stage: int) -> None:
     step = fzero.simulate(fzero.shard(body, stage=stage), world_size=3)

@@ -203,7 +203,6 @@ def test_parameters_before_and_after_an_update_are_not_the_same() -> None:
     assert not step(new=True).diff(step(new=False)).equal
 
 
-@pytest.mark.sparse
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("mesh", [(1, 4), (2, 2)])
 def test_ranks_of_one_program_are_equal(stage: int, mesh: tuple[int, int]) -> None:

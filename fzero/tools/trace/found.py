@@ -114,9 +114,11 @@ def _judge(ref: weakref.ref[Tensor], outcome: Any) -> None:
     """Raise if what a step returns was left by a record; if it raises, say what was left."""
     if not isinstance(outcome, Exception):
         require_no_left("the end of the step", outcome)
-    elif not isinstance(outcome, FzeroError) and (x := ref()) is not None:
-        tool = getattr(x, "fake_mode", LeftOver).tool
-        outcome.add_note(f"(fzero.{tool} left a tensor without values in {_holder(x)})")
+    elif not isinstance(outcome, FzeroError):
+        gc.collect()  # garbage and what has no name have nothing to do with the error
+        if (x := ref()) is not None and (holder := _holder(x)):
+            tool = getattr(x, "fake_mode", LeftOver).tool
+            outcome.add_note(f"(fzero.{tool} left a tensor without values in {holder})")
 
 
 def require_no_left(func: Any, tree: Any) -> None:
@@ -128,7 +130,8 @@ def require_no_left(func: Any, tree: Any) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             seen = f"a {x.dtype} tensor of shape {tuple(x.shape)}"
         raise PhaseError(
-            f"{func} met {seen} without values, which fzero.{of.tool} left in {_holder(x)}.",
+            f"{func} met {seen} without values, which fzero.{of.tool} left in "
+            f"{_holder(x) or 'what the step keeps'}.",
             cause=f"the step made it while fzero.{of.tool} recorded it, and kept it where fzero "
             "does not look: in an object of a library, a generator, another thread.",
             fix=f"delete it there; make it before fzero.{of.tool} is called, or keep it in an "
@@ -140,7 +143,7 @@ _NAMELESS = (dict, list, tuple, set, frozenset, deque, types.CellType, types.Gen
 
 
 def _holder(x: Any) -> str:
-    """Return where a tensor is held, for the words of an error: by the first that has a name."""
+    """Return where a tensor is held, for an error: by the first that has a name, or ""."""
     rest, seen = deque([(x, "")]), {id(x)}
     while rest and len(seen) < 500:
         of, path = rest.popleft()
@@ -158,7 +161,7 @@ def _holder(x: Any) -> str:
                 named: Any = one if hasattr(one, "__qualname__") else type(one)
                 return f"{named.__module__}.{named.__qualname__}{key}{path}"
             rest.append((one, f"{key}{path}"))
-    return "what the step keeps"
+    return ""
 
 
 def _key_of(x: Any, holder: Any) -> str:

@@ -151,6 +151,33 @@ def test_a_step_that_returns_what_is_left_raises(tool: Any, request: pytest.Fixt
     assert step(state, X)[1] == 1
 
 
+def test_an_error_of_a_step_names_what_was_left_only_where_somebody_holds_it(
+    request: pytest.FixtureRequest,
+) -> None:
+    logger: Any = logging.getLogger(request.node.name)
+
+    def step_fn(state: Any, x: Tensor) -> Any:
+        if hasattr(logger, "table"):
+            raise ValueError("of the user's own")
+        logger.table = torch.ones(())
+        return state, None
+
+    step = fzero.shard(step_fn, stage=1)
+    state = step.init(PARAMS, fzero.optim.sgd(0.5))
+    traced(step, state)
+    with pytest.raises(ValueError, match="own") as held:
+        step(state, X)
+    cycle = [logger.table]
+    cycle.append(cycle)
+    logger.table = None
+    del cycle
+    with pytest.raises(ValueError, match="own") as garbage:
+        step(state, X)
+    (note,) = held.value.__notes__
+    assert note.startswith("(fzero.trace left") and note.endswith("in logging.Logger.table)")
+    assert not hasattr(garbage.value, "__notes__")
+
+
 def test_generators_and_small_tensors_are_put_back() -> None:
     held, drawn = torch.zeros(3), torch.Generator()
     array = held.numpy()

@@ -44,9 +44,8 @@ from fzero.machine import codecs
 from fzero.ranks.mesh import Axis, Mesh, axis_index, axis_size, logical_ranks, world
 from fzero.state import DynamicScale, Form, Local, Placement, TrainState, state_bytes
 from fzero.state.codec import Compress
-from fzero.state.fold_in import fold_in
-from fzero.state.offload import Offload
-from fzero.state.precision import Autocast
+from fzero.state.logical import fold_in
+from fzero.state.setup import Autocast, Offload
 from fzero.transforms import (
     Context,
     accumulate,

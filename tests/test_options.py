@@ -31,7 +31,7 @@ from fzero.options import (
     taken_by,
 )
 from fzero.state import Gathering, Reduction
-from fzero.state.option import options_in
+from fzero.state.points import options_in
 from fzero.tools.certify import AXES
 from tests.descends import descends
 

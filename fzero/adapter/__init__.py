@@ -12,5 +12,5 @@ from fzero.adapter.engine import Engine as Engine
 from fzero.integrations import deepspeed as deepspeed
 from fzero.integrations.deepspeed import initialize as initialize
 from fzero.state import DynamicScale as DynamicScale
-from fzero.state.leaf_modules import LeafSpec as LeafSpec
-from fzero.state.precision import Autocast as Autocast
+from fzero.state.layout import LeafSpec as LeafSpec
+from fzero.state.setup import Autocast as Autocast

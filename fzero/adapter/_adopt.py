@@ -10,8 +10,8 @@ from fzero.adapter.boundary import require_no_forward
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError
 from fzero.state import TrainState
-from fzero.state.alive import require_not_donated
 from fzero.state.scale import carried, with_slot
+from fzero.state.train_state import require_not_donated
 from fzero.transforms.points import begun_slots
 
 

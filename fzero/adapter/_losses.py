@@ -13,7 +13,7 @@ from torch.autograd.graph import GradientEdge
 from fzero.adapter._torch_hooks import current_graph_task
 from fzero.collectives import Scope, close_scope, of_an_edge, open_scope, shared, tied_to
 from fzero.errors import LayoutError, PhaseError, explain
-from fzero.state.call import GivenCall, Weighed, Weight, weighed, with_weight
+from fzero.state.train_state import GivenCall, Weighed, Weight, weighed, with_weight
 from fzero.transforms.backward_pass import Pass
 from fzero.transforms.builtins import begun, called, factor_of, facts
 from fzero.transforms.points import loss_learned, transforms_of

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.adapter.driver import Driver
-from fzero.state.call import Weight
+from fzero.state.train_state import Weight
 
 
 def scale(driver: Driver, loss: Tensor, *, weight: Weight | None = None) -> Tensor:

@@ -17,7 +17,7 @@ from fzero.errors import CallError, PhaseError
 from fzero.optim import NoOptimizer
 from fzero.optim.optimizer import without_optimizer
 from fzero.state import Placement, TrainState, buffers, progress
-from fzero.state.window import CLOSED, open_window
+from fzero.state.progress import CLOSED, open_window
 from fzero.transforms.agree import raises_together, reduce_agreed, refused
 from fzero.transforms.builtins import begun, forgotten
 from fzero.transforms.points import renewed

@@ -31,7 +31,7 @@ from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.options import EngineOptions, documents, takes
 from fzero.ranks.mesh import Axis, MeshLike, refuse_part
 from fzero.state import HookState, TrainState, progress
-from fzero.state.call import Weight
+from fzero.state.train_state import Weight
 from fzero.transforms.outer import mesh_for
 from fzero.transforms.scaled import next_scale
 

@@ -27,9 +27,9 @@ from fzero.optim import NoOptimizer, ShardOptimizer, as_optimizer, from_torch
 from fzero.options import ModuleOptions, Scale, SharedOptions, Updating, grouped, one_record
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Policy, Setup
-from fzero.state.leaf_modules import ModuleInfo, class_name, find_leaf_modules
-from fzero.state.precision import as_autocast, owners_in
+from fzero.state.layout import ModuleInfo, class_name, find_leaf_modules
 from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
+from fzero.state.setup import as_autocast, owners_in
 from fzero.transforms.clip import clipping
 from fzero.transforms.outer import require_local
 from fzero.transforms.points import require_excluded

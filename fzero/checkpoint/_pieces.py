@@ -31,7 +31,7 @@ from fzero.errors import CheckpointError, LayoutError
 from fzero.machine.by_path import leaf_paths
 from fzero.machine.packing import LeafRange, leaf_ranges, part_of
 from fzero.state import Layout, Part, Placement, Setup, TrainState
-from fzero.state.encoded import decoded_row
+from fzero.state.codec import decoded_row
 from fzero.state.entry import Entry
 from fzero.state.layout import Leaf, as_complex, as_real
 from fzero.transforms.kept import (

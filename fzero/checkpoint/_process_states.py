@@ -23,8 +23,7 @@ from fzero.machine.packing import unpack
 from fzero.machine.parts import gather_parts
 from fzero.ranks.mesh import Axis, Runtime, refuse_part
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
-from fzero.state.alive import require_not_donated
-from fzero.state.stacked import stack_ranks
+from fzero.state.train_state import require_not_donated, stack_ranks
 from fzero.transforms.donation import took
 from fzero.transforms.kept import (
     APART,

@@ -19,7 +19,7 @@ from fzero.context.modes import for_training, in_transform, is_recorded, wants_g
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import Axis, Mesh, MeshLike, Runtime, refuse_part
 from fzero.state import TrainState
-from fzero.state.alive import require_not_donated
+from fzero.state.train_state import require_not_donated
 from fzero.transforms import simulate
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.donation import returned, took

@@ -49,9 +49,9 @@ from fzero.optim import TorchOptimizer
 from fzero.optim.entries import slots_of
 from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_of, refuse_part, world
 from fzero.state import NAMESPACE, Buffers, Form, Placement, Progress, Setup, Slot, TrainState
-from fzero.state.alive import require_not_donated
 from fzero.state.entry import Entry, slot_with
-from fzero.state.window import CLOSED, Window, pop
+from fzero.state.progress import CLOSED, Window, pop
+from fzero.state.train_state import require_not_donated
 from fzero.transforms.kept import (
     APART,
     entries_of,

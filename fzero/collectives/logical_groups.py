@@ -1,7 +1,7 @@
 """Logical ranks: their sums by one tree, and losses in which they run together.
 
 A sum is made by one fixed binary tree over logical ranks, whatever number of ranks carries them.
-A rank has the nodes of the tree that lie in its run of logical ranks; see `fzero/state/tree.py`.
+A rank has the nodes of the tree that lie in its run of logical ranks; see `fzero/state/logical.py`.
 It sends the r-th part of each to the rank that owns the part, which makes the rest of the tree.
 Where each rank carries one logical rank these are leaves, and the wire is that of a reduce-scatter.
 
@@ -37,7 +37,7 @@ from fzero.context.modes import for_training
 from fzero.errors import PhaseError
 from fzero.ranks.mesh import Axis, Carried, Runs, Runtime, carrying, running_on
 from fzero.ranks.virtual import run_ranks
-from fzero.state import tree
+from fzero.state import logical
 from fzero.state.logical import carried
 
 
@@ -52,15 +52,15 @@ class Over(NamedTuple):
     parts: tuple[int, ...]
 
     @property
-    def nodes(self) -> tuple[tuple[tree.Node, ...], ...]:
+    def nodes(self) -> tuple[tuple[logical.Node, ...], ...]:
         """The nodes that each rank has."""
         return _nodes(self.axis.size, self.places)
 
 
 @lru_cache(maxsize=64)
-def _nodes(size: int, places: int) -> tuple[tuple[tree.Node, ...], ...]:
+def _nodes(size: int, places: int) -> tuple[tuple[logical.Node, ...], ...]:
     runs = [carried(rank, size, places) for rank in range(size)]
-    return tuple(tree.nodes(run.start, run.stop, places) for run in runs)
+    return tuple(logical.nodes(run.start, run.stop, places) for run in runs)
 
 
 def start_tree_sum(
@@ -138,13 +138,13 @@ def _joined(nodes: Sequence[Tensor], over: Over, rank: int) -> Tensor:
 
 
 def _fold(
-    nodes: Sequence[tree.Node], values: Sequence[Tensor], over: Over, dtype: torch.dtype
+    nodes: Sequence[logical.Node], values: Sequence[Tensor], over: Over, dtype: torch.dtype
 ) -> Tensor:
     """Return the sum of all places, in memory of its own."""
     if len(values) == 1:
         return values[0].to(dtype, copy=True)
     wide = ((node, x.to(dtype)) for node, x in zip(nodes, values, strict=True))
-    return tree.fold(wide, over.places, operator.add)
+    return logical.fold(wide, over.places, operator.add)
 
 
 def fold_rows(rows: Tensor) -> Tensor:

@@ -38,8 +38,7 @@ from fzero.errors import AxisError, LostRankError
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.ranks.virtual import different
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.codec import Codec
-from fzero.state.encoded import WireForm, decoded, encoded
+from fzero.state.codec import Codec, WireForm, decoded, encoded
 
 
 class InFlight:

@@ -19,7 +19,7 @@ from fzero.context.generators import seeded
 from fzero.data.collated import digest_of, joined, rows_of, without_rows
 from fzero.data.order import Order
 from fzero.errors import CallError, LayoutError, check, explain
-from fzero.state.fold_in import fold_in
+from fzero.state.logical import fold_in
 
 _WORKERS, _ROWS = int.from_bytes(b"workers"), int.from_bytes(b"rows")  # for seeds of their own
 _OF_ORDER = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")

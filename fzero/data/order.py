@@ -14,8 +14,7 @@ import numpy as np
 
 from fzero.errors import LayoutError, check
 from fzero.ranks.mesh import MeshLike, ambient, axis_of, carried_here, logical_ranks
-from fzero.state.fold_in import fold_in
-from fzero.state.logical import carried, share
+from fzero.state.logical import carried, fold_in, share
 
 _30, _27, _31 = (np.uint64(shift) for shift in (30, 27, 31))
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)

@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from fzero import checkpoint
 from fzero.adapter import DynamicScale, Engine, gathered
 from fzero.integrations import _shared as shared
-from fzero.state.call import Weight
+from fzero.state.train_state import Weight
 from fzero.transforms.state_options import check_stage
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

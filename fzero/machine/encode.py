@@ -26,8 +26,7 @@ from fzero.machine.packing import without_padding
 from fzero.machine.powersgd import powersgd
 from fzero.machine.residual import Memories, goes_back
 from fzero.state import Placement, Setup
-from fzero.state.codec import Codec
-from fzero.state.encoded import WireForm, decoded, encoded, is_by_rows, sum_of, wide
+from fzero.state.codec import Codec, WireForm, decoded, encoded, is_by_rows, sum_of, wide
 
 _TRIED = 1000  # elements that a codec is tried with
 

@@ -20,7 +20,7 @@ from fzero.machine.packing import part_of
 from fzero.machine.powersgd import powersgd
 from fzero.machine.residual import Memories, starts_of
 from fzero.state import Part, Setup
-from fzero.state.encoded import wide
+from fzero.state.codec import wide
 
 
 class _There(NamedTuple):

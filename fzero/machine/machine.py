@@ -14,7 +14,6 @@ from fzero.machine.reduce import Reducer, ReductionPlan, waits_in_step
 from fzero.machine.unshard import Gatherer, ModelLine, UnitTable
 from fzero.ranks.mesh import Axis
 from fzero.state import Setup
-from fzero.state.communication import Gathering
 from fzero.state.effects import (
     Discard,
     Drop,
@@ -27,6 +26,7 @@ from fzero.state.effects import (
     Wait,
 )
 from fzero.state.protocol import Units
+from fzero.state.setup import Gathering
 
 
 class Machine:

@@ -19,7 +19,7 @@ from fzero.collectives import about, start_gather
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.reduce import gathered_over, start_nodes
 from fzero.ranks.mesh import Axis
-from fzero.state import Setup, tree
+from fzero.state import Setup, logical
 
 Row = dict[int, Tensor]
 """{group: the gradient [W l] of one logical rank}."""
@@ -30,7 +30,7 @@ class Nodes:
 
     def __init__(self, setup: Setup, device: torch.device) -> None:
         self._setup, self._device = setup, device
-        self._held: tuple[tuple[tree.Node, Row], ...] = ()
+        self._held: tuple[tuple[logical.Node, Row], ...] = ()
         self._next = setup.carried(setup.axis.rank).start
 
     def push(self, row: Mapping[int, Tensor], place: int | None = None) -> None:
@@ -47,7 +47,7 @@ class Nodes:
             for i, x in row.items()
         }
         node = self._next, self._next + 1
-        self._held = tree.push(self._held, node, sent, setup.logical.ranks, _added)
+        self._held = logical.push(self._held, node, sent, setup.logical.ranks, _added)
         self._next += 1
 
     def _fill(self, stop: int) -> None:

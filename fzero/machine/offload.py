@@ -26,7 +26,7 @@ from torch import Tensor
 from fzero.context.here import has_no_values, kind_of
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
-from fzero.state.offload import Home, Offload, is_on_disk
+from fzero.state.setup import Home, Offload, is_on_disk
 
 _WILL_NEED, _PAGE_OUT = 3, 21  # of Linux, for madvise: read ahead; write, and drop from memory
 

@@ -20,8 +20,8 @@ from fzero.machine.by_path import leaf_paths
 from fzero.machine.codecs import int8
 from fzero.machine.packing import without_padding
 from fzero.machine.powersgd import Matrix, matrices_of, powersgd
-from fzero.state import Buffers, Form, Part, Placement, Setup, Slot, TrainState, form
-from fzero.state.encoded import decoded_row, encoded, wide
+from fzero.state import Buffers, Form, Part, Placement, Setup, Slot, TrainState
+from fzero.state.codec import decoded_row, encoded, wide
 
 _BLOCKS = int8(memory=False)  # of a memory in 8 bits
 
@@ -183,7 +183,7 @@ def with_memories(state: TrainState, changed: Mapping[int, Tensor]) -> TrainStat
                 changed.get(k, _packed(x, setup.memory_dtype(memories[k].group)))
                 for k, x in zip(numbers, old, strict=True)
             )
-            made[name] = form.changed(slots[name], replace(slots[name].value, flats=tuple(flats)))
+            made[name] = slots.changed(slots[name], replace(slots[name].value, flats=tuple(flats)))
     starts = dict(slots[START].value) if START in slots else {}
     for number, matrices in enumerate(starts_of(setup).values(), start=len(memories)):
         if number in changed:
@@ -192,7 +192,7 @@ def with_memories(state: TrainState, changed: Mapping[int, Tensor]) -> TrainStat
             pieces = changed[number].split(sizes)
             starts |= {paths[leaf]: x for leaf, x in zip(each, pieces, strict=True)}
     if starts:
-        made[START] = form.changed(slots[START], starts)
+        made[START] = slots.changed(slots[START], starts)
     return state.replace(slots=made)
 
 

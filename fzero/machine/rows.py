@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.machine.blocks import blocks_in, in_blocks
-from fzero.state.codec import Codec
-from fzero.state.encoded import WireForm, decoded, encoded, form_of
+from fzero.state.codec import Codec, WireForm, decoded, encoded, form_of
 from fzero.state.layout import Layout
 
 

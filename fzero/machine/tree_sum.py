@@ -21,7 +21,7 @@ from fzero.machine.packing import leaf_ranges
 from fzero.ranks.mesh import Axis
 from fzero.state import Layout, Placement, Setup
 from fzero.state.layout import BLOCK, Part
-from fzero.state.tree import Node, fold, nodes
+from fzero.state.logical import Node, fold, nodes
 
 _SMALL = 2**14
 """Flats of fewer elements are copied, so that one kernel squares several of them."""

@@ -25,8 +25,8 @@ from fzero.machine.packing import stored_leaves, unpack
 from fzero.ranks.mesh import Axis
 from fzero.state.codec import Codec
 from fzero.state.layout import Layout, Leaf
-from fzero.state.offload import Home
 from fzero.state.protocol import Changed, Model, Pin, ProtocolEvent, Ready, Unpin, Use
+from fzero.state.setup import Home
 
 
 class Gatherer:

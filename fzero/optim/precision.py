@@ -16,13 +16,11 @@ from fzero.errors.check import check_flags, is_count, require
 from fzero.machine.rows import Blocks
 from fzero.optim.rules import Scaled
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.codec import Codec, cast
-from fzero.state.communication import Reduction
-from fzero.state.encoded import is_by_rows
+from fzero.state.codec import Codec, cast, is_by_rows
 from fzero.state.layout import BLOCK, Leaf, stored_dtype
-from fzero.state.setup import MASTERS
+from fzero.state.setup import MASTERS, Reduction
 from fzero.state.stateful_update import Place as Place
-from fzero.state.train import TrainState
+from fzero.state.train_state import TrainState
 
 _FP16, _BF16, _FP32 = torch.float16, torch.bfloat16, torch.float32
 

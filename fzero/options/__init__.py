@@ -1,6 +1,6 @@
 """One table of options: what `init`, `shard`, `Engine`, `plan` and `certify` take, said once.
 
-In: records of the state, and those here, whose fields are options (`fzero.state.option`). Out:
+In: records of the state, and those here, whose fields are options (`fzero.state.points`). Out:
 `OPTIONS`, an `Option` for each, with its default, type, check, help, stages, DeepSpeed's key, and
 why a driver does not take it; the same names as typed keywords for signatures, which a test
 compares with the table; and `takes`, which makes a driver's signature, docstring and errors of it.
@@ -25,8 +25,8 @@ from fzero.options._typed import Scale as Scale
 from fzero.options._typed import Stages as Stages
 from fzero.options._typed import StateOptions as StateOptions
 from fzero.options._typed import StepOptions as StepOptions
-from fzero.state.option import REQUIRED as REQUIRED
-from fzero.state.option import Option as Option
+from fzero.state.points import REQUIRED as REQUIRED
+from fzero.state.points import Option as Option
 
 DRIVERS = ("init", "shard", "Engine", "plan")
 """Who takes options; `certify` takes axes, of which an `Option` names its own."""

@@ -25,11 +25,9 @@ from fzero.options._typed import (
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Gathering, Local, OptimizerOver, Reduction
 from fzero.state.codec import Codec, Compress
-from fzero.state.leaf_modules import LeafSpec
-from fzero.state.offload import Offload
-from fzero.state.option import FLAG, REQUIRED, ZERO, ValueCheck, of_path, one_of, option
-from fzero.state.points import Points
-from fzero.state.precision import Autocast
+from fzero.state.layout import LeafSpec
+from fzero.state.points import FLAG, REQUIRED, ZERO, Points, ValueCheck, of_path, one_of, option
+from fzero.state.setup import Autocast, Offload
 
 BUCKET_BYTES = {0: 8 * 2**20, 1: 4 * 2**20, 2: 4 * 2**20}
 """Default bucket of a stage: large enough that latency does not count on gloo. At stages 1 and 2

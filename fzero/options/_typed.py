@@ -11,11 +11,10 @@ from torch import Tensor
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Local, OptimizerOver, ReduceOp, Reshard
 from fzero.state.codec import Codec, Compress
-from fzero.state.leaf_modules import LeafSpec
-from fzero.state.offload import Offload
+from fzero.state.layout import LeafSpec
 from fzero.state.points import Points
-from fzero.state.precision import Autocast
 from fzero.state.scale import DynamicScale
+from fzero.state.setup import Autocast, Offload
 
 Stages = int | dict[str, Any] | list[Any] | tuple[Any, ...]
 """A ZeRO stage, or a pytree of stages: one for each model."""

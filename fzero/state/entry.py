@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.state.buffers import Buffers, Placement
-from fzero.state.form import Form, Slot
 from fzero.state.setup import Setup
+from fzero.state.slots import Form, Slot
 
 Values = Mapping[Any, Tensor]
 """{group: its flat}; of a number {"": the tensor}; of named tensors {name: the tensor}."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from fzero.errors.check import is_count, require
 from fzero.ranks.mesh import Axis
 from fzero.state.buffers import Buffers, Placement
-from fzero.state.form import Form, Slot
+from fzero.state.slots import Form, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from fzero.state import residency
-from fzero.state._replaced import replaced
-from fzero.state.effects import Effect, Reduce
+from fzero.state.effects import Effect, Reduce, replaced
 from fzero.state.residency import Residency
 from fzero.state.schedule import PlannedProgram, Program, plan_program
 

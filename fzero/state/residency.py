@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from fzero.state._replaced import replaced
-from fzero.state.effects import Effect, Free, Gather, Wait
+from fzero.state.effects import Effect, Free, Gather, Wait, replaced
 from fzero.state.schedule import Limits
 
 

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.errors.check import is_count, is_number, require
-from fzero.state._record import record, static
-from fzero.state.buffers import Placement
-from fzero.state.form import Form, Slot
+from fzero.state.buffers import Placement, record, static
+from fzero.state.slots import Form, Slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from fzero.collectives import connecting, tied_to
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.machine.placeholder import LazyParam
 from fzero.state import NAMESPACE, TrainState
-from fzero.state.call import Weight
+from fzero.state.train_state import Weight
 
 _storage_id: Any = vars(torch._C)["_storage_id"]  # it has no type
 

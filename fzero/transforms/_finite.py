@@ -24,9 +24,9 @@ from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import NonFiniteError, PhaseError
 from fzero.ranks.mesh import world
 from fzero.state import TrainState, progress
-from fzero.state.call import Weight
 from fzero.state.points import Builtin, Excludes, Flag
 from fzero.state.progress import NonFinite
+from fzero.state.train_state import Weight
 from fzero.transforms.observe import tell
 from fzero.transforms.points import CallPart, Changed
 from fzero.transforms.weights import counted_loss

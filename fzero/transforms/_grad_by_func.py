@@ -14,7 +14,7 @@ from fzero.machine.offload import to_device
 from fzero.machine.packing import input_shape, pack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.state import TrainState
-from fzero.state.call import weighed, with_weight
+from fzero.state.train_state import weighed, with_weight
 from fzero.transforms._differentiate import (
     WROTE,
     GradientCall,

@@ -12,7 +12,7 @@ from fzero.context.here import has_no_values
 from fzero.errors import LayoutError
 from fzero.errors.check import is_count
 from fzero.state import NAMESPACE, Setup
-from fzero.state.call import GivenCall, Weight
+from fzero.state.train_state import GivenCall, Weight
 from fzero.transforms._micro_batches import InAxes, check_axes, parts_of
 
 EachWeight = Weight | Sequence[Weight] | Callable[..., Weight]

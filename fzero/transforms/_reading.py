@@ -11,7 +11,7 @@ import optree
 
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, Buffers, Layout, TrainState
-from fzero.state.window import CLOSED
+from fzero.state.progress import CLOSED
 from fzero.transforms.states import is_state
 
 

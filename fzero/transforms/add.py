@@ -15,8 +15,8 @@ from fzero.machine.packing import pack
 from fzero.machine.partition import matched
 from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
-from fzero.state.call import GivenCall
 from fzero.state.layout import Layout, Leaf
+from fzero.state.train_state import GivenCall
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree, tell_at_next_round
 from fzero.transforms.builtins import begun, called, facts, times_factor

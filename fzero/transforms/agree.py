@@ -29,7 +29,7 @@ from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import MismatchError, PhaseError
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, Runtime
-from fzero.state import Policy, Progress, TrainState, progress, window
+from fzero.state import Policy, Progress, TrainState, progress
 from fzero.state.layout import from_bits
 from fzero.state.protocol import Noted
 from fzero.state.rounds import CODES
@@ -150,7 +150,7 @@ def reduce_agreed(state: TrainState, said: Agreed, used: int = progress.ALL) -> 
     if said.waits:
         return reduce_window(state)
     if state.window.gathered:
-        state = state.replace(window=window.pop(state.window)[0])
+        state = state.replace(window=progress.pop(state.window)[0])
     if state.gradients.held:
         return state
     return add_means(state, filled(state, {}, state.setup.gradients))

@@ -14,8 +14,8 @@ from fzero.errors.check import called_as
 from fzero.machine.compiled import DISABLED_FRAMES
 from fzero.state import TrainState
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.precision import Autocast, SafeModules, sixteen_bit_error
 from fzero.state.scale import DynamicScale
+from fzero.state.setup import Autocast, SafeModules, sixteen_bit_error
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
 from fzero.transforms.scaled import with_policy
 from fzero.transforms.states import flatten_states, map_states, under_policy

@@ -23,9 +23,7 @@ from fzero.machine.held_reader import HeldReader, WritableReader
 from fzero.machine.packing import unpack
 from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Runtime
-from fzero.state import Placement, TrainState, pass_state, progress, schedule, window
-from fzero.state.call import Weighed
-from fzero.state.offload import Home
+from fzero.state import Placement, TrainState, pass_state, progress, schedule
 from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
     Announcement,
@@ -37,6 +35,8 @@ from fzero.state.protocol import (
     GiveUp,
     Unpin,
 )
+from fzero.state.setup import Home
+from fzero.state.train_state import Weighed
 from fzero.transforms.builtins import facts, in_backwards, on_gathered
 from fzero.transforms.points import Calls, Changed
 from fzero.transforms.receive import (
@@ -269,7 +269,7 @@ class Pass:
                 new.append(state)
                 continue
             if state.window.pending.held and not waits:
-                state = state.replace(window=window.pop(state.window)[0])
+                state = state.replace(window=progress.pop(state.window)[0])
             state = self.calls.ends(number, self.calls.reduced(number, state))
             used = self._used(number)
             if means:

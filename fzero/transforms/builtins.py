@@ -28,8 +28,8 @@ from torch import Tensor
 
 from fzero.machine.offload import at_home
 from fzero.state import Setup, TrainState
-from fzero.state.call import GivenCall
 from fzero.state.points import At, Builtin
+from fzero.state.train_state import GivenCall
 from fzero.transforms._finite import CHECK
 from fzero.transforms.carried import CARRIED
 from fzero.transforms.compress import COMPRESS

@@ -9,7 +9,7 @@ from typing import Any, overload
 import optree
 
 from fzero.errors.check import called_as, is_count, require
-from fzero.state import TrainState, window
+from fzero.state import TrainState, progress
 from fzero.transforms.agree import agree, reduce_agreed
 from fzero.transforms.donation import check_alive
 from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
@@ -89,9 +89,9 @@ def coalesce(
 
 def _open(state: TrainState, length: int) -> TrainState:
     check_alive(state)
-    opened = window.open_window(state.window, length)
+    opened = progress.open_window(state.window, length)
     state = renewed(state, "window")
-    return state.replace(window=window.saw_backward(opened, state.progress.backwards))
+    return state.replace(window=progress.add_backward(opened, state.progress.backwards))
 
 
 def _close(tree: S) -> S:
@@ -107,10 +107,10 @@ def _close(tree: S) -> S:
             reduce_agreed(one, all_say) if all_say.waits else one
             for one, all_say in zip(states, said, strict=True)
         ]
-    closed = [one.replace(window=window.close(one.window)) for one in states]
+    closed = [one.replace(window=progress.close(one.window)) for one in states]
     settled: Any = optree.tree_unflatten(treespec, closed)
     return settled
 
 
-def _is_settled(one: window.Window) -> bool:
+def _is_settled(one: progress.Window) -> bool:
     return one.is_settled and not one.pending.held

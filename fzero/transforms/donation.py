@@ -32,8 +32,8 @@ from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import PhaseError, explain
 from fzero.machine.offload import add_to
 from fzero.state import NAMESPACE, Buffers, TrainState
-from fzero.state.alive import require_not_donated
-from fzero.state.offload import Home
+from fzero.state.setup import Home
+from fzero.state.train_state import require_not_donated
 
 
 def check_alive(state: TrainState, *, written: bool = False, optimizer: bool = False) -> None:

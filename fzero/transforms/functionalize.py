@@ -22,7 +22,7 @@ from fzero.machine.memory import HeldTensor, Holder, require_own_memory
 from fzero.machine.partition import is_dtensor, unit_of
 from fzero.machine.subclasses import require_classes
 from fzero.state.buffers import Buffers
-from fzero.state.precision import remember_owners
+from fzero.state.setup import remember_owners
 from fzero.transforms._closed_over import watch
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")  # made anew for each copy

@@ -11,7 +11,7 @@ from fzero.context.generators import of_devices, seeded
 from fzero.context.here import is_abstract
 from fzero.errors import PhaseError
 from fzero.state import TrainState
-from fzero.state.fold_in import fold_in
+from fzero.state.logical import fold_in
 
 
 def generators_of(

@@ -21,7 +21,7 @@ from fzero.machine.compiled import MADE_FRAMES, without_dynamo
 from fzero.machine.partition import assemble
 from fzero.ranks.mesh import Carried, MetInLoss, Runs, carried_here, running_on
 from fzero.state import NAMESPACE, TrainState
-from fzero.state.call import Weight, weighed, with_weight
+from fzero.state.train_state import Weight, weighed, with_weight
 from fzero.transforms._closed_over import backward_of
 from fzero.transforms._differentiate import (
     WROTE,

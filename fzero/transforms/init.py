@@ -36,7 +36,7 @@ from fzero.state import (
     Setup,
     TrainState,
 )
-from fzero.state.window import CLOSED
+from fzero.state.progress import CLOSED
 from fzero.transforms._closed_over import watch
 from fzero.transforms._models import leaves_of_meshes, models_of, require_params
 from fzero.transforms._taken import taken_over

@@ -32,9 +32,9 @@ from fzero.optim.counters import (
 from fzero.optim.entries import RULE, rule_entries, with_rule_entries
 from fzero.state import Buffers, Form, Progress, Setup, Slot, TrainState, outer, scale
 from fzero.state.entry import Entry, entry_of, with_slots
+from fzero.state.progress import CLOSED
 from fzero.state.scale import as_numbers, from_numbers, with_slot
 from fzero.state.setup import MASTERS
-from fzero.state.window import CLOSED
 from fzero.transforms import outer_kept
 from fzero.transforms.outer import anchored
 from fzero.transforms.points import begun_slots

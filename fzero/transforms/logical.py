@@ -25,10 +25,10 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.machine.nodes import Nodes
 from fzero.machine.offload import offloaded
 from fzero.ranks.mesh import Axis, Carried, MetInLoss, Runs, ambient, carried_here, carrying
-from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progress, window
+from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progress
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.call import Weight
-from fzero.state.form import Slot
+from fzero.state.slots import Slot
+from fzero.state.train_state import Weight
 from fzero.transforms._differentiate import Result
 from fzero.transforms._grad_by_func import with_full
 from fzero.transforms._logical_parts import call_given, each_call
@@ -311,7 +311,9 @@ class Rows:
             self._nodes.append(Nodes(made.setup, made.device))
         flats = made.window.pending.flats
         self._nodes[call].push(dict(zip(made.setup.layout.trainable, flats, strict=True)), place)
-        return made.replace(window=dataclasses.replace(made.window, pending=window.CLOSED.pending))
+        return made.replace(
+            window=dataclasses.replace(made.window, pending=progress.CLOSED.pending)
+        )
 
     def end(self, place: int, made: TrainState) -> None:
         """A logical rank is done: keep what it leaves."""
@@ -330,7 +332,7 @@ class Rows:
             made = made.replace(schedule=self._now.schedule)
         self._now = made.replace(
             slots=_common_slots(made),
-            window=dataclasses.replace(made.window, pending=window.CLOSED.pending),
+            window=dataclasses.replace(made.window, pending=progress.CLOSED.pending),
         )
 
     def _put_row(self, place: int, flats: Sequence[Tensor]) -> None:
@@ -366,7 +368,7 @@ class Rows:
             return new.replace(window=dataclasses.replace(now.window, pending=pending))
         if not calls:
             return new.replace(window=state.window)
-        new = new.replace(window=window.pop(state.window)[0])
+        new = new.replace(window=progress.pop(state.window)[0])
         for call in range(calls):
             nodes = self._nodes[call : call + 1] or [Nodes(new.setup, new.device)]
             flats = mean_of_nodes(new, nodes[0])

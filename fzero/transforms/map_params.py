@@ -33,7 +33,7 @@ from fzero.machine.parts import cut, gather_parts
 from fzero.machine.threads import one_thread
 from fzero.ranks.mesh import Axis
 from fzero.state import Buffers, Layout, Placement, Slot, TrainState
-from fzero.state.view import require_state
+from fzero.state.train_state import require_state
 from fzero.transforms.agree import agree, tell_at_next_round
 from fzero.transforms.builtins import factor_of
 from fzero.transforms.donation import check_alive, returned

@@ -12,7 +12,7 @@ from fzero.machine.offload import to_device
 from fzero.machine.parts import over_places
 from fzero.machine.tree_sum import square_sum
 from fzero.state import Buffers, Placement, TrainState
-from fzero.state.view import require_state
+from fzero.state.train_state import require_state
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation

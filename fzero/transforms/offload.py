@@ -12,7 +12,7 @@ from fzero.errors import PhaseError
 from fzero.errors.check import called_as
 from fzero.machine.offload import at_home
 from fzero.state import TrainState
-from fzero.state.offload import Home, Offload, as_offload
+from fzero.state.setup import Home, Offload, as_offload
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
 from fzero.transforms.states import map_states
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from fzero.collectives import reduce_many, start_all_to_all, start_gather
 from fzero.ranks.mesh import Axis
 from fzero.state import Setup
-from fzero.state.codec import Codec
-from fzero.state.encoded import decoded, encoded, sum_of
+from fzero.state.codec import Codec, decoded, encoded, sum_of
 
 
 def sum_over_replicas(setup: Setup, moved: Sequence[Tensor], replicas: Axis) -> list[Tensor]:

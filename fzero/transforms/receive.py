@@ -20,7 +20,7 @@ from fzero.machine.parts import sum_parts
 from fzero.machine.reduce import ReductionPlan
 from fzero.machine.residual import Lent, with_memories
 from fzero.ranks.mesh import Runtime
-from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress, window
+from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress
 from fzero.state.codec import Codec
 from fzero.state.points import Excludes
 from fzero.transforms.donation import add_donated, donates, take_over
@@ -69,8 +69,8 @@ def receive_local(
 
 def _counted(state: TrainState, waits: bool, used: int) -> TrainState:
     """Return the state with one backward more, whose gradient waits or is reduced."""
-    counted = progress.saw_backward(state.progress, reduced=not waits, used=used)
-    after = window.saw_backward(state.window, counted.backwards)
+    counted = progress.count_backward(state.progress, reduced=not waits, used=used)
+    after = progress.add_backward(state.window, counted.backwards)
     return state.replace(progress=counted, window=after)
 
 
@@ -127,7 +127,7 @@ def _added(state: TrainState, old: Buffers, new: Buffers) -> Buffers:
 def reduce_window(state: TrainState) -> TrainState:
     """Reduce the gradients that wait in a state's window, or zeros. A collective."""
     owned = donates(state)  # asked while the gradients are in it: they may carry a graph
-    emptied, pending = window.pop(state.window)
+    emptied, pending = progress.pop(state.window)
     state = state.replace(window=emptied)
     flats = take_over(pending).flats if owned else pending.flats
     if state.setup.logical is not None:

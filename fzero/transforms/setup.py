@@ -35,8 +35,15 @@ from fzero.state import Layout, Local, Setup
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import Compress
 from fzero.state.layout import BLOCK
-from fzero.state.offload import Offload, as_offload
-from fzero.state.precision import Autocast, Owners, as_autocast, note_owners, owners_of
+from fzero.state.setup import (
+    Autocast,
+    Offload,
+    Owners,
+    as_autocast,
+    as_offload,
+    note_owners,
+    owners_of,
+)
 from fzero.transforms.builtins import BUILTINS
 from fzero.transforms.outer_rule import bound_outer
 from fzero.transforms.points import transforms_apart

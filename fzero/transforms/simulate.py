@@ -19,7 +19,7 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, is_count, require
 from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
-from fzero.state.stacked import stack_ranks
+from fzero.state.train_state import stack_ranks
 from fzero.transforms.donation import empty, require_unwritten, returned
 from fzero.transforms.pipeline import P, R, Step, Transform, init_of_object, transform
 from fzero.transforms.states import is_state

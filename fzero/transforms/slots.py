@@ -13,7 +13,7 @@ from fzero.machine.offload import to_device
 from fzero.machine.parts import gather_parts
 from fzero.optim.entries import RULE, rule_entries
 from fzero.state import Buffers, Part, Placement, Slot, TrainState
-from fzero.state.view import require_state
+from fzero.state.train_state import require_state
 from fzero.transforms.agree import agree
 from fzero.transforms.donation import check_alive
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from fzero.collectives import about
 from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
 from fzero.optim.step_hooks import as_one_step, is_seen
-from fzero.state import Buffers, TrainState, buffers, progress, window
-from fzero.state.form import settled
+from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.state.points import Points
+from fzero.state.slots import settled
 from fzero.transforms.agree import Agreed, agree, reduce_agreed, refused, require_held
 from fzero.transforms.builtins import begun, recipe_of
 from fzero.transforms.donation import (
@@ -167,7 +167,7 @@ def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tenso
         progress=after,
         setup=state.setup.idle,
         slots=settled(running.state.slots, running.lost()),
-        window=window.after_update(state.window),
+        window=progress.after_update(state.window),
     )
     new = running.selected(new)
     for updated in recipe_of(new).updated:

@@ -29,8 +29,8 @@ from fzero.context.modes import holds, in_transform, is_recorded
 from fzero.errors import LayoutError, MismatchError, PhaseError, explain
 from fzero.machine.offload import to_device
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
-from fzero.state.call import ADVANTAGE, GivenCall, Weighed, Weight
 from fzero.state.points import At, Builtin, Excludes, Flag
+from fzero.state.train_state import ADVANTAGE, GivenCall, Weighed, Weight
 from fzero.transforms.points import CallPart, Changed, Running
 from fzero.transforms.prepare import Prepared, divided_by
 from fzero.transforms.together import require_together

@@ -12,7 +12,7 @@ from torch import Tensor
 from fzero.checkpoint.elements import state_of_rank
 from fzero.machine.packing import pack, part_of, unpack
 from fzero.state import NAMESPACE, Buffers, Form, Part, Placement, Setup, Slot, TrainState
-from fzero.state.stacked import stack_ranks
+from fzero.state.train_state import stack_ranks
 
 NAME = "mine/it"
 WHY = "it begins again"

@@ -22,7 +22,7 @@ import fzero
 from fzero.checkpoint import Mirror, load, save
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, Form, Placement, Slot
-from fzero.state.stacked import stack_ranks
+from fzero.state.train_state import stack_ranks
 from tests.checkpoint.slots import (
     FORMS,
     NAME,

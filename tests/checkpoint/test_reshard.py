@@ -19,7 +19,7 @@ from torch import Tensor
 import fzero
 from fzero.checkpoint import load, save
 from fzero.state import NAMESPACE, Phase
-from fzero.state.window import open_window
+from fzero.state.progress import open_window
 from tests.checkpoint.states import (
     ADAM,
     blank,

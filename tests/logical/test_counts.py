@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.state import tree
+from fzero.state import logical
 from fzero.state.logical import carried
 
 SIZE = 512  # elements, whole blocks on each number of ranks here
@@ -68,7 +68,7 @@ def test_several_logical_ranks_cost_a_part_of_each_node(ranks: int, places: int)
     whole = -(-SIZE // ranks // 64) * 64 * ranks  # padded to blocks
     for rank in range(ranks):
         run = carried(rank, ranks, places)
-        nodes = len(tree.nodes(run.start, run.stop, places))
+        nodes = len(logical.nodes(run.start, run.stop, places))
         sent = parameters(log, rank, "all_to_all")
         assert sent == nodes * whole // ranks * (ranks - 1) * 4
 

@@ -15,7 +15,7 @@ from fzero import codecs
 from fzero.errors import LayoutError
 from fzero.machine.codecs import Codec
 from fzero.machine.encode import require_codec
-from fzero.state.encoded import decoded, encoded, sum_of
+from fzero.state.codec import decoded, encoded, sum_of
 from tests.covering import covered
 from tests.strategies import seeds
 from tests.transforms.codecs_tried import EVERY, Signs, each_codec

@@ -22,7 +22,7 @@ from fzero.machine.tree_sum import (
 from fzero.ranks.mesh import world
 from fzero.ranks.virtual import run_ranks
 from fzero.state.layout import BLOCK
-from fzero.state.tree import fold
+from fzero.state.logical import fold
 
 
 def spread(numel: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine
 from fzero.state import NAMESPACE
-from fzero.state.offload import is_on_disk
+from fzero.state.setup import is_on_disk
 from tests.adapter.on_ranks import on_ranks
 from tests.live_bytes import LiveBytes
 

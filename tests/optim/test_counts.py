@@ -16,7 +16,7 @@ import fzero
 from fzero.checkpoint import load, load_universal, save, save_universal
 from fzero.errors import LayoutError
 from fzero.optim import from_torch
-from fzero.state.offload import Offload
+from fzero.state.setup import Offload
 from fzero.transforms.update import update
 from tests.covering import covered
 from tests.optim.torch_cases import GroupAdam

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero
-from fzero.state.fold_in import philox
+from fzero.state.logical import philox
 
 INT63 = st.integers(0, 2**63 - 1)
 ONES = 2**64 - 1

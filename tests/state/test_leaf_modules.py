@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from fzero.errors import LayoutError
-from fzero.state.leaf_modules import LeafSpec, ModuleInfo, class_name, find_leaf_modules
+from fzero.state.layout import LeafSpec, ModuleInfo, class_name, find_leaf_modules
 
 
 class Expert(nn.Linear):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fzero.errors import LayoutError
-from fzero.state.tree import Node, fold, nodes, push
+from fzero.state.logical import Node, fold, nodes, push
 
 sizes = st.integers(1, 200)
 

@@ -41,10 +41,9 @@ from fzero.machine.placeholder import LazyParam
 from fzero.ranks.mesh import Axis
 from fzero.state import DynamicScale
 from fzero.state.codec import Compress
-from fzero.state.leaf_modules import LeafSpec, class_name
-from fzero.state.offload import Offload
-from fzero.state.precision import Autocast
+from fzero.state.layout import LeafSpec, class_name
 from fzero.state.scale import StaticScale
+from fzero.state.setup import Autocast, Offload
 
 Config = Mapping[str, Any] | str | os.PathLike[str]
 Problem = str

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fzero.state._replaced import replaced
 from fzero.state.effects import (
     Effect,
     Exchange,
@@ -29,6 +28,7 @@ from fzero.state.effects import (
     Reduce,
     TakePart,
     Wait,
+    replaced,
 )
 from fzero.state.protocol import transitions as to
 from fzero.state.protocol.events import Announcement as Announcement

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from fzero.state._replaced import replaced
-from fzero.state.effects import Effect
+from fzero.state.effects import Effect, replaced
 from fzero.state.pass_state import FORWARD, PassState
 from fzero.state.protocol.events import Announcement
 from fzero.state.replay import Replay, complete, reducible

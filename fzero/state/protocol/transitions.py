@@ -10,7 +10,6 @@ import zlib
 from typing import Any
 
 from fzero.state import pass_state, replay, residency
-from fzero.state._replaced import replaced
 from fzero.state.effects import (
     Discard,
     Drop,
@@ -24,6 +23,7 @@ from fzero.state.effects import (
     Reduce,
     TakePart,
     WaitForReductions,
+    replaced,
 )
 from fzero.state.pass_state import FORWARD, PassState
 from fzero.state.protocol.events import (

@@ -18,8 +18,7 @@ from fzero.optim import adamw
 from fzero.options import OPTIONS, StepOptions, takes
 from fzero.state import NAMESPACE
 from fzero.state.codec import Compress
-from fzero.state.offload import Offload
-from fzero.state.precision import Autocast, as_autocast
+from fzero.state.setup import Autocast, Offload, as_autocast
 from fzero.tools.plan.config import from_config
 from fzero.tools.plan.records import Comparison, Plan, Rates
 from fzero.tools.plan.run import plan_step, rename

@@ -18,8 +18,7 @@ from fzero.errors import LayoutError
 from fzero.machine.by_path import leaf_paths
 from fzero.optim.entries import rule_entries
 from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
-from fzero.state.alive import require_not_donated
-from fzero.state.view import require_state
+from fzero.state.train_state import require_not_donated, require_state
 from fzero.tools._columns import ShownAsText, columns
 from fzero.tools.plot import figure
 from fzero.tools.plot.figure import BASE, EDGE

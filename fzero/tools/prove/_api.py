@@ -13,8 +13,8 @@ from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from fzero.errors.check import is_count, is_positive, require
 from fzero.state import NAMESPACE, Placement
-from fzero.state.form import Slot
 from fzero.state.progress import Phase
+from fzero.state.slots import Slot
 from fzero.tools.prove._budget import DEFAULT_S, Budget, OutOfBudget
 from fzero.tools.prove._check import prove_programs
 from fzero.tools.prove._proof import Claim, Proof, line_of

@@ -26,8 +26,8 @@ from fzero.machine.elementwise import require_unaccused
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.threads import one_thread
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
-from fzero.state.form import undone
 from fzero.state.points import Builtin, Points
+from fzero.state.slots import undone
 from fzero.transforms.points import _check
 from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
 from fzero.transforms.points._cut import KeptContext, accused, accused_of_others

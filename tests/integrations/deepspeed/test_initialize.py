@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from fzero import Compress, codecs
 from fzero.adapter import Engine, LeafSpec, initialize
 from fzero.errors import LayoutError
-from fzero.state.offload import Offload
+from fzero.state.setup import Offload
 from tests.adapter.plain import LR
 from tests.integrations.deepspeed.configs import SGD, batch, linear, merged, nested
 

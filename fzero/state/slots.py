@@ -34,8 +34,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError
 from fzero.errors.check import require
-from fzero.state._record import NAMESPACE, record, static
-from fzero.state.buffers import Placement
+from fzero.state.buffers import NAMESPACE, Placement, record, static
 from fzero.state.codec import Codec
 
 Leaves = Literal["learning", "all", "number", "named", "record"]

@@ -27,7 +27,7 @@ from fzero.collectives import (
     psum_scatter,
     reduce_scatter,
 )
-from fzero.context import later
+from fzero.context import lazy_import
 from fzero.errors import (
     AxisError,
     CallError,
@@ -201,14 +201,16 @@ for _room, _module in (
     sys.modules[f"fzero.{_module}"] = importlib.import_module(f"fzero.{_room}.{_module}")
 sys.modules["fzero.axis"] = sys.modules["fzero.mesh"]
 for _module in ("certify", "compile", "diff", "doctor", "plan", "plot", "prove", "trace"):
-    sys.modules[f"fzero.{_module}"] = later.SecondName(f"fzero.{_module}", f"fzero.tools.{_module}")
-sys.modules["fzero.adapter.deepspeed"] = later.SecondName(
+    sys.modules[f"fzero.{_module}"] = lazy_import.SecondName(
+        f"fzero.{_module}", f"fzero.tools.{_module}"
+    )
+sys.modules["fzero.adapter.deepspeed"] = lazy_import.SecondName(
     "fzero.adapter.deepspeed", "fzero.integrations.deepspeed"
 )
 
 
 if not typing.TYPE_CHECKING:  # a type checker would take any name for one of the package
-    _load = later.importer(
+    _load = lazy_import.importer(
         __name__,
         [
             "fzero.adapter",
@@ -247,11 +249,11 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
                 obj=sys.modules[__name__],
             )
         if name in _MOVED:
-            later.gone(__name__, {f"fzero.tools.{name}": [name]})(name)
+            lazy_import.gone(__name__, {f"fzero.tools.{name}": [name]})(name)
         try:
             return _load(name)
         except AttributeError as error:
-            raise later.unknown_name(sys.modules[__name__], name, _INSTEAD) from error
+            raise lazy_import.unknown_name(sys.modules[__name__], name, _INSTEAD) from error
 
     # Records of tools, which were names of fzero itself: these words go with the next version.
     _MOVED = ["Claim", "Difference", "Parting", "Proof", "Recorder", "Recording", "Replayed", "Run"]

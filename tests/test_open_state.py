@@ -138,7 +138,7 @@ def test_it_is_found() -> None:
     assert features_in("x = state.window.outer") == [
         "line 1: outer, of local updates: the rule of the outer update"
     ]
-    assert len(features_in("from fzero.machine.residual import lost_residual")) == 2
+    assert len(features_in("from fzero.machine.compress import lost_residual")) == 2
     assert len(features_in("def f(*, loss_scale): return g(localUpdates=1)")) == 2
     assert features_in('x = "the outer rule"  # residual') == []
 

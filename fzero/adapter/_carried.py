@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fzero.collectives import Performer, broadcast
 from fzero.errors import AxisError, PhaseError
-from fzero.machine.beside import is_own
+from fzero.machine.module_buffers import is_own
 from fzero.ranks.mesh import Carried, carrying, running_on
 from fzero.state import Setup, TrainState
 from fzero.transforms.backward_pass import Pass

@@ -19,11 +19,9 @@ from fzero.adapter._module import in_place_of
 from fzero.collectives import broadcast
 from fzero.errors.check import require
 from fzero.machine import Gatherer, GroupShard, Reader, UnitTable
-from fzero.machine.memory import require_own_memory
 from fzero.machine.packing import pack
-from fzero.machine.partition import plan_layout, shard_of
+from fzero.machine.partition import plan_layout, require_classes, require_own_memory, shard_of
 from fzero.machine.placeholder import LazyParam, placeholders
-from fzero.machine.subclasses import require_classes
 from fzero.ranks.mesh import Axis, MeshLike, Runtime, axis_of
 
 

@@ -18,8 +18,7 @@ from fzero.adapter._masters import own_part
 from fzero.adapter._module import ModuleParameters, first_state
 from fzero.collectives import performer_of, reduce_many
 from fzero.machine.offload import to_device, write_back
-from fzero.machine.packing import leaf_ranges, pack
-from fzero.machine.parts import cut
+from fzero.machine.packing import cut, leaf_ranges, pack
 from fzero.optim.precision import masters_of
 from fzero.state import Local, Placement, Setup, TrainState
 from fzero.state.scale import ScalePolicy

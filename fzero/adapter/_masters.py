@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fzero.adapter._module import ModuleParameters
 from fzero.machine.offload import to_device, write_back
-from fzero.machine.parts import cut
+from fzero.machine.packing import cut
 from fzero.optim.precision import masters_of
 from fzero.state import Setup, TrainState
 from fzero.state.buffers import SIXTEEN_BIT

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from fzero.collectives import broadcast, performer_of
 from fzero.errors import LayoutError
-from fzero.machine.beside import is_own
+from fzero.machine.module_buffers import is_own
 from fzero.machine.packing import unpack, with_own_storage
 from fzero.machine.placeholder import LazyParam
 from fzero.options import Initializer

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from fzero.context.ambient import computed_in, other_autocast
+from fzero.context.modes import computed_in, other_autocast
 from fzero.transforms.autocast import around_message
 
 

@@ -24,8 +24,8 @@ from fzero.checkpoint.mesh_transition import (
 from fzero.collectives import assert_same_everywhere, broadcast
 from fzero.context.modes import for_training
 from fzero.errors import AxisError
-from fzero.machine.beside import is_own
-from fzero.machine.subclasses import require_classes
+from fzero.machine.module_buffers import is_own
+from fzero.machine.partition import require_classes
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Leaf, TrainState
 from fzero.transforms.agree import reduce_agreed

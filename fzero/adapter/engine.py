@@ -27,7 +27,7 @@ from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
 from fzero.adapter.setup import OLDER, options_of, planned, scale_of
 from fzero.context.modes import explains_inference
-from fzero.machine.compiled import DISABLED_FRAMES
+from fzero.machine.placeholder import DISABLED_FRAMES
 from fzero.options import EngineOptions, documents, takes
 from fzero.ranks.mesh import Axis, MeshLike, refuse_part
 from fzero.state import HookState, TrainState, progress

@@ -12,10 +12,9 @@ from fzero.adapter._masters import own_part, take_values
 from fzero.adapter._owned import owned_values, whole_values
 from fzero.adapter.driver import Driver
 from fzero.errors import LayoutError, PhaseError
+from fzero.machine.codecs import Blocks
 from fzero.machine.offload import to_device
-from fzero.machine.packing import LeafRange, leaf_ranges, unpack
-from fzero.machine.parts import gather_parts
-from fzero.machine.rows import Blocks
+from fzero.machine.packing import LeafRange, gather_parts, leaf_ranges, unpack
 from fzero.optim.entries import codec_in
 from fzero.state import Placement, TrainState
 from fzero.state.layout import Leaf, as_complex, as_real

@@ -16,13 +16,11 @@ from torch.optim import Optimizer
 
 from fzero.adapter.driver import OWNERS
 from fzero.collectives import assert_same_everywhere, told_everywhere
-from fzero.context.here import current_ranks, is_abstract
+from fzero.context.current_rank import current_ranks, is_abstract
 from fzero.context.modes import require_autograd
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.beside import apart_from, held_beside, lines_of, require_paths
-from fzero.machine.memory import Holder, require_own_memory
-from fzero.machine.partition import unit_of
-from fzero.machine.subclasses import require_classes
+from fzero.machine.module_buffers import apart_from, held_beside, lines_of, require_paths
+from fzero.machine.partition import Holder, require_classes, require_own_memory, unit_of
 from fzero.optim import NoOptimizer, ShardOptimizer, as_optimizer, from_torch
 from fzero.options import ModuleOptions, Scale, SharedOptions, Updating, grouped, one_record
 from fzero.ranks.mesh import Axis, Runtime

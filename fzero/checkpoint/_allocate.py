@@ -41,8 +41,7 @@ from fzero.checkpoint._process_states import Held
 from fzero.checkpoint.manifest import Manifest
 from fzero.errors import LayoutError, explain
 from fzero.machine.offload import empty_where
-from fzero.machine.packing import leaf_ranges, part_of, shard_of
-from fzero.machine.parts import gather_parts_in_place
+from fzero.machine.packing import gather_parts_in_place, leaf_ranges, part_of, shard_of
 from fzero.optim.entries import RULE, require_kept
 from fzero.ranks.mesh import axis_index
 from fzero.state import Placement, TrainState

@@ -39,7 +39,7 @@ from fzero.checkpoint.folders import (
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.machine.by_path import all_paths, leaf_paths, tied_names
+from fzero.machine.named_shards import all_paths, leaf_paths, tied_names
 from fzero.state import TrainState
 
 _OWN = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")

@@ -18,7 +18,7 @@ from fzero.checkpoint.collective import everywhere, from_first
 from fzero.checkpoint.folders import PathLike, as_path, locked, path_everywhere
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.machine.by_path import all_paths
+from fzero.machine.named_shards import all_paths
 from fzero.state import TrainState
 from fzero.transforms.kept import has_values
 

@@ -66,7 +66,7 @@ from fzero.checkpoint.manifest import (
 )
 from fzero.collectives import assert_same_everywhere
 from fzero.errors.json_form import problems, text
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.optim.counters import COUNT
 from fzero.state import Placement, TrainState
 from fzero.state.layout import as_complex

@@ -18,7 +18,7 @@ from fzero.checkpoint.collective import damaged
 from fzero.checkpoint.engine_state import buffers_of
 from fzero.checkpoint.manifest import LEFT_OUT, Manifest, facts_of_state, require_fit
 from fzero.errors import LayoutError
-from fzero.machine.by_path import leaf_numbers, leaf_paths
+from fzero.machine.named_shards import leaf_numbers, leaf_paths
 from fzero.machine.offload import empty_where
 from fzero.machine.packing import leaf_ranges
 from fzero.optim.counters import COUNT, STEP, UNSTEPPED

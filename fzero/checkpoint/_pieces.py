@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import CheckpointError, LayoutError
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.machine.packing import LeafRange, leaf_ranges, part_of
 from fzero.state import Layout, Part, Placement, Setup, TrainState
 from fzero.state.codec import decoded_row

@@ -19,8 +19,7 @@ from fzero.checkpoint.engine_state import Buffers, Driven, buffers_of, set_buffe
 from fzero.checkpoint.manifest import named_texts
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.machine.offload import to_device, wait_for_copies
-from fzero.machine.packing import unpack
-from fzero.machine.parts import gather_parts
+from fzero.machine.packing import gather_parts, unpack
 from fzero.ranks.mesh import Axis, Runtime, refuse_part
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.train_state import require_not_donated, stack_ranks

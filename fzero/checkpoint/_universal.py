@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from fzero.checkpoint.collective import CheckpointError, damaged
 from fzero.checkpoint.folders import is_there, read_text
 from fzero.errors import LayoutError
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.optim.counters import COUNT, counters_of
 from fzero.optim.entries import RULE, rule_entries, slots_of
 from fzero.state import TrainState

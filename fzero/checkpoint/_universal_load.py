@@ -53,7 +53,7 @@ from fzero.checkpoint.engine_state import (
 from fzero.checkpoint.folders import PathLike, path_everywhere
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
-from fzero.machine.by_path import all_paths, leaf_paths
+from fzero.machine.named_shards import all_paths, leaf_paths
 from fzero.optim.counters import COUNT, UNSTEPPED
 from fzero.optim.entries import RULE, slots_of
 from fzero.state import TrainState

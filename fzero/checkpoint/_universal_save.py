@@ -30,7 +30,7 @@ from fzero.checkpoint.engine_state import Buffers, Driven, group_names, plain_op
 from fzero.checkpoint.folders import PathLike, is_there, path_everywhere, put_text, sync, sync_files
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.machine.by_path import leaf_paths, tied_names
+from fzero.machine.named_shards import leaf_paths, tied_names
 from fzero.optim.counters import COUNT, counters_of
 from fzero.optim.entries import slots_across
 from fzero.state import TrainState

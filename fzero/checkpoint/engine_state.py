@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fzero.checkpoint._pieces import TensorPiece, whole_pieces
 from fzero.checkpoint.collective import CheckpointError, damaged
 from fzero.errors import LayoutError
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.state import TrainState
 from fzero.state.setup import NO_OPTIONS
 

@@ -16,7 +16,7 @@ from fzero.checkpoint.collective import CheckpointError, damaged
 from fzero.checkpoint.folders import Kind, is_there, put_sealed, read_sealed
 from fzero.errors import LayoutError
 from fzero.errors.json_form import ANYTHING, TEXTS, DictForm, integer, natural, problems, text
-from fzero.machine.by_path import leaf_paths, tied_names
+from fzero.machine.named_shards import leaf_paths, tied_names
 from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState

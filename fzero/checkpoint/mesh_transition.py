@@ -41,9 +41,9 @@ from fzero.checkpoint.manifest import (
     require_fit,
 )
 from fzero.collectives import disagreement
-from fzero.context.here import current_ranks
+from fzero.context.current_rank import current_ranks
 from fzero.errors import AxisError, FzeroError, LayoutError
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.machine.offload import offloaded
 from fzero.optim import TorchOptimizer
 from fzero.optim.entries import slots_of

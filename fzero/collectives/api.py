@@ -19,7 +19,7 @@ from fzero.collectives.autograd import (
 )
 from fzero.collectives.logical_groups import fold_rows
 from fzero.collectives.performer import rows_of_ranks
-from fzero.context.here import has_no_values, is_abstract
+from fzero.context.current_rank import has_no_values, is_abstract
 from fzero.context.modes import is_recorded, without_transforms
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.ranks.mesh import (

@@ -40,8 +40,8 @@ from fzero.collectives.ties import (
     unlike_nesting,
     with_tokens,
 )
-from fzero.context import levels
-from fzero.context.here import WithoutMemory, current_ranks, is_abstract
+from fzero.context import modes
+from fzero.context.current_rank import WithoutMemory, current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_differentiated, is_recorded, wants_graph
 from fzero.errors import AxisError, PhaseError
 from fzero.ranks.mesh import Axis, Runtime
@@ -158,19 +158,19 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
     A rank that does not differentiate what another one does gets a graph, or a tangent of zeros, at
     the same levels. gives: whether this rank has a value; None if none has, and nothing is sent.
     """
-    bits, nesting = levels.followed(x), digest(levels.nesting())
+    bits, nesting = modes.followed(x), digest(modes.nesting())
     shapes = lowering.shapes_of([x], ragged=plan.kind == "ragged")
-    own = levels.reverse(bits)
+    own = modes.reverse(bits)
     said = bits, _MASK ^ bits, nesting, _MASK ^ nesting, int(gives)
     call = UserCall(plan.said, shapes, plan.backward, said, own)
     everyone, absent, nested, others, any_gives = before_collective(plan.axis, call)
-    if levels.by_func(everyone) and nested & others:
+    if modes.by_func(everyone) and nested & others:
         raise unlike_nesting()
-    if not plan.backward and levels.beyond_reach(everyone & absent, anchors()):
+    if not plan.backward and modes.beyond_reach(everyone & absent, anchors()):
         raise unlike_inputs()
     if not any_gives:
         return None
-    connects = levels.reverse(everyone)
+    connects = modes.reverse(everyone)
     if connects and not own:
         also_connects(plan.axis)
     # Without a graph, as in the forward of a checkpoint, nobody knows yet.
@@ -183,13 +183,13 @@ def _called(plan: LinearMap, x: Tensor, *, gives: bool = True) -> Tensor | None:
         plan.kept.number(plan.call)
     missing, records = everyone & ~bits, torch.is_grad_enabled()
     if unseen:  # whoever runs the part again gives it a graph
-        missing &= ~levels.BASE
+        missing &= ~modes.BASE
     if not missing:
         y, *token = _applied(plan, x)
     else:
         with torch.enable_grad():
             x = x if records else x.detach()
-            y, *token = _applied(plan, with_tokens(x, levels.tokens(missing, anchors())))
+            y, *token = _applied(plan, with_tokens(x, modes.tokens(missing, anchors())))
             y = y if records else y.detach()
     if plan.call is not None and (connects or unseen):
         connected(plan.call, token[0], backward=plan.backward)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.collectives import liveness
-from fzero.context.here import current_ranks, is_abstract
+from fzero.context.current_rank import current_ranks, is_abstract
 from fzero.ranks.mesh import Axis, Runtime
 
 _LOGS: list[CollectiveLog] = []

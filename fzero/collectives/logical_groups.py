@@ -32,7 +32,7 @@ from fzero.collectives.lowering import (
     given,
 )
 from fzero.collectives.performer import performer_of
-from fzero.context.here import Here, Make, be, current_ranks, is_abstract, standing_as
+from fzero.context.current_rank import Here, Make, be, current_ranks, is_abstract, standing_as
 from fzero.context.modes import for_training
 from fzero.errors import PhaseError
 from fzero.ranks.mesh import Axis, Carried, Runs, Runtime, carrying, running_on

@@ -33,7 +33,13 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.collectives import liveness
 from fzero.collectives.log import note
-from fzero.context.here import current_ranks, has_no_values, is_abstract, kind_of, require_no_trace
+from fzero.context.current_rank import (
+    current_ranks,
+    has_no_values,
+    is_abstract,
+    kind_of,
+    require_no_trace,
+)
 from fzero.errors import AxisError, LostRankError
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.ranks.virtual import different

@@ -30,7 +30,7 @@ from torch import Tensor
 from fzero.collectives import liveness, lowering
 from fzero.collectives.lowering import explained
 from fzero.collectives.recompute import keeping
-from fzero.context.here import Here, current_ranks, is_abstract
+from fzero.context.current_rank import Here, current_ranks, is_abstract
 from fzero.context.modes import for_training
 from fzero.errors import AxisError, FzeroError, MismatchError, PeerFailedError, PhaseError
 from fzero.ranks.mesh import Axis, Runs, Runtime, carried_here, own_group

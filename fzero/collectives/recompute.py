@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C import _autograd as torch_autograd
 from torch.utils import checkpoint
 
-from fzero.context.here import current_ranks
+from fzero.context.current_rank import current_ranks
 from fzero.errors import PhaseError
 from fzero.ranks.mesh import Axis
 

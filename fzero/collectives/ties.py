@@ -28,8 +28,8 @@ from torch.autograd.variable import Variable
 
 from fzero.collectives.performer import UserCall, agreed, before_collective
 from fzero.collectives.recompute import UsersCall, runs
-from fzero.context import levels
-from fzero.context.here import current_ranks
+from fzero.context import modes
+from fzero.context.current_rank import current_ranks
 from fzero.errors import LayoutError, MismatchError
 from fzero.ranks.mesh import Axis
 
@@ -66,7 +66,7 @@ class Scope:
     def add(self, call: UsersCall, token: Tensor, *, backward: bool) -> None:
         """Take the token of a call, unless a checkpoint has made it anew in a backward."""
         anew = not backward and _AUTOGRAD._current_graph_task_id() != self._task
-        token = levels.at_level(token, self.level)
+        token = modes.at_level(token, self.level)
         if not anew and token.requires_grad:
             self.tokens[call] = token
             _take_part_in_derivatives()
@@ -427,7 +427,7 @@ def unlike_nesting() -> MismatchError:
     """Return the error of ranks that differentiate a call inside of other transforms."""
     return MismatchError(
         "the ranks call a collective inside of other transforms of torch.func; here: "
-        f"{levels.nesting() or 'none'}.",
+        f"{modes.nesting() or 'none'}.",
         cause="torch.func.grad, jvp or vmap on some ranks only; or one inside of the other on one "
         "rank, and the other way round on another.",
         fix="nest the same transforms on every rank; a rank without anything to differentiate "

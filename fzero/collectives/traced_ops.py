@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import lowering
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.errors import AxisError
 from fzero.ranks.mesh import Axis, Runtime
 

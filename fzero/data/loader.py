@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, default_collate
 
-from fzero.context.generators import seeded
+from fzero.context.rng import seeded
 from fzero.data.collated import digest_of, joined, rows_of, without_rows
 from fzero.data.order import Order
 from fzero.errors import CallError, LayoutError, check, explain

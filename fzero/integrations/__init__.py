@@ -11,7 +11,7 @@ In: their configs and calls. Out: an engine that they drive. What it cannot do r
 import importlib
 import typing
 
-from fzero.context import later
+from fzero.context import lazy_import
 
 # First, whichever is imported first: the adapter has a name of deepspeed, which is made of it.
 importlib.import_module("fzero.adapter")
@@ -19,4 +19,4 @@ importlib.import_module("fzero.adapter")
 if typing.TYPE_CHECKING:  # what `__getattr__` imports
     from fzero.integrations import deepspeed as deepspeed
 else:
-    __getattr__ = later.importer(__name__, ["fzero.integrations.deepspeed"])
+    __getattr__ = lazy_import.importer(__name__, ["fzero.integrations.deepspeed"])

@@ -36,7 +36,7 @@ from fzero.checkpoint.elements import (
 from fzero.checkpoint.folders import PathLike, path_everywhere, sync_files
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.ranks.mesh import axis_of
 from fzero.state import TrainState
 from fzero.transforms.functionalize import Apply, functionalize

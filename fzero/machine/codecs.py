@@ -16,19 +16,356 @@ own, and so has `nf4`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from fzero.errors.check import is_count, require
-from fzero.machine.blocks import blocks_in, in_blocks, largest_of_block, with_largest
-from fzero.machine.codebooks import dynamic8 as dynamic8
-from fzero.machine.nf4 import nf4 as nf4
+from fzero.context.current_rank import is_abstract
+from fzero.context.modes import is_recorded
+from fzero.errors.check import check_flags, is_count, require
 from fzero.machine.powersgd import powersgd as powersgd
-from fzero.state.codec import Codec as Codec
-from fzero.state.codec import Memory, mixed, rounding
+from fzero.state.codec import Codec, Memory, WireForm, decoded, encoded, form_of, mixed, rounding
 from fzero.state.codec import cast as cast
+from fzero.state.layout import Layout
+
+# Rows of values in blocks that share a scale: what codecs with scales are made of.
+
+
+def blocks_in(numel: int, block: int) -> int:
+    """Return how many blocks so many elements are."""
+    return -(-numel // block)
+
+
+def in_blocks(x: Tensor, block: int) -> Tensor:
+    """[.., n] -> [.., ceil(n / block), block], filled up with zeros; a view of `x` if it fits."""
+    blocks = blocks_in(x.shape[-1], block)
+    missing = blocks * block - x.shape[-1]
+    filled = torch.nn.functional.pad(x, (0, missing)) if missing else x
+    return filled.reshape(*x.shape[:-1], blocks, block)
+
+
+def with_largest(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return x in blocks, and max |x| of each in fp32; NaN where it is no finite number."""
+    blocks = in_blocks(x, block)
+    largest = torch.maximum(blocks.amax(-1), -blocks.amin(-1)).to(torch.float32)
+    return blocks, torch.where(largest.isfinite(), largest, torch.nan)
+
+
+def largest_of_block(x: Tensor, block: int) -> Tensor:
+    """Return max |x| of the block of each element."""
+    largest = in_blocks(x.abs(), block).amax(-1, keepdim=True)
+    return largest.expand(*largest.shape[:-1], block).flatten(-2)[..., : x.shape[-1]]
+
+
+# Codecs of 256 levels that are not evenly spaced: what is small keeps most of its precision.
+#
+#     x [n]     in blocks, a: of each the x of the largest |x|, with its sign
+#     sent      a in fp32, and the number of the level that is nearest to x / a
+#     received  level times a
+#
+# So the largest of a block is received as it was, and what was received is encoded to the same
+# bytes
+# again. Where a block has an infinity or a NaN, all of it is received as NaN.
+#
+# Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv 2110.02861,
+# sections
+# 2.1 and 2.2, and appendix F.2 (dynamic tree quantization, of which the unsigned form has no sign).
+
+_SCALE_BYTES = 4
+_DECADES = 7  # levels reach from 1 down to 5.5e-7
+_SAME = 2.0**-18  # by how much of itself a number may miss the level that it was decoded from
+
+
+@dataclass(frozen=True)
+class dynamic8(Codec):
+    """Blocks of 8 bits with levels in each power of ten, and a scale in fp32 each; no memory.
+
+    Made for the states of optimizers (`fzero.optim.adamw(..., state_dtype=dynamic8())`), whose
+    squares of gradients differ by many powers of ten. Without `signed`, where all numbers are 0 or
+    more, there are twice as many levels, and a positive number is never received as 0: an update
+    may divide by its root.
+
+    Args:
+        block: elements that share a scale, which costs 4 bytes.
+        signed: whether numbers may be negative; without it those are received as 0.
+        stochastic: round up with the probability of what is cut off, so that the error has mean
+            zero. The chance is a hash of the bits and places in a block, and of the number of the
+            update: it does not depend on ranks.
+        seed: of that chance; an update gives its number, by `at`.
+
+    Source: see above. The levels are those of `bitsandbytes.functional.create_dynamic_map`.
+
+    Example:
+        >>> codec = dynamic8(block=4)
+        >>> codec.decode(codec.encode(torch.tensor([1.0, -0.5, 1e-4, 0.0])), 4, torch.float32)
+        tensor([ 1.0000e+00, -5.0078e-01,  8.8750e-05,  0.0000e+00])
+    """
+
+    block: int = 256
+    signed: bool = True
+    stochastic: bool = False
+    seed: int | Tensor = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no block, and a memory."""
+        require("dynamic8: memory", self.memory, lambda x: x is False, "False")
+        require("dynamic8: block", self.block, is_count, "an int of 1 or more")
+        check_flags(**{"dynamic8: signed": self.signed, "dynamic8: stochastic": self.stochastic})
+
+    def of_squares(self) -> Self:
+        """Return the same without a sign."""
+        return replace(self, signed=False)
+
+    def at(self, update: int | Tensor) -> Self:
+        """Return the codec that rounds by another chance in each update."""
+        return replace(self, seed=update) if self.stochastic else self
+
+    def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the scales and the numbers of the levels."""
+        scales, ratios = self._scaled(x)
+        codes = self._rounded(ratios) if self.stochastic else _level(ratios, self.signed, "nearest")
+        return scales, codes.flatten(-2)[..., : x.shape[-1]]
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        """Levels times scales."""
+        scales, codes = parts
+        blocks = in_blocks(codes, self.block)
+        levels = _levels(self.signed, codes.device)
+        found = levels.index_select(0, blocks.reshape(-1).to(torch.int32)).to(dtype)
+        return (
+            found.view(blocks.shape).mul_(scales.to(dtype).unsqueeze(-1)).flatten(-2)[..., :numel]
+        )
+
+    def wire_bytes(self, numel: int) -> int:
+        """A byte for each, and the scales."""
+        return numel + _SCALE_BYTES * blocks_in(numel, self.block)
+
+    def bound(self, x: Tensor) -> Tensor:
+        """How far the levels on either side of x are apart; all of x where it may not be < 0."""
+        scales, ratios = self._scaled(x)
+        low, high = self._around(ratios)[1:]
+        apart = ((high - low) * scales.abs().unsqueeze(-1)).flatten(-2)[..., : x.shape[-1]]
+        return apart + (0.0 if self.signed else x.clamp(max=0.0).abs()) + 2.0**-126
+
+    def _scaled(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a of each block, and x / a, [.., blocks, block], 0 beside a NaN."""
+        x = x if self.signed else x.clamp(min=0.0)
+        blocks = in_blocks(x, self.block)
+        top, low = blocks.amax(-1), blocks.amin(-1)
+        scales = torch.where(top >= -low, top, low).to(torch.float32)
+        scales = torch.where(top.isfinite() & low.isfinite(), scales, torch.nan)
+        ratios = (blocks.to(torch.float32) / scales.unsqueeze(-1)).nan_to_num_(0.0)  # of zeros, too
+        return scales, ratios
+
+    def _around(self, ratios: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the number of the level that is not above each ratio, that level, the next one."""
+        levels = _levels(self.signed, ratios.device)
+        below = _level(ratios, self.signed, "below").to(torch.int32)
+        near = levels, torch.cat([levels[1:], levels[-1:]])
+        low, high = (some.index_select(0, below.view(-1)).view_as(ratios) for some in near)
+        return below, low, high
+
+    def _rounded(self, ratios: Tensor) -> Tensor:
+        """Return a level on either side of each ratio, by chance: the ratio in the mean."""
+        below, low, high = self._around(ratios)
+        near = torch.where(ratios - low < high - ratios, low, high)
+        share = (ratios - low) / (high - low)
+        exact = (ratios - near).abs() <= _SAME * near.abs()
+        up = torch.where(exact, near > low, self._noise(ratios) < share)
+        if not self.signed:
+            up |= (ratios > 0) & (below == 0)
+        return torch.where(up, below + 1, below).to(torch.uint8)
+
+    def _noise(self, ratios: Tensor) -> Tensor:
+        """Return numbers in [0, 1) that are a function of the blocks and the seed."""
+        bits = ratios.view(torch.int32)
+        place = torch.arange(self.block, dtype=torch.int32, device=ratios.device)
+        hashed = bits ^ (place * 0x2545F491)
+        row = hashed.sum(-1, keepdim=True, dtype=torch.int64).to(torch.int32)
+        seed = (self.seed * 0x5851F42D + 0x14057B7E) % 2**31
+        return (mixed(hashed ^ mixed(row ^ seed)) & 0xFFFFFF).float() * 2.0**-24
+
+
+def dynamic_levels(*, signed: bool) -> Tensor:
+    """Return the 256 levels in ascending order: in each of seven powers of ten twice as many.
+
+    Example:
+        >>> dynamic_levels(signed=False)[[0, 1, -1]]
+        tensor([0.0000e+00, 3.2500e-07, 1.0000e+00])
+    """
+    found = [0.0, 1.0]
+    for decade in range(_DECADES):
+        edges = torch.linspace(0.1, 1.0, 2 ** (decade + (0 if signed else 1)) + 1)
+        middles = (10.0 ** (decade + 1 - _DECADES) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        found += [*middles, *(-x for x in middles if signed)]
+    return torch.tensor(sorted(found))
+
+
+def _levels(signed: bool, device: torch.device) -> Tensor:
+    return _table(signed, "levels", device)[0]
+
+
+def _table(signed: bool, which: str, device: torch.device) -> tuple[Tensor, ...]:
+    """Return a table, which is kept unless it has no values: that of a record ends with it."""
+    if (found := _TABLES.get((signed, which, device))) is not None:
+        return found
+    levels = dynamic_levels(signed=signed)
+    made = (levels,) if which == "levels" else _bounds(levels, signed, which)
+    made = tuple(x.to(device) for x in made)
+    if not (is_abstract() or is_recorded(made)):
+        _TABLES[signed, which, device] = made
+    return made
+
+
+_TABLES: dict[tuple[bool, str, torch.device], tuple[Tensor, ...]] = {}
+
+
+def _level(ratios: Tensor, signed: bool, which: str) -> Tensor:
+    """Return the number of the level that is nearest to each ratio, or that is not above it.
+
+    The first 16 bits of a ratio leave two levels at most, of which it is said where the second one
+    begins: so two look-ups do what a search would take long for.
+    """
+    first, begins = _table(signed, which, ratios.device)
+    key = ((ratios.view(torch.int32) >> 16) & 0xFFFF).reshape(-1)
+    above = ratios.reshape(-1) >= begins.index_select(0, key)
+    return (first.index_select(0, key) + above.view(torch.uint8)).view_as(ratios)
+
+
+def _bounds(levels: Tensor, signed: bool, which: str) -> tuple[Tensor, Tensor]:
+    """Return by the first 16 bits of a ratio its lower level, and from which ratio on the next."""
+    edges = levels[1:] if which == "below" else ((levels[1:].double() + levels[:-1]) / 2).float()
+    if not signed and which == "nearest":
+        edges[0] = 2.0**-149  # a positive number is never 0
+    keys = torch.arange(65536, dtype=torch.int32) << 16
+    ends = torch.stack([keys, keys | 0xFFFF]).view(torch.float32).nan_to_num(nan=2.0)
+    low, high = ends.amin(0), ends.amax(0)
+    first = torch.searchsorted(edges, low, right=True)  # edges at or below the lowest of a key
+    begins = torch.cat([edges, torch.tensor([torch.inf])])[first]
+    begins = torch.where(begins <= high, begins, torch.inf)
+    return first.to(torch.uint8), begins
+
+
+# `nf4`: 4 bits for each weight, levels where a normal distribution has its weights.
+#
+#     x [.., n]   in blocks, a = max |x| of each
+#     stored      the level nearest to x / a, of 16, two in a byte; and a
+#     double      a in 8 bits, between the smallest and the largest a of 256 blocks, which are in
+# fp32
+#     decoded     level times a
+#
+# Where a block has an infinity or a NaN, it is decoded as NaN, and with `double` so are the 256
+# blocks that share the ends of its scale.
+
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+"""What 4 bits stand for, in units of the largest of a block: arXiv 2305.14314, appendix E."""
+
+_WIDEST = max(b - a for a, b in pairwise(LEVELS)) / 2
+_TOGETHER = 256  # scales that share their ends
+_EPS = 2.0**-22  # beyond what fp32 rounds in a quotient, a product and a sum
+
+
+@dataclass(frozen=True)
+class nf4(Codec):
+    """4-bit normal floats in blocks, for frozen weights: 0.516 bytes for each, in blocks of 64.
+
+    The levels are those of QLoRA, and without `double` so is each decoded value. Scales of 8 bits
+    lie at equal distances between the smallest and the largest of 256; QLoRA's are 8-bit floats
+    around the mean of all of a tensor.
+
+    Args:
+        block: elements that share a scale.
+        double: whether scales have 8 bits in the place of fp32 (4 bytes).
+        memory: see `Codec`.
+
+    Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", arXiv 2305.14314,
+    section 3 and appendix E.
+
+    Example:
+        >>> nf4().wire_bytes(2**20) / 2**20, nf4(double=False).wire_bytes(2**20) / 2**20
+        (0.51611328125, 0.5625)
+        >>> codec = nf4()
+        >>> codec.decode(codec.encode(torch.tensor([2.0, 1.0, 0.0])), 3, torch.float32)
+        tensor([2.0000, 0.8814, 0.0000])
+    """
+
+    block: int = 64
+    double: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is no block."""
+        super().__post_init__()
+        require("nf4: block", self.block, is_count, "an int of 1 or more")
+        require("nf4: double", self.double, lambda x: isinstance(x, bool), "True or False")
+
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return the scales, and the levels, two in a byte, the first one in the upper bits."""
+        blocks, largest = with_largest(x, self.block)
+        scaled = (blocks / largest.unsqueeze(-1)).nan_to_num_(0.0).to(torch.float32)
+        between = torch.tensor([(a + b) / 2 for a, b in pairwise(LEVELS)])
+        levels = torch.bucketize(scaled, between.to(x.device), out_int32=True).to(torch.uint8)
+        levels = levels.flatten(-2)[..., : x.shape[-1]]
+        if levels.shape[-1] % 2:
+            levels = torch.nn.functional.pad(levels, (0, 1))
+        packed = (levels[..., ::2] << 4) | levels[..., 1::2]
+        return (*(_in_8_bits(largest) if self.double else (largest,)), packed)
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        """Levels times scales."""
+        *of_scales, packed = parts
+        scales = _of_8_bits(*of_scales) if self.double else of_scales[0]
+        first = torch.tensor(LEVELS, device=packed.device).repeat_interleave(16)
+        both = torch.stack([first, first.view(16, 16).T.reshape(-1)], -1).view(torch.float64)
+        pairs = both.view(-1).index_select(0, packed.reshape(-1).to(torch.int32))
+        values = pairs.view(packed.shape).view(torch.float32)[..., :numel]
+        blocks = in_blocks(values.to(dtype), self.block)  # new memory, whatever the dtype
+        return blocks.mul_(scales.to(dtype).unsqueeze(-1)).flatten(-2)[..., :numel]
+
+    def wire_bytes(self, numel: int) -> int:
+        """Half a byte for each, and the scales."""
+        count = blocks_in(numel, self.block)
+        scales = count + 8 * blocks_in(count, _TOGETHER) if self.double else 4 * count
+        return -(-numel // 2) + scales
+
+    def bound(self, x: Tensor) -> Tensor:
+        """Half of the widest gap of levels times the scale, and what the scale has lost."""
+        largest = largest_of_block(x, self.block)
+        lost = torch.zeros_like(largest)
+        if self.double:
+            of_blocks = largest[..., :: self.block].to(torch.float32)
+            found = (_of_8_bits(*_in_8_bits(of_blocks)) - of_blocks).abs()
+            lost = found.repeat_interleave(self.block, -1)[..., : x.shape[-1]].to(x.dtype)
+        return largest * (_WIDEST + _EPS) + lost * (1 + _EPS) + 2.0**-126
+
+
+def _in_8_bits(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales [.., b] -> the smallest and the largest of each 256 [.., k 2], and steps [.., b]."""
+    missing = -scales.shape[-1] % _TOGETHER
+    filled = torch.cat([scales, scales[..., -1:].expand(*scales.shape[:-1], missing)], -1)
+    some = filled.unflatten(-1, (-1, _TOGETHER))
+    low, high = some.amin(-1, keepdim=True), some.amax(-1, keepdim=True)
+    steps = ((some - low) / ((high - low) / 255)).round_().nan_to_num_(0.0).clamp_(0, 255)
+    ends = torch.cat([low, high], -1).flatten(-2)
+    return ends, steps.to(torch.uint8).flatten(-2)[..., : scales.shape[-1]]
+
+
+def _of_8_bits(ends: Tensor, steps: Tensor) -> Tensor:
+    """The ends, and steps between them -> scales [.., b] in fp32."""
+    low, high = ends.contiguous().unflatten(-1, (-1, 2)).split(1, -1)
+    some, step = in_blocks(steps.to(torch.float32), _TOGETHER), (high - low) / 255
+    # From the nearer end: both ends come back, so what is encoded again has the same steps.
+    scales = torch.where(some < 128, low + some * step, high - (255 - some) * step)
+    return scales.flatten(-2)[..., : steps.shape[-1]]
+
 
 __all__ = [
     "Codec",
@@ -43,7 +380,7 @@ __all__ = [
     "stochastic",
 ]
 
-_SCALE_BYTES = 4
+
 _FP8, _FP8_TOP = torch.float8_e4m3fn, 448
 _UP = 2.0**-10  # what rounding a step up to 12 bits adds to it, and fp32 to what is computed of it
 _TINY = 2.0**-126  # fp32 has no 12 bits near its end
@@ -137,7 +474,7 @@ class int8(Codec):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scales and the levels."""
-        return _levels(x, self.block, 127)
+        return _levels_of_codecs(x, self.block, 127)
 
     def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
         """Levels times scales."""
@@ -174,7 +511,7 @@ class int4(int8):
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scales, and the levels, two in a byte."""
-        scales, levels = _levels(x, self.block, 7)
+        scales, levels = _levels_of_codecs(x, self.block, 7)
         if levels.shape[-1] % 2:
             levels = torch.nn.functional.pad(levels, (0, 1))
         levels = (levels + 8).to(torch.uint8)
@@ -245,7 +582,7 @@ def _step(largest: Tensor, top: int) -> Tensor:
     return torch.where(step > _TINY, up, step)  # of a NaN itself
 
 
-def _levels(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
+def _levels_of_codecs(x: Tensor, block: int, top: int) -> tuple[Tensor, Tensor]:
     largest, scaled = _scaled(x, block, top)
     return largest, scaled.round_().to(torch.int8).flatten(-2)[..., : x.shape[-1]]
 
@@ -256,3 +593,112 @@ def _values(largest: Tensor, levels: Tensor, top: int, block: int, dtype: torch.
     largest = largest.contiguous().unsqueeze(-1)
     values = blocks.mul_(_step(largest, top)).clamp_(-largest.to(dtype), largest.to(dtype))
     return values.flatten(-2)[..., : levels.shape[-1]]
+
+
+# Flats of which each block is encoded by itself: where a flat is cut at blocks, so are its bytes.
+#
+#     x [n]    in blocks of b elements, the last one filled up with zeros
+#     row      [ceil(n / b) m] uint8: what a codec makes of each block, end to end
+#
+# So the bytes of a leaf, or of a shard, that begins with a block are a function of its values
+# alone,
+# and cross to other ranks as they are.
+
+
+@dataclass(frozen=True)
+class Blocks(Codec):
+    """A codec on blocks, each a row of its own.
+
+    Example:
+        >>> from fzero.machine.codecs import int8
+        >>> codec = Blocks(int8(block=4))
+        >>> row = codec.row_of(torch.arange(8.0))
+        >>> row.shape, torch.equal(row[8:], codec.row_of(torch.arange(4.0, 8.0)))
+        (torch.Size([16]), True)
+    """
+
+    codec: Codec
+
+    @property
+    def block(self) -> int:
+        """The elements of a block."""
+        return self.codec.block  # type: ignore[attr-defined]
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of a block."""
+        return _form_of(self.codec).nbytes
+
+    def encode(self, x: Tensor) -> tuple[Tensor]:
+        """Return the bytes, uint8."""
+        return (self.row_of(in_blocks(x, self.block).reshape(-1)).view(*x.shape[:-1], -1),)
+
+    def decode(self, parts: tuple[Tensor, ...], numel: int, dtype: torch.dtype) -> Tensor:
+        """Return the elements."""
+        form, (row,) = _form_of(self.codec), parts
+        made = decoded(self.codec, row.reshape(-1, form.nbytes).view(form.dtype), form, dtype)
+        return made.reshape(*row.shape[:-1], -1)[..., :numel]
+
+    def wire_bytes(self, numel: int) -> int:
+        """Return the bytes of n elements."""
+        return blocks_in(numel, self.block) * self.block_bytes
+
+    def bound(self, x: Tensor) -> Tensor:
+        """That of the codec in each block."""
+        blocks = in_blocks(x, self.block)
+        return self.codec.bound(blocks).expand_as(blocks).flatten(-2)[..., : x.shape[-1]]
+
+    def row_of(self, x: Tensor, update: int | Tensor = 0) -> Tensor:
+        """x [n] -> its bytes, rounded as in this update where that is by chance."""
+        made = encoded(self.codec.at(update), in_blocks(x, self.block))[0]
+        return made.contiguous().view(torch.uint8).view(-1)
+
+    def numbers(self, row: Tensor) -> Tensor:
+        """The bytes of whole blocks -> their elements, in fp32; where it is encoded at all."""
+        if row.is_floating_point():
+            return row
+        numel = row.shape[-1] // self.block_bytes * self.block
+        return self.decode((row,), numel, torch.float32)
+
+    def fill(self, row: Tensor, value: float = 0.0) -> Tensor:
+        """Make a row that of elements which are all `value`; return it."""
+        one = self.row_of(torch.full((self.block,), value)).to(row.device)
+        row.view(-1, self.block_bytes).copy_(one)
+        return row
+
+    def write(self, row: Tensor, numbers: Tensor) -> None:
+        """Encode into a row what has changed of its elements: other blocks keep their bytes."""
+        changed = (numbers != self.numbers(row)).view(-1, self.block).any(-1)
+        new = self.row_of(numbers).view(-1, self.block_bytes)
+        row.view(-1, self.block_bytes)[changed] = new[changed]
+
+    def layout(self, layout: Layout) -> Layout:
+        """Return where leaves and shards lie in the bytes of flats: a layout of bytes."""
+        return _in_bytes(layout, self.block, self.block_bytes)
+
+
+@lru_cache
+def _form_of(codec: Codec) -> WireForm:
+    """Return how an encoded block lies in a buffer."""
+    return form_of(codec, codec.block)  # type: ignore[attr-defined]
+
+
+@lru_cache
+def _in_bytes(layout: Layout, block: int, size: int) -> Layout:
+    def of(numel: int) -> int:
+        return blocks_in(numel, block) * size
+
+    leaves = [
+        replace(leaf, shape=(of(leaf.numel),), dtype=torch.uint8, codec=None)
+        for leaf in layout.leaves
+    ]
+    groups = [
+        replace(
+            group,
+            dtype=torch.uint8,
+            offsets=tuple(map(of, group.offsets)),
+            shard_numel=of(group.shard_numel),
+        )
+        for group in layout.groups
+    ]
+    return replace(layout, leaves=tuple(leaves), groups=tuple(groups))

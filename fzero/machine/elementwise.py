@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import Rehearsal, assert_same_everywhere
-from fzero.context.generators import seeded
+from fzero.context.rng import seeded
 from fzero.errors import LayoutError, explain
 from fzero.ranks.mesh import Axis
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import Channel, Performer, performer_of
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.machine.reader import Reader
 from fzero.machine.reduce import Reducer, ReductionPlan, waits_in_step
 from fzero.machine.unshard import Gatherer, ModelLine, UnitTable

@@ -23,7 +23,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.context.here import has_no_values, kind_of
+from fzero.context.current_rank import has_no_values, kind_of
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.setup import Home, Offload, is_on_disk

@@ -14,8 +14,8 @@ The route of a bucket, one collective after another:
     plain, stage 0          all-reduce
     logical ranks           all-to-all of parts, which their owners sum by a tree; then gathered
                             where gradients are placed in larger parts
-    encoded                 see fzero/machine/encode.py; of "replicas", after the reduce-scatter
-    as factors              two all-reduces: see fzero/machine/factors.py
+    encoded                 see fzero/machine/compress.py; of "replicas", after the reduce-scatter
+    as factors              two all-reduces: see fzero/machine/compress.py
 
 A bucket is one group below stage 3; at stage 3 it is a unit, whose parameters are gathered
 together. The protocol says which one may start, in one order on every rank, so ranks may use other
@@ -27,7 +27,7 @@ Source: Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3 (buckets in o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -44,15 +44,14 @@ from fzero.collectives import (
     start_scatter,
     start_tree_sum,
 )
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.context.modes import is_recorded
 from fzero.errors import AxisError
-from fzero.machine.factors import FactorEncoder, GradientEncoder, encoder_of
+from fzero.machine.compress import FactorEncoder, GradientEncoder, encoder_of, goes_back
 from fzero.machine.offload import add_to, offloaded, to_device
 from fzero.machine.packing import pack_copied, unpack
-from fzero.machine.residual import goes_back
 from fzero.ranks.mesh import Axis, Runtime
-from fzero.state import Placement, Setup
+from fzero.state import Placement, Setup, logical
 from fzero.state.layout import Layout, as_bits, as_real
 from fzero.state.progress import ALL
 
@@ -597,3 +596,87 @@ def gathered_over(setup: Setup, axis: Axis) -> list[Axis]:
         return []
     steps = [axis.replicas, axis.shards] if setup.reduces_in_place else [axis.replicas]
     return [over for over in steps if over.size > 1]
+
+
+# The gradients of several logical ranks on one rank: rows of a window, nodes of the tree, a mean.
+#
+#     rows     one flat [W l] for each logical rank, added up call by call
+#     nodes    sums of rows: whole nodes of the tree, as few as there can be
+#     mean     nodes of all ranks -> the part of each, summed by its owner -> / L
+#
+# Rows are folded as they come where one call has all that they get, so a rank holds its nodes and
+# one
+# row more.
+
+Row = dict[int, Tensor]
+"""{group: the gradient [W l] of one logical rank}."""
+
+
+class Nodes:
+    """The nodes of a rank's logical ranks, whose rows come in order."""
+
+    def __init__(self, setup: Setup, device: torch.device) -> None:
+        self._setup, self._device = setup, device
+        self._held: tuple[tuple[logical.Node, Row], ...] = ()
+        self._next = setup.carried(setup.axis.rank).start
+
+    def push(self, row: Mapping[int, Tensor], place: int | None = None) -> None:
+        """Add the row of the next logical rank, or of that at `place`. It is not written to.
+
+        Those before it that brought nothing have zeros.
+        """
+        setup = self._setup
+        assert setup.logical is not None
+        if place is not None:
+            self._fill(setup.carried(setup.axis.rank)[place])
+        sent = {
+            i: setup.sent(i, to_device(x, self._device)).to(setup.accumulate_dtype(i))
+            for i, x in row.items()
+        }
+        node = self._next, self._next + 1
+        self._held = logical.push(self._held, node, sent, setup.logical.ranks, _added)
+        self._next += 1
+
+    def _fill(self, stop: int) -> None:
+        layout = self._setup.layout
+        while self._next < stop:
+            self.push(
+                {
+                    i: torch.zeros(
+                        layout.full_numel(i),
+                        dtype=self._setup.accumulate_dtype(i),
+                        device=self._device,
+                    )
+                    for i in layout.trainable
+                }
+            )
+
+    def mean(self, axis: Axis) -> Row:
+        """Return, and forget, the mean over all logical ranks: {group: this rank's part}.
+
+        A collective over `axis`, which has the ranks of the setup.
+        """
+        setup = self._setup
+        self._fill(setup.carried(setup.axis.rank).stop)
+        rows, self._held = [row for _, row in self._held], ()
+        means: Row = {}
+        # The last first, as in a backward; one at a time, and what was sent is freed.
+        for indices in (setup.layout.units[i] for i in reversed(range(len(setup.layout.units)))):
+            some = [i for i in indices if i in rows[0]]
+            if not some:
+                continue
+            held = [[row.pop(i) for row in rows] for i in some]
+            with about(lambda some=some: setup.layout.paths(some)):
+                sums = start_nodes(setup, axis, held, some).wait()
+                del held
+                for over in gathered_over(setup, axis):
+                    sums = start_gather(sums, over).wait()
+            for i, total in zip(some, sums, strict=True):
+                mean = total if setup.divisor == 1.0 else total.div_(setup.divisor)
+                means[i] = offloaded(setup.offload.gradients, mean, setup.offload)
+        return means
+
+
+def _added(earlier: Row, later: Row) -> Row:
+    """Return the sum of two nodes, which are given up."""
+    return {i: earlier.pop(i) + later.pop(i) for i in [*earlier]}

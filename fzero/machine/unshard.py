@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import InFlight, Performer, about, start_gather
-from fzero.context.here import current_ranks, read_elsewhere
+from fzero.context.current_rank import current_ranks, read_elsewhere
 from fzero.errors import AxisError, PhaseError
 from fzero.machine.offload import page_out, to_device
 from fzero.machine.packing import stored_leaves, unpack

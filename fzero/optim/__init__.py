@@ -10,7 +10,7 @@ import typing
 
 import torch.optim
 
-from fzero.context import later
+from fzero.context import lazy_import
 from fzero.optim import schedules as schedules
 from fzero.optim._muon import Muon as Muon
 from fzero.optim._muon import muon as muon
@@ -51,4 +51,4 @@ if not typing.TYPE_CHECKING:  # a type checker would take any name for one of th
         rules = [x for x, kind in vars(torch.optim).items() if isinstance(kind, type)]
         fixes = {f"fzero.optim.from_torch(torch.optim.{x})": x for x in rules}
         instead = {} if name.lower() in own else fixes
-        raise later.unknown_name(sys.modules[__name__], name, instead)
+        raise lazy_import.unknown_name(sys.modules[__name__], name, instead)

@@ -17,7 +17,7 @@ from fzero.errors.check import called_as, is_count, require
 from fzero.machine.offload import change, cloned, to_device
 from fzero.machine.owners import Owners, Wholes
 from fzero.machine.stacks import check_batch_dims, in_matrices
-from fzero.machine.threads import one_thread
+from fzero.machine.tree_sum import one_thread
 from fzero.optim.encoded_moments import Flats, written_back
 from fzero.optim.optimizer import (
     Groups,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
+from fzero.machine.codecs import Blocks
 from fzero.machine.owners import Owners
-from fzero.machine.rows import Blocks
 from fzero.optim.encoded_moments import counted
 from fzero.optim.optimizer import Optimizer
 from fzero.optim.precision import Place, stay

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fzero.errors.json_form import DictForm, amount, number
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.optim.entries import RuleSlot, counters_in, number_like, optimizer_with
 from fzero.state import TrainState
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
+from fzero.machine.codecs import Blocks
 from fzero.machine.offload import CopyStream, is_here, write_back
-from fzero.machine.rows import Blocks
 from fzero.optim.precision import Precision, as_stepped
 from fzero.optim.rules import Scaled, noise_of, rounded
 from fzero.state.layout import BLOCK, Leaf

@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from fzero.errors import CheckpointError, LayoutError, explain
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.codecs import Blocks
+from fzero.machine.named_shards import leaf_paths
 from fzero.machine.owners import owners_of
-from fzero.machine.rows import Blocks
 from fzero.state import NAMESPACE, Form, Placement, Setup, TrainState
 from fzero.state.entry import Entry
 

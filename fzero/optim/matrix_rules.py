@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.errors.check import called_as, is_count, is_number, require
 from fzero.machine.powersgd import hashed
 from fzero.machine.stacks import check_batch_dims, in_matrices

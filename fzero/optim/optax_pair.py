@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from fzero.errors import FzeroError, LayoutError
 from fzero.machine.offload import to_device, write_back
-from fzero.machine.threads import one_thread
+from fzero.machine.tree_sum import one_thread
 from fzero.optim._partition import Partition
 from fzero.optim.optimizer import NoOptimizer, Optimizer
 from fzero.optim.precision import Place, stay

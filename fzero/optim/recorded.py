@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.context.modes import in_transform, wants_graph
 from fzero.optim.rules import ADAM, LION, SGD, UNSCALED, Rule, has_kernel
 

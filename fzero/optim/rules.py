@@ -17,7 +17,7 @@ from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
 
-from fzero.context.here import has_no_values, is_planned, kind_of
+from fzero.context.current_rank import has_no_values, is_planned, kind_of
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.stateful_update import Piece
 

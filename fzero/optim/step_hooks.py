@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from fzero.context.here import current_ranks, is_abstract
+from fzero.context.current_rank import current_ranks, is_abstract
 from fzero.errors import PhaseError
 
 T = TypeVar("T")

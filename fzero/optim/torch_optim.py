@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, require
+from fzero.machine.codecs import Blocks
 from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners, Wholes
-from fzero.machine.rows import Blocks
-from fzero.machine.threads import even_spans, threads_on
+from fzero.machine.tree_sum import even_spans, threads_on
 from fzero.optim.encoded_moments import (
     CodecOf,
     Flats,

@@ -27,7 +27,7 @@ from torch._functorch import pyfunctorch
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.context.here import current_ranks
+from fzero.context.current_rank import current_ranks
 from fzero.context.modes import holds, samples
 from fzero.errors import FzeroError, LayoutError, explain
 from fzero.machine import elementwise

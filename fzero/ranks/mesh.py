@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import get_worker_info
 
-from fzero.context.here import (
+from fzero.context.current_rank import (
     current_ranks,
     in_forked_child,
     is_abstract,

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from fzero.context.ambient import Ambient
-from fzero.context.here import BASE_NESTING, Here, Make, be, current_ranks, ranks_run
-from fzero.context.torch_globals import TorchGlobals
+from fzero.context.current_rank import BASE_NESTING, Here, Make, be, current_ranks, ranks_run
+from fzero.context.modes import Ambient
+from fzero.context.rng import TorchGlobals
 from fzero.errors import AxisError, MismatchError, PeerFailedError
 
 

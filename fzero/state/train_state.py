@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from typing_extensions import TypeVar
 
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.errors import CallError, DonatedError, LayoutError, explain
 from fzero.ranks.mesh import Axis
 from fzero.state import scale

@@ -14,7 +14,7 @@ modules. Each is imported when it is first used.
 
 import typing
 
-from fzero.context import later
+from fzero.context import lazy_import
 
 if typing.TYPE_CHECKING:  # what `__getattr__` imports
     from fzero.tools import certify as certify
@@ -48,7 +48,7 @@ else:
         "rounding",
         "trace",
     ]
-    __getattr__ = later.importer(
+    __getattr__ = lazy_import.importer(
         __name__,
         [f"fzero.tools.{name}" for name in _MODULES],
         {

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import Performer, performer_of
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import NonFiniteError, PhaseError
 from fzero.ranks.mesh import world

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.errors import LayoutError
 from fzero.errors.check import is_count
 from fzero.state import NAMESPACE, Setup

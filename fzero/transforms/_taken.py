@@ -12,8 +12,7 @@ from torch import Tensor
 from fzero.collectives import broadcast
 from fzero.machine.offload import write_back
 from fzero.machine.owners import owners_of
-from fzero.machine.packing import pack
-from fzero.machine.parts import cut
+from fzero.machine.packing import cut, pack
 from fzero.optim import TorchOptimizer
 from fzero.optim.entries import codec_in
 from fzero.ranks.mesh import Axis

@@ -11,9 +11,8 @@ from torch.nn import Parameter
 
 from fzero.context.modes import in_transform
 from fzero.machine.offload import to_device
-from fzero.machine.packing import unpack, unpack_groups
+from fzero.machine.packing import gather_parts, unpack, unpack_groups
 from fzero.machine.partition import assemble
-from fzero.machine.parts import gather_parts
 from fzero.state import Layout, Placement, TrainState, buffers
 from fzero.transforms._reading import require_learner
 from fzero.transforms.agree import Agreed, agree, reduce_agreed, require_held

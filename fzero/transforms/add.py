@@ -10,10 +10,9 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.by_path import leaf_numbers
-from fzero.machine.packing import pack
+from fzero.machine.named_shards import leaf_numbers
+from fzero.machine.packing import cut, pack
 from fzero.machine.partition import matched
-from fzero.machine.parts import cut
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.layout import Layout, Leaf
 from fzero.state.train_state import GivenCall

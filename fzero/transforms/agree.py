@@ -24,7 +24,7 @@ import optree
 from torch import Tensor
 
 from fzero.collectives import Performer, note_call, performer_of
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import MismatchError, PhaseError
 from fzero.optim.recorded import lacks_value

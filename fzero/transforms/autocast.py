@@ -8,10 +8,10 @@ from typing import Any, overload
 
 import torch
 
-from fzero.context.ambient import other_autocast
+from fzero.context.modes import other_autocast
 from fzero.errors import explain
 from fzero.errors.check import called_as
-from fzero.machine.compiled import DISABLED_FRAMES
+from fzero.machine.placeholder import DISABLED_FRAMES
 from fzero.state import TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import DynamicScale

@@ -19,9 +19,9 @@ from torch import Tensor
 from fzero.collectives import FUNCTIONAL, Performer, performer_of
 from fzero.errors import AxisError, PhaseError
 from fzero.machine import Gatherer, Machine, Reader, Reducer
-from fzero.machine.held_reader import HeldReader, WritableReader
 from fzero.machine.packing import unpack
 from fzero.machine.placeholder import placeholders
+from fzero.machine.reader import HeldReader, WritableReader
 from fzero.ranks.mesh import Runtime
 from fzero.state import Placement, TrainState, pass_state, progress, schedule
 from fzero.state.pass_state import PassState

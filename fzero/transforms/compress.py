@@ -7,7 +7,7 @@ from typing import Any, overload
 
 from fzero.errors import PhaseError
 from fzero.errors.check import called_as
-from fzero.machine.encode import require_codec
+from fzero.machine.compress import require_codec
 from fzero.machine.powersgd import powersgd
 from fzero.state import TrainState
 from fzero.state.codec import Codec, Compress, Over, cast

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import PhaseError, explain
 from fzero.machine.offload import add_to

@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import EVALUATION, Performer
-from fzero.context.ambient import computed_in
-from fzero.context.modes import for_training, needs_func
+from fzero.context.modes import computed_in, for_training, needs_func
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
-from fzero.machine.compiled import DISABLED_FRAMES, without_dynamo
-from fzero.machine.held_reader import HeldReader
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
-from fzero.machine.placeholder import placeholders
+from fzero.machine.placeholder import DISABLED_FRAMES, placeholders, without_dynamo
+from fzero.machine.reader import HeldReader
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule

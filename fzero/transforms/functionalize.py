@@ -17,10 +17,15 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from fzero.errors import LayoutError
-from fzero.machine.beside import TensorsBeside, held_beside, note, require_paths
-from fzero.machine.memory import HeldTensor, Holder, require_own_memory
-from fzero.machine.partition import is_dtensor, unit_of
-from fzero.machine.subclasses import require_classes
+from fzero.machine.module_buffers import TensorsBeside, held_beside, note, require_paths
+from fzero.machine.partition import (
+    HeldTensor,
+    Holder,
+    is_dtensor,
+    require_classes,
+    require_own_memory,
+    unit_of,
+)
 from fzero.state.buffers import Buffers
 from fzero.state.setup import remember_owners
 from fzero.transforms._closed_over import watch

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from fzero.context.generators import of_devices, seeded
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
+from fzero.context.rng import of_devices, seeded
 from fzero.errors import PhaseError
 from fzero.state import TrainState
 from fzero.state.logical import fold_in

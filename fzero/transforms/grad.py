@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import connecting, connecting_calls, performer_of, shared, tied_to
-from fzero.context.ambient import computed_in
-from fzero.context.here import read_elsewhere
-from fzero.context.modes import explains_inference, needs_func, require_autograd, wants_graph
+from fzero.context.current_rank import read_elsewhere
+from fzero.context.modes import (
+    computed_in,
+    explains_inference,
+    needs_func,
+    require_autograd,
+    wants_graph,
+)
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
-from fzero.machine.compiled import MADE_FRAMES, without_dynamo
 from fzero.machine.partition import assemble
+from fzero.machine.placeholder import MADE_FRAMES, without_dynamo
 from fzero.ranks.mesh import Carried, MetInLoss, Runs, carried_here, running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.train_state import Weight, weighed, with_weight

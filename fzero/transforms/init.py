@@ -13,12 +13,11 @@ from torch import Tensor
 from fzero.collectives import assert_same_everywhere, broadcast, told_everywhere
 from fzero.context.modes import in_transform, require_autograd
 from fzero.errors import LayoutError
+from fzero.machine.compress import remembering
 from fzero.machine.offload import offloaded
 from fzero.machine.owners import owners_of
-from fzero.machine.packing import pack
+from fzero.machine.packing import cut, pack
 from fzero.machine.partition import leaves_of
-from fzero.machine.parts import cut
-from fzero.machine.residual import remembering
 from fzero.optim import (
     NoOptimizer,
     Optimizer,

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import FUNCTIONAL, Performer, performer_of
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.context.modes import needs_func
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.machine.by_path import all_paths, leaf_paths
+from fzero.machine.named_shards import all_paths, leaf_paths
 from fzero.machine.offload import to_device
 from fzero.machine.packing import digest, leaf_ranges, stored_leaves
 from fzero.ranks.mesh import Axis

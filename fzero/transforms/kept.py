@@ -17,9 +17,9 @@ import torch
 
 from fzero.errors import PhaseError
 from fzero.errors.json_form import DictForm, natural, text
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.compress import BACK, RESIDUAL, START, memory_slots
+from fzero.machine.named_shards import leaf_paths
 from fzero.machine.owners import every_leaf_owned
-from fzero.machine.residual import BACK, RESIDUAL, START, memory_slots
 from fzero.optim.counters import (
     COUNT,
     COUNTERS,

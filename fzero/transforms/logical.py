@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fzero.collectives import fold_rows, gather_rows, performer_of, run_together
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.nodes import Nodes
 from fzero.machine.offload import offloaded
+from fzero.machine.reduce import Nodes
 from fzero.ranks.mesh import Axis, Carried, MetInLoss, Runs, ambient, carried_here, carrying
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progress
 from fzero.state.buffers import SIXTEEN_BIT

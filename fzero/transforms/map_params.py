@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import told_everywhere
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine import elementwise
-from fzero.machine.by_path import (
+from fzero.machine.elementwise import Values, sampled
+from fzero.machine.named_shards import (
     Pieces,
     as_flats,
     by_path,
@@ -25,12 +26,10 @@ from fzero.machine.by_path import (
     leaf_paths,
     ranges_of,
 )
-from fzero.machine.elementwise import Values, sampled
 from fzero.machine.offload import to_device
-from fzero.machine.packing import pack, unpack_groups
+from fzero.machine.packing import cut, gather_parts, pack, unpack_groups
 from fzero.machine.partition import matched
-from fzero.machine.parts import cut, gather_parts
-from fzero.machine.threads import one_thread
+from fzero.machine.tree_sum import one_thread
 from fzero.ranks.mesh import Axis
 from fzero.state import Buffers, Layout, Placement, Slot, TrainState
 from fzero.state.train_state import require_state

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fzero.collectives import reduce_many
 from fzero.machine.offload import to_device
-from fzero.machine.parts import over_places
+from fzero.machine.packing import over_places
 from fzero.machine.tree_sum import square_sum
 from fzero.state import Buffers, Placement, TrainState
 from fzero.state.train_state import require_state

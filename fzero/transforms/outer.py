@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fzero.errors.check import require
 from fzero.machine.offload import offloaded, to_device, write_back
-from fzero.machine.parts import cut, gather_parts_in_place
+from fzero.machine.packing import cut, gather_parts_in_place
 from fzero.optim.precision import masters_of
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
 from fzero.state import Buffers, Local, Outer, Setup, TrainState, outer

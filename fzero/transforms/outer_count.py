@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import performer_of
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.errors import explain
 from fzero.state import Outer
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.errors.json_form import DictForm, natural, text
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.machine.offload import empty_where
 from fzero.machine.packing import part_of
 from fzero.optim.counters import COUNT, COUNTERS, STEP, counters_of, with_counters

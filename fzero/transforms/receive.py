@@ -13,12 +13,10 @@ from fzero.collectives import performer_of
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import PhaseError
 from fzero.machine import Reducer
-from fzero.machine.factors import GradientEncoder
-from fzero.machine.nodes import Nodes
+from fzero.machine.compress import GradientEncoder, Lent, with_memories
 from fzero.machine.offload import offloaded, to_device
-from fzero.machine.parts import sum_parts
-from fzero.machine.reduce import ReductionPlan
-from fzero.machine.residual import Lent, with_memories
+from fzero.machine.packing import sum_parts
+from fzero.machine.reduce import Nodes, ReductionPlan
 from fzero.ranks.mesh import Runtime
 from fzero.state import Buffers, Placement, Setup, TrainState, buffers, progress
 from fzero.state.codec import Codec

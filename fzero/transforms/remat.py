@@ -16,9 +16,8 @@ from torch._C._functorch import (
 from torch.func import functional_call
 
 from fzero.collectives import Block, anchors, connected, run_of, tied_to
-from fzero.context.ambient import AutocastModes
-from fzero.context.generators import at_states, of_devices
-from fzero.context.modes import in_transform
+from fzero.context.modes import AutocastModes, in_transform
+from fzero.context.rng import at_states, of_devices
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE
 from fzero.state.layout import as_real

@@ -19,7 +19,7 @@ from fzero.collectives import reduce_many
 from fzero.errors import PhaseError
 from fzero.errors.json_form import DictForm, integer
 from fzero.machine.offload import to_device
-from fzero.machine.parts import over_places
+from fzero.machine.packing import over_places
 from fzero.optim import unscaled
 from fzero.optim.recorded import lacks_value
 from fzero.state import Buffers, Form, Placement, TrainState, scale

@@ -13,15 +13,22 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fzero.collectives import assert_same_everywhere, told_everywhere
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.errors import LayoutError
-from fzero.machine.beside import difference, noted_lines
-from fzero.machine.memory import HeldTensor, require_apart
+from fzero.machine.module_buffers import difference, noted_lines
 from fzero.machine.offload import require_folder
-from fzero.machine.partition import assemble, named_leaves, plan_layout, regrouped, unit_of
+from fzero.machine.partition import (
+    HeldTensor,
+    assemble,
+    named_leaves,
+    plan_layout,
+    regrouped,
+    require_apart,
+    require_classes,
+    unit_of,
+)
 from fzero.machine.powersgd import powersgd
 from fzero.machine.stacks import require_matrices
-from fzero.machine.subclasses import require_classes
 from fzero.optim import (
     ShardOptimizer,
     as_optimizer,

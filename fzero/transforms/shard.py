@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
-from fzero.machine.compiled import DISABLED_FRAMES
+from fzero.machine.placeholder import DISABLED_FRAMES
 from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, takes
 from fzero.ranks.mesh import Axis, Runtime, carrying, names_of_mesh, running_on
 from fzero.state import TrainState

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import end_of_run, mismatch
-from fzero.context.here import current_ranks
+from fzero.context.current_rank import current_ranks
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, is_count, require

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from fzero.collectives import gather_objects, reduce_many
 from fzero.errors import LayoutError
-from fzero.machine.by_path import by_path, leaf_paths, ranges_of
+from fzero.machine.named_shards import by_path, leaf_paths, ranges_of
 from fzero.machine.offload import to_device
-from fzero.machine.parts import gather_parts
+from fzero.machine.packing import gather_parts
 from fzero.optim.entries import RULE, rule_entries
 from fzero.state import Buffers, Part, Placement, Slot, TrainState
 from fzero.state.train_state import require_state

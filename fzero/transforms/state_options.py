@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import optree
 from torch import Tensor
 
-from fzero.machine.encode import require_codec
+from fzero.machine.compress import require_codec
 from fzero.options import BUCKET_BYTES, OPTIONS, SharedOptions, check_values
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Reduction

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import about
-from fzero.machine.parts import cut, gather_parts, gather_parts_in_place
+from fzero.machine.packing import cut, gather_parts, gather_parts_in_place
 from fzero.optim.step_hooks import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.state.points import Points

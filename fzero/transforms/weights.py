@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import fold_rows, gather_rows, reduce_many
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.context.modes import holds, in_transform, is_recorded
 from fzero.errors import LayoutError, MismatchError, PhaseError, explain
 from fzero.machine.offload import to_device

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.adapter import Engine, sharded_init
 from fzero.errors import LayoutError
-from fzero.machine.subclasses import own_names
+from fzero.machine.partition import own_names
 from tests.adapter.on_ranks import Place, virtually
 from tests.adapter.plain import STAGES, Draw, mean, same, seeded
 

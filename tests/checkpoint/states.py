@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fzero
-from fzero.machine.packing import unpack
-from fzero.machine.parts import gather_parts
+from fzero.machine.packing import gather_parts, unpack
 from fzero.state import NAMESPACE, OptimizerOver, Placement, TrainState
 from tests.descends import descends
 from tests.oracle import parts

@@ -13,8 +13,8 @@ import fzero
 from fzero import codecs
 from fzero.checkpoint import Mirror, load, save
 from fzero.checkpoint.elements import state_of_rank
+from fzero.machine.compress import memory_flats, start_slots
 from fzero.machine.packing import unpack
-from fzero.machine.residual import memory_flats, start_slots
 from tests.checkpoint.test_residual_saved import begun, step_of, trained
 
 POWER = codecs.powersgd(rank=2)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import fzero
 from fzero.checkpoint import load, save, save_async
+from fzero.machine.compress import RESIDUAL, memory_flats
 from fzero.machine.packing import unpack
-from fzero.machine.residual import RESIDUAL, memory_flats
 from fzero.state import TrainState
 from tests.adapter.on_ranks import on_ranks
 from tests.checkpoint.forge import edit

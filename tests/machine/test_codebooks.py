@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fzero.machine.codebooks import dynamic_levels
-from fzero.machine.codecs import dynamic8, int8
-from fzero.machine.rows import Blocks
+from fzero.machine.codecs import Blocks, dynamic8, dynamic_levels, int8
 
 F32 = torch.float32
 

@@ -14,7 +14,7 @@ import fzero
 from fzero import codecs
 from fzero.errors import LayoutError
 from fzero.machine.codecs import Codec
-from fzero.machine.encode import require_codec
+from fzero.machine.compress import require_codec
 from fzero.state.codec import decoded, encoded, sum_of
 from tests.covering import covered
 from tests.strategies import seeds

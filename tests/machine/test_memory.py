@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.machine.memory import HeldTensor, Holder, identity, require_apart
+from fzero.machine.partition import HeldTensor, Holder, identity, require_apart
 
 BASE = torch.arange(60.0)
 

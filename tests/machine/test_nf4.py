@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fzero.machine.codecs import nf4
-from fzero.machine.nf4 import LEVELS
+from fzero.machine.codecs import LEVELS, nf4
 
 bitsandbytes = pytest.importorskip("bitsandbytes.functional")
 

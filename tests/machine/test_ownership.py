@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fzero.machine.ownership import BATCH_NUMEL, OwnedLeaf, assign, batches_of, cost_of
+from fzero.machine.owners import BATCH_NUMEL, OwnedLeaf, assign, batches_of, cost_of
 from fzero.state import Leaf
 
 shapes = st.lists(st.integers(1, 5000), max_size=4).map(tuple)

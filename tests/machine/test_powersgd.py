@@ -12,7 +12,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.machine.encode import require_codec
+from fzero.machine.compress import require_codec
 from fzero.machine.partition import plan_layout
 from fzero.machine.powersgd import matrices_of, powersgd
 from tests.strategies import seeds

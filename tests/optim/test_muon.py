@@ -15,7 +15,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.checkpoint import load, save
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine import owners, ownership
+from fzero.machine import owners
 from fzero.optim import adamw, from_torch, muon, partition
 from tests.covering import covered
 from tests.descends import descends
@@ -77,7 +77,7 @@ FOREIGN = partition(
 def test_the_bits_are_torchs(
     monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], options: dict[str, Any], numel: int
 ) -> None:
-    monkeypatch.setattr(ownership, "BATCH_NUMEL", numel)
+    monkeypatch.setattr(owners, "BATCH_NUMEL", numel)
     owners._owners.cache_clear()
     (stage, ranks), xs = place, integers((STEPS, place[1]), 9, torch.float32)
     params = parameters(MATRICES)

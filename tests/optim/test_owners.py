@@ -15,7 +15,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.checkpoint import load, save
 from fzero.errors import CallError, LayoutError
-from fzero.machine import owners, ownership
+from fzero.machine import owners
 from fzero.optim import from_torch
 from tests.covering import covered
 from tests.descends import descends
@@ -95,7 +95,7 @@ def close(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> None:
 def test_the_bits_are_torchs(
     monkeypatch: pytest.MonkeyPatch, name: str, place: tuple[int, int], numel: int
 ) -> None:
-    monkeypatch.setattr(ownership, "BATCH_NUMEL", numel)
+    monkeypatch.setattr(owners, "BATCH_NUMEL", numel)
     owners._owners.cache_clear()
     (stage, ranks), (cls, options) = place, NOT_ELEMENTWISE[name]
     params = parameters()

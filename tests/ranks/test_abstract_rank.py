@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.context.here import abstract_rank, current_ranks
+from fzero.context.current_rank import abstract_rank, current_ranks
 from fzero.errors import AxisError
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 import fzero
-from fzero.context.here import abstract_rank
+from fzero.context.current_rank import abstract_rank
 from fzero.errors import AxisError
 from fzero.ranks import mesh
 

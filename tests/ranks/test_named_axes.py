@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fzero
-from fzero.context.here import abstract_rank
+from fzero.context.current_rank import abstract_rank
 from fzero.errors import AxisError
 from fzero.ranks.mesh import axis_of
 from tests.descends import descends

@@ -12,7 +12,7 @@ from torch import Tensor
 import fzero
 from fzero import Compress, codecs
 from fzero.machine.codecs import Codec
-from fzero.machine.residual import memories_of, memory_flats
+from fzero.machine.compress import memories_of, memory_flats
 from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.transforms.codecs_tried import EVERY, REMEMBERING, Signs, each_codec

@@ -11,7 +11,7 @@ from torch import Tensor
 import fzero
 from fzero import Compress, codecs
 from fzero.adapter import Engine
-from fzero.machine.residual import memory_flats, start_slots
+from fzero.machine.compress import memory_flats, start_slots
 from tests.covering import covered
 from tests.transforms import test_residual as wrong
 from tests.transforms.test_compress import BOTH, MESH, PARTS

@@ -13,7 +13,7 @@ import fzero
 from fzero import Compress, codecs
 from fzero.adapter import Engine
 from fzero.errors import LayoutError
-from fzero.machine.residual import memory_flats
+from fzero.machine.compress import memory_flats
 from tests.ranks import run_ranks
 from tests.transforms.test_compress import MESH
 from tests.transforms.wired import (

@@ -15,7 +15,7 @@ from torch import Tensor
 import fzero
 from fzero.adapter import Engine
 from fzero.errors import PhaseError
-from fzero.machine.residual import memory_flats
+from fzero.machine.compress import memory_flats
 from fzero.state import Layout, TrainState
 from tests.covering import covered
 from tests.ranks import run_ranks

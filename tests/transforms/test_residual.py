@@ -13,7 +13,7 @@ from torch import Tensor
 import fzero
 from fzero.adapter import Engine
 from fzero.machine.codecs import Codec
-from fzero.machine.residual import memory_flats
+from fzero.machine.compress import memory_flats
 from fzero.state import TrainState
 from tests.covering import covered
 from tests.transforms.wired import (

@@ -19,8 +19,8 @@ import fzero
 from fzero import Compress
 from fzero.adapter import Engine
 from fzero.checkpoint._pieces import as_numbers, held_part
+from fzero.machine.compress import BACK, RESIDUAL, memory_flats
 from fzero.machine.packing import unpack
-from fzero.machine.residual import BACK, RESIDUAL, memory_flats
 from fzero.state import TrainState
 from fzero.transforms.kept import entries_of
 from tests import drivers

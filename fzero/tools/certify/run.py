@@ -17,7 +17,7 @@ from fzero.adapter import Engine
 from fzero.errors import LayoutError
 from fzero.errors.check import is_count
 from fzero.machine.codecs import bf16
-from fzero.machine.encode import coarseness
+from fzero.machine.compress import coarseness
 from fzero.machine.packing import digest
 from fzero.optim import from_torch
 from fzero.options import takes

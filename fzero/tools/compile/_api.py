@@ -10,7 +10,7 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.context.here import current_ranks, is_abstract
+from fzero.context.current_rank import current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import is_count

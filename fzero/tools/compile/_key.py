@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.context.ambient import Ambient
+from fzero.context.modes import Ambient
 from fzero.state import NAMESPACE
 
 PLAIN = (

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fzero.context.generators import of_devices
+from fzero.context.rng import of_devices
 from fzero.machine.placeholder import LazyParam
 
 State = int | Tensor

@@ -31,13 +31,12 @@ from fzero.checkpoint.elements import (
     unstepped_of,
     with_counters,
 )
-from fzero.context.here import current_ranks
+from fzero.context.current_rank import current_ranks
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
-from fzero.machine.encode import coarseness
+from fzero.machine.compress import coarseness
 from fzero.machine.owners import owners_of
-from fzero.machine.packing import leaf_ranges, pack, part_of
-from fzero.machine.parts import cut
+from fzero.machine.packing import cut, leaf_ranges, pack, part_of
 from fzero.state import NAMESPACE, Buffers, Part, Placement, Setup, TrainState
 from fzero.state.layout import as_real
 from fzero.state.scale import with_slot

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.checkpoint.mirror import part_bytes
 from fzero.collectives import CollectiveLog, count_collectives
-from fzero.context.here import abstract_rank, has_no_values
+from fzero.context.current_rank import abstract_rank, has_no_values
 from fzero.errors import AxisError, FzeroError, LayoutError
 from fzero.errors.check import is_count, require
 from fzero.optim.precision import masters_of

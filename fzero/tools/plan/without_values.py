@@ -25,7 +25,7 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fzero.context.here import has_no_values, unseen
+from fzero.context.current_rank import has_no_values, unseen
 from fzero.state import NAMESPACE
 from fzero.tools.trace.found import LeftOver, Recorded, RecordMode
 from fzero.tools.trace.program import reads_values

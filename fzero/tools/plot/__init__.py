@@ -10,7 +10,7 @@ memory_timeline(trace) --> MemoryTimeline: bytes alive at each op, by kind, of a
 
 import typing
 
-from fzero.context import later
+from fzero.context import lazy_import
 from fzero.tools.plot.figure import MissingExtraError as MissingExtraError
 from fzero.tools.plot.memory import MemoryRow as MemoryRow
 from fzero.tools.plot.memory import MemoryTimeline as MemoryTimeline
@@ -22,7 +22,7 @@ from fzero.tools.plot.states import partition_map as partition_map
 from fzero.tools.plot.states import side_by_side as side_by_side
 
 if not typing.TYPE_CHECKING:
-    __getattr__ = later.gone(
+    __getattr__ = lazy_import.gone(
         __name__,
         {
             'trace.diff(other, only="collectives")': [

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fzero.checkpoint.elements import state_of_rank
 from fzero.errors import LayoutError
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.optim.entries import rule_entries
 from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
 from fzero.state.train_state import require_not_donated, require_state

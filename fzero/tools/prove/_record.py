@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.context.here import abstract_rank
+from fzero.context.current_rank import abstract_rank
 from fzero.machine.partition import assemble
 from fzero.state import NAMESPACE, TrainState
 from fzero.tools.prove._budget import Budget

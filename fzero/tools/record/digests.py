@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint.elements import slots_of
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.machine.offload import to_device
 from fzero.machine.packing import leaf_ranges
 from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState

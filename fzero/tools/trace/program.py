@@ -1,6 +1,6 @@
 """Record the step of one rank by make_fx: the graph, its inputs and its outputs.
 
-The rank is abstract (`fzero.context.here.abstract_rank`): what is recorded is what it does among
+The rank is abstract (`fzero.context.current_rank.abstract_rank`): what is recorded is what it does among
 any number of ranks, and each collective is one op of the graph.
 """
 
@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.collectives import CollectiveLog, count_collectives
-from fzero.context.here import abstract_rank
+from fzero.context.current_rank import abstract_rank
 from fzero.errors import PhaseError
 from fzero.machine.placeholder import LazyParam
 from fzero.ranks.mesh import Axis

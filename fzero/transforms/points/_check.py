@@ -15,7 +15,7 @@ import optree
 from torch import Tensor
 
 from fzero.collectives import assert_same_everywhere, told_everywhere
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, MismatchError, PhaseError
 from fzero.machine.elementwise import require_unaccused

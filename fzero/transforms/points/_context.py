@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import assert_same_everywhere, reduce_many
-from fzero.context.here import has_no_values
+from fzero.context.current_rank import has_no_values
 from fzero.errors import CallError, LayoutError
-from fzero.machine.by_path import FlatRanges, Pieces, leaf_numbers
-from fzero.machine.parts import over_places
+from fzero.machine.named_shards import FlatRanges, Pieces, leaf_numbers
+from fzero.machine.packing import over_places
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Setup
 from fzero.state.layout import Leaf

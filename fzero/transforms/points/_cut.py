@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import Rehearsal
-from fzero.context.generators import seeded
+from fzero.context.rng import seeded
 from fzero.errors import LayoutError, explain
 from fzero.machine import elementwise
 from fzero.machine.elementwise import Key, Values, sampled

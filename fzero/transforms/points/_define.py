@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import require
-from fzero.machine.by_path import Pieces
-from fzero.machine.encode import require_codec
+from fzero.machine.compress import require_codec
+from fzero.machine.named_shards import Pieces
 from fzero.state import Form, Placement, TrainState
 from fzero.state.codec import Codec, Compress
 from fzero.state.points import POINTS, Function, Needs, Points

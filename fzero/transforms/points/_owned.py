@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from fzero.machine.by_path import leaf_paths
+from fzero.machine.named_shards import leaf_paths
 from fzero.machine.owners import Owners, every_leaf_owned
 from fzero.state import Setup
 from fzero.state.layout import as_complex, as_real

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from fzero.errors import CallError, LayoutError
-from fzero.machine.by_path import Pieces, as_flats, by_path, leaf_paths, ranges_in
 from fzero.machine.elementwise import require_unaccused
+from fzero.machine.named_shards import Pieces, as_flats, by_path, leaf_paths, ranges_in
 from fzero.machine.offload import offloaded, to_device
-from fzero.machine.threads import one_thread
+from fzero.machine.tree_sum import one_thread
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
 from fzero.state.points import Builtin, Points
 from fzero.state.slots import undone

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
-from fzero.machine.by_path import FlatRanges, Pieces, Range, as_flats, by_path, ranges_in
+from fzero.machine.named_shards import FlatRanges, Pieces, Range, as_flats, by_path, ranges_in
 from fzero.machine.offload import offloaded, to_device
-from fzero.machine.packing import part_of
-from fzero.machine.parts import gather_parts
+from fzero.machine.packing import gather_parts, part_of
 from fzero.optim.precision import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.points import Points

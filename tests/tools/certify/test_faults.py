@@ -14,7 +14,7 @@ from torch import Tensor
 
 import fzero
 from fzero.errors import LayoutError
-from fzero.machine.encode import Encoder
+from fzero.machine.compress import Encoder
 from fzero.tools.certify import Report
 from fzero.tools.certify.command import Dyadic, batch, dyadic_loss
 from tests.tools.certify import faults

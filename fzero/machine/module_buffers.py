@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fzero.context.here import is_abstract
+from fzero.context.current_rank import is_abstract
 from fzero.errors import LayoutError, MismatchError
 from fzero.errors.check import require
-from fzero.machine.memory import HeldTensor, Holder
 from fzero.machine.packing import digest
+from fzero.machine.partition import HeldTensor, Holder, is_made_of_others
 from fzero.machine.placeholder import LazyParam
-from fzero.machine.subclasses import is_made_of_others
 
 _NOTE = "_fzero_beside"
 _TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has: tables, and hooks

@@ -77,7 +77,7 @@ from fzero.transforms import (
     transform,
 )
 from fzero.transforms.functionalize import functionalize
-from fzero.transforms.logical import logical_mean
+from fzero.transforms.logical_ranks import logical_mean
 
 if typing.TYPE_CHECKING:  # what `__getattr__` imports
     from fzero import adapter, checkpoint, data

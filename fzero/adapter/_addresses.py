@@ -14,7 +14,7 @@ from fzero.machine.packing import LeafRange, hashed, leaf_ranges
 from fzero.machine.placeholder import Memoryless
 from fzero.state import Setup, TrainState
 from fzero.state.layout import as_complex, stored_dtype
-from fzero.transforms.scaled import without_scale
+from fzero.transforms.loss_scale import without_scale
 from fzero.transforms.weights import averaged
 
 

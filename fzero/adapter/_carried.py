@@ -22,8 +22,7 @@ from fzero.machine.module_buffers import is_own
 from fzero.ranks.mesh import Carried, carrying, running_on
 from fzero.state import Setup, TrainState
 from fzero.transforms.backward_pass import Pass
-from fzero.transforms.generators import generators_of
-from fzero.transforms.logical import Rows, mean_of_rows
+from fzero.transforms.logical_ranks import Rows, generators_of, mean_of_rows
 
 
 class Loops:

@@ -12,8 +12,8 @@ from fzero.adapter.driver import Driver
 from fzero.errors.check import is_number, require
 from fzero.machine.offload import change
 from fzero.optim import require_ordered
-from fzero.transforms.norm import norm_of_state
-from fzero.transforms.prepare import clip_factor, scaled
+from fzero.transforms.clip import norm_of_state
+from fzero.transforms.leaf_slices import clip_factor, scaled
 from fzero.transforms.weights import averaged
 
 

@@ -24,7 +24,7 @@ from fzero.machine.offload import change
 from fzero.state import TrainState
 from fzero.state.layout import as_bits, as_real
 from fzero.state.progress import without_use
-from fzero.transforms.builtins import times_factor
+from fzero.transforms.recipe import times_factor
 from fzero.transforms.weights import unaveraged
 
 

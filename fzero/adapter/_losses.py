@@ -15,8 +15,8 @@ from fzero.collectives import Scope, close_scope, of_an_edge, open_scope, shared
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.train_state import GivenCall, Weighed, Weight, weighed, with_weight
 from fzero.transforms.backward_pass import Pass
-from fzero.transforms.builtins import begun, called, factor_of, facts
 from fzero.transforms.points import loss_learned, transforms_of
+from fzero.transforms.recipe import begun, called, factor_of, facts
 
 _TWICE = explain(
     "a loss was scaled twice.",

@@ -28,7 +28,7 @@ from fzero.options import Initializer
 from fzero.state import Layout, Local, Setup, TrainState
 from fzero.state.scale import ScalePolicy
 from fzero.transforms.init import filled_state, made_by
-from fzero.transforms.scaled import with_policy
+from fzero.transforms.loss_scale import with_policy
 
 
 class ModuleParameters:

@@ -8,7 +8,7 @@ from typing import Any
 from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
 from fzero.errors import PhaseError
-from fzero.transforms.logical import parts_of_batch, told_of_errors
+from fzero.transforms.logical_ranks import parts_of_batch, told_of_errors
 
 
 def parts(  # noqa: D417

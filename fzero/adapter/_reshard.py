@@ -28,8 +28,8 @@ from fzero.machine.module_buffers import is_own
 from fzero.machine.partition import require_classes
 from fzero.ranks.mesh import MeshLike
 from fzero.state import Leaf, TrainState
-from fzero.transforms.agree import reduce_agreed
-from fzero.transforms.setup import COMPARED, facts
+from fzero.transforms.backward_pass import reduce_agreed
+from fzero.transforms.init import COMPARED, facts
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from fzero.collectives import Performer
 from fzero.errors import PhaseError
 from fzero.machine.packing import digest
 from fzero.state import Setup, TrainState
-from fzero.transforms.replicas import unequal
+from fzero.transforms.state_entries import unequal
 
 _version = attrgetter("_version")
 

@@ -22,11 +22,11 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.machine.partition import identity
 from fzero.machine.placeholder import LazyParam
 from fzero.state import TrainState
-from fzero.transforms.agree import raises_together
-from fzero.transforms.builtins import times_factor
-from fzero.transforms.norm import norm_of_state
-from fzero.transforms.receive import filled
-from fzero.transforms.scaled import without_scale
+from fzero.transforms.accumulate_grad import filled
+from fzero.transforms.backward_pass import raises_together
+from fzero.transforms.clip import norm_of_state
+from fzero.transforms.loss_scale import without_scale
+from fzero.transforms.recipe import times_factor
 from fzero.transforms.weights import averaged, unaveraged
 
 # Gradients.

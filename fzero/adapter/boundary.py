@@ -18,9 +18,9 @@ from fzero.optim import NoOptimizer
 from fzero.optim.optimizer import without_optimizer
 from fzero.state import Placement, TrainState, buffers, progress
 from fzero.state.progress import CLOSED, open_window
-from fzero.transforms.agree import raises_together, reduce_agreed, refused
-from fzero.transforms.builtins import begun, forgotten
+from fzero.transforms.backward_pass import raises_together, reduce_agreed, refused
 from fzero.transforms.points import renewed
+from fzero.transforms.recipe import begun, forgotten
 
 
 def call_step(driver: Driver, every: int) -> bool:

@@ -36,11 +36,17 @@ from fzero.machine.placeholder import not_for_jit, placeholders
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
-from fzero.transforms.agree import Agreed, agree, raises_together, reduce_agreed
-from fzero.transforms.backward_pass import Pass, of_engine
-from fzero.transforms.builtins import begun
+from fzero.transforms.backward_pass import (
+    Agreed,
+    Pass,
+    agree,
+    of_engine,
+    raises_together,
+    reduce_agreed,
+)
 from fzero.transforms.init import begun_anew
 from fzero.transforms.points import without_gradients
+from fzero.transforms.recipe import begun
 
 OWNERS: weakref.WeakValueDictionary[int, Driver] = weakref.WeakValueDictionary()
 """The open driver of each parameter object, by id: a parameter has one at a time."""

@@ -32,8 +32,8 @@ from fzero.options import EngineOptions, documents, takes
 from fzero.ranks.mesh import Axis, MeshLike, refuse_part
 from fzero.state import HookState, TrainState, progress
 from fzero.state.train_state import Weight
-from fzero.transforms.outer import mesh_for
-from fzero.transforms.scaled import next_scale
+from fzero.transforms.local import mesh_for
+from fzero.transforms.loss_scale import next_scale
 
 
 @documents

@@ -19,7 +19,7 @@ from fzero.optim.entries import codec_in
 from fzero.state import Placement, TrainState
 from fzero.state.layout import Leaf, as_complex, as_real
 from fzero.state.setup import MASTERS
-from fzero.transforms.outer import NO_WRITES
+from fzero.transforms.local import NO_WRITES
 
 Slots = dict[str, Tensor]
 """{name: flat}: what the optimizer keeps for the elements of one group."""

@@ -29,10 +29,9 @@ from fzero.state.layout import ModuleInfo, class_name, find_leaf_modules
 from fzero.state.scale import DynamicScale, ScalePolicy, as_policy
 from fzero.state.setup import as_autocast, owners_in
 from fzero.transforms.clip import clipping
-from fzero.transforms.outer import require_local
+from fzero.transforms.init import COMPARED, check_shared, check_stage, plan_setup
+from fzero.transforms.local import require_local
 from fzero.transforms.points import require_excluded
-from fzero.transforms.setup import COMPARED, plan_setup
-from fzero.transforms.state_options import check_shared, check_stage
 
 Factory = Callable[[list[nn.Parameter]], Optimizer]
 """Makes an optimizer of the parameters that learn."""

@@ -46,7 +46,8 @@ from fzero.optim.entries import RULE, require_kept
 from fzero.ranks.mesh import axis_index
 from fzero.state import Placement, TrainState
 from fzero.state.entry import Entry
-from fzero.transforms.kept import (
+from fzero.transforms.simulate import simulate
+from fzero.transforms.state_entries import (
     APART,
     PARAMS,
     are_as_many,
@@ -62,7 +63,6 @@ from fzero.transforms.kept import (
     with_shared,
     without_shared,
 )
-from fzero.transforms.simulate import simulate
 
 
 def allocate_state(

@@ -20,7 +20,7 @@ from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.named_shards import all_paths
 from fzero.state import TrainState
-from fzero.transforms.kept import has_values
+from fzero.transforms.state_entries import has_values
 
 Thing = TypeVar("Thing")
 

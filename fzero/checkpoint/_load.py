@@ -72,7 +72,7 @@ from fzero.state import Placement, TrainState
 from fzero.state.layout import as_complex
 from fzero.transforms.donation import returned
 from fzero.transforms.init import begun_anew
-from fzero.transforms.kept import APART, entries_of, require_facts
+from fzero.transforms.state_entries import APART, entries_of, require_facts
 
 Thing = TypeVar("Thing")
 

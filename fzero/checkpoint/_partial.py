@@ -27,7 +27,7 @@ from fzero.state import Placement, Setup, TrainState
 from fzero.state.entry import Entry
 from fzero.state.layout import ENCODED
 from fzero.state.setup import MASTERS
-from fzero.transforms.kept import PARAMS, entries_of, numbers_of, trains_apart
+from fzero.transforms.state_entries import PARAMS, entries_of, numbers_of, trains_apart
 
 Rename = Callable[[str], str | None]
 """The name of a parameter or buffer in a checkpoint -> its name here; None: it is left out."""

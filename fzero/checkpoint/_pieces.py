@@ -34,7 +34,7 @@ from fzero.state import Layout, Part, Placement, Setup, TrainState
 from fzero.state.codec import decoded_row
 from fzero.state.entry import Entry
 from fzero.state.layout import Leaf, as_complex, as_real
-from fzero.transforms.kept import (
+from fzero.transforms.state_entries import (
     PARAMS,
     bases_of,
     entries_of,

@@ -24,7 +24,7 @@ from fzero.ranks.mesh import Axis, Runtime, refuse_part
 from fzero.state import NAMESPACE, Phase, Placement, Setup, TrainState
 from fzero.state.train_state import require_not_donated, stack_ranks
 from fzero.transforms.donation import took
-from fzero.transforms.kept import (
+from fzero.transforms.state_entries import (
     APART,
     common_facts,
     entries_of,

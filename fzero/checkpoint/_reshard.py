@@ -21,9 +21,9 @@ from fzero.ranks.mesh import Axis, Mesh, MeshLike, Runtime, refuse_part
 from fzero.state import TrainState
 from fzero.state.train_state import require_not_donated
 from fzero.transforms import simulate
-from fzero.transforms.agree import agree, reduce_agreed
+from fzero.transforms.backward_pass import agree, reduce_agreed
 from fzero.transforms.donation import returned, took
-from fzero.transforms.state_options import check_stage
+from fzero.transforms.init import check_stage
 
 
 def reshard(

@@ -59,7 +59,7 @@ from fzero.optim.entries import RULE, slots_of
 from fzero.state import TrainState
 from fzero.state.entry import Entry
 from fzero.state.setup import ParamGroups
-from fzero.transforms.kept import VALUES, has_values, numbered, numbers_of
+from fzero.transforms.state_entries import VALUES, has_values, numbered, numbers_of
 
 Thing = TypeVar("Thing")
 

@@ -21,7 +21,7 @@ from fzero.optim.counters import counter_misfits
 from fzero.optim.entries import RULE, slot_facts
 from fzero.state import Placement, TrainState
 from fzero.state.layout import ENCODED
-from fzero.transforms.kept import (
+from fzero.transforms.state_entries import (
     FACTS,
     NUMBERS,
     entries_of,

@@ -52,15 +52,17 @@ from fzero.state import NAMESPACE, Buffers, Form, Placement, Progress, Setup, Sl
 from fzero.state.entry import Entry, slot_with
 from fzero.state.progress import CLOSED, Window, pop
 from fzero.state.train_state import require_not_donated
-from fzero.transforms.kept import (
+from fzero.transforms.state_entries import (
     APART,
+    Pattern,
+    blank_at,
     entries_of,
     follows_setup,
     is_owner,
+    pattern_of,
     require_facts,
     require_movable,
 )
-from fzero.transforms.pattern import Pattern, blank_at, pattern_of
 
 T = TypeVar("T")
 

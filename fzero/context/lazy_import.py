@@ -55,8 +55,8 @@ def unknown_name(
     instead: {what to use: names of other libraries for it, with spaces between them}.
 
     Example:
-        >>> str(unknown_name(sys.modules["fzero.context.lazy_import"], "import_er")).splitlines()[-1]
-        'Fix: write fzero.context.lazy_import.importer.'
+        >>> str(unknown_name(sys.modules["fzero.context.lazy_import"], "gon")).splitlines()[-1]
+        'Fix: write fzero.context.lazy_import.gone.'
     """
     message = f"module {module.__name__!r} has no attribute {name!r}"
     fixes = [fix for fix, names in (instead or {}).items() if name in names.split()]

@@ -22,7 +22,7 @@ from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 from fzero.machine.placeholder import LazyParam
 from fzero.state import TrainState
-from fzero.transforms.kept import entries_of, has_values, with_entries
+from fzero.transforms.state_entries import entries_of, has_values, with_entries
 
 FOLDER = "fzero"
 """Folder of the first model and its optimizer, inside of the folder of a checkpoint."""

@@ -29,7 +29,7 @@ from fzero import checkpoint
 from fzero.adapter import DynamicScale, Engine, gathered
 from fzero.integrations import _shared as shared
 from fzero.state.train_state import Weight
-from fzero.transforms.state_options import check_stage
+from fzero.transforms.init import check_stage
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 

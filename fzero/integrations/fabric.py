@@ -29,7 +29,7 @@ from fzero import checkpoint
 from fzero.adapter import Engine
 from fzero.checkpoint.elements import read_whole
 from fzero.integrations import _shared as shared
-from fzero.transforms.state_options import check_stage
+from fzero.transforms.init import check_stage
 
 _REST = "rest.ckpt"
 """What is saved of the state beside sharded models."""

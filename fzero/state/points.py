@@ -132,7 +132,7 @@ class Builtin:
     """What a transform of fzero's own does: functions of whole states, and of what is under way.
 
     It is not by path, so that the multiplications of several are one, and kernels can do their
-    part. `fzero/transforms/builtins.py` has all of them, and at which point each does what.
+    part. `fzero/transforms/recipe.py` has all of them, and at which point each does what.
 
     Attributes:
         name: of the transform or option.

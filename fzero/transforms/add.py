@@ -16,14 +16,14 @@ from fzero.machine.partition import matched
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.layout import Layout, Leaf
 from fzero.state.train_state import GivenCall
-from fzero.transforms._reading import require_learner
-from fzero.transforms.agree import agree, tell_at_next_round
-from fzero.transforms.builtins import begun, called, facts, times_factor
-from fzero.transforms.carried import require_reduced_beside
+from fzero.transforms.accumulate_grad import mean_of, receive
+from fzero.transforms.backward_pass import agree, tell_at_next_round
 from fzero.transforms.donation import check_alive, returned
-from fzero.transforms.kept import entries_of, with_entries
+from fzero.transforms.grad import require_learner
+from fzero.transforms.logical_rank import require_reduced_beside
 from fzero.transforms.observe import tell_added
-from fzero.transforms.receive import mean_of, receive
+from fzero.transforms.recipe import begun, called, facts, times_factor
+from fzero.transforms.state_entries import entries_of, with_entries
 
 
 def add_gradients(state: TrainState, grads: Any, *, reduced: bool = False) -> TrainState:

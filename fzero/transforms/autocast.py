@@ -16,9 +16,9 @@ from fzero.state import TrainState
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.scale import DynamicScale
 from fzero.state.setup import Autocast, SafeModules, sixteen_bit_error
+from fzero.transforms.loss_scale import with_policy
+from fzero.transforms.models import flatten_states, map_states, under_policy
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
-from fzero.transforms.scaled import with_policy
-from fzero.transforms.states import flatten_states, map_states, under_policy
 
 
 @overload

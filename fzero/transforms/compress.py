@@ -12,10 +12,10 @@ from fzero.machine.powersgd import powersgd
 from fzero.state import TrainState
 from fzero.state.codec import Codec, Compress, Over, cast
 from fzero.state.points import Builtin, Excludes
+from fzero.transforms.accumulate_grad import NOT_DIFFERENTIABLE, lend_residuals, with_lost
+from fzero.transforms.models import flatten_states
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
 from fzero.transforms.points import CallPart
-from fzero.transforms.receive import NOT_DIFFERENTIABLE, lend_residuals, with_lost
-from fzero.transforms.states import flatten_states
 from fzero.transforms.together import Requested
 
 

@@ -264,7 +264,7 @@ def _written(state: TrainState, written: Tensor) -> PhaseError:
 
 
 _SAID: dict[Any, Any] = {}
-_NOT_USERS = ("fzero.", "torch.")
+_OF_LIBRARIES = ("fzero.", "torch.")
 
 
 class Made(NamedTuple):
@@ -288,7 +288,7 @@ def _note_made(
                     fresh.pop(id(x), None)
     if fresh:
         frame: Any = sys._getframe(1)  # up to where the user has called fzero
-        while frame.f_back and frame.f_globals.get("__name__", "").startswith(_NOT_USERS):
+        while frame.f_back and frame.f_globals.get("__name__", "").startswith(_OF_LIBRARIES):
             frame = frame.f_back
         noted.append(Made(name, fresh, (frame.f_code.co_filename, frame.f_lineno)))
 

@@ -23,13 +23,12 @@ from fzero.machine.reader import HeldReader
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule
-from fzero.transforms._differentiate import copy_views, detached, versions_of
-from fzero.transforms._grad_by_func import with_full
-from fzero.transforms._reading import as_read
+from fzero.transforms.autograd import copy_views, detached, versions_of, with_full
 from fzero.transforms.backward_pass import Pass, PassForm, leaves_in_pass, passes_of
 from fzero.transforms.donation import check_alive
+from fzero.transforms.grad import as_read
+from fzero.transforms.models import ParamsT, axes_of_loss, call_of_states, flatten_states
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.states import ParamsT, axes_of_loss, call_of_states, flatten_states
 
 
 @overload

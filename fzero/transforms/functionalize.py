@@ -28,7 +28,7 @@ from fzero.machine.partition import (
 )
 from fzero.state.buffers import Buffers
 from fzero.state.setup import remember_owners
-from fzero.transforms._closed_over import watch
+from fzero.transforms.closure import watch
 
 _TABLES = ("_parameters", "_buffers", "_modules", "training")  # made anew for each copy
 _TORCHS = frozenset(vars(nn.Module()))  # the attributes that every module has, hooks among them

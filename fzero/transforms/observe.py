@@ -29,10 +29,10 @@ from fzero.machine.packing import unpack_groups
 from fzero.state import Buffers, TrainState
 from fzero.state.points import Builtin
 from fzero.state.setup import Observer
+from fzero.transforms.leaf_slices import Prepared
+from fzero.transforms.models import map_states
 from fzero.transforms.pipeline import Step, returned_pair
 from fzero.transforms.points import Running
-from fzero.transforms.prepare import Prepared
-from fzero.transforms.states import map_states
 
 
 def tell(what: str, state: TrainState, value: Any, default: Any = None) -> Any:

@@ -13,8 +13,8 @@ from fzero.errors.check import called_as
 from fzero.machine.offload import at_home
 from fzero.state import TrainState
 from fzero.state.setup import Home, Offload, as_offload
+from fzero.transforms.models import map_states
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
-from fzero.transforms.states import map_states
 
 
 @overload

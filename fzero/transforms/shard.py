@@ -17,12 +17,11 @@ from fzero.machine.placeholder import DISABLED_FRAMES
 from fzero.options import OPTIONS, SharedOptions, Stages, StepOptions, grouped, takes
 from fzero.ranks.mesh import Axis, Runtime, carrying, names_of_mesh, running_on
 from fzero.state import TrainState
-from fzero.transforms._models import meshes_of, stages_of
 from fzero.transforms.donation import check_alive, own_gradients
-from fzero.transforms.generators import drawn_in_losses_alone
-from fzero.transforms.init import init
-from fzero.transforms.logical import carried_by
-from fzero.transforms.outer import mesh_for
+from fzero.transforms.init import check_shared, check_stages, init
+from fzero.transforms.local import mesh_for
+from fzero.transforms.logical_ranks import carried_by, drawn_in_losses_alone
+from fzero.transforms.models import axes_of_loss, flatten_states, map_states, meshes_of, stages_of
 from fzero.transforms.pipeline import (
     P,
     R,
@@ -32,8 +31,6 @@ from fzero.transforms.pipeline import (
     returned_pair,
     transform,
 )
-from fzero.transforms.state_options import check_shared, check_stages
-from fzero.transforms.states import axes_of_loss, flatten_states, map_states
 from fzero.transforms.update import apply_gradients
 
 

@@ -21,8 +21,8 @@ from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE
 from fzero.state.train_state import stack_ranks
 from fzero.transforms.donation import empty, require_unwritten, returned
+from fzero.transforms.models import is_state
 from fzero.transforms.pipeline import P, R, Step, Transform, init_of_object, transform
-from fzero.transforms.states import is_state
 
 
 @overload

@@ -14,7 +14,7 @@ import fzero
 from fzero.ranks.virtual import run_ranks
 from fzero.state import OptimizerOver
 from fzero.state.layout import BLOCK
-from fzero.transforms import setup as planning
+from fzero.transforms import init as planning
 
 SHAPES = {"w": (37, 45), "b": (45,), "e": (130, 64), "s": (), "conv": (6, 5, 3, 3), "v": (200,)}
 

@@ -17,7 +17,7 @@ from fzero.errors import LayoutError
 from fzero.optim import from_torch, require_elementwise, require_leafwise, require_real_views
 from fzero.options import DRIVERS, REQUIRED, Option
 from fzero.options import OPTIONS as TABLE
-from fzero.transforms.builtins import BUILTINS
+from fzero.transforms.recipe import BUILTINS
 from tests.site.tables import ROOT, table
 
 OPTIONS: dict[str, dict[str, Any]] = {

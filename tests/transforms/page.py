@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.transforms.points._normal import normal
+from fzero.transforms.points.context import normal
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "write_a_transform.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero.transforms.generators import generators_of
+from fzero.transforms.logical_ranks import generators_of
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from fzero.adapter import Engine
 from fzero.checkpoint import load, save
 from fzero.errors import LayoutError
 from fzero.optim import from_torch, partition
-from fzero.transforms.outer import DEFAULT_OUTER
+from fzero.transforms.local import DEFAULT_OUTER
 from tests.covering import covered
 from tests.local_oracle import Replicas, sgd_of_diloco
 from tests.optim.torch_cases import NOT_ELEMENTWISE

@@ -18,9 +18,9 @@ from torch import Tensor
 import fzero
 from fzero.errors import LayoutError
 from fzero.state.points import Builtin
-from fzero.transforms import builtins
-from fzero.transforms.builtins import BUILTINS
+from fzero.transforms import recipe
 from fzero.transforms.clip import clipping
+from fzero.transforms.recipe import BUILTINS
 
 P = {"a": torch.tensor([3.0, -1.0, 2.0], dtype=torch.float64), "b": torch.ones(2, 2).double()}
 
@@ -149,7 +149,7 @@ def functions_of_builtins() -> list[Any]:
     """Return the functions of fzero's own features, and the one that clips."""
     clip = clipping(max_norm=1.0)
     every = [getattr(one, field.name) for one in (*BUILTINS, clip) for field in fields(Builtin)]
-    return [x for x in every if isinstance(x, FunctionType) and x.__module__ != builtins.__name__]
+    return [x for x in every if isinstance(x, FunctionType) and x.__module__ != recipe.__name__]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -15,7 +15,7 @@ from torch import Tensor
 import fzero
 from fzero import LayoutError, Placement
 from fzero.adapter import Engine
-from fzero.transforms.points._normal import normal
+from fzero.transforms.points.context import normal
 from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.transforms import page

@@ -22,7 +22,7 @@ from fzero.checkpoint._pieces import as_numbers, held_part
 from fzero.machine.compress import BACK, RESIDUAL, memory_flats
 from fzero.machine.packing import unpack
 from fzero.state import TrainState
-from fzero.transforms.kept import entries_of
+from fzero.transforms.state_entries import entries_of
 from tests import drivers
 from tests.drivers import each_rank as each_rank
 

@@ -62,8 +62,8 @@ from fzero.tools.certify.subject import (
 from fzero.tools.rounding import copied
 from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
 from fzero.transforms.functionalize import functionalize
-from fzero.transforms.replicas import unequal
-from fzero.transforms.slots import slots
+from fzero.transforms.map_params import slots
+from fzero.transforms.state_entries import unequal
 
 StepOf = Callable[..., Any]
 """(loss_fn, **options) -> step_fn(state, batches) -> (state, aux)."""

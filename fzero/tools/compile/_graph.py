@@ -20,7 +20,7 @@ from fzero.tools.compile._run import Backend, Compiled, axis_of_states, compiled
 from fzero.tools.compile._surroundings import FunctionsRun, Surroundings
 from fzero.tools.compile._writes import NoGraphError
 from fzero.tools.trace.found import AsFound
-from fzero.transforms.states import flatten_states
+from fzero.transforms.models import flatten_states
 
 _CALL = "a call of a compiled step"
 _FIRST, _CHANGES, _LACKS = 1, 2, 3

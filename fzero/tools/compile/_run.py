@@ -24,8 +24,8 @@ from fzero.tools.compile._writes import without_writes, write_back
 from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import RecordedStep, inputs_of, is_collective, record_step
 from fzero.transforms.donation import take_over, undo_take_over
+from fzero.transforms.models import flatten_states, is_state
 from fzero.transforms.pipeline import Step
-from fzero.transforms.states import flatten_states, is_state
 
 Backend = Literal["inductor", "eager"]
 MERGED_BYTES = 2**20

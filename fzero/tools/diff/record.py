@@ -53,7 +53,7 @@ from fzero.tools.rounding import (
     perturbed,
     signs_like,
 )
-from fzero.transforms.pieces import pieces_of
+from fzero.transforms.leaf_slices import pieces_of
 
 LOSS_TERM = -1  # in the place of a leaf
 Flats = Sequence[Tensor]

@@ -43,9 +43,9 @@ from fzero.tools.rounding import (
 )
 from fzero.tools.trace.found import AsFound
 from fzero.transforms import simulate
+from fzero.transforms.models import flatten_states, is_state
 from fzero.transforms.observe import observe
 from fzero.transforms.pipeline import Step
-from fzero.transforms.states import flatten_states, is_state
 
 Leads = Sequence[Sequence[Values | None]]  # of each state, of each update
 _InState = tuple[int, Difference]  # the number of the state in a tree of them

@@ -24,8 +24,8 @@ from fzero.tools.plan.records import Comparison, Plan, Rates
 from fzero.tools.plan.run import plan_step, rename
 from fzero.tools.plan.without_values import AsOn, emptied, maker, tree_emptied
 from fzero.transforms.functionalize import functionalize, tracks
+from fzero.transforms.models import flatten_states
 from fzero.transforms.pipeline import names_inside
-from fzero.transforms.states import flatten_states
 
 Loss = Callable[[Any, Any], Tensor]
 """(model, batch) -> a scalar, as `fzero.certify` takes it. `model` is called like the module."""

@@ -15,7 +15,7 @@ from fzero.machine.owners import owners_of
 from fzero.state import Placement, Setup
 from fzero.tools._columns import ShownAsText, columns
 from fzero.tools._units import in_bytes, in_seconds
-from fzero.transforms.outer_rule import as_inner
+from fzero.transforms.local import as_inner
 
 Row = tuple[str, ...]
 _BAR = 24  # characters of a share of 100 %

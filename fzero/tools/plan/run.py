@@ -27,7 +27,7 @@ from fzero.tools.plan.without_values import AsOn, NoValues
 from fzero.tools.trace.flops import flops_of
 from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import ASKED_OF_FAKE, reads_values, unfused_recurrence
-from fzero.transforms.states import flatten_states
+from fzero.transforms.models import flatten_states
 
 REST = "activations and temporaries"
 GATHERED = "gathered parameters"

@@ -22,9 +22,9 @@ from fzero.tools.prove._record import ProgramRecorder, ranks_of
 from fzero.tools.prove._same import same_program
 from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import require_recordable
+from fzero.transforms.models import flatten_states
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.simulate import require_stacked
-from fzero.transforms.states import flatten_states
 
 
 def prove(

@@ -19,7 +19,7 @@ from fzero.tools.prove._gradient import again, marked
 from fzero.tools.prove._outside import Watch
 from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import RecordedStep, record_step
-from fzero.transforms.states import flatten_states, map_states
+from fzero.transforms.models import flatten_states, map_states
 
 MOST = 64
 """Of so many ranks all are recorded."""

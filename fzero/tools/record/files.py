@@ -51,8 +51,7 @@ from fzero.errors.json_form import DictForm, natural, problems
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.tools.record.digests import DigestedLeaf, digested_leaves
-from fzero.transforms.kept import trains_apart
-from fzero.transforms.pattern import Pattern
+from fzero.transforms.state_entries import Pattern, trains_apart
 
 HEAD, _KEY, _FORMAT = "recording.json", "recording", 3
 

@@ -44,7 +44,7 @@ from fzero.tools.record.files import (
     form_of,
 )
 from fzero.transforms.donation import bits_are_compared
-from fzero.transforms.pattern import Pattern, pattern_of
+from fzero.transforms.state_entries import Pattern, pattern_of
 
 WhereParted = Literal["raise", "warn"]
 

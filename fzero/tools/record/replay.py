@@ -36,10 +36,10 @@ from fzero.tools.record.files import (
     require_all_ranks,
 )
 from fzero.transforms import simulate
-from fzero.transforms.pattern import blank_at
+from fzero.transforms.init import blank_params
 from fzero.transforms.pipeline import Step
-from fzero.transforms.setup import blank_params
 from fzero.transforms.shard import asked_of, sharded_as
+from fzero.transforms.state_entries import blank_at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

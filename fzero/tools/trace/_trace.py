@@ -26,9 +26,9 @@ from fzero.tools.trace.program import (
     record_step,
 )
 from fzero.tools.trace.traces import Trace
+from fzero.transforms.models import flatten_states
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.simulate import require_stacked
-from fzero.transforms.states import flatten_states
 
 
 def trace(step: Callable[..., Any], *, rank: int | None = None) -> Callable[..., Trace]:

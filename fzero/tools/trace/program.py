@@ -1,6 +1,7 @@
 """Record the step of one rank by make_fx: the graph, its inputs and its outputs.
 
-The rank is abstract (`fzero.context.current_rank.abstract_rank`): what is recorded is what it does among
+The rank is abstract (`fzero.context.current_rank.abstract_rank`): what is recorded is what it
+does among
 any number of ranks, and each collective is one op of the graph.
 """
 
@@ -36,8 +37,8 @@ from fzero.machine.placeholder import LazyParam
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.tools.trace.found import AsFound, RecordMode
+from fzero.transforms.models import flatten_states, is_state
 from fzero.transforms.pipeline import Step
-from fzero.transforms.states import flatten_states, is_state
 
 ASKED_OF_FAKE = (DataDependentOutputException, DynamicOutputShapeException)
 """Errors of fake tensors where values are needed. Meta tensors raise errors of any type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from fzero.adapter import Engine
 from fzero.machine import reduce
 from fzero.machine.reduce import LocalGradients
 from fzero.state import Setup
-from fzero.transforms import norm, update
+from fzero.transforms import update
 from tests.descends import descends
 
 PLAIN: dict[str, Any] = {
@@ -232,7 +233,9 @@ ENGINES: dict[str, Callable[..., Any]] = {
 
 
 def _norm_is_local(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(norm, "reduce_many", lambda totals, axis, **options: totals)
+    patch.setattr(
+        sys.modules["fzero.transforms.clip"], "reduce_many", lambda totals, axis, **options: totals
+    )
 
 
 def _mean_is_a_sum(patch: pytest.MonkeyPatch) -> None:

@@ -27,8 +27,8 @@ from tests.tools.diff.runs import (
     updated,
 )
 
-norm = sys.modules["fzero.transforms.norm"]
-prepare = sys.modules["fzero.transforms.prepare"]
+norm = sys.modules["fzero.transforms.clip"]
+prepare = sys.modules["fzero.transforms.leaf_slices"]
 
 
 @dataclass(frozen=True, kw_only=True)

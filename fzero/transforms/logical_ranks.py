@@ -21,23 +21,194 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import fold_rows, gather_rows, performer_of, run_together
+from fzero.context.current_rank import has_no_values, is_abstract
+from fzero.context.rng import of_devices, seeded
 from fzero.errors import LayoutError, PhaseError
+from fzero.errors.check import is_count
 from fzero.machine.offload import offloaded
 from fzero.machine.reduce import Nodes
 from fzero.ranks.mesh import Axis, Carried, MetInLoss, Runs, ambient, carried_here, carrying
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progress
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.logical import fold_in
 from fzero.state.slots import Slot
-from fzero.state.train_state import Weight
-from fzero.transforms._differentiate import Result
-from fzero.transforms._grad_by_func import with_full
-from fzero.transforms._logical_parts import call_given, each_call
-from fzero.transforms.agree import agree
-from fzero.transforms.backward_pass import functional_of, passes_of
-from fzero.transforms.generators import generators_of
-from fzero.transforms.receive import add_means, mean_of_nodes, part_of_update, waiting
-from fzero.transforms.states import flatten_states
+from fzero.state.train_state import GivenCall, Weight
+from fzero.transforms.accumulate import InAxes, check_axes, parts_of
+from fzero.transforms.accumulate_grad import add_means, mean_of_nodes, part_of_update, waiting
+from fzero.transforms.autograd import Result, with_full
+from fzero.transforms.backward_pass import agree, functional_of, passes_of
+from fzero.transforms.models import flatten_states
 from fzero.transforms.weights import by_some
+
+# The arguments and the weight of a call for each logical rank that a rank carries.
+
+EachWeight = Weight | Sequence[Weight] | Callable[..., Weight]
+"""The weight of a call; of several logical ranks one for each, or what gives it for a part."""
+
+ALIGNED = 64
+"""Bytes that torch aligns the memory of tensors to."""
+
+
+def call_given(
+    name: str, setup: Setup, weight: Any, in_axes: InAxes, sizes: Sequence[int] | None
+) -> GivenCall:
+    """Return what a user says of a call; of one of logical ranks whether they have weights.
+
+    Raises `LayoutError` for what cannot be a weight, axes or sizes of a call on this rank.
+    """
+    if setup.logical is None:
+        if sizes is not None or in_axes != 0:
+            given = f"in_axes={in_axes!r}" if sizes is None else f"sizes={sizes!r}"
+            raise LayoutError(
+                f"{name}: {given}, and the state has no logical ranks.",
+                cause="an option of logical ranks, whose parts of the arguments are cut; another "
+                "rank's part is its own.",
+                fix="make the state with logical_ranks=, or leave it out; fzero.accumulate cuts a "
+                "batch into micro-batches.",
+            )
+        return GivenCall(name, weight)
+    count = len(setup.carried(setup.axis.rank))
+    check_axes(in_axes, name)
+    if sizes is not None and not _are_counts(sizes, count):
+        raise LayoutError(
+            f"{name}: sizes={sizes!r}.",
+            cause="sizes of all logical ranks, or of another rank.",
+            fix=f"give the number of rows of each logical rank that is here, {count} ints.",
+        )
+    for one in _weights(name, weight, count) if not callable(weight) else ():
+        GivenCall(name, one)
+    return GivenCall(name, None if weight is None else 1.0)
+
+
+def _are_counts(sizes: Any, count: int) -> bool:
+    good = isinstance(sizes, list | tuple) and len(sizes) == count
+    return good and all(is_count(size, 0) for size in sizes)
+
+
+def _weights(name: str, weight: Any, count: int) -> Sequence[Any]:
+    if weight is None:
+        return ()
+    if isinstance(weight, list | tuple) or (isinstance(weight, Tensor) and weight.ndim == 1):
+        given = [*weight]
+    elif count == 1:
+        given = [weight]
+    else:
+        given = []
+    if len(given) != count:
+        seen = f"{len(given)} weights" if given else f"weight={weight!r}"
+        raise LayoutError(
+            f"{name}: {seen} for the {count} logical ranks of this rank.",
+            cause="the weight of the whole batch of this rank, whose parts have weights of their "
+            "own.",
+            fix="give one for each, weight=[w_0, w_1, ...], or a function of its part of the "
+            "arguments: weight=lambda batch: batch['mask'].sum().",
+        )
+    return given
+
+
+def each_call(
+    name: str,
+    fn: Callable[..., Any],
+    setup: Setup,
+    arguments: tuple[Any, Any],
+    weight: EachWeight | None,
+    in_axes: InAxes,
+    sizes: Sequence[int] | None,
+) -> list[tuple[Any, Any, Weight | None]]:
+    """Return (args, kwargs, weight) of the call of each logical rank that is here."""
+    count = len(setup.carried(setup.axis.rank))
+    args, kwargs = arguments
+    parts = parts_of(fn, args, kwargs, count, in_axes, name=name, sizes=sizes)
+    parts = [_each_as_alone(part) for part in parts]
+    if weight is None:
+        return [(*part, None) for part in parts]
+    if not callable(weight):
+        given = _weights(name, weight, count)
+        return [(*part, one) for part, one in zip(parts, given, strict=True)]
+    found = []
+    for args, kwargs in parts:
+        one = weight(*args, **kwargs)
+        GivenCall(name, one)
+        found.append((args, kwargs, one))
+    return found
+
+
+def _each_as_alone(part: Any) -> Any:
+    return optree.tree_map(_as_alone, part, namespace=NAMESPACE)
+
+
+def _as_alone(x: Any) -> Any:
+    """Return a tensor where it would be if its rank had it alone: at the start of its memory.
+
+    What a kernel adds up first may depend on where a tensor starts.
+    """
+    if type(x) is not Tensor or not x.is_floating_point() or has_no_values(x) or not x.numel():
+        return x
+    starts_there = x.device.type != "cpu" or x.data_ptr() % ALIGNED == 0
+    return x if starts_there else x.clone()
+
+
+# The random numbers of a logical rank: a function of the seed and of the place in the run.
+
+
+def generators_of(
+    seed: int, update: int, call: int, logical_rank: int, device: torch.device
+) -> AbstractContextManager[None]:
+    """Return a block in which torch's generators are those of a logical rank.
+
+    They are set by fold_in(seed, update, call, logical_rank): that of the CPU, and that of `device`
+    if it is a CUDA device. When the block ends, also by an exception, they are as they were before
+    it. What is recomputed in a backward (`remat`, torch.utils.checkpoint) draws the same numbers
+    again, in the block or after it: a recomputation sets the state that its forward began with.
+
+    Args:
+        seed: of the run.
+        update: how many updates were made before.
+        call: which gradient call of this update it is, from 0.
+        logical_rank: which logical rank runs, from 0.
+        device: of the state.
+
+    Raises:
+        LayoutError: for a number that `fold_in` does not take.
+
+    Example:
+        >>> import torch
+        >>> with generators_of(0, update=7, call=0, logical_rank=3, device=torch.device("cpu")):
+        ...     first = torch.rand(1)
+        >>> with generators_of(0, update=7, call=0, logical_rank=3, device=torch.device("cpu")):
+        ...     print(torch.equal(torch.rand(1), first))
+        True
+    """
+    return seeded(fold_in(seed, update, call, logical_rank), device)
+
+
+@contextmanager
+def drawn_in_losses_alone(state: TrainState) -> Iterator[None]:
+    """Raise `PhaseError` at the end of a step of logical ranks that has moved torch's generators.
+
+    A loss puts them back. What else draws does it for the rows of all logical ranks of this rank
+    together, so the numbers of a row depend on how many ranks there are.
+    """
+    if state.setup.logical is None or is_abstract():
+        yield
+        return
+    generators = of_devices(state.device)
+    before = [one.get_state() for one in generators]
+    yield
+    for one, then in zip(generators, before, strict=True):
+        if not torch.equal(one.get_state(), then):
+            raise PhaseError(
+                f"a step with logical_ranks={state.setup.logical.ranks} drew from torch's "
+                f"generator of {one.device} outside of its losses: on another number of ranks its "
+                "rows would get other numbers.",
+                cause="noise on the batch, or a model in train mode, before grad_and_reduce; noise "
+                "on gradients after it.",
+                fix="draw in the loss that grad_and_reduce is given, or in the data set or "
+                "collate_fn of fzero.data.batches, where the numbers are those of the logical "
+                "rank. What is the same for all ranks: generator=torch.Generator().manual_seed("
+                "fzero.fold_in(seed, int(state.step))).",
+            )
+
 
 Call = Callable[[int, Sequence[TrainState]], tuple[list[TrainState], Result]]
 """(which of this rank's logical ranks, states) -> the states with its gradient, its result."""

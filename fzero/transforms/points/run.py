@@ -28,19 +28,20 @@ from fzero.machine.tree_sum import one_thread
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
 from fzero.state.points import Builtin, Points
 from fzero.state.slots import undone
-from fzero.transforms.points import _check
-from fzero.transforms.points._context import Context, LeafPart, parts_of, whole_parts
-from fzero.transforms.points._cut import KeptContext, accused, accused_of_others
-from fzero.transforms.points._owned import on_owners, owned_paths
-from fzero.transforms.points._slots import (
+from fzero.transforms.leaf_slices import Prepared, with_rest
+from fzero.transforms.points import context
+from fzero.transforms.points.context import Context, LeafPart, parts_of, whole_parts
+from fzero.transforms.points.cut import KeptContext, accused, accused_of_others
+from fzero.transforms.points.slots import (
     given,
+    on_owners,
+    owned_paths,
     put,
     renewed,
     stepped_by_path,
     stepped_parts,
     value_given,
 )
-from fzero.transforms.prepare import Prepared, settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,13 +243,13 @@ def reduced(running: Running) -> None:
         if isinstance(one, Builtin):
             running.ready = one.reduced(one, running, running.ready)  # type: ignore[misc]
         elif not running.kept:
-            running.ready = settled(state, running.ready)
+            running.ready = with_rest(state, running.ready)
             gradients = _reduced_by_path(running, one, running.ready.gradients)
             running.ready = running.ready._replace(gradients=gradients, is_shared=True)
             asked = True
     if asked:
-        _check.require_same_skip(running.state, running.skipped)
-    running.ready = settled(state, running.ready)
+        context.require_same_skip(running.state, running.skipped)
+    running.ready = with_rest(state, running.ready)
 
 
 def _reduced_by_path(running: Running, one: Points, gradients: Buffers) -> Buffers:
@@ -295,22 +296,22 @@ def _called(
     running: Running, one: Points, point: str, slots: Any, value: Any, ctx: Context
 ) -> tuple[dict[str, Any], Any]:
     """Call `one.point(slots, value, ctx)`; check the first call."""
-    function, state = _check.function_at(one, point), running.state
-    if not _check.is_first(state, one, point):
-        return _check.require_pair(one, point, function(slots, value, ctx))
-    with _check.told(state.setup, f"{one.name}, `{point}`"):
-        copies, ctx = _check.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
+    function, state = context.function_at(one, point), running.state
+    if not context.is_first(state, one, point):
+        return context.require_pair(one, point, function(slots, value, ctx))
+    with context.told(state.setup, f"{one.name}, `{point}`"):
+        copies, ctx = context.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
         asked = KeptContext(ctx)
-        after, new = _check.require_pair(one, point, function(*copies, asked))
-        _check.require_unwritten(one, point, copies, ctx.shown)
-        _check.require_like(one, point, "slots", slots, after)
-        _check.require_like(one, point, _NAMES[point], value, new)
+        after, new = context.require_pair(one, point, function(*copies, asked))
+        context.require_unwritten(one, point, copies, ctx.shown)
+        context.require_like(one, point, "slots", slots, after)
+        context.require_like(one, point, _NAMES[point], value, new)
         error = accused(one, point, asked, slots, value, after, new)
     # What was returned as it was given is a copy here: the state goes on with its own.
     after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
     now = put(state, one, slots, after)
-    _check.require_equal(now, one, point, new, running.skipped, error)
-    _check.passed(state, one, point)
+    context.require_equal(now, one, point, new, running.skipped, error)
+    context.passed(state, one, point)
     return after, new
 
 
@@ -352,7 +353,7 @@ def _around(
         old = stepped_by_path(state)[1]
         stepped: list[list[Tensor]] = []
 
-        first = _check.is_first(state, one, "update")
+        first = context.is_first(state, one, "update")
         what = f"{one.name}, `update`"
         ctx, shown = running.context(one, "update", parts_of(ranges)), list[Pieces]()
 
@@ -364,32 +365,32 @@ def _around(
                     fix="call rule(grads) once; a gradient at another point is made in the step: "
                     "fzero.map_params and a second grad_and_reduce.",
                 )
-            _check.require_like(one, "update", "grads", pieces, grads)
+            context.require_like(one, "update", "grads", pieces, grads)
             flats = as_flats(ranges, here, pieces, grads)
             stepped.append(rule(Buffers(flats=flats, placement=gradients.placement)))
             made = by_path(ranges, [to_device(x, state.device) for x in stepped[0]])
-            shown.append(_check.copied(made) if first else made)
+            shown.append(context.copied(made) if first else made)
             return dict(shown[0])
 
-        own, function, error = (slots, pieces), _check.function_at(one, "update"), ""
+        own, function, error = (slots, pieces), context.function_at(one, "update"), ""
         asked: Any = ctx
         if first:
-            own, asked = _check.copied(own), KeptContext(ctx.watched(what))
+            own, asked = context.copied(own), KeptContext(ctx.watched(what))
         alone = one_thread(state.setup.layout.options.block > 1)
-        with _check.told(state.setup, what) if first else nullcontext(), alone:
-            after, new = _check.require_pair(one, "update", function(*own, asked, rule_by_path))
+        with context.told(state.setup, what) if first else nullcontext(), alone:
+            after, new = context.require_pair(one, "update", function(*own, asked, rule_by_path))
             if first:
-                _check.require_unwritten(one, "update", own, shown, ctx.shown)
+                context.require_unwritten(one, "update", own, shown, ctx.shown)
             after = _same(own[0], slots, after)
-            _check.require_like(one, "update", "slots", slots, after)
-            _check.require_like(one, "update", "params", old, new)
+            context.require_like(one, "update", "slots", slots, after)
+            context.require_like(one, "update", "params", old, new)
             if first:
                 to = shown[0] if shown else None
                 error = accused(one, "update", asked, slots, pieces, after, new, to)
         running.put(put(running.state, one, slots, after))
         if first:
-            _check.require_equal(running.state, one, "update", new, accused=error)
-            _check.passed(state, one, "update")
+            context.require_equal(running.state, one, "update", new, accused=error)
+            context.passed(state, one, "update")
         base = stepped[0] if stepped else stepped_parts(state)
         now = [to_device(x, state.device) for x in base]
         given_now = by_path(ranges, now)
@@ -411,8 +412,8 @@ def _on_owners(
     after: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in slots.items()
     }
-    function, what = _check.function_at(one, point), f"{one.name}, `{point}`"
-    first = _check.is_first(state, one, point)
+    function, what = context.function_at(one, point), f"{one.name}, `{point}`"
+    first = context.is_first(state, one, point)
 
     def slots_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
         return {
@@ -422,11 +423,11 @@ def _on_owners(
 
     def checked(some: Any, own: Any, ctx: Context) -> Any:
         """The first call: owners have other leaves, so all are told of an error of one."""
-        with _check.told(state.setup, what):
-            copies = _check.copied((some, own))
-            after, new = _check.require_pair(one, point, function(*copies, ctx.watched(what)))
-            _check.require_unwritten(one, point, copies, ctx.shown)
-            alone = lambda x: function(*_check.copied((slots_of(x), x)), ctx)[1]  # noqa: E731
+        with context.told(state.setup, what):
+            copies = context.copied((some, own))
+            after, new = context.require_pair(one, point, function(*copies, ctx.watched(what)))
+            context.require_unwritten(one, point, copies, ctx.shown)
+            alone = lambda x: function(*context.copied((slots_of(x), x)), ctx)[1]  # noqa: E731
             error = accused_of_others(one, point, own, new, alone)
         lines = [error, f"skipped: {running.skipped}"]
         require_unaccused(lines, state.setup.axis, what=what)
@@ -438,9 +439,9 @@ def _on_owners(
         if first:
             new_slots, new = checked(some, own, ctx)
         else:
-            new_slots, new = _check.require_pair(one, point, function(some, own, ctx))
-        _check.require_like(one, point, "slots", some, new_slots)
-        _check.require_like(one, point, _NAMES[point], own, new)
+            new_slots, new = context.require_pair(one, point, function(some, own, ctx))
+        context.require_like(one, point, "slots", some, new_slots)
+        context.require_like(one, point, _NAMES[point], own, new)
         for name, value in new_slots.items():
             if isinstance(value, dict):
                 after[name].update(value)
@@ -458,7 +459,7 @@ def _on_owners(
         inputs.append([to_device(x, state.device) for x in stepped_parts(state)])
     on_owners(state.setup, inputs, compute, outs)
     if first:
-        _check.passed(state, one, point)
+        context.passed(state, one, point)
     running.put(put(running.state, one, slots, _of_owners(state.setup, after)))
     return tuple(outs)
 
@@ -481,18 +482,18 @@ def loss_learned(states: Sequence[TrainState], value: Tensor) -> Tensor:
     """Return the loss that is differentiated: after all transforms at `loss`, of each state."""
     for state in states:
         for one in transforms_of(state.setup, "loss"):
-            function = _check.function_at(one, "loss")
+            function = context.function_at(one, "loss")
             ctx = Context(
                 state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
             )
-            slots, first = given(state, one), _check.is_first(state, one, "loss")
+            slots, first = given(state, one), context.is_first(state, one, "loss")
             if first:
-                slots, ctx = _check.copied(slots), ctx.watched(f"{one.name}, `loss`")
+                slots, ctx = context.copied(slots), ctx.watched(f"{one.name}, `loss`")
             version = value._version
             new = function(slots, value, ctx)
             if first:
-                _check.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
-                _check.passed(state, one, "loss")
+                context.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
+                context.passed(state, one, "loss")
             if not isinstance(new, Tensor) or new.ndim or not new.is_floating_point():
                 seen = f"a {type(new).__name__}"
                 if isinstance(new, Tensor):
@@ -519,7 +520,7 @@ class Locals:
             name: {k: dict(v) if isinstance(v, dict) else v for k, v in slots.items()}
             for name, slots in self._given.items()
         }
-        self._first = [one for one in self._transforms if _check.is_first(state, one, "local")]
+        self._first = [one for one in self._transforms if context.is_first(state, one, "local")]
 
     def __bool__(self) -> bool:
         return bool(self._transforms)
@@ -543,21 +544,21 @@ class Locals:
         return gradient
 
     def _of(self, one: Points, path: str, gradient: Tensor, ctx: Context) -> Tensor:
-        function = _check.function_at(one, "local")
+        function = context.function_at(one, "local")
         after = self._after[one.name]
         slots = {
             k: v[path].view(gradient.shape) if isinstance(v, dict) else v for k, v in after.items()
         }
         if one in self._first:
-            copies = _check.copied((slots, gradient))
+            copies = context.copied((slots, gradient))
             pair = function(*copies, ctx.watched(f"{one.name}, `local`"))
-            new_slots, new = _check.require_pair(one, "local", pair)
-            _check.require_unwritten(one, "local", copies, ctx.shown)
+            new_slots, new = context.require_pair(one, "local", pair)
+            context.require_unwritten(one, "local", copies, ctx.shown)
             new_slots = _same(copies[0], slots, new_slots)
         else:
-            new_slots, new = _check.require_pair(one, "local", function(slots, gradient, ctx))
-        _check.require_like(one, "local", "slots", slots, new_slots)
-        _check.require_like(one, "local", "g", gradient, new)
+            new_slots, new = context.require_pair(one, "local", function(slots, gradient, ctx))
+        context.require_like(one, "local", "slots", slots, new_slots)
+        context.require_like(one, "local", "g", gradient, new)
         for name, value in new_slots.items():
             if value is slots[name]:
                 continue
@@ -578,7 +579,7 @@ class Locals:
     def put(self, state: TrainState) -> TrainState:
         """Return the state with the slots after this call."""
         for one in self._transforms:
-            _check.passed(state, one, "local")
+            context.passed(state, one, "local")
             own = {**given(state, one), **self._given[one.name]}
             state = put(state, one, own, {**own, **self._after[one.name]})
         return state
@@ -647,15 +648,21 @@ class ByPath(CallPart):
         self._locals = [Locals(state) for state in states]
 
     def begins(self, number: int, state: TrainState, weighed: Any) -> TrainState:
+        """Return a state at its first event of a backward."""
+        """Return a state at its first event of a backward."""
         state = renewed(state, "backward")
         self._locals[number] = Locals(state)
         return state
 
     def change(self, number: int) -> Changed | None:
+        """Return what changes a gradient of this rank, if anything does."""
+        """Return what changes a gradient of this rank, if anything does."""
         own = self._locals[number]
         return (lambda leaf, gradient, dtype: own(leaf, gradient)) if own else None
 
     def ends(self, number: int, state: TrainState) -> TrainState:
+        """Return a state with the slots of this backward."""
+        """Return a state with the slots of this backward."""
         return self._locals[number].put(state)
 
 

@@ -19,7 +19,7 @@ from fzero.errors import LayoutError, explain
 from fzero.machine import elementwise
 from fzero.machine.elementwise import Key, Values, sampled
 from fzero.state.points import Points
-from fzero.transforms.points._context import By, Context
+from fzero.transforms.points.context import By, Context
 
 _WAYS = (
     "ask ctx.norm and ctx.sum for norms and sums over whole leaves, ctx.shape(path) for a shape, "

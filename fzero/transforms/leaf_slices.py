@@ -1,9 +1,9 @@
-"""Gradients on their way from a state to its rule: multiplied in place where they are used up."""
+"""Tell an optimizer which elements of this rank's flats belong to which leaf."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +11,38 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.machine.offload import change, offloaded, to_device
-from fzero.state import Buffers, TrainState
+from fzero.optim import Piece
+from fzero.state import Buffers, Layout, Setup, TrainState
+from fzero.state.layout import Part
 from fzero.transforms.donation import donates, take_over, undo_take_over
+
+
+def pieces_of(setup: Setup) -> tuple[Piece, ...]:
+    """Which elements of this rank's parts are of which leaf; padding goes with its neighbour."""
+    return _pieces_of(setup.layout, setup.part(setup.optimizer_state, setup.axis.rank))
+
+
+@lru_cache(maxsize=64)  # every step asks for the same ones
+def _pieces_of(layout: Layout, part: Part) -> tuple[Piece, ...]:
+    found: list[Piece] = []
+    for number, index in enumerate(layout.trainable):
+        # A flat of padding alone has an empty piece, which says whose it is.
+        nothing = Piece(number, layout.leaves[layout.groups[index].leaves[0]], 0, 0)
+        found.extend([*_in_group(layout, index, number, part)] or [nothing])
+    return tuple(found)
+
+
+def _in_group(layout: Layout, index: int, number: int, part: Part) -> Iterator[Piece]:
+    group, numel = layout.groups[index], layout.full_numel(index) // part.count
+    start = part.index * numel
+    begins, ends = (0, *group.offsets[1:]), (*group.offsets[1:], layout.full_numel(index))
+    for leaf, begin, end in zip(group.leaves, begins, ends, strict=True):
+        low, high = max(begin - start, 0), min(end - start, numel)
+        if low < high:
+            yield Piece(number, layout.leaves[leaf], low, high, max(start - begin, 0))
+
+
+# Gradients on their way from a state to its rule: multiplied in place where they are used up.
 
 
 class Prepared(NamedTuple):
@@ -20,7 +50,7 @@ class Prepared(NamedTuple):
 
     Attributes:
         gradients: as they are so far.
-        rest: what they are multiplied by yet, together: see `settled`.
+        rest: what they are multiplied by yet, together: see `with_rest`.
         norm: before clipping, if they are clipped.
         grad_scale: what the rule has still to divide by.
         own: those of the state, if they were written to.
@@ -62,7 +92,7 @@ def divided_by(
     return _changed(state, ready, division, divisor, ready.factor / total)
 
 
-def settled(state: TrainState, ready: Prepared) -> Prepared:
+def with_rest(state: TrainState, ready: Prepared) -> Prepared:
     """Multiply by what waits in `rest`: once for all of it."""
     rest = ready.rest
     if isinstance(rest, Tensor) or rest != 1.0:

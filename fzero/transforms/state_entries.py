@@ -10,16 +10,19 @@ Who saves, moves or copies states goes over these, and names nothing of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.errors import PhaseError
+from fzero.collectives import performer_of
+from fzero.errors import MismatchError, PhaseError
 from fzero.errors.json_form import DictForm, natural, text
 from fzero.machine.compress import BACK, RESIDUAL, START, memory_slots
 from fzero.machine.named_shards import leaf_paths
+from fzero.machine.offload import to_device
 from fzero.machine.owners import every_leaf_owned
+from fzero.machine.packing import digest, unpack
 from fzero.optim.counters import (
     COUNT,
     COUNTERS,
@@ -30,20 +33,37 @@ from fzero.optim.counters import (
     with_counters,
 )
 from fzero.optim.entries import RULE, rule_entries, with_rule_entries
-from fzero.state import Buffers, Form, Progress, Setup, Slot, TrainState, outer, scale
+from fzero.ranks.mesh import MeshLike
+from fzero.state import (
+    Buffers,
+    Form,
+    Local,
+    Placement,
+    Progress,
+    Setup,
+    Slot,
+    TrainState,
+    outer,
+    scale,
+)
 from fzero.state.entry import Entry, entry_of, with_slots
 from fzero.state.progress import CLOSED
-from fzero.state.scale import as_numbers, from_numbers, with_slot
+from fzero.state.scale import ScalePolicy, as_numbers, from_numbers, with_slot
 from fzero.state.setup import MASTERS
-from fzero.transforms import outer_kept
-from fzero.transforms.outer import anchored
-from fzero.transforms.points import begun_slots
-from fzero.transforms.scaled import (
+from fzero.transforms import local_state
+from fzero.transforms.backward_pass import agree
+from fzero.transforms.donation import check_alive
+from fzero.transforms.init import blank_state, setup_at
+from fzero.transforms.local import anchored, mesh_for
+from fzero.transforms.loss_scale import (
     SCALE_ENTRY,
     SCALE_NUMBERS,
     scale_entries,
+    with_policy,
     with_scale_entries,
 )
+from fzero.transforms.models import flatten_states
+from fzero.transforms.points import begun_slots
 
 PARAMS, GRADIENTS = "params", "gradients"
 APART = "local"
@@ -219,16 +239,16 @@ NUMBERS = DictForm(
     must={"step": natural, "optimizer": COUNTERS, "scale": SCALE_NUMBERS},
     may={UNSTEPPED: [text]},
 )
-FACTS = {APART: outer_kept.facts_form(NUMBERS)}
+FACTS = {APART: local_state.facts_form(NUMBERS)}
 """What of it can be in a file."""
 
 
 # Replicas that train apart.
 
-shared_of, bases_of = outer_kept.shared_entries, outer_kept.base_entries
-with_shared, with_facts = outer_kept.with_shared, outer_kept.with_facts
-are_as_many, require_facts = outer_kept.are_as_many, outer_kept.require_facts
-common_facts = outer_kept.common_facts
+shared_of, bases_of = local_state.shared_entries, local_state.base_entries
+with_shared, with_facts = local_state.with_shared, local_state.with_facts
+are_as_many, require_facts = local_state.are_as_many, local_state.require_facts
+common_facts = local_state.common_facts
 
 
 def trains_apart(state: TrainState) -> bool:
@@ -238,7 +258,7 @@ def trains_apart(state: TrainState) -> bool:
 
 def replica_facts(state: TrainState) -> dict[str, Any]:
     """Return what a replica says of itself in a manifest."""
-    return outer_kept.replica_facts(state, numbers_of(state))
+    return local_state.replica_facts(state, numbers_of(state))
 
 
 def without_shared(state: TrainState) -> TrainState:
@@ -250,3 +270,151 @@ def begun_apart(state: TrainState, like: TrainState) -> TrainState:
     """Return a state with what its replicas have in common, where `like` has it: begun anew."""
     anew = None if trains_apart(state) else like.outer
     return state if anew is None else anchored(state, anew)
+
+
+# What a state is but for its numbers: what a rank that comes must be told, to make room for it.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pattern:
+    """What a state is but for its numbers, whatever ranks it is on: records of this program."""
+
+    setup: Setup
+    local: Local | None
+    policy: ScalePolicy | None  # of the loss scale
+    device: torch.device
+
+
+def pattern_of(state: TrainState) -> Pattern:
+    """Return what a state is."""
+    outer = state.outer
+    return Pattern(
+        setup=state.setup,
+        local=None if outer is None else outer.local,
+        policy=None if state.scale is None else state.scale.policy,
+        device=state.device,
+    )
+
+
+def blank_at(pattern: Pattern, *, stage: int, mesh: MeshLike) -> TrainState:
+    """Return zeros in the place of a state, at a stage, on a mesh of this rank.
+
+    Raises `LayoutError` for an option that does not go with the stage or with the ranks.
+    """
+    old, local, device = pattern.setup, pattern.local, pattern.device
+    axis = mesh_for(mesh, local)
+    setup = setup_at(old, stage=stage, axis=axis, device=device, local=local)
+    return with_policy(blank_state(setup, device, local=local), pattern.policy)
+
+
+# `check_replicas`: do the ranks that hold the same part of a state have the same values?
+
+
+def check_replicas(state: Any) -> None:
+    """Raise on every rank if ranks hold other values where they must hold the same.
+
+    Compares digests of parameters and optimizer states: all of them at stage 0, parameters at
+    stages 1 and 2, and shards over the replicas of a mesh of two dims. It finds writes that torch
+    does not count, through `p.data` or NumPy, on the rank's own data or on some ranks only. Every
+    element is read once; nothing else is done on the way of a step, so call it now and then, or
+    when a run is in doubt.
+
+    Args:
+        state: a `TrainState`, or a pytree of them; `engine.state` of an engine.
+
+    Raises:
+        LayoutError: for what is no state.
+        DonatedError: for a state that was used up.
+        MismatchError: on every rank, naming the first value that differs; or when the ranks make
+            other calls.
+
+    Example:
+        >>> import torch, fzero
+        >>> def ranks_part(x):
+        ...     state = fzero.init({"w": torch.ones(2)}, fzero.optim.sgd(0.1), stage=0)
+        ...     fzero.check_replicas(state)  # equal so far
+        ...     state.params.flats[0].data.add_(x)
+        ...     fzero.check_replicas(state)
+        >>> fzero.simulate(ranks_part, world_size=2)(torch.arange(2))
+        Traceback (most recent call last):
+        ...
+        fzero.errors.MismatchError: rank 1 has other values of parameter w than rank 0.
+        Usual cause: ...
+        Fix: ...
+    """
+    states, _ = flatten_states("check_replicas", state)
+    for one in states:
+        check_alive(one, written=True)  # it compares bits
+    agree("check_replicas", states)
+    for one in states:
+        performer = performer_of(one.setup.axis)
+        if performer is not None and (error := unequal(performer.tell(_digests(one)))) is not None:
+            raise error
+
+
+def unequal(everyone: Sequence[Sequence[tuple[Any, int]]]) -> MismatchError | None:
+    """Return an error for the first name whose digests differ between ranks; None if none does.
+
+    everyone: the (name, digest) of what each rank holds. Ranks may hold other things.
+    """
+    first: dict[Any, tuple[int, int]] = {}
+    for rank, told in enumerate(everyone):
+        for name, value in told:
+            other, known = first.setdefault(name, (rank, value))
+            if known != value:
+                what = name if isinstance(name, str) else name[0]
+                return MismatchError(
+                    f"rank {rank} has other values of {what} than rank {other}.",
+                    cause="a write to parameters on some ranks only, or as each rank's own data "
+                    "say: through `p.data` or NumPy in a forward (a codebook, weight clipping), "
+                    "which torch does not count, or between steps.",
+                    fix="write the same on every rank, between steps; `with "
+                    "fzero.adapter.gathered(module, modify=True):` gives all ranks the values of "
+                    "one, of an engine's module. Else start again from the last checkpoint.",
+                )
+    return None
+
+
+def _digests(state: TrainState) -> list[tuple[Any, int]]:
+    """((what, which part of it), digest) of all that this rank holds of a state."""
+    setup, layout = state.setup, state.setup.layout
+    rank, found = setup.axis.rank, []
+    part = setup.part(setup.params, rank)
+    for index, flat in enumerate(state.params.flats if part.count < setup.axis.size else ()):
+        here = to_device(flat, state.device)
+        paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
+        if setup.params is Placement.REPLICATED:
+            for path, x in zip(paths, unpack(layout, index, here), strict=True):
+                found.append(((f"parameter {path}", part), digest(x)))
+        else:
+            found.append(((f"a shard of {', '.join(paths)}", part), digest(here)))
+    found += _of_slots(state)
+    part = setup.part(setup.optimizer_state, rank)
+    if part.count == setup.axis.size:  # no other rank has it
+        return found
+    for name, flats in setup.optimizer.slots(state.optimizer).items():
+        for index, flat in zip(layout.trainable, flats, strict=False):
+            paths = ", ".join(layout.leaves[i].path for i in layout.groups[index].leaves)
+            what = f"the optimizer's {name} of {paths}"
+            found.append(((what, part), digest(to_device(flat, state.device))))
+    return found
+
+
+def _of_slots(state: TrainState) -> list[tuple[Any, int]]:
+    """((slot, which part of it), digest) of the slots of which other ranks have the same."""
+    setup, rank, found = state.setup, state.setup.axis.rank, list[tuple[Any, int]]()
+    for name, slot in state.slots.items():
+        if slot.form.elsewhere == "own":
+            continue
+        if isinstance(slot.value, Buffers):
+            part = setup.part(slot.value.placement, rank)
+            if slot.value.placement is Placement.PARTIAL or part.count == setup.axis.size:
+                continue
+            for number, flat in enumerate(slot.value.flats):
+                where = (f"the slot {name}", number, part)
+                found.append((where, digest(to_device(flat, state.device))))
+        elif slot.form.placed(setup.optimizer_state) is Placement.REPLICATED:
+            values = slot.value if isinstance(slot.value, dict) else {"": slot.value}
+            for key, x in values.items():
+                found.append(((f"the slot {name} {key}".rstrip(), 0), digest(x.reshape(-1))))
+    return found

@@ -14,7 +14,7 @@ from fzero.machine.owners import Owners, owners_of
 from fzero.optim.entries import codec_in
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.setup import MASTERS
-from fzero.transforms.pieces import pieces_of
+from fzero.transforms.leaf_slices import pieces_of
 
 
 def with_tensors(state: TrainState, new: dict[int, Tensor]) -> TrainState:

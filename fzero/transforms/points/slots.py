@@ -7,7 +7,7 @@ state.slots["ema/mean"]: Slot  - given ->  {"mean": {path: this rank's elements}
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -16,25 +16,101 @@ from torch import Tensor
 
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
-from fzero.machine.named_shards import FlatRanges, Pieces, Range, as_flats, by_path, ranges_in
+from fzero.machine.named_shards import (
+    FlatRanges,
+    Pieces,
+    Range,
+    as_flats,
+    by_path,
+    leaf_paths,
+    ranges_in,
+)
 from fzero.machine.offload import offloaded, to_device
+from fzero.machine.owners import Owners, every_leaf_owned
 from fzero.machine.packing import gather_parts, part_of
 from fzero.optim.precision import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
+from fzero.state.layout import as_complex, as_real
 from fzero.state.points import Points
-from fzero.transforms._anew import with_tensors
-from fzero.transforms.points._check import (
+from fzero.transforms.points.context import (
+    Context,
     copied,
     function_at,
     is_first,
+    parts_of,
     passed,
     require_equal,
     require_unwritten,
     told,
+    whole_parts,
 )
-from fzero.transforms.points._context import Context, parts_of, whole_parts
-from fzero.transforms.points._cut import KeptContext, accused
-from fzero.transforms.points._owned import owned_paths, owned_wholes
+from fzero.transforms.points.cut import KeptContext, accused
+from fzero.transforms.reset_optimizer_state import with_tensors
+
+# Whole leaves on the ranks that own them, for transforms that need matrices.
+#
+# parts of each rank  - one exchange for a batch ->  {path: the leaf}, on its owner
+# parts of each rank  <- one exchange for a batch -  what a function made of it
+
+Wholes = dict[str, Tensor]
+"""{path: the whole leaf in its shape}: of the leaves of a batch that this rank owns."""
+
+
+def path_of(setup: Setup, owners: Owners, number: int) -> str:
+    """Return the path of a leaf by its number among those with owners."""
+    return leaf_paths(setup.layout)[owners.leaves[number].index]
+
+
+def owned_paths(setup: Setup) -> dict[str, bool]:
+    """Return {path: whether this rank owns the leaf} of all leaves that learn."""
+    owners = every_leaf_owned(setup)
+    rank = owners.axis.rank
+    return {path_of(setup, owners, k): one.owner == rank for k, one in enumerate(owners.leaves)}
+
+
+def on_owners(
+    setup: Setup,
+    inputs: Sequence[Sequence[Tensor]],
+    compute: Callable[[list[Wholes]], Mapping[str, Tensor]],
+    outs: Sequence[Tensor],
+) -> None:
+    """Write compute(wholes of each input) into `outs`, leaf by leaf on its owner. A collective.
+
+    inputs: lists of this rank's parts of the flats that learn. outs: parts that are written to.
+    compute: called once for each batch, on every rank, also for one of which it owns nothing.
+    """
+    owners = every_leaf_owned(setup)
+
+    def of_batch(numbers: list[int], wholes: Mapping[int, list[Tensor]]) -> dict[int, Tensor]:
+        paths = {k: path_of(setup, owners, k) for k in numbers}
+        given = [
+            {path: _shaped(owners, k, wholes[k][j]) for k, path in paths.items()}
+            for j in range(len(inputs))
+        ]
+        made = compute(given)
+        return {k: as_real(made[path]).reshape(-1) for k, path in paths.items()}
+
+    owners.run(inputs, of_batch, outs)
+
+
+def owned_wholes(setup: Setup, flats: Sequence[Tensor]) -> Wholes:
+    """Return {path: the whole leaf in its shape} of the leaves that this rank owns. A collective.
+
+    flats: this rank's parts.
+    """
+    found: Wholes = {}
+
+    def keep(given: list[Wholes]) -> Wholes:
+        found.update({path: x.clone() for path, x in given[0].items()})
+        return given[0]
+
+    on_owners(setup, [list(flats)], keep, [x.clone() for x in flats])
+    return found
+
+
+def _shaped(owners: Owners, number: int, flat: Tensor) -> Tensor:
+    leaf = owners.leaves[number].leaf
+    return (as_complex(flat) if leaf.dtype.is_complex else flat).view(leaf.shape)
 
 
 def stepped_parts(state: TrainState) -> list[Tensor]:

@@ -30,14 +30,13 @@ from fzero.machine.offload import at_home
 from fzero.state import Setup, TrainState
 from fzero.state.points import At, Builtin
 from fzero.state.train_state import GivenCall
-from fzero.transforms._finite import CHECK
-from fzero.transforms.carried import CARRIED
 from fzero.transforms.compress import COMPRESS
+from fzero.transforms.local import LOCAL
+from fzero.transforms.logical_rank import CARRIED
+from fzero.transforms.loss_scale import SCALE
 from fzero.transforms.observe import OBSERVE
-from fzero.transforms.outer import LOCAL
 from fzero.transforms.points import ByPath, renewed, transforms_of
-from fzero.transforms.scaled import SCALE
-from fzero.transforms.weights import AVERAGE, WEIGHTS
+from fzero.transforms.weights import AVERAGE, CHECK, WEIGHTS
 
 SLOTS = Builtin(
     name="slots",

@@ -30,7 +30,7 @@ from fzero.state import Form, Outer, Placement, TrainState
 from fzero.state.entry import Entry
 from fzero.state.outer import with_outer
 from fzero.state.setup import MASTERS
-from fzero.transforms.outer_rule import outer_state
+from fzero.transforms.local import outer_state
 
 _OUTER, _ANCHORS, _COMING = "outer/", "outer/anchors", "outer/coming"
 

@@ -5,10 +5,10 @@ Out: an `Engine`, whose hooks become the events that a functional step sends, to
 What it holds between calls is a `TrainState`: `engine.state`.
 """
 
-from fzero.adapter._construct import sharded_init as sharded_init
-from fzero.adapter._gathered import gathered as gathered
-from fzero.adapter._report import MemoryReport as MemoryReport
+from fzero.adapter.deferred_init import sharded_init as sharded_init
 from fzero.adapter.engine import Engine as Engine
+from fzero.adapter.engine import MemoryReport as MemoryReport
+from fzero.adapter.full_params import gathered as gathered
 from fzero.integrations import deepspeed as deepspeed
 from fzero.integrations.deepspeed import initialize as initialize
 from fzero.state import DynamicScale as DynamicScale

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.adapter._gradient import Gradients
-from fzero.adapter._held import HeldGradient, without_graph
-from fzero.adapter._life import Life
+from fzero.adapter.gradients import Gradients
+from fzero.adapter.param_grad import HeldGradient, Life, without_graph
 from fzero.errors import LayoutError
 
 

@@ -10,26 +10,26 @@ What all ranks make together (an update, the end of a window) is in `boundary`.
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._carried import Loops
-from fzero.adapter._events import Events
-from fzero.adapter._gradient import Gradients
-from fzero.adapter._guard import Guard, optimizer_of
-from fzero.adapter._held import HeldGradient
-from fzero.adapter._losses import Losses
-from fzero.adapter._module import ModuleParameters
 from fzero.adapter._region import Region
 from fzero.adapter._stand_ins import StandIns
-from fzero.adapter._torch_hooks import current_graph_task, in_backward, weakly
-from fzero.adapter._writes import Writes
+from fzero.adapter.gradients import Gradients
+from fzero.adapter.hooks import Events, current_graph_task, in_backward, weakly
+from fzero.adapter.logical_batches import Loops
+from fzero.adapter.losses import Losses
+from fzero.adapter.module import ModuleParameters
+from fzero.adapter.optimizer_hooks import Guard, optimizer_of
+from fzero.adapter.param_grad import HeldGradient
+from fzero.adapter.writes import Writes
 from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
 from fzero.machine.placeholder import not_for_jit, placeholders
@@ -427,3 +427,19 @@ class Driver:
         self.running.close()
         for p in self.params.all_objects:
             OWNERS.pop(id(p), None)
+
+
+# Functions of an engine's driver as methods of the engine.
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def of_driver(function: Callable[Concatenate[Driver, P], R]) -> Callable[Concatenate[Any, P], R]:
+    """Return the method of an engine that calls `function` with the engine's driver."""
+
+    @functools.wraps(function)
+    def method(engine: Any, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return function(engine._driver, *args, **kwargs)
+
+    return method

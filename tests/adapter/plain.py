@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine
-from fzero.adapter._held import HeldGradient
+from fzero.adapter.param_grad import HeldGradient
 
 STAGES = (0, 1, 2, 3)
 LR = 0.25

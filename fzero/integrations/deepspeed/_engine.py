@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fzero.adapter.boundary import call_step, require_no_closure
+from fzero.adapter.engine_step import call_step, require_no_closure
 from fzero.checkpoint.elements import slots_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.integrations.deepspeed._checkpoint import CheckpointedEngine

@@ -15,7 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter.access import (
+from fzero.adapter.driver import OWNERS, Driver
+from fzero.adapter.param_access import (
+    ParameterPlace,
+    find,
+    find_learning,
     full_optimizer_state,
     full_parameter,
     local_gradient,
@@ -30,8 +34,6 @@ from fzero.adapter.access import (
     used,
     whole_gradient,
 )
-from fzero.adapter.driver import OWNERS, Driver
-from fzero.adapter.parts import ParameterPlace, find, find_learning
 from fzero.errors import LayoutError
 from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack

@@ -15,7 +15,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from fzero.adapter._module import in_place_of
+from fzero.adapter.module import in_place_of
 from fzero.collectives import broadcast
 from fzero.errors.check import require
 from fzero.machine import Gatherer, GroupShard, Reader, UnitTable

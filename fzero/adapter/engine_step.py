@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from fzero.adapter._torch_hooks import in_backward
 from fzero.adapter.driver import Driver
+from fzero.adapter.hooks import in_backward
 from fzero.errors import CallError, PhaseError
 from fzero.optim import NoOptimizer
 from fzero.optim.optimizer import without_optimizer

@@ -9,17 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.adapter._addresses import (
+from fzero.adapter.hooks import in_backward
+from fzero.adapter.param_grad import (
+    Earlier,
+    HeldGradient,
+    HoldsState,
     addresses_of,
+    is_used_up,
     norms_of,
     notes_of,
     pieces_of,
     require_unweighted,
 )
-from fzero.adapter._earlier import Earlier, is_used_up
-from fzero.adapter._held import HeldGradient
-from fzero.adapter._life import HoldsState
-from fzero.adapter._torch_hooks import in_backward
 from fzero.machine.offload import change
 from fzero.state import TrainState
 from fzero.state.layout import as_bits, as_real

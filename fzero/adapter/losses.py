@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from fzero.adapter._torch_hooks import current_graph_task
+from fzero.adapter.hooks import current_graph_task
 from fzero.collectives import Scope, close_scope, of_an_edge, open_scope, shared, tied_to
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.train_state import GivenCall, Weighed, Weight, weighed, with_weight

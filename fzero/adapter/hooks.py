@@ -1,0 +1,432 @@
+"""Hooks of outputs and parameters -> the pure hook record -> effects: one backward after another.
+
+    an output's gradient       enter_backward, queue_post_backward_callback; the pass begins
+    a parameter's gradient     update_hook_state_and_maybe_run_epilogue; it goes into its bucket
+    the graph ends             graph_completed -> RunEpilogue: the pass is finished
+
+A record is assigned when its transition has returned; then the effects run. A gradient belongs to
+the graph task that brought it: it is committed by that task's own callback, and dropped if that
+never comes.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, ParamSpec, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fzero.adapter._region import Region
+from fzero.adapter.module import refuse_load
+from fzero.context.modes import for_training, in_transform
+from fzero.errors import PhaseError
+from fzero.machine.placeholder import not_for_jit
+from fzero.state import hooks
+from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
+from fzero.state.hooks import HookState
+
+# What an engine asks of torch's hooks: which graph task runs, when it ends, who is first.
+
+P = ParamSpec("P")
+
+
+def current_graph_task() -> int:
+    """Return the id of the graph task that runs in this thread; -1 outside of every backward."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Return whether a backward runs in this thread."""
+    return current_graph_task() >= 0
+
+
+def at_end_of_graph_task(callback: Callable[[], None]) -> None:
+    """Have autograd call it at the end of the graph task that runs."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def register_first(p: Any, hook: Callable[[Tensor], None]) -> Any:
+    """Register a hook of a parameter's gradient before those of the user; return its handle.
+
+    They would otherwise find the rank's own gradient, and an optimizer that steps there would
+    make other parameters on each rank.
+    """
+    users = dict(p._post_accumulate_grad_hooks or {})
+    handle = p.register_post_accumulate_grad_hook(hook)
+    for number, later in users.items():  # torch calls them in the order in which they came
+        del p._post_accumulate_grad_hooks[number]
+        p._post_accumulate_grad_hooks[number] = later
+    return handle
+
+
+def weakly(method: Callable[P, None]) -> Callable[P, None]:
+    """Return what calls a method of an object for as long as the object is there.
+
+    Autograd holds placeholders where the garbage collector does not look: from them no way may lead
+    to an engine, or one that nobody holds any more would never go.
+    """
+    held = weakref.WeakMethod(method)
+
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        if (do := held()) is not None:
+            do(*args, **kwargs)
+
+    return call
+
+
+class ModuleHook:
+    """A hook on an engine's module. A copy of the module belongs to no engine: it does nothing."""
+
+    def __init__(self, do: Callable[..., None]) -> None:
+        self._do = do
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any) -> None:
+        """Do what the hook is for."""
+        self._do(*args)
+
+    @property
+    def __name__(self) -> str:
+        """What torch.jit.script asks for."""
+        raise AttributeError(str(not_for_jit("a module with the hooks of an engine")))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ModuleHook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """What a copied hook does."""
+
+
+class TakesGradients(Protocol):
+    """Whoever acts on what a backward does."""
+
+    def backward_begins(self, first: Tensor | None) -> None:
+        """A backward begins; `first`: the parameter that has its gradient, if no output had one."""
+        ...
+
+    def received(
+        self, leaf: int, p: Any, task: int, around: int | None, *, first: bool = False
+    ) -> None:
+        """Parameter `p`, which is `leaf`, has its gradient: see `Driver.received`."""
+        ...
+
+    def backward_ends(self) -> None:
+        """The backward is over, and has not raised."""
+        ...
+
+    def drop(self) -> None:
+        """The backward has raised: nothing of it counts."""
+        ...
+
+
+class Backwards:
+    """The hooks of an engine's outputs and parameters, and the record of what they have seen.
+
+    learning: the parameter objects that learn, each with the leaf that it is. in_forward: whether a
+    root forward is running: a backward inside of one begins nothing.
+    """
+
+    def __init__(
+        self,
+        learning: Sequence[tuple[Tensor, int]],
+        on: TakesGradients,
+        in_forward: Callable[[], bool],
+    ) -> None:
+        self._on, self._in_forward = on, in_forward
+        self._hooks = HookState()
+        self._uncounted = 0  # hooks that the record does not have yet: see `hooks`
+        self._own_task: int | None = None  # whose hooks change nothing but counts
+        self._nested = -1  # a graph task that ran while another one's backward is open
+        self._apart = False  # that task ended, and nothing came of the one that is open since
+        self._handles = [register_first(p, self._hook_of(leaf)) for p, leaf in learning]
+
+    @property
+    def hooks(self) -> HookState:
+        """The record of the gradient hooks."""
+        if self._uncounted:
+            fired, self._uncounted = self._uncounted, 0
+            self._hooks, _ = hooks.count_hooks(self._hooks, fired=fired)
+        return self._hooks
+
+    def watch(self, outputs: Iterable[Tensor]) -> None:
+        """A backward begins as soon as one of these tensors gets its gradient."""
+        for x in outputs:
+            x.register_hook(self._on_output)
+
+    def remove(self) -> None:
+        """Take the hooks of parameters off."""
+        for handle in self._handles:
+            handle.remove()
+
+    # What hooks see.
+
+    @torch._disable_dynamo
+    def _on_output(self, gradient: Tensor) -> None:
+        task = current_graph_task()
+        if self.hooks.backward_active_depth and task == self._task_of_record:
+            return
+        self._enter(task, None)
+
+    def _enter(self, task: int, first: Tensor | None) -> None:
+        """A backward begins; one that is still open has raised, and is dropped."""
+        self._drop_what_raised()
+        self._on.backward_begins(first)
+        self._apply(hooks.enter_backward)
+        self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
+
+    def _hook_of(self, leaf: int) -> Callable[[Tensor], None]:
+        # Autograd keeps the hook where the garbage collector does not look: an engine that nobody
+        # holds any more would never go, nor would its model.
+        held = weakref.ref(self)
+
+        @torch._disable_dynamo
+        def on_gradient(p: Tensor) -> None:
+            backwards = held()
+            if backwards is not None and p.grad is not None:
+                backwards._on_gradient(leaf, p)
+
+        return on_gradient
+
+    def _on_gradient(self, leaf: int, p: Tensor) -> None:
+        task = current_graph_task()
+        if task == self._own_task:  # all but the first hook of a backward, mostly
+            self._on.received(leaf, p, task, task)
+            self._uncounted += 1
+            self._apart = False
+            return
+        if not self.hooks.backward_active_depth and not self._in_forward():
+            self._enter(task, p)  # it came by another way than an output
+        self._on.received(leaf, p, task, self._task_of_record, first=True)
+        state = self.hooks
+        inside = state.backward_active_depth > 0
+        if inside and task != self._task_of_record:
+            # It runs inside of that one (reentrant checkpointing), or that one has raised.
+            if task != self._nested:
+                self._nested = task
+                at_end_of_graph_task(self._another_completed)
+        else:
+            self._apart = False
+        # The callback decides when the backward is over: nobody asks autograd what it will run.
+        self._apply(
+            hooks.update_hook_state_and_maybe_run_epilogue,
+            expected=state.hooks_fired_this_backward + 1,
+            graph_task_id=task,
+        )
+
+    def _another_completed(self) -> None:
+        self._apart = True
+
+    @torch._disable_dynamo
+    def _on_completed(self, task: int) -> None:
+        self._nested, self._apart = -1, False
+        self._apply(hooks.graph_completed, graph_task_id=task)
+
+    # What raised.
+
+    def drop_unfinished(self) -> None:
+        """Outside of every graph task, a backward that is still open has raised: drop it."""
+        if self.hooks.unfinished and not in_backward():
+            self._drop_what_raised()
+
+    def _drop_what_raised(self) -> None:
+        """Start again. Raises `PhaseError` if a whole backward is dropped with one that raised."""
+        apart = self._apart
+        self.reset()
+        if apart:
+            raise PhaseError(
+                "a backward raised, and before the engine was used again another one ran, "
+                "which did not come from the module's outputs. Both were dropped.",
+                cause="an exception of loss.backward() that was caught, and then a backward of "
+                "a submodule: the engine cannot tell its gradients from those of the first.",
+                fix="use engine.backward(loss), which sees the exception, or call "
+                "engine.zero_grad() after it; then run the second backward again.",
+            )
+
+    def reset(self) -> None:
+        """Forget the backward that is open; what it has brought is dropped."""
+        self._nested, self._apart = -1, False
+        self._apply(hooks.reset_for_new_step)
+
+    # Transitions and effects.
+
+    def _apply(self, transition: Callable[..., Any], **event: Any) -> None:
+        self._hooks, effects = transition(self.hooks, **event)
+        s = self._hooks
+        counts = s.backward_active_depth > 0 and s.hooks_fired_this_backward > 0
+        self._own_task = s.post_backward_callback_graph_task_id if counts else None
+        for effect in effects:
+            match effect:
+                case QueueCallback(task):
+                    at_end_of_graph_task(functools.partial(self._on_completed, task))
+                case RunEpilogue():
+                    self._on.backward_ends()
+                case DropBackward():
+                    self._on.drop()
+
+    @property
+    def _task_of_record(self) -> int | None:
+        return self.hooks.post_backward_callback_graph_task_id
+
+
+# Hooks of an engine's module -> events: a root forward begins, and is over.
+#
+# What its outputs' gradients and those of the parameters lead to is in `_backwards`.
+
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
+
+
+class Reacts(TakesGradients, Protocol):
+    """Whoever acts on the forwards and backwards of a module."""
+
+    def forward_begins(self) -> None:
+        """A root forward begins."""
+        ...
+
+    def forward_ends(self, *, trains: bool, raised: BaseException | None) -> None:
+        """A root forward is over; `trains`: a backward may come from its outputs."""
+        ...
+
+
+class _Forward(NamedTuple):
+    """A forward of the module that is running."""
+
+    entered: ExitStack
+    is_own: bool  # the outermost, no recompute, and not under torch.func
+    handled: BaseException | None  # what was being handled when it began
+
+
+class Events:
+    """Registers the hooks of one engine, and takes them off.
+
+    learning: the parameter objects that learn, each with the leaf that it is. region: what a
+    forward runs in.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        learning: Sequence[tuple[Tensor, int]],
+        region: Region,
+        on: Reacts,
+    ) -> None:
+        self._on, self._region = on, region
+        self._running: list[_Forward] = []
+        self._calls = 0  # of the module that are under way, its hooks of forwards among them
+        self._stands_in = _stands_in(module)
+        self._learning = [p for p, _ in learning]
+        self._last = module.register_forward_hook(ModuleHook(self._after_hooks), always_call=True)
+        self._handles = [
+            self._last,
+            module.register_forward_pre_hook(ModuleHook(self._before_forward), prepend=True),
+            module.register_forward_hook(ModuleHook(self._after_forward), always_call=True),
+            *[
+                part.register_load_state_dict_pre_hook(ModuleHook(refuse_load))
+                for part in module.modules()
+            ],
+        ]
+        self.backwards = Backwards(learning, on, lambda: bool(self._running))
+
+    def remove(self) -> None:
+        """Take every hook off."""
+        self._leave_forwards()
+        self.backwards.remove()
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether a forward of the module runs, or a hook on its end."""
+        return self._calls > 0
+
+    def abandon(self) -> None:
+        """An exception ended a forward or a backward."""
+        self._leave_forwards()
+        self.backwards.reset()
+
+    def _leave_forwards(self) -> None:
+        self._calls = 0
+        while self._running:
+            self._running.pop().entered.close()
+
+    def _before_forward(self, module: Any, args: Any) -> None:
+        entered, outermost = ExitStack(), not self._running
+        self._calls += 1
+        if next(reversed(module._forward_hooks)) != self._last.id:  # the user's hooks come before
+            module._forward_hooks.move_to_end(self._last.id)
+        entered.enter_context(self._region.entered(outermost=outermost))
+        is_own = outermost and not (in_transform() or self._stands_in() or in_backward())
+        self._running.append(_Forward(entered, is_own, sys.exc_info()[1]))
+        if is_own:
+            with torch.inference_mode(False), torch.no_grad():  # what waits is for training
+                self._on.forward_begins()
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        if not self._running:  # the forward raised, and was abandoned before this hook
+            return
+        forward = self._running.pop()
+        forward.entered.close()
+        if not forward.is_own:
+            return
+        trains = torch.is_grad_enabled() and self._watch(tensors_in(output, {}))
+        error = sys.exc_info()[1]  # torch calls this hook while it handles what the forward raised
+        raised = error if output is None and error is not forward.handled else None
+        for_training(self._on.forward_ends, trains=trains, raised=raised)
+
+    def _after_hooks(self, *_: Any) -> None:
+        self._calls = max(self._calls - 1, 0)
+
+    def _watch(self, outputs: Iterable[Tensor]) -> bool:
+        """Watch the outputs of a root forward: True if a backward can come from them."""
+        learns = any(p.requires_grad for p in self._learning)  # not while all of it is frozen
+        watched = [x for x in outputs if x.grad_fn is not None] if learns else []
+        self.backwards.watch(watched)
+        return bool(watched)
+
+
+def tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
+    """Yield the tensors in `value`, each once: in containers, dataclasses and other objects.
+
+    What cannot be looked into is passed over: a backward that comes from there is still seen, when
+    the first parameter gets its gradient.
+
+    Example:
+        >>> x = torch.ones(1)
+        >>> len([*tensors_in({"a": (x, [x]), "b": iter([x])}, {})])
+        1
+    """
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return
+    seen[id(value)] = value  # kept, for the id of what is gone may be taken again
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, tuple | list | set | frozenset):
+        parts = value
+    elif is_dataclass(value):
+        parts = [getattr(value, f.name, None) for f in fields(value)]
+    else:
+        parts = list(getattr(value, "__dict__", {}).values())
+    for part in parts:
+        yield from tensors_in(part, seen)
+
+
+def _stands_in(module: nn.Module) -> Callable[[], bool]:
+    """Return whether torch.func.functional_call has put tensors in the places of parameters.
+
+    It replaces all or some of them: the first one tells.
+    """
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None:
+                return lambda: not isinstance(owner._parameters.get(name), nn.Parameter)
+    return lambda: False

@@ -1,0 +1,767 @@
+"""Reading and writing gradients, parameters and optimizer state by path, whole or this rank's.
+
+Paths are those of module.named_parameters(). What says `full` is a collective, which every rank
+calls; the other calls are not. Gradients are those that an update would use: divided by the number
+of ranks, the loss scale and the micro-batches, before clipping. With a loss scale those of 16 bits
+are given in fp32, which holds them without it.
+
+An `Engine` has these functions as methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.adapter.driver import Driver
+from fzero.adapter.hooks import in_backward
+from fzero.adapter.writes import own_part, take_values
+from fzero.collectives import broadcast, gather_objects
+from fzero.errors import LayoutError, PhaseError
+from fzero.machine.codecs import Blocks
+from fzero.machine.offload import to_device
+from fzero.machine.owners import OwnedLeaf, Owners, owners_of
+from fzero.machine.packing import LeafRange, gather_parts, leaf_ranges, unpack
+from fzero.machine.partition import identity
+from fzero.machine.placeholder import LazyParam
+from fzero.optim.entries import codec_in
+from fzero.state import Placement, TrainState
+from fzero.state.layout import Leaf, as_complex, as_real
+from fzero.state.setup import MASTERS
+from fzero.transforms.accumulate_grad import filled
+from fzero.transforms.backward_pass import raises_together
+from fzero.transforms.clip import norm_of_state
+from fzero.transforms.local import NO_WRITES
+from fzero.transforms.logical_ranks import parts_of_batch, told_of_errors
+from fzero.transforms.loss_scale import without_scale
+from fzero.transforms.recipe import times_factor
+from fzero.transforms.weights import averaged, unaveraged
+
+# What the owner of a parameter keeps of it, by path: on the owner alone, or on every rank.
+
+
+def owned_leaf(state: TrainState, path: str) -> tuple[Owners, int] | None:
+    """Return the owners, and the number among their parameters of the leaf at `path`, if it is."""
+    owners = owners_of(state.setup)
+    every = () if owners is None else enumerate(owners.leaves)
+    number = next((k for k, one in every if one.leaf.path == path), None)
+    return None if owners is None or number is None else (owners, number)
+
+
+def owned_values(state: TrainState, path: str) -> dict[str, Tensor]:
+    """Return {name: what this rank keeps}: in the parameter's shape, or its own; else empty."""
+    found = owned_leaf(state, path)
+    if found is None:
+        return {}
+    owners, number = found
+    leaf, rule = owners.leaves[number].leaf, state.setup.optimizer
+    names = [*rule.kept_of(leaf), *rule.made_by_steps(leaf)]
+    every = rule.owned(state.optimizer)
+    return {name: every[name][number] for name in names}
+
+
+def whole_values(state: TrainState, path: str) -> dict[str, Tensor]:
+    """Return {name: what the owner keeps} on every rank. A collective."""
+    found, own = owned_leaf(state, path), owned_values(state, path)
+    if found is None:
+        return {}
+    owners, number = found
+    one, axis = owners.leaves[number], state.setup.axis
+    told = gather_objects({name: (tuple(x.shape), x.dtype) for name, x in own.items()}, axis)
+    made = {}
+    for name, (shape, dtype) in told[one.owner].items():
+        mine = _is_owner(state, owners, one)
+        sent = own[name] if mine else torch.empty(shape, dtype=dtype, device=state.device)
+        whole = broadcast([sent.detach().to(state.device)], axis, one.owner)[0]
+        made[name] = whole.view(one.leaf.shape) if name in _kept(state, one) else whole
+    return made
+
+
+def with_value(
+    state: TrainState, path: str, name: str, value: Tensor | float, like: Tensor
+) -> TrainState:
+    """Return the state whose owner keeps `value`, as large as `like`; every rank calls it."""
+    found = owned_leaf(state, path)
+    assert found is not None
+    owners, number = found
+    one, rule = owners.leaves[number], state.setup.optimizer
+    given = torch.as_tensor(value).detach()
+    if like.numel() not in (0, given.numel()):
+        raise LayoutError(
+            f"{name} of {path} has the shape {tuple(like.shape)}, the new value "
+            f"{tuple(given.shape)}.",
+            cause="a part of a value: what is kept of this parameter is whole, on its owner.",
+            fix="give the full value, in the shape that full_optimizer_state(path, name) returns.",
+        )
+    if not _is_owner(state, owners, one):
+        return state
+    owned = {key: list(some) for key, some in rule.owned(state.optimizer).items()}
+    old = owned[name][number]
+    made = given.reshape(old.shape) if old.numel() else given
+    owned[name][number] = made.to(old.device, old.dtype if old.numel() else made.dtype).clone()
+    made_of: Any = rule.with_owned(state.optimizer, {k: tuple(x) for k, x in owned.items()})
+    return state.replace(optimizer=made_of)
+
+
+def _kept(state: TrainState, one: OwnedLeaf) -> Any:
+    return state.setup.optimizer.kept_of(one.leaf)
+
+
+def _is_owner(state: TrainState, owners: Owners, one: OwnedLeaf) -> bool:
+    return owners.rank_of(state.setup.axis.rank) == one.owner
+
+
+# One parameter in the flats of a state: where it is, and reading and writing it whole.
+
+Slots = dict[str, Tensor]
+"""{name: flat}: what the optimizer keeps for the elements of one group."""
+
+
+def require_no_anchors(driver: Driver, name: str) -> None:
+    """Raise `PhaseError` for a write of parameters that the anchors of local updates miss."""
+    if driver.state.outer is not None:
+        raise PhaseError(f"{name}{NO_WRITES.seen(name)}", cause=NO_WRITES.cause, fix=NO_WRITES.fix)
+
+
+class ParameterPlace(NamedTuple):
+    """Where one parameter is in a state. A `part` is what this rank holds of its group."""
+
+    leaf: Leaf
+    number: int  # of the leaf
+    group: int
+    position: int  # in the group
+
+    def flat_of(self, state: TrainState, flats: Sequence[Tensor]) -> Tensor:
+        """Return that of its group, of flats of the groups that learn."""
+        return flats[state.setup.layout.trainable.index(self.group)]
+
+    def whole(self, state: TrainState, part: Tensor) -> Tensor:
+        """Return its full values, of a part as the optimizer has it. A collective."""
+        return leaves_of(state, self.group, part)[self.position]
+
+    def piece(self, state: TrainState, part: Tensor) -> Tensor:
+        """Return what a part has of it: 1-D."""
+        self._require_elements()
+        piece = to_device(self._range(state, part).of(part.detach()), state.device)
+        return as_complex(piece) if self.leaf.dtype.is_complex else piece
+
+    def write(self, state: TrainState, part: Tensor, value: Tensor) -> None:
+        """Write its full `value` into a part."""
+        if not isinstance(value, Tensor) or tuple(value.shape) != self.leaf.shape:
+            seen = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise LayoutError(
+                f"{self.leaf.path} has the shape {self.leaf.shape}, the new value {seen}.",
+                cause="a flattened or transposed value.",
+                fix="give the full value, in the shape of the parameter.",
+            )
+        here = self._range(state, part)
+        with torch.no_grad():
+            here.of(part).copy_(self._stored(value)[here.start : here.stop])
+
+    def write_piece(self, state: TrainState, part: Tensor, value: Tensor) -> None:
+        """Write what this rank has of it, 1-D, into a part."""
+        self._require_elements()
+        held = self._range(state, part).of(part)
+        numel = held.numel() // (2 if self.leaf.dtype.is_complex else 1)
+        if not isinstance(value, Tensor) or value.numel() != numel:
+            seen = f"{value.numel()}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise LayoutError(
+                f"this rank has {numel} elements of {self.leaf.path}, the new value {seen}.",
+                cause="the full value, or the piece of another rank.",
+                fix="give as many elements as the getter of the same name returns here.",
+            )
+        with torch.no_grad():
+            held.copy_(self._stored(value))
+
+    def _require_elements(self) -> None:
+        """Raise `LayoutError` for a leaf of which a part has bytes, and no elements."""
+        if self.leaf.codec is not None:
+            raise LayoutError(
+                f"{self.leaf.path} is stored encoded, by {self.leaf.codec}: a piece of it has no "
+                "values by itself.",
+                cause="local_parameter() or set_local_parameter() of a parameter that `frozen=` "
+                "encodes.",
+                fix="use full_parameter(path) and set_full_parameter(path, value) on every rank.",
+            )
+
+    def _stored(self, value: Tensor) -> Tensor:
+        """What a flat has of a value."""
+        value, dtype = value.detach(), self.leaf.dtype
+        if self.leaf.codec is not None:
+            return self.leaf.stored(value)
+        if not dtype.is_complex:
+            return value.reshape(-1)
+        return as_real(value.to(torch.promote_types(value.dtype, dtype))).reshape(-1)
+
+    def _range(self, state: TrainState, part: Tensor) -> LeafRange:
+        """Return what a part has of it."""
+        setup = state.setup
+        placements = setup.params, setup.optimizer_state  # those of all that a state has
+        numel = part.numel()
+        held = next((x for x in placements if setup.numel(self.group, x) == numel), setup.params)
+        found = leaf_ranges(setup.layout, self.group, setup.part(held, setup.axis.rank))
+        nothing = LeafRange(self.position, self.number, 0, 0, 0)
+        return next((one for one in found if one.position == self.position), nothing)
+
+
+def find(driver: Driver, path: str) -> ParameterPlace:
+    """Return where the parameter at `path` is."""
+    layout = driver.state.setup.layout
+    leaf = next((i for i, paths in driver.params.paths.items() if path in paths), None)
+    if leaf is None:
+        raise LayoutError(
+            f"there is no parameter {path!r}.",
+            cause="a misspelt path.",
+            fix=f"use one of {[leaf.path for leaf in layout.leaves][:6]} ...",
+        )
+    index = next(i for i, group in enumerate(layout.groups) if leaf in group.leaves)
+    return ParameterPlace(layout.leaves[leaf], leaf, index, layout.groups[index].leaves.index(leaf))
+
+
+def find_learning(driver: Driver, path: str) -> ParameterPlace:
+    """Return where a parameter is that learns."""
+    place = find(driver, path)
+    if not place.leaf.trainable:
+        raise PhaseError(
+            f"{path} has no gradient: it did not require grad when the engine was made.",
+            cause="a frozen parameter.",
+            fix="ask for a parameter that learns.",
+        )
+    return place
+
+
+def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
+    """Return the full leaves of a group of which this rank has a part, as its optimizer has."""
+    setup = state.setup
+    held, whole = setup.optimizer_state, Placement.REPLICATED
+    here = to_device(part.detach(), state.device)
+    return unpack(setup.layout, index, gather_parts(setup, [here], held, whole)[0])
+
+
+def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
+    """Write what an optimizer keeps of a leaf beside its elements: a number, or another shape."""
+    given = torch.as_tensor(value)
+    if given.numel() != held.numel():
+        raise LayoutError(
+            f"what the optimizer keeps of {path} has the shape {tuple(held.shape)}, the new "
+            f"value {tuple(given.shape)}.",
+            cause="a value of another parameter, or a part of one.",
+            fix="give the whole value, in the shape that the getter of the same name returns.",
+        )
+    with torch.no_grad():
+        held.copy_(given.detach().reshape(held.shape))
+
+
+def stepped(state: TrainState, index: int) -> Tensor:
+    """Return this rank's part of a group as its optimizer steps it: the master, if it has one."""
+    part, master = own_part(state, state.params.flats[index]), master_of(state, index)
+    if master is None:
+        return part
+    if not state.setup.gathers_by_unit:
+        take_values(master, part)
+    return master
+
+
+def master_of(state: TrainState, index: int) -> Tensor | None:
+    """Return the fp32 copy of this rank's part of a group, if there is one."""
+    master = slots_of_group(state, index).get(MASTERS)
+    return None if master is None or not master.numel() else master
+
+
+def values_of(state: TrainState, index: int) -> list[Tensor]:
+    """Return this rank's parts of a group that have its parameters: the master, too."""
+    held, master = state.params.flats[index], master_of(state, index)
+    return [held] if master is None else [held, master]
+
+
+def slots_of_group(state: TrainState, index: int) -> Slots:
+    """Return what the optimizer keeps for the elements of a group, and its master."""
+    trainable = state.setup.layout.trainable
+    if index not in trainable:
+        return {}
+    number, every = trainable.index(index), state.setup.optimizer.slots(state.optimizer)
+    return {name: flats[number] for name, flats in every.items()}
+
+
+def steps(state: TrainState, path: str) -> bool:
+    """Return whether the optimizer steps the parameter at `path`."""
+    rule: Any = state.setup.optimizer
+    return rule.group_of(path) != -1 and state.optimizer != ()
+
+
+def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Tensor]]:
+    """Return the optimizer's slots of its group, and its scalars, for the parameter at `path`.
+
+    Among the scalars is what has another shape than the parameter, whole.
+    """
+    state = driver.state
+    if not steps(state, path):
+        raise PhaseError(
+            f"no optimizer steps {path}.",
+            cause="the parameter is frozen, or was not given to the optimizer.",
+            fix="ask for a parameter that the optimizer steps.",
+        )
+    place = find_learning(driver, path)
+    empty = not state.setup.numel(place.group, state.setup.optimizer_state)
+    rule: Any = state.setup.optimizer
+    odd = rule.odd_slots
+    slots = {
+        name: _numbers(state, place.group, name, flat)
+        for name, flat in slots_of_group(state, place.group).items()
+        if name != MASTERS and (flat.numel() or empty)
+    }
+    scalars = {name: slots.pop(name) for name in odd.intersection(slots)}
+    owned = owned_values(state, place.leaf.path)
+    slots = {name: flat for name, flat in slots.items() if name not in owned}
+    return slots, {**rule.counters(state.optimizer, place.leaf.path), **scalars, **owned}
+
+
+def _numbers(state: TrainState, group: int, name: str, flat: Tensor) -> Tensor:
+    codec = codec_in(state.setup, group, name)
+    return flat if codec is None else codec.numbers(flat)
+
+
+def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
+    """Return {path: {name: whole value}} of a group; of one that is not stepped, nothing."""
+    state, layout = driver.state, driver.state.setup.layout
+    paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
+    if index not in layout.trainable or not steps(state, paths[0]):
+        return {}
+    slots = optimizer_states(driver, paths[0])[0]
+    found = {
+        path: {name: value.clone() for name, value in optimizer_states(driver, path)[1].items()}
+        for path in paths
+    }
+    for path in paths:
+        found[path] |= whole_values(state, path)
+    for name, flat in slots.items():
+        leaves = leaves_of(state, index, flat)
+        for path, leaf in zip(paths, leaves, strict=True):
+            found[path][name] = leaf.clone()
+    return found
+
+
+def count(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` counter `name` of one parameter; of its param group, if it is kept there."""
+    state, leaf = driver.state, find(driver, path).leaf.path
+    rule: Any = state.setup.optimizer
+    if rule.shares(leaf, name):
+        write_whole(path, rule.counters(state.optimizer, leaf)[name], value)
+        return
+    paths = _learning(state)
+    counters = rule.counted(state.optimizer, paths)
+    own = counters[name][leaf].clone()
+    write_whole(path, own, value)
+    counters[name][leaf] = own
+    fresh = rule.unstepped(state.optimizer)
+    made = rule.recounted(state.optimizer, paths, counters, unstepped=fresh)
+    driver.put(state.replace(optimizer=made))
+
+
+def begin(driver: Driver, path: str) -> None:
+    """Note that the optimizer has a state of a parameter: its first step does not make it."""
+    state = driver.state
+    rule: Any = state.setup.optimizer
+    made = rule.begun(state.optimizer, _learning(state), find(driver, path).leaf.path)
+    driver.put(state.replace(optimizer=made))
+
+
+def _learning(state: TrainState) -> list[str]:
+    return [leaf.path for leaf in state.setup.layout.leaves if leaf.trainable]
+
+
+class Named(NamedTuple):
+    """What is held of one state of one parameter."""
+
+    place: ParameterPlace
+    held: Tensor  # of its whole group, or of it alone where it has another shape: "step"
+    alone: bool
+    counts: bool  # whether it is a counter
+    owned: str = ""  # the path of a leaf whose owner alone has it
+    row: tuple[Blocks, Tensor] | None = None  # where it is kept encoded: what is held is a copy
+
+    def wrote(self) -> None:
+        """Keep what was written into what is held."""
+        if self.row is not None:
+            codec, row = self.row
+            codec.write(row, self.held)
+
+
+def named_state(driver: Driver, path: str, name: str) -> Named:
+    """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
+    place = find_learning(driver, path)
+    slots, scalars = optimizer_states(driver, path)
+    if name not in slots and name not in scalars:
+        raise LayoutError(
+            f"the optimizer has no state {name!r} for {path}; it has {sorted([*slots, *scalars])}.",
+            cause="a misspelt name, or the state of another optimizer.",
+            fix="use one of those.",
+        )
+    alone = name in scalars
+    leaf = place.leaf.path
+    owned = leaf if name in owned_values(driver.state, leaf) else ""
+    counts = alone and not owned and name not in driver.state.setup.optimizer.odd_slots
+    codec = None if alone else codec_in(driver.state.setup, place.group, name)
+    row = None if codec is None else (codec, slots_of_group(driver.state, place.group)[name])
+    return Named(place, scalars[name] if alone else slots[name], alone, counts, owned, row)
+
+
+# Gradients.
+
+
+def full_gradients(driver: Driver) -> dict[str, Tensor]:
+    """{path: mean_r(g_r)} of every parameter that learns, in the accumulation dtype.
+
+    Reduces what waits first; zeros for a parameter that got none. Raises `PhaseError` when
+    there are no gradients at all, and inside a window (which they would break up).
+    """
+    state = driver.with_gradients("full_gradients()")
+    layout, found = state.setup.layout, {}
+    for number, index in enumerate(layout.trainable):
+        leaves = leaves_of(state, index, used(state, state.gradients.flats[number]))
+        found.update(zip(layout.groups[index].leaves, leaves, strict=True))
+    return {leaf.path: found[i].clone() for i, leaf in enumerate(layout.leaves) if leaf.trainable}
+
+
+def full_gradient(driver: Driver, path: str) -> Tensor:
+    """`full_gradients()[path]`, gathering only its group."""
+    place = find_learning(driver, path)
+    return whole_gradient(driver.with_gradients("full_gradient()", path), place)
+
+
+def set_full_gradient(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` (the same on every rank) the gradient that the update will use.
+
+    Where no backward has brought any, it is the only one: an update steps what was set.
+    """
+    place = find_learning(driver, path)
+    state = driver.with_gradients("set_full_gradient()", path, begins=True)
+    place.write(state, place.flat_of(state, state.gradients.flats), _held(state, value))
+    driver.wrote_gradient(place.leaf.path, place.number)
+
+
+def local_gradient(driver: Driver, path: str) -> Tensor:
+    """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
+
+    At stage 0 that is all of it. No collective, so only what has been reduced already.
+    """
+    driver.wait()
+    place, state = find_learning(driver, path), driver.state
+    flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
+    return used(state, place.piece(state, place.flat_of(state, flats)))
+
+
+def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` this rank's piece of the gradient that the update will use.
+
+    No collective; at stage 0 every rank has to set the same. Raises `PhaseError` if nothing
+    has been reduced yet.
+    """
+    driver.wait()
+    place, state = find_learning(driver, path), driver.state
+    if not state.gradients.held:
+        raise PhaseError(
+            f"set_local_gradient() {path}: there are no reduced gradients.",
+            cause="no backward ran since the last update, or it ran in a window.",
+            fix="call it between the backward and step(), outside of a window.",
+        )
+    place.write_piece(state, place.flat_of(state, state.gradients.flats), _held(state, value))
+    driver.wrote_gradient(place.leaf.path, place.number)
+
+
+def global_grad_norm(driver: Driver) -> Tensor | None:
+    """|g|, before clipping, of what an update would use now. A collective.
+
+    Without gradients, that of the last update if `max_norm` was given, else None.
+    """
+    if not driver.reduced("global_grad_norm"):
+        return driver.guard.norm
+    state = driver.state
+    return averaged(state, norm_of_state(state, state.gradients))
+
+
+# Parameters.
+
+
+def full_parameters(driver: Driver) -> dict[str, Tensor]:
+    """{path: values} of all parameters, frozen ones too: copies, masters where there are."""
+    driver.call("full_parameters()")
+    state = driver.state
+    layout, found = state.setup.layout, {}
+    for index, group in enumerate(layout.groups):
+        leaves = leaves_of(state, index, stepped(state, index))
+        found.update(zip(group.leaves, [x.clone() for x in leaves], strict=True))
+    return {leaf.path: found[i] for i, leaf in enumerate(layout.leaves)}
+
+
+def full_state_dict(driver: Driver) -> dict[str, Any]:
+    """module.state_dict() with whole values, buffers too: copies, to save or to load.
+
+    At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
+    """
+    held = _state_dict_of(driver, "full_state_dict()")
+    made: dict[Any, Any] = {}
+    for value in held.values():  # what is tied stays tied, and is saved once
+        if (key := _memory_of(value)) not in made:
+            made[key] = _whole_copy(value)
+    return {name: made[_memory_of(value)] for name, value in held.items()}
+
+
+def state_dict(driver: Driver) -> dict[str, Any]:
+    """module.state_dict(): below stage 3 live, as the module's; at stage 3 a copy. A collective.
+
+    Below stage 3 what is written into a value, the same on every rank, is written to the parameter,
+    and masters follow. At stage 3 the values are whole, those of `full_state_dict()`, and writes
+    into them are lost: `load_state_dict()` or `set_full_parameter(path, value)` write. The same is
+    true of an encoded parameter at every stage.
+    """
+    if driver.state.stage == 3:
+        return full_state_dict(driver)
+    held, made = _state_dict_of(driver, "state_dict()"), dict[Any, Any]()
+    for name, value in held.items():  # what is tied is one object
+        key = _memory_of(value)
+        held[name] = made[key] if key in made else made.setdefault(key, _live(value))
+    return held
+
+
+def full_parameter(driver: Driver, path: str) -> Tensor:
+    """`full_parameters()[path]`, gathering only its group."""
+    place = find(driver, path)
+    driver.call(f"full_parameter() {path}")
+    return place.whole(driver.state, stepped(driver.state, place.group)).clone()
+
+
+@torch.no_grad()
+def set_full_parameter(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` (the same on every rank) the parameter, and that of its master copy."""
+    require_no_anchors(driver, "set_full_parameter()")
+    place = find(driver, path)
+    driver.call(f"set_full_parameter() {path}")
+    for part in values_of(driver.state, place.group):
+        place.write(driver.state, part, value)
+    driver.running.changed()
+
+
+def local_parameter(driver: Driver, path: str) -> Tensor:
+    """This rank's piece of the parameter, as the optimizer steps it: 1-D. No collective."""
+    place, state = find(driver, path), driver.state
+    return place.piece(state, stepped(state, place.group)).clone()
+
+
+@torch.no_grad()
+def set_local_parameter(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` this rank's piece of the parameter, and that of its master copy. Stage 3.
+
+    Every rank calls it, each with a piece of its own. Raises `LayoutError` below stage 3, where
+    each rank has all of the parameter, and the ranks would differ.
+    """
+    require_no_anchors(driver, "set_local_parameter()")
+    place = find(driver, path)
+    driver.wait()
+    if driver.state.stage != 3:
+        raise LayoutError(
+            f"set_local_parameter() {path} at stage {driver.state.stage}.",
+            cause="a call for stage 3; below it each rank has the whole parameter.",
+            fix="call set_full_parameter() on every rank.",
+        )
+    for part in values_of(driver.state, place.group):
+        place.write_piece(driver.state, part, value)
+    driver.running.changed()
+
+
+# Optimizer state.
+
+
+def local_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
+    """This rank's piece of state `name`: 1-D, empty if it has none. No collective.
+
+    A scalar ("step") as it is. Of a parameter that is updated whole, its owner has all.
+    """
+    place, held, alone, *_ = named_state(driver, path, name)
+    piece = held if alone else place.piece(driver.state, held)
+    return piece.clone()
+
+
+@torch.no_grad()
+def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` this rank's piece of state `name`. Every rank calls it; no collective.
+
+    At stage 0, and of a scalar, every rank has to set the same.
+    """
+    named = named_state(driver, path, name)
+    place, held, alone, counts, owned, _ = named
+    if counts:
+        count(driver, path, name, value)
+    elif owned:
+        driver.put(with_value(driver.state, owned, name, value, held))
+    elif alone:
+        write_whole(path, held, value)
+    else:
+        place.write_piece(driver.state, held, torch.as_tensor(value))
+        named.wrote()
+    begin(driver, path)
+
+
+def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
+    """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
+    place, held, alone, _, owned, _ = named_state(driver, path, name)
+    driver.call(f"full_optimizer_state() {path} {name}")
+    if owned:
+        return whole_values(driver.state, owned)[name]
+    return (held if alone else place.whole(driver.state, held)).clone()
+
+
+def full_optimizer_states(driver: Driver) -> dict[str, dict[str, Any]]:
+    """{path: {name: value}} of every parameter that the optimizer steps."""
+    driver.call("full_optimizer_states()")
+    layout = driver.state.setup.layout
+    found: dict[str, dict[str, Any]] = {}
+    for index in layout.trainable:
+        found.update(states_of_group(driver, index))
+    return {leaf.path: found[leaf.path] for leaf in layout.leaves if leaf.path in found}
+
+
+@torch.no_grad()
+def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` (the same on every rank) state `name` of the parameter at `path`.
+
+    A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
+    keeps in its param group, which is that of all parameters of the group.
+    """
+    named = named_state(driver, path, name)
+    place, held, alone, counts, owned, _ = named
+    driver.call(f"set_full_optimizer_state() {path} {name}")
+    if counts:
+        count(driver, path, name, value)
+    elif owned:
+        whole = whole_values(driver.state, owned)[name]
+        driver.put(with_value(driver.state, owned, name, value, whole))
+    elif alone:
+        write_whole(path, held, value)
+    else:
+        place.write(driver.state, held, torch.as_tensor(value))
+        named.wrote()
+    begin(driver, path)
+
+
+def whole_gradient(state: TrainState, place: ParameterPlace) -> Tensor:
+    """The gradient of one parameter. A collective."""
+    flat = used(state, place.flat_of(state, state.gradients.flats))
+    return place.whole(state, flat).clone()
+
+
+def used(state: TrainState, gradient: Tensor) -> Tensor:
+    """A gradient that a state holds as an update uses it."""
+    return averaged(state, without_scale(state, gradient))
+
+
+def _held(state: TrainState, gradient: Any) -> Any:
+    """The other way round; what is no tensor is refused where it is written."""
+    if not isinstance(gradient, Tensor):
+        return gradient
+    return times_factor(state, [unaveraged(state, gradient)])[0]
+
+
+def _state_dict_of(driver: Driver, name: str) -> dict[str, Any]:
+    """Return that of the module, on every rank; raise on every rank for what the engine lacks."""
+    with raises_together(driver.axis):
+        driver.params.require_none_added()
+    driver.call(name)
+    return driver.module.state_dict()
+
+
+def _memory_of(value: Any) -> Any:
+    """What is equal for values of one memory."""
+    if isinstance(value, LazyParam) and not value.views:
+        return id(value.reader), value.where
+    return identity(value) if isinstance(value, Tensor) else id(value)
+
+
+def _live(value: Any) -> Any:
+    return _whole_copy(value) if isinstance(value, LazyParam) else value
+
+
+def _whole_copy(value: Any) -> Any:
+    if isinstance(value, LazyParam):
+        value = value.full()
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+# `engine.parts`: a loop over the parts of a batch, one for each logical rank of this rank.
+
+
+def parts(  # noqa: D417
+    driver: Driver, batch: Any, *, in_axes: Any = 0, sizes: Sequence[int] | None = None
+) -> Iterator[Any]:
+    """Yield the part of a batch of each logical rank that this rank carries, in order.
+
+    In a turn of the loop `fzero.axis_index()`, `axis_size()`, torch's generators and the buffers of
+    the module are those of the logical rank. Each turn has its own forwards and backwards, as many
+    as the others; the update that follows is that of all logical ranks. Where each rank carries one
+    its gradients are reduced beside the backward; else when the loop ends, which is a collective.
+    Between two updates a logical rank goes on with its own buffers; at the update floating ones
+    become the mean of all, others those of logical rank 0.
+
+    The loop must come to its end: after a break or an exception `step()` raises until
+    `zero_grad()`. It may stand in a window. Without logical ranks the batch is the one part.
+
+    Args:
+        batch: of this rank: a pytree of tensors, with the rows of its logical ranks in order.
+        in_axes: which dim of them is cut, as in `torch.func.vmap`: an int, or a tree with the first
+            levels of the batch; None for what each part gets whole.
+        sizes: how many rows each of this rank's logical ranks has; default equal parts.
+
+    Raises:
+        LayoutError: for a batch that does not divide, and axes or sizes that do not fit.
+        PhaseError: inside of another such loop, of a forward or a backward.
+
+    Example:
+        >>> import torch
+        >>> from fzero.adapter import Engine
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> engine = Engine(model, optimizer, stage=2, logical_ranks=2)
+        >>> for part in engine.parts(torch.tensor([[1.0, 0.0], [0.0, 1.0]])):
+        ...     engine.backward(engine(part).sum())
+        >>> engine.step(), model.weight.data
+        (True, tensor([[0.7500, 0.7500]]))
+    """
+    driver.require_not_closed()
+    if in_backward() or driver.events.in_forward:
+        raise PhaseError(
+            "engine.parts() inside a forward or a backward.",
+            cause="a hook that called it.",
+            fix="begin the loop outside.",
+        )
+    driver.loops.require_none("engine.parts()")
+    setup = driver.state.setup
+    with told_of_errors(setup):  # the others wait at the end of their loops
+        made = parts_of_batch(setup, batch, in_axes, sizes)
+    return _each(driver, made)
+
+
+def _each(driver: Driver, made: Sequence[Any]) -> Iterator[Any]:
+    if driver.state.setup.logical is None:
+        yield from made
+        return
+    driver.wait()
+    driver.drop_if_user_did()
+    loop, whole = driver.loops.begin(), False
+    try:
+        for place, part in enumerate(made):
+            loop.begin(place)
+            yield part
+            driver.drop_unfinished()
+            loop.end()
+        driver.loops.end()
+        loop.close()
+        whole = True
+    finally:
+        if not whole:
+            driver.loops.leave(loop)
+            driver.events.abandon()
+    driver.show_gradients()

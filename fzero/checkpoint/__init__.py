@@ -15,18 +15,18 @@
 The position in the data, and all else that JSON can hold, goes into `extra`.
 """
 
-from fzero.checkpoint._export import export_safetensors as export_safetensors
-from fzero.checkpoint._export import state_dict as state_dict
-from fzero.checkpoint._import import import_safetensors as import_safetensors
-from fzero.checkpoint._import import safetensors_initializer as safetensors_initializer
 from fzero.checkpoint._load import load as load
 from fzero.checkpoint._load import load_with_extra as load_with_extra
 from fzero.checkpoint._load import read_extra as read_extra
-from fzero.checkpoint._reshard import reshard as reshard
+from fzero.checkpoint._safetensors import export_safetensors as export_safetensors
+from fzero.checkpoint._safetensors import import_safetensors as import_safetensors
+from fzero.checkpoint._safetensors import safetensors_initializer as safetensors_initializer
+from fzero.checkpoint._safetensors import state_dict as state_dict
 from fzero.checkpoint._save import AsyncSave as AsyncSave
 from fzero.checkpoint._save import save as save
 from fzero.checkpoint._save import save_async as save_async
+from fzero.checkpoint._universal import save_universal as save_universal
 from fzero.checkpoint._universal_load import load_universal as load_universal
-from fzero.checkpoint._universal_save import save_universal as save_universal
 from fzero.checkpoint.collective import CheckpointError as CheckpointError
+from fzero.checkpoint.mesh_transition import reshard as reshard
 from fzero.checkpoint.mirror import Mirror as Mirror

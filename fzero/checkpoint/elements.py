@@ -3,8 +3,6 @@
 For tools that take states of other ranks apart as a checkpoint does.
 """
 
-from fzero.checkpoint._export import values_by_path as values_by_path
-from fzero.checkpoint._export import whole_parameters as whole_parameters
 from fzero.checkpoint._load import fill_module as fill_module
 from fzero.checkpoint._load import read_whole as read_whole
 from fzero.checkpoint._process_states import Held as Held
@@ -16,6 +14,8 @@ from fzero.checkpoint._safetensors import TensorForm as TensorForm
 from fzero.checkpoint._safetensors import begin_file as begin_file
 from fzero.checkpoint._safetensors import read_file as read_file
 from fzero.checkpoint._safetensors import read_values as read_values
+from fzero.checkpoint._safetensors import values_by_path as values_by_path
+from fzero.checkpoint._safetensors import whole_parameters as whole_parameters
 from fzero.checkpoint._safetensors import write_values as write_values
 from fzero.checkpoint._save import Draft as Draft
 from fzero.checkpoint._save import draft_of as draft_of

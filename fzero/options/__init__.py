@@ -7,24 +7,24 @@ compares with the table; and `takes`, which makes a driver's signature, docstrin
 docs/support.md and the DeepSpeed reader read the table, too.
 """
 
-from fzero.options._records import BUCKET_BYTES as BUCKET_BYTES
-from fzero.options._records import ModuleOptions as ModuleOptions
-from fzero.options._records import SharedOptions as SharedOptions
-from fzero.options._records import Updating as Updating
-from fzero.options._records import grouped as grouped
-from fzero.options._records import one_record as one_record
-from fzero.options._takes import OPTIONS as OPTIONS
-from fzero.options._takes import check_values as check_values
-from fzero.options._takes import documents as documents
-from fzero.options._takes import taken_by as taken_by
-from fzero.options._takes import takes as takes
-from fzero.options._typed import EngineOptions as EngineOptions
-from fzero.options._typed import Initializer as Initializer
-from fzero.options._typed import InitOptions as InitOptions
-from fzero.options._typed import Scale as Scale
-from fzero.options._typed import Stages as Stages
-from fzero.options._typed import StateOptions as StateOptions
-from fzero.options._typed import StepOptions as StepOptions
+from fzero.options.records import BUCKET_BYTES as BUCKET_BYTES
+from fzero.options.records import EngineOptions as EngineOptions
+from fzero.options.records import Initializer as Initializer
+from fzero.options.records import InitOptions as InitOptions
+from fzero.options.records import ModuleOptions as ModuleOptions
+from fzero.options.records import Scale as Scale
+from fzero.options.records import SharedOptions as SharedOptions
+from fzero.options.records import Stages as Stages
+from fzero.options.records import StateOptions as StateOptions
+from fzero.options.records import StepOptions as StepOptions
+from fzero.options.records import Updating as Updating
+from fzero.options.records import grouped as grouped
+from fzero.options.records import one_record as one_record
+from fzero.options.table import OPTIONS as OPTIONS
+from fzero.options.table import check_values as check_values
+from fzero.options.table import documents as documents
+from fzero.options.table import taken_by as taken_by
+from fzero.options.table import takes as takes
 from fzero.state.points import REQUIRED as REQUIRED
 from fzero.state.points import Option as Option
 

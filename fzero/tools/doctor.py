@@ -37,7 +37,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import collectives
 from fzero.errors import AxisError
-from fzero.tools._columns import columns
+from fzero.tools.columns import columns
 
 __all__ = ["CollectiveCell", "CollectiveSubject", "DoctorReport", "examine"]
 SUMMARY = "examine collectives x transforms x dtypes on 2 ranks of this installation"

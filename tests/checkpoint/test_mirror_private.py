@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint import CheckpointError, Mirror, mirror, shared_memory
-from fzero.checkpoint.shared_memory import LOCK, process_of
+from fzero.checkpoint import CheckpointError, Mirror, mirror
+from fzero.checkpoint.mirror import LOCK, process_of
 from fzero.errors import LayoutError
 from tests.checkpoint.states import make
 from tests.checkpoint.test_mirror import copies, mirror_of
@@ -154,12 +154,12 @@ def test_a_copy_that_is_not_this_users_file_is_not_read(
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder in the place of /dev/shm."""
-    for module in (shared_memory, mirror):
+    for module in (mirror, mirror):
         monkeypatch.setattr(module, "SHARED_MEMORY", tmp_path)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield tmp_path
     for folder in tmp_path.iterdir():
-        shared_memory.let_go(folder)
+        mirror.let_go(folder)
 
 
 def in_a_child(do: Callable[[], None]) -> int:
@@ -200,7 +200,7 @@ def test_copies_stay_while_anybody_may_come_back(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     in_a_child(copied)  # this process is its parent: the agent
     (left,) = memory.iterdir()
-    shared_memory.sweep_gone()
+    mirror.sweep_gone()
     assert left.exists()
     assert (left / LOCK).read_text() == process_of(os.getpid())
 
@@ -230,35 +230,35 @@ def keepers() -> dict[str, tuple[str, bool]]:
 def test_who_keeps_a_folder(memory: Path) -> None:
     for what, (keeper, swept) in keepers().items():
         folder = memory / f"fzero-mirror-{os.geteuid()}-a"
-        shared_memory.hold(folder, "test", keeper)
+        mirror.hold(folder, "test", keeper)
         (folder / "copy").touch()
-        shared_memory.sweep_gone()
+        mirror.sweep_gone()
         assert folder.exists(), what
-        shared_memory.let_go(folder)
+        mirror.let_go(folder)
         other = os.open(folder / LOCK, os.O_RDWR)  # of a rank that lives, without its agent
         import fcntl
 
         fcntl.flock(other, fcntl.LOCK_SH)
-        shared_memory.sweep_gone()
+        mirror.sweep_gone()
         assert folder.exists(), what
         os.close(other)
-        shared_memory.sweep_gone()
+        mirror.sweep_gone()
         assert folder.exists() != swept, what
-        shared_memory.remove_folder(folder)
+        mirror.remove_folder(folder)
 
 
 def test_what_is_not_of_this_user_or_kind_is_not_swept(memory: Path) -> None:
     gone = f"before {process_of(os.getpid()).partition(' ')[2]}"
     names = (f"fzero-mirror-{os.geteuid() + 1}-a", f"fzero-other-{os.geteuid()}-a")
     for name in (*names, f"fzero-mirror-{os.geteuid()}-open"):
-        shared_memory.hold(memory / name, "test", gone)
-        shared_memory.let_go(memory / name)
+        mirror.hold(memory / name, "test", gone)
+        mirror.let_go(memory / name)
     (memory / f"fzero-mirror-{os.geteuid()}-open").chmod(0o777)
     (memory / f"fzero-mirror-{os.geteuid()}-link").symlink_to(memory / names[0])
-    shared_memory.sweep_gone()
+    mirror.sweep_gone()
     assert len([*memory.iterdir()]) == 4
     (memory / f"fzero-mirror-{os.geteuid()}-open").chmod(0o700)
-    shared_memory.sweep_gone()
+    mirror.sweep_gone()
     assert len([*memory.iterdir()]) == 3
 
 
@@ -276,7 +276,7 @@ def test_a_replay_that_was_killed_is_swept_by_the_next_one(memory: Path) -> None
     assert left.name.startswith(f"fzero-replay-{os.geteuid()}-")
     with kept.as_checkpoint() as path:
         assert [*memory.iterdir()] == [path.parent] != [left]
-        shared_memory.sweep_gone()
+        mirror.sweep_gone()
         assert path.exists()
     assert not any(memory.iterdir())
 
@@ -285,7 +285,7 @@ def test_a_folder_that_another_program_sweeps_while_it_is_made_is_made_again(
     memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sweep removes an empty folder: here between its making and the look at its owner."""
-    look, swept = shared_memory.why_not_private, []
+    look, swept = mirror.why_not_private, []
 
     def once(folder: Path) -> str:
         if folder.parent == memory and not swept:
@@ -293,7 +293,7 @@ def test_a_folder_that_another_program_sweeps_while_it_is_made_is_made_again(
             folder.rmdir()
         return look(folder)
 
-    monkeypatch.setattr(shared_memory, "why_not_private", once)
-    folder = shared_memory.new_folder(shared_memory.REPLAY)
+    monkeypatch.setattr(mirror, "why_not_private", once)
+    folder = mirror.new_folder(mirror.REPLAY)
     assert swept == [folder] and (folder / LOCK).exists()
-    shared_memory.remove_folder(folder)
+    mirror.remove_folder(folder)

@@ -221,7 +221,7 @@ def test_an_export_that_fails_leaves_the_one_before(
     first, second = (make(mixed(seed=seed), stage=3, ranks=0) for seed in (1, 2))
     export_safetensors(tmp_path, first, max_shard_bytes=60)
     with monkeypatch.context() as patch:
-        patch.setattr("fzero.checkpoint._export.write_values", full_disk)
+        patch.setattr("fzero.checkpoint._safetensors.write_values", full_disk)
         with pytest.raises(CheckpointError, match="disk is full"):
             export_safetensors(tmp_path, second)
     same(_read(tmp_path), _wanted(mixed(seed=1)))

@@ -21,7 +21,7 @@ from fzero.machine.codecs import bf16, cast, int8
 from fzero.ranks.mesh import Mesh
 from fzero.state.codec import Codec, Compress
 from fzero.state.setup import Offload
-from fzero.tools._columns import columns
+from fzero.tools.columns import columns
 from fzero.transforms import accumulate, autocast, clip, coalesce, compress, offload, scale_loss
 
 CHECKS = ("loss", "gradient", "norm", "update")

@@ -14,7 +14,7 @@ compile(step) --> a step that is called as `step` is
     _api           `compile`, and the cache of graphs by arguments
 """
 
-from fzero.tools.compile._api import compile as compile
-from fzero.tools.compile._passes import gather_early as gather_early
-from fzero.tools.compile._passes import merge_collectives as merge_collectives
-from fzero.tools.compile._passes import rematerialize as rematerialize
+from fzero.tools.compile.graphs import compile as compile
+from fzero.tools.compile.passes import gather_early as gather_early
+from fzero.tools.compile.passes import merge_collectives as merge_collectives
+from fzero.tools.compile.passes import rematerialize as rematerialize

@@ -16,11 +16,22 @@ from fzero.collectives import performer_of
 from fzero.errors import LayoutError
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
-from fzero.tools.compile._passes import gather_early, merge_collectives, rematerialize, wait_late
-from fzero.tools.compile._random import Randomness, RecordedDraws, note_draws
-from fzero.tools.compile._segments import Action, Compiler, actions_of, held_in
-from fzero.tools.compile._surroundings import FunctionsRun
-from fzero.tools.compile._writes import without_writes, write_back
+from fzero.tools.compile.key import FunctionsRun
+from fzero.tools.compile.passes import (
+    Action,
+    Compiler,
+    Randomness,
+    RecordedDraws,
+    actions_of,
+    gather_early,
+    held_in,
+    merge_collectives,
+    note_draws,
+    rematerialize,
+    wait_late,
+    without_writes,
+    write_back,
+)
 from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import RecordedStep, inputs_of, is_collective, record_step
 from fzero.transforms.donation import take_over, undo_take_over

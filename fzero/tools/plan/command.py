@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero.errors import FzeroError, LayoutError
-from fzero.tools._columns import wants_color
+from fzero.tools.columns import wants_color
 from fzero.tools.plan import plan
 from fzero.tools.plan.config import from_config, tokens
 from fzero.tools.plan.records import Comparison, Plan, Rates

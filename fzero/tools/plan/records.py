@@ -13,8 +13,7 @@ from fzero.checkpoint.mirror import mirror_bytes
 from fzero.errors.check import is_positive, require
 from fzero.machine.owners import owners_of
 from fzero.state import Placement, Setup
-from fzero.tools._columns import ShownAsText, columns
-from fzero.tools._units import in_bytes, in_seconds
+from fzero.tools.columns import ShownAsText, columns, in_bytes, in_seconds
 from fzero.transforms.local import as_inner
 
 Row = tuple[str, ...]

@@ -24,8 +24,8 @@ from fzero.optim.precision import masters_of
 from fzero.state import NAMESPACE, TrainState, state_bytes
 from fzero.tools.plan.records import Plan, Rates, Traffic, time_of
 from fzero.tools.plan.without_values import AsOn, NoValues
-from fzero.tools.trace.flops import flops_of
 from fzero.tools.trace.found import AsFound
+from fzero.tools.trace.ops import flops_of
 from fzero.tools.trace.program import ASKED_OF_FAKE, reads_values, unfused_recurrence
 from fzero.transforms.models import flatten_states
 

@@ -7,8 +7,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from fzero.errors import LayoutError
-from fzero.tools._columns import ShownAsText, columns
-from fzero.tools._units import in_bytes
+from fzero.tools.columns import ShownAsText, columns, in_bytes
 from fzero.tools.plot import figure
 from fzero.tools.plot.figure import BASE, EDGE
 from fzero.tools.trace import Trace

@@ -19,7 +19,7 @@ from fzero.machine.named_shards import leaf_paths
 from fzero.optim.entries import rule_entries
 from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
 from fzero.state.train_state import require_not_donated, require_state
-from fzero.tools._columns import ShownAsText, columns
+from fzero.tools.columns import ShownAsText, columns
 from fzero.tools.plot import figure
 from fzero.tools.plot.figure import BASE, EDGE
 

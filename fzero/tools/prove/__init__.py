@@ -9,6 +9,6 @@ step --record--> the program of one rank alone, and of ranks among W   (_program
      --check---> the same for each leaf?                               (_check); else where (_blame)
 """
 
-from fzero.tools.prove._api import prove as prove
-from fzero.tools.prove._proof import Claim as Claim
-from fzero.tools.prove._proof import Proof as Proof
+from fzero.tools.prove.proof import Claim as Claim
+from fzero.tools.prove.proof import Proof as Proof
+from fzero.tools.prove.proof import prove as prove

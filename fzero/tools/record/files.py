@@ -45,7 +45,7 @@ from fzero.checkpoint.folders import (
     sync_files,
 )
 from fzero.checkpoint.manifest import MANIFEST, read_manifest
-from fzero.checkpoint.shared_memory import REPLAY, new_folder, remove_folder
+from fzero.checkpoint.mirror import REPLAY, new_folder, remove_folder
 from fzero.errors import LayoutError
 from fzero.errors.json_form import DictForm, natural, problems
 from fzero.ranks.mesh import Axis

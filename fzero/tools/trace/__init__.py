@@ -8,13 +8,13 @@ trace(step)(state, batch) --> Trace
 check_spmd(step, state, args)  do all ranks make the same collectives?
 """
 
-from fzero.tools.trace._trace import check_spmd as check_spmd
-from fzero.tools.trace._trace import trace as trace
 from fzero.tools.trace.calls import CalledOp as CalledOp
 from fzero.tools.trace.calls import Constant as Constant
 from fzero.tools.trace.calls import Operand as Operand
 from fzero.tools.trace.ops import Alive as Alive
 from fzero.tools.trace.ops import Op as Op
 from fzero.tools.trace.ops import Value as Value
+from fzero.tools.trace.trace import check_spmd as check_spmd
+from fzero.tools.trace.trace import trace as trace
 from fzero.tools.trace.traces import Trace as Trace
 from fzero.tools.trace.traces import TraceDiff as TraceDiff

@@ -9,7 +9,7 @@ import torch
 
 import fzero
 from fzero.errors import DonatedError, LayoutError
-from fzero.tools.compile import _segments
+from fzero.tools.compile import passes
 from tests.adapter.on_ranks import on_ranks
 from tests.descends import descends
 from tests.strategies import same
@@ -81,7 +81,7 @@ def test_a_state_comes_back_from_an_error_unless_it_was_written_to(
     wrong.clear()
     state, _ = compiled(state, torch.ones(1))
     wrong.append("update")
-    monkeypatch.setattr(_segments, "update_in_place", fail)
+    monkeypatch.setattr(passes, "update_in_place", fail)
     with pytest.raises(RuntimeError, match="update is wrong"):
         compiled(state, torch.ones(1))
     with pytest.raises(DonatedError):

@@ -13,11 +13,10 @@ from torch import Tensor, fx, nn
 import fzero
 from fzero.state import NAMESPACE
 from fzero.tools.compile import gather_early, merge_collectives, rematerialize
-from fzero.tools.compile._passes import wait_late
-from fzero.tools.compile._writes import without_writes
-from fzero.tools.trace._trace import program_of
+from fzero.tools.compile.passes import wait_late, without_writes
 from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import is_collective
+from fzero.tools.trace.trace import program_of
 from tests.descends import descends
 
 

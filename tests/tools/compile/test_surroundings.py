@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero.tools.compile._surroundings import MOST
+from fzero.tools.compile.key import MOST
 from tests.descends import descends
 
 RULE = fzero.optim.sgd(0.5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from fzero.tools.prove._programs import BufferPlace, places_of
+from fzero.tools.prove.read import BufferPlace, places_of
 from fzero.tools.trace.program import RecordedStep
 
 Send = tuple[str, list[Tensor], int]

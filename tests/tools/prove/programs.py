@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.tools.prove._check import prove_programs
-from fzero.tools.prove._proof import Proof
-from fzero.tools.prove._record import ranks_of, record
+from fzero.tools.prove.proof import Proof, prove_programs, ranks_of, record
 from fzero.tools.trace.program import RecordedStep
 from tests.tools.trace.steps import model
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fzero
 from fzero import axis_index, axis_size
-from fzero.tools.prove._schedules import unreadable
+from fzero.tools.prove.terms import unreadable
 from tests.descends import descends
 from tests.tools.prove.steps import loss, of_loss, of_update, proof_of, why
 

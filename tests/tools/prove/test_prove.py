@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from benchmarks.step.models import make_task
 from fzero.state.setup import Setup
-from fzero.tools.prove._terms import Stretch, Symbolic, Terms, aligned, cut, exact, joined, whole
+from fzero.tools.prove.terms import Stretch, Symbolic, Terms, aligned, cut, exact, joined, whole
 from tests.descends import descends
 from tests.tools.prove.programs import ADAM, CASES, SGD, once, params, recorded
 

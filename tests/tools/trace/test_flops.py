@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero
-from fzero.tools.trace.flops import flops_of
+from fzero.tools.trace.ops import flops_of
 from tests.descends import descends
 from tests.tools.trace.steps import Of
 

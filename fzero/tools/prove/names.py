@@ -4,6 +4,8 @@ Not here, and so not proved: what depends on strides (as_strided), what writes m
 schema does not name, whose result has a shape by values (nonzero), and what nobody has looked at.
 """
 
+from __future__ import annotations
+
 ELEMENTWISE = """
 _conj_physical.default abs.default acos.default acosh.default addcdiv.default addcmul.default
 angle.default asin.default asinh.default atan.default atan2.default atanh.default bitwise_and.Scalar

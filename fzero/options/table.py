@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from fzero.errors import CallError
 from fzero.errors.check import called_as, unknown_option
-from fzero.options._records import RECORDS
+from fzero.options.records import RECORDS
 from fzero.state.points import Option, options_in
 
 P = ParamSpec("P")

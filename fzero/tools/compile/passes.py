@@ -1,0 +1,889 @@
+"""Passes over the graph of a step: fewer collectives, started earlier, and fewer activations.
+
+A pass changes the graph in place. All of them are functions of the graph alone, which is the same
+on every rank but for the rank's own offsets: so all ranks still make the same collectives.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fzero.collectives import (
+    InFlight,
+    start_all_to_all,
+    start_extremum,
+    start_gather,
+    start_gather_in_place,
+    start_permute,
+    start_reduce,
+    start_scatter,
+)
+from fzero.context.rng import of_devices
+from fzero.errors import LayoutError
+from fzero.machine.packing import shard_of
+from fzero.machine.placeholder import LazyParam
+from fzero.optim.recorded import SCHEDULES, update_in_place
+from fzero.ranks.mesh import Axis
+from fzero.tools.trace.program import (
+    RATE,
+    UPDATE,
+    inputs_of,
+    is_collective,
+    is_item,
+    ran_by_autograd,
+    root_of,
+    without_unused,
+)
+
+# Random numbers in a graph: each op that draws knows the state of its generator before and after.
+#
+# A draw of a recorded step computes nothing, so that a generator would stay as it is. Here every
+# draw
+# leaves its generator in a state that nobody else has: where a later draw starts from is then read
+# off the generator itself, by whatever way it was put back (`fork_rng`, a checkpoint, `set_state`).
+
+State = int | Tensor
+"""The state of a generator: that after a draw by its number, or one that is the same each time."""
+
+_FIRST = 0x2F5A_31C7 << 32
+"""The seed of state 0 while a step is recorded; the numbers count on."""
+
+DRAW = "draw"
+"""Under which name the meta of a node has its `Draw`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Which generator an op draws from. starts: a state to set first; keeps: the state after."""
+
+    generator: torch.Generator
+    before: State
+    after: int
+    starts: State | None = None
+    keeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Randomness:
+    """The draws of a step in their order, and the states of its generators before and after."""
+
+    begins: tuple[tuple[torch.Generator, int], ...]
+    draws: tuple[Draw, ...]
+    ends: tuple[tuple[torch.Generator, State], ...]
+
+    @property
+    def made(self) -> list[torch.Generator]:
+        """The generators that the step was not found with: it creates them in each call."""
+        found = [generator for generator, _ in self.begins]
+        drawn = {id(one.generator): one.generator for one in self.draws}
+        return [x for x in drawn.values() if not any(x is y for y in found)]
+
+
+def draws(node: fx.Node) -> bool:
+    """Return whether an op may draw random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+class RecordedDraws(TorchDispatchMode):
+    """Notes what is drawn while a step is recorded; all generators are put back at the end."""
+
+    def __init__(self, held: Iterable[torch.Generator]) -> None:
+        super().__init__()
+        self._held = [*{id(one): one for one in (*of_devices(), *held)}.values()]
+        self._numbers = itertools.count()
+        self._draws: list[Draw] = []
+        self._found: list[tuple[torch.Generator, Tensor]] = []
+        self._begins: list[tuple[torch.Generator, int]] = []
+        self.randomness: Randomness | None = None
+
+    def __enter__(self) -> Any:
+        self._begins = [self._marked(one) for one in self._held]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        ends = tuple((one, _state_of(one)) for one in self._held)
+        self.randomness = Randomness(tuple(self._begins), tuple(self._draws), ends)
+        for generator, state in self._found:
+            generator.set_state(state)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note a draw; the graph has it without its generator."""
+        if any(issubclass(kind, LazyParam) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        generator = _generator_of(args, kwargs)
+        before = _state_of(generator)
+        own, number = self._marked(generator)
+        self._draws.append(Draw(own, before, number))
+        return func(*tree_map(_unless_generator, args), **tree_map(_unless_generator, kwargs))
+
+    def _marked(self, generator: torch.Generator) -> tuple[torch.Generator, int]:
+        """Leave a generator in the state of the next number; return it and the number.
+
+        A dispatcher may show it as another object: it is the one that has this state now.
+        """
+        state, number = generator.get_state(), next(self._numbers)
+        generator.manual_seed(_FIRST + number)
+        for known, _ in self._found:
+            if known.initial_seed() == _FIRST + number:
+                return known, number
+        self._found.append((generator, state))
+        return generator, number
+
+
+def _state_of(generator: torch.Generator) -> State:
+    number = generator.initial_seed() - _FIRST
+    return number if 0 <= number < 2**32 else generator.get_state()
+
+
+def _generator_of(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
+    given = tree_leaves((args, kwargs))
+    own = next((x for x in given if isinstance(x, torch.Generator)), None)
+    devices = [x.device for x in given if isinstance(x, Tensor)]
+    device = kwargs.get("device") or next(iter(devices), torch.device("cpu"))
+    return own if own is not None else of_devices(torch.device(device))[-1]
+
+
+def _unless_generator(x: Any) -> Any:
+    return None if isinstance(x, torch.Generator) else x
+
+
+def note_draws(graph: fx.Graph, randomness: Randomness) -> None:
+    """Put its `Draw` on each op of a graph that draws."""
+    for node, one in zip(filter(draws, graph.nodes), randomness.draws, strict=True):
+        node.meta[DRAW] = one
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedDraws:
+    """Which states of generators are kept and set while the draws of a graph are made.
+
+    Where draws follow each other as they did, nothing is: a generator is there already.
+    """
+
+    begins: tuple[tuple[torch.Generator, int], ...]  # states to keep before the first draw
+    draws: dict[fx.Node, Draw]
+    ends: tuple[tuple[torch.Generator, State], ...]  # states to set behind the last draw
+
+
+def replay_of(graph: fx.Graph, randomness: Randomness) -> ReplayedDraws:
+    """Return what the draws of a graph need, in the order that they have in it."""
+    now: dict[int, State] = {id(one): number for one, number in randomness.begins}
+    drawn: dict[fx.Node, Draw] = {}
+    for node in graph.nodes:
+        if (one := node.meta.get(DRAW)) is not None:
+            there = _same(now.get(id(one.generator)), one.before)
+            drawn[node] = one if there else replace(one, starts=one.before)
+            now[id(one.generator)] = one.after
+    ends = [(one, state) for one, state in randomness.ends if not _same(now[id(one)], state)]
+    wanted = [one.starts for one in drawn.values()] + [state for _, state in ends]
+    numbers = {x for x in wanted if isinstance(x, int)}
+    return ReplayedDraws(
+        begins=tuple((one, number) for one, number in randomness.begins if number in numbers),
+        draws={node: replace(one, keeps=one.after in numbers) for node, one in drawn.items()},
+        ends=tuple(ends),
+    )
+
+
+def _same(now: State | None, state: State) -> bool:
+    return isinstance(now, int) and isinstance(state, int) and now == state
+
+
+aten = torch.ops.aten
+GATHER, SCATTER, REDUCE = (
+    getattr(torch.ops.fzero, name).default
+    for name in ("all_gather", "reduce_scatter", "all_reduce")
+)
+
+
+def wait_late(graph: fx.Graph) -> None:
+    """Move readers of reduced gradients behind other ops, so that waits are late.
+
+    Needs: no op that writes to its arguments. Keeps: which collectives there are, and their order
+    among reductions that do not depend on each other; the order of random numbers. Results of
+    reductions wait longer.
+    """
+    after: set[fx.Node] = set()
+    last = graph.output_node()
+    drawn = False  # by an op that has moved
+    for node in list(graph.nodes):
+        sums = node.target in (SCATTER, REDUCE)
+        reads = any(x in after for x in node.all_input_nodes)
+        if (reads or (drawn and DRAW in node.meta)) and node is not last:
+            drawn = drawn or DRAW in node.meta
+            after.add(node)
+            last.prepend(node)
+        elif sums:
+            after.update(node.users)
+            for user in list(node.users):
+                last.prepend(user)
+
+
+def gather_early(graph: fx.Graph, *, most_bytes: int) -> None:
+    """Start each gather of parameters during the one before it, as far as memory allows.
+
+    Needs: gathers of arguments of the step (stage 3), for which nothing has to be computed.
+    Keeps: which collectives there are, what each gives, and the order of gathers. At most
+    `most_bytes` of full values are gathered before their first read.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    place = -1  # where the last gather that did not move stands
+    last: fx.Node | None = None
+    waiting: list[tuple[int, int]] = []  # where it is read first, and its bytes
+    for node in list(graph.nodes):
+        if node.target is not GATHER:
+            last = None if is_collective(node) else last
+            continue
+        reader = min((order[user] for item in node.users for user in item.users), default=0)
+        waiting = [(at, size) for at, size in waiting if at > place]
+        fits = sum(size for _, size in waiting) + _bytes(node) <= most_bytes
+        chains = [_chain(x) for x in node.all_input_nodes]
+        if last is not None and fits and None not in chains:
+            behind = [x for chain in chains for x in chain or () if order[x] > place]
+            for moved in (node, *reversed(behind)):
+                last.append(moved)
+                order[moved] = place
+            last = node
+        else:
+            last, place = node, order[node]
+        waiting.append((reader, _bytes(node)))
+
+
+def merge_collectives(graph: fx.Graph, *, bucket_bytes: int) -> None:
+    """Merge consecutive small collectives, as each costs a latency.
+
+    Needs: collectives of one kind, axis and dtype, with nothing between them that reads one or that
+    a later one reads. Keeps: the sum of each element over ranks, in the same order; the bytes on
+    the wire. Copies what is merged, at most `bucket_bytes` of full buffers at a time.
+    """
+    run: list[fx.Node] = []
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if is_collective(node):
+            if not (run and _goes_with(node, run) and _sum([*run, node]) <= bucket_bytes):
+                _merge(graph, run, bucket_bytes)
+                run = []
+            run += [node] if node.target in (GATHER, SCATTER, REDUCE) else []
+        elif any(_base(x) in run for x in node.all_input_nodes) and not is_item(node):
+            _merge(graph, run, bucket_bytes)
+            run = []
+    _merge(graph, run, bucket_bytes)
+
+
+def rematerialize(graph: fx.Graph) -> None:
+    """Recompute cheap activations in the backward instead of keeping them.
+
+    Needs: pointwise ops without randomness, of arguments of the step and of values that the
+    backward keeps anyway. Keeps: every value, bit for bit, and the collectives. Takes these ops a
+    second time, for one tensor less that waits for the backward.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    kept = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    free = set(kept)  # and what pointwise ops make of these
+    for node in list(graph.nodes):
+        if ran_by_autograd(node):
+            continue
+        cheap = _is_cheap(node) and all(x in free for x in node.all_input_nodes)
+        readers = [user for user in node.users if ran_by_autograd(user)]
+        if cheap:
+            free.add(node)
+        elif readers:
+            kept.add(node)
+            free.add(node)
+        if cheap and readers:
+            with graph.inserting_before(min(readers, key=order.__getitem__)):
+                again = _again(graph, node, kept)
+            for reader in readers:
+                reader.replace_input_with(node, again)
+
+
+def _again(graph: fx.Graph, node: fx.Node, kept: set[fx.Node]) -> fx.Node:
+    """Return a copy of a node and of its inputs, up to kept ones."""
+    if node in kept:
+        return node
+    made = {x: _again(graph, x, kept) for x in node.all_input_nodes}
+    return graph.node_copy(node, made.__getitem__)
+
+
+def _items(node: fx.Node) -> Sequence[fx.Node]:
+    """Return the input buffers of a collective."""
+    items: Any = node.args[0]
+    return items
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the collective that a value is a result of, or None."""
+    return node.args[0] if is_item(node) else node  # type: ignore
+
+
+def _chain(node: fx.Node) -> list[fx.Node] | None:
+    """Return the ops (views, a cast) from an argument of the step to this value, in order.
+
+    None if there are other ops between them.
+    """
+    if node.op == "placeholder":
+        return []
+    if is_collective(_base(node)) or len(node.all_input_nodes) != 1:
+        return None
+    before = _chain(node.all_input_nodes[0])
+    return None if before is None else [*before, node]
+
+
+def _bytes(node: fx.Node) -> int:
+    """Return the bytes of the full buffers of a collective."""
+    return max(_nbytes(x.meta["val"] for x in _items(node)), _nbytes(node.meta["val"]))
+
+
+def _sum(nodes: Sequence[fx.Node]) -> int:
+    return sum(map(_bytes, nodes))
+
+
+def _nbytes(values: Iterable[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in values)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+
+
+def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """Add a node, with the shape of its result."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.map_arg(args, lambda x: x.meta["val"]))
+    return node
+
+
+def _goes_with(node: fx.Node, run: Sequence[fx.Node]) -> bool:
+    first = run[0]
+    same = node.target is first.target and node.args[1:] == first.args[1:]
+    dtypes = {x.meta["val"].dtype for one in (first, node) for x in _items(one)}
+    return bool(same) and len(dtypes) == 1 and not any(_base(x) in run for x in _items(node))
+
+
+def _merge(graph: fx.Graph, run: Sequence[fx.Node], bucket_bytes: int) -> None:
+    """[x0], [x1], ... -> one buffer, in which the parts of each rank lie together.
+
+    Not one collective alone that is larger than `bucket_bytes`.
+    """
+    parts = [x for node in run for x in _items(node)]
+    if len(parts) < 2 or _sum(run) > bucket_bytes:
+        return
+    last, size = run[-1], int(run[-1].args[3])  # type: ignore
+    rows = 1 if last.target is not SCATTER else size
+    with graph.inserting_before(last):
+        flat = [_call(graph, aten.view.default, x, [rows, -1]) for x in parts]
+        packed = _call(graph, aten.view.default, _call(graph, aten.cat.default, flat, 1), [-1])
+        done = _call(graph, last.target, [packed], *last.args[1:])
+        whole = _call(graph, operator.getitem, done, 0)
+        out = size if last.target is GATHER else 1
+        matrix = _call(graph, aten.view.default, whole, [out, -1])
+        widths = [x.meta["val"].numel() // rows for x in parts]
+        pieces = _call(graph, aten.split_with_sizes.default, matrix, widths, 1)
+        shapes = [list(x.shape) for node in run for x in node.meta["val"]]
+        given = [
+            _call(graph, aten.reshape.default, _call(graph, operator.getitem, pieces, i), shape)
+            for i, shape in enumerate(shapes)
+        ]
+    rest = iter(given)
+    for node in run:
+        mine = [next(rest) for _ in _items(node)]
+        for user in list(node.users):
+            user.replace_all_uses_with(mine[user.args[1]])  # type: ignore
+            graph.erase_node(user)
+        graph.erase_node(node)
+
+
+# Passes about memory: functionalization, so that ops can move; later, writes into donated inputs.
+#
+# See `_passes` for the rules of all passes.
+
+
+_MAKERS = (aten.cat, aten.clone, aten.mm)  # a compiler may give `x` for `x + 0`, but not for these
+_VIEWS = (aten.detach, aten.view, aten.t)
+OWNED = "owned"
+"""Under which name the meta of an update says which of its arguments it may write to."""
+
+INTO = "into"
+"""Under which name the meta of a gather says the inputs of the step in whose memory it ends."""
+
+
+def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
+    """Replace in-place ops by out-of-place ones, so that the passes may move ops.
+
+    Needs: no write into an argument of the step. Keeps: every value. A compiler writes in place
+    again where it can. Raises `LayoutError` where an argument is written to.
+    """
+    if not any(map(_writes, graph.graph.nodes)):
+        return graph
+    if any(x.op == "get_attr" for node in graph.graph.nodes for x in _written(node)):
+        raise NoGraphError("the step writes into a tensor that is none of its arguments")
+    inputs = [node.meta["val"] for node in inputs_of(list(graph.graph.nodes))]
+
+    def run(*values: Tensor) -> Any:
+        return _InMemoryOrder(graph).run(*values)
+
+    with fx_traceback.preserve_node_meta(), inputs[0].fake_mode:
+        pure: Any = torch.func.functionalize(run, remove="mutations")
+        made = make_fx(pure, _allow_non_fake_inputs=True)(*inputs)
+    found = next(filter(_writes, made.graph.nodes), None)
+    if found is not None:
+        raise LayoutError(
+            f"compile: the step writes into one of its arguments ({found.target}).",
+            cause="an op with a trailing underscore on the batch, or on a view of it.",
+            fix="clone it first, or run the step without fzero.compile.",
+        )
+    return without_unused(made)
+
+
+class NoGraphError(Exception):
+    """What a step does and a graph cannot, as a sentence; the step itself runs, with a warning."""
+
+
+class _InMemoryOrder(fx.Interpreter):
+    """Draws random numbers in the memory order of the tensor that they were written to.
+
+    A new tensor is contiguous: without this, a transposed one would get other numbers.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if not draws or 0 not in _writes_to(target) or not isinstance(args[0], Tensor):
+            return super().call_function(target, args, kwargs)
+        x, *rest = args
+        order = sorted(range(x.ndim), key=x.stride, reverse=True)
+        super().call_function(target, (x.permute(order), *rest), kwargs)
+        return x
+
+
+def _writes_to(target: Any) -> list[int]:
+    """Return the positions of the arguments that an op writes to."""
+    infos = [argument.alias_info for argument in target._schema.arguments]
+    return [i for i, info in enumerate(infos) if info is not None and info.is_write]
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """Return the nodes in whose memory an op writes."""
+    found: list[Any] = [node.args[i] for i in _writes_to(node.target)] if _writes(node) else []
+    return [_memory_of(x) for one in found for x in (one if isinstance(one, list) else [one])]
+
+
+def _memory_of(node: fx.Node) -> fx.Node:
+    """Return the node that made the memory of a value: through views, and ops that write to it."""
+    target: Any = node.target
+    while node.op == "call_function" and (getattr(target, "is_view", False) or _writes(node)):
+        made: Any = node.args[0]
+        node, target = made, made.target
+    return node
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
+    """Write output k into the memory of input i, for each (i, k), after the last read of i.
+
+    Needs: donated inputs. Keeps: every value. The new state needs no new memory: the kernel of an
+    update works in place, a gather fills its input, other values are copied.
+    """
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    inputs = inputs_of(list(graph.nodes))
+    given_up = {inputs[i] for i, _ in pairs}
+    output = graph.output_node()
+    outs = list(output.args[0])  # type: ignore
+    for node in graph.nodes:
+        if node.target is UPDATE:
+            node.meta[OWNED] = [
+                root_of(x) in given_up and _last_reader(x, order) <= order[node]
+                for x in made_by_update(node)
+            ]
+    at = list(order)
+    alike = [(inputs[i], k) for i, k in pairs if _are_alike(inputs[i], outs[k])]
+    _gather_in_place(graph, {outs[k]: old for old, k in alike}, order)
+    for old, k in alike:
+        new = outs[k]
+        last = max(order[new], _last_reader(old, order))
+        if last >= order[output] or is_made_in(root_of(new), old):
+            continue
+        with graph.inserting_after(at[last]):
+            outs[k] = graph.call_function(aten.copy_.default, (old, new))
+        outs[k].meta["val"] = old.meta["val"]
+    output.args = (outs,)
+
+
+def _gather_in_place(
+    graph: fx.Graph, places: Mapping[fx.Node, fx.Node], order: dict[fx.Node, int]
+) -> None:
+    """Let gathers write into the donated inputs of their results, if these have no later reader."""
+    for node in graph.nodes:
+        if node.target is GATHER:
+            into = {item.args[1]: places.get(item) for item in node.users}
+            wanted = [into.get(i) for i in range(len(node.args[0]))]
+            if all(old and _last_reader(old, order) < order[node] for old in wanted):
+                node.meta[INTO] = wanted
+
+
+def _are_alike(old: fx.Node, new: fx.Node) -> bool:
+    """Return whether a value is not this input, and has its shape and dtype."""
+    x, y = old.meta["val"], new.meta["val"]
+    return old is not new and x.shape == y.shape and x.dtype == y.dtype
+
+
+def made_by_update(update: fx.Node) -> list[fx.Node]:
+    """Return the outputs of an update: the parameters, and each moment of all of them."""
+    params, moments = update.args[2], update.args[4]
+    return [*params, *moments]  # type: ignore
+
+
+def is_made_in(node: fx.Node, old: fx.Node) -> bool:
+    """Return whether an update or a gather writes this value into the memory of an input."""
+    if not is_item(node):
+        return False
+    made: Any = node.args
+    maker, place = made
+    if maker.target is UPDATE:
+        return maker.meta[OWNED][place] and root_of(made_by_update(maker)[place]) is old
+    return INTO in maker.meta and maker.meta[INTO][place] is old
+
+
+def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
+    """Return the position of the last read of a value's memory.
+
+    A collective reads until it is awaited; the end of the step reads the outputs.
+    """
+    found, last = [root_of(node)], 0
+    for one in found:
+        for user in one.users:
+            if root_of(user) is not user:
+                found.append(user)
+            elif is_collective(user):
+                readers = (order[reader] for item in user.users for reader in item.users)
+                last = max(last, min(readers, default=len(order)))
+            else:
+                last = max(last, order[user])
+    return last
+
+
+def own_buffers(graph: fx.Graph) -> None:
+    """Clone the input of each all-reduce, which overwrites it, unless it was created for it alone.
+
+    A compiler fuses the clone with a pointwise op before it.
+    """
+    for node in graph.find_nodes(op="call_function", target=REDUCE):
+        for x in node.all_input_nodes:
+            if not _is_alone(x):
+                with graph.inserting_before(node):
+                    own = graph.call_function(aten.clone.default, (x,))
+                own.meta["val"] = x.meta["val"].clone()
+                node.replace_input_with(x, own)
+
+
+def _is_alone(node: fx.Node) -> bool:
+    """Return whether an op created this buffer for its only reader, directly or through views."""
+    packet, alone = getattr(node.target, "overloadpacket", None), len(node.users) == 1
+    return alone and (
+        packet in _MAKERS or (packet in _VIEWS and _is_alone(node.all_input_nodes[0]))
+    )
+
+
+# From a graph to actions: compiled segments of ops, and starts and waits of collectives.
+#
+# A segment has the ops between two collectives, compiled together. A collective starts at its place
+# in the graph and is awaited at the first read of its result; the ops between overlap with it.
+
+Compiler = Callable[[fx.GraphModule, Sequence[Tensor]], Callable[..., Any]]
+"""(graph, example tensors) -> a function of such tensors that returns a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """A function of named values, whose results get names: a segment, or the start of a collective.
+
+    writes: into an argument of the step, which is given up. drops: what nobody reads after it.
+    collective: of a start, the values of its inputs; None for what this rank does alone.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    reads: tuple[str, ...]
+    gives: tuple[str, ...]
+    writes: bool = False
+    drops: tuple[str, ...] = ()
+    collective: tuple[Tensor, ...] | None = None
+
+    def take_part(self) -> None:
+        """Make a collective of which this rank has no inputs, for the others'."""
+        if self.collective is not None:
+            shapes = [(x.shape, x.dtype, x.device) for x in self.collective]
+            zeros = [torch.zeros(shape, dtype=kind, device=on) for shape, kind, on in shapes]
+            for flight in self.run(*zeros):
+                flight.wait()
+
+    def __call__(self, env: dict[str, Any]) -> None:
+        """Run it on the values by the names of their nodes."""
+        env.update(zip(self.gives, self.run(*[env[name] for name in self.reads]), strict=True))
+        for name in self.drops:
+            del env[name]
+
+
+def actions_of(
+    graph: fx.GraphModule, axes: dict[str, Axis], compiler: Compiler, randomness: Randomness
+) -> tuple[Action, ...]:
+    """Return the actions of a graph; `axes` has the axes of its collectives by name."""
+    own_buffers(graph.graph)
+    held = held_in(graph)
+    replay = replay_of(graph.graph, randomness)
+    actions = [_kept(one, number) for one, number in replay.begins]
+    run: list[fx.Node] = []
+    pending: set[fx.Node] = set()
+
+    def flush() -> None:
+        if run:
+            actions.append(_segment(graph, run, compiler, held))
+            run.clear()
+
+    def wait(node: fx.Node) -> None:
+        pending.discard(node)
+        actions.append(_wait(node))
+
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        if is_item(node) and _is_apart(node.args[0]):
+            continue
+        needed = [x.args[0] for x in node.all_input_nodes if is_item(x) and x.args[0] in pending]
+        if _is_apart(node) or needed or node.op == "output":
+            flush()
+        rest = [x for x in graph.graph.nodes if x in pending] if node.op == "output" else needed
+        for one in dict.fromkeys(rest):
+            wait(one)
+        if is_collective(node):
+            actions.append(_with_values(_start(node, axes), node))
+            pending.add(node)
+        elif node.target is UPDATE:
+            actions.append(_update(node))
+        elif node.target is RATE:
+            actions.append(_rate(node))
+        elif node in replay.draws:
+            actions.append(_drawn(node, replay.draws[node]))
+        elif node.op != "output":
+            run.append(node)
+    actions += [_put_back(one, state) for one, state in replay.ends]
+    return _with_drops(actions, {x.name for x in graph.graph.output_node().all_input_nodes})
+
+
+def held_in(graph: fx.GraphModule) -> dict[str, Tensor]:
+    """Return the tensors that the step reads as free variables, by name of node, as inputs.
+
+    As constants of a compiler they would not follow later writes. Tensors that the step creates
+    from numbers stay constants, and are copied before use.
+    """
+    lift = torch.ops.aten.lift_fresh_copy.default
+    nodes = [node for node in graph.graph.nodes if node.op == "get_attr"]
+    read = [node for node in nodes if any(user.target is not lift for user in node.users)]
+    found = {node.name: operator.attrgetter(str(node.target))(graph) for node in read}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+
+
+def _is_apart(node: fx.Node) -> bool:
+    """Return whether a node is outside of segments."""
+    return is_collective(node) or node.target in (UPDATE, RATE) or DRAW in node.meta
+
+
+def _items_of_segments(node: fx.Node) -> dict[str, int]:
+    """Return {name: position} of the results of a node that are read."""
+    return {user.name: int(user.args[1]) for user in node.users}  # type: ignore
+
+
+def _named(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
+    return tuple(node.name for node in nodes)
+
+
+def _with_values(action: Action, node: fx.Node) -> Action:
+    inputs = [*cast("Any", node.args[0]), *node.meta.get(INTO, ())]
+    return replace(action, collective=tuple(x.meta["val"] for x in inputs))
+
+
+def _start(node: fx.Node, axes: dict[str, Axis]) -> Action:
+    """Return the start of a collective; it gives the handle to wait for."""
+    inputs, name, _, _, *rest = cast("Any", node.args)
+    axis = axes[name]
+    if node.target is torch.ops.fzero.uneven_all_to_all.default:
+        raise LayoutError(
+            f"compile: all_to_all with sizes, along {name!r}.",
+            cause="experts that each take the rows which chose them; a compiled step has the "
+            "sizes of its first call in its graph.",
+            fix="leave this step uncompiled, and compile parts of its loss with torch.compile.",
+        )
+    if INTO in node.meta:
+        return _start_in_place(node, inputs, axis)
+    begin = _STARTS[node.target]
+    if begin in (start_permute, start_extremum):
+        rest = rest if begin is start_permute else [node.target._opname]  # type: ignore
+        return Action(lambda *xs: [begin(xs, axis, *rest)], _named(inputs), (node.name,))
+    order = {} if begin in (start_gather, start_all_to_all) else {"ordered": bool(rest[0])}
+
+    def run(*xs: Tensor) -> list[InFlight]:
+        return [begin([x.contiguous() for x in xs], axis, **order)]
+
+    return Action(run, _named(inputs), (node.name,))
+
+
+_STARTS: dict[Any, Callable[..., InFlight]] = {
+    torch.ops.fzero.all_gather.default: start_gather,
+    torch.ops.fzero.reduce_scatter.default: start_scatter,
+    torch.ops.fzero.all_reduce.default: start_reduce,
+    torch.ops.fzero.all_to_all.default: start_all_to_all,
+    torch.ops.fzero.ppermute.default: start_permute,
+    torch.ops.fzero.pmax.default: start_extremum,
+    torch.ops.fzero.pmin.default: start_extremum,
+}
+
+
+def _start_in_place(node: fx.Node, shards: Sequence[fx.Node], axis: Axis) -> Action:
+    """Return the start of a gather into the memory of donated arguments of the step."""
+    fulls = node.meta[INTO]
+    there = list(map(is_made_in, shards, fulls))  # whether a shard is where it belongs already
+
+    def run(*xs: Tensor) -> list[InFlight]:
+        for shard, full, known in zip(xs[: len(there)], xs[len(there) :], there, strict=True):
+            if not known:
+                shard_of(full, axis.size, axis.rank).copy_(shard)
+        return [start_gather_in_place(list(xs[len(there) :]), axis)]
+
+    return Action(run, _named([*shards, *fulls]), (node.name,), writes=True)
+
+
+def _wait(node: fx.Node) -> Action:
+    """Return the wait for a collective; it gives those of its results that are read."""
+    items = _items_of_segments(node)
+
+    def run(flight: InFlight) -> list[Tensor]:
+        outs = flight.wait()
+        return [outs[at] for at in items.values()]
+
+    return Action(run, (node.name,), tuple(items))
+
+
+def _update(node: fx.Node) -> Action:
+    """Return the kernel of an optimizer, in place where it may write into its arguments."""
+    rule, options, _, grads, _, count, *lr = cast("Any", node.args)
+    made, items = made_by_update(node), _items_of_segments(node)  # parameters, then moments
+    owned = node.meta.get(OWNED, [False] * len(made))
+    parts = len(made), len(made) + len(grads)
+
+    def run(*xs: Tensor) -> list[Tensor]:
+        held = [x if own else x.clone() for x, own in zip(xs[: parts[0]], owned, strict=True)]
+        number, *rate = xs[parts[1] :]
+        given = list(xs[parts[0] : parts[1]])
+        update_in_place(rule, options, held, given, number, rate[0] if rate else None)
+        return [held[at] for at in items.values()]
+
+    reads = _named([*made, *grads, count, *(one for one in lr if one is not None)])
+    return Action(run, reads, tuple(items), writes=any(owned))
+
+
+def _rate(node: fx.Node) -> Action:
+    """Return the value of a schedule of `fzero.optim` after so many updates."""
+    count, number = cast("Any", node.args)
+    schedule = SCHEDULES[number]
+
+    def run(updates: Tensor) -> list[Tensor]:
+        return [torch.tensor(float(schedule(int(updates))), dtype=torch.float64)]
+
+    return Action(run, (count.name,), (node.name,))
+
+
+def _drawn(node: fx.Node, draw: Draw) -> Action:
+    """Return an op that draws, as torch has it: a compiler would take others in another order."""
+    target, generator, inputs = cast("Any", node.target), draw.generator, node.all_input_nodes
+    items = (
+        _items_of_segments(node)
+        if isinstance(node.meta["val"], tuple | list)
+        else {node.name: None}
+    )
+    starts = (_state_name(draw.starts),) if isinstance(draw.starts, int) else ()
+    takes = any(one.name == "generator" for one in target._schema.arguments)
+
+    def run(*xs: Any) -> list[Any]:
+        if draw.starts is not None:
+            generator.set_state(xs[-1] if isinstance(draw.starts, int) else draw.starts)
+        env = dict(zip(inputs, xs, strict=False))
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        out = target(*args, **(kwargs | {"generator": generator} if takes else kwargs))
+        made = [out if at is None else out[at] for at in items.values()]
+        return [*made, generator.get_state()] if draw.keeps else made
+
+    keeps = (_state_name(draw.after),) if draw.keeps else ()
+    return Action(run, (*_named(inputs), *starts), (*items, *keeps))
+
+
+def _kept(generator: torch.Generator, number: int) -> Action:
+    """Keep the state that a generator is found in."""
+    return Action(lambda: [generator.get_state()], (), (_state_name(number),))
+
+
+def _put_back(generator: torch.Generator, state: State) -> Action:
+    """Leave a generator in the state in which the step leaves it."""
+
+    def run(*kept: Tensor) -> list[Any]:
+        generator.set_state(kept[0] if isinstance(state, int) else state)
+        return []
+
+    return Action(run, (_state_name(state),) if isinstance(state, int) else (), ())
+
+
+def _state_name(number: int) -> str:
+    return f"random state {number}"
+
+
+def _segment(
+    graph: fx.GraphModule, nodes: Sequence[fx.Node], compiler: Compiler, held: Mapping[str, Tensor]
+) -> Action:
+    inside = set(nodes)
+    outside = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
+    reads = [x for x in outside if x.op != "get_attr" or x.name in held]
+    gives = [
+        node for node in nodes if any(user not in inside for user in node.users) and _is_value(node)
+    ]
+    part, copies = fx.Graph(), {}
+    for x in reads:
+        copies[x] = part.placeholder(x.name)
+        copies[x].meta = x.meta
+    constants = [x for x in outside if x.op == "get_attr" and x.name not in held]
+    for node in (*constants, *nodes):
+        copies[node] = part.node_copy(node, copies.__getitem__)
+    part.output(tuple(copies[node] for node in gives))
+    module = fx.GraphModule(graph, part)
+    run = compiler(module, [held[x.name] if x.name in held else x.meta["val"] for x in reads])
+    writes = any(node.target is torch.ops.aten.copy_.default for node in nodes)
+    return Action(run, _named(reads), _named(gives), writes=writes)
+
+
+def _is_value(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Tensor)
+
+
+def _with_drops(actions: Sequence[Action], results: set[str]) -> tuple[Action, ...]:
+    """Let each value be freed after its last reader."""
+    needed, made = set(results), list[Action]()
+    for action in reversed(actions):
+        gone = (name for name in (*action.reads, *action.gives) if name not in needed)
+        made.append(replace(action, drops=tuple(dict.fromkeys(gone))))
+        needed.update(action.reads)
+    return tuple(reversed(made))

@@ -1,0 +1,670 @@
+"""What ranks make of each other's values: the axioms of collectives, means, totals, tests.
+
+Of x_r on rank r, and of x of which rank r has part r:
+    all_gather(part r of x)   x on every rank
+    all_reduce(x_r)           sum_r x_r
+    reduce_scatter(x_r)       part r of sum_r x_r
+    sum_r total(part r of x)  total(x)      if x is the same on all ranks
+
+One program may stand for all ranks; or the programs of all are read beside each other, where each
+has other pieces of leaves.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import dis
+import functools
+import inspect
+import math
+import time
+import types
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from fzero.optim import schedules
+
+# The CPU time that a proof may take.
+
+DEFAULT_S = 60.0
+
+
+class OutOfBudget(Exception):
+    """The CPU time is spent."""
+
+
+class Budget:
+    """So many seconds of this thread's CPU time, from now on, for each of so many ranks."""
+
+    def __init__(
+        self, seconds: float = DEFAULT_S, ranks: int = 1, within: Budget | None = None
+    ) -> None:
+        self.seconds = seconds
+        until = time.thread_time() + seconds * ranks
+        self._until = until if within is None else min(until, within._until)
+
+    def of_one(self) -> Budget:
+        """Return a budget for one program, within this one."""
+        return Budget(self.seconds, within=self)
+
+    def check(self, what: str = "") -> None:
+        """Raise `OutOfBudget` if it is spent, at `what`."""
+        if time.thread_time() > self._until:
+            raise OutOfBudget(f"the budget of {self.seconds:g} s of CPU time is spent{what}")
+
+
+# What a tensor is, as an expression over the inputs of a step: exact, over the reals.
+#
+# A `Term` is a tensor that a function makes of others; terms of one head and the same operands are
+# one object. A `Sum` is a linear combination of elements of terms, with rational coefficients. A
+# `Symbolic` is a tensor as pieces in a row, each of one sum.
+
+UNIFORM = -1
+"""The start of a term of one element, which stands for every element."""
+
+
+class Addend(NamedTuple):
+    """c t[start:]."""
+
+    term: Term
+    start: int
+    by: Fraction
+
+
+Sum = tuple[Addend, ...]
+"""Each (term, start) once, in the order of the terms. (): zero."""
+
+
+class Stretch(NamedTuple):
+    """So many elements in a row, from the first ones of a sum on."""
+
+    numel: int
+    sum: Sum
+
+
+class Symbolic(NamedTuple):
+    """A tensor. spread: each rank has one of W equal parts of the pieces, in rank order; else all.
+
+    A term in it may be another one on each rank: see `Term.varies`.
+    """
+
+    shape: tuple[int, ...]
+    pieces: tuple[Stretch, ...]
+    spread: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements on one rank."""
+        return prod(self.shape)
+
+    @property
+    def addends(self) -> Iterator[Addend]:
+        """The addends of all pieces."""
+        return (x for piece in self.pieces for x in piece.sum)
+
+    @property
+    def uniform(self) -> Sum | None:
+        """The sum that every element is, or None."""
+        one = self.pieces[0].sum if len(self.pieces) == 1 else None
+        return one if one is not None and all(x.start == UNIFORM for x in one) else None
+
+    def on(self, pieces: Iterable[Stretch]) -> Symbolic:
+        """Return a value of the same shape with other pieces."""
+        return self._replace(pieces=joined(pieces))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Term:
+    """A tensor made by a function, `head`. varies: it is of one rank's batch, shard or draws."""
+
+    head: Hashable
+    operands: tuple[Symbolic, ...]
+    numel: int
+    varies: bool
+    number: int
+
+    @property
+    def name(self) -> Hashable:
+        """What the head begins with."""
+        return self.head[0] if isinstance(self.head, tuple) else self.head
+
+
+class Terms:
+    """All terms of a proof."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Term] = {}
+        self._budget: Budget | None = None
+
+    @contextmanager
+    def within(self, budget: Budget | None) -> Iterator[None]:
+        """Make terms within a budget in this block."""
+        self._budget = budget
+        try:
+            yield
+        finally:
+            self._budget = None
+
+    def term(
+        self,
+        head: Hashable,
+        operands: Iterable[Symbolic] = (),
+        numel: int = 1,
+        varies: bool | None = None,
+    ) -> Term:
+        """Return the term of a head and operands; by default it varies if one of these does."""
+        if self._budget is not None:
+            self._budget.check()
+        given = tuple(operands)
+        found = self._made.get((head, given, numel))
+        if found is None:
+            differs = any(one.spread or any(x.term.varies for x in one.addends) for one in given)
+            varies = differs if varies is None else varies
+            found = self._made[head, given, numel] = Term(
+                head, given, numel, varies, len(self._made)
+            )
+        return found
+
+    def number(self, number: Fraction) -> Sum:
+        """Return every element of a constant tensor."""
+        return scaled(whole(self.term("one")), number)
+
+
+def exact(number: float) -> Fraction:
+    """Return the simplest quotient that rounds to a number.
+
+    Example:
+        >>> exact(0.1), exact(2 / 3), exact(3)
+        (Fraction(1, 10), Fraction(2, 3), Fraction(3, 1))
+    """
+    simple = Fraction(number).limit_denominator(10**6)
+    return simple if float(simple) == number else Fraction(number)
+
+
+def whole(term: Term) -> Sum:
+    """Return a term as a sum."""
+    return (Addend(term, UNIFORM if term.numel == 1 else 0, Fraction(1)),)
+
+
+def of_term(term: Term, shape: Sequence[int]) -> Symbolic:
+    """Return a term as a value."""
+    return of_sum(whole(term), shape)
+
+
+def of_sum(one: Sum, shape: Sequence[int] = ()) -> Symbolic:
+    """Return a value of one piece."""
+    return Symbolic(tuple(shape), joined([Stretch(prod(shape), one)]))
+
+
+def constant(one: Sum) -> Fraction | None:
+    """Return the number that a sum is; None if it is none."""
+    if len(one) == 1 and one[0].term.head == "one":
+        return one[0].by
+    return None if one else Fraction(0)
+
+
+def only(one: Sum) -> Term | None:
+    """Return the term that a sum is; None if it is none."""
+    return one[0].term if len(one) == 1 and one[0].by == 1 else None
+
+
+def scaled(one: Sum, by: Fraction) -> Sum:
+    """Return a sum times a number."""
+    return tuple(x._replace(by=x.by * by) for x in one) if by else ()
+
+
+def added(a: Sum, b: Sum) -> Sum:
+    """Return a + b."""
+    if not (a and b):
+        return a or b
+    found = {(x.term, x.start): x.by for x in a}
+    for term, start, by in b:
+        found[term, start] = found.get((term, start), 0) + by
+    rest = (Addend(*key, by) for key, by in found.items() if by)
+    return tuple(sorted(rest, key=lambda x: (x.term.number, x.start)))
+
+
+def moved(one: Sum, by: int) -> Sum:
+    """Return the sum from `by` elements further on."""
+    return tuple(x if x.start == UNIFORM else x._replace(start=x.start + by) for x in one)
+
+
+def joined(pieces: Iterable[Stretch]) -> tuple[Stretch, ...]:
+    """Return pieces without empty ones, and as one where they go on with each other."""
+    found: list[Stretch] = []
+    for piece in pieces:
+        if found and moved(found[-1].sum, found[-1].numel) == piece.sum:
+            found[-1] = Stretch(found[-1].numel + piece.numel, found[-1].sum)
+        elif piece.numel:
+            found.append(piece)
+    return tuple(found)
+
+
+def cut(pieces: Iterable[Stretch], start: int, numel: int) -> tuple[Stretch, ...]:
+    """Return `numel` elements from `start` on."""
+    found, at = [], 0
+    for piece in pieces:
+        first, last = max(at, start), min(at + piece.numel, start + numel)
+        if first < last:
+            found.append(Stretch(last - first, moved(piece.sum, first - at)))
+        at += piece.numel
+    return tuple(found)
+
+
+def aligned(rows: Sequence[Sequence[Stretch]]) -> Iterator[tuple[int, list[Sum]]]:
+    """Yield (numel, the sum of each row), as long as no row changes."""
+    rest = [list(reversed(row)) for row in rows]
+    while any(rest):
+        heads = [row.pop() for row in rest]
+        numel = min(head.numel for head in heads)
+        for row, head in zip(rest, heads, strict=True):
+            if head.numel > numel:
+                row.append(Stretch(head.numel - numel, moved(head.sum, numel)))
+        yield numel, [head.sum for head in heads]
+
+
+def text_of(value: Symbolic, depth: int = 3) -> str:
+    """Return a short text: "1/2 sum over ranks(mm(args[0], ...))"."""
+    shown = [" + ".join(_text(x, depth) for x in piece.sum[:3]) for piece in value.pieces[:3]]
+    text = ", ".join(one or "0" for one in shown)
+    text = text if len(value.pieces) < 2 else f"[{text}, ...]"
+    return f"the rank's part of {text}" if value.spread else text
+
+
+def _text(x: Addend, depth: int) -> str:
+    if x.term.head == "one":
+        return str(x.by)
+    head = x.term.head if isinstance(x.term.head, tuple) else (x.term.head,)
+    head = tuple(one for one in head if isinstance(one, str | int | float))
+    inner = ", ".join(text_of(one, depth - 1) for one in x.term.operands) if depth else "..."
+    name = f"{head[0]}({inner})" if x.term.operands else " ".join(map(str, head))
+    return f"{'' if x.by == 1 else f'{x.by} '}{name}{f'[{x.start}:]' if x.start > 0 else ''}"
+
+
+OVER_RANKS, TOTAL, OWN_TOTAL, FINITE = "sum over ranks", "total", "total of its part", "finite"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpretation:
+    """How a program is read.
+
+    one_rank: as the reference, in which what is handed to the reduction is read as its mean over
+    `world` ranks. axis: name and group of what collectives are over. own_parts: nodes that select a
+    rank's part.
+    """
+
+    terms: Terms
+    world: int
+    one_rank: bool
+    axis: tuple[str, str] = ("", "")
+    own_parts: frozenset[fx.Node] = frozenset()
+
+    def mean(self, one: Sum) -> Sum:
+        """Return the mean over ranks of what each has."""
+        varies = any(x.term.varies for x in one)
+        return scaled(self.over_ranks(one), Fraction(1, self.world)) if varies else one
+
+    def over_ranks(self, one: Sum) -> Sum:
+        """Return the sum over ranks of what each has: linear, and W x where all have x."""
+        if self.world == 1:
+            return one
+        found: Sum = ()
+        for x in one:
+            if not x.term.varies:
+                made: Sum = (x._replace(by=x.by * self.world),)
+            elif x.term.head == OWN_TOTAL and _is_one_whole(x.term.operands[0]):
+                made = scaled(self.total(x.term.operands[0]._replace(spread=False)), x.by)
+            else:
+                inner = [of_sum(whole(x.term), (x.term.numel,))]
+                term = self.terms.term(OVER_RANKS, inner, x.term.numel, varies=False)
+                made = (x._replace(term=term),)
+            found = added(found, made)
+        return found
+
+    def total(self, value: Symbolic) -> Sum:
+        """Return the sum of all elements that a rank has."""
+        if value.spread:
+            return whole(self.terms.term(OWN_TOTAL, [value._replace(shape=(value.numel,))]))
+        found: Sum = ()
+        for piece in value.pieces:
+            for term, start, by in piece.sum:
+                if start == UNIFORM:
+                    made = Addend(term, start, by * piece.numel)
+                else:
+                    part = of_sum((Addend(term, start, Fraction(1)),), (piece.numel,))
+                    made = Addend(self.terms.term(TOTAL, [part]), UNIFORM, by)
+                found = added(found, (made,))
+        return found
+
+    def finite(self, values: Iterable[Symbolic]) -> Term:
+        """Return 1 if all elements that a rank has of some values are finite, else 0."""
+        given = list(values)
+        parts = {value for value in given if value.spread and any(value.addends)}
+        pieces = {p for value in given if not value.spread for p in value.pieces if p.sum}
+        parts |= {of_sum(p.sum, (p.numel,)) for p in _in_order(pieces)}
+        return self.terms.term(FINITE, sorted(parts, key=_order))
+
+    def collective(self, name: str, values: Sequence[Symbolic]) -> list[Symbolic]:
+        """Return what a collective gives: of what each rank has; or of that of one for all."""
+        if len(values) > 1 and len({*values}) > 1:
+            return self._of_unlike(name, values)
+        return [self._of_alike(name, values[0], rank, len(values)) for rank in range(len(values))]
+
+    def _of_alike(self, name: str, value: Symbolic, rank: int, ranks: int) -> Symbolic:
+        """Return what a rank gets; where one stands for all ranks, as parts."""
+        shape, world = value.shape, self.world
+        if name == "all_gather" and shape and not any(x.term.varies for x in value.addends):
+            pieces = value.pieces if value.spread else value.pieces * world
+            return Symbolic((shape[0] * world, *shape[1:]), joined(pieces))
+        if name not in ("all_reduce", "reduce_scatter") or value.spread:
+            raise NotImplementedError("it joins or sums what is not of the same elements")
+        summed = value.on(Stretch(p.numel, self.over_ranks(p.sum)) for p in value.pieces)
+        return summed if name == "all_reduce" else self._part(summed, rank, ranks)
+
+    def _part(self, summed: Symbolic, rank: int, ranks: int) -> Symbolic:
+        shape = summed.shape[0] // self.world, *summed.shape[1:]
+        if ranks == 1 < self.world:
+            return summed._replace(shape=shape, spread=True)
+        numel = summed.numel // self.world
+        return Symbolic(shape, cut(summed.pieces, rank * numel, numel))
+
+    def _of_unlike(self, name: str, values: Sequence[Symbolic]) -> list[Symbolic]:
+        """Return the same of ranks that have something else each: what varies must be alike."""
+        ranks = range(len(values))
+        if len({value.shape for value in values}) > 1:
+            raise NotImplementedError("ranks hand in other shapes")
+        (size, *rest), varying = (
+            values[0].shape or (1,),
+            [
+                value.on(
+                    Stretch(p.numel, tuple(x for x in p.sum if x.term.varies)) for p in value.pieces
+                )
+                for value in values
+            ],
+        )
+        if name == "all_gather" and values[0].shape and not any(any(x.addends) for x in varying):
+            pieces = joined(p for value in values for p in value.pieces)
+            return [Symbolic((size * self.world, *rest), pieces) for _ in ranks]
+        if name not in ("all_reduce", "reduce_scatter") or len({*varying}) > 1:
+            raise NotImplementedError("it joins or sums what ranks have made in other ways")
+        rows = [[Stretch(p.numel, self.over_ranks(p.sum)) for p in varying[0].pieces]]
+        rows += [
+            [Stretch(p.numel, tuple(x for x in p.sum if not x.term.varies)) for p in value.pieces]
+            for value in values
+        ]
+        pieces = (Stretch(n, self._joined_totals(reduce(added, sums))) for n, sums in aligned(rows))
+        summed = values[0].on(pieces)
+        return [
+            summed if name == "all_reduce" else self._part(summed, r, len(values)) for r in ranks
+        ]
+
+    def _joined_totals(self, one: Sum) -> Sum:
+        """total(x[:a]) + total(x[a:]) = total(x)."""
+        rest: Sum = tuple(x for x in one if x.term.head != TOTAL)
+        for by in {x.by for x in one if x.term.head == TOTAL}:
+            parts = (
+                x.term.operands[0].pieces[0] for x in one if x.term.head == TOTAL and x.by == by
+            )
+            for piece in _in_order(parts):
+                made = self.total(of_sum(piece.sum, (piece.numel,)))
+                rest = added(rest, scaled(made, by))
+        return rest
+
+
+def _in_order(pieces: Iterable[Stretch]) -> tuple[Stretch, ...]:
+    """Return pieces of the same tensors joined, where they go on with each other."""
+    return joined(sorted(pieces, key=lambda p: [(x.term.number, *x[1:]) for x in p.sum]))
+
+
+def _is_one_whole(value: Symbolic) -> bool:
+    """Whether ranks have parts of one whole, and not each a part of its own."""
+    return value.spread and not any(x.term.varies for x in value.addends)
+
+
+def _order(value: Symbolic) -> Any:
+    return value.spread, [(p.numel, [(x.term.number, *x[1:]) for x in p.sum]) for p in value.pieces]
+
+
+# An op of a program as it is called: every argument by name, with values in place of tensors.
+
+
+class OpCall(NamedTuple):
+    """A call of an ATen op.
+
+    target: the exact overload whose meaning counts; of a write in place, the one out of place.
+    args: all arguments of the schema, also those that were left out, in its order. dtypes: of the
+    tensors among them, in order. results: (shape, dtype) of each. draw: its number among the draws.
+    """
+
+    reading: Interpretation
+    target: torch._ops.OpOverload
+    args: dict[str, Any]
+    dtypes: tuple[torch.dtype, ...]
+    results: tuple[tuple[tuple[int, ...], torch.dtype | None], ...]
+    several: bool = False
+    draw: int = 0
+
+    @property
+    def terms(self) -> Terms:
+        """All terms."""
+        return self.reading.terms
+
+    @property
+    def values(self) -> list[Symbolic]:
+        """The tensors among the arguments, in order."""
+        return list(symbols(tuple(self.args.values())))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of the first result."""
+        return self.results[0][1] if self.results else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first result."""
+        return self.results[0][0]
+
+    def head(self, *more: Hashable) -> tuple[Hashable, ...]:
+        """Return what names this function of tensors: the op and all that is no tensor."""
+        code = tuple((name, _encoded(name, x)) for name, x in self.args.items())
+        name = self.target._schema.name.split("::")[1]
+        made = tuple(dtype for _, dtype in self.results)
+        return name, self.target, self.dtypes, made, code, *more
+
+
+def symbols(x: Any) -> Iterator[Symbolic]:
+    """Yield the values in an argument."""
+    if isinstance(x, Symbolic):
+        yield x
+    elif isinstance(x, tuple | list):
+        for one in x:
+            yield from symbols(one)
+
+
+def _encoded(name: str, x: Any) -> Hashable:
+    """Return an argument with its type: 1, 1.0 and True are three, None is no tensor."""
+    if isinstance(x, Symbolic):
+        return "tensor"
+    if isinstance(x, tuple | list):
+        return ("list", *(_encoded(name, one) for one in x))
+    if isinstance(x, float):
+        return "float", x.hex()
+    if x is None or isinstance(x, bool | int | str | complex):
+        return type(x).__name__, repr(x)
+    if isinstance(x, torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return type(x).__name__, str(x)
+    raise NotImplementedError(f"its argument {name} is a {type(x).__name__}")
+
+
+def call_of(
+    reading: Interpretation,
+    node: fx.Node,
+    value: Callable[[Any], Any],
+    *,
+    target: torch._ops.OpOverload | None = None,
+) -> OpCall:
+    """Return the call that a node is, complete: defaults are filled in by the schema."""
+    op: Any = node.target
+    arguments = op._schema.arguments
+    names = [one.name for one in arguments]
+    given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    if len(node.args) > len(names) or set(given) - set(names):
+        raise NotImplementedError(f"{op} has no such arguments")
+    missing = [
+        one.name for one in arguments if one.name not in given and not one.has_default_value()
+    ]
+    if missing:
+        raise NotImplementedError(f"its argument {missing[0]} is not given")
+    full = {one.name: given.get(one.name, one.default_value) for one in arguments}
+    val = node.meta.get("val")
+    several = isinstance(val, list | tuple)
+    made: Any = val if several else [val]
+    return OpCall(
+        reading=reading,
+        target=target or op,
+        args={name: value(x) for name, x in full.items()},
+        dtypes=tuple(one.meta["val"].dtype for one in _nodes(tuple(full.values()))),
+        results=tuple((tuple(getattr(x, "shape", ())), getattr(x, "dtype", None)) for x in made),
+        several=several,
+    )
+
+
+def _nodes(x: Any) -> Iterator[fx.Node]:
+    if isinstance(x, fx.Node):
+        yield x
+    elif isinstance(x, tuple | list):
+        for one in x:
+            yield from _nodes(one)
+
+
+# Read the code of a schedule: is it a function of the number of updates and nothing else?
+
+_OWN = tuple(
+    one
+    for one in vars(schedules).values()
+    if isinstance(one, type) and one.__module__ == schedules.__name__
+)
+_NAMES = ("abs", "all", "any", "bool", "divmod", "enumerate", "float", "int", "len", "max", "min")
+_MORE = ("pow", "range", "reversed", "round", "sorted", "sum", "tuple", "zip")
+_BUILTINS = frozenset(getattr(builtins, name) for name in (*_NAMES, *_MORE))
+_NUMBERS = (int, float, bool, str, type(None))
+_MAKES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_WRITES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_DEREF", "STORE_SUBSCR", "STORE_SLICE", "DELETE_")
+_OTHERS = ("IMPORT_", "SEND", "GET_AWAITABLE", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_FROM_DICT")
+
+
+def unreadable(schedule: Any) -> str:
+    """Return why a schedule is not known to depend on the step alone; "" if it is.
+
+    Known are the schedules of `fzero.optim.schedules`, and functions of Python whose code has
+    numbers, arithmetic, `math`, a few builtins, and other such functions.
+
+    Example:
+        >>> import fzero
+        >>> unreadable(lambda t: 0.1 / (1 + t)), unreadable(lambda t: 0.1 * fzero.axis_size())
+        ('', "a function that uses 'fzero', a module")
+    """
+    return facts_of(schedule)[0]
+
+
+def facts_of(schedule: Any) -> tuple[str, tuple[Any, ...]]:
+    """Return (why it is unreadable or "", all code and numbers that it reads as they are now)."""
+    reader = _Reader()
+    return reader.callable(schedule), tuple(reader.facts)
+
+
+class _Reader:
+    """Reads one schedule. Each method returns why it cannot, or "".
+
+    facts: what was read, in order.
+    """
+
+    def __init__(self) -> None:
+        self.facts: list[Any] = []
+        self._seen = set[int]()
+
+    def callable(self, fn: Any) -> str:
+        if id(fn) in self._seen:
+            return ""
+        self._seen.add(id(fn))
+        if type(fn) in _OWN:
+            self.facts.append(type(fn))
+            return self.values((x.name, getattr(fn, x.name)) for x in dataclasses.fields(fn))
+        if type(fn) is functools.partial and not vars(fn):
+            given = [*enumerate(fn.args), *fn.keywords.items()]
+            return self.callable(fn.func) or self.values(given)
+        if isinstance(fn, types.BuiltinFunctionType | type):
+            known = fn in _BUILTINS or _is_of_math(fn)
+            self.facts.append(fn)
+            return "" if known else f"{fn!r}, which is not read"
+        if type(fn) is not types.FunctionType:
+            return f"an object of {type(fn).__name__}, which is not read"
+        held: Any = (fn.__globals__, fn.__builtins__)
+        if vars(fn) or any(type(x) is not dict for x in held):
+            return "a function with attributes, or names, of its own kind"
+        given = [*enumerate(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
+        return self.values(given) or self.cells(fn) or self.code(fn.__code__, fn)
+
+    def cells(self, fn: types.FunctionType) -> str:
+        try:
+            held = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+            return self.values([(name, cell.cell_contents) for name, cell in held])
+        except ValueError:
+            return "a function of a variable that has no value"
+
+    def code(self, code: types.CodeType, fn: types.FunctionType) -> str:
+        self.facts.append(code)
+        of_module = False  # whether the instruction before has loaded `math`
+        for one in dis.get_instructions(code):
+            name: Any = one.argval
+            if one.opname.startswith(_WRITES) and name not in code.co_cellvars:
+                return f"a function that writes {name or 'elements'}"
+            if one.opname.startswith(_OTHERS) or (code is fn.__code__ and code.co_flags & _MAKES):
+                return f"a function with {one.opname}"
+            if one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")):
+                if not of_module or not _is_of_math(getattr(math, name, None)):
+                    return f"a function that reads the attribute {name!r}"
+                self.facts.append(getattr(math, name))
+            of_module = False
+            if one.opname.startswith("LOAD_GLOBAL"):
+                held: Any = {**fn.__builtins__, **fn.__globals__}
+                of_module = held.get(name) is math
+                if why := self.value(name, held.get(name)):
+                    return why
+        inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+        return next(filter(None, (self.code(one, fn) for one in inner)), "")
+
+    def values(self, given: Iterable[tuple[Any, Any]]) -> str:
+        return next(filter(None, (self.value(name, x) for name, x in given)), "")
+
+    def value(self, name: Any, x: Any) -> str:
+        if type(x) in _NUMBERS or x is math:
+            self.facts.append((name, type(x), repr(x)))
+            return ""
+        if type(x) in (tuple, list, dict):
+            if id(x) in self._seen:
+                return ""
+            self._seen.add(id(x))
+            self.facts.append((name, type(x), len(x)))
+            if type(x) is dict and any(type(key) not in _NUMBERS for key in x):
+                return f"a function that looks up {name!r}, whose keys are no numbers"
+            return self.values(x.items() if type(x) is dict else enumerate(x))
+        if isinstance(x, types.ModuleType):
+            return f"a function that uses {name!r}, a module"
+        return self.callable(x) if callable(x) else f"a function that uses {name!r}"
+
+
+def _is_of_math(x: Any) -> bool:
+    if type(x) is float:
+        return True
+    mine = isinstance(x, types.BuiltinFunctionType) and x.__module__ == "math"
+    return mine and type(x.__self__) is types.ModuleType

@@ -40,6 +40,7 @@ from fzero.state.codec import (
     sum_of,
     wide,
 )
+from fzero.state.slots import changed as with_value
 
 # What encoding has lost of gradients so far: the memories of a state, and the starts of factors.
 #
@@ -209,7 +210,7 @@ def with_memories(state: TrainState, changed: Mapping[int, Tensor]) -> TrainStat
                 changed.get(k, _packed(x, setup.memory_dtype(memories[k].group)))
                 for k, x in zip(numbers, old, strict=True)
             )
-            made[name] = slots.changed(slots[name], replace(slots[name].value, flats=tuple(flats)))
+            made[name] = with_value(slots[name], replace(slots[name].value, flats=tuple(flats)))
     starts = dict(slots[START].value) if START in slots else {}
     for number, matrices in enumerate(starts_of(setup).values(), start=len(memories)):
         if number in changed:
@@ -218,7 +219,7 @@ def with_memories(state: TrainState, changed: Mapping[int, Tensor]) -> TrainStat
             pieces = changed[number].split(sizes)
             starts |= {paths[leaf]: x for leaf, x in zip(each, pieces, strict=True)}
     if starts:
-        made[START] = slots.changed(slots[START], starts)
+        made[START] = with_value(slots[START], starts)
     return state.replace(slots=made)
 
 

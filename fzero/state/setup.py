@@ -628,7 +628,7 @@ def note_owners(tensor: Tensor, owners: Owners) -> None:
     vars(tensor)[_OWNERS] = owners
 
 
-def owners_of(tensor: Tensor) -> Owners:
+def noted_owners(tensor: Tensor) -> Owners:
     """Return what `note_owners` has noted; nothing of any other tensor."""
     return vars(tensor).get(_OWNERS, ())
 

@@ -20,6 +20,7 @@ from fzero.errors import LayoutError
 from fzero.machine.compress import remembering, require_codec
 from fzero.machine.module_buffers import difference, noted_lines
 from fzero.machine.offload import offloaded, require_folder, write_back
+from fzero.machine.owners import owners_of
 from fzero.machine.packing import cut, pack
 from fzero.machine.partition import (
     HeldTensor,
@@ -81,7 +82,7 @@ from fzero.state.setup import (
     as_autocast,
     as_offload,
     note_owners,
-    owners_of,
+    noted_owners,
 )
 from fzero.transforms.closure import watch
 from fzero.transforms.compress import wire_of
@@ -211,7 +212,7 @@ def plan_setup(
         parts = stage > 0 and axis.size > 1
         chosen = _bound(optimizer, named, parts=parts)
         require_together(BUILTINS, "rule", (chosen, options))
-        owners = owners or {path: owners_of(p) for path, p in named.items()}
+        owners = owners or {path: noted_owners(p) for path, p in named.items()}
         outer = bound_outer(options.local, named)
         lowered = None if autocast is None else _lowered(autocast, named, owners)
         make = partial(

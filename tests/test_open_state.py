@@ -53,7 +53,7 @@ POINTS_ONLY = (
     "adapter/_scaling.py",
     "adapter/boundary.py",
 )
-"""What runs a step: it goes over what features declare (`transforms/builtins.py`)."""
+"""What runs a step: it goes over what features declare (`transforms/recipe.py`)."""
 
 _ARGUMENT = "weight= is what a user says of a call; what becomes of it, a feature knows"
 _FORMAT = "the format of DeepSpeed has it by this name"

@@ -21,7 +21,7 @@ from fzero.adapter.hooks import in_backward
 from fzero.adapter.writes import own_part, take_values
 from fzero.collectives import broadcast, gather_objects
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.codecs import Blocks
+from fzero.machine.blocks import Blocks
 from fzero.machine.offload import to_device
 from fzero.machine.owners import OwnedLeaf, Owners, owners_of
 from fzero.machine.packing import LeafRange, gather_parts, leaf_ranges, unpack

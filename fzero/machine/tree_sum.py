@@ -2,7 +2,7 @@
 
     flats [l] -> squares of blocks -> nodes of each leaf -> all-gather -> leaves -> all
 
-A leaf is the fixed binary tree (`state/tree`) over its blocks, and all of them are the tree over
+A leaf is the fixed binary tree (`state/logical`) over its blocks, and all of them are the tree over
 leaves, in the order of the layout. A rank has runs of whole blocks: it sums them to a few nodes of
 each leaf that is cut, and every rank makes the rest from the nodes of all.
 """

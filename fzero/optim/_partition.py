@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
-from fzero.machine.codecs import Blocks
+from fzero.machine.blocks import Blocks
 from fzero.machine.owners import Owners
 from fzero.optim.encoded_moments import counted
 from fzero.optim.optimizer import Optimizer

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
-from fzero.machine.codecs import Blocks
+from fzero.machine.blocks import Blocks
 from fzero.machine.offload import CopyStream, is_here, write_back
 from fzero.optim.precision import Precision, as_stepped
 from fzero.optim.rules import Scaled, noise_of, rounded

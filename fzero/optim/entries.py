@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fzero.errors import CheckpointError, LayoutError, explain
-from fzero.machine.codecs import Blocks
+from fzero.machine.blocks import Blocks
 from fzero.machine.named_shards import leaf_paths
 from fzero.machine.owners import owners_of
 from fzero.state import NAMESPACE, Form, Placement, Setup, TrainState

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, is_number
-from fzero.machine.codecs import Blocks
+from fzero.machine.blocks import Blocks
 from fzero.machine.offload import cloned, to_device
 from fzero.machine.partition import named_leaves
 from fzero.machine.tree_sum import even_spans, threads_on

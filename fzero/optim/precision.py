@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fzero.errors import LayoutError, explain
 from fzero.errors.check import check_flags, is_count, require
-from fzero.machine.codecs import Blocks
+from fzero.machine.blocks import Blocks
 from fzero.optim.rules import Scaled
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import Codec, cast, is_by_rows

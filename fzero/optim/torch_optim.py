@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from fzero.context.current_rank import has_no_values
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, require
-from fzero.machine.codecs import Blocks
+from fzero.machine.blocks import Blocks
 from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners, Wholes
 from fzero.machine.tree_sum import even_spans, threads_on

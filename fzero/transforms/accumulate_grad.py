@@ -77,7 +77,7 @@ def part_of_update(
 ) -> Sequence[Tensor]:
     """Return gradients of one micro-batch times its share of an averaged update.
 
-    `reduced`: an encoder, if there is one, has multiplied them by it: see `machine/residual.Lent`.
+    `reduced`: an encoder, if there is one, has multiplied them by it: see `machine/compress.Lent`.
     """
     scale = 1.0 if reduced and state.setup.encodes_gradients else state.setup.gradient_share
     return flats if scale == 1.0 else [flat * scale for flat in flats]

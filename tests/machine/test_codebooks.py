@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fzero.machine.codecs import Blocks, dynamic8, dynamic_levels, int8
+from fzero.machine.blocks import Blocks
+from fzero.machine.codecs import dynamic8, dynamic_levels, int8
 
 F32 = torch.float32
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ import fzero
 from fzero.ranks.virtual import run_ranks
 from fzero.state import OptimizerOver
 from fzero.state.layout import BLOCK
-from fzero.transforms import init as planning
 
 SHAPES = {"w": (37, 45), "b": (45,), "e": (130, 64), "s": (), "conv": (6, 5, 3, 3), "v": (200,)}
 
@@ -45,7 +45,7 @@ PLACES = (
 @contextmanager
 def blocks() -> Generator[None]:
     """Leaves and shards of whole blocks, as logical ranks have them."""
-    with mock.patch.object(planning, "block_of", lambda given: BLOCK):
+    with mock.patch.object(sys.modules["fzero.transforms.init"], "block_of", lambda given: BLOCK):
         yield
 
 

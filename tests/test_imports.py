@@ -262,10 +262,10 @@ def test_a_room_without_a_place_is_refused() -> None:
 @pytest.mark.parametrize(
     ("source", "private"),
     [
-        ("from fzero.state.buffers import record", ["fzero.state.buffers.record"]),
-        ("from fzero.state import _record", ["fzero.state.buffers"]),
-        ("import fzero.state.buffers as r", ["fzero.state.buffers"]),
-        ("from fzero.adapter.hooks import Events\nfrom fzero.state import record", []),
+        ("from fzero.state._record import record", ["fzero.state._record.record"]),
+        ("from fzero.state import _record", ["fzero.state._record"]),
+        ("import fzero.state._record as r", ["fzero.state._record"]),
+        ("from fzero.adapter._events import Events\nfrom fzero.state import record", []),
     ],
 )
 def test_the_check_of_private_imports_sees(source: str, private: list[str]) -> None:

@@ -42,16 +42,14 @@ FEATURES = {
 """{a word of a name: what it is of}."""
 
 POINTS_ONLY = (
-    "transforms/agree.py",
     "transforms/grad.py",
-    "transforms/_grad_by_func.py",
+    "transforms/autograd.py",
     "transforms/backward_pass.py",
     "transforms/update.py",
     "transforms/add.py",
     "transforms/map_params.py",
-    "adapter/_losses.py",
-    "adapter/_scaling.py",
-    "adapter/boundary.py",
+    "adapter/losses.py",
+    "adapter/engine_step.py",
 )
 """What runs a step: it goes over what features declare (`transforms/recipe.py`)."""
 
@@ -59,15 +57,11 @@ _ARGUMENT = "weight= is what a user says of a call; what becomes of it, a featur
 _FORMAT = "the format of DeepSpeed has it by this name"
 EXCEPT: dict[str, dict[str, str]] = {
     "checkpoint/_partial.py": {"masters": "a master that a file lacks is made of its parameter"},
-    "checkpoint/_universal_save.py": {"scale": _FORMAT, "masters": _FORMAT},
+    "checkpoint/_universal.py": {"scale": _FORMAT, "masters": _FORMAT},
     "checkpoint/_universal_load.py": {"scale": _FORMAT},
     "transforms/grad.py": {"weight": _ARGUMENT},
-    "transforms/_grad_by_func.py": {"weight": _ARGUMENT},
-    "adapter/_losses.py": {"weight": _ARGUMENT},
-    "adapter/_scaling.py": {
-        "weight": _ARGUMENT,
-        "scale": "engine.scale and engine.scale_if_loss are what users call",
-    },
+    "transforms/autograd.py": {"weight": _ARGUMENT},
+    "adapter/losses.py": {"weight": _ARGUMENT},
 }
 """{file: {a word that it may have: why}}."""
 

@@ -73,5 +73,7 @@ FORGETTING = (
     codecs.dynamic8(block=32),
     Signs(),
 )
+POWER = codecs.powersgd(rank=2)
+"""It encodes matrices, and whole groups of them: where it goes is its own."""
 EVERY = (*REMEMBERING, *FORGETTING, codecs.cast(torch.float16))
 each_codec = pytest.mark.parametrize("codec", EVERY, ids=str)

@@ -12,11 +12,11 @@ from torch import Tensor
 import fzero
 from fzero import Compress, codecs
 from fzero.machine.codecs import Codec
-from fzero.machine.compress import memories_of, memory_flats
+from fzero.machine.compress import memories_of, memory_flats, start_slots
 from tests.covering import covered
 from tests.ranks import run_ranks
-from tests.transforms.codecs_tried import EVERY, REMEMBERING, Signs, each_codec
-from tests.transforms.test_quantized import on_the_wire
+from tests.transforms.codecs_tried import EVERY, POWER, REMEMBERING, Signs, each_codec
+from tests.transforms.test_quantized import on_the_wire, paths
 from tests.transforms.test_residual import overflowing
 from tests.transforms.wired import (
     INT8,
@@ -70,20 +70,17 @@ def test_the_bytes_on_the_wire_are_those_that_the_codec_declares(codec: Codec) -
             assert sent["all_gather"] == wanted.get("all_gather", 0)
 
 
-def paths(layout: Any, index: int) -> list[str]:
-    return [layout.leaves[i].path for i in layout.groups[index].leaves]
-
-
 def whole_numbers(rank: int, step: int) -> Batch:
     source = torch.Generator().manual_seed(10 * step + rank)
     return {p: torch.randint(-20, 21, s, generator=source).float() for p, s in USED.items()}
 
 
-@covered(codec=[*REMEMBERING], place=PLACES, driver=BOTH)
+@covered(codec=[*REMEMBERING, POWER], place=PLACES, driver=BOTH)
 def test_nothing_is_lost_and_all_ranks_have_the_same(codec: Any, place: Any, driver: Any) -> None:
-    """Bit for bit where what is received has few bits, as all built-in codecs see to."""
+    """Bit for bit where what is received has few bits, as blocks see to."""
     world_size, stage, options, over = place
-    exact = not isinstance(codec, Signs)  # whose mean is any number
+    exact = codec is not POWER and not isinstance(codec, Signs)  # whose mean is any number
+    over = "all" if codec is POWER else over
     data = whole_numbers if exact else fine
     wanted = total(data, world_size, 3)
     compress = Compress(gradients=codec, over=over)
@@ -96,18 +93,21 @@ def test_nothing_is_lost_and_all_ranks_have_the_same(codec: Any, place: Any, dri
             bound = 0.0 if exact else 1e-12
             torch.testing.assert_close(found[path] + lost[path], wanted[path], rtol=0, atol=bound)
         assert any(x.any() for x in lost.values())
-        return [x for _, x in sorted(fzero.full_params(state).items())]
+        if codec is POWER:  # these two are no matrices
+            assert not lost["gain"].any() and not lost["blocks.1.bias"].any()
+        starts = [q for _, q in start_slots(state)]
+        return [*starts, *(x for _, x in sorted(fzero.full_params(state).items()))]
 
     for values in each_rank(body, world_size):
         assert all(torch.equal(values[0], x) for x in values)
 
 
-@covered(codec=[*EVERY], place=PLACES)
+@covered(codec=[*EVERY, POWER], place=PLACES)
 def test_both_drivers_hold_the_same_bits(codec: Any, place: Any) -> None:
     world_size, stage, options, over = place
     if isinstance(codec, Signs):  # which gives zeros, that a step steps, a sign
         codec = INT8
-    compress = Compress(gradients=codec, over=over)
+    compress = Compress(gradients=codec, over="all" if codec is POWER else over)
 
     def body(rank: int) -> None:
         mine, theirs = (
@@ -248,6 +248,6 @@ def test_certify_takes_a_codec() -> None:
         "rules": "given",
     }
     batches = [torch.randn(4, 6) for _ in range(16)]
-    for codec in (INT8, codecs.stochastic()):
+    for codec in (INT8, codecs.stochastic(), codecs.powersgd(rank=1)):
         report = fzero.certify(model, loss, batches, wires=(codec,), **few)
         assert report, report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ from fzero.machine.codecs import Codec
 from fzero.machine.compress import memory_flats
 from fzero.state import TrainState
 from tests.covering import covered
+from tests.transforms.codecs_tried import POWER
 from tests.transforms.wired import (
-    DRIVERS,
     GRADIENTS,
     LR,
     USED,
@@ -34,6 +35,9 @@ from tests.transforms.wired import (
 )
 
 ENCODED = GRADIENTS["compress"]
+BOTH = [by_engine, by_function]
+TWO = [ENCODED, fzero.Compress(gradients=POWER)]
+"""With blocks, and with factors: their memories are other slots."""
 
 
 def lost(state: TrainState) -> list[Tensor]:
@@ -73,9 +77,10 @@ def overflowing(rank: int, step: int) -> Batch:
     return found
 
 
-@DRIVERS
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: int) -> None:
+@covered(driver=BOTH, stage=[0, 1, 3], compress=TWO)
+def test_a_skipped_update_leaves_no_trace_in_what_is_kept(
+    driver: Any, stage: int, compress: Any
+) -> None:
     """The steps around an overflow give the bits of a run that never had it."""
 
     def without(rank: int, step: int) -> Batch:
@@ -83,8 +88,8 @@ def test_a_skipped_update_leaves_no_trace_in_the_residual(driver: Any, stage: in
 
     def body(rank: int) -> None:
         scale = fzero.DynamicScale(init_scale=4.0, growth_interval=1)
-        options: Any = {"compress": ENCODED}
-        mine = driver(rank, overflowing, stage, 3, loss_scale=scale, **options)
+        options: Any = {"compress": compress, "loss_scale": scale}
+        mine = driver(rank, overflowing, stage, 3, **options)
         theirs = driver(rank, without, stage, 2, **options)
         assert int(mine.step) == 2
         assert same(list(mine.params.flats), list(theirs.params.flats))
@@ -126,10 +131,11 @@ def test_a_nan_stays_out_of_the_residual_and_is_seen_in_the_gradient() -> None:
         return found
 
     def body(rank: int) -> None:
-        for driver in (by_engine, by_function):
-            state = with_gradients(driver, rank, bad, 2, compress=ENCODED)
+        for driver, compress in itertools.product(BOTH, TWO):
+            state = with_gradients(driver, rank, bad, 2, compress=compress)
             assert all(flat.isfinite().all() for flat in lost(state))
-            assert fzero.gradients(state)["wide"].isnan().all()
+            found = fzero.gradients(state)
+            assert found["wide"].isnan().all() and found["blocks.1.bias"].isfinite().all()
 
     each_rank(body, 2)
 
@@ -164,17 +170,16 @@ def in_other_numbers(engine: Engine, rank: int) -> list[tuple[int, int]]:
 MICRO: dict[str, Any] = {"gradient_accumulation_steps": 2, "average_micro_batches": True}
 
 
-@pytest.mark.parametrize(
-    ("train", "options"), [(in_a_window, {}), (in_micro_batches, MICRO), (in_other_numbers, {})]
-)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@covered(train=[in_a_window, in_micro_batches, in_other_numbers], stage=[0, 2, 3], compress=TWO)
 def test_however_ranks_go_updates_lack_the_last_residual_and_nothing_else(
-    train: Any, options: dict[str, Any], stage: int
+    train: Any, stage: int, compress: Any
 ) -> None:
+    options = MICRO if train is in_micro_batches else {}
+
     def body(rank: int) -> Tensor:
         module = Odd(torch.float64)
         sgd = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], LR)
-        engine = Engine(module, sgd, stage=stage, compress=ENCODED, **options)
+        engine = Engine(module, sgd, stage=stage, compress=compress, **options)
         given = train(engine, rank)
         found, left = moved(engine.state), residual(engine.state)
         for path in USED:
@@ -184,7 +189,7 @@ def test_however_ranks_go_updates_lack_the_last_residual_and_nothing_else(
 
     with fzero.count_collectives() as log:
         groups = each_rank(body, 2)
-    if train is in_a_window:
+    if train is in_a_window and compress is ENCODED:
         assert log.counts(0)["all_to_all"] == groups[0]  # each of them is encoded once
 
 

@@ -194,7 +194,8 @@ class Losses:
             torch.autograd.backward(roots if several else roots[0], gradient, **options)
         finally:
             self._roots, self._weight, self._connected = None, None, False
-            self._running.calls.drop_losses()
+            for part in self._running.parts.values():
+                part.drop_losses()
 
     def _as_root(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
@@ -202,7 +203,8 @@ class Losses:
 
     def _look_at(self, loss: Any, weight: Weight | None) -> None:
         """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
-        self._running.calls.loss(loss, weight)
+        for part in self._running.parts.values():
+            part.loss(loss, weight)
 
     def is_of_all(self, task: int) -> bool:
         """Whether the backward in this graph task is made on all ranks alike."""
@@ -264,7 +266,7 @@ class Losses:
         self._task, self._mark = task, mark
         if mark.factor is not None:
             Losses.latest = (task, self)
-        if self._running.calls.looks:
+        if any(part.looks for part in self._running.parts.values()):
             self._look_at(loss.detach(), own)
         connected = self._connected or mark.connects
         self._weighed = weighed(loss, own, connected=connected)

@@ -94,8 +94,17 @@ class Performer:
         return self.channel.axis
 
     def over(self, axis: Axis) -> Axis:
-        """Return the axis that gathers and reductions go over, see `Channel.over`."""
-        return self.channel.over(axis)
+        """Return the axis that gathers and reductions of the states on `axis` go over.
+
+        The same ranks with groups of fzero's own, also of its two dims if it has them. A collective
+        at first.
+        """
+        own = replace(self.channel.data, name=axis.name, dims=axis.dims, named=axis.named)
+        for part in (own.replicas, own.shards) if own.dims is not None else ():
+            if part.runtime is Runtime.PROCESSES:
+                with explained("making the groups of the mesh", axis):
+                    part.group()
+        return own
 
     # Models.
 
@@ -120,7 +129,7 @@ class Performer:
     def join(self, party: Any, units: Units, number: int, gathered: tuple[int, ...] = ()) -> None:
         """Add a model by its number, which is the same on every rank; see `Join`.
 
-        party: the owner of its values (`machine.Machine`), which does the effects on them.
+        party: the owner of its values (a `Pass`), which does the effects on them.
         """
         self._parties[number] = weakref.ref(party)
         self.send(Join(number, units, gathered))
@@ -154,7 +163,13 @@ class Performer:
     # Events.
 
     def send(self, event: ProtocolEvent) -> None:
-        """Tell the protocol of an event, and do what follows from it."""
+        """Tell the protocol of an event, and do what follows from it.
+
+        In inference mode too, with tensors that training can use afterwards.
+        """
+        if torch.is_inference_mode_enabled():
+            for_training(self.send, event)
+            return
         todo: deque[Effect] = deque()
         try:
             self._advance(event, todo)
@@ -187,9 +202,9 @@ class Performer:
                 for number in sorted(self._parties):
                     party = self._parties[number]()
                     if party is not None:
-                        party.wait_for_reductions()
+                        party.perform(effect)
             case Look(number):
-                return Answer(() if self._party(number).starts_at_once() else None)
+                return Answer(() if self._party(number).perform(effect) else None)
             case Post(message):
                 self.channel.post(message)
             case Read(waits):
@@ -235,14 +250,10 @@ class Performer:
 
         They are asked for before each round: what this rank holds changes while it serves others.
         """
-
-        def until_all_are_heard() -> None:
-            self.send(Call(text, tuple(values())))
-            while not self.protocol.heard:
-                self.send(Call(text, tuple(values())))
-
         self.drop_raised()
-        for_training(until_all_are_heard)
+        self.send(Call(text, tuple(values())))
+        while not self.protocol.heard:
+            self.send(Call(text, tuple(values())))
         return self.protocol.heard
 
     def tell(self, value: Any) -> list[Any]:
@@ -352,7 +363,7 @@ def before_collective(
         if not performer.protocol.inside:
             continue
         backward, own = (False, connects) if call is None else (call.backward, call.connects)
-        for_training(performer.send, SyncPoint(codes, backward, own))
+        performer.send(SyncPoint(codes, backward, own))
         if performer.protocol.meeting and performer.axis.size == whole.size:
             met = performer
     if call is None:
@@ -375,7 +386,7 @@ def also_connects(axis: Axis) -> None:
     """Let the passes here know that the backward of the last collective comes, by other ranks."""
     for performer in _in_a_pass(axis.whole or axis):
         if performer.protocol.inside:
-            for_training(performer.send, Met(connects=True))
+            performer.send(Met(connects=True))
 
 
 def _rows_of_call(
@@ -397,7 +408,7 @@ def _rows_of_call(
         raise different({f"rank {rank}": texts[rank] for rank in first})
     count = len(codes)
     if all(values[count:] for values in heard):
-        for_training(met.send, Met(tuple([values[count] for values in heard])))
+        met.send(Met(tuple([values[count] for values in heard])))
     return [values[2:count] for values in heard]
 
 
@@ -488,7 +499,7 @@ def gather_objects_beside(value: Any, axis: Axis) -> list[Any]:
 class Channel:
     """The rounds of one axis. Every rank makes the same rounds in the same order.
 
-    axis: for rounds. data: for gathers and reductions, see `over`.
+    axis: for rounds. data: for gathers and reductions, see `Performer.over`.
     """
 
     def __init__(self, axis: Axis, data: Axis) -> None:
@@ -496,19 +507,6 @@ class Channel:
         self._posted: lowering.Started | None = None
         self._unread: Round | None = None
         self.rounds = 0
-
-    def over(self, axis: Axis) -> Axis:
-        """Return the axis that gathers and reductions of the states on `axis` go over.
-
-        The same ranks with groups of fzero's own, also of its two dims if it has them. A collective
-        at first.
-        """
-        own = replace(self.data, name=axis.name, dims=axis.dims, named=axis.named)
-        for part in (own.replicas, own.shards) if own.dims is not None else ():
-            if part.runtime is Runtime.PROCESSES:
-                with explained("making the groups of the mesh", axis):
-                    part.group()
-        return own
 
     def post(self, message: Message) -> None:
         """Say something to all ranks; nobody waits, but for the round before."""

@@ -27,8 +27,8 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.state.train_state import Weight, weighed, with_weight
 from fzero.transforms.accumulate_grad import mean_of, not_differentiable, receive
 from fzero.transforms.backward_pass import agree
-from fzero.transforms.points import Calls, Changed, loss_learned
-from fzero.transforms.recipe import factors_of, in_backwards
+from fzero.transforms.points import Changed, changed_by, changes_of, loss_learned
+from fzero.transforms.recipe import factors_of, parts_in
 
 _storage_id: Any = vars(torch._C)["_storage_id"]  # it has no type
 
@@ -260,7 +260,7 @@ def grad_by_func(
 
     Raises `PhaseError` if the loss wrote to a parameter.
     """
-    calls = Calls(states, in_backwards, None)
+    parts = parts_in(states, None, {})
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
     agree(f"{call.name} with arguments that require grad", crosses)
@@ -287,34 +287,36 @@ def grad_by_func(
         raise
     if versions_of(fulls) != versions:
         raise PhaseError(WROTE)
-    calls.loss(result.value, call.weight)
     how = weighed(result.value, call.weight, connected=connected)
-    begun = [calls.begins(i, state, how) for i, (state, _) in enumerate(held)]
-    grads = [
-        _changed(state, some, calls.change(i))
-        for i, (state, some) in enumerate(zip(begun, result.grads, strict=True))
-    ]
-    calls.settles()
-    new = [calls.ends(i, state) for i, state in enumerate(begun)]
-    pairs = zip(new, grads, rest, strict=True)
-    return [_received(state, some, factor) for state, some, factor in pairs], result
+    begun = [state for state, _ in held]
+    for part in parts.values():
+        part.loss(result.value, call.weight)
+    for part in parts.values():
+        begun = [part.begins(i, state, how) for i, state in enumerate(begun)]
+    pairs = zip(begun, result.grads, strict=True)
+    grads = [_changed(*pair, changes_of(parts, i)) for i, pair in enumerate(pairs)]
+    for part in parts.values():
+        part.settles()
+    for part in parts.values():
+        begun = [part.ends(i, state) for i, state in enumerate(begun)]
+    return [_received(*one) for one in zip(begun, grads, rest, strict=True)], result
 
 
 def _changed(
-    state: TrainState, grads: Sequence[Tensor], change: Changed | None
+    state: TrainState, grads: Sequence[Tensor], changes: Sequence[Changed]
 ) -> Sequence[Tensor]:
     """Return what transforms make of the gradient of each group, the last leaf first.
 
     As it is in most backwards.
     """
-    if change is None:
+    if not changes:
         return grads
     layout, setup = state.setup.layout, state.setup
     made: dict[int, Tensor] = {}
     for index, flat in reversed([*zip(layout.trainable, grads, strict=True)]):
         dtype = setup.accumulate_dtype(index)
         leaves = unpack_groups(layout, {index: flat.reshape(-1)})
-        made |= {leaf: change(leaf, leaves[leaf], dtype) for leaf in reversed(leaves)}
+        made |= {leaf: changed_by(changes, leaf, leaves[leaf], dtype) for leaf in reversed(leaves)}
     return [
         pack(layout, i, [made[leaf] for leaf in layout.groups[i].leaves]) for i in layout.trainable
     ]

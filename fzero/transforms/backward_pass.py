@@ -19,17 +19,31 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.collectives import FUNCTIONAL, Performer, note_call, performer_of
+from fzero.collectives import FUNCTIONAL, Channel, Performer, note_call, performer_of
 from fzero.context.current_rank import is_abstract
 from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import AxisError, MismatchError, PhaseError
-from fzero.machine import Gatherer, Machine, Reader, Reducer
+from fzero.machine import Gatherer, ProtocolClient, Reader, Reducer, UnitTable
 from fzero.machine.packing import unpack
 from fzero.machine.placeholder import placeholders
 from fzero.machine.reader import HeldReader, WritableReader
+from fzero.machine.reduce import ReductionPlan, waits_in_step
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Placement, Policy, Progress, TrainState, pass_state, progress, schedule
+from fzero.state.effects import (
+    Discard,
+    Drop,
+    Free,
+    Gather,
+    Look,
+    ModelEffect,
+    Receive,
+    Reduce,
+    TakePart,
+    Wait,
+    WaitForReductions,
+)
 from fzero.state.layout import from_bits
 from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
@@ -41,10 +55,10 @@ from fzero.state.protocol import (
     FirstGradient,
     GiveUp,
     Noted,
+    Units,
     Unpin,
 )
 from fzero.state.rounds import CODES
-from fzero.state.setup import Home
 from fzero.state.train_state import Weighed
 from fzero.transforms.accumulate_grad import (
     add_means,
@@ -56,8 +70,8 @@ from fzero.transforms.accumulate_grad import (
     reduce_window,
     waiting,
 )
-from fzero.transforms.points import Calls, Changed
-from fzero.transforms.recipe import BUILTINS, facts, in_backwards, on_gathered
+from fzero.transforms.points import CallPart, Changed, changed_by, changes_of
+from fzero.transforms.recipe import BUILTINS, facts, on_gathered, parts_in
 
 
 def passes_of(
@@ -101,10 +115,14 @@ def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
 
 
 class Pass:
-    """Some states on the same ranks, the machine that moves their values, and one pass of them.
+    """Some states on the same ranks, what moves their values, and one pass of them after another.
+
+    It does what the protocol says of it, as a party of the performer.
 
     on_written: is told which units a `gathered` block wrote; None where nobody writes parameters.
-    held: of each state what reads encoded leaves that are not gathered. drop_raised: see `Machine`.
+    drop_raised: drops a backward that raised without a word.
+    held: of each state what reads encoded leaves that are not gathered.
+    parts: what acts in its backwards, from the outside in: nothing for plain states.
     """
 
     def __init__(
@@ -113,28 +131,18 @@ class Pass:
         states: Sequence[TrainState],
         *,
         on_written: Callable[[Sequence[int]], None] | None = None,
-        drop_raised: Callable[[], None] | None = None,
+        drop_raised: Callable[[], None] = lambda: None,
     ) -> None:
-        self.form, self.states = form, list(states)
-        setups = [state.setup for state in states]
-        lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
-        differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
-        self.owner = [*differ, *lazy, 0][0]  # whose schedule has the programs of the pass
-        self.machine = Machine(
-            form.number,
-            setups,
-            [state.device for state in states],
-            setups[self.owner].gathering,
-            on_gathered=on_gathered(states, weakref.ref(self)),
-            on_written=on_written,
-            drop_raised=drop_raised,
-            on_served=self._on_served(),
-        )
-        self.gatherer: Gatherer = self.machine.gatherer  # the full values of units
-        self.reducer: Reducer = self.machine.reducer  # the gradients of leaves
-        self.reader: Reader = self.machine.reader  # behind the placeholders of this pass
-        self.performer: Performer = self.machine.line.performer
-        self.gathers = self.machine.units.gathers  # parameters, as they are read (stage 3)
+        self.form, self.states, self.drop_raised = form, list(states), drop_raised
+        axis = states[0].setup.axis
+        self.performer = performer_of(axis) or Performer(Channel(axis, axis))
+        self.owner, table, reductions, self.units = _plan_of(states, self.performer)
+        self.gathers = self.units.gathers  # parameters, as they are read (stage 3)
+        self.client = ProtocolClient(self.performer, form.number)
+        # The full values of units; the gradients of leaves; what is behind the placeholders.
+        self.gatherer = Gatherer(table, on_gathered(states, weakref.ref(self)))
+        self.reducer = Reducer(reductions, [one.device for one in states], self.client.ready)
+        self.reader = Reader(self.gatherer, self.client, on_written)
         kind = HeldReader if on_written is None else WritableReader
         self.held = [
             kind(one.setup.layout, one.setup.axis, one.device, one.params.flats)
@@ -142,23 +150,48 @@ class Pass:
             else None
             for one in states
         ]
-        self.calls = Calls(self.states, in_backwards, self.reducer)
-        self._changes: list[Changed | None] = [None] * len(self.states)
-        if not self.gathers:
-            self.machine.join()
-            return
-        self._hold_shards()
-        adopted = self.gatherer.adopt([state.window.gathered for state in states])
-        self.machine.join(adopted)
+        self.parts: dict[str, CallPart] = parts_in(self.states, self.reducer, {})
+        self._changes: list[list[Changed]] = [[] for _ in states]
+        adopted: tuple[int, ...] = ()
+        if self.gathers:
+            self._hold_shards()
+            adopted = self.gatherer.adopt([state.window.gathered for state in states])
+        self.performer.join(self, self.units, form.number, adopted)
+
+    def perform(self, effect: ModelEffect | Look | WaitForReductions) -> bool:
+        """Do what the protocol asks for; of `Look` return whether a reduction starts at once."""
+        match effect:
+            case Gather(_, unit, exact):
+                self.gatherer.start(unit, exact=exact)
+            case TakePart(_, unit, exact):
+                self.gatherer.start(unit, exact=exact, keeps=False)
+            case Wait(_, unit):
+                self.gatherer.wait(unit)
+            case Free(_, unit):
+                self.gatherer.free(unit)
+            case Reduce(_, unit, mine):
+                self.reducer.start(unit, mine=mine)
+            case WaitForReductions():
+                self.reducer.wait_all()
+            case Look():
+                return self.reducer.starts_at_once
+            case Receive():  # what other ranks reduced while this one served them is every rank's
+                for number in range(len(self.states)):
+                    self.put(number, self._with_served(number))
+            case Drop():
+                self.reducer.discard_local()
+            case Discard():
+                self.reducer.discard()
+        return True
 
     @property
     def phase(self) -> PassState:
         """Where this rank is in its forward and backward."""
-        return self.machine.line.record.phase
+        return self.client.record.phase
 
     def close(self) -> None:
         """No pass will follow."""
-        self.machine.line.leave()
+        self.client.leave()
 
     def put(self, number: int, state: TrainState) -> None:
         """Go on with another record of a state: the one place where states are assigned."""
@@ -174,8 +207,9 @@ class Pass:
         Nothing is where all parameters are held: ranks may then run as many forwards as they like.
         """
         self.put_aside()
-        self.calls.drop()  # a loss whose backward brought nothing
-        self._begin_calls()
+        for part in self.parts.values():
+            part.drop()  # a loss whose backward brought nothing
+        self._begin_parts()
         # What comes inside of it is put aside.
         self.reducer.begin([(state.setup, True) for state in self.states])
         if self.gathers:
@@ -201,7 +235,7 @@ class Pass:
         else the ranks compare.
         """
         self.put_aside()
-        self._begin_calls(weighed)
+        self._begin_parts(weighed)
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         if not (silent := silent and not self.gathers):
             self._reduce_waiting()
@@ -223,7 +257,7 @@ class Pass:
         """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
 
         def on_gradient(p: Tensor) -> None:
-            if self.machine.line.is_over:
+            if self.client.is_over:
                 raise kept_beyond(self.states[state].setup.layout.leaves[leaf].title)
             if p.grad is not None:
                 self.take(state, leaf, p)
@@ -232,15 +266,18 @@ class Pass:
 
     def take(self, state: int, leaf: int, p: Tensor) -> None:
         """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
-        changed = self._changes[state]
-        self.reducer.pop_grad(state, leaf, p, changed and partial(changed, leaf))
+        changes = self._changes[state]
+        self.reducer.pop_grad(
+            state, leaf, p, partial(changed_by, changes, leaf) if changes else None
+        )
 
-    def _begin_calls(self, weighed: Weighed | None = None) -> None:
-        """A backward, or a forward, begins: look up what is done to each gradient."""
-        self.calls.look_up(self.states)
-        for number, state in enumerate(self.states):
-            self.put(number, self.calls.begins(number, state, weighed))
-        self._changes = [self.calls.change(number) for number in range(len(self.states))]
+    def _begin_parts(self, weighed: Weighed | None = None) -> None:
+        """A backward, or a forward, begins: look up what acts in it."""
+        self.parts = parts_in(self.states, self.reducer, self.parts)
+        for part in self.parts.values():
+            for number, state in enumerate(self.states):
+                self.put(number, part.begins(number, state, weighed))
+        self._changes = [changes_of(self.parts, number) for number in range(len(self.states))]
 
     def put_aside(self) -> None:
         """Move gradients that came outside of a pass into the window.
@@ -249,12 +286,14 @@ class Pass:
         """
         if not self.reducer.received:
             return
-        self.calls.look_up(self.states)
-        self.calls.settles()
+        self.parts = parts_in(self.states, self.reducer, self.parts)
+        for part in self.parts.values():
+            part.settles()
         for number, state in enumerate(self.states):
             found = self.reducer.states[number].pop_local()
             if found:
-                state = self.calls.put_aside(number, state)
+                for part in self.parts.values():
+                    state = part.put_aside(number, state)
                 flats = filled(state, found, Placement.PARTIAL)
                 used = progress.saw_use(state.progress, self._used(number))
                 state = state.replace(progress=used)
@@ -268,7 +307,8 @@ class Pass:
         """
         self.performer.send(Finish(self.form.number, self.reducer.unreduced()))
         self._after_pass()
-        self.calls.settles()
+        for part in self.parts.values():
+            part.settles()
         new: list[TrainState] = []
         for number, state in enumerate(self.states):
             waits = state.window.is_open
@@ -280,7 +320,10 @@ class Pass:
                 continue
             if state.window.pending.held and not waits:
                 state = state.replace(window=progress.pop(state.window)[0])
-            state = self.calls.ends(number, self.calls.reduced(number, state))
+            for part in self.parts.values():
+                state = part.reduced(number, state)
+            for part in self.parts.values():
+                state = part.ends(number, state)
             used = self._used(number)
             if means:
                 flats = filled(state, means, state.setup.gradients)
@@ -298,15 +341,12 @@ class Pass:
         used = self.reducer.states[number].pop_used()
         return used if self.form.uses else progress.ALL
 
-    def _take_served(self) -> None:
-        """Add what other ranks reduced while this one served them: it is every rank's gradient."""
-        for number in range(len(self.states)):
-            self.put(number, self._with_served(number))
-
     def _with_served(self, number: int) -> TrainState:
         if not (means := self.reducer.states[number].pop_means()):
             return self.states[number]
-        state = self.calls.reduced(number, self.states[number])
+        state = self.states[number]
+        for part in self.parts.values():
+            state = part.reduced(number, state)
         flats = filled(state, means, state.setup.gradients)
         return add_means(state, part_of_update(state, flats, reduced=True))
 
@@ -318,7 +358,8 @@ class Pass:
 
     def fail(self, error: BaseException) -> None:
         """The pass raised: end it in step with the other ranks, and tell them if they must know."""
-        self.calls.drop()
+        for part in self.parts.values():
+            part.drop()
         with suppress(AxisError):  # the others know of it already
             astray = self.performer.knows(error)
             self.performer.send(Failed(self.form.number, astray=astray))
@@ -328,8 +369,8 @@ class Pass:
         """The parameters changed: take the new shards, free the stale gathered units."""
         if self.gathers:
             self._hold_shards()
-            self.gatherer.changed()
-            self.machine.line.changed()
+            self.gatherer.changes += 1  # views of earlier values are stale
+            self.client.changed()
 
     def window_ends(self) -> None:
         """A window ended: free the units that it kept."""
@@ -340,18 +381,8 @@ class Pass:
 
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
-        homes: list[Home] = [state.setup.offload.params for state in self.states]
+        homes = [state.setup.offload.params for state in self.states]
         self.gatherer.hold_shards(shards, [state.device for state in self.states], homes)
-
-    def _on_served(self) -> Callable[[], None]:
-        """What takes the sums of passes that this rank has served. It holds no driver, either."""
-        held = weakref.ref(self)
-
-        def take_served() -> None:
-            if (one := held()) is not None:
-                one._take_served()
-
-        return take_served
 
     def _begin(self, phase: int, *, dropped: bool = False, said: str = "") -> Begin:
         """Return the event of a phase, with what must be equal on all ranks, and what is `said`.
@@ -361,9 +392,9 @@ class Pass:
         """
         form, owner = self.form, self.states[self.owner]
         index = owner.progress.backwards
-        _ = self.machine.line.record  # raises after the model has left
+        _ = self.client.record  # raises after the model has left
         if self.gathers:  # the states of another pass, beside which this one was, have other units
-            known = schedule.of_units(owner.schedule, self.machine.units.numels)
+            known = schedule.of_units(owner.schedule, self.units.numels)
             if known is not owner.schedule:
                 self.put(self.owner, owner.replace(schedule=known))
             program = schedule.expected(known, index, phase)
@@ -398,7 +429,7 @@ class Pass:
         """Put learned programs into the schedule, and gathered units that stay into the window."""
         if not self.gathers:
             return
-        record, owner = self.machine.line.record, self.states[self.owner]
+        record, owner = self.client.record, self.states[self.owner]
         known = owner.schedule
         for (index, phase), program in record.course.learned.items():
             known = schedule.with_program(known, index, phase, program)
@@ -410,6 +441,39 @@ class Pass:
                 state = self.states[number]
                 kept = replace(state.window, gathered=gathered)
                 self.put(number, state.replace(window=kept))
+
+
+def _plan_of(
+    states: Sequence[TrainState], performer: Performer
+) -> tuple[int, UnitTable, ReductionPlan, Units]:
+    """What never changes of the passes of some states; that of one state is kept with its setup.
+
+    The first is the state whose schedule has the programs of the pass.
+    """
+    setups = [state.setup for state in states]
+    kept = setups[0].recipes if len(setups) == 1 else {}
+    key = _plan_of, performer.channel.data, is_abstract()
+    found = kept.get(key)
+    if found is None:
+        lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
+        differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
+        owner = [*differ, *lazy, 0][0]
+        local = performer.axis.runtime is Runtime.LOCAL
+        axes = [setup.axis if local else performer.over(setup.axis) for setup in setups]
+        table = UnitTable([setup.layout for setup in setups], axes)
+        reductions = ReductionPlan(setups, axes)
+        waits = waits_in_step(reductions)
+        gathering = setups[owner].gathering
+        units = Units(
+            numels=table.numels,
+            persistent=gathering.persistent,
+            rounds=table.rounds,
+            bounded=frozenset(n for n, one in enumerate(reductions.bounded) if one or waits),
+            limits=gathering.limits,
+            gathers=bool(lazy),
+        )
+        found = kept[key] = owner, table, reductions, units
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -337,7 +337,8 @@ def _by_autograd(
         in_forward = False
         how = weighed(loss, call.weight, connected=connecting_calls() > before)
         for one in passes:
-            one.calls.loss(loss, call.weight)
+            for part in one.parts.values():
+                part.loss(loss, call.weight)
             one.end_forward()
         with torch.enable_grad():  # other ranks may wait for what is left of the forward's plan
             tokens = shared([learned], calls.tokens).ties

@@ -20,7 +20,7 @@ transforms of users, acts at `reduced`, behind `units`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from fzero.transforms.local import LOCAL
 from fzero.transforms.logical_rank import CARRIED
 from fzero.transforms.loss_scale import SCALE
 from fzero.transforms.observe import OBSERVE
-from fzero.transforms.points import ByPath, renewed, transforms_of
+from fzero.transforms.points import ByPath, CallPart, renewed, transforms_of
 from fzero.transforms.weights import AVERAGE, CHECK, WEIGHTS
 
 SLOTS = Builtin(
@@ -128,10 +128,21 @@ def recipe_of(state: TrainState) -> Recipe:
     return found
 
 
-def in_backwards(states: Sequence[TrainState]) -> Sequence[Builtin]:
-    """Return what acts in the backwards of some states, from the outside in."""
-    acts = {one.name for state in states for one in recipe_of(state).calls}
-    return [one for one in reversed(BUILTINS) if one.name in acts] if acts else ()
+def parts_in(
+    states: Sequence[TrainState], reducer: Any, before: Mapping[str, CallPart]
+) -> dict[str, CallPart]:
+    """Return what acts in the backwards of some states, from the outside in, by its name.
+
+    before: what acted in the last one, and goes on. reducer: its; None under torch.func.
+    """
+    acts = {one.name: one for state in states for one in recipe_of(state).calls}
+    parts: dict[str, CallPart] = {}
+    for one in reversed(BUILTINS) if acts else ():
+        if one.name in acts:
+            part = before.get(one.name) or acts[one.name].calls(states, reducer)
+            if part is not None:
+                parts[one.name] = part
+    return parts
 
 
 def on_gathered(states: Sequence[TrainState], running: Callable[[], Any]) -> Any:

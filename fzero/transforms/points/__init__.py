@@ -11,11 +11,12 @@ from fzero.transforms.points.context import transform as transform
 from fzero.transforms.points.context import transforms_apart as transforms_apart
 from fzero.transforms.points.run import ByPath as ByPath
 from fzero.transforms.points.run import CallPart as CallPart
-from fzero.transforms.points.run import Calls as Calls
 from fzero.transforms.points.run import Changed as Changed
 from fzero.transforms.points.run import Locals as Locals
 from fzero.transforms.points.run import Running as Running
 from fzero.transforms.points.run import Skip as Skip
+from fzero.transforms.points.run import changed_by as changed_by
+from fzero.transforms.points.run import changes_of as changes_of
 from fzero.transforms.points.run import keeps_before as keeps_before
 from fzero.transforms.points.run import loss_learned as loss_learned
 from fzero.transforms.points.run import reduced as reduced

@@ -666,89 +666,15 @@ class ByPath(CallPart):
         return self._locals[number].put(state)
 
 
-class Calls:
-    """What all transforms do in the backwards of some states.
+def changes_of(parts: Mapping[str, CallPart], number: int) -> list[Changed]:
+    """Return what the parts of a backward do to each gradient of a state, one after another."""
+    return [by for part in parts.values() if (by := part.change(number)) is not None]
 
-    acting: states -> the transforms that act in their backwards, from the outside in.
-    """
 
-    def __init__(
-        self,
-        states: Sequence[TrainState],
-        acting: Callable[[Sequence[TrainState]], Sequence[Builtin]],
-        reducer: Any,
-    ) -> None:
-        self._acting, self._reducer = acting, reducer
-        self._parts: dict[str, CallPart] = {}
-        self.look_up(states)
-
-    def look_up(self, states: Sequence[TrainState]) -> None:
-        """A forward or a backward begins: calls since the last one may have changed what acts."""
-        before, self._parts = self._parts, {}
-        for one in self._acting(states):
-            part = before.get(one.name) or (one.calls and one.calls(states, self._reducer))
-            if part is not None:
-                self._parts[one.name] = part
-
-    @property
-    def looks(self) -> bool:
-        """Whether somebody is shown losses."""
-        return any(part.looks for part in self._parts.values())
-
-    def loss(self, value: Any, weight: Any = None) -> None:
-        """Show a loss that is about to be differentiated, without its scale."""
-        for part in self._parts.values():
-            part.loss(value, weight)
-
-    def begins(self, number: int, state: TrainState, weighed: Any = None) -> TrainState:
-        """Return a state for the backward that begins."""
-        for part in self._parts.values():
-            state = part.begins(number, state, weighed)
-        return state
-
-    def change(self, number: int) -> Changed | None:
-        """Return what is done to each gradient of a state; None for nothing."""
-        found = [part.change(number) for part in self._parts.values()]
-        changes = [one for one in found if one is not None]
-        if len(changes) < 2:
-            return changes[0] if changes else None
-
-        def changed(leaf: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-            for one in changes:
-                gradient = one(leaf, gradient, dtype)
-            return gradient
-
-        return changed
-
-    def settles(self) -> None:
-        """The backward is over."""
-        for part in self._parts.values():
-            part.settles()
-
-    def reduced(self, number: int, state: TrainState) -> TrainState:
-        """Return the state with what reductions have changed."""
-        for part in self._parts.values():
-            state = part.reduced(number, state)
-        return state
-
-    def ends(self, number: int, state: TrainState) -> TrainState:
-        """Return the state that gets what the backward has brought."""
-        for part in self._parts.values():
-            state = part.ends(number, state)
-        return state
-
-    def put_aside(self, number: int, state: TrainState) -> TrainState:
-        """Return the state that gets what a backward inside of a forward has brought."""
-        for part in self._parts.values():
-            state = part.put_aside(number, state)
-        return state
-
-    def drop_losses(self) -> None:
-        """The losses that were shown are not differentiated any more."""
-        for part in self._parts.values():
-            part.drop_losses()
-
-    def drop(self) -> None:
-        """The backward raised, or brought nothing."""
-        for part in self._parts.values():
-            part.drop()
+def changed_by(
+    changes: Sequence[Changed], leaf: int, gradient: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of a leaf after all changes; dtype: in which gradients add up."""
+    for change in changes:
+        gradient = change(leaf, gradient, dtype)
+    return gradient

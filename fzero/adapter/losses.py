@@ -15,8 +15,7 @@ from fzero.collectives import Scope, close_scope, of_an_edge, open_scope, shared
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.train_state import GivenCall, Weighed, Weight, weighed, with_weight
 from fzero.transforms.backward_pass import Pass
-from fzero.transforms.points import loss_learned, transforms_of
-from fzero.transforms.recipe import begun, called, factor_of, facts
+from fzero.transforms.recipe import begun, called, factor_of, facts, loss_learned, recipe_of
 
 _TWICE = explain(
     "a loss was scaled twice.",
@@ -67,7 +66,7 @@ class Losses:
     def __init__(self, running: Pass, watch: Callable[[Tensor], None]) -> None:
         self._running = running
         # Whether a loss becomes another one before its backward, but for a factor.
-        self.acts = bool(transforms_of(running.states[0].setup, "loss"))
+        self.acts = bool(recipe_of(running.states[0]).loss)
         self._roots: set[_Mark | None] | None = None  # of engine.backward(), while it runs
         self._task = -1
         self._mark: _Mark | None = None  # of the loss at which that task began

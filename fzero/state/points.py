@@ -145,6 +145,8 @@ class Builtin:
         flag: what each rank says of its gradients where ranks agree.
         called: (state, `GivenCall`) -> state, or an error: a call brings it gradients.
         begins: state -> state, before a loss of it is made, and before an update.
+        leaves: (state, {leaf: tensor}): a loss is about to be given these leaves that learn.
+        loss: (state, loss) -> the loss that is differentiated, of a state that learns.
         factor: state -> what its losses, and so its gradients, are multiplied by: [], None for 1.
         forgets: state -> state: all ranks have thrown its gradients away.
         gathered: (states, pass) -> what is shown each group that a pass gathers, or None.
@@ -165,6 +167,8 @@ class Builtin:
     facts: Callable[[Any, At], list[str]] | None = field(default=None, compare=False)
     flag: Flag | None = field(default=None, compare=False)
     called: Function | None = field(default=None, compare=False)
+    leaves: Function | None = field(default=None, compare=False)
+    loss: Function | None = field(default=None, compare=False)
     factor: Function | None = field(default=None, compare=False)
     forgets: Function | None = field(default=None, compare=False)
     begins: Function | None = field(default=None, compare=False)

@@ -27,8 +27,8 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.state.train_state import Weight, weighed, with_weight
 from fzero.transforms.accumulate_grad import mean_of, not_differentiable, receive
 from fzero.transforms.backward_pass import agree
-from fzero.transforms.points import Changed, changed_by, changes_of, loss_learned
-from fzero.transforms.recipe import factors_of, parts_in
+from fzero.transforms.points import Changed, changed_by, changes_of
+from fzero.transforms.recipe import factors_of, loss_learned, parts_in
 
 _storage_id: Any = vars(torch._C)["_storage_id"]  # it has no type
 
@@ -268,14 +268,13 @@ def grad_by_func(
     by, rest = factors_of(states)
     fulls = [flat for _, some in held for flat in some]
     versions = versions_of(fulls)
-    acting = [one for one in states if one.setup.layout.trainable]
     before, connected = connecting_calls(), False
 
     def learned(loss: Tensor) -> Tensor:
         nonlocal connected
         connected = connecting_calls() > before
         times = with_weight(by, weighed(loss, call.weight, connected=connected))
-        loss = loss_learned(acting, loss)
+        loss = loss_learned(states, loss)
         return loss if times is None else loss * times
 
     try:

@@ -75,25 +75,28 @@ from fzero.transforms.recipe import BUILTINS, facts, on_gathered, parts_in
 
 
 def passes_of(
-    states: Sequence[TrainState], form: Callable[[Performer | None], PassForm]
+    states: Sequence[TrainState], form: PassForm
 ) -> tuple[list[Pass], list[tuple[int, int]]]:
     """One pass for each set of ranks; and for each state its pass, and its place in it.
 
-    form: of a pass on the ranks of a performer; None is one rank.
+    form: of each, with the number of one that runs inside of no other.
     """
+    performers = [performer_of(state.setup.axis) for state in states]
     # What gathers comes first: a rank that waits elsewhere, for the end of a backward, would not
     # serve those of its ranks that still read what it has left out.
-    by_gathers = sorted(states, key=lambda one: not one.setup.gathers_by_unit)
-    by_ranks: dict[Performer | None, list[TrainState]] = {
-        performer_of(state.setup.axis): [] for state in by_gathers
+    by_ranks = {
+        performers[i]: list[TrainState]()
+        for gathers in (True, False)
+        for i, state in enumerate(states)
+        if state.setup.gathers_by_unit is gathers
     }
     places = []
-    for state in states:
-        performer = performer_of(state.setup.axis)
-        some = by_ranks[performer]
-        places.append((list(by_ranks).index(performer), len(some)))
-        some.append(state)
-    return [Pass(form(performer), some) for performer, some in by_ranks.items()], places
+    for performer, state in zip(performers, states, strict=True):
+        places.append((list(by_ranks).index(performer), len(by_ranks[performer])))
+        by_ranks[performer].append(state)
+    numbers = [form.number if one is None else one.nested(form.number) for one in by_ranks]
+    pairs = zip(numbers, by_ranks.values(), strict=True)
+    return [Pass(replace(form, number=number), some) for number, some in pairs], places
 
 
 def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
@@ -497,20 +500,13 @@ class PassForm:
     carries: bool = False
 
 
-def functional_of(
-    states: Sequence[TrainState], name: str
-) -> Callable[[Performer | None], PassForm]:
-    """Return what gives the form of a gradient call on the ranks of a performer; None on one rank.
+def functional_of(states: Sequence[TrainState], name: str) -> PassForm:
+    """Return the form of a gradient call.
 
     Where ranks carry several logical ranks of these states, some make more passes than others.
     """
     served = any(one.setup.carries_several for one in states)
-
-    def functional(performer: Performer | None) -> PassForm:
-        number = FUNCTIONAL if performer is None else performer.nested(FUNCTIONAL)
-        return PassForm(name=name, number=number, carries=True, served=served)
-
-    return functional
+    return PassForm(name=name, number=FUNCTIONAL, carries=True, served=served)
 
 
 def of_engine(number: int) -> PassForm:

@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Concatenate, overload
 
 import optree
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import connecting, connecting_calls, performer_of, shared, tied_to
-from fzero.context.current_rank import read_elsewhere
 from fzero.context.modes import (
     computed_in,
     explains_inference,
@@ -26,10 +25,10 @@ from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
 from fzero.machine.partition import assemble
 from fzero.machine.placeholder import MADE_FRAMES, without_dynamo
-from fzero.ranks.mesh import Carried, MetInLoss, Runs, carried_here, running_on
+from fzero.ranks.mesh import MetInLoss, running_on
 from fzero.state import NAMESPACE, Buffers, Layout, TrainState
 from fzero.state.progress import CLOSED
-from fzero.state.train_state import Weight, weighed, with_weight
+from fzero.state.train_state import GivenCall, Weight, weighed, with_weight
 from fzero.transforms.accumulate import InAxes
 from fzero.transforms.autograd import (
     WROTE,
@@ -63,8 +62,7 @@ from fzero.transforms.models import (
     is_state,
 )
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.points import loss_learned
-from fzero.transforms.recipe import begun, called, factors_of
+from fzero.transforms.recipe import begun, called, factors_of, loss_learned, recipe_of
 
 # States that a loss only reads: nothing of them is differentiated, reduced or counted.
 
@@ -252,46 +250,55 @@ def grad_and_reduce(
     refuse_model("grad_and_reduce", fn)
     loss: Any = fn
     states, treespec = flatten_states("grad_and_reduce", state)
-    learns = learning(wrt, state, states)
+    learns = [True] * len(states) if wrt is None else learning(wrt, state, states)
     name = call_of_states("grad_and_reduce", treespec, learns)
     over = axes_of_loss(states, [one.setup.axis for one in states])
     setup = next(one.setup for one, by in zip(states, learns, strict=True) if by)
-    if any(one.setup.logical is not None for one in states):
+    is_logical = any(one.setup.logical is not None for one in states)
+    if is_logical:
         setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
+    if is_logical or sizes is not None or in_axes != 0:
         with told_of_errors(setup):
             given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
     else:
-        given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
+        given: Any = GivenCall("grad_and_reduce", weight)  # type: ignore[arg-type]
+
+    def differentiate(
+        states: Sequence[TrainState], args: Any, kwargs: Any, weight: Weight | None
+    ) -> tuple[list[TrainState], Result]:
+        def loss_of(params: list[Any]) -> Any:
+            with computed_in(states[0].setup.policy.autocast, states[0].device):
+                return loss(optree.tree_unflatten(treespec, params), *args, **kwargs)
+
+        call = GradientCall(loss_of, has_aux=has_aux, weight=weight, name=name)
+        flats = [flat for one in states for flat in one.params.flats]
+        arguments = optree.tree_leaves((args, kwargs), namespace=NAMESPACE)
+        if needs_func(flats) or wants_graph([*flats, *arguments, weight]):
+            return grad_by_func(call, states)
+        return _by_autograd(call, states)
 
     @without_dynamo
     @functools.wraps(fn, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def call_of(args: Any, kwargs: Any, weight: Weight | None) -> GradientCall:
-            def loss_of(params: list[Any]) -> Any:
-                with computed_in(states[0].setup.policy.autocast, states[0].device):
-                    return loss(optree.tree_unflatten(treespec, params), *args, **kwargs)
-
-            return GradientCall(loss_of, has_aux=has_aux, weight=weight, name=name)
-
         require_autograd("grad_and_reduce")
         for one in states:
             check_alive(one)
+        pairs = [*zip(states, learns, strict=True)]
         with running_on(*over), explains_inference((args, kwargs)):
-            pairs = [*zip(states, learns, strict=True)]
             known = [called(begun(one), given) if by else as_read(one) for one, by in pairs]
             if setup.logical is None:
-                call = call_of(args, kwargs, given.weight)
-                new, result = _differentiate(call, known, (args, kwargs))
+                new, result = differentiate(known, args, kwargs, given.weight)
             else:
                 with told_of_errors(setup):
                     require_own_backward(known, (args, kwargs, weight))
                     how = weight, in_axes, sizes
                     each = each_call("grad_and_reduce", fn, setup, (args, kwargs), *how)
 
-                def one_call(place: int, states: Sequence[TrainState]) -> Any:
-                    return _differentiate(call_of(*each[place]), states, each[place][:2])
+                def of_logical_rank(place: int, states: Sequence[TrainState]) -> Any:
+                    return differentiate(states, *each[place])
 
-                new, result = call_logical_ranks(one_call, known, learns, [by for *_, by in each])
+                weights = [by for *_, by in each]
+                new, result = call_logical_ranks(of_logical_rank, known, learns, weights)
         new = [
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)
@@ -301,16 +308,6 @@ def grad_and_reduce(
         return optree.tree_unflatten(treespec, new), value
 
     return differentiated
-
-
-def _differentiate(
-    call: GradientCall, states: Sequence[TrainState], arguments: Any
-) -> tuple[list[TrainState], Result]:
-    tensors = [flat for state in states for flat in state.params.flats]
-    given = [*optree.tree_leaves(arguments, namespace=NAMESPACE), call.weight]
-    if needs_func(tensors) or wants_graph([*tensors, *given]):
-        return grad_by_func(call, states)
-    return _by_autograd(call, states)
 
 
 # Ordinary autograd: gathers and reductions run beside it.
@@ -324,7 +321,7 @@ def _by_autograd(
     passes, places = passes_of(states, functional_of(states, call.name))
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = versions_of(flats)
-    in_forward, before = True, connecting_calls()
+    in_forward, before, tokens = True, connecting_calls(), list[Tensor]()
     try:
         for one in passes:
             one.begin_forward()
@@ -333,26 +330,31 @@ def _by_autograd(
             params = [params for params, _ in made]
             with explains_writes(params), connecting() as calls:
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
-                learned = loss_learned([one for one in states if one.setup.layout.trainable], loss)
+                learned = loss_learned(states, loss)
         in_forward = False
         how = weighed(loss, call.weight, connected=connecting_calls() > before)
         for one in passes:
             for part in one.parts.values():
                 part.loss(loss, call.weight)
             one.end_forward()
-        with torch.enable_grad():  # other ranks may wait for what is left of the forward's plan
-            tokens = shared([learned], calls.tokens).ties
+        if calls.tokens:
+            with torch.enable_grad():  # other ranks may wait for what is left of the forward's plan
+                tokens = shared([learned], calls.tokens).ties
+                learned = tied_to(learned, tokens) if tokens else learned
         for one in passes:
             one.begin_backward(weighed=how)
         by, rest = factors_of(states)
         by = with_weight(by, how)
         for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
-            _listen(leaves, passes[number], position, factor)
+            for index, leaf in leaves.items():
+                leaf.grad = None  # what a backward inside of the loss has left
+                if factor is not None:
+                    leaf.register_hook(partial(_times, factor))
+                leaf.register_post_accumulate_grad_hook(passes[number].hook(position, index))
         if versions_of(flats) != versions:
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
-        root = tied_to(learned, tokens) if tokens else learned
-        _backward(root, by, passes, learning=learning and not tokens)
+        _backward(learned, by, passes, learning=learning and not tokens)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         # A view of a state's buffer is copied: that may be donated.
         value, aux = copy_views((detached(loss), aux), states)
@@ -371,6 +373,10 @@ def _by_autograd(
         for one in passes:
             one.close()
     return [new[number][position] for number, position in places], result
+
+
+def _times(factor: Tensor, gradient: Tensor) -> Tensor:
+    return gradient * factor.to(gradient.dtype)
 
 
 def _end_forward_of(met: MetInLoss, passes: Sequence[Pass], *, in_forward: bool) -> None:
@@ -422,41 +428,16 @@ def _require_one_gathers(states: Sequence[TrainState]) -> None:
 
 def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
     """The pytree of one state for the loss, and by index its leaves to differentiate by."""
-    layout, by_leaf = one.states[number].setup.layout, leaves_in_pass(one, number)
+    state = one.states[number]
+    layout, by_leaf = state.setup.layout, leaves_in_pass(one, number)
     learning = {
         index: by_leaf[index].requires_grad_()
         for index, leaf in enumerate(layout.leaves)
         if leaf.trainable
     }
-    if (carried := carried_here()) is not None and carried.runs is Runs.TOGETHER:
-        for index, leaf in learning.items():
-            leaf.register_hook(_only_on(carried, layout.leaves[index].title))
+    for looks in recipe_of(state).leaves:
+        looks(state, learning)
     return assemble(layout, by_leaf), learning
-
-
-def _only_on(owner: Carried, path: str) -> Callable[[Tensor], None]:
-    """Return a hook that refuses a gradient of a leaf from another logical rank's loss."""
-
-    def look(_: Tensor) -> None:
-        here = carried_here()
-        if here is not None and here.rank != owner.rank:
-            raise read_elsewhere(path, f"logical rank {owner.rank}", f"logical rank {here.rank}")
-
-    return look
-
-
-def _listen(
-    leaves: dict[int, Tensor], one: Pass, number: int, factor: Tensor | None = None
-) -> None:
-    """Hand the gradients of leaves to the pass from now on, times `factor`.
-
-    Those that a backward inside of the loss has left on the leaves are dropped.
-    """
-    for index, leaf in leaves.items():
-        leaf.grad = None
-        if factor is not None:
-            leaf.register_hook(lambda g: g * factor.to(g.dtype))
-        leaf.register_post_accumulate_grad_hook(one.hook(number, index))
 
 
 _BY_NOTHING = explain(

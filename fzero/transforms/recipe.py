@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fzero.machine.offload import at_home
-from fzero.state import Setup, TrainState
+from fzero.state import TrainState
 from fzero.state.points import At, Builtin
 from fzero.state.train_state import GivenCall
 from fzero.transforms.compress import COMPRESS
@@ -35,7 +35,7 @@ from fzero.transforms.local import LOCAL
 from fzero.transforms.logical_rank import CARRIED
 from fzero.transforms.loss_scale import SCALE
 from fzero.transforms.observe import OBSERVE
-from fzero.transforms.points import ByPath, CallPart, renewed, transforms_of
+from fzero.transforms.points import ByPath, CallPart, at_loss, renewed, transforms_of
 from fzero.transforms.weights import AVERAGE, CHECK, WEIGHTS
 
 SLOTS = Builtin(
@@ -51,6 +51,13 @@ USERS = Builtin(
     calls=lambda states, reducer: ByPath(states),
 )
 """The functions of users at `local`: in a backward before all others."""
+
+AT_LOSS = Builtin(
+    name="transforms at `loss`",
+    acts=lambda state: bool(transforms_of(state.setup, "loss")),
+    loss=at_loss,
+)
+"""The functions of users at `loss`."""
 
 OFFLOAD = Builtin(
     name="offload",
@@ -70,6 +77,7 @@ BUILTINS = (
     AVERAGE,
     CARRIED,
     USERS,
+    AT_LOSS,
     OFFLOAD,
 )
 """All of them, from the inside out."""
@@ -85,6 +93,8 @@ class Recipe(NamedTuple):
     called: tuple[Any, ...]
     gathered: tuple[Any, ...]
     begins: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    loss: tuple[Any, ...]
     factor: tuple[Any, ...]
     forgets: tuple[Any, ...]
     decides: tuple[Any, ...]
@@ -107,6 +117,8 @@ def _recipe(state: TrainState) -> Recipe:
         called=at("called"),
         gathered=at("gathered"),
         begins=at("begins"),
+        leaves=at("leaves"),
+        loss=at("loss"),
         factor=at("factor"),
         forgets=at("forgets"),
         decides=at("decides")[::-1],
@@ -191,6 +203,15 @@ def facts(state: TrainState, at: At) -> list[str]:
     return lines
 
 
+def loss_learned(states: Sequence[TrainState], loss: Tensor) -> Tensor:
+    """Return the loss that is differentiated in the place of one of these states."""
+    for state in states:
+        if state.setup.layout.trainable:
+            for learned in recipe_of(state).loss:
+                loss = learned(state, loss)
+    return loss
+
+
 def factor_of(state: TrainState) -> Tensor | None:
     """Return what losses of a state, and so its gradients, are multiplied by: []; None for 1."""
     for factor in recipe_of(state).factor:
@@ -211,14 +232,13 @@ def factors_of(states: Sequence[TrainState]) -> tuple[Tensor | None, list[Tensor
     if by is not None:
         ones = [by.new_ones(()) if x is None else x for x in factors]
         factors = [None if x is by else x / by for x in ones]
-    return by, [_with_share(x, one.setup) for x, one in zip(factors, states, strict=True)]
-
-
-def _with_share(factor: Tensor | None, setup: Setup) -> Tensor | None:
-    if (share := setup.share_of_mesh) == 1.0:
-        return factor
-    one = torch.ones((), dtype=torch.float64) if factor is None else factor.double()
-    return one * share  # 1/3 in fp32 is not 1/3 of a gradient in fp64
+    for i, share in enumerate(one.setup.share_of_mesh for one in states):
+        if share != 1.0:  # in fp64, for 1/3 in fp32 is not 1/3 of a gradient in fp64
+            own = factors[i]
+            factors[i] = share * (
+                torch.ones((), dtype=torch.float64) if own is None else own.double()
+            )
+    return by, factors
 
 
 def times_factor(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:

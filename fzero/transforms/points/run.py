@@ -478,32 +478,31 @@ def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
 # Each call.
 
 
-def loss_learned(states: Sequence[TrainState], value: Tensor) -> Tensor:
-    """Return the loss that is differentiated: after all transforms at `loss`, of each state."""
-    for state in states:
-        for one in transforms_of(state.setup, "loss"):
-            function = context.function_at(one, "loss")
-            ctx = Context(
-                state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
+def at_loss(state: TrainState, value: Tensor) -> Tensor:
+    """Return the loss that is differentiated: after all transforms at `loss` of a state."""
+    for one in transforms_of(state.setup, "loss"):
+        function = context.function_at(one, "loss")
+        ctx = Context(
+            state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
+        )
+        slots, first = given(state, one), context.is_first(state, one, "loss")
+        if first:
+            slots, ctx = context.copied(slots), ctx.watched(f"{one.name}, `loss`")
+        version = value._version
+        new = function(slots, value, ctx)
+        if first:
+            context.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
+            context.passed(state, one, "loss")
+        if not isinstance(new, Tensor) or new.ndim or not new.is_floating_point():
+            seen = f"a {type(new).__name__}"
+            if isinstance(new, Tensor):
+                seen = f"{tuple(new.shape)} {new.dtype}"
+            raise LayoutError(
+                f"{one.name}: `loss` returned {seen}.",
+                cause="a function that reports the loss, or one that returns (slots, value).",
+                fix="return one floating number in a tensor, made of `value`.",
             )
-            slots, first = given(state, one), context.is_first(state, one, "loss")
-            if first:
-                slots, ctx = context.copied(slots), ctx.watched(f"{one.name}, `loss`")
-            version = value._version
-            new = function(slots, value, ctx)
-            if first:
-                context.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
-                context.passed(state, one, "loss")
-            if not isinstance(new, Tensor) or new.ndim or not new.is_floating_point():
-                seen = f"a {type(new).__name__}"
-                if isinstance(new, Tensor):
-                    seen = f"{tuple(new.shape)} {new.dtype}"
-                raise LayoutError(
-                    f"{one.name}: `loss` returned {seen}.",
-                    cause="a function that reports the loss, or one that returns (slots, value).",
-                    fix="return one floating number in a tensor, made of `value`.",
-                )
-            value = new
+        value = new
     return value
 
 

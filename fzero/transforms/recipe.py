@@ -35,7 +35,15 @@ from fzero.transforms.local import LOCAL
 from fzero.transforms.logical_rank import CARRIED
 from fzero.transforms.loss_scale import SCALE
 from fzero.transforms.observe import OBSERVE
-from fzero.transforms.points import ByPath, CallPart, at_loss, renewed, transforms_of
+from fzero.transforms.points import (
+    ByPath,
+    CallPart,
+    at_loss,
+    reduced,
+    renewed,
+    step_in_transforms,
+    transforms_of,
+)
 from fzero.transforms.weights import AVERAGE, CHECK, WEIGHTS
 
 SLOTS = Builtin(
@@ -51,6 +59,13 @@ USERS = Builtin(
     calls=lambda states, reducer: ByPath(states),
 )
 """The functions of users at `local`: in a backward before all others."""
+
+AROUND = Builtin(
+    name="transforms around the rule",
+    acts=lambda state: any(transforms_of(state.setup, at) for at in ("update", "updated")),
+    around=step_in_transforms,
+)
+"""The functions of users at `update` and `updated`."""
 
 AT_LOSS = Builtin(
     name="transforms at `loss`",
@@ -78,6 +93,7 @@ BUILTINS = (
     CARRIED,
     USERS,
     AT_LOSS,
+    AROUND,
     OFFLOAD,
 )
 """All of them, from the inside out."""
@@ -100,6 +116,7 @@ class Recipe(NamedTuple):
     decides: tuple[Any, ...]
     units: tuple[Any, ...]
     ready: tuple[Any, ...]
+    around: tuple[Any, ...]
     updated: tuple[Any, ...]
     facts: dict[At, list[Any]]  # lines of text, or a function of the state that gives them
 
@@ -112,6 +129,9 @@ def _recipe(state: TrainState) -> Recipe:
 
     some: list[tuple[Builtin, Any]] = [(x, x.facts) for x in BUILTINS if x.facts is not None]
     places: tuple[At, ...] = ("pass", "call", "update")
+    units = at("units")
+    if units or transforms_of(state.setup, "reduced"):
+        units += (reduced,)
     return Recipe(
         calls=tuple(one for one in reversed(acts) if one.calls is not None),
         called=at("called"),
@@ -122,8 +142,9 @@ def _recipe(state: TrainState) -> Recipe:
         factor=at("factor"),
         forgets=at("forgets"),
         decides=at("decides")[::-1],
-        units=at("units"),
+        units=units,
         ready=at("ready"),
+        around=at("around"),
         updated=at("updated"),
         facts={
             where: [of if one in acts else of(state, where) for one, of in some] for where in places

@@ -1,6 +1,6 @@
 """The points of a step: what transforms do there, and the slots that they keep in a state.
 
-`transform` makes one from pure functions; `reduced`, `stepping`, `updated`, `at_loss` and
+`transform` makes one from pure functions; `reduced`, `step_in_transforms`, `at_loss` and
 `Locals` run those of a state; `begun_slots` makes the slots of a new one.
 """
 
@@ -18,12 +18,10 @@ from fzero.transforms.points.run import Skip as Skip
 from fzero.transforms.points.run import at_loss as at_loss
 from fzero.transforms.points.run import changed_by as changed_by
 from fzero.transforms.points.run import changes_of as changes_of
-from fzero.transforms.points.run import keeps_before as keeps_before
 from fzero.transforms.points.run import reduced as reduced
-from fzero.transforms.points.run import stepping as stepping
+from fzero.transforms.points.run import step_in_transforms as step_in_transforms
 from fzero.transforms.points.run import transforms_of as transforms_of
 from fzero.transforms.points.run import unless as unless
-from fzero.transforms.points.run import updated as updated
 from fzero.transforms.points.slots import begun_slots as begun_slots
 from fzero.transforms.points.slots import renewed as renewed
 from fzero.transforms.points.slots import stepped_as_held as stepped_as_held

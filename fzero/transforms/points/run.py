@@ -23,10 +23,12 @@ from torch import Tensor
 from fzero.errors import CallError, LayoutError
 from fzero.machine.elementwise import require_unaccused
 from fzero.machine.named_shards import Pieces, as_flats, by_path, leaf_paths, ranges_in
-from fzero.machine.offload import offloaded, to_device
+from fzero.machine.offload import offloaded, to_device, write_back
 from fzero.machine.tree_sum import one_thread
+from fzero.optim.precision import work_tensors
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
 from fzero.state.points import Builtin, Points
+from fzero.state.setup import MASTERS
 from fzero.state.slots import undone
 from fzero.transforms.leaf_slices import Prepared, with_rest
 from fzero.transforms.points import context
@@ -225,20 +227,16 @@ def transforms_of(setup: Setup, point: str) -> list[Any]:
     return found
 
 
-def keeps_before(setup: Setup) -> bool:
-    """Whether a transform reads the parameters before the update in `updated`."""
-    return any("before" in one.reads for one in transforms_of(setup, "updated"))
-
-
 # Once for each update.
 
 
-def reduced(running: Running) -> None:
+def reduced(running: Running, ready: Prepared) -> Prepared:
     """Let all transforms at `reduced` act on the gradients; their slots go into the state.
 
-    Those of users are not called where the update is not made.
+    Those of users are not called where the update is not made. What is multiplied yet, is then.
     """
     state, asked = running.old, False
+    running.ready = ready
     for one in transforms_of(state.setup, "reduced"):
         if isinstance(one, Builtin):
             running.ready = one.reduced(one, running, running.ready)  # type: ignore[misc]
@@ -249,7 +247,7 @@ def reduced(running: Running) -> None:
             asked = True
     if asked:
         context.require_same_skip(running.state, running.skipped)
-    running.ready = with_rest(state, running.ready)
+    return with_rest(state, running.ready)
 
 
 def _reduced_by_path(running: Running, one: Points, gradients: Buffers) -> Buffers:
@@ -328,6 +326,72 @@ def _same(copies: Any, own: Any, returned: Any) -> Any:
 
 
 # The rule.
+
+
+def step_in_transforms(
+    running: Running,
+    state: TrainState,
+    shards: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    optimizer: Any,
+    pieces: Any,
+    *,
+    owned: bool,
+    **options: Any,
+) -> tuple[list[Tensor], Any]:
+    """Return this rank's shards and the rule's state, after transforms around the rule and behind.
+
+    Nothing is written before all of them have returned: one that raises leaves the state as it was.
+    state: the running one, whose parameters and optimizer may be `owned`: written to then.
+    """
+    rule = state.setup.optimizer
+    now: tuple[list[Tensor], Any] = list(shards), optimizer
+    running.put(running.state.replace(params=state.params, optimizer=state.optimizer))
+    if any("before" in one.reads for one in transforms_of(state.setup, "updated")):
+        running.before = stepped_by_path(state)[1]
+
+    def work() -> list[Tensor]:
+        """Return what the rule has stepped: masters, where there are any."""
+        masters = rule.slots(now[1]).get(MASTERS, ())
+        return work_tensors(now[0], masters) if masters else list(now[0])
+
+    def step(grads: Buffers) -> list[Tensor]:
+        nonlocal now
+        new, kept = rule.advance(now[0], grads.flats, now[1], pieces, owned=False, **options)
+        now = list(new), kept
+        return work()
+
+    means = Buffers(flats=tuple(gradients), placement=state.setup.gradients)
+    made = updated(running, stepping(running, step)(means))
+    masters: dict[int, Tensor] = {}
+    for k, (old, new) in enumerate(zip(work(), made, strict=True)):
+        if new is not old:
+            shard = now[0][k]
+            if old is not shard:
+                masters[id(old)] = to_device(new, old.device, old.dtype)
+            now[0][k] = to_device(new, shard.device, shard.dtype)
+    if masters:
+        by_id: Any = optree.tree_map(lambda x: masters.get(id(x), x), now[1], namespace=NAMESPACE)
+        now = now[0], by_id
+    return _written((list(shards), optimizer), now) if owned else now
+
+
+def _written(before: Any, after: Any) -> Any:
+    """Return `after` in the memory of `before`: of each tensor that has one there."""
+    old, old_spec = optree.tree_flatten(before, none_is_leaf=True, namespace=NAMESPACE)
+    new, spec = optree.tree_flatten(after, none_is_leaf=True, namespace=NAMESPACE)
+    if old_spec != spec:  # a rule that keeps more after its first step
+        (shards, _), (mine, optimizer) = before, after
+        return _written((shards, None), (mine, None))[0], optimizer
+    made: list[Any] = []
+    for x, y in zip(old, new, strict=True):
+        tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
+        if tensors and x is not y and (x.shape, x.dtype) == (y.shape, y.dtype):
+            with torch.no_grad():
+                write_back(x, y)
+            y = x
+        made.append(y)
+    return optree.tree_unflatten(spec, made)
 
 
 def stepping(running: Running, rule: Callable[[Buffers], list[Tensor]]) -> Callable[..., Any]:

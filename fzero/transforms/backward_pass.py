@@ -594,22 +594,28 @@ def agree(
         MismatchError: on every rank, if they differ. Nothing was changed.
     """
     here = now or (lambda: states)
+    by_axis: dict[Axis | None, list[int]] = {}  # those that share ranks; None: nobody is asked
+    for i, state in enumerate(states):
+        axis = state.setup.axis
+        alone = axis.runtime is Runtime.LOCAL or needs_func(state.params.flats)
+        by_axis.setdefault(None if alone else axis, []).append(i)
     found: dict[int, Agreed] = {}
-    for performer, chosen in _by_ranks(states):
+    width = 1 + uses
+    for axis, chosen in by_axis.items():
+        performer = None if axis is None else performer_of(axis)
         lines = [name]
-        for i in chosen:
+        for i in chosen if performer is not None else ():
             lines += _facts(states[i], updates=updates, counts=now is None)
-        text, width = "\n".join(lines), 1 + uses
         for begin in range(0, len(chosen), CODES // width):
             some = chosen[begin : begin + CODES // width]
             numbers = partial(_numbers, here, some, uses=uses, written=written)
-            said = performer.call_with(text, numbers)
+            if performer is None:
+                said: Sequence[Row] = [tuple(numbers())]
+            else:
+                said = performer.call_with("\n".join(lines), numbers)
             for k, i in enumerate(some):
-                found[i] = _together(here()[i], said, slice(width * k, width * (k + 1)), performer)
-    for i in range(len(states)):
-        if i not in found:
-            own = tuple(_numbers(here, [i], uses=uses, written=written))
-            found[i] = _together(here()[i], [own], slice(None), None)
+                rows = [row[width * k : width * (k + 1)] for row in said]
+                found[i] = _together(here()[i], rows, performer)
     return [found[i] for i in range(len(states))]
 
 
@@ -690,19 +696,6 @@ def raises_together(axis: Axis) -> Iterator[None]:
 # What is said.
 
 
-def _by_ranks(states: Sequence[TrainState]) -> Iterator[tuple[Performer, list[int]]]:
-    """Yield the performer of each set of ranks that are asked, and which states they share."""
-    by_axis: dict[Axis, list[int]] = {}
-    for i, state in enumerate(states):
-        axis = state.setup.axis
-        if axis.runtime is not Runtime.LOCAL and not needs_func(state.params.flats):
-            by_axis.setdefault(axis, []).append(i)
-    for axis, chosen in by_axis.items():
-        performer = performer_of(axis)
-        assert performer is not None
-        yield performer, chosen
-
-
 def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
     """Return what ranks must have in common, a line each.
 
@@ -715,7 +708,9 @@ def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
         lines.append(f"{state.progress.reductions} reductions since the update")
     lines += facts(state, "update" if updates else "call")
     if updates:
-        lines += [f"update {int(state.step)}"] if _is_on_host(state.step) else []
+        step = state.step
+        on_host = step.device.type == "cpu" and not lacks_value(step)
+        lines += [f"update {int(step)}"] if on_host else []
         lines += state.setup.optimizer.describe((), state.step)
     return lines
 
@@ -723,10 +718,6 @@ def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
 @lru_cache(maxsize=64)
 def _options(policy: Policy) -> tuple[str, ...]:
     return tuple(policy.options)
-
-
-def _is_on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not lacks_value(x)
 
 
 def _numbers(
@@ -766,20 +757,22 @@ def _digest(bits: int) -> int:
 # What it means.
 
 
-def _together(
-    state: TrainState, said: Sequence[Row], of_state: slice, performer: Performer | None
-) -> Agreed:
-    """Return what is true on all ranks, from what each has said of a state in a part of its row.
+def _together(state: TrainState, said: Sequence[Row], performer: Performer | None) -> Agreed:
+    """Return what is true on all ranks, from what each has said of a state.
 
     Ranks that say the same are one here, so that this work does not grow with their number.
     """
-    rows = {row[of_state] for row in frozenset(said)}
+    rows = frozenset(said)
     flags = [row[0] for row in rows]
     if len({flag & _REDUCED for flag in flags}) > 1:
-        raise _dropped_by_some([bool(row[of_state][0] & _REDUCED) for row in said])
-    for bit, _, one in _FLAGS:
-        if one.unlike is not None and all(_who(flags, bit)):
-            have, lack = _who([row[of_state][0] for row in said], bit)
+        held = [bool(row[0] & _REDUCED) for row in said]
+        raise _dropped_by_some(held.index(True), held.index(False))
+    for bit, _, one in _FLAGS if len(rows) > 1 else ():
+        # A rank that has made no backward, and has served others, has reduced theirs as its own.
+        have = [r for r, (flag, *_) in enumerate(said) if flag & bit]
+        some = _REDUCED | -_BACKWARDS  # what says that a rank holds gradients
+        lack = [r for r, (flag, *_) in enumerate(said) if flag & some and not flag & bit]
+        if one.unlike is not None and have and lack:
             raise one.unlike(have[0], lack[0])
     return Agreed(
         waits=any(flag & _WAITS for flag in flags),
@@ -795,37 +788,17 @@ def _unused_by_all(
     state: TrainState, digests: Sequence[int], performer: Performer | None
 ) -> tuple[int, ...]:
     """The leaves that no rank has used. An exchange if ranks have left out other ones."""
-    if not all(digests) or not digests:
+    if not digests or not all(digests):
         return ()
     bits = _unused(state)
     if len(set(digests)) > 1:
         assert performer is not None
         for others in performer.tell(bits):
             bits &= others
-    return _indices(bits)
+    return from_bits(bits)
 
 
-@lru_cache(maxsize=64)
-def _indices(bits: int) -> tuple[int, ...]:
-    return from_bits(bits) if bits else ()
-
-
-def _who(ranks: Sequence[int], bit: int) -> tuple[list[int], list[int]]:
-    """Return which ranks say so of their gradients, and which hold some and do not.
-
-    One that has made no backward, and has served those of others, has reduced them as its own.
-    """
-    have = [rank for rank, flags in enumerate(ranks) if flags & bit]
-    lack = [rank for rank, flags in enumerate(ranks) if not flags & bit and _holds(flags)]
-    return have, lack
-
-
-def _holds(flags: int) -> bool:
-    return flags >= _BACKWARDS or bool(flags & _REDUCED)
-
-
-def _dropped_by_some(held: Sequence[bool]) -> MismatchError:
-    have, lack = held.index(True), held.index(False)
+def _dropped_by_some(have: int, lack: int) -> MismatchError:
     return MismatchError(
         f"rank {have} holds reduced gradients, and rank {lack} holds none.",
         cause="gradients that were thrown away on some ranks only: zero_grad() of the module or "

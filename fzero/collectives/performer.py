@@ -211,7 +211,7 @@ class Performer:
                 is_here = waits or self.channel.is_answered
                 return Answer(self.channel.read() if is_here else None)
             case Exchange(value):
-                values = tuple(self.channel.tell_each_once(value))
+                values = tuple(lowering.gather_objects(value, self.axis, each_once))
                 return None if value is None else Answer(values)
             case Raise(failed):
                 raise self._error(failed)
@@ -224,7 +224,7 @@ class Performer:
         """What all ranks raise. A collective if they make different calls."""
         if not failed:
             posted = self.protocol.posted
-            return mismatch(self.channel.tell("" if posted is None else posted.text))
+            return mismatch(self.tell("" if posted is None else posted.text))
         return PeerFailedError(
             f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
             f"{[*failed]}, so its gradients cannot be reduced.",
@@ -258,7 +258,7 @@ class Performer:
 
     def tell(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in rank order."""
-        return self.channel.tell(value)
+        return lowering.gather_objects(value, self.axis)
 
     def fail(self) -> None:
         """Say that this rank raised. The others raise where they read it."""
@@ -284,15 +284,19 @@ def performer_of(axis: Axis) -> Performer | None:
         return None
     here = current_ranks()
     if here is not None:  # virtual ranks: it lives for one run
-        return _of_run(here.kept, axis)
-    place = _ranks_of(axis), dist.get_backend_config(axis.group())
-    found = _OPEN.get(place)
+        place = Performer, axis.size, axis.stride  # all of them, or those of a replica
+        if place not in here.kept:
+            whole = axis.plain
+            here.kept[place] = Performer(Channel(whole, whole))
+        return here.kept[place]
+    processes = _ranks_of(axis), dist.get_backend_config(axis.group())
+    found = _OPEN.get(processes)
     if found is None or not _is_alive(found):
         liveness.start_signs()
         whole = axis.plain
         with explained("the first call of fzero", axis, cause=_ALONE):
             channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
-        found = _OPEN[place] = Performer(channel)
+        found = _OPEN[processes] = Performer(channel)
     return found
 
 
@@ -312,14 +316,6 @@ def _is_alive(performer: Performer) -> bool:
         performer.axis.group()
         return True
     return False
-
-
-def _of_run(kept: dict[Any, Any], axis: Axis) -> Performer:
-    ranks = Performer, axis.size, axis.stride  # all of them, or those of a replica
-    if ranks not in kept:
-        whole = axis.plain
-        kept[ranks] = Performer(Channel(whole, whole))
-    return kept[ranks]
 
 
 class UserCall(NamedTuple):
@@ -354,7 +350,13 @@ def before_collective(
     performers = _in_a_pass(whole)
     # An abstract rank stands for a process, and is planned with the rounds of one.
     as_process = axis.runtime is Runtime.PROCESSES or (call is not None and is_abstract())
-    by_round = as_process or any(map(_announces_anywhere, performers))
+    by_round = as_process or any(
+        # A backward that is announced where its first gradient comes, as that of an engine is:
+        # virtual ranks wait in the round of it, and so have to come to a call in a round, too.
+        number < FUNCTIONAL
+        for performer in performers
+        for number in performer.protocol.inside
+    )
     if call is not None and by_round:
         codes = digest(f"{call.name} {axis.name}"), digest(call.shapes), *call.said
     met = None
@@ -372,14 +374,6 @@ def before_collective(
         rows = lowering.told(call.name, call.said, axis, call.shapes) if call.said else [()]
         return lowering.any_of(rows)
     return lowering.any_of(_rows_of_call(call, codes, axis, met))
-
-
-def _announces_anywhere(performer: Performer) -> bool:
-    """Whether a backward is announced where its first gradient comes, as that of an engine is.
-
-    Virtual ranks wait in the round of it, and so have to come to a call in a round, too.
-    """
-    return any(number < FUNCTIONAL for number in performer.protocol.inside)
 
 
 def also_connects(axis: Axis) -> None:
@@ -532,14 +526,6 @@ class Channel:
     def is_answered(self) -> bool:
         """Whether every rank has posted this round, so that `read` need not wait for them."""
         return self._posted is None or self._posted.is_over
-
-    def tell(self, value: Any) -> list[Any]:
-        """Return the picklable `value` of every rank, in rank order."""
-        return lowering.gather_objects(value, self.axis)
-
-    def tell_each_once(self, value: Any) -> list[Any]:
-        """Return the picklable values of all ranks that differ, in the order of the ranks."""
-        return lowering.gather_objects(value, self.axis, each_once)
 
 
 def each_once(values: Sequence[Any]) -> list[Any]:

@@ -48,9 +48,10 @@ from fzero.collectives import (
 from fzero.context.current_rank import is_abstract
 from fzero.context.modes import is_recorded
 from fzero.errors import AxisError
-from fzero.machine.compress import FactorEncoder, GradientEncoder, encoder_of, goes_back
+from fzero.machine.compress import Encoder, FactorEncoder, GradientEncoder, goes_back
 from fzero.machine.offload import add_to, offloaded, to_device
 from fzero.machine.packing import pack_copied, unpack
+from fzero.machine.powersgd import powersgd
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Placement, Setup, logical
 from fzero.state.layout import Layout, as_bits, as_real
@@ -257,8 +258,12 @@ class LocalGradients:
         self.setup, self.axis, self._device = setup, axis, device
         layout, contiguous = setup.layout, setup.reduction.contiguous_gradients
         self.buckets = {i: Bucket(layout, i, contiguous=contiguous) for i in layout.trainable}
-        self.encoder = None if route is not None else encoder_of(setup)
-        self.route = route_of(setup, axis, self.encoder) if route is None else route
+        self.encoder: GradientEncoder | None = None
+        if route is None:
+            kind = FactorEncoder if isinstance(setup.codec, powersgd) else Encoder
+            self.encoder = kind(setup)
+            route = route_of(setup, axis, self.encoder)
+        self.route = route
         self.means: dict[int, Tensor] = {}
         self.used: set[int] = set()
         self.begin(setup, keeps=False)

@@ -70,24 +70,19 @@ from fzero.transforms.recipe import begun, called, factors_of, loss_learned, rec
 def learning(wrt: Any, tree: Any, states: Sequence[TrainState]) -> list[bool]:
     """Whether each of `states`, which are those of `tree`, is differentiated by.
 
-    wrt: None for all; a key of the tree, or several; or a pytree of bools in its structure.
+    wrt: a key of the tree, or several; or a pytree of bools in its structure.
     Raises `LayoutError` for what names no state.
     """
-    if wrt is None:
-        return [True] * len(states)
     paths = optree.tree_paths(tree, is_leaf=is_state, namespace=NAMESPACE)
     keys = [path[0] if path else None for path in paths]
-    if isinstance(wrt, dict) or _has_flags(wrt):
-        return _flags(wrt, tree)
     wanted = list(wrt) if isinstance(wrt, list | tuple | set | frozenset) else [wrt]
+    flags = isinstance(wrt, list | tuple) and wrt and all(isinstance(x, bool) for x in wrt)
+    if flags or isinstance(wrt, dict):
+        return _flags(wrt, tree)
     unknown = [key for key in wanted if key not in keys]
     if unknown or not wanted or is_state(tree):
         raise _misfit(f"wrt={wrt!r} of {'one state' if is_state(tree) else f'states at {keys}'}")
     return [key in wanted for key in keys]
-
-
-def _has_flags(wrt: Any) -> bool:
-    return isinstance(wrt, list | tuple) and bool(wrt) and all(isinstance(x, bool) for x in wrt)
 
 
 def _flags(wrt: Any, tree: Any) -> list[bool]:

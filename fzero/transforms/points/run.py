@@ -242,7 +242,7 @@ def reduced(running: Running, ready: Prepared) -> Prepared:
             running.ready = one.reduced(one, running, running.ready)  # type: ignore[misc]
         elif not running.kept:
             running.ready = with_rest(state, running.ready)
-            gradients = _reduced_by_path(running, one, running.ready.gradients)
+            gradients = _acted(running, one, "reduced", running.ready.gradients)
             running.ready = running.ready._replace(gradients=gradients, is_shared=True)
             asked = True
     if asked:
@@ -250,24 +250,19 @@ def reduced(running: Running, ready: Prepared) -> Prepared:
     return with_rest(state, running.ready)
 
 
-def _reduced_by_path(running: Running, one: Points, gradients: Buffers) -> Buffers:
-    if not one.whole:
-        return _on_pieces(running, one, "reduced", gradients)
-    flats = [to_device(x, running.state.device) for x in gradients.flats]
-    made = _on_owners(running, one, "reduced", flats)
-    return Buffers(flats=made, placement=gradients.placement)
-
-
 def updated(running: Running, flats: Sequence[Tensor]) -> list[Tensor]:
     """Return what the rule has stepped after all transforms at `updated`."""
     held = Buffers(flats=tuple(flats), placement=running.state.setup.optimizer_state)
     for one in transforms_of(running.state.setup, "updated"):
-        if one.whole:
-            made = _on_owners(running, one, "updated", held.flats)
-            held = Buffers(flats=made, placement=held.placement)
-            continue
-        held = _on_pieces(running, one, "updated", held)
+        held = _acted(running, one, "updated", held)
     return list(held.flats)
+
+
+def _acted(running: Running, one: Points, point: str, held: Buffers) -> Buffers:
+    if not one.whole:
+        return _on_pieces(running, one, point, held)
+    flats = [to_device(x, running.state.device) for x in held.flats]
+    return Buffers(flats=_on_owners(running, one, point, flats), placement=held.placement)
 
 
 def _on_pieces(running: Running, one: Points, point: str, held: Buffers) -> Buffers:
@@ -294,7 +289,7 @@ def _called(
     running: Running, one: Points, point: str, slots: Any, value: Any, ctx: Context
 ) -> tuple[dict[str, Any], Any]:
     """Call `one.point(slots, value, ctx)`; check the first call."""
-    function, state = context.function_at(one, point), running.state
+    function, state = getattr(one, point), running.state
     if not context.is_first(state, one, point):
         return context.require_pair(one, point, function(slots, value, ctx))
     with context.told(state.setup, f"{one.name}, `{point}`"):
@@ -303,7 +298,7 @@ def _called(
         after, new = context.require_pair(one, point, function(*copies, asked))
         context.require_unwritten(one, point, copies, ctx.shown)
         context.require_like(one, point, "slots", slots, after)
-        context.require_like(one, point, _NAMES[point], value, new)
+        context.require_like(one, point, context.VALUES[point], value, new)
         error = accused(one, point, asked, slots, value, after, new)
     # What was returned as it was given is a copy here: the state goes on with its own.
     after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
@@ -311,9 +306,6 @@ def _called(
     context.require_equal(now, one, point, new, running.skipped, error)
     context.passed(state, one, point)
     return after, new
-
-
-_NAMES = {"reduced": "grads", "updated": "params", "update": "params", "local": "g"}
 
 
 def _same(copies: Any, own: Any, returned: Any) -> Any:
@@ -436,7 +428,7 @@ def _around(
             shown.append(context.copied(made) if first else made)
             return dict(shown[0])
 
-        own, function, error = (slots, pieces), context.function_at(one, "update"), ""
+        own, function, error = (slots, pieces), one.update, ""
         asked: Any = ctx
         if first:
             own, asked = context.copied(own), KeptContext(ctx.watched(what))
@@ -476,7 +468,7 @@ def _on_owners(
     after: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in slots.items()
     }
-    function, what = context.function_at(one, point), f"{one.name}, `{point}`"
+    function, what = getattr(one, point), f"{one.name}, `{point}`"
     first = context.is_first(state, one, point)
 
     def slots_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -505,7 +497,7 @@ def _on_owners(
         else:
             new_slots, new = context.require_pair(one, point, function(some, own, ctx))
         context.require_like(one, point, "slots", some, new_slots)
-        context.require_like(one, point, _NAMES[point], own, new)
+        context.require_like(one, point, context.VALUES[point], own, new)
         for name, value in new_slots.items():
             if isinstance(value, dict):
                 after[name].update(value)
@@ -545,7 +537,7 @@ def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
 def at_loss(state: TrainState, value: Tensor) -> Tensor:
     """Return the loss that is differentiated: after all transforms at `loss` of a state."""
     for one in transforms_of(state.setup, "loss"):
-        function = context.function_at(one, "loss")
+        function = one.loss
         ctx = Context(
             state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
         )
@@ -607,7 +599,7 @@ class Locals:
         return gradient
 
     def _of(self, one: Points, path: str, gradient: Tensor, ctx: Context) -> Tensor:
-        function = context.function_at(one, "local")
+        function = one.local
         after = self._after[one.name]
         slots = {
             k: v[path].view(gradient.shape) if isinstance(v, dict) else v for k, v in after.items()

@@ -62,7 +62,6 @@ class Lent(NamedTuple):
     """
 
     state: TrainState
-    scale: Tensor | float = 1.0  # the loss scale, which the gradients have
     share: float = 1.0  # of an update, which they do not have yet: 1 / micro-batches of accumulate
 
 
@@ -265,7 +264,8 @@ class Memories:
         if not self._held:
             assert self._lent is not None
             lent = self._lent()
-            self._held, self._scale = memory_flats(lent.state), lent.scale
+            held = lent.state.scale
+            self._held, self._scale = memory_flats(lent.state), 1.0 if held is None else held.scale
         return self._held[number]
 
     def shared(self, values: Tensor, slot: int | None) -> Tensor:

@@ -106,7 +106,12 @@ class Gatherer:
         Not `keeps`: another rank needs it; wait for the values, and drop them.
         """
         groups = [self.groups[group] for group in self.table.units[unit]]
-        shards = [group.sent(exact=exact) for group in groups]
+        shards = []
+        for layout, index, shard, device, home in groups:
+            dtype = None if exact else layout.groups[index].communication_dtype  # under autocast
+            if home is not None:
+                shard = to_device(shard, device, dtype)
+            shards.append(shard if home is not None or dtype is None else shard.to(dtype))
         codecs = () if exact else [one.layout.groups[one.index].codec for one in groups]
         with about(lambda: [x for one in groups for x in one.layout.paths([one.index])]):
             flight = start_gather(shards, self.table.axes[unit].shards, codecs=codecs)
@@ -180,13 +185,6 @@ class GroupShard(NamedTuple):
     shard: Tensor
     device: torch.device
     home: Home = None
-
-    def sent(self, *, exact: bool) -> Tensor:
-        """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
-        lower = self.layout.groups[self.index].communication_dtype
-        if self.home is not None:
-            return to_device(self.shard, self.device, None if exact else lower)
-        return self.shard if exact or lower is None else self.shard.to(lower)
 
 
 class FullUnit(NamedTuple):

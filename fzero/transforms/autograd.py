@@ -1,8 +1,4 @@
-"""The gradient of a pure loss by flat buffers, under torch.func.
-
-A `Source` is what one state contributes: `inputs`, the tensors to differentiate by, and `build`,
-which turns inputs into the pytree that the loss is given.
-"""
+"""The gradient of a pure loss by flat buffers, under torch.func."""
 
 from __future__ import annotations
 
@@ -27,30 +23,22 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.state.train_state import Weight, weighed, with_weight
 from fzero.transforms.accumulate_grad import mean_of, not_differentiable, receive
 from fzero.transforms.backward_pass import agree
-from fzero.transforms.points import Changed, changed_by, changes_of
+from fzero.transforms.points import Changed, changed_by
 from fzero.transforms.recipe import factors_of, loss_learned, parts_in
 
 _storage_id: Any = vars(torch._C)["_storage_id"]  # it has no type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One state's part in a gradient call."""
-
-    inputs: tuple[Tensor, ...]
-    build: Callable[[Sequence[Tensor]], Any]  # inputs -> params
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """grads[i][j] is the gradient by input j of source i; value and aux are detached."""
+    """grads[i][j] is the gradient by group j of state i; value and aux are detached."""
 
     grads: tuple[tuple[Tensor, ...], ...]
     value: Tensor
     aux: Any
 
 
-LossOf = Callable[[list[Any]], Any]  # [params of each source] -> what the user's fn returned
+LossOf = Callable[[list[Any]], Any]  # [params of each state] -> what the user's fn returned
 
 WROTE = explain(
     "the loss wrote to a parameter in place; below stage 3 the state itself has changed.",
@@ -129,22 +117,28 @@ def versions_of(flats: Sequence[Tensor]) -> list[int]:
 
 def by_func(
     loss_of: LossOf,
-    sources: Sequence[Source],
+    held: Sequence[tuple[TrainState, Sequence[Tensor]]],
     *,
     has_aux: bool,
     learned: Callable[[Tensor], Tensor],
 ) -> Result:
     """Differentiate with torch.func: the result can be differentiated, mapped, traced again.
 
-    Gradients are those of `learned(loss)`; the value is that of the loss.
+    held: the states, with the full flats of their groups. Gradients are those of `learned(loss)`;
+    the value is that of the loss.
     """
-    counts = [len(source.inputs) for source in sources]
-    inputs = tuple(s for source in sources for s in source.inputs)
+    layouts = [state.setup.layout for state, _ in held]
+    counts = [len(layout.trainable) for layout in layouts]
+    pairs = [*zip(layouts, [fulls for _, fulls in held], strict=True)]
+    inputs = tuple(x[i].view(input_shape(one, i)) for one, x in pairs for i in one.trainable)
     kept: dict[str, Any] = {}  # the parts of aux that are no tensors: torch.func refuses them
 
     def scalar(inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         parts = _cut(inputs, counts)
-        params = [source.build(part) for source, part in zip(sources, parts, strict=True)]
+        params = []
+        for (layout, fulls), part in zip(pairs, parts, strict=True):
+            flats = dict(enumerate(fulls)) | dict(zip(layout.trainable, part, strict=True))
+            params.append(assemble(layout, unpack_groups(layout, flats)))
         level = maybe_current_level() if inputs else None
         anchor = inputs[0].reshape(-1)[:0] if inputs else None
         with explains_writes(params), connecting(level or 0, anchor) as calls:
@@ -278,8 +272,7 @@ def grad_by_func(
         return loss if times is None else loss * times
 
     try:
-        sources = [_source(*one) for one in held]
-        result = by_func(call.loss_of, sources, has_aux=call.has_aux, learned=learned)
+        result = by_func(call.loss_of, held, has_aux=call.has_aux, learned=learned)
     except RuntimeError as error:
         if versions_of(fulls) != versions:
             raise PhaseError(WROTE) from error
@@ -293,7 +286,11 @@ def grad_by_func(
     for part in parts.values():
         begun = [part.begins(i, state, how) for i, state in enumerate(begun)]
     pairs = zip(begun, result.grads, strict=True)
-    grads = [_changed(*pair, changes_of(parts, i)) for i, pair in enumerate(pairs)]
+    changes = [[part.change(i) for part in parts.values()] for i in range(len(begun))]
+    grads = [
+        _changed(*pair, [by for by in some if by is not None])
+        for pair, some in zip(pairs, changes, strict=True)
+    ]
     for part in parts.values():
         part.settles()
     for part in parts.values():
@@ -339,17 +336,6 @@ def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
             state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))
     pairs = zip(layout.groups, fulls, strict=True)
     return state, [flat.to(group.dtype) for group, flat in pairs]
-
-
-def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
-    layout = state.setup.layout
-
-    def build(inputs: Sequence[Tensor]) -> Any:
-        flats = dict(enumerate(fulls)) | dict(zip(layout.trainable, inputs, strict=True))
-        return assemble(layout, unpack_groups(layout, flats))
-
-    inputs = tuple(fulls[i].view(input_shape(layout, i)) for i in layout.trainable)
-    return Source(inputs=inputs, build=build)
 
 
 def _received(

@@ -70,8 +70,8 @@ from fzero.transforms.accumulate_grad import (
     reduce_window,
     waiting,
 )
-from fzero.transforms.points import CallPart, Changed, changed_by, changes_of
-from fzero.transforms.recipe import BUILTINS, facts, on_gathered, parts_in
+from fzero.transforms.points import CallPart, Changed, changed_by
+from fzero.transforms.recipe import BUILTINS, facts, parts_in, recipe_of
 
 
 def passes_of(
@@ -143,7 +143,9 @@ class Pass:
         self.gathers = self.units.gathers  # parameters, as they are read (stage 3)
         self.client = ProtocolClient(self.performer, form.number)
         # The full values of units; the gradients of leaves; what is behind the placeholders.
-        self.gatherer = Gatherer(table, on_gathered(states, weakref.ref(self)))
+        looks = [on_gathered for one in states for on_gathered in recipe_of(one).gathered]
+        looks = [looks[0](states, weakref.ref(self))] if looks else [None]
+        self.gatherer = Gatherer(table, looks[0])
         self.reducer = Reducer(reductions, [one.device for one in states], self.client.ready)
         self.reader = Reader(self.gatherer, self.client, on_written)
         kind = HeldReader if on_written is None else WritableReader
@@ -158,7 +160,8 @@ class Pass:
         adopted: tuple[int, ...] = ()
         if self.gathers:
             self._hold_shards()
-            adopted = self.gatherer.adopt([state.window.gathered for state in states])
+            if any(state.window.gathered for state in states):
+                adopted = self.gatherer.adopt([state.window.gathered for state in states])
         self.performer.join(self, self.units, form.number, adopted)
 
     def perform(self, effect: ModelEffect | Look | WaitForReductions) -> bool:
@@ -209,7 +212,8 @@ class Pass:
 
         Nothing is where all parameters are held: ranks may then run as many forwards as they like.
         """
-        self.put_aside()
+        if self.reducer.received:
+            self.put_aside()
         for part in self.parts.values():
             part.drop()  # a loss whose backward brought nothing
         self._begin_parts()
@@ -237,7 +241,8 @@ class Pass:
         concerns no other rank. `dropped`: this rank has just thrown away what it held. `said`: what
         else the ranks compare.
         """
-        self.put_aside()
+        if self.reducer.received:
+            self.put_aside()
         self._begin_parts(weighed)
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         if not (silent := silent and not self.gathers):
@@ -280,15 +285,15 @@ class Pass:
         for part in self.parts.values():
             for number, state in enumerate(self.states):
                 self.put(number, part.begins(number, state, weighed))
-        self._changes = [changes_of(self.parts, number) for number in range(len(self.states))]
+        parts, numbers = self.parts.values(), range(len(self.states))
+        changes = [[part.change(number) for part in parts] for number in numbers]
+        self._changes = [[one for one in some if one is not None] for some in changes]
 
     def put_aside(self) -> None:
         """Move gradients that came outside of a pass into the window.
 
         A backward that runs inside a forward brings gradients, and ranks do not agree on it.
         """
-        if not self.reducer.received:
-            return
         self.parts = parts_in(self.states, self.reducer, self.parts)
         for part in self.parts.values():
             part.settles()
@@ -341,8 +346,7 @@ class Pass:
 
     def _used(self, number: int) -> int:
         """Return, and forget, which leaves of a state got a gradient, bit by bit."""
-        used = self.reducer.states[number].pop_used()
-        return used if self.form.uses else progress.ALL
+        return self.reducer.states[number].pop_used() if self.form.uses else progress.ALL
 
     def _with_served(self, number: int) -> TrainState:
         if not (means := self.reducer.states[number].pop_means()):
@@ -682,14 +686,20 @@ def refused(
 
 
 @contextmanager
-def raises_together(axis: Axis) -> Iterator[None]:
-    """Tell the other ranks, which go on to a round, of an error that only this one may have."""
+def raises_together(axis: Axis | None) -> Iterator[None]:
+    """Tell the other ranks, which go on to a round, of an error that they do not know of.
+
+    axis: None where nobody is to be told.
+    """
+    performer = None if axis is None else performer_of(axis)
+    before = performer and performer.protocol.posted
     try:
         yield
-    except Exception:
-        performer = performer_of(axis)
+    except BaseException:
         if performer is not None:
-            performer.fail()
+            now = performer.protocol
+            if not now.known or now.posted is before:  # what is known is an earlier error
+                performer.fail()
         raise
 
 

@@ -41,7 +41,13 @@ from fzero.transforms.autograd import (
     loss_and_aux,
     versions_of,
 )
-from fzero.transforms.backward_pass import Pass, functional_of, leaves_in_pass, passes_of
+from fzero.transforms.backward_pass import (
+    Pass,
+    functional_of,
+    leaves_in_pass,
+    passes_of,
+    raises_together,
+)
 from fzero.transforms.closure import backward_of
 from fzero.transforms.donation import check_alive, returned
 from fzero.transforms.logical_rank import require_own_backward
@@ -51,7 +57,6 @@ from fzero.transforms.logical_ranks import (
     call_logical_ranks,
     each_call,
     setup_of,
-    told_of_errors,
 )
 from fzero.transforms.models import (
     ParamsT,
@@ -253,7 +258,7 @@ def grad_and_reduce(
     if is_logical:
         setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
     if is_logical or sizes is not None or in_axes != 0:
-        with told_of_errors(setup):
+        with raises_together(setup.axis if is_logical else None):
             given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
     else:
         given: Any = GivenCall("grad_and_reduce", weight)  # type: ignore[arg-type]
@@ -284,7 +289,7 @@ def grad_and_reduce(
             if setup.logical is None:
                 new, result = differentiate(known, args, kwargs, given.weight)
             else:
-                with told_of_errors(setup):
+                with raises_together(setup.axis):
                     require_own_backward(known, (args, kwargs, weight))
                     how = weight, in_axes, sizes
                     each = each_call("grad_and_reduce", fn, setup, (args, kwargs), *how)
@@ -316,7 +321,8 @@ def _by_autograd(
     passes, places = passes_of(states, functional_of(states, call.name))
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = versions_of(flats)
-    in_forward, before, tokens = True, connecting_calls(), list[Tensor]()
+    in_forward, tokens = True, list[Tensor]()
+    before = 0 if call.weight is None else connecting_calls()
     try:
         for one in passes:
             one.begin_forward()
@@ -327,7 +333,9 @@ def _by_autograd(
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
                 learned = loss_learned(states, loss)
         in_forward = False
-        how = weighed(loss, call.weight, connected=connecting_calls() > before)
+        how = None
+        if call.weight is not None:
+            how = weighed(loss, call.weight, connected=connecting_calls() > before)
         for one in passes:
             for part in one.parts.values():
                 part.loss(loss, call.weight)
@@ -339,7 +347,7 @@ def _by_autograd(
         for one in passes:
             one.begin_backward(weighed=how)
         by, rest = factors_of(states)
-        by = with_weight(by, how)
+        by = by if how is None else with_weight(by, how)
         for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
             for index, leaf in leaves.items():
                 leaf.grad = None  # what a backward inside of the loss has left

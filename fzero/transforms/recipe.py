@@ -20,8 +20,9 @@ transforms of users, acts at `reduced`, behind `units`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,10 +56,11 @@ SLOTS = Builtin(
 
 USERS = Builtin(
     name="transforms",
-    acts=lambda state: bool(transforms_of(state.setup, "local")),
+    acts=lambda state: any(transforms_of(state.setup, at) for at in ("local", "loss")),
     calls=lambda states, reducer: ByPath(states),
+    loss=at_loss,
 )
-"""The functions of users at `local`: in a backward before all others."""
+"""The functions of users at `local`, in a backward before all others, and at `loss`."""
 
 AROUND = Builtin(
     name="transforms around the rule",
@@ -66,13 +68,6 @@ AROUND = Builtin(
     around=step_in_transforms,
 )
 """The functions of users at `update` and `updated`."""
-
-AT_LOSS = Builtin(
-    name="transforms at `loss`",
-    acts=lambda state: bool(transforms_of(state.setup, "loss")),
-    loss=at_loss,
-)
-"""The functions of users at `loss`."""
 
 OFFLOAD = Builtin(
     name="offload",
@@ -92,67 +87,41 @@ BUILTINS = (
     AVERAGE,
     CARRIED,
     USERS,
-    AT_LOSS,
     AROUND,
     OFFLOAD,
 )
 """All of them, from the inside out."""
 
 
-class Recipe(NamedTuple):
-    """What acts on a state at each point, in order: of a plain state nothing does.
+_AT = (
+    *("called", "gathered", "begins", "leaves", "loss", "factor", "forgets"),
+    *("decides", "units", "ready", "around", "updated"),
+)
 
-    It is made once for a setup and the names of the slots, for nothing else says what acts.
+
+def _recipe(state: TrainState) -> SimpleNamespace:
+    """Return what acts on a state at each point, in order: of a plain state nothing does.
+
+    It is made once for a setup and the names of the slots, for nothing else says what acts. `calls`
+    has the transforms that act in backwards; `facts` for each place lines of text, or functions of
+    the state that give them; all others have functions.
     """
-
-    calls: tuple[Builtin, ...]
-    called: tuple[Any, ...]
-    gathered: tuple[Any, ...]
-    begins: tuple[Any, ...]
-    leaves: tuple[Any, ...]
-    loss: tuple[Any, ...]
-    factor: tuple[Any, ...]
-    forgets: tuple[Any, ...]
-    decides: tuple[Any, ...]
-    units: tuple[Any, ...]
-    ready: tuple[Any, ...]
-    around: tuple[Any, ...]
-    updated: tuple[Any, ...]
-    facts: dict[At, list[Any]]  # lines of text, or a function of the state that gives them
-
-
-def _recipe(state: TrainState) -> Recipe:
     acts = [one for one in BUILTINS if one.acts is not None and one.acts(state)]
-
-    def at(point: str) -> tuple[Any, ...]:
-        return tuple(getattr(one, point) for one in acts if getattr(one, point) is not None)
-
+    made: dict[str, Any] = {
+        point: tuple(getattr(one, point) for one in acts if getattr(one, point) is not None)
+        for point in _AT
+    }
+    made["decides"] = made["decides"][::-1]
+    if made["units"] or transforms_of(state.setup, "reduced"):
+        made["units"] += (reduced,)
     some: list[tuple[Builtin, Any]] = [(x, x.facts) for x in BUILTINS if x.facts is not None]
     places: tuple[At, ...] = ("pass", "call", "update")
-    units = at("units")
-    if units or transforms_of(state.setup, "reduced"):
-        units += (reduced,)
-    return Recipe(
-        calls=tuple(one for one in reversed(acts) if one.calls is not None),
-        called=at("called"),
-        gathered=at("gathered"),
-        begins=at("begins"),
-        leaves=at("leaves"),
-        loss=at("loss"),
-        factor=at("factor"),
-        forgets=at("forgets"),
-        decides=at("decides")[::-1],
-        units=units,
-        ready=at("ready"),
-        around=at("around"),
-        updated=at("updated"),
-        facts={
-            where: [of if one in acts else of(state, where) for one, of in some] for where in places
-        },
-    )
+    facts = {at: [of if one in acts else of(state, at) for one, of in some] for at in places}
+    calls = tuple(one for one in acts if one.calls is not None)
+    return SimpleNamespace(**made, calls=calls, facts=facts)
 
 
-def recipe_of(state: TrainState) -> Recipe:
+def recipe_of(state: TrainState) -> SimpleNamespace:
     """Return what acts on a state."""
     known, names = state.setup.recipes, tuple(state.slots)
     found = known.get(names)
@@ -176,15 +145,6 @@ def parts_in(
             if part is not None:
                 parts[one.name] = part
     return parts
-
-
-def on_gathered(states: Sequence[TrainState], running: Callable[[], Any]) -> Any:
-    """Return what is shown each group that a pass of some states gathers; None if nobody looks.
-
-    running: the pass, or None if it is gone: from a placeholder no way may lead to a driver.
-    """
-    looks = [gathered for state in states for gathered in recipe_of(state).gathered]
-    return looks[0](states, running) if looks else None
 
 
 # Before a backward, and where ranks agree.

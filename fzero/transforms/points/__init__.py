@@ -17,7 +17,6 @@ from fzero.transforms.points.run import Running as Running
 from fzero.transforms.points.run import Skip as Skip
 from fzero.transforms.points.run import at_loss as at_loss
 from fzero.transforms.points.run import changed_by as changed_by
-from fzero.transforms.points.run import changes_of as changes_of
 from fzero.transforms.points.run import reduced as reduced
 from fzero.transforms.points.run import step_in_transforms as step_in_transforms
 from fzero.transforms.points.run import transforms_of as transforms_of

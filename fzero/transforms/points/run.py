@@ -721,11 +721,6 @@ class ByPath(CallPart):
         return self._locals[number].put(state)
 
 
-def changes_of(parts: Mapping[str, CallPart], number: int) -> list[Changed]:
-    """Return what the parts of a backward do to each gradient of a state, one after another."""
-    return [by for part in parts.values() if (by := part.change(number)) is not None]
-
-
 def changed_by(
     changes: Sequence[Changed], leaf: int, gradient: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -596,8 +596,7 @@ def gathered_over(setup: Setup, axis: Axis) -> list[Axis]:
 #     mean     nodes of all ranks -> the part of each, summed by its owner -> / L
 #
 # Rows are folded as they come where one call has all that they get, so a rank holds its nodes and
-# one
-# row more.
+# one row more.
 
 Row = dict[int, Tensor]
 """{group: the gradient [W l] of one logical rank}."""

@@ -533,12 +533,10 @@ def kept_beyond(path: str) -> PhaseError:
 # What all ranks say before they go on together with some states: one round, for both drivers.
 #
 #     as text      the call, and what must be equal: stage, options, and the facts of transforms;
-# for
-#                  an update also which one it is, the optimizer and its rates. Ranks that differ
-# all
-#                  raise
-#     as numbers   what each rank holds of gradients, and the flags of transforms, which may differ:
-#                  all ranks go on with what is true of any of them
+#                  for an update also which one it is, the optimizer and its rates. Ranks that
+#                  differ all raise
+#     as numbers   what each rank holds of gradients, and the flags of transforms, which may
+#                  differ: all ranks go on with what is true of any of them
 #
 # Whether something is reduced or updated is decided by `Agreed`, never by what one rank holds. What
 # an update comes to depend on belongs into `_facts` or `_numbers`; what a transform says into the

@@ -146,7 +146,7 @@ class Reducer:
             self.wait_all()
 
     @property
-    def starts_at_once(self) -> bool:
+    def has_room(self) -> bool:
         """Whether the next reduction would start, and this rank go on, without a wait."""
         if waits_in_step(self.plan):
             return False
@@ -212,15 +212,15 @@ class Reducer:
         state, indices = self._units[unit]
         return all(self.states[state].buckets[i].is_full for i in indices)
 
-    def discard_local(self) -> None:
+    def discard_own(self) -> None:
         """Discard what this backward has brought and no reduction has. Waits for nothing."""
         self.settle()
         for one in self.states:
-            one.discard_local()
+            one.discard_own()
 
     def discard(self) -> None:
         """Discard what this backward has brought. Waits for what was started."""
-        self.discard_local()
+        self.discard_own()
         while self._flights or self._rest:
             with suppress(AxisError):
                 self.wait_all()
@@ -348,14 +348,14 @@ class LocalGradients:
         count = sum(len(layout.groups[i].leaves) for i in self.buckets)
         return ALL if len(used) == count else as_bits(used)
 
-    def discard_local(self) -> None:
+    def discard_own(self) -> None:
         """Discard the gradients that are not yet in a reduction."""
         self.pop_local()
         self.used.clear()
 
     def discard(self) -> None:
         """Discard everything."""
-        self.discard_local()
+        self.discard_own()
         self.means = {}
         if self.encoder is not None:
             self.encoder.discard()

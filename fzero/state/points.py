@@ -155,6 +155,7 @@ class Builtin:
         units: (running, ready) -> ready, in the units of the mean gradient.
         reduced: (self, running, ready) -> ready, in its place among those of users.
         ready: (running, ready) -> ready, before the rule.
+        rule: (state, the flats that learn) -> options of the rule's `advance`.
         around: (running, state, and what the rule's `advance` takes) -> what that returns.
         updated: (running, new state) -> new state.
         excludes: what it cannot stand beside.
@@ -179,6 +180,7 @@ class Builtin:
     units: Function | None = field(default=None, compare=False)
     reduced: Function | None = field(default=None, compare=False)
     ready: Function | None = field(default=None, compare=False)
+    rule: Function | None = field(default=None, compare=False)
     around: Function | None = field(default=None, compare=False)
     updated: Function | None = field(default=None, compare=False)
 

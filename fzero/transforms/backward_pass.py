@@ -180,12 +180,12 @@ class Pass:
             case WaitForReductions():
                 self.reducer.wait_all()
             case Look():
-                return self.reducer.starts_at_once
+                return self.reducer.has_room
             case Receive():  # what other ranks reduced while this one served them is every rank's
                 for number in range(len(self.states)):
                     self.put(number, self._with_served(number))
             case Drop():
-                self.reducer.discard_local()
+                self.reducer.discard_own()
             case Discard():
                 self.reducer.discard()
         return True
@@ -465,8 +465,8 @@ def _plan_of(
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
         differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
         owner = [*differ, *lazy, 0][0]
-        local = performer.axis.runtime is Runtime.LOCAL
-        axes = [setup.axis if local else performer.over(setup.axis) for setup in setups]
+        alone = performer.axis.runtime is Runtime.LOCAL
+        axes = [setup.axis if alone else performer.over(setup.axis) for setup in setups]
         table = UnitTable([setup.layout for setup in setups], axes)
         reductions = ReductionPlan(setups, axes)
         waits = waits_in_step(reductions)

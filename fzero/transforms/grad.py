@@ -215,8 +215,8 @@ def grad_and_reduce(
                 def of_logical_rank(place: int, states: Sequence[TrainState]) -> Any:
                     return differentiate(states, *each[place])
 
-                weights = [by for *_, by in each]
-                new, result = call_logical_ranks(of_logical_rank, known, learns, weights)
+                by_rank = [by for *_, by in each]
+                new, result = call_logical_ranks(of_logical_rank, known, learns, by_rank)
         new = [
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)

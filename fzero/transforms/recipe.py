@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from fzero.machine.offload import at_home
+from fzero.machine.owners import owners_of
 from fzero.state import TrainState
 from fzero.state.points import At, Builtin
 from fzero.state.train_state import GivenCall
@@ -69,9 +70,25 @@ AROUND = Builtin(
 )
 """The functions of users at `update` and `updated`."""
 
+
+def _with_owners(state: TrainState, fulls: Sequence[Tensor]) -> dict[str, Any]:
+    owners = owners_of(state.setup)
+    if owners is None:
+        return {}
+    return {"owners": owners.at(fulls if state.setup.stage in (1, 2) else (), state.device)}
+
+
+OWNERS = Builtin(
+    name="owners",
+    acts=lambda state: state.setup.optimizer.by_owners,
+    rule=_with_owners,
+)
+"""The ranks that own whole matrices, for a rule that steps those."""
+
 OFFLOAD = Builtin(
     name="offload",
     acts=lambda state: state.setup.is_offloaded,
+    rule=lambda state, fulls: {"device": state.device},
     updated=lambda running, new: new if running.general else at_home(new),
 )
 """What lives elsewhere goes back there after an update, behind all others."""
@@ -88,6 +105,7 @@ BUILTINS = (
     CARRIED,
     USERS,
     AROUND,
+    OWNERS,
     OFFLOAD,
 )
 """All of them, from the inside out."""
@@ -95,7 +113,7 @@ BUILTINS = (
 
 _AT = (
     *("called", "gathered", "begins", "leaves", "loss", "factor", "forgets"),
-    *("decides", "units", "ready", "around", "updated"),
+    *("decides", "units", "ready", "rule", "around", "updated"),
 )
 
 

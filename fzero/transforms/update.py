@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import about
-from fzero.machine.owners import owners_of
 from fzero.machine.packing import cut, gather_parts, gather_parts_in_place
 from fzero.optim.step_hooks import as_one_step, is_seen
 from fzero.state import Buffers, TrainState, buffers, progress
@@ -193,14 +192,12 @@ def _stepped(running: Running, unused: Sequence[int]) -> tuple[Buffers, Any]:
     splits = part is not whole
     shards = [cut(setup, full, whole, part) for full in fulls] if splits else fulls
     options: dict[str, Any] = {"differentiable": running.general, "owned": owned}
-    if setup.is_offloaded:
-        options["device"] = state.device
     if unused:
         options["unused"] = frozenset(layout.leaves[i].path for i in unused)
     if layout.options.block > 1:
         options["apart"] = True
-    if (owners := owners_of(setup)) is not None:
-        options["owners"] = owners.at(fulls if setup.stage in (1, 2) else (), state.device)
+    for told in recipe_of(state).rule:
+        options |= told(state, fulls)
     if running.by_rule:  # it looks for an overflow itself
         options["found_inf"], options["grad_scale"] = running.overflow, running.ready.grad_scale
     step = setup.optimizer.advance

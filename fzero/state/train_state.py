@@ -341,7 +341,8 @@ def _tree_bytes(tree: Any) -> int:
 
 def _step(state: Any) -> str:
     # Under a torch.func transform, or with a leading rank dim, it is not one number.
-    plain = type(state.step) is Tensor and not is_functorch_wrapped_tensor(state.step)
+    kind: Any = type(state.step)
+    plain = kind is Tensor and not is_functorch_wrapped_tensor(state.step)
     return str(state.step.tolist()) if plain else "?"
 
 

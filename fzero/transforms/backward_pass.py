@@ -59,6 +59,7 @@ from fzero.state.protocol import (
     Unpin,
 )
 from fzero.state.rounds import CODES
+from fzero.state.setup import Home
 from fzero.state.train_state import Weighed
 from fzero.transforms.accumulate_grad import (
     add_means,
@@ -388,7 +389,7 @@ class Pass:
 
     def _hold_shards(self) -> None:
         shards = [state.params.flats for state in self.states]
-        homes = [state.setup.offload.params for state in self.states]
+        homes: list[Home] = [state.setup.offload.params for state in self.states]
         self.gatherer.hold_shards(shards, [state.device for state in self.states], homes)
 
     def _begin(self, phase: int, *, dropped: bool = False, said: str = "") -> Begin:

@@ -190,8 +190,9 @@ def grad_and_reduce(
 
         call = GradientCall(loss_of, has_aux=has_aux, weight=weight, name=name)
         flats = [flat for one in states for flat in one.params.flats]
-        arguments = optree.tree_leaves((args, kwargs), namespace=NAMESPACE)
-        if needs_func(flats) or wants_graph([*flats, *arguments, weight]):
+        arguments: Any = args, kwargs
+        leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
+        if needs_func(flats) or wants_graph([*flats, *leaves, weight]):
             return grad_by_func(call, states)
         return _by_autograd(call, states)
 

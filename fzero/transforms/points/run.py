@@ -428,7 +428,8 @@ def _around(
             shown.append(context.copied(made) if first else made)
             return dict(shown[0])
 
-        own, function, error = (slots, pieces), one.update, ""
+        function: Any = one.update
+        own, error = (slots, pieces), ""
         asked: Any = ctx
         if first:
             own, asked = context.copied(own), KeptContext(ctx.watched(what))
@@ -537,7 +538,7 @@ def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
 def at_loss(state: TrainState, value: Tensor) -> Tensor:
     """Return the loss that is differentiated: after all transforms at `loss` of a state."""
     for one in transforms_of(state.setup, "loss"):
-        function = one.loss
+        function: Any = one.loss
         ctx = Context(
             state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
         )
@@ -599,7 +600,7 @@ class Locals:
         return gradient
 
     def _of(self, one: Points, path: str, gradient: Tensor, ctx: Context) -> Tensor:
-        function = one.local
+        function: Any = one.local
         after = self._after[one.name]
         slots = {
             k: v[path].view(gradient.shape) if isinstance(v, dict) else v for k, v in after.items()

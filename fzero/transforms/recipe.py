@@ -15,7 +15,7 @@
 Numbers are the order. What is nearest to the numbers that are held is first: on the way in (a
 backward, `decides`) the last of the list acts first, and users' functions at `local` before all.
 On the way out (`units`, `updated`) the first acts first. Clipping, which is in its place among the
-transforms of users, acts at `reduced`, behind `units`.
+transforms of users, acts at `reduced`, behind `units`. AROUND and OWNERS act on the rule itself.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ SLOTS = Builtin(
 USERS = Builtin(
     name="transforms",
     acts=lambda state: any(transforms_of(state.setup, at) for at in ("local", "loss")),
-    calls=lambda states, reducer: ByPath(states),
+    calls=lambda states, reducer: (
+        ByPath(states) if any(transforms_of(one.setup, "local") for one in states) else None
+    ),
     loss=at_loss,
 )
 """The functions of users at `local`, in a backward before all others, and at `loss`."""

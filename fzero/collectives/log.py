@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -20,8 +20,8 @@ _LOGS: list[CollectiveLog] = []
 """Open logs: of the process, for a backward runs in a thread of autograd's own on a GPU."""
 
 
-_ABOUT = threading.local()
-"""Its `paths` are the parameters that the buffers of a collective are about, while it begins."""
+_ABOUT: ContextVar[Iterator[tuple[str, ...]]] = ContextVar("about")
+"""The parameters that the buffers of a collective are about, while it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,11 +157,11 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Generator[None]:
     if not _open_logs():
         yield
         return
-    _ABOUT.paths = cycle(paths())
+    token = _ABOUT.set(cycle(paths()))
     try:
         yield
     finally:
-        _ABOUT.paths = iter(())
+        _ABOUT.reset(token)
 
 
 def note_call(text: str) -> None:
@@ -201,7 +201,7 @@ def note(
         numel=numel,
         dtype=dtype,
         wire_bytes=wire_bytes,
-        paths=() if op == "agree" else next(getattr(_ABOUT, "paths", iter(())), ()),
+        paths=() if op == "agree" else next(_ABOUT.get(iter(())), ()),
     )
     for log in logs:
         log.events.append(event)

@@ -65,6 +65,10 @@ class Gatherer:
             for i, flat in enumerate(some)
         ]
 
+    def changed(self) -> None:
+        """Count a change of the parameters: views of earlier values are stale."""
+        self.changes += 1
+
     # What is here.
 
     def leaf(self, group: int, position: int) -> Tensor:

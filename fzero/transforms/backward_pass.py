@@ -141,7 +141,6 @@ class Pass:
         axis = states[0].setup.axis
         self.performer = performer_of(axis) or Performer(Channel(axis, axis))
         self.owner, table, reductions, self.units = _plan_of(states, self.performer)
-        self.gathers = self.units.gathers  # parameters, as they are read (stage 3)
         self.client = ProtocolClient(self.performer, form.number)
         # The full values of units; the gradients of leaves; what is behind the placeholders.
         looks = [on_gathered for one in states for on_gathered in recipe_of(one).gathered]
@@ -159,7 +158,7 @@ class Pass:
         self.parts: dict[str, CallPart] = parts_in(self.states, self.reducer, {})
         self._changes: list[list[Changed]] = [[] for _ in states]
         adopted: tuple[int, ...] = ()
-        if self.gathers:
+        if self.units.gathers:
             self._hold_shards()
             if any(state.window.gathered for state in states):
                 adopted = self.gatherer.adopt([state.window.gathered for state in states])
@@ -220,7 +219,7 @@ class Pass:
         self._begin_parts()
         # What comes inside of it is put aside.
         self.reducer.begin([(state.setup, True) for state in self.states])
-        if self.gathers:
+        if self.units.gathers:
             self._hold_shards()
         self.performer.send(self._begin(pass_state.FORWARD))
 
@@ -246,7 +245,7 @@ class Pass:
             self.put_aside()
         self._begin_parts(weighed)
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
-        if not (silent := silent and not self.gathers):
+        if not (silent := silent and not self.units.gathers):
             self._reduce_waiting()
         begun = self._begin(pass_state.BACKWARD, dropped=dropped, said=said)
         self.performer.send(replace(begun, silent=silent))
@@ -375,14 +374,14 @@ class Pass:
 
     def changed(self) -> None:
         """The parameters changed: take the new shards, free the stale gathered units."""
-        if self.gathers:
+        if self.units.gathers:
             self._hold_shards()
-            self.gatherer.changes += 1  # views of earlier values are stale
+            self.gatherer.changed()
             self.client.changed()
 
     def window_ends(self) -> None:
         """A window ended: free the units that it kept."""
-        if self.gathers:
+        if self.units.gathers:
             self.performer.send(Unpin(self.form.number))
 
     # How.
@@ -401,7 +400,9 @@ class Pass:
         form, owner = self.form, self.states[self.owner]
         index = owner.progress.backwards
         _ = self.client.record  # raises after the model has left
-        if self.gathers:  # the states of another pass, beside which this one was, have other units
+        if (
+            self.units.gathers
+        ):  # the states of another pass, beside which this one was, have other units
             known = schedule.of_units(owner.schedule, self.units.numels)
             if known is not owner.schedule:
                 self.put(self.owner, owner.replace(schedule=known))
@@ -435,7 +436,7 @@ class Pass:
 
     def _after_pass(self) -> None:
         """Put learned programs into the schedule, and gathered units that stay into the window."""
-        if not self.gathers:
+        if not self.units.gathers:
             return
         record, owner = self.client.record, self.states[self.owner]
         known = owner.schedule

@@ -400,9 +400,8 @@ class Pass:
         form, owner = self.form, self.states[self.owner]
         index = owner.progress.backwards
         _ = self.client.record  # raises after the model has left
-        if (
-            self.units.gathers
-        ):  # the states of another pass, beside which this one was, have other units
+        if self.units.gathers:
+            # The states of another pass, beside which this one was, have other units.
             known = schedule.of_units(owner.schedule, self.units.numels)
             if known is not owner.schedule:
                 self.put(self.owner, owner.replace(schedule=known))

@@ -57,13 +57,17 @@ SLOTS = Builtin(
 
 USERS = Builtin(
     name="transforms",
-    acts=lambda state: any(transforms_of(state.setup, at) for at in ("local", "loss")),
-    calls=lambda states, reducer: (
-        ByPath(states) if any(transforms_of(one.setup, "local") for one in states) else None
-    ),
+    acts=lambda state: bool(transforms_of(state.setup, "local")),
+    calls=lambda states, reducer: ByPath(states),
+)
+"""The functions of users at `local`: in a backward before all others."""
+
+AT_LOSS = Builtin(
+    name="transforms at `loss`",
+    acts=lambda state: bool(transforms_of(state.setup, "loss")),
     loss=at_loss,
 )
-"""The functions of users at `local`, in a backward before all others, and at `loss`."""
+"""The functions of users at `loss`."""
 
 AROUND = Builtin(
     name="transforms around the rule",
@@ -106,6 +110,7 @@ BUILTINS = (
     AVERAGE,
     CARRIED,
     USERS,
+    AT_LOSS,
     AROUND,
     OWNERS,
     OFFLOAD,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -18,23 +18,10 @@ from fzero.state.scale import DynamicScale
 from fzero.state.setup import Autocast, SafeModules, sixteen_bit_error
 from fzero.transforms.loss_scale import with_policy
 from fzero.transforms.models import flatten_states, map_states, under_policy
-from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.pipeline import Step, Transform, transform, transform_function
 
 
-@overload
-def autocast(
-    fn: Callable[P, R],
-    /,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    lower_precision_safe_modules: SafeModules | None = None,
-) -> Step[P, R]: ...
-@overload
-def autocast(
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    lower_precision_safe_modules: SafeModules | None = None,
-) -> Transform: ...
+@transform_function
 @called_as("autocast(step, dtype=torch.bfloat16)")
 def autocast(
     fn: Callable[..., Any] | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from fzero.transforms.accumulate_grad import not_differentiable
 from fzero.transforms.donation import donates
 from fzero.transforms.leaf_slices import pieces_of
 from fzero.transforms.models import S, flatten_states, map_states
-from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
+from fzero.transforms.pipeline import Step, Transform, returned_pair, transform, transform_function
 from fzero.transforms.points import stepped_parts, with_stepped
 from fzero.transforms.reset_optimizer_state import with_new_slots
 from fzero.transforms.together import Requested
@@ -516,26 +516,7 @@ LOCAL = Builtin(
 """Local updates, at the points of a step."""
 
 
-@overload
-def local(
-    fn: Callable[P, R],
-    /,
-    *,
-    every: int,
-    outer: Optimizer = ...,
-    fragments: int = 1,
-    delay: int = 0,
-    mixing: float = 0.0,
-) -> Step[P, R]: ...
-@overload
-def local(
-    *,
-    every: int,
-    outer: Optimizer = ...,
-    fragments: int = 1,
-    delay: int = 0,
-    mixing: float = 0.0,
-) -> Transform: ...
+@transform_function
 @called_as("local(step, every=64)")
 def local(
     fn: Callable[..., Any] | None = None,

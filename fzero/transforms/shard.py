@@ -7,7 +7,7 @@ import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -23,23 +23,17 @@ from fzero.transforms.local import mesh_for
 from fzero.transforms.logical_ranks import carried_by, drawn_in_losses_alone
 from fzero.transforms.models import axes_of_loss, flatten_states, map_states, meshes_of, stages_of
 from fzero.transforms.pipeline import (
-    P,
-    R,
     Step,
     Transform,
     init_options_of,
     returned_pair,
     transform,
+    transform_function,
 )
 from fzero.transforms.update import apply_gradients
 
 
-@overload
-def shard(
-    fn: Callable[P, R], /, *, stage: Stages, **options: Unpack[StepOptions]
-) -> Step[P, R]: ...
-@overload
-def shard(*, stage: Stages, **options: Unpack[StepOptions]) -> Transform: ...
+@transform_function
 @takes("shard", "shard(step, stage=2)")
 def shard(  # noqa: D417 {options}
     fn: Callable[..., Any] | None = None,

@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import optree
 import torch
@@ -22,13 +22,10 @@ from fzero.state import NAMESPACE
 from fzero.state.train_state import stack_ranks
 from fzero.transforms.donation import empty, require_unwritten, returned
 from fzero.transforms.models import is_state
-from fzero.transforms.pipeline import P, R, Step, Transform, init_of_object, transform
+from fzero.transforms.pipeline import Step, Transform, init_of_object, transform, transform_function
 
 
-@overload
-def simulate(fn: Callable[P, R], /, *, world_size: int) -> Step[P, R]: ...
-@overload
-def simulate(*, world_size: int) -> Transform: ...
+@transform_function
 @called_as("simulate(step, world_size=2)")
 def simulate(
     fn: Callable[..., Any] | None = None, /, *, world_size: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import lcm, prod
@@ -77,7 +77,6 @@ from fzero.state.logical import Logical
 from fzero.state.progress import CLOSED
 from fzero.state.setup import (
     Autocast,
-    Offload,
     Owners,
     as_autocast,
     as_offload,
@@ -131,12 +130,6 @@ def check_stages(name: str, stage: Any) -> Any:
     )
 
 
-def bucket_at(stage: int, bucket_bytes: int | None) -> int | None:
-    """Return the bucket of a stage; None at stage 3, where leaves cross ranks unit by unit."""
-    usual = BUCKET_BYTES.get(stage)
-    return usual and (bucket_bytes or usual)
-
-
 def encodes(frozen: Any) -> Callable[[str, Tensor], Codec | None] | None:
     """Return (path, leaf) -> the codec of a frozen leaf, of an option `frozen`; None for none.
 
@@ -159,13 +152,6 @@ def encodes(frozen: Any) -> Callable[[str, Tensor], Codec | None] | None:
         return found and (replace(found, memory=False) if found.memory else found)
 
     return codec_of
-
-
-def logical_of(options: SharedOptions) -> Logical | None:
-    """Return the logical ranks that a state is made for; None for its own ranks."""
-    if options.logical_ranks is None:
-        return None
-    return Logical(ranks=options.logical_ranks, seed=options.seed)
 
 
 def compressed(axis: Axis, options: SharedOptions) -> Reduction:
@@ -206,27 +192,38 @@ def plan_setup(
     with told_everywhere(axis, what=COMPARED):
         autocast = as_autocast(options.autocast)
         named = dict(zip(*named_leaves(params)[:2], strict=True))
-        apart = lies_apart(stage, axis, options.offload)
-        require_classes(named, keeps=owners is not None and not apart)
+        # At stage 3 parameters have no memory between steps, and placeholders stand for them.
+        alone = axis.shards.runtime is Runtime.LOCAL and not getattr(options.offload, "params", 0)
+        require_classes(named, keeps=owners is not None and (stage < 3 or alone))
         require_apart([HeldTensor(path, x) for path, x in named.items()])
-        parts = stage > 0 and axis.size > 1
-        chosen = _bound(optimizer, named, parts=parts)
+        chosen = as_optimizer(optimizer).bind(named)
+        require_real_views(chosen, named)
+        if stage > 0 and axis.size > 1 and not chosen.elementwise:  # a rank has parts of a leaf
+            require_leafwise(chosen)
         require_together(BUILTINS, "rule", (chosen, options))
         owners = owners or {path: noted_owners(p) for path, p in named.items()}
         outer = bound_outer(options.local, named)
-        lowered = None if autocast is None else _lowered(autocast, named, owners)
-        make = partial(
-            _layout_of,
-            owners,
-            params,
-            trainable=options.trainable,
-            lowered=lowered,
-            frozen=encodes(options.frozen),
-        )
+        frozen = encodes(options.frozen)
+
+        def lowered(path: str) -> torch.dtype | None:
+            """Return the lower dtype in which a leaf crosses ranks, if it does."""
+            found = autocast and autocast.communication_dtype(path, named[path], owners[path])
+            return found or None
+
+        def make(**groups: Any) -> Layout:
+            layout = plan_layout(
+                params, trainable=options.trainable, lowered=lowered, frozen=frozen, **groups
+            )
+            names = tuple(tuple(owners[leaf.path]) for leaf in layout.leaves)
+            return replace(layout, options=replace(layout.options, owners=names))
+
         sizes = {path: x.numel() for path, x in named.items()}
-        place: Any = {"stage": stage, "axis": axis, "device": _device(named)}
-        units = options.units or unit_of
-        place |= {"given": options, "block": lcm(block_of(options), chosen.block)}
+        # Where the model computes: where its parameters are, before any of them is offloaded.
+        real = (p.device for p in named.values() if is_abstract() or not p.is_meta)
+        device = next(real, torch.get_default_device())
+        place: Any = {"stage": stage, "axis": axis, "device": device}
+        units, block = options.units or unit_of, 1 if options.logical_ranks is None else BLOCK
+        place |= {"given": options, "block": lcm(block, chosen.block)}
         setup = _planned(make, sizes, units, (chosen, outer), **place)
         if any(p.ndim > 2 for p in named.values()):
             _require_matrices(setup, named, owners)
@@ -246,12 +243,6 @@ def _require_matrices(
         require_matrices(named, owners, rule.batch_dims_of)
     if isinstance(codec, powersgd):
         require_matrices(named, owners, lambda _: ("powersgd", codec.batch_dims))
-
-
-def lies_apart(stage: int, axis: Axis, offload: Offload | None) -> bool:
-    """Whether parameters have no memory between steps, and placeholders stand for them."""
-    alone = axis.shards.runtime is Runtime.LOCAL and getattr(offload, "params", None) is None
-    return stage == 3 and not alone
 
 
 def setup_at(
@@ -315,14 +306,21 @@ def _planned(
     """
     chosen, outer = rules
     require_together(BUILTINS, "ranks", Requested(stage, axis, given))
-    small = _small(sizes, given.gathering.persistence_threshold_numel, stage, axis)
+    most = given.gathering.persistence_threshold_numel
+    gathers = stage == 3 and axis.shards.size > 1 and most > 0
+    small = {path for path, numel in sizes.items() if numel <= most} if gathers else set[str]()
+    # Parameters that cross ranks, or come from elsewhere, travel in groups.
+    travels = axis.runtime is not Runtime.LOCAL or getattr(given.offload, "params", None)
+    bucket = BUCKET_BYTES.get(stage)  # none at stage 3, where leaves cross ranks unit by unit
+    if given.local is not None and given.local.fragments > 1:
+        bucket = None  # a fragment has whole units
     layout = make(
         ranks=axis.shards.size,
         replicas=axis.replicas.size,
         # A rule that needs all leaves whole on each rank wants a group for each.
-        grouped=_travels(axis, given.offload) and (chosen.by_owners or chosen.elementwise),
-        bucket_bytes=_bucket(stage, given),
-        unit=_apart(units, small) if small else units,
+        grouped=bool(travels) and (chosen.by_owners or chosen.elementwise),
+        bucket_bytes=bucket and (given.bucket_bytes or bucket),
+        unit=lambda path: f"{units(path)} (small)" if path in small else units(path),
         kind=lambda path: (
             chosen.kind_of(path, sizes[path]),
             None if outer is None else outer.group_of(path),
@@ -338,6 +336,13 @@ def _planned(
         outer_kept=() if outer is None else _kept(outer, layout),
         outer=outer,
     )
+    persistent = tuple(
+        number
+        for number, unit in enumerate(layout.units)
+        if all(layout.leaves[i].path in small for g in unit for i in layout.groups[g].leaves)
+    )
+    names = ("autocast", "compress", "local", "offload")
+    like_transforms = [name for name in names if getattr(given, name) is not None]
     setup = Setup(
         stage=stage,
         axis=axis,
@@ -345,38 +350,18 @@ def _planned(
         optimizer=chosen,
         optimizer_over=given.optimizer_over,
         reduction=compressed(axis, given),
-        gathering=replace(given.gathering, persistent=_units_of(layout, small)),
+        gathering=replace(given.gathering, persistent=persistent),
         offload=as_offload(given.offload, stage, device),
-        transforms=transforms_apart(given.transforms, _options_there(given)),
-        logical=logical_of(given),
+        transforms=transforms_apart(given.transforms, like_transforms),
+        logical=None
+        if given.logical_ranks is None
+        else Logical(ranks=given.logical_ranks, seed=given.seed),
     )
-    return _checked(setup)
-
-
-def block_of(given: SharedOptions) -> int:
-    """Return of how many elements leaves and shards consist: a `BLOCK` with logical ranks."""
-    return 1 if given.logical_ranks is None else BLOCK
-
-
-def _options_there(given: SharedOptions) -> list[str]:
-    """Return the names of options that are like transforms, where they are given."""
-    names = ("autocast", "compress", "local", "offload")
-    return [name for name in names if getattr(given, name) is not None]
-
-
-def _kept(rule: Any, layout: Layout) -> tuple[int, ...]:
-    """Return what the owner of each leaf keeps of it; () for a rule without owners."""
-    if not rule.by_owners:
-        return ()
-    return tuple(rule.kept_numel(leaf) if leaf.trainable else 0 for leaf in layout.leaves)
-
-
-def _checked(setup: Setup) -> Setup:
     require_folder(setup.offload)
-    require_precision(setup.optimizer, setup.layout.leaves, setup.reduction)
-    for leaf in setup.layout.leaves:
-        wanted = setup.reduction.accumulate_dtype
-        if leaf.dtype.is_complex and leaf.trainable and wanted in SIXTEEN_BIT:
+    require_precision(chosen, layout.leaves, setup.reduction)
+    wanted = setup.reduction.accumulate_dtype
+    for leaf in layout.leaves if wanted in SIXTEEN_BIT else ():
+        if leaf.dtype.is_complex and leaf.trainable:
             raise LayoutError(
                 f"accumulate_dtype={wanted} with the complex parameter {leaf.path}.",
                 cause="an option for a model of 16 bits; there are no complex numbers of 16 bits.",
@@ -385,40 +370,11 @@ def _checked(setup: Setup) -> Setup:
     return setup
 
 
-def _device(named: Mapping[str, Tensor]) -> torch.device:
-    """Where the model computes: where its parameters are, before any of them is offloaded."""
-    real = (p.device for p in named.values() if is_abstract() or not p.is_meta)
-    return next(real, torch.get_default_device())
-
-
-def _small(sizes: Mapping[str, int], most: int, stage: int, axis: Axis) -> set[str]:
-    """The leaves that stay whole between updates, where they are gathered at all."""
-    gathers = stage == 3 and axis.shards.size > 1 and most > 0
-    return {path for path, numel in sizes.items() if numel <= most} if gathers else set()
-
-
-def _travels(axis: Axis, offload: Offload | None) -> bool:
-    """Whether parameters cross ranks, or come from elsewhere: then they travel in groups."""
-    offloaded = getattr(offload, "params", None) is not None
-    return axis.runtime is not Runtime.LOCAL or offloaded
-
-
-def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> ShardOptimizer:
-    """Return the optimizer bound to the parameters `named`, checked to work on their shards.
-
-    parts: whether a rank has parts of a leaf.
-    """
-    chosen = as_optimizer(optimizer).bind(named)
-    require_real_views(chosen, named)
-    if parts and not chosen.elementwise:
-        require_leafwise(chosen)
-    return chosen
-
-
-def _bucket(stage: int, options: SharedOptions) -> int | None:
-    if options.local is not None and options.local.fragments > 1:
-        return None  # a fragment has whole units
-    return bucket_at(stage, options.bucket_bytes)
+def _kept(rule: Any, layout: Layout) -> tuple[int, ...]:
+    """Return what the owner of each leaf keeps of it; () for a rule without owners."""
+    if not rule.by_owners:
+        return ()
+    return tuple(rule.kept_numel(leaf) if leaf.trainable else 0 for leaf in layout.leaves)
 
 
 def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
@@ -448,34 +404,6 @@ def blank_params(layout: Layout) -> Any:
         by_leaf[number] = Parameter(torch.zeros(leaf.shape, dtype=leaf.dtype), leaf.trainable)
         note_owners(by_leaf[number], owners[number])
     return assemble(layout, by_leaf)
-
-
-def _layout_of(owners: Mapping[str, Owners], params: Any, **options: Any) -> Layout:
-    """Return the layout of parameters, which knows who owns them."""
-    layout = plan_layout(params, **options)
-    names = tuple(tuple(owners[leaf.path]) for leaf in layout.leaves)
-    return replace(layout, options=replace(layout.options, owners=names))
-
-
-def _lowered(
-    autocast: Autocast, named: Mapping[str, Tensor], owners: Mapping[str, Owners]
-) -> Callable[[str], torch.dtype | None]:
-    """path -> the lower dtype in which it crosses ranks, if it does."""
-    return lambda path: autocast.communication_dtype(path, named[path], owners[path])
-
-
-def _apart(units: Callable[[str], str], small: Collection[str]) -> Callable[[str], str]:
-    """The units, with those leaves in units of their own."""
-    return lambda path: f"{units(path)} (small)" if path in small else units(path)
-
-
-def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
-    """The units that hold nothing but those leaves."""
-    return tuple(
-        number
-        for number, unit in enumerate(layout.units)
-        if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
-    )
 
 
 def _encoded(layout: Layout, compress: Compress | None) -> Layout:
@@ -678,7 +606,13 @@ def _filled(
     setup: Setup, params: Any, initializer: Initializer | None, local: Local | None
 ) -> TrainState:
     layout, tensors = setup.layout, leaves_of(setup.layout, params)
-    _require_some(layout)
+    if not layout.leaves:
+        raise LayoutError(
+            "there is no parameter.",
+            cause="None or an empty container was passed as the parameters, or a module "
+            "without any.",
+            fix="pass the params that functionalize returned, or any pytree of tensors.",
+        )
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):
         if leaf.trainable and not in_transform():
             watch(leaf.title, tensor)
@@ -709,17 +643,6 @@ def made_by(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tenso
             fix="return a tensor of the leaf's shape and dtype.",
         )
     return made.detach()
-
-
-def _require_some(layout: Layout) -> None:
-    """Raise, on every rank alike, for a state of nothing."""
-    if not layout.leaves:
-        raise LayoutError(
-            "there is no parameter.",
-            cause="None or an empty container was passed as the parameters, or a module "
-            "without any.",
-            fix="pass the params that functionalize returned, or any pytree of tensors.",
-        )
 
 
 def _how(setup: Setup) -> dict[str, Any]:
@@ -769,8 +692,7 @@ def filled_state(
         if not in_transform():  # inside one, the state goes on depending on `params`
             flat = broadcast([flat.detach()], mesh, 0)[0]
         flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
-        home = setup.offload.params
-        held.append(flat if home is None else offloaded(home, flat, setup.offload))
+        held.append(offloaded(setup.offload.params, flat, setup.offload))
         if done is not None:
             done(index, held[-1])
     setup = on_replica(setup, local)
@@ -787,8 +709,7 @@ def blank_state(setup: Setup, device: torch.device, *, local: Local | None = Non
     for index, group in enumerate(setup.layout.groups):
         numel = setup.numel(index, setup.params)
         flat = torch.zeros(numel, dtype=group.dtype, device=device)
-        home = setup.offload.params
-        held.append(flat if home is None else offloaded(home, flat, setup.offload))
+        held.append(offloaded(setup.offload.params, flat, setup.offload))
     return begun_slots(begun(_state_of(setup, held), local, mesh))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from math import lcm
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -14,7 +16,6 @@ import fzero
 from fzero.ranks.virtual import run_ranks
 from fzero.state import OptimizerOver
 from fzero.state.layout import BLOCK
-from fzero.transforms import init as planning
 
 SHAPES = {"w": (37, 45), "b": (45,), "e": (130, 64), "s": (), "conv": (6, 5, 3, 3), "v": (200,)}
 
@@ -45,7 +46,9 @@ PLACES = (
 @contextmanager
 def blocks() -> Generator[None]:
     """Leaves and shards of whole blocks, as logical ranks have them."""
-    with mock.patch.object(planning, "block_of", lambda given: BLOCK):
+    with mock.patch.object(
+        sys.modules["fzero.transforms.init"], "lcm", lambda *sizes: lcm(BLOCK, *sizes)
+    ):
         yield
 
 

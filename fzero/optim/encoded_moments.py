@@ -148,7 +148,7 @@ def _lent(
 
     coming = [copies.fetch(fetch(i)) for i in indices[:1]]
     for i, following in zip(indices, [*indices[1:], None], strict=True):
-        work, grad, *slots = coming.pop().wait()
+        work, grad, *slots = coming.pop()()
         if following is not None:
             coming.append(copies.fetch(fetch(following)))
         yield i, work, grad, dict(zip(names, slots, strict=True))

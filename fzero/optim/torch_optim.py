@@ -2,8 +2,7 @@
 
 from_torch       what it is, and how precise
 TorchOptimizer   bound to parameters: what the state keeps, and its update
-_updated       even flats where they are, whole parameters by owners
-_Portions    one step of the optimizer, whose parameters are shards for this step only
+an update        even flats where they are, whole parameters by their owners
 """
 
 from __future__ import annotations
@@ -585,7 +584,9 @@ def _squares(kept: KeptState) -> dict[str, bool]:
     return {slot: bool((torch.as_tensor(kept.sample[1][slot]) >= 0).all()) for slot in floats}
 
 
-# One update
+# One update: even flats where they are, whole parameters by their owners. A portion of it has flats
+# of this rank, or parameters that it owns, which are numbered behind the flats; the rule steps one
+# portion after the other, and its parameters are shards for this step only.
 
 
 def _updated(
@@ -605,23 +606,57 @@ def _updated(
 
     codec_of: what slots are encoded by, if some are.
     threads: of which each is to step whole blocks of a flat.
-
-    A portion has flats of this rank, or whole parameters that it owns. These are numbered behind
-    the flats.
     """
     if codec_of is not None:
         flats, pieces = in_portions(flats, pieces, codec_of, unused)
-    whole = frozenset[int]() if owners is None else owners.positions
-    even = [i for i in range(len(flats.params)) if i not in whole]
+    count, whole = len(flats.params), frozenset[int]() if owners is None else owners.positions
+    even = [i for i in range(count) if i not in whole]
     mine = [] if owners is None else [(k, owners.leaves[k].leaf) for k in owners.mine]
-    own = [Piece(len(flats.params) + k, leaf, 0, leaf.numel) for k, leaf in mine]
-    turn = _turn_of(bound, state, unused)
-    every = [*(p for p in pieces if p.index not in whole), *own]
-    units = _units_of(bound, every, turn.now, threads)
-    steps = Portions(bound, units, state.counters, turn, flats=len(flats.params))
+    own = [Piece(count + k, leaf, 0, leaf.numel) for k, leaf in mine]
+    # Which leaves are stepped together, and of a rule that makes its state in its first step the
+    # numbers of those that take it now, and the paths of those that took none after it.
+    left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
+    size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
+    now = parted(state.apart, left, lambda path: bound.group_at[path], size)
+    first, numbers = bound.late and not int(state.count), dict(now.apart)
+    fresh = {numbers.get(path, bound.group_at[path]) for path in state.unstepped}
+    unstepped = sorted(left) if first else [path for path in state.unstepped if path in left]
+    units = _units_of(bound, [*(p for p in pieces if p.index not in whole), *own], now, threads)
+    idle = _idle(bound, units, now)  # stepped with the first portion
+    before = {
+        name: (*some, *(some[source] for source in now.sources))
+        for name, some in state.counters.items()
+    }
+    # Flats share the counters of their group: each portion counts on from those before.
+    counters = {name: tuple(x.clone() for x in some) for name, some in before.items()}
+
+    def run(portion: Portion) -> Slots:
+        nonlocal idle
+        if len(portion.indices) < count and "all" in bound.needs:
+            raise LayoutError(
+                f"{type(bound.instance).__name__} is stepped one bucket at a time here, and does "
+                "not update each parameter alone.",
+                cause="a rule that looks at all parameters (a clip in it, Prodigy), with offload, "
+                "a state_dtype or stochastic_rounding.",
+                fix="leave these out; clip with fzero.clip or max_norm, and not inside of the "
+                "optimizer.",
+            )
+        number = {index: k for k, index in enumerate(portion.indices)}
+        here = [u._replace(index=number[u.index]) for u in units if u.index in number]
+        here, idle = [*here, *idle], []
+        loans = [_loan(bound, u, portion, before, first=first or u.number in fresh) for u in here]
+        lent = _lent(bound, loans, before, fresh=first)
+        with lent, told(bound.instance, **portion.scaled._asdict()):
+            if loans:  # many rules take no empty list
+                rule_step(bound.instance)
+            for group in {unit.group for unit in here}:
+                for name in bound.shared[group].begin:
+                    _write(counters[name][group], bound.instance.param_groups[group][name])
+            return _taken(bound.instance, loans, portion.slots, counters)
+
     step = partial(
         step_flats,
-        run=steps,
+        run=run,
         precision=bound.precision,
         device=device,
         scaled=scaled,
@@ -629,7 +664,7 @@ def _updated(
         pieces=[*pieces, *own],
         count=state.count,
     )
-    made, owned = step(subset(flats, even)), state.owned
+    made, owned = step(_subset(flats, even)), state.owned
     if owners is not None:
         owned = _step_owned(step, owners, flats, owned)
     slots = {name: list(some) for name, some in state.slots.items()}
@@ -639,37 +674,52 @@ def _updated(
     return TorchState(
         count=counted(state.count, scaled.found_inf),
         slots={name: tuple(some) for name, some in slots.items()},
-        counters=dict(steps.counters),
+        counters=counters,
         masters=state.masters,
         owned=owned,
-        apart=turn.now.apart,
-        unstepped=turn.unstepped,
+        apart=now.apart,
+        unstepped=tuple(unstepped),
     )
 
 
-def _turn_of(bound: Bound, state: TorchState, unused: frozenset[str]) -> Turn:
-    """Return which leaves are stepped together in an update that leaves `unused` leaves out."""
-    left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
-    size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
-    now = parted(state.apart, left, lambda path: bound.group_at[path], size)
-    if not bound.late:
-        return Turn(now)
-    if not int(state.count):
-        return Turn(now, first=True, unstepped=tuple(sorted(left)))
-    numbers = dict(now.apart)
-    fresh = frozenset(numbers.get(path, bound.group_at[path]) for path in state.unstepped)
-    return Turn(now, fresh=fresh, unstepped=tuple(x for x in state.unstepped if x in left))
+def _subset(flats: Flats, indices: Sequence[int]) -> Flats:
+    """Return some of the flats, by their numbers."""
+
+    def own(some: Sequence[Tensor]) -> list[Tensor]:
+        return [some[i] for i in indices]
+
+    slots = {name: own(some) for name, some in flats.slots.items()}
+    codecs = [flats.codecs[i] for i in indices] if flats.codecs else ()
+    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices, codecs)
 
 
-def _units_of(bound: Bound, pieces: Sequence[Piece], now: Parted, threads: int = 1) -> list[Unit]:
+class Unit(NamedTuple):
+    """One parameter of the optimizer during a step: a flat, or a whole leaf in a flat."""
+
+    index: int  # of the flat; -1: of none, see `_idle`
+    group: int  # the param group
+    number: int  # of its counters, which it shares with all units of this number
+    span: tuple[int, int] | None  # None: all of the flat
+    shape: tuple[int, ...]
+    kept: KeptState
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its part of a tensor that is as long as its flat."""
+        return flat if self.span is None else flat[slice(*self.span)].view(self.shape)
+
+
+def _units_of(bound: Bound, pieces: Sequence[Piece], now: Parted, threads: int) -> list[Unit]:
     """Return the units of a step, each one parameter to the optimizer: a flat, or a leaf in it.
 
     A flat with leaves that count apart from each other, or are not stepped, is cut at them; and so
     that each of several threads steps whole blocks.
     """
-    units: list[Unit] = []
+    units, seen, numbers = list[Unit](), set[int](), dict(now.apart)
     ends = {piece.index: piece.stop for piece in pieces}  # the last one ends with the flat
-    numbers, seen, cuts = dict(now.apart), set[int](), _cuts(pieces, now)
+    counted_by = defaultdict[int, set[int]](set)
+    for piece in pieces if now.apart else ():
+        counted_by[piece.index].add(numbers.get(piece.leaf.path, -1))
+    cuts = {index for index, some in counted_by.items() if len(some) > 1}
     for index, leaf, start, stop, first in pieces:
         kept = bound.kept_for(leaf)
         if kept is None or start >= stop:
@@ -692,14 +742,21 @@ def _units_of(bound: Bound, pieces: Sequence[Piece], now: Parted, threads: int =
     return units
 
 
-def _cuts(pieces: Sequence[Piece], now: Parted) -> set[int]:
-    """Return the flats whose leaves do not all count together."""
-    if not now.apart:
-        return set()
-    numbers, found = dict(now.apart), dict[int, set[int]]()
-    for piece in pieces:
-        found.setdefault(piece.index, set()).add(numbers.get(piece.leaf.path, -1))
-    return {index for index, some in found.items() if len(some) > 1}
+def _idle(bound: Bound, units: Sequence[Unit], now: Parted) -> list[Unit]:
+    """Return a unit of one element for each counter without a unit on this rank, to advance it."""
+    here = {unit.number for unit in units}
+    counting = {unit.number for unit in units if unit.kept.counters}
+    apart = {bound.group_at[path]: set[int]() for path, _ in now.apart}
+    for path, number in now.apart:
+        apart[bound.group_at[path]].add(number)
+    found: dict[int, Unit] = {}
+    for (group, *_), kept in bound.kept.items():
+        if not bound.begin_of(group):
+            continue
+        for number in {group} | apart.get(group, set()) - now.still:
+            if number not in (counting if kept.counters else here):
+                found[number] = Unit(-1, group, number, None, kept.sample[0], kept)
+    return list(found.values())
 
 
 def _step_owned(
@@ -734,33 +791,7 @@ def _step_owned(
     }
 
 
-def subset(flats: Flats, indices: Sequence[int]) -> Flats:
-    """Return some of the flats, by their numbers."""
-
-    def own(some: Sequence[Tensor]) -> list[Tensor]:
-        return [some[i] for i in indices]
-
-    slots = {name: own(some) for name, some in flats.slots.items()}
-    codecs = [flats.codecs[i] for i in indices] if flats.codecs else ()
-    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices, codecs)
-
-
-# One step of the optimizer, on shards
-
-
-class Unit(NamedTuple):
-    """One parameter of the optimizer during a step: a flat, or a whole leaf in a flat."""
-
-    index: int  # of the flat; -1: of none, see `_idle`
-    group: int  # the param group
-    number: int  # of its counters, which it shares with all units of this number
-    span: tuple[int, int] | None  # None: all of the flat
-    shape: tuple[int, ...]
-    kept: KeptState
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return its part of a tensor that is as long as its flat."""
-        return flat if self.span is None else flat[slice(*self.span)].view(self.shape)
+Counters = Mapping[str, tuple[Tensor, ...]]
 
 
 class _Loan(NamedTuple):
@@ -770,85 +801,27 @@ class _Loan(NamedTuple):
     given: dict[str, Any]
 
 
-class Turn(NamedTuple):
-    """Which leaves are stepped together in one update, and which take their first step."""
-
-    now: Parted
-    first: bool = False  # the first update of a rule that makes its state in it
-    fresh: frozenset[int] = frozenset()  # in a later one: the numbers of those that it is first for
-    unstepped: tuple[str, ...] = ()  # paths of leaves that took no step yet, after this update
-
-
-Counters = Mapping[str, tuple[Tensor, ...]]
-
-
-class Portions:
-    """Steps each portion by the rule, unseen; `counters` are those after all of them."""
-
-    def __init__(
-        self, bound: Bound, units: Sequence[Unit], counters: Counters, turn: Turn, *, flats: int
-    ) -> None:
-        self._bound, self._units, self._flats, self._turn = bound, units, flats, turn
-        self._idle = _idle(bound, units, turn.now)  # stepped with the first portion
-        self._before: Counters = {
-            name: (*some, *(some[source] for source in turn.now.sources))
-            for name, some in counters.items()
-        }
-        # Flats share the counters of their group: each portion counts on from those before.
-        self.counters: Counters = {
-            name: tuple(x.clone() for x in some) for name, some in self._before.items()
-        }
-
-    def __call__(self, portion: Portion) -> Slots:
-        """Step one portion."""
-        bound = self._bound
-        if len(portion.indices) < self._flats and "all" in bound.needs:
-            raise LayoutError(
-                f"{type(bound.instance).__name__} is stepped one bucket at a time here, and does "
-                "not update each parameter alone.",
-                cause="a rule that looks at all parameters (a clip in it, Prodigy), with offload, "
-                "a state_dtype or stochastic_rounding.",
-                fix="leave these out; clip with fzero.clip or max_norm, and not inside of the "
-                "optimizer.",
-            )
-        number = {index: k for k, index in enumerate(portion.indices)}
-        units = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
-        units, self._idle = [*units, *self._idle], []
-        loans = self._loans(units, portion)
-        lent = _lent(bound, loans, self._before, fresh=self._turn.first)
-        with lent, told(bound.instance, **portion.scaled._asdict()):
-            if loans:  # many rules take no empty list
-                rule_step(bound.instance)
-            for group in {unit.group for unit in units}:
-                for name in bound.shared[group].begin:
-                    _write(self.counters[name][group], bound.instance.param_groups[group][name])
-            return _taken(bound.instance, loans, portion.slots, self.counters)
-
-    def _first(self, unit: Unit) -> bool:
-        return self._turn.first or unit.number in self._turn.fresh
-
-    def _loans(self, units: Sequence[Unit], portion: Portion) -> list[_Loan]:
-        """Return the parameter and state of each unit; no state that the first step is to make."""
-        loans = []
-        for unit in units:
-            kept, here = unit.kept, unit.index >= 0
-            if here:
-                values = unit.of(portion.work[unit.index])
-                gradient = unit.of(portion.grads[unit.index])
-            else:
-                device = self._bound.devices[unit.group]
-                values = torch.zeros(unit.shape, dtype=kept.dtype, device=device)
-                gradient = torch.zeros_like(values)
-            parameter = nn.Parameter(values)
-            parameter.grad = gradient
-            given: dict[str, Any] = {}
-            if not (kept.late and self._first(unit)):
-                given = _slots_of(unit, portion.slots) if here else copy.deepcopy(kept.sample[1])
-                for name in kept.counters:
-                    counter = self._before[name][unit.number]  # rules count in place
-                    given[name] = as_kept(kept.numbers, name, counter.clone())
-            loans.append(_Loan(unit, values, parameter, given))
-        return loans
+def _loan(bound: Bound, unit: Unit, portion: Portion, counters: Counters, *, first: bool) -> _Loan:
+    """Return the parameter of a unit, and its state: none that its first step is to make."""
+    kept, here = unit.kept, unit.index >= 0
+    if here:
+        values, gradient = (unit.of(x[unit.index]) for x in (portion.work, portion.grads))
+    else:
+        values = torch.zeros(unit.shape, dtype=kept.dtype, device=bound.devices[unit.group])
+        gradient = torch.zeros_like(values)
+    parameter, given = nn.Parameter(values), dict[str, Any]()
+    parameter.grad = gradient
+    if kept.late and first:
+        return _Loan(unit, values, parameter, given)
+    if here:
+        given |= {name: unit.of(portion.slots[name][unit.index]) for name in kept.slots}
+        odd = {name: portion.slots[name][unit.index] for name in kept.odd}
+    else:
+        given, odd = copy.deepcopy(kept.sample[1]), {}
+    # Rules count in place.
+    odd |= {name: counters[name][unit.number].clone() for name in kept.counters}
+    given |= {name: as_kept(kept.numbers, name, x) for name, x in odd.items()}
+    return _Loan(unit, values, parameter, given)
 
 
 @contextmanager
@@ -895,7 +868,14 @@ def _taken(
     for unit, values, parameter, _ in loans:
         kept, state = unit.kept, instance.state.get(parameter, {})
         if unit.index >= 0 and state.keys() - kept.unread != kept.names:
-            raise _other_state(instance, state, kept)
+            raise LayoutError(
+                f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the "
+                f"state was made it kept {sorted(kept.names)}.",
+                cause="an option that adds state (momentum, amsgrad) was set later, or a rule that "
+                "begins to keep something after some steps.",
+                fix="set the option before the state is made; leave out what works every k steps "
+                "(Lookahead), or do it in your own step.",
+            )
         for name in kept.counters:
             if (unit.number, name) not in counted:
                 counted.add((unit.number, name))
@@ -926,29 +906,6 @@ def _in_order(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(x.shape)
 
 
-def _slots_of(unit: Unit, slots: Slots) -> dict[str, Any]:
-    given = {name: unit.of(slots[name][unit.index]) for name in unit.kept.slots}
-    odd = {name: slots[name][unit.index] for name in unit.kept.odd}
-    return given | {name: as_kept(unit.kept.numbers, name, x) for name, x in odd.items()}
-
-
-def _idle(bound: Bound, units: Sequence[Unit], now: Parted) -> list[Unit]:
-    """Return a unit of one element for each counter without a unit on this rank, to advance it."""
-    here = {unit.number for unit in units}
-    counting = {unit.number for unit in units if unit.kept.counters}
-    apart = {bound.group_at[path]: set[int]() for path, _ in now.apart}
-    for path, number in now.apart:
-        apart[bound.group_at[path]].add(number)
-    found: dict[int, Unit] = {}
-    for (group, *_), kept in bound.kept.items():
-        if not bound.begin_of(group):
-            continue
-        for number in {group} | apart.get(group, set()) - now.still:
-            if number not in (counting if kept.counters else here):
-                found[number] = Unit(-1, group, number, None, kept.sample[0], kept)
-    return list(found.values())
-
-
 def _is_at(x: Tensor, home: Tensor) -> bool:
     """Whether a tensor is the memory of another, so that nothing is to be copied."""
     if has_no_values(x) or x.dtype is not home.dtype or x.shape != home.shape:
@@ -962,18 +919,6 @@ def _write(home: Tensor, value: Any) -> None:
             home.copy_(value)
     else:
         home.fill_(value)
-
-
-def _other_state(instance: Optimizer, state: Mapping[str, Any], kept: KeptState) -> LayoutError:
-    known = sorted(kept.names)
-    return LayoutError(
-        f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the state "
-        f"was made it kept {known}.",
-        cause="an option that adds state (momentum, amsgrad) was set later, or a rule that "
-        "begins to keep something after some steps.",
-        fix="set the option before the state is made; leave out what works every k steps "
-        "(Lookahead), or do it in your own step.",
-    )
 
 
 # Complex parameters

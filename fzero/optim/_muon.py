@@ -256,10 +256,6 @@ class Muon(Optimizer):
         stack = "" if self.batch_dims is None else f" with batch_dims={self.batch_dims}"
         return f"{Optimizer.__repr__(self)} in {self.dtype}{split}{stack}"
 
-    def options_of(self, leaf: Leaf, count: Tensor) -> dict[str, Any]:
-        """Return the options of a leaf at its update after `count` others."""
-        return at({**dict(self.options), **self._changes(self._override_of(leaf))}, count)
-
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -277,7 +273,8 @@ class _Step:
         return self.device or x.device
 
     def _options(self, leaf: Leaf) -> dict[str, Any]:
-        return self.rule.options_of(leaf, self.count)
+        changes = self.rule._changes(self.rule._override_of(leaf))
+        return at({**dict(self.rule.options), **changes}, self.count)
 
     def run(self, owners: Owners | None) -> None:
         """Move the momentum, orthogonalize what it gives, on owners, and apply that."""

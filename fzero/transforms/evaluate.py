@@ -100,7 +100,9 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
         _warn_of_graph(fn, (args, kwargs))
         with running_on(*over):
             if needs_func([flat for one in states for flat in one.params.flats]):
-                return call([_gathered(one) for one in states])
+                fulls = [(one.setup.layout, with_full(one)[1]) for one in states]
+                whole = [(x, unpack_groups(x, dict(enumerate(flats)))) for x, flats in fulls]
+                return call([assemble(layout, by_leaf) for layout, by_leaf in whole])
             return _by_unit(call, states, known, call_of_states("evaluate", treespec))
 
     return evaluated
@@ -128,12 +130,6 @@ _WROTE = explain(
     cause="an in-place method (add_, copy_, ...) on the params that evaluate gives it.",
     fix="compute a new value, or clone the leaf first; and make the state anew.",
 )
-
-
-def _gathered(state: TrainState) -> Any:
-    """Gather all parameters; return the pytree of full tensors."""
-    layout, fulls = state.setup.layout, with_full(state)[1]
-    return assemble(layout, unpack_groups(layout, dict(enumerate(fulls))))
 
 
 def _held(state: TrainState) -> Any:

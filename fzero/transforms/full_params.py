@@ -91,11 +91,23 @@ def full_params(state: Any, *, replica: bool = False) -> Any:
     states, treespec = flatten_states("full_params", state)
     for one in states:
         check_alive(one, written=True)  # it shows what is there
-    agree(
-        call_of_states("full_params", treespec),
-        [one for one in states if _is_gathered(one, replica)],
-    )
-    return optree.tree_unflatten(treespec, [_full_params(one, replica) for one in states])
+    gathered = []
+    for one in states:
+        at = one.params if replica or one.outer is None else one.outer.anchors
+        if Placement.SHARDED in (one.params.placement, at.placement) and one.setup.axis.size > 1:
+            gathered.append(one)
+    agree(call_of_states("full_params", treespec), gathered)
+    made = []
+    for one in states:
+        layout = one.setup.layout
+        groups = whole_groups(one, range(len(layout.groups)), replica=replica)
+        found = _leaves_apart(layout, groups)
+        for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
+            differs = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+            if differs and not leaf.trainable:  # it comes back as it came
+                found[i] = Parameter(found[i], requires_grad=False)
+        made.append(assemble(layout, found))
+    return optree.tree_unflatten(treespec, made)
 
 
 @overload
@@ -148,23 +160,6 @@ def gradients(state: Any) -> Any:
 
 
 full_gradients = gradients
-
-
-def _is_gathered(state: TrainState, replica: bool) -> bool:
-    held = state.outer
-    at = state.params if replica or held is None else held.anchors
-    cut = Placement.SHARDED in (state.params.placement, at.placement)
-    return cut and state.setup.axis.size > 1
-
-
-def _full_params(state: TrainState, replica: bool) -> Any:
-    layout = state.setup.layout
-    found = _leaves_apart(layout, whole_groups(state, range(len(layout.groups)), replica=replica))
-    for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
-        differs = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-        if differs and not leaf.trainable:  # it comes back as it came
-            found[i] = Parameter(found[i], requires_grad=False)
-    return assemble(layout, found)
 
 
 def whole_groups(

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fzero.errors import LayoutError
-from fzero.machine.codecs import Blocks
+from fzero.machine.codecs import Blocks, rounded
 from fzero.machine.offload import CopyStream, is_here, write_back
 from fzero.optim.precision import Precision, as_stepped
-from fzero.optim.rules import Scaled, noise_of, rounded
+from fzero.optim.rules import Scaled, noise_of
 from fzero.state.layout import BLOCK, Leaf
 from fzero.state.stateful_update import Piece
 

@@ -1,4 +1,10 @@
-"""`init`: full parameters and an optimizer -> a train state, each rank keeping only its part."""
+"""`init`: full parameters and an optimizer -> a train state, each rank keeping only its part.
+
+options                          each in its range, and those that go together
+parameters, optimizer, options   -> the setup of the state, compared by all ranks
+setup                            -> a state of rank 0's values, group by group; what the optimizer
+keeps, anew or of a run that it made before
+"""
 
 from __future__ import annotations
 
@@ -93,6 +99,115 @@ from fzero.transforms.points import begun_slots, transforms_apart
 from fzero.transforms.recipe import BUILTINS
 from fzero.transforms.together import Requested, require_together
 
+OneOptimizer = (
+    Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]
+)
+
+
+@overload
+def init(
+    params: ParamsT,
+    optimizer: OneOptimizer,
+    *,
+    stage: int,
+    **options: Unpack[InitOptions],
+) -> TrainState[ParamsT]: ...
+@overload
+def init(
+    params: Any,
+    optimizer: Any,
+    *,
+    stage: Stages,
+    **options: Unpack[InitOptions],
+) -> Any: ...
+@takes("init", "init(params, optimizer, stage=2)")
+def init(  # noqa: D417 {options}
+    params: Any,
+    optimizer: Any,
+    *,
+    stage: Stages,
+    **options: Unpack[InitOptions],
+) -> Any:
+    """Return a train state for `params`, partitioned as `stage` says.
+
+    (Stage 1 is stage 2: a gradient that is reduce-scattered costs less on the wire than one that is
+    kept whole, and less memory.) Elements that a rank holds, for P parameters and K optimizer
+    slots, over W ranks:
+
+        stage   parameters   gradients   optimizer
+        0       P            P           K P
+        1       P            P / W       K P / W
+        2       P            P / W       K P / W
+        3       P / W        P / W       K P / W
+
+    On a mesh of two dims, R replicas of S ranks, the S ranks of each replica share all that is
+    sharded, and W is S in the table; with `optimizer_over="all"`, W is R S but for the parameters.
+    A gradient is reduce-scattered over the shards, and the result reduced over the replicas.
+
+    The values are rank 0's on every rank, as when DDP is built; `params` is copied, not kept.
+    (Inside a torch.func transform they stay each rank's own, and differentiable by `params`.)
+
+    Several models: let `stage`, `optimizer` or `mesh`, or several of them, be a pytree, {"g": 2,
+    "d": 3}. There is one state for each of its leaves, made of what `params` has under that key;
+    the states come back in the same structure. All other options hold for each model, and paths
+    begin inside of it. With meshes {"dense": mesh, "experts": mesh["data"]} each place along the
+    other axes has experts of its own: the values are those of its first rank.
+
+    Args:
+        params: a pytree of tensors, of any shapes, the same on every rank.
+        optimizer: from `fzero.optim`, or any (init, update) pair; `fzero.optim.no_optimizer()` for
+            a model that is only read; or a pytree of them.
+        {options}
+
+    Returns:
+        A `TrainState`, or a pytree of them. A collective: every rank must call it.
+
+    Raises:
+        LayoutError: for bad options, for parameters that are no tensors or have elements in common
+            without being the same view (by path), and for trees of stages, optimizers and
+            parameters that do not fit each other (by key).
+        AxisError: when the ranks disagree about the layout (the first rank and line that differ).
+
+    Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.
+
+    Example:
+        >>> import torch, fzero
+        >>> state = init({"w": torch.ones(4)}, fzero.optim.sgd(0.1), stage=2)
+        >>> state.stage, fzero.full_params(state)["w"]
+        (2, tensor([1., 1., 1., 1.]))
+        >>> params = {"g": torch.ones(2), "d": torch.zeros(3)}
+        >>> states = init(params, fzero.optim.sgd(0.1), stage={"g": 0, "d": 3})
+        >>> {name: state.stage for name, state in states.items()}
+        {'g': 0, 'd': 3}
+    """
+    local = options.get("local")
+    mesh = options.get("mesh")
+    meshes = leaves_of_meshes(mesh)
+    axes = {id(one): mesh_for(one, local) for one in meshes}
+    first = axes[id(meshes[0])]
+    with told_everywhere(first.mesh or first, what=COMPARED):  # the next that all ranks compare
+        require_autograd("init")
+        require_params(params)
+        chosen = check_shared(grouped(SharedOptions, options))
+        require_local(chosen.local)
+        models, treespec = models_of(params, optimizer, check_stages("init", stage), mesh)
+
+    def one(params: Any, optimizer: Any, stage: int, mesh: MeshLike) -> TrainState:
+        axis = axes[id(mesh)]
+        if axis.mesh is not None:  # before the ranks of a part, by itself, wait for each other
+            assert_same_everywhere([f"a state on {axis}"], axis.mesh, what="the mesh of a state")
+        if chosen.logical_ranks is not None:
+            refuse_part(axis, "logical_ranks=")
+        frozen = isinstance(optimizer, NoOptimizer)
+        asked = replace(chosen, trainable=lambda _: False) if frozen else chosen
+        setup = plan_setup(params, optimizer, stage=stage, axis=axis, options=asked)
+        return _filled(setup, params, options.get("initializer"), local)
+
+    made = [one(*model) for model in models]
+    returned(made)
+    return optree.tree_unflatten(treespec, made)
+
+
 # Which values of options a state may have, and which of them go together.
 
 OptionsT = TypeVar("OptionsT", bound=SharedOptions)
@@ -152,15 +267,6 @@ def encodes(frozen: Any) -> Callable[[str, Tensor], Codec | None] | None:
         return found and (replace(found, memory=False) if found.memory else found)
 
     return codec_of
-
-
-def compressed(axis: Axis, options: SharedOptions) -> Reduction:
-    """Return how gradients are reduced, with their codec."""
-    compress = options.compress or Compress()
-    over = compress.over
-    if options.local is None and axis.shards.size == 1:  # replicas are all there is
-        over = "all"
-    return replace(options.reduction, codec=compress.gradients, over=over)
 
 
 # From parameters, an optimizer and options to the setup of a state: compared by all ranks.
@@ -370,11 +476,35 @@ def _planned(
     return setup
 
 
+def compressed(axis: Axis, options: SharedOptions) -> Reduction:
+    """Return how gradients are reduced, with their codec."""
+    compress = options.compress or Compress()
+    over = compress.over
+    if options.local is None and axis.shards.size == 1:  # replicas are all there is
+        over = "all"
+    return replace(options.reduction, codec=compress.gradients, over=over)
+
+
 def _kept(rule: Any, layout: Layout) -> tuple[int, ...]:
     """Return what the owner of each leaf keeps of it; () for a rule without owners."""
     if not rule.by_owners:
         return ()
     return tuple(rule.kept_numel(leaf) if leaf.trainable else 0 for leaf in layout.leaves)
+
+
+def _encoded(layout: Layout, compress: Compress | None) -> Layout:
+    """The layout whose floating groups that learn stage 3 gathers encoded; on one rank as it is.
+
+    What does not learn keeps its bits: an encoding would lose those of packed values for good.
+    """
+    if compress is None or compress.parameters is None or layout.ranks == 1:
+        return layout
+    codec = compress.parameters
+    groups = [
+        replace(group, codec=codec) if group.trainable and group.dtype.is_floating_point else group
+        for group in layout.groups
+    ]
+    return replace(layout, groups=tuple(groups))
 
 
 def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
@@ -406,22 +536,135 @@ def blank_params(layout: Layout) -> Any:
     return assemble(layout, by_leaf)
 
 
-def _encoded(layout: Layout, compress: Compress | None) -> Layout:
-    """The layout whose floating groups that learn stage 3 gathers encoded; on one rank as it is.
+# From a setup to a state.
 
-    What does not learn keeps its bits: an encoding would lose those of packed values for good.
+
+def _filled(
+    setup: Setup, params: Any, initializer: Initializer | None, local: Local | None
+) -> TrainState:
+    layout, tensors = setup.layout, leaves_of(setup.layout, params)
+    if not layout.leaves:
+        raise LayoutError(
+            "there is no parameter.",
+            cause="None or an empty container was passed as the parameters, or a module "
+            "without any.",
+            fix="pass the params that functionalize returned, or any pytree of tensors.",
+        )
+    for leaf, tensor in zip(layout.leaves, tensors, strict=True):
+        if leaf.trainable and not in_transform():
+            watch(leaf.title, tensor)
+
+    def make(index: int) -> Iterator[Tensor]:
+        ids = layout.groups[index].leaves
+        return (made_by(layout.leaves[i], tensors[i], initializer) for i in ids)
+
+    return filled_state(setup, make, local=local)
+
+
+def made_by(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
+    """The full values of one leaf: from `params`, or from the initializer."""
+    if initializer is None:
+        if given.is_meta:
+            raise LayoutError(
+                f"{leaf.title} is on the meta device: it has a shape and no values.",
+                cause="a model that was built under torch.device('meta').",
+                fix="give initializer=(path, leaf) -> values, which makes one leaf at a time.",
+            )
+        return given
+    made = initializer(leaf.path, given)
+    if not isinstance(made, Tensor) or tuple(made.shape) != leaf.shape or made.dtype != leaf.dtype:
+        seen = f"{tuple(made.shape)} {made.dtype}" if isinstance(made, Tensor) else f"{made!r:.80}"
+        raise LayoutError(
+            f"the initializer made {seen} for {leaf.title}, which is {leaf.shape} {leaf.dtype}.",
+            cause="an initializer that writes in place and returns nothing, or another dtype.",
+            fix="return a tensor of the leaf's shape and dtype.",
+        )
+    return made.detach()
+
+
+Make = Callable[[int], Iterable[Tensor]]
+"""Group -> its full leaves; called once for each group, in order."""
+
+
+def filled_state(
+    setup: Setup,
+    make: Make,
+    done: Callable[[int, Tensor], None] | None = None,
+    *,
+    local: Local | None = None,
+) -> TrainState:
+    """Return the state of which `make` gives the values, group by group: rank 0's on every rank.
+
+    No rank holds more than one group beyond its part; of a group that is encoded, one leaf.
+    `done(group, flat)` is called as soon as the group's part is there. With `local` updates it is
+    the state of a replica.
     """
-    if compress is None or compress.parameters is None or layout.ranks == 1:
-        return layout
-    codec = compress.parameters
-    groups = [
-        replace(group, codec=codec) if group.trainable and group.dtype.is_floating_point else group
-        for group in layout.groups
-    ]
-    return replace(layout, groups=tuple(groups))
+    layout, mesh = setup.layout, setup.axis
+    held = []
+    for index in range(len(layout.groups)):
+        flat = pack(layout, index, make(index))
+        if not in_transform():  # inside one, the state goes on depending on `params`
+            flat = broadcast([flat.detach()], mesh, 0)[0]
+        flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
+        held.append(offloaded(setup.offload.params, flat, setup.offload))
+        if done is not None:
+            done(index, held[-1])
+    setup = on_replica(setup, local)
+    return begun_slots(begun(taken_over(_state_of(setup, held), mesh), local, mesh))
 
 
-# Copy the state of a torch.optim optimizer that has already stepped into a new train state.
+def blank_state(setup: Setup, device: torch.device, *, local: Local | None = None) -> TrainState:
+    """Return a state of zeros of this rank's parts, to be filled; what the optimizer keeps, too.
+
+    A collective at first, with `local` updates alone.
+    """
+    held = []
+    mesh, setup = setup.axis, on_replica(setup, local)
+    for index, group in enumerate(setup.layout.groups):
+        numel = setup.numel(index, setup.params)
+        flat = torch.zeros(numel, dtype=group.dtype, device=device)
+        held.append(offloaded(setup.offload.params, flat, setup.offload))
+    return begun_slots(begun(_state_of(setup, held), local, mesh))
+
+
+def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:
+    """Return the state before the first update of which a rank has these flats."""
+    state = TrainState(
+        params=Buffers(flats=tuple(held), placement=setup.params),
+        gradients=Buffers(),
+        optimizer=setup.optimizer.init(_shards(setup, held), pieces_of(setup), **_how(setup)),
+        window=CLOSED,
+        step=torch.zeros((), dtype=torch.int64),
+        progress=Progress(),
+        setup=setup,
+    )
+    return remembering(state)
+
+
+def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
+    """What this rank steps of the flats that learn."""
+    fulls = [held[i] for i in setup.layout.trainable]
+    return [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
+
+
+def _how(setup: Setup) -> dict[str, Any]:
+    """How an optimizer's new state is moved to its home, and who owns which parameter, if any."""
+    home, owners = setup.offload.optimizer, owners_of(setup)
+    given: dict[str, Any] = {} if owners is None else {"owners": owners}
+    return (
+        given if home is None else {"place": lambda x: offloaded(home, x, setup.offload), **given}
+    )
+
+
+def begun_anew(state: TrainState) -> TrainState:
+    """Return the state with a fresh optimizer state; masters stay."""
+    setup = state.setup
+    shards = _shards(setup, state.params.flats)
+    fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_how(setup))
+    return state.replace(optimizer=setup.optimizer.anew(state.optimizer, fresh))
+
+
+# What a torch.optim optimizer has that made steps before: the new state goes on from it.
 
 
 @torch.no_grad()
@@ -491,237 +734,3 @@ def _counted(rule: TorchOptimizer, optimizer: Any, paths: Sequence[str]) -> Any:
                 most = max(most, int(some[path])) if name == "step" else most
     fresh = [path for path in paths if path not in rule.held]
     return rule.recounted(optimizer, paths, counters, count=most, unstepped=fresh)
-
-
-OneOptimizer = (
-    Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]
-)
-
-
-@overload
-def init(
-    params: ParamsT,
-    optimizer: OneOptimizer,
-    *,
-    stage: int,
-    **options: Unpack[InitOptions],
-) -> TrainState[ParamsT]: ...
-@overload
-def init(
-    params: Any,
-    optimizer: Any,
-    *,
-    stage: Stages,
-    **options: Unpack[InitOptions],
-) -> Any: ...
-@takes("init", "init(params, optimizer, stage=2)")
-def init(  # noqa: D417 {options}
-    params: Any,
-    optimizer: Any,
-    *,
-    stage: Stages,
-    **options: Unpack[InitOptions],
-) -> Any:
-    """Return a train state for `params`, partitioned as `stage` says.
-
-    (Stage 1 is stage 2: a gradient that is reduce-scattered costs less on the wire than one that is
-    kept whole, and less memory.) Elements that a rank holds, for P parameters and K optimizer
-    slots, over W ranks:
-
-        stage   parameters   gradients   optimizer
-        0       P            P           K P
-        1       P            P / W       K P / W
-        2       P            P / W       K P / W
-        3       P / W        P / W       K P / W
-
-    On a mesh of two dims, R replicas of S ranks, the S ranks of each replica share all that is
-    sharded, and W is S in the table; with `optimizer_over="all"`, W is R S but for the parameters.
-    A gradient is reduce-scattered over the shards, and the result reduced over the replicas.
-
-    The values are rank 0's on every rank, as when DDP is built; `params` is copied, not kept.
-    (Inside a torch.func transform they stay each rank's own, and differentiable by `params`.)
-
-    Several models: let `stage`, `optimizer` or `mesh`, or several of them, be a pytree, {"g": 2,
-    "d": 3}. There is one state for each of its leaves, made of what `params` has under that key;
-    the states come back in the same structure. All other options hold for each model, and paths
-    begin inside of it. With meshes {"dense": mesh, "experts": mesh["data"]} each place along the
-    other axes has experts of its own: the values are those of its first rank.
-
-    Args:
-        params: a pytree of tensors, of any shapes, the same on every rank.
-        optimizer: from `fzero.optim`, or any (init, update) pair; `fzero.optim.no_optimizer()` for
-            a model that is only read; or a pytree of them.
-        {options}
-
-    Returns:
-        A `TrainState`, or a pytree of them. A collective: every rank must call it.
-
-    Raises:
-        LayoutError: for bad options, for parameters that are no tensors or have elements in common
-            without being the same view (by path), and for trees of stages, optimizers and
-            parameters that do not fit each other (by key).
-        AxisError: when the ranks disagree about the layout (the first rank and line that differ).
-
-    Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.
-
-    Example:
-        >>> import torch, fzero
-        >>> state = init({"w": torch.ones(4)}, fzero.optim.sgd(0.1), stage=2)
-        >>> state.stage, fzero.full_params(state)["w"]
-        (2, tensor([1., 1., 1., 1.]))
-        >>> params = {"g": torch.ones(2), "d": torch.zeros(3)}
-        >>> states = init(params, fzero.optim.sgd(0.1), stage={"g": 0, "d": 3})
-        >>> {name: state.stage for name, state in states.items()}
-        {'g': 0, 'd': 3}
-    """
-    local = options.get("local")
-    mesh = options.get("mesh")
-    meshes = leaves_of_meshes(mesh)
-    axes = {id(one): mesh_for(one, local) for one in meshes}
-    first = axes[id(meshes[0])]
-    with told_everywhere(first.mesh or first, what=COMPARED):  # the next that all ranks compare
-        require_autograd("init")
-        require_params(params)
-        chosen = check_shared(grouped(SharedOptions, options))
-        require_local(chosen.local)
-        models, treespec = models_of(params, optimizer, check_stages("init", stage), mesh)
-
-    def one(params: Any, optimizer: Any, stage: int, mesh: MeshLike) -> TrainState:
-        axis = axes[id(mesh)]
-        if axis.mesh is not None:  # before the ranks of a part, by itself, wait for each other
-            assert_same_everywhere([f"a state on {axis}"], axis.mesh, what="the mesh of a state")
-        if chosen.logical_ranks is not None:
-            refuse_part(axis, "logical_ranks=")
-        frozen = isinstance(optimizer, NoOptimizer)
-        asked = replace(chosen, trainable=lambda _: False) if frozen else chosen
-        setup = plan_setup(params, optimizer, stage=stage, axis=axis, options=asked)
-        return _filled(setup, params, options.get("initializer"), local)
-
-    made = [one(*model) for model in models]
-    returned(made)
-    return optree.tree_unflatten(treespec, made)
-
-
-def _filled(
-    setup: Setup, params: Any, initializer: Initializer | None, local: Local | None
-) -> TrainState:
-    layout, tensors = setup.layout, leaves_of(setup.layout, params)
-    if not layout.leaves:
-        raise LayoutError(
-            "there is no parameter.",
-            cause="None or an empty container was passed as the parameters, or a module "
-            "without any.",
-            fix="pass the params that functionalize returned, or any pytree of tensors.",
-        )
-    for leaf, tensor in zip(layout.leaves, tensors, strict=True):
-        if leaf.trainable and not in_transform():
-            watch(leaf.title, tensor)
-
-    def make(index: int) -> Iterator[Tensor]:
-        ids = layout.groups[index].leaves
-        return (made_by(layout.leaves[i], tensors[i], initializer) for i in ids)
-
-    return filled_state(setup, make, local=local)
-
-
-def made_by(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tensor:
-    """The full values of one leaf: from `params`, or from the initializer."""
-    if initializer is None:
-        if given.is_meta:
-            raise LayoutError(
-                f"{leaf.title} is on the meta device: it has a shape and no values.",
-                cause="a model that was built under torch.device('meta').",
-                fix="give initializer=(path, leaf) -> values, which makes one leaf at a time.",
-            )
-        return given
-    made = initializer(leaf.path, given)
-    if not isinstance(made, Tensor) or tuple(made.shape) != leaf.shape or made.dtype != leaf.dtype:
-        seen = f"{tuple(made.shape)} {made.dtype}" if isinstance(made, Tensor) else f"{made!r:.80}"
-        raise LayoutError(
-            f"the initializer made {seen} for {leaf.title}, which is {leaf.shape} {leaf.dtype}.",
-            cause="an initializer that writes in place and returns nothing, or another dtype.",
-            fix="return a tensor of the leaf's shape and dtype.",
-        )
-    return made.detach()
-
-
-def _how(setup: Setup) -> dict[str, Any]:
-    """How an optimizer's new state is moved to its home, and who owns which parameter, if any."""
-    home, owners = setup.offload.optimizer, owners_of(setup)
-    given: dict[str, Any] = {} if owners is None else {"owners": owners}
-    return (
-        given if home is None else {"place": lambda x: offloaded(home, x, setup.offload), **given}
-    )
-
-
-def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank steps of the flats that learn."""
-    fulls = [held[i] for i in setup.layout.trainable]
-    return [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
-
-
-def begun_anew(state: TrainState) -> TrainState:
-    """Return the state with a fresh optimizer state; masters stay."""
-    setup = state.setup
-    shards = _shards(setup, state.params.flats)
-    fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_how(setup))
-    return state.replace(optimizer=setup.optimizer.anew(state.optimizer, fresh))
-
-
-Make = Callable[[int], Iterable[Tensor]]
-"""Group -> its full leaves; called once for each group, in order."""
-
-
-def filled_state(
-    setup: Setup,
-    make: Make,
-    done: Callable[[int, Tensor], None] | None = None,
-    *,
-    local: Local | None = None,
-) -> TrainState:
-    """Return the state of which `make` gives the values, group by group: rank 0's on every rank.
-
-    No rank holds more than one group beyond its part; of a group that is encoded, one leaf.
-    `done(group, flat)` is called as soon as the group's part is there. With `local` updates it is
-    the state of a replica.
-    """
-    layout, mesh = setup.layout, setup.axis
-    held = []
-    for index in range(len(layout.groups)):
-        flat = pack(layout, index, make(index))
-        if not in_transform():  # inside one, the state goes on depending on `params`
-            flat = broadcast([flat.detach()], mesh, 0)[0]
-        flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
-        held.append(offloaded(setup.offload.params, flat, setup.offload))
-        if done is not None:
-            done(index, held[-1])
-    setup = on_replica(setup, local)
-    return begun_slots(begun(taken_over(_state_of(setup, held), mesh), local, mesh))
-
-
-def blank_state(setup: Setup, device: torch.device, *, local: Local | None = None) -> TrainState:
-    """Return a state of zeros of this rank's parts, to be filled; what the optimizer keeps, too.
-
-    A collective at first, with `local` updates alone.
-    """
-    held = []
-    mesh, setup = setup.axis, on_replica(setup, local)
-    for index, group in enumerate(setup.layout.groups):
-        numel = setup.numel(index, setup.params)
-        flat = torch.zeros(numel, dtype=group.dtype, device=device)
-        held.append(offloaded(setup.offload.params, flat, setup.offload))
-    return begun_slots(begun(_state_of(setup, held), local, mesh))
-
-
-def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:
-    """Return the state before the first update of which a rank has these flats."""
-    state = TrainState(
-        params=Buffers(flats=tuple(held), placement=setup.params),
-        gradients=Buffers(),
-        optimizer=setup.optimizer.init(_shards(setup, held), pieces_of(setup), **_how(setup)),
-        window=CLOSED,
-        step=torch.zeros((), dtype=torch.int64),
-        progress=Progress(),
-        setup=setup,
-    )
-    return remembering(state)

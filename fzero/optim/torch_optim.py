@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.context.current_rank import has_no_values
+from fzero.context.rng import seeded
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, require
 from fzero.machine.codecs import Blocks
@@ -57,7 +58,6 @@ from fzero.optim.torch_probe import (
     numbers_of,
     require_usable,
     rule_of,
-    same_random_numbers,
 )
 from fzero.optim.torch_state import Held, Owned, TorchState, kept_by, lines_of, new_state
 from fzero.state.layout import Leaf, as_real, learns
@@ -965,9 +965,9 @@ def _otherwise(optimizer: TorchOptimizer, group: int, device: torch.device) -> s
     rule = rule_of(optimizer.instance, group, begin)
     x, *gs = (size * numbers_of((6, 2), k).to(here) for k, size in enumerate((1.0, 1.0, 8.0, 0.1)))
     try:
-        with same_random_numbers(here):
+        with seeded(0, here):
             (by_parts,), _ = rule([x], [[g] for g in gs])
-        with same_random_numbers(here):
+        with seeded(0, here):
             (whole,), _ = rule([torch.view_as_complex(x)], [[torch.view_as_complex(g)] for g in gs])
     except Exception as error:
         return f"raises for a complex parameter: {str(error).splitlines()[0]!r}"

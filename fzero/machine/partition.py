@@ -468,7 +468,16 @@ def require_apart(
         if np.shares_memory(_as_array(one.tensor), _as_array(other.tensor)):
             found.append(sorted((held.index(one), held.index(other))))
     if found:  # the first in the module's order: addresses differ by rank
-        raise _in_common(*(held[i] for i in min(found)))
+        one, other = (held[i] for i in min(found))
+        kind = "" if other.kind is Holder.PARAMETER else f" (a{_NAMES[other.kind]})"
+        raise LayoutError(
+            f"{one.path} and {other.path}{kind} have elements in common.",
+            cause="p.data = q.data.t() or another view of a parameter's memory; a buffer or an "
+            "attribute made by p.detach(), p.data or a slice. In fzero each parameter has memory "
+            "of its own: the two would part at the first update.",
+            fix="assign the parameter itself (`b.weight = a.weight`) to tie them, and transpose or "
+            "slice it in the forward; or take a copy: .detach().clone().",
+        )
 
 
 def require_own_memory(
@@ -481,8 +490,17 @@ def require_own_memory(
     """
     held = list(_held(module))
     for one in held:
-        if one.kind is Holder.PARAMETER and one.tensor.requires_grad:
-            _require_several(one)
+        x = one.tensor
+        if one.kind is not Holder.PARAMETER or not x.requires_grad:
+            continue
+        if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+            raise LayoutError(
+                f"{one.path}, of shape {tuple(x.shape)} and strides {x.stride()}, has fewer "
+                "elements in memory than it shows.",
+                cause="a parameter that was made by expand(). torch.optim cannot step it, either.",
+                fix="clone it, nn.Parameter(x.expand(...).clone()); or keep the small parameter, "
+                "and expand it in the forward.",
+            )
     require_apart(held, buffers=buffers, attributes=attributes)
 
 
@@ -511,19 +529,6 @@ def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Te
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in items:
             yield from _tensors_in(part, f"{path}[{key!r}]", seen)
-
-
-def _require_several(one: HeldTensor) -> None:
-    """Raise if two elements of a trainable parameter are the same memory."""
-    x = one.tensor
-    if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
-        raise LayoutError(
-            f"{one.path}, of shape {tuple(x.shape)} and strides {x.stride()}, has fewer elements "
-            "in memory than it shows.",
-            cause="a parameter that was made by expand(). torch.optim cannot step it, either.",
-            fix="clone it, nn.Parameter(x.expand(...).clone()); or keep the small parameter, and "
-            "expand it in the forward.",
-        )
 
 
 def _meeting(held: Sequence[HeldTensor]) -> Iterator[tuple[HeldTensor, HeldTensor]]:
@@ -584,18 +589,6 @@ def _as_array(x: Tensor) -> Any:
         }
 
     return np.asarray(View())
-
-
-def _in_common(one: HeldTensor, other: HeldTensor) -> LayoutError:
-    kind = "" if other.kind is Holder.PARAMETER else f" (a{_NAMES[other.kind]})"
-    return LayoutError(
-        f"{one.path} and {other.path}{kind} have elements in common.",
-        cause="p.data = q.data.t() or another view of a parameter's memory; a buffer or an "
-        "attribute made by p.detach(), p.data or a slice. In fzero each parameter has memory of "
-        "its own: the two would part at the first update.",
-        fix="assign the parameter itself (`b.weight = a.weight`) to tie them, and transpose or "
-        "slice it in the forward; or take a copy: .detach().clone().",
-    )
 
 
 _NAMES = {Holder.BUFFER: " buffer", Holder.ATTRIBUTE: "n attribute"}

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError
 from fzero.machine.codecs import Blocks, rounded
 from fzero.machine.offload import CopyStream, is_here, write_back
 from fzero.optim.precision import Precision, as_stepped
@@ -99,8 +98,10 @@ def step_flats(
         changed = [(flats.masters[i], work)] if flats.masters[i].numel() else []
         for name, x in slots.items():
             if name in codecs:
-                row = codecs[name].row_of(after[name][0], count)
-                changed.append((flats.slots[name][i], _unless(scaled.found_inf, rows[name], row)))
+                row, skipped = codecs[name].row_of(after[name][0], count), scaled.found_inf
+                if skipped is not None:
+                    row = torch.where(skipped != 0, rows[name], row)
+                changed.append((flats.slots[name][i], row))
             elif after[name][0] is x:
                 changed.append((flats.slots[name][i], x))
             else:  # of another shape: it stays on the device
@@ -108,10 +109,6 @@ def step_flats(
         copies.store(changed)
     copies.end()
     return made
-
-
-def _unless(skipped: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
-    return after if skipped is None else torch.where(skipped != 0, before, after)
 
 
 def counted(count: Tensor, found_inf: Tensor | None) -> Tensor:
@@ -266,14 +263,3 @@ def _spans(
             runs.append([piece.start, piece.stop])
     for low, high in runs:
         yield from ((start, min(start + step, high)) for start in range(low, high, step))
-
-
-def require_elements(optimizer: object, *, elementwise: bool) -> None:
-    """Raise `LayoutError` for a rule that needs more than an element."""
-    if not elementwise:
-        raise LayoutError(
-            f"{optimizer!r} with a codec as state_dtype.",
-            cause="a rule that needs whole parameters: owners keep what it has, in any shape.",
-            fix="use fzero.optim.partition: this rule without it for the matrices, and "
-            "fzero.optim.adamw(lr, state_dtype=codec) for the rest.",
-        )

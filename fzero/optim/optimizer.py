@@ -471,7 +471,12 @@ class Optimizer(OfPrecision):
             own = pieces_in(pieces, portion.indices)
             chosen = self._by_options(portion.work, own, state.count, now)
             threads = threads_on(portion.work[0].device) if apart and portion.work else 1
-            for options, spans, counted_by in (_even(one, threads) for one in chosen):
+            for options, spans, counted_by in chosen:
+                if threads > 1:  # each gets whole blocks
+                    cuts = [[(i, *x) for x in even_spans(a, b, threads)] for i, a, b in spans]
+                    pairs = zip(cuts, counted_by, strict=True)
+                    counted_by = [number for some, number in pairs for _ in some]
+                    spans = [span for some in cuts for span in some]
                 every = (portion.work, portion.grads, *portion.slots.values())
                 work, gs, *slots = (elements_of(some, spans) for some in every)
                 alike = len(set(counted_by)) == 1
@@ -571,7 +576,7 @@ class Optimizer(OfPrecision):
                 for k, (i, start, _) in enumerate(own):
                     parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
         joined = [
-            _join(_filled(part, w, [some[i] for some in moments]))
+            _joined(part, w, [some[i] for some in moments])
             for i, (part, w) in enumerate(zip(parts, work, strict=True))
         ]
         new = [n.to(p.device, p.dtype) for p, (n, _) in zip(params, joined, strict=True)]
@@ -652,18 +657,6 @@ class Optimizer(OfPrecision):
         parts = [f"{key}={shown(value)}" for key, value in self.options]
         parts += [f"groups={len(self.overrides)}"] if self.overrides else []
         return f"{self.rule.name}({', '.join(parts)})"
-
-
-def _even(chosen: Chosen, threads: int) -> Chosen:
-    """Return the same elements in spans of which each thread gets whole blocks."""
-    if threads == 1:
-        return chosen
-    spans, counted_by = list[Span](), list[int]()
-    for (index, start, stop), number in zip(chosen.spans, chosen.counted_by, strict=True):
-        cut = [(index, *span) for span in even_spans(start, stop, threads)]
-        spans += cut
-        counted_by += [number] * len(cut)
-    return Chosen(chosen.options, spans, counted_by)
 
 
 def after_update(state: OptimizerState, now: Parted, found_inf: Tensor | None) -> OptimizerState:
@@ -752,30 +745,26 @@ def elements_of(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
     ]
 
 
-def _filled(parts: list[_Part], work: Tensor, moments: Sequence[Tensor]) -> list[_Part]:
-    """Return the parts of one flat in order, with what this update leaves as it is."""
-    if not parts:
-        return [(0, work, tuple(moments))]
+def _joined(
+    parts: list[_Part], work: Tensor, moments: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Put the parts of one flat together, in order, with what this update leaves as it is."""
 
     def kept(start: int, stop: int) -> _Part:
         held, *more = (x.view(-1)[start:stop] for x in (work, *moments))
         return start, held, tuple(more)
 
-    found: list[_Part] = []
+    found: list[_Part] = [] if parts else [(0, work, tuple(moments))]
     at = 0
     for part in sorted(parts, key=lambda part: part[0]):
         found += [kept(at, part[0])] if at < part[0] else []
         found.append(part)
         at = part[0] + part[1].numel()
-    return [*found, kept(at, work.numel())] if at < work.numel() else found
-
-
-def _join(parts: list[_Part]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Put the pieces of one tensor together again."""
-    if len(parts) == 1:
-        return parts[0][1], parts[0][2]
-    moments = zip(*(part[2] for part in parts), strict=True)
-    return torch.cat([part[1] for part in parts]), tuple(torch.cat(list(m)) for m in moments)
+    found += [kept(at, work.numel())] if parts and at < work.numel() else []
+    if len(found) == 1:
+        return found[0][1], found[0][2]
+    every = zip(*(part[2] for part in found), strict=True)
+    return torch.cat([part[1] for part in found]), tuple(torch.cat(list(some)) for some in every)
 
 
 def require_elementwise(optimizer: StatefulUpdate) -> None:

@@ -34,7 +34,6 @@ from fzero.optim.encoded_moments import (
     Slots,
     counted,
     in_portions,
-    require_elements,
     step_flats,
     written_back,
 )
@@ -59,7 +58,7 @@ from fzero.optim.torch_probe import (
     require_usable,
     rule_of,
 )
-from fzero.optim.torch_state import Held, Owned, TorchState, kept_by, lines_of, new_state
+from fzero.optim.torch_state import Held, Owned, TorchState, kept_by, new_state
 from fzero.state.layout import Leaf, as_real, learns
 from fzero.state.points import Needs
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
@@ -210,7 +209,14 @@ class TorchOptimizer(OfPrecision):
             self, bound=bound, paths=tuple(bound.group_at.items()), held=kept_by(bound, named)
         )
         if self.precision.encoding is not None:
-            require_elements(made, elementwise=made.elementwise)
+            if not made.elementwise:
+                raise LayoutError(
+                    f"{made!r} with a codec as state_dtype.",
+                    cause="a rule that needs whole parameters: owners keep what it has, in any "
+                    "shape.",
+                    fix="use fzero.optim.partition: this rule without it for the matrices, and "
+                    "fzero.optim.adamw(lr, state_dtype=codec) for the rest.",
+                )
             if bound.kept:
                 self.precision.encoding.require_fits(name_of(self.source), made.squares)
         bound_here(bound.instance)
@@ -306,7 +312,17 @@ class TorchOptimizer(OfPrecision):
         """
         if differentiable:
             raise not_differentiable(self, "torch.optim writes in place")
-        bound = self._ready()
+        bound = self._bound()
+        groups, before = len(bound.instance.param_groups), len(bound.shared)
+        if groups != before or any(bound.instance.state.values()):
+            held = f"{groups} param groups and state for {len(bound.instance.state)} parameters"
+            raise PhaseError(
+                f"{self!r} has {held}; when the train state was made it had {before} and no state.",
+                cause="add_param_group(), load_state_dict() or step() of the optimizer itself. "
+                "Its state is in the train state, sharded.",
+                fix="give all groups before the state is made; save and load with "
+                "fzero.checkpoint.",
+            )
         with torch.no_grad():
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
@@ -500,7 +516,15 @@ class TorchOptimizer(OfPrecision):
             text = ", ".join(f"{name}={x}" for name, x in options.items())
             of = f" of {sizes[number]} leaves" if leaves else ""
             lines.append(f"param group {number}{of}: {text}")
-        return [*lines, *(lines_of(self.held) if leaves else ())]
+
+        def size(x: Any) -> str:
+            several = isinstance(x, Tensor) and x.numel() != 1
+            return f"{tuple(x.shape)}" if several else f"{float(x)}"
+
+        for path, own in self.held.items() if leaves else ():
+            kept = ", ".join(f"{name} {size(own[name])}" for name in sorted(own))
+            lines.append(f"the optimizer's state of {path}: {kept}")
+        return lines
 
     def saved_names(self, state: TorchState, leaves: Sequence[Leaf]) -> SavedNames:
         """What a checkpoint calls the class, and by torch.optim's own names its state.
@@ -531,20 +555,6 @@ class TorchOptimizer(OfPrecision):
                 fix="call bind({path: tensor}) first, and use what it returns.",
             )
         return self.bound
-
-    def _ready(self) -> Bound:
-        bound = self._bound()
-        groups, before = len(bound.instance.param_groups), len(bound.shared)
-        if groups != before or any(bound.instance.state.values()):
-            held = f"{groups} param groups and state for {len(bound.instance.state)} parameters"
-            raise PhaseError(
-                f"{self!r} has {held}; when the train state was made it had {before} and no state.",
-                cause="add_param_group(), load_state_dict() or step() of the optimizer itself. "
-                "Its state is in the train state, sharded.",
-                fix="give all groups before the state is made; save and load with "
-                "fzero.checkpoint.",
-            )
-        return bound
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or pickle, with an optimizer of its own, which has the options of this one.

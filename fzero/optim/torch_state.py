@@ -133,15 +133,3 @@ def kept_by(bound: Bound, params: Mapping[str, Tensor]) -> Held:
             tied = [x for x, other in params.items() if identity(other) == identity(params[path])]
             found |= dict.fromkeys(tied, own) if own else {}
     return found
-
-
-def lines_of(held: Held) -> list[str]:
-    """Return what ranks compare of it: names, shapes and counts."""
-
-    def text(x: Any) -> str:
-        return f"{tuple(x.shape)}" if isinstance(x, Tensor) and x.numel() != 1 else f"{float(x)}"
-
-    return [
-        f"the optimizer's state of {path}: {', '.join(f'{k} {text(own[k])}' for k in sorted(own))}"
-        for path, own in held.items()
-    ]

@@ -84,13 +84,13 @@ def step_flats(
     made = {name: list(some) for name, some in flats.slots.items()}
     copies = CopyStream(device or flats.params[0].device)
     for i, work, grad, slots in _lent(flats, precision, copies):
-        grads, told = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
+        grads, left = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
         codecs = flats.codecs[i] if flats.codecs else {}
         rows = {name: slots[name] for name in codecs}
         for name, codec in codecs.items():
             slots[name] = codec.decode((rows[name],), work.numel(), work.dtype)
         given = {name: [x] for name, x in slots.items()}
-        after = run(Portion([numbers[i]], [work], grads, given, told))
+        after = run(Portion([numbers[i]], [work], grads, given, left))
         noise = None
         if precision.stochastic_rounding and flats.params[i].dtype is torch.bfloat16:
             noise = noise_of([p for p in pieces if p.index == numbers[i]], work, count)

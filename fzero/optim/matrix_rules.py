@@ -211,8 +211,8 @@ class OfMatrices(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], batch_dims: int | None, **options: Any) -> None:
         """Take the options of each param group."""
-        told = {} if batch_dims is None else {"batch_dims": batch_dims}
-        super().__init__(params, {**options, **told})
+        stack = {} if batch_dims is None else {"batch_dims": batch_dims}
+        super().__init__(params, {**options, **stack})
 
     @staticmethod
     def step_matrix(state: State, p: Tensor, gradient: Tensor, group: State) -> None:

@@ -41,7 +41,7 @@ from fzero.optim.optimizer import OfPrecision, copied, not_differentiable, shown
 from fzero.optim.per_leaf_step_counts import Parted, parted, settled
 from fzero.optim.precision import Place, Precision, StateDtype, precision_of, stay, work_tensors
 from fzero.optim.rules import Scaled
-from fzero.optim.step_hooks import bound_here, rule_step, swapped, told
+from fzero.optim.step_hooks import bound_here, rule_step, shown_attributes, swapped
 from fzero.optim.torch_probe import (
     Bound,
     KeptState,
@@ -58,7 +58,7 @@ from fzero.optim.torch_probe import (
     require_usable,
     rule_of,
 )
-from fzero.optim.torch_state import Held, Owned, TorchState, kept_by, new_state
+from fzero.optim.torch_state import InstanceState, Owned, TorchState, kept_by, new_state
 from fzero.state.layout import Leaf, as_real, learns
 from fzero.state.points import Needs
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
@@ -149,7 +149,7 @@ class TorchOptimizer(OfPrecision):
     precision: Precision = field(default_factory=Precision)
     paths: tuple[tuple[str, int], ...] = ()  # (path, param group), once bound
     bound: Bound | None = field(default=None, compare=False, repr=False)
-    held: Held = field(default_factory=dict, compare=False, repr=False)  # see `taken_over`
+    held: InstanceState = field(default_factory=dict, compare=False, repr=False)  # see `taken_over`
 
     @property
     def instance(self) -> torch.optim.Optimizer:
@@ -656,7 +656,7 @@ def _updated(
         here, idle = [*here, *idle], []
         loans = [_loan(bound, u, portion, before, first=first or u.number in fresh) for u in here]
         lent = _lent(bound, loans, before, fresh=first)
-        with lent, told(bound.instance, **portion.scaled._asdict()):
+        with lent, shown_attributes(bound.instance, **portion.scaled._asdict()):
             if loans:  # many rules take no empty list
                 rule_step(bound.instance)
             for group in {unit.group for unit in here}:

@@ -307,7 +307,7 @@ def _needs_of(
     Raises `LayoutError` for a class of which something else is declared than is known or seen.
     """
     kind, tried = type(instance), dict[Any, Any]()
-    known, said = known_needs(kind), f"from_torch({kind.__name__}, needs={declared!r}): "
+    known, call = known_needs(kind), f"from_torch({kind.__name__}, needs={declared!r}): "
 
     def found(test: Callable[..., str], number: int, some: Iterable[Shape]) -> set[str]:
         """Return what a test has seen; tried once for groups that differ in the rate."""
@@ -323,7 +323,7 @@ def _needs_of(
         some = sorted(shapes[number], key=prod)
         if declared and "others" in found(beyond_its_leaf, number, some[:1]):
             raise LayoutError(
-                f"{said}tried on two small parameters, it makes other updates of both together "
+                f"{call}tried on two small parameters, it makes other updates of both together "
                 "than of each alone.",
                 cause="a rule that looks at all parameters at once: a norm of all gradients or a "
                 "clip in it, a list that it joins, a number that it finds from all (Prodigy).",
@@ -339,7 +339,7 @@ def _needs_of(
         return "leaf" if declared in ("leaf", "matrix") else "element"
 
     not_elements = LayoutError(
-        f"{said}{kind.__name__} looks at whole matrices, or at more of them than single elements.",
+        f"{call}{kind.__name__} looks at whole matrices, or at more of them than single elements.",
         cause="a rule for matrices of torch.optim; or, tried on small parameters, it makes other "
         "updates of parts than of the whole: a mean, a norm, rows, the shape, the number of "
         "elements.",
@@ -362,7 +362,7 @@ def _needs_of(
         )
     elif chances:
         _warn(
-            f"{said}{kind.__name__} draws random numbers.",
+            f"{call}{kind.__name__} draws random numbers.",
             cause="stochastic rounding, or noise, from torch's generators: each rank draws for its "
             "own part, so that the bits are others at each stage and on each number of ranks.",
             fix="nothing, if its mean is what counts; fzero.optim.adamw and from_torch have "
@@ -547,7 +547,7 @@ def _tried(
         every = ((1 + seed / 8) * x * numbers_of(shape, seed + k) for k, x in enumerate(sizes))
         values, *grads = (x.to(like.device, like.dtype) for x in every)
         with seeded(0, like.device):
-            return run_small(optimizer, number, [values], [[g] for g in grads], begin, **how)
+            return step_copy(optimizer, number, [values], [[g] for g in grads], begin, **how)
 
     def changes_nothing(begin: Begin = begin, without: str | None = None) -> bool:
         with suppress(Exception):  # it looks into what it was given, or misses it
@@ -637,7 +637,7 @@ def _as_large(
     p, state = torch.empty(shape, dtype=like.dtype, device="meta"), dict[str, Any]()
     with suppress(Exception), warnings.catch_warnings(), seeded(0, like.device), Ones():
         warnings.simplefilter("ignore")
-        state = run_small(optimizer, number, [p], [[p]], begin).states[0]
+        state = step_copy(optimizer, number, [p], [[p]], begin).states[0]
     slots, odd = dict[str, Tensor](), dict[str, int]()
     for name in state.keys() - small.unread - small.counters.keys():
         value = as_tensor(state[name])
@@ -758,14 +758,14 @@ def rule_of(optimizer: Optimizer, number: int, begin: Begin) -> Rule:
     """Return the rule of param group `number`."""
 
     def rule(params: list[Tensor], grads: list[list[Tensor]]) -> tuple[list[Tensor], list[float]]:
-        ran = run_small(optimizer, number, params, grads, begin)
+        ran = step_copy(optimizer, number, params, grads, begin)
         numbers = [float(x) for _, x in sorted(ran.options.items()) if is_number(x)]
         return [p - before for p, before in zip(ran.params, params, strict=True)], numbers
 
     return rule
 
 
-def run_small(
+def step_copy(
     optimizer: Optimizer,
     number: int,
     values: Sequence[Tensor],

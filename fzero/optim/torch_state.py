@@ -22,7 +22,7 @@ from fzero.state import record, static
 from fzero.state.layout import Leaf, learns
 from fzero.state.stateful_update import Piece
 
-Held = dict[str, dict[str, Any]]
+InstanceState = dict[str, dict[str, Any]]
 """{path: {name: value}}: what an instance has for a parameter."""
 Owned = dict[str, tuple[Tensor, ...]]
 """{name: what a rank keeps of each parameter with an owner; empty on those that do not own it}."""
@@ -104,12 +104,12 @@ def new_state(
     )
 
 
-def kept_by(bound: Bound, params: Mapping[str, Tensor]) -> Held:
+def kept_by(bound: Bound, params: Mapping[str, Tensor]) -> InstanceState:
     """Return what the instance keeps for its parameters, by path; of frozen ones, all there is.
 
     Tied paths have the same. Raises `LayoutError` for a state that is not what its rule keeps.
     """
-    instance, found = bound.instance, Held()
+    instance, found = bound.instance, InstanceState()
     for group, paths in zip(instance.param_groups, bound.members, strict=True):
         for path, p in zip(paths, group["params"], strict=False):  # a factory's are gone
             own = {k: x for k, x in instance.state.get(p, {}).items() if x is not None}

@@ -254,7 +254,7 @@ def _written(state: TrainState, written: Tensor) -> PhaseError:
 # of another one returns counts as used.
 
 
-_SAID: dict[Any, Any] = {}
+_WARNED: dict[Any, Any] = {}
 _OF_LIBRARIES = ("fzero.", "torch.")
 
 
@@ -309,7 +309,7 @@ def warn_of(one: Made, step: str) -> None:
         "a loss alone, fzero.evaluate(loss, state)(batch); of several states, `wrt=` says which "
         "of them are to learn.",
     )
-    warnings.warn_explicit(text, UserWarning, *one.line, registry=_SAID)
+    warnings.warn_explicit(text, UserWarning, *one.line, registry=_WARNED)
 
 
 def _is_state(x: Any) -> bool:

@@ -112,12 +112,12 @@ def _warn_of_graph(fn: Any, given: Any) -> None:
     """Warn, once for each function, of an input that requires grad: nothing flows back to it."""
     key = getattr(fn, "__code__", type(fn))
     leaves = optree.tree_leaves(given, namespace=NAMESPACE) if torch.is_grad_enabled() else ()
-    if key not in _SAID and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
-        _SAID.add(key)
+    if key not in _WARNED and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+        _WARNED.add(key)
         warnings.warn(_GRAPH, UserWarning, stacklevel=3 + DISABLED_FRAMES)
 
 
-_SAID = set[Any]()
+_WARNED = set[Any]()
 _GRAPH = explain(
     "fzero.evaluate got an input that requires grad: no gradient flows back to it.",
     cause="a teacher, a critic or a reward that a loss is to be differentiated through; evaluate "

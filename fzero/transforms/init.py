@@ -333,10 +333,10 @@ def plan_setup(
         setup = _planned(make, sizes, units, (chosen, outer), **place)
         if any(p.ndim > 2 for p in named.values()):
             _require_matrices(setup, named, owners)
-        said = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
-        said += [] if outer is None else outer.describe(setup.layout.leaves)
-        said += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()
-    assert_same_everywhere(said, axis, what=COMPARED, explains=difference)
+        compared = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
+        compared += [] if outer is None else outer.describe(setup.layout.leaves)
+        compared += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()
+    assert_same_everywhere(compared, axis, what=COMPARED, explains=difference)
     return setup
 
 

@@ -242,14 +242,14 @@ class _Leftovers:
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._warned = False
         self._left: set[int] = set()  # virtual ranks whose calls have left gradients
 
     def saw(
         self, step: Callable[..., Any], before: Sequence[TrainState], after: Sequence[TrainState]
     ) -> None:
         """A call of the step was given states, and returned others."""
-        if self._told or in_transform() or len(before) != len(after):
+        if self._warned or in_transform() or len(before) != len(after):
             return
         pairs = [
             (x.progress.backwards, y.progress.backwards) for x, y in zip(before, after, strict=True)
@@ -259,7 +259,7 @@ class _Leftovers:
             return
         rank = before[0].setup.axis.rank
         if rank in self._left and any(0 < old < new for old, new in pairs):
-            self._told = True
+            self._warned = True
             if is_recorded([x.step for x in before]) or any(int(x.step) for x in before):
                 return
             if not _names(step, apply_gradients):

@@ -26,20 +26,31 @@ from fzero.errors.check import called_as, require
 from fzero.machine.codecs import Blocks
 from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners, Wholes
+from fzero.machine.partition import identity
 from fzero.machine.tree_sum import even_spans, threads_on
 from fzero.optim.encoded_moments import (
     CodecOf,
     Flats,
     Portion,
     Slots,
+    begun,
     counted,
     in_portions,
+    leaves_of_flats,
     step_flats,
     written_back,
 )
 from fzero.optim.optimizer import OfPrecision, copied, not_differentiable, shown
-from fzero.optim.per_leaf_step_counts import Parted, parted, settled
-from fzero.optim.precision import Place, Precision, StateDtype, precision_of, stay, work_tensors
+from fzero.optim.per_leaf_step_counts import Apart, Parted, parted, settled
+from fzero.optim.precision import (
+    Place,
+    Precision,
+    StateDtype,
+    make_masters,
+    precision_of,
+    stay,
+    work_tensors,
+)
 from fzero.optim.rules import Scaled
 from fzero.optim.step_hooks import bound_here, rule_step, shown_attributes, swapped
 from fzero.optim.torch_probe import (
@@ -58,7 +69,7 @@ from fzero.optim.torch_probe import (
     require_usable,
     rule_of,
 )
-from fzero.optim.torch_state import InstanceState, Owned, TorchState, kept_by, new_state
+from fzero.state import record, static
 from fzero.state.layout import Leaf, as_real, learns
 from fzero.state.points import Needs
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
@@ -127,6 +138,28 @@ def from_torch(
     require("from_torch: needs", needs, (None, "element", "leaf", "matrix").__contains__, wanted)
     precision = precision_of("from_torch", master_weights, state_dtype, stochastic_rounding)
     return TorchOptimizer(source=optimizer, needs=needs, precision=precision)
+
+
+InstanceState = dict[str, dict[str, Any]]
+"""{path: {name: value}}: what an instance has for a parameter."""
+Owned = dict[str, tuple[Tensor, ...]]
+"""{name: what a rank keeps of each parameter with an owner; empty on those that do not own it}."""
+
+
+@record
+class TorchState:
+    """The state of a torch.optim optimizer on this rank, parallel to the list of flats."""
+
+    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates made
+    slots: dict[str, tuple[Tensor, ...]]  # by name; of a flat that has no such slot, empty
+    # By name, one for each param group, and then those of leaves that are apart.
+    counters: dict[str, tuple[Tensor, ...]]
+    masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
+    owned: Owned  # what is kept of parameters that an owner steps whole, parallel to these
+    # (path, index of its counters), of leaves that do not count with their group.
+    apart: Apart = static(default=())
+    # Paths of leaves that took no step yet, where others did; see `KeptState.late`.
+    unstepped: tuple[str, ...] = static(default=())
 
 
 _DIVISORS = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
@@ -206,7 +239,7 @@ class TorchOptimizer(OfPrecision):
         named = dict(params)
         bound = bind(self.source, named, precision=self.precision, needs=self.needs)
         made = replace(
-            self, bound=bound, paths=tuple(bound.group_at.items()), held=kept_by(bound, named)
+            self, bound=bound, paths=tuple(bound.group_at.items()), held=_kept_by(bound, named)
         )
         if self.precision.encoding is not None:
             if not made.elementwise:
@@ -278,7 +311,58 @@ class TorchOptimizer(OfPrecision):
             place: takes each slot and master, as soon as it is made, to where it is to live.
             owners: which rank steps which parameter whole, and keeps what is kept of it.
         """
-        return new_state(self._bound(), params, pieces, place, owners, self.codec_of)
+        bound = self._bound()
+        precision, leaves = bound.precision, leaves_of_flats(params, pieces)
+        of_flat = {index: bound.kept_for(leaf) for index, leaf, *_ in pieces}  # alike in a flat
+        kept = [of_flat.get(i) for i in range(len(params))]
+        whole = frozenset[int]() if owners is None else owners.positions
+        owned = [] if owners is None else owners.leaves
+        of_owned = [bound.kept_for(x.leaf) if owners and owners.has(x) else None for x in owned]
+
+        def first_of(name: str, kept: KeptState | None, p: Tensor) -> tuple[float, Any] | None:
+            """Return value and dtype that a slot begins with; None: none, or one made by a step."""
+            if kept is None or name not in kept.slots:
+                return None
+            fill = kept.slots[name]
+            return fill.item(), precision.kept(p.dtype) if fill.dtype == kept.dtype else fill.dtype
+
+        def slot(name: str, i: int) -> Tensor:
+            first = None if i in whole else first_of(name, kept[i], params[i])
+            if first is None:
+                return params[i].new_empty(0)
+            codec = self.codec_of(leaves[i], name) if first[1].is_floating_point else None
+            return begun(codec, params[i], *first)
+
+        def owned_slot(name: str, number: int) -> Tensor:
+            flat, mine = params[owned[number].position], owners and number in owners.mine
+            first, size = first_of(name, of_owned[number], flat), owned[number].leaf.numel
+            if first is None:
+                return flat.new_empty(0)
+            return place(
+                torch.full((size if mine else 0,), first[0], dtype=first[1], device=flat.device)
+            )
+
+        def names(some: Sequence[KeptState | None]) -> list[str]:
+            return sorted({name for x in some if x is not None for name in (*x.slots, *x.odd)})
+
+        even = [
+            kept
+            for (group, *_), kept in bound.kept.items()
+            if owners is None or bound.needs[group] == "element"
+        ]
+        counters = [bound.begin_of(group) for group in range(len(bound.shared))]
+        return TorchState(
+            count=torch.zeros((), dtype=torch.int64),
+            slots={k: tuple(place(slot(k, i)) for i in range(len(params))) for k in names(even)},
+            counters={  # 0 for a group that learns nothing, or has none
+                k: tuple(own[k].clone() if k in own else torch.zeros(()) for own in counters)
+                for k in sorted({name for own in counters for name in own})
+            },
+            masters=make_masters(
+                params, [precision.master_weights and one is not None for one in kept], place
+            ),
+            owned={k: tuple(owned_slot(k, i) for i in range(len(owned))) for k in names(of_owned)},
+        )
 
     def advance(
         self,
@@ -576,6 +660,37 @@ class TorchOptimizer(OfPrecision):
 
     def __repr__(self) -> str:
         return f"from_torch({name_of(self.source)})"
+
+
+def _kept_by(bound: Bound, params: Mapping[str, Tensor]) -> InstanceState:
+    """Return what the instance keeps for its parameters, by path; of frozen ones, all there is.
+
+    Tied paths have the same. Raises `LayoutError` for a state that is not what its rule keeps.
+    """
+    instance, found = bound.instance, InstanceState()
+    for group, paths in zip(instance.param_groups, bound.members, strict=True):
+        for path, p in zip(paths, group["params"], strict=False):  # a factory's are gone
+            own = {k: x for k, x in instance.state.get(p, {}).items() if x is not None}
+            if own and learns(p):
+                leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
+                kept = bound.kept_for(leaf)
+                assert kept is not None, path
+                own = {k: x for k, x in own.items() if k not in kept.unread}
+                shapes = {k: tuple(torch.as_tensor(own[k]).shape) for k in kept.slots if k in own}
+                cut = [k for k, shape in shapes.items() if shape != tuple(p.shape)]
+                if own.keys() != kept.names or cut:
+                    raise LayoutError(
+                        f"{type(instance).__name__} has {sorted(own)} for {path}"
+                        f"{f', {cut[0]} of shape {shapes[cut[0]]}' if cut else ''}; its rule keeps "
+                        f"{sorted(kept.names)}.",
+                        cause="a state_dict of a run with other options (momentum, amsgrad) or of "
+                        "another model, or an optimizer that was changed after its first steps.",
+                        fix="make the optimizer with the options of that run; or "
+                        "optimizer.state.clear(), to begin anew.",
+                    )
+            tied = [x for x, other in params.items() if identity(other) == identity(params[path])]
+            found |= dict.fromkeys(tied, own) if own else {}
+    return found
 
 
 def _made_again(values: dict[str, Any], kind: Any, own: dict[str, Any]) -> TorchOptimizer:

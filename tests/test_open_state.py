@@ -42,9 +42,8 @@ FEATURES = {
 """{a word of a name: what it is of}."""
 
 POINTS_ONLY = (
-    "transforms/agree.py",
     "transforms/grad.py",
-    "transforms/_grad_by_func.py",
+    "transforms/autograd.py",
     "transforms/backward_pass.py",
     "transforms/update.py",
     "transforms/add.py",
@@ -62,7 +61,7 @@ EXCEPT: dict[str, dict[str, str]] = {
     "checkpoint/_universal_save.py": {"scale": _FORMAT, "masters": _FORMAT},
     "checkpoint/_universal_load.py": {"scale": _FORMAT},
     "transforms/grad.py": {"weight": _ARGUMENT},
-    "transforms/_grad_by_func.py": {"weight": _ARGUMENT},
+    "transforms/autograd.py": {"weight": _ARGUMENT},
     "adapter/_losses.py": {"weight": _ARGUMENT},
     "adapter/_scaling.py": {
         "weight": _ARGUMENT,

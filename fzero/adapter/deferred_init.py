@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 
 from fzero.adapter.module import in_place_of
 from fzero.collectives import broadcast
+from fzero.context.modes import for_training
 from fzero.errors.check import require
 from fzero.machine import Gatherer, GroupShard, Reader, UnitTable
 from fzero.machine.packing import pack
@@ -35,8 +36,8 @@ class _UnownedUnits:
     def use(self, unit: int) -> None:
         """Gather a unit unless it is held."""
         if unit not in self._gatherer.held:
-            self._gatherer.start(unit, exact=True)
-            self._gatherer.wait(unit)
+            for_training(self._gatherer.start, unit, exact=True)
+            for_training(self._gatherer.wait, unit)
 
     def hold(self, units: Sequence[int]) -> Sequence[int]:
         """Gather units; they stay until `let_go`."""

@@ -15,8 +15,7 @@ from fzero.collectives import Scope, close_scope, of_an_edge, open_scope, shared
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.state.train_state import GivenCall, Weighed, Weight, weighed, with_weight
 from fzero.transforms.backward_pass import Pass
-from fzero.transforms.points import loss_learned, transforms_of
-from fzero.transforms.recipe import begun, called, factor_of, facts
+from fzero.transforms.recipe import begun, called, factor_of, facts, loss_learned, recipe_of
 
 _TWICE = explain(
     "a loss was scaled twice.",
@@ -67,7 +66,7 @@ class Losses:
     def __init__(self, running: Pass, watch: Callable[[Tensor], None]) -> None:
         self._running = running
         # Whether a loss becomes another one before its backward, but for a factor.
-        self.acts = bool(transforms_of(running.states[0].setup, "loss"))
+        self.acts = bool(recipe_of(running.states[0]).loss)
         self._roots: set[_Mark | None] | None = None  # of engine.backward(), while it runs
         self._task = -1
         self._mark: _Mark | None = None  # of the loss at which that task began
@@ -194,7 +193,8 @@ class Losses:
             torch.autograd.backward(roots if several else roots[0], gradient, **options)
         finally:
             self._roots, self._weight, self._connected = None, None, False
-            self._running.calls.drop_losses()
+            for part in self._running.parts.values():
+                part.drop_losses()
 
     def _as_root(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
@@ -202,7 +202,8 @@ class Losses:
 
     def _look_at(self, loss: Any, weight: Weight | None) -> None:
         """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
-        self._running.calls.loss(loss, weight)
+        for part in self._running.parts.values():
+            part.loss(loss, weight)
 
     def is_of_all(self, task: int) -> bool:
         """Whether the backward in this graph task is made on all ranks alike."""
@@ -264,7 +265,7 @@ class Losses:
         self._task, self._mark = task, mark
         if mark.factor is not None:
             Losses.latest = (task, self)
-        if self._running.calls.looks:
+        if any(part.looks for part in self._running.parts.values()):
             self._look_at(loss.detach(), own)
         connected = self._connected or mark.connects
         self._weighed = weighed(loss, own, connected=connected)

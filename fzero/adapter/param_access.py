@@ -35,7 +35,7 @@ from fzero.transforms.accumulate_grad import filled
 from fzero.transforms.backward_pass import raises_together
 from fzero.transforms.clip import norm_of_state
 from fzero.transforms.local import NO_WRITES
-from fzero.transforms.logical_ranks import parts_of_batch, told_of_errors
+from fzero.transforms.logical_ranks import parts_of_batch
 from fzero.transforms.loss_scale import without_scale
 from fzero.transforms.recipe import times_factor
 from fzero.transforms.weights import averaged, unaveraged
@@ -739,7 +739,8 @@ def parts(  # noqa: D417
         )
     driver.loops.require_none("engine.parts()")
     setup = driver.state.setup
-    with told_of_errors(setup):  # the others wait at the end of their loops
+    # The others wait at the end of their loops.
+    with raises_together(None if setup.logical is None else setup.axis):
         made = parts_of_batch(setup, batch, in_axes, sizes)
     return _each(driver, made)
 

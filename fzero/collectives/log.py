@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import cycle
 
@@ -20,21 +20,8 @@ _LOGS: list[CollectiveLog] = []
 """Open logs: of the process, for a backward runs in a thread of autograd's own on a GPU."""
 
 
-class _About(threading.local):
-    """The parameters that the buffers of a collective are about, while it begins."""
-
-    _paths: Iterator[tuple[str, ...]] = iter(())
-
-    def begin(self, paths: Iterator[tuple[str, ...]]) -> None:
-        """The next collective is about these, buffer by buffer."""
-        self._paths = paths
-
-    def pop(self) -> tuple[str, ...]:
-        """Return the parameters of the next buffer; nothing if they were not said."""
-        return next(self._paths, ())
-
-
-_ABOUT = _About()
+_ABOUT: ContextVar[Iterator[tuple[str, ...]]] = ContextVar("about")
+"""The parameters that the buffers of a collective are about, while it begins."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,11 +157,11 @@ def about(paths: Callable[[], Iterable[tuple[str, ...]]]) -> Generator[None]:
     if not _open_logs():
         yield
         return
-    _ABOUT.begin(cycle(paths()))
+    token = _ABOUT.set(cycle(paths()))
     try:
         yield
     finally:
-        _ABOUT.begin(iter(()))
+        _ABOUT.reset(token)
 
 
 def note_call(text: str) -> None:
@@ -214,7 +201,7 @@ def note(
         numel=numel,
         dtype=dtype,
         wire_bytes=wire_bytes,
-        paths=() if op == "agree" else _ABOUT.pop(),
+        paths=() if op == "agree" else next(_ABOUT.get(iter(())), ()),
     )
     for log in logs:
         log.events.append(event)

@@ -94,8 +94,17 @@ class Performer:
         return self.channel.axis
 
     def over(self, axis: Axis) -> Axis:
-        """Return the axis that gathers and reductions go over, see `Channel.over`."""
-        return self.channel.over(axis)
+        """Return the axis that gathers and reductions of the states on `axis` go over.
+
+        The same ranks with groups of fzero's own, also of its two dims if it has them. A collective
+        at first.
+        """
+        own = replace(self.channel.data, name=axis.name, dims=axis.dims, named=axis.named)
+        for part in (own.replicas, own.shards) if own.dims is not None else ():
+            if part.runtime is Runtime.PROCESSES:
+                with explained("making the groups of the mesh", axis):
+                    part.group()
+        return own
 
     # Models.
 
@@ -120,7 +129,7 @@ class Performer:
     def join(self, party: Any, units: Units, number: int, gathered: tuple[int, ...] = ()) -> None:
         """Add a model by its number, which is the same on every rank; see `Join`.
 
-        party: the owner of its values (`machine.Machine`), which does the effects on them.
+        party: the owner of its values (a `Pass`), which does the effects on them.
         """
         self._parties[number] = weakref.ref(party)
         self.send(Join(number, units, gathered))
@@ -154,7 +163,13 @@ class Performer:
     # Events.
 
     def send(self, event: ProtocolEvent) -> None:
-        """Tell the protocol of an event, and do what follows from it."""
+        """Tell the protocol of an event, and do what follows from it.
+
+        In inference mode too, with tensors that training can use afterwards.
+        """
+        if torch.is_inference_mode_enabled():
+            for_training(self.send, event)
+            return
         todo: deque[Effect] = deque()
         try:
             self._advance(event, todo)
@@ -187,16 +202,16 @@ class Performer:
                 for number in sorted(self._parties):
                     party = self._parties[number]()
                     if party is not None:
-                        party.wait_for_reductions()
+                        party.perform(effect)
             case Look(number):
-                return Answer(() if self._party(number).starts_at_once() else None)
+                return Answer(() if self._party(number).perform(effect) else None)
             case Post(message):
                 self.channel.post(message)
             case Read(waits):
                 is_here = waits or self.channel.is_answered
                 return Answer(self.channel.read() if is_here else None)
             case Exchange(value):
-                values = tuple(self.channel.tell_each_once(value))
+                values = tuple(lowering.gather_objects(value, self.axis, each_once))
                 return None if value is None else Answer(values)
             case Raise(failed):
                 raise self._error(failed)
@@ -209,7 +224,7 @@ class Performer:
         """What all ranks raise. A collective if they make different calls."""
         if not failed:
             posted = self.protocol.posted
-            return mismatch(self.channel.tell("" if posted is None else posted.text))
+            return mismatch(self.tell("" if posted is None else posted.text))
         return PeerFailedError(
             f"rank {self.axis.rank}: the step raised on rank{'s' * (len(failed) > 1)} "
             f"{[*failed]}, so its gradients cannot be reduced.",
@@ -235,19 +250,15 @@ class Performer:
 
         They are asked for before each round: what this rank holds changes while it serves others.
         """
-
-        def until_all_are_heard() -> None:
-            self.send(Call(text, tuple(values())))
-            while not self.protocol.heard:
-                self.send(Call(text, tuple(values())))
-
         self.drop_raised()
-        for_training(until_all_are_heard)
+        self.send(Call(text, tuple(values())))
+        while not self.protocol.heard:
+            self.send(Call(text, tuple(values())))
         return self.protocol.heard
 
     def tell(self, value: Any) -> list[Any]:
         """Return the picklable `value` of every rank, in rank order."""
-        return self.channel.tell(value)
+        return lowering.gather_objects(value, self.axis)
 
     def fail(self) -> None:
         """Say that this rank raised. The others raise where they read it."""
@@ -273,15 +284,19 @@ def performer_of(axis: Axis) -> Performer | None:
         return None
     here = current_ranks()
     if here is not None:  # virtual ranks: it lives for one run
-        return _of_run(here.kept, axis)
-    place = _ranks_of(axis), dist.get_backend_config(axis.group())
-    found = _OPEN.get(place)
+        place = Performer, axis.size, axis.stride  # all of them, or those of a replica
+        if place not in here.kept:
+            whole = axis.plain
+            here.kept[place] = Performer(Channel(whole, whole))
+        return here.kept[place]
+    processes = _ranks_of(axis), dist.get_backend_config(axis.group())
+    found = _OPEN.get(processes)
     if found is None or not _is_alive(found):
         liveness.start_signs()
         whole = axis.plain
         with explained("the first call of fzero", axis, cause=_ALONE):
             channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
-        found = _OPEN[place] = Performer(channel)
+        found = _OPEN[processes] = Performer(channel)
     return found
 
 
@@ -301,14 +316,6 @@ def _is_alive(performer: Performer) -> bool:
         performer.axis.group()
         return True
     return False
-
-
-def _of_run(kept: dict[Any, Any], axis: Axis) -> Performer:
-    ranks = Performer, axis.size, axis.stride  # all of them, or those of a replica
-    if ranks not in kept:
-        whole = axis.plain
-        kept[ranks] = Performer(Channel(whole, whole))
-    return kept[ranks]
 
 
 class UserCall(NamedTuple):
@@ -343,7 +350,13 @@ def before_collective(
     performers = _in_a_pass(whole)
     # An abstract rank stands for a process, and is planned with the rounds of one.
     as_process = axis.runtime is Runtime.PROCESSES or (call is not None and is_abstract())
-    by_round = as_process or any(map(_announces_anywhere, performers))
+    by_round = as_process or any(
+        # A backward that is announced where its first gradient comes, as that of an engine is:
+        # virtual ranks wait in the round of it, and so have to come to a call in a round, too.
+        number < FUNCTIONAL
+        for performer in performers
+        for number in performer.protocol.inside
+    )
     if call is not None and by_round:
         codes = digest(f"{call.name} {axis.name}"), digest(call.shapes), *call.said
     met = None
@@ -352,7 +365,7 @@ def before_collective(
         if not performer.protocol.inside:
             continue
         backward, own = (False, connects) if call is None else (call.backward, call.connects)
-        for_training(performer.send, SyncPoint(codes, backward, own))
+        performer.send(SyncPoint(codes, backward, own))
         if performer.protocol.meeting and performer.axis.size == whole.size:
             met = performer
     if call is None:
@@ -363,19 +376,11 @@ def before_collective(
     return lowering.any_of(_rows_of_call(call, codes, axis, met))
 
 
-def _announces_anywhere(performer: Performer) -> bool:
-    """Whether a backward is announced where its first gradient comes, as that of an engine is.
-
-    Virtual ranks wait in the round of it, and so have to come to a call in a round, too.
-    """
-    return any(number < FUNCTIONAL for number in performer.protocol.inside)
-
-
 def also_connects(axis: Axis) -> None:
     """Let the passes here know that the backward of the last collective comes, by other ranks."""
     for performer in _in_a_pass(axis.whole or axis):
         if performer.protocol.inside:
-            for_training(performer.send, Met(connects=True))
+            performer.send(Met(connects=True))
 
 
 def _rows_of_call(
@@ -397,7 +402,7 @@ def _rows_of_call(
         raise different({f"rank {rank}": texts[rank] for rank in first})
     count = len(codes)
     if all(values[count:] for values in heard):
-        for_training(met.send, Met(tuple([values[count] for values in heard])))
+        met.send(Met(tuple([values[count] for values in heard])))
     return [values[2:count] for values in heard]
 
 
@@ -488,7 +493,7 @@ def gather_objects_beside(value: Any, axis: Axis) -> list[Any]:
 class Channel:
     """The rounds of one axis. Every rank makes the same rounds in the same order.
 
-    axis: for rounds. data: for gathers and reductions, see `over`.
+    axis: for rounds. data: for gathers and reductions, see `Performer.over`.
     """
 
     def __init__(self, axis: Axis, data: Axis) -> None:
@@ -496,19 +501,6 @@ class Channel:
         self._posted: lowering.Started | None = None
         self._unread: Round | None = None
         self.rounds = 0
-
-    def over(self, axis: Axis) -> Axis:
-        """Return the axis that gathers and reductions of the states on `axis` go over.
-
-        The same ranks with groups of fzero's own, also of its two dims if it has them. A collective
-        at first.
-        """
-        own = replace(self.data, name=axis.name, dims=axis.dims, named=axis.named)
-        for part in (own.replicas, own.shards) if own.dims is not None else ():
-            if part.runtime is Runtime.PROCESSES:
-                with explained("making the groups of the mesh", axis):
-                    part.group()
-        return own
 
     def post(self, message: Message) -> None:
         """Say something to all ranks; nobody waits, but for the round before."""
@@ -534,14 +526,6 @@ class Channel:
     def is_answered(self) -> bool:
         """Whether every rank has posted this round, so that `read` need not wait for them."""
         return self._posted is None or self._posted.is_over
-
-    def tell(self, value: Any) -> list[Any]:
-        """Return the picklable `value` of every rank, in rank order."""
-        return lowering.gather_objects(value, self.axis)
-
-    def tell_each_once(self, value: Any) -> list[Any]:
-        """Return the picklable values of all ranks that differ, in the order of the ranks."""
-        return lowering.gather_objects(value, self.axis, each_once)
 
 
 def each_once(values: Sequence[Any]) -> list[Any]:

@@ -70,8 +70,7 @@ def seeded(seed: int, device: torch.device) -> Generator[None, None, None]:
 # torch's process-wide state that each virtual rank needs for itself, swapped at each turn.
 #
 # Ranks take turns: what one of them has set when it waits in a collective is taken away, and put
-# back
-# when it goes on. Modes that torch keeps for each thread are in `_ambient`.
+# back when it goes on. Modes that torch keeps for each thread are in `context/modes`.
 
 _NAMES: tuple[tuple[Any, str], ...] = (
     (eager_transforms, "JVP_NESTING"),

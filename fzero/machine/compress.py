@@ -62,7 +62,6 @@ class Lent(NamedTuple):
     """
 
     state: TrainState
-    scale: Tensor | float = 1.0  # the loss scale, which the gradients have
     share: float = 1.0  # of an update, which they do not have yet: 1 / micro-batches of accumulate
 
 
@@ -265,7 +264,8 @@ class Memories:
         if not self._held:
             assert self._lent is not None
             lent = self._lent()
-            self._held, self._scale = memory_flats(lent.state), lent.scale
+            held = lent.state.scale
+            self._held, self._scale = memory_flats(lent.state), 1.0 if held is None else held.scale
         return self._held[number]
 
     def shared(self, values: Tensor, slot: int | None) -> Tensor:
@@ -533,20 +533,6 @@ class Encoder(Memories):
 # All of a group's gradient is here before its reduction, at every stage: so its matrices are whole.
 
 
-class _There(NamedTuple):
-    """A gradient whose P is on the wire."""
-
-    whole: Tensor  # [n], with what was left of those before it
-    remembers: bool  # whether what it lacks is kept: it is this rank's own
-
-
-class _Back(NamedTuple):
-    """What is known of a sum before its second factors have come."""
-
-    bases: list[Tensor]
-    rest: Tensor  # the sum of what is no matrix
-
-
 class FactorEncoder(Memories):
     """Makes factors of the gradients of one state; adds to each what was left of those before."""
 
@@ -557,9 +543,12 @@ class FactorEncoder(Memories):
         self._matrices = starts_of(setup)
         first = len(self._memories)  # the starts follow, of groups that have matrices
         self._start = {i: first + n for n, i in enumerate(self._matrices)}
-        # In the order of their reductions, of which one may begin before the last one is over.
-        self._there: dict[int, deque[_There]] = {i: deque() for i in setup.layout.trainable}
-        self._back: dict[int, deque[_Back]] = {i: deque() for i in setup.layout.trainable}
+        # In the order of their reductions, of which one may begin before the last one is over:
+        # gradients [n] with what was left, and whether what they lack is kept; then what is known
+        # of a sum before its second factors have come, (bases, the sum of what is no matrix).
+        learning = setup.layout.trainable
+        self._there: dict[int, deque[tuple[Tensor, bool]]] = {i: deque() for i in learning}
+        self._back: dict[int, deque[tuple[list[Tensor], Tensor]]] = {i: deque() for i in learning}
 
     def discard(self) -> None:
         """Forget what memories hold now, and what was on its way: nothing is any more."""
@@ -574,7 +563,7 @@ class FactorEncoder(Memories):
         """
         whole = gradient.to(wide(self._setup.accumulate_dtype(index)))
         whole = self.shared(whole, self._slot[index, False] if mine else None)
-        self._there[index].append(_There(whole, mine))
+        self._there[index].append((whole, mine))
         starts, matrices = self._starts(index), self._matrices.get(index, [])
         pairs = zip(matrices, starts, strict=True)
         factors = [(one.of(whole) @ start).reshape(-1) for one, start in pairs]
@@ -594,7 +583,7 @@ class FactorEncoder(Memories):
             for one, basis, q in zip(matrices, bases, factors, strict=True):
                 torch.sub(one.of(whole), basis @ q.T, out=one.of(left))
             self.remember(self._slot[index, False], left)
-        self._back[index].append(_Back(bases, rest))
+        self._back[index].append((bases, rest))
         return torch.cat([q.reshape(-1) for q in factors]) if factors else whole.new_empty(0)
 
     def result(self, index: int, received: Tensor) -> Tensor:
@@ -637,10 +626,3 @@ class FactorEncoder(Memories):
 
 
 GradientEncoder = Encoder | FactorEncoder
-
-
-def encoder_of(setup: Setup) -> GradientEncoder | None:
-    """Return what encodes the gradients of a state; None if they cross ranks as they are."""
-    if not setup.encodes_gradients:
-        return None
-    return FactorEncoder(setup) if isinstance(setup.codec, powersgd) else Encoder(setup)

@@ -1,6 +1,6 @@
 """What placeholders hold: their values, whoever makes sure that these are here, and who may write.
 
-placeholder read by a kernel -> Reader.leaf -> ModelLine.use -> the values are here
+placeholder read by a kernel -> Reader.leaf -> ProtocolClient.use -> the values are here
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import broadcast
-from fzero.context.modes import for_training
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.offload import to_device
 from fzero.machine.partition import shard_of
@@ -26,7 +25,7 @@ from fzero.state.layout import Layout, Leaf
 class Reader:
     """The values of placeholders, read as they are wanted; written in `gathered` blocks only.
 
-    line: a `ModelLine`, or what decides in its place when a unit is gathered and freed.
+    line: a `ProtocolClient`, or what decides in its place when a unit is gathered and freed.
 
     Attributes:
         writable: how many blocks write to a unit now.
@@ -50,7 +49,7 @@ class Reader:
     def leaf(self, group: int, position: int) -> Tensor:
         """Return one full leaf of a group, gathering its unit unless it is here."""
         self.gatherer.require_own_rank(group, position)
-        for_training(self.line.use, self.gatherer.table.unit_of[group])
+        self.line.use(self.gatherer.table.unit_of[group])
         return self.gatherer.leaf(group, position)
 
     @property
@@ -105,7 +104,7 @@ class Reader:
         """
         if source is not None:
             self._require_one_source(units, source)
-        held = for_training(self.line.hold, units)
+        held = self.line.hold(units)
         if source is None:
             return held
         if units and not held:

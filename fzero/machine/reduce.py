@@ -29,7 +29,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,9 +48,10 @@ from fzero.collectives import (
 from fzero.context.current_rank import is_abstract
 from fzero.context.modes import is_recorded
 from fzero.errors import AxisError
-from fzero.machine.compress import FactorEncoder, GradientEncoder, encoder_of, goes_back
+from fzero.machine.compress import Encoder, FactorEncoder, GradientEncoder, goes_back
 from fzero.machine.offload import add_to, offloaded, to_device
 from fzero.machine.packing import pack_copied, unpack
+from fzero.machine.powersgd import powersgd
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Placement, Setup, logical
 from fzero.state.layout import Layout, as_bits, as_real
@@ -96,12 +98,14 @@ class Reducer:
         """
         unit, index, position = self.plan.where[state][leaf]
         one = self.states[state]
+        bucket = one.buckets[index]
         if times is None:
-            one.add(leaf, index, position, _popped(p))
+            bucket.add(position, _popped(p))
         else:
-            one.add(leaf, index, position, times(_popped(p), one.setup.accumulate_dtype(index)))
+            bucket.add(position, times(_popped(p), one.setup.accumulate_dtype(index)))
+        one.used.add(leaf)
         self.received += 1
-        if self._on_full is None or one.keeps or not one.buckets[index].is_full:
+        if self._on_full is None or one.keeps or not bucket.is_full:
             return
         if len(self._units[unit][1]) == 1 or self.is_complete(unit):
             self._on_full(unit)
@@ -109,8 +113,8 @@ class Reducer:
     def begin(self, states: Sequence[tuple[Setup, bool]]) -> None:
         """A backward begins. For each state: its setup, and whether gradients stay on this rank."""
         self.settle()
-        for one, (setup, keeps) in zip(self.states, states, strict=True):
-            one.begin(setup, keeps=keeps)
+        for one, setup_and_keeps in zip(self.states, states, strict=True):
+            one.begin(*setup_and_keeps)
 
     def settle(self) -> None:
         """What was received is in a state: count again."""
@@ -136,13 +140,13 @@ class Reducer:
             self._wait_for_oldest()
         local = [one.sent(i, mine=mine) for i in indices]
         with about(lambda: one.setup.layout.paths(indices)):
-            flight = one.route[0].started(local, indices)
+            flight = one.route[0].start(local, indices)
         self._flights.append((unit, flight))
         if not one.setup.reduction.overlap:
             self.wait_all()
 
     @property
-    def starts_at_once(self) -> bool:
+    def has_room(self) -> bool:
         """Whether the next reduction would start, and this rank go on, without a wait."""
         if waits_in_step(self.plan):
             return False
@@ -172,7 +176,7 @@ class Reducer:
         if after.sent is not None:
             received = [after.sent(i, got) for i, got in zip(indices, received, strict=True)]
         with about(lambda: one.setup.layout.paths(indices)):
-            self._rest.append((unit, hop + 1, after.started(received, indices)))
+            self._rest.append((unit, hop + 1, after.start(received, indices)))
 
     def wait_all(self) -> None:
         """Wait for all that was started. All ranks are at one place."""
@@ -208,15 +212,15 @@ class Reducer:
         state, indices = self._units[unit]
         return all(self.states[state].buckets[i].is_full for i in indices)
 
-    def discard_local(self) -> None:
+    def discard_own(self) -> None:
         """Discard what this backward has brought and no reduction has. Waits for nothing."""
         self.settle()
         for one in self.states:
-            one.discard_local()
+            one.discard_own()
 
     def discard(self) -> None:
         """Discard what this backward has brought. Waits for what was started."""
-        self.discard_local()
+        self.discard_own()
         while self._flights or self._rest:
             with suppress(AxisError):
                 self.wait_all()
@@ -245,6 +249,7 @@ class LocalGradients:
         means: {group: its mean over ranks} of what was reduced.
         encoder: what encodes them where they cross ranks; None if nothing does.
         route: the collectives that sum them.
+        used: the leaves that got a gradient.
     """
 
     def __init__(
@@ -253,20 +258,24 @@ class LocalGradients:
         self.setup, self.axis, self._device = setup, axis, device
         layout, contiguous = setup.layout, setup.reduction.contiguous_gradients
         self.buckets = {i: Bucket(layout, i, contiguous=contiguous) for i in layout.trainable}
-        self.encoder = None if route is not None else encoder_of(setup)
-        self.route = route_of(setup, axis, self.encoder) if route is None else route
-        self.keeps = False
+        self.encoder: GradientEncoder | None = None
+        if route is None:
+            kind = FactorEncoder if isinstance(setup.codec, powersgd) else Encoder
+            self.encoder = kind(setup)
+            route = route_of(setup, axis, self.encoder)
+        self.route = route
         self.means: dict[int, Tensor] = {}
-        self._used: set[int] = set()
+        self.used: set[int] = set()
+        self.begin(setup, keeps=False)
 
-    def add(self, leaf: int, index: int, position: int, gradient: Tensor) -> None:
-        """Add the gradient of one leaf, which is at `position` in group `index`."""
-        self.buckets[index].add(position, gradient)
-        self._used.add(leaf)
+    def begin(self, setup: Setup, keeps: bool) -> None:
+        """A backward begins: `setup` says how its gradients are summed.
 
-    def begin(self, setup: Setup, *, keeps: bool) -> None:
-        """A backward begins: `setup` says how its gradients are summed."""
+        In a graph none are in the memory that is sent: what divides them after the sum is compiled
+        into the update.
+        """
         self.setup, self.keeps = setup, keeps
+        self._in_place = setup.reduces_in_place and not is_recorded(())
 
     def sent(self, index: int, *, mine: bool) -> Tensor:
         """Return what this rank sends for one group; zeros without a gradient, or if not `mine`."""
@@ -274,7 +283,7 @@ class LocalGradients:
         if setup.reduction.over == "replicas":
             encoder = None  # until it is reduced over the shards
         gradient, bucket = None, self.buckets[index]
-        if mine and _in_place(setup):
+        if mine and self._in_place:
             gradient = bucket.pop_owned(setup.divides_first(index), self._device)
         elif mine:
             gradient = bucket.pop(device=self._device)
@@ -293,7 +302,7 @@ class LocalGradients:
         if self.encoder is not None:
             got = self.encoder.result(index, got)
         mean = got.to(setup.accumulate_dtype(index))
-        first = setup.divides_first(index) if _in_place(setup) else 1.0
+        first = setup.divides_first(index) if self._in_place else 1.0
         if (divisor := setup.divisor / first) != 1.0:
             mean.div_(divisor)
         home = setup.offload.gradients
@@ -334,30 +343,22 @@ class LocalGradients:
 
     def pop_used(self) -> int:
         """Remove and return the leaves that got a gradient, as bits; `ALL` if all did."""
-        used, self._used = self._used, set()
+        used, self.used = self.used, set()
         layout = self.setup.layout
         count = sum(len(layout.groups[i].leaves) for i in self.buckets)
         return ALL if len(used) == count else as_bits(used)
 
-    def discard_local(self) -> None:
+    def discard_own(self) -> None:
         """Discard the gradients that are not yet in a reduction."""
         self.pop_local()
-        self._used.clear()
+        self.used.clear()
 
     def discard(self) -> None:
         """Discard everything."""
-        self.discard_local()
+        self.discard_own()
         self.means = {}
         if self.encoder is not None:
             self.encoder.discard()
-
-
-def _in_place(setup: Setup) -> bool:
-    """Whether gradients are summed in the memory that is sent.
-
-    In a graph none are, and what divides them after the sum is compiled into the update.
-    """
-    return setup.reduces_in_place and not is_recorded(())
 
 
 class Bucket:
@@ -488,17 +489,10 @@ def _is_shared(flat: Tensor, written: set[int]) -> bool:
 
 
 class Hop(NamedTuple):
-    """One collective of a route, its ranks, and what it sends of what came before."""
+    """One collective of a route, and what it sends of what came before."""
 
-    start: Callable[..., InFlight]  # of tensors and the axis
-    axis: Axis
+    start: Callable[[Sequence[Tensor], Sequence[int]], InFlight]  # of a tensor of each group
     sent: Callable[[int, Tensor], Tensor] | None = None  # of a group; None: it as it is
-    by_group: bool = False  # `start` is given the groups of the tensors, too
-
-    def started(self, tensors: Sequence[Tensor], indices: Sequence[int]) -> InFlight:
-        """Start it, for a tensor of each of some groups."""
-        groups = (indices,) if self.by_group else ()
-        return self.start(tensors, self.axis, *groups)
 
 
 class ReductionPlan:
@@ -543,38 +537,35 @@ def route_of(setup: Setup, axis: Axis, encoder: GradientEncoder | None) -> list[
     """Return the collectives for a bucket of this state; the first sends `LocalGradients.sent`."""
     ordered = setup.reduction.ordered
 
-    def scatter(xs: Sequence[Tensor], axis: Axis) -> InFlight:
-        return start_scatter(xs, axis, ordered=ordered)
+    def over(axis: Axis, start: Callable[..., InFlight]) -> Any:
+        return lambda xs, _: start(xs, axis)
 
-    def reduce(xs: Sequence[Tensor], axis: Axis) -> InFlight:
-        return start_reduce(xs, axis, ordered=ordered)
-
+    scatter, reduce = (
+        partial(start_scatter, ordered=ordered),
+        partial(start_reduce, ordered=ordered),
+    )
     if setup.logical is not None:
-
-        def by_tree(xs: Sequence[Tensor], axis: Axis, indices: Sequence[int]) -> InFlight:
-            return start_nodes(setup, axis, [[x] for x in xs], indices)
-
-        gathers = [Hop(start_gather, over) for over in gathered_over(setup, axis)]
-        return [Hop(by_tree, axis, by_group=True), *gathers]
+        by_tree = Hop(lambda xs, indices: start_nodes(setup, axis, [[x] for x in xs], indices))
+        return [by_tree, *(Hop(over(one, start_gather)) for one in gathered_over(setup, axis))]
     if isinstance(encoder, FactorEncoder):
-        return [Hop(reduce, axis), Hop(reduce, axis, encoder.sent_back)]
+        return [Hop(over(axis, reduce)), Hop(over(axis, reduce), encoder.sent_back)]
     at_once = encoder is None or setup.reduction.over == "all"
     if encoder is not None and not encoder.codec.linear:
-        hops = [Hop(start_all_to_all, axis)]
+        hops = [Hop(over(axis, start_all_to_all))]
         if not at_once:
-            across = Hop(start_all_to_all, axis.replicas, encoder.sent)
-            hops = [Hop(scatter, axis.shards), across]
+            across = Hop(over(axis.replicas, start_all_to_all), encoder.sent)
+            hops = [Hop(over(axis.shards, scatter)), across]
         if goes_back(setup):
-            over = axis if setup.reduces_in_place else axis.replicas
-            hops.append(Hop(start_gather, over, encoder.sent_back))
+            back = axis if setup.reduces_in_place else axis.replicas
+            hops.append(Hop(over(back, start_gather), encoder.sent_back))
         return hops
     if setup.reduces_in_place:
-        return [Hop(reduce, axis)]
+        return [Hop(over(axis, reduce))]
     if axis.dims is None:
-        return [Hop(scatter, axis.shards)]
+        return [Hop(over(axis.shards, scatter))]
     start = scatter if setup.gradients is Placement.OVER_ALL else reduce
     sent = None if at_once or encoder is None else encoder.sent
-    return [Hop(scatter, axis.shards), Hop(start, axis.replicas, sent)]
+    return [Hop(over(axis.shards, scatter)), Hop(over(axis.replicas, start), sent)]
 
 
 def start_nodes(
@@ -605,8 +596,7 @@ def gathered_over(setup: Setup, axis: Axis) -> list[Axis]:
 #     mean     nodes of all ranks -> the part of each, summed by its owner -> / L
 #
 # Rows are folded as they come where one call has all that they get, so a rank holds its nodes and
-# one
-# row more.
+# one row more.
 
 Row = dict[int, Tensor]
 """{group: the gradient [W l] of one logical rank}."""

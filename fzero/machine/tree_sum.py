@@ -329,9 +329,8 @@ def square_sum(setup: Setup, flats: Iterable[Tensor], placement: Placement) -> T
 # Elementwise kernels whose bits do not depend on where a tensor is cut, nor on threads.
 #
 # torch computes the elements at the end of a tensor that fill no vector one by one, and some
-# kernels
-# round otherwise there. Where a kernel runs on several threads, each has such an end. Of 1,000
-# elements in such ends differ (torch 2.13 on a CPU with AVX-512):
+# kernels round otherwise there. Where a kernel runs on several threads, each has such an end. Of
+# 1,000 elements in such ends differ (torch 2.13 on a CPU with AVX-512):
 #
 # | kernel                                              | fp64 | fp32 | bf16 | fp16 |
 # |-----------------------------------------------------|------|------|------|------|
@@ -348,12 +347,9 @@ def square_sum(setup: Setup, flats: Iterable[Tensor], placement: Placement) -> T
 #
 # So rules made of these differ, too: SGD, Adam, RMSprop and others in 16 bits without masters. None
 # differs in whole blocks of 64 elements (`state.layout.BLOCK`), which are two vectors of 512 bits
-# of
-# a dtype of 16 bits. Fused kernels give each thread whole vectors. All others give each of t
-# threads
-# one t-th of the elements, if there are more than `_GRAIN`; so a tensor is cut where these are
-# whole
-# blocks, and what is left is too short for a second thread.
+# of a dtype of 16 bits. Fused kernels give each thread whole vectors. All others give each of t
+# threads one t-th of the elements, if there are more than `_GRAIN`; so a tensor is cut where these
+# are whole blocks, and what is left is too short for a second thread.
 
 _GRAIN = 32_768
 """The elements that torch gives at least to each thread (at::internal::GRAIN_SIZE)."""

@@ -2,7 +2,7 @@
 
     the units     numbered over all states of a pass (`UnitTable`), with this rank's shard of each
     values        the `Gatherer` holds them, and flights
-    events        `ModelLine` sends uses of units, and gradients that are complete, to the protocol
+    events        `ProtocolClient` tells the protocol of uses of units and of complete gradients
 
 When to gather and when to free is an effect of the protocol (fzero/state/protocol), in an order
 that is the same on every rank.
@@ -23,7 +23,6 @@ from fzero.errors import AxisError, PhaseError
 from fzero.machine.offload import page_out, to_device
 from fzero.machine.packing import stored_leaves, unpack
 from fzero.ranks.mesh import Axis
-from fzero.state.codec import Codec
 from fzero.state.layout import Layout, Leaf
 from fzero.state.protocol import Changed, Model, Pin, ProtocolEvent, Ready, Unpin, Use
 from fzero.state.setup import Home
@@ -74,8 +73,9 @@ class Gatherer:
 
     def leaf(self, group: int, position: int) -> Tensor:
         """Return one full leaf of a gathered group: an encoded one is decoded for this read."""
+        unit = self.table.unit_of[group]
+        held = self.held[unit].leaves[self.table.units[unit].index(group)][position]
         layout, index, *_ = self.groups[group]
-        held = self._held(group, position)
         if not layout.groups[index].encoded:
             return held
         return layout.leaves[layout.groups[index].leaves[position]].of(held)
@@ -84,12 +84,10 @@ class Gatherer:
         """Let a gathered leaf that is encoded have these values; another one has them already."""
         layout, index, *_ = self.groups[group]
         if layout.groups[index].encoded:
+            unit = self.table.unit_of[group]
+            held = self.held[unit].leaves[self.table.units[unit].index(group)][position]
             leaf = layout.leaves[layout.groups[index].leaves[position]]
-            self._held(group, position).copy_(leaf.stored(values))
-
-    def _held(self, group: int, position: int) -> Tensor:
-        unit = self.table.unit_of[group]
-        return self.held[unit].leaves[self.table.units[unit].index(group)][position]
+            held.copy_(leaf.stored(values))
 
     def require_own_rank(self, group: int, position: int) -> None:
         """Raise `PhaseError` if another virtual rank reads this rank's parameter."""
@@ -106,20 +104,25 @@ class Gatherer:
 
     # What effects ask for.
 
-    def start(self, unit: int, *, exact: bool) -> None:
-        """Start to gather a unit. A collective."""
-        self._flights[unit] = self._started(unit, exact=exact)
+    def start(self, unit: int, *, exact: bool, keeps: bool = True) -> None:
+        """Start to gather a unit. A collective.
 
-    def take_part(self, unit: int, *, exact: bool) -> None:
-        """Take part in a gather that another rank needs, and drop the values."""
-        self._started(unit, exact=exact).wait()
-
-    def _started(self, unit: int, *, exact: bool) -> InFlight:
+        Not `keeps`: another rank needs it; wait for the values, and drop them.
+        """
         groups = [self.groups[group] for group in self.table.units[unit]]
-        shards = [group.sent(exact=exact) for group in groups]
-        codecs = () if exact else [group.codec for group in groups]
-        with about(lambda: [x for group in groups for x in group.paths]):
-            return start_gather(shards, self.table.axes[unit].shards, codecs=codecs)
+        shards = []
+        for layout, index, shard, device, home in groups:
+            dtype = None if exact else layout.groups[index].communication_dtype  # under autocast
+            if home is not None:
+                shard = to_device(shard, device, dtype)
+            shards.append(shard if home is not None or dtype is None else shard.to(dtype))
+        codecs = () if exact else [one.layout.groups[one.index].codec for one in groups]
+        with about(lambda: [x for one in groups for x in one.layout.paths([one.index])]):
+            flight = start_gather(shards, self.table.axes[unit].shards, codecs=codecs)
+        if keeps:
+            self._flights[unit] = flight
+        else:
+            flight.wait()
 
     def wait(self, unit: int) -> None:
         """Wait for a gather that was started; does nothing if its start raised."""
@@ -187,23 +190,6 @@ class GroupShard(NamedTuple):
     device: torch.device
     home: Home = None
 
-    @property
-    def paths(self) -> list[tuple[str, ...]]:
-        """The paths of its leaves; none for an empty group."""
-        return self.layout.paths([self.index])
-
-    @property
-    def codec(self) -> Codec | None:
-        """What encodes its values where they cross ranks in a forward or backward."""
-        return self.layout.groups[self.index].codec
-
-    def sent(self, *, exact: bool) -> Tensor:
-        """Return the shard as it crosses ranks: under autocast rounded, unless it must be exact."""
-        lower = self.layout.groups[self.index].communication_dtype
-        if self.home is not None:
-            return to_device(self.shard, self.device, None if exact else lower)
-        return self.shard if exact or lower is None else self.shard.to(lower)
-
 
 class FullUnit(NamedTuple):
     """The full values of a unit, for each of its groups."""
@@ -265,7 +251,7 @@ class UnitTable:
         )
 
 
-class ModelLine:
+class ProtocolClient:
     """One model of a performer's protocol."""
 
     __slots__ = ("is_over", "number", "performer")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -396,12 +395,19 @@ def _named(tree: Sequence[ModuleInfo], spec: LeafSpec) -> set[str]:
             missing.append(f"{kind} {wanted!r} (near: {', '.join(close) or 'nothing'})")
 
     for cls in _listed(spec.classes):
-        collect("class", cls, known, partial(_has_class, full_or_bare=cls))
+        collect(
+            "class",
+            cls,
+            known,
+            lambda info, cls=cls: any(cls in (x, _bare(x)) for x in info.classes),
+        )
     for name in _listed(spec.names):
-        collect("name", name, names, partial(_is_named, name=name))
+        collect("name", name, names, lambda info, name=name: info.name == name)
     for suffix in _listed(spec.name_suffixes):
         ends = dict.fromkeys(name.rsplit(".", 1)[-1] for name in names)
-        collect("suffix", suffix, ends, partial(_ends_with, suffix=suffix))
+        collect(
+            "suffix", suffix, ends, lambda info, end=suffix: bool(end) and info.name.endswith(end)
+        )
     if missing:
         raise LayoutError(
             f"leaf modules: the model has no {'; no '.join(missing)}.",
@@ -438,18 +444,6 @@ def _fine_grained(
 def _can_be_fine_grained(info: ModuleInfo) -> bool:
     container = info.classes[0] in {f"{_CONTAINER_MODULE}.{name}" for name in CONTAINERS}
     return 0 < info.numel <= LARGEST_LEAF_NUMEL and info.descendants > 0 and not container
-
-
-def _has_class(info: ModuleInfo, full_or_bare: str) -> bool:
-    return any(full_or_bare in (full, _bare(full)) for full in info.classes)
-
-
-def _is_named(info: ModuleInfo, name: str) -> bool:
-    return info.name == name
-
-
-def _ends_with(info: ModuleInfo, suffix: str) -> bool:
-    return bool(suffix) and info.name.endswith(suffix)
 
 
 def _bare(full: str) -> str:

@@ -145,6 +145,8 @@ class Builtin:
         flag: what each rank says of its gradients where ranks agree.
         called: (state, `GivenCall`) -> state, or an error: a call brings it gradients.
         begins: state -> state, before a loss of it is made, and before an update.
+        leaves: (state, {leaf: tensor}): a loss is about to be given these leaves that learn.
+        loss: (state, loss) -> the loss that is differentiated, of a state that learns.
         factor: state -> what its losses, and so its gradients, are multiplied by: [], None for 1.
         forgets: state -> state: all ranks have thrown its gradients away.
         gathered: (states, pass) -> what is shown each group that a pass gathers, or None.
@@ -153,6 +155,8 @@ class Builtin:
         units: (running, ready) -> ready, in the units of the mean gradient.
         reduced: (self, running, ready) -> ready, in its place among those of users.
         ready: (running, ready) -> ready, before the rule.
+        rule: (state, the flats that learn) -> options of the rule's `advance`.
+        around: (running, state, and what the rule's `advance` takes) -> what that returns.
         updated: (running, new state) -> new state.
         excludes: what it cannot stand beside.
     """
@@ -165,6 +169,8 @@ class Builtin:
     facts: Callable[[Any, At], list[str]] | None = field(default=None, compare=False)
     flag: Flag | None = field(default=None, compare=False)
     called: Function | None = field(default=None, compare=False)
+    leaves: Function | None = field(default=None, compare=False)
+    loss: Function | None = field(default=None, compare=False)
     factor: Function | None = field(default=None, compare=False)
     forgets: Function | None = field(default=None, compare=False)
     begins: Function | None = field(default=None, compare=False)
@@ -174,6 +180,8 @@ class Builtin:
     units: Function | None = field(default=None, compare=False)
     reduced: Function | None = field(default=None, compare=False)
     ready: Function | None = field(default=None, compare=False)
+    rule: Function | None = field(default=None, compare=False)
+    around: Function | None = field(default=None, compare=False)
     updated: Function | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:

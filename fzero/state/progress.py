@@ -45,7 +45,7 @@ class Progress:
     backwards: int = 0  # grad_and_reduce calls
     reductions: int = 0  # times that gradients crossed ranks
     calls: int = 0  # step() calls of an engine
-    deferred: bool = False  # an update waits for the last micro-batch; see `next_part`
+    deferred: bool = False  # an update waits for the last micro-batch
     nonfinite: NonFinite | None = None  # the first that was found, if somebody looks for it
     used: int = 0  # leaves, bit by bit
 
@@ -101,15 +101,6 @@ def defer_update(progress: Progress) -> Progress:
     """Let an update wait for the last micro-batch. Raises `PhaseError` for a second one."""
     _require_not_deferred(progress, "apply_gradients")
     return replace(progress, deferred=True)
-
-
-def next_part(progress: Progress, *, deferred: bool) -> Progress:
-    """Go on with the next micro-batch; `deferred` is as it was before the first one.
-
-    An update that waited before the micro-batches began is another update: it waits for the last
-    micro-batch of an accumulation further out.
-    """
-    return replace(progress, deferred=deferred)
 
 
 def saw_update(progress: Progress) -> Progress:

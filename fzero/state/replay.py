@@ -88,11 +88,6 @@ def complete(replay: Replay, units: Collection[int]) -> Replay:
     return replaced(replay, ready=replay.ready.union(units)) if units else replay
 
 
-def has_ready(replay: Replay) -> bool:
-    """Whether a reduction of this step can start, in its order."""
-    return bool(_ready_now(replay))
-
-
 def reducible(replay: Replay) -> int:
     """Return how many reductions of this step have started or can."""
     return replay.started + len(_ready_now(replay))
@@ -104,7 +99,8 @@ def start_ready(replay: Replay, r: Residency, most: int | None = None) -> Next:
     if not units:
         return replay, r, ()
     started, ready = replay.started + len(units), replay.ready.difference(units)
-    return replaced(replay, started=started, ready=ready), r, _reductions(r, units)
+    effects = tuple(Reduce(r.model, unit) for unit in units)
+    return replaced(replay, started=started, ready=ready), r, effects
 
 
 def to_sync_point(replay: Replay, r: Residency) -> tuple[Replay | None, Residency, Effects]:
@@ -115,7 +111,7 @@ def to_sync_point(replay: Replay, r: Residency) -> tuple[Replay | None, Residenc
     if sync_point is not None:
         return _walk(replay, r, sync_point)
     replay, r, effects = _walk(replay, r, len(replay.plan.steps) - 1)
-    return None, r, (*effects, *_reductions(r, _rest(replay)))
+    return None, r, (*effects, *(Reduce(r.model, unit) for unit in _rest(replay)))
 
 
 def gather_beside(replay: Replay, r: Residency, unit: int) -> Next:
@@ -151,7 +147,7 @@ def _walk(replay: Replay, r: Residency, place: int) -> Next:
     for at in range(replay.at + 1, place + 1):
         step, rest = replay.plan.steps[at], _rest(replay)
         r, frees = residency.free(r, step.frees)
-        collected += (*frees, *_reductions(r, rest))  # frees first: gradients take room
+        collected += (*frees, *(Reduce(r.model, u) for u in rest))  # gradients take room
         for unit in (*step.gathers, *step.ahead):
             r, starts = residency.gather(r, unit)
             collected += starts
@@ -172,7 +168,3 @@ def _ready_now(replay: Replay) -> list[int]:
     if replay.waits:
         return []
     return list(takewhile(replay.ready.__contains__, _rest(replay)))
-
-
-def _reductions(r: Residency, units: Collection[int]) -> Effects:
-    return tuple(Reduce(r.model, unit) for unit in units)

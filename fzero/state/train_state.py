@@ -341,11 +341,9 @@ def _tree_bytes(tree: Any) -> int:
 
 def _step(state: Any) -> str:
     # Under a torch.func transform, or with a leading rank dim, it is not one number.
-    return str(state.step.tolist()) if _is_plain(state.step) else "?"
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+    kind: Any = type(state.step)
+    plain = kind is Tensor and not is_functorch_wrapped_tensor(state.step)
+    return str(state.step.tolist()) if plain else "?"
 
 
 # The values of all virtual ranks as one tensor.

@@ -16,7 +16,7 @@ from torch import Tensor
 from fzero.errors import LayoutError
 from fzero.errors.check import called_as, is_count, require
 from fzero.options import OPTIONS, takes
-from fzero.state import NAMESPACE, Policy, TrainState, progress
+from fzero.state import NAMESPACE, TrainState, progress
 from fzero.state.batch import Parts, is_array, opened, with_children
 from fzero.transforms.backward_pass import agree, reduce_agreed
 from fzero.transforms.donation import check_alive
@@ -166,7 +166,14 @@ def _cuts(name: str, where: str, value: Any, axis: Any) -> Iterator[_Cut]:
     for accessor, leaf, dim in zip(accessors, leaves, dims, strict=True):
         path = accessor.codify(where)
         if is_state(leaf) and dim is not None:
-            raise _is_a_state(name, path)
+            raise LayoutError(
+                f"{name}: argument {path} is a TrainState, which is no batch to be split.",
+                cause="the state is the first argument of a step, and stood further back, or a "
+                "second state was passed beside it.",
+                fix="write step(state, *batch), with a dict or tuple of states as the first "
+                "argument if there are several; one that is only read is closed over, or has None "
+                "in in_axes=.",
+            )
         yield _Cut(path, leaf, dim)
 
 
@@ -258,16 +265,6 @@ def _pieces(one: _Cut, count: int, sizes: Sequence[int] | None, groups: int) -> 
     return leaf.chunk(count, dim) if sizes is None else leaf.split([*sizes], dim)
 
 
-def _is_a_state(name: str, path: str) -> LayoutError:
-    return LayoutError(
-        f"{name}: argument {path} is a TrainState, which is no batch to be split.",
-        cause="the state is the first argument of a step, and stood further back, or a second "
-        "state was passed beside it.",
-        fix="write step(state, *batch), with a dict or tuple of states as the first argument if "
-        "there are several; one that is only read is closed over, or has None in in_axes=.",
-    )
-
-
 @overload
 def accumulate(fn: Callable[P, R], /, *, micro_batches: int, in_axes: InAxes = 0) -> Step[P, R]: ...
 @overload
@@ -346,19 +343,34 @@ def accumulate(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         states = flatten_states("accumulate", state)[0]
-        groups = _logical_ranks_here(states)
+        # The examples of as many logical ranks are in the batch of this one; else of itself.
+        groups = len(states[0].setup.carried(states[0].setup.axis.rank))
         parts = parts_of(inner, args, kwargs, micro_batches, in_axes, groups=groups)
         before = [(one.setup.policy, one.progress.deferred) for one in states]
+
+        def each(tree: Any, begins: bool, last: bool) -> Any:
+            rest = iter(before)
+
+            def entered(one: TrainState) -> TrainState:
+                policy, deferred = next(rest)
+                if begins:
+                    share, defers = policy.grad_scale / micro_batches, policy.defer_update
+                    policy = replace(policy, grad_scale=share, defer_update=defers or not last)
+                    # An update that waited before this accumulation waits for one further out.
+                    one = one.replace(progress=replace(one.progress, deferred=deferred))
+                return one.replace(setup=one.setup.changed(policy=policy))
+
+            return map_states("accumulate", entered, tree)
+
         auxes = []
         for i, (part_args, part_kwargs) in enumerate(parts):
-            begin = partial(_begin_part, parts=micro_batches, last=i == micro_batches - 1)
-            state = _each(state, before, begin)
+            state = each(state, begins=True, last=i == micro_batches - 1)
             returned = inner(state, *part_args, **part_kwargs)
             state, aux = returned_pair("accumulate", inner, returned)
             auxes.append(aux)
         # Whether an update waits stays as the last part left it: what comes next, inside an
         # accumulation further out, must not add to its gradients.
-        return _each(state, before, lambda one, before: _with_policy(one, before[0])), _join(auxes)
+        return each(state, begins=False, last=True), _join(auxes)
 
     return transform(
         "accumulate",
@@ -368,34 +380,6 @@ def accumulate(
         right="fzero.simulate(fzero.accumulate(step, micro_batches=...), world_size=...)",
         options={"micro_batches": micro_batches, **({} if in_axes == 0 else {"in_axes": in_axes})},
     )
-
-
-def _logical_ranks_here(states: Sequence[TrainState]) -> int:
-    """Return of how many logical ranks the batch of this rank has the examples; 1 without any."""
-    setup = states[0].setup if states else None
-    if setup is None or setup.logical is None:
-        return 1
-    return len(setup.carried(setup.axis.rank))
-
-
-Before = tuple[Policy, bool]
-"""The policy of a state before the first part, and whether an update of it waits."""
-
-
-def _each(state: S, before: list[Before], fn: Callable[[TrainState, Before], TrainState]) -> S:
-    rest = iter(before)
-    return map_states("accumulate", lambda one: fn(one, next(rest)), state)
-
-
-def _begin_part(state: TrainState, before: Before, *, parts: int, last: bool) -> TrainState:
-    policy, deferred = before
-    state = state.replace(progress=progress.next_part(state.progress, deferred=deferred))
-    share, defers = policy.grad_scale / parts, policy.defer_update or not last
-    return _with_policy(state, replace(policy, grad_scale=share, defer_update=defers))
-
-
-def _with_policy(state: TrainState, policy: Policy) -> TrainState:
-    return state.replace(setup=state.setup.changed(policy=policy))
 
 
 def _join(auxes: list[Any]) -> Any:
@@ -519,7 +503,7 @@ def _close(tree: S) -> S:
     ranks have gradients since then, the calls of the ranks differ, and all of them raise.
     """
     states, treespec = flatten_states("coalesce", tree)
-    if not all(_is_settled(one.window) for one in states):
+    if not all(one.window.is_settled and not one.window.pending.held for one in states):
         said = agree(call_of_states("the end of coalesce", treespec), states)
         states = [
             reduce_agreed(one, all_say) if all_say.waits else one
@@ -528,7 +512,3 @@ def _close(tree: S) -> S:
     closed = [one.replace(window=progress.close(one.window)) for one in states]
     settled: Any = optree.tree_unflatten(treespec, closed)
     return settled
-
-
-def _is_settled(one: progress.Window) -> bool:
-    return one.is_settled and not one.pending.held

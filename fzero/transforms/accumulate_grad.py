@@ -13,7 +13,7 @@ from fzero.collectives import performer_of
 from fzero.context.modes import in_transform, is_recorded, needs_func
 from fzero.errors import PhaseError
 from fzero.machine import Reducer
-from fzero.machine.compress import GradientEncoder, Lent, with_memories
+from fzero.machine.compress import Lent, with_memories
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.packing import sum_parts
 from fzero.machine.reduce import Nodes, ReductionPlan
@@ -68,8 +68,10 @@ def receive_local(
 def _counted(state: TrainState, waits: bool, used: int) -> TrainState:
     """Return the state with one backward more, whose gradient waits or is reduced."""
     counted = progress.count_backward(state.progress, reduced=not waits, used=used)
-    after = progress.add_backward(state.window, counted.backwards)
-    return state.replace(progress=counted, window=after)
+    window = state.window
+    if window.length:
+        window = progress.add_backward(window, counted.backwards)
+    return state.replace(progress=counted, window=window)
 
 
 def part_of_update(
@@ -176,38 +178,15 @@ def means_over_ranks(
     plan = ReductionPlan([setup], [performer.over(setup.axis)])
     reducer = Reducer(plan, [state.device])
     if (encoder := reducer.encoder(0)) is not None:
-        encoder.remembers_by(partial(_lent, state))
+        encoder.remembers_by(partial(Lent, state))
     reducer.add_waiting(0, local, owned=owned)
     local.clear()
     for unit in reversed(range(reducer.unit_count)):
         reducer.start(unit)
     reducer.wait_all()
-    return with_lost(state, encoder), reducer.states[0].pop_means()
-
-
-def lend_residuals(reducer: Reducer, states: Sequence[TrainState]) -> None:
-    """Let the encoders of a reducer read the residuals of its states, as they are then."""
-
-    def lend(number: int) -> Lent:
-        return _lent(states[number], states[number].setup.gradient_share)
-
-    for number in range(len(states)):
-        if (encoder := reducer.encoder(number)) is not None:
-            encoder.remembers_by(partial(lend, number))
-
-
-def _lent(state: TrainState, share: float = 1.0) -> Lent:
-    """Return a state's memories, and what gradients have, and have not yet, that are to be encoded.
-
-    `share`: what those are still multiplied by to be gradients of the state.
-    """
-    scale = 1.0 if state.scale is None else state.scale.scale
-    return Lent(state, scale, share)
-
-
-def with_lost(state: TrainState, encoder: GradientEncoder | None) -> TrainState:
-    """Return the state with what encoding has lost since it was lent the residual."""
-    return with_memories(state, {} if encoder is None else encoder.changed())
+    if encoder is not None:
+        state = with_memories(state, encoder.changed())
+    return state, reducer.states[0].pop_means()
 
 
 NOT_DIFFERENTIABLE = Excludes(

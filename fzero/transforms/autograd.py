@@ -1,8 +1,4 @@
-"""The gradient of a pure loss by flat buffers, under torch.func.
-
-A `Source` is what one state contributes: `inputs`, the tensors to differentiate by, and `build`,
-which turns inputs into the pytree that the loss is given.
-"""
+"""The gradient of a pure loss by flat buffers, under torch.func."""
 
 from __future__ import annotations
 
@@ -27,30 +23,22 @@ from fzero.state import NAMESPACE, TrainState
 from fzero.state.train_state import Weight, weighed, with_weight
 from fzero.transforms.accumulate_grad import mean_of, not_differentiable, receive
 from fzero.transforms.backward_pass import agree
-from fzero.transforms.points import Calls, Changed, loss_learned
-from fzero.transforms.recipe import factors_of, in_backwards
+from fzero.transforms.points import Changed, changed_by
+from fzero.transforms.recipe import factors_of, loss_learned, parts_in
 
 _storage_id: Any = vars(torch._C)["_storage_id"]  # it has no type
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """One state's part in a gradient call."""
-
-    inputs: tuple[Tensor, ...]
-    build: Callable[[Sequence[Tensor]], Any]  # inputs -> params
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """grads[i][j] is the gradient by input j of source i; value and aux are detached."""
+    """grads[i][j] is the gradient by group j of state i; value and aux are detached."""
 
     grads: tuple[tuple[Tensor, ...], ...]
     value: Tensor
     aux: Any
 
 
-LossOf = Callable[[list[Any]], Any]  # [params of each source] -> what the user's fn returned
+LossOf = Callable[[list[Any]], Any]  # [params of each state] -> what the user's fn returned
 
 WROTE = explain(
     "the loss wrote to a parameter in place; below stage 3 the state itself has changed.",
@@ -129,22 +117,28 @@ def versions_of(flats: Sequence[Tensor]) -> list[int]:
 
 def by_func(
     loss_of: LossOf,
-    sources: Sequence[Source],
+    held: Sequence[tuple[TrainState, Sequence[Tensor]]],
     *,
     has_aux: bool,
     learned: Callable[[Tensor], Tensor],
 ) -> Result:
     """Differentiate with torch.func: the result can be differentiated, mapped, traced again.
 
-    Gradients are those of `learned(loss)`; the value is that of the loss.
+    held: the states, with the full flats of their groups. Gradients are those of `learned(loss)`;
+    the value is that of the loss.
     """
-    counts = [len(source.inputs) for source in sources]
-    inputs = tuple(s for source in sources for s in source.inputs)
+    layouts = [state.setup.layout for state, _ in held]
+    counts = [len(layout.trainable) for layout in layouts]
+    pairs = [*zip(layouts, [fulls for _, fulls in held], strict=True)]
+    inputs = tuple(x[i].view(input_shape(one, i)) for one, x in pairs for i in one.trainable)
     kept: dict[str, Any] = {}  # the parts of aux that are no tensors: torch.func refuses them
 
     def scalar(inputs: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         parts = _cut(inputs, counts)
-        params = [source.build(part) for source, part in zip(sources, parts, strict=True)]
+        params = []
+        for (layout, fulls), part in zip(pairs, parts, strict=True):
+            flats = dict(enumerate(fulls)) | dict(zip(layout.trainable, part, strict=True))
+            params.append(assemble(layout, unpack_groups(layout, flats)))
         level = maybe_current_level() if inputs else None
         anchor = inputs[0].reshape(-1)[:0] if inputs else None
         with explains_writes(params), connecting(level or 0, anchor) as calls:
@@ -260,7 +254,7 @@ def grad_by_func(
 
     Raises `PhaseError` if the loss wrote to a parameter.
     """
-    calls = Calls(states, in_backwards, None)
+    parts = parts_in(states, None, {})
     # Ranks on which nothing requires grad announce a pass instead: then all of them raise.
     crosses = [one for one in states if one.setup.stage == 3 or not one.window.is_open]
     agree(f"{call.name} with arguments that require grad", crosses)
@@ -268,53 +262,57 @@ def grad_by_func(
     by, rest = factors_of(states)
     fulls = [flat for _, some in held for flat in some]
     versions = versions_of(fulls)
-    acting = [one for one in states if one.setup.layout.trainable]
     before, connected = connecting_calls(), False
 
     def learned(loss: Tensor) -> Tensor:
         nonlocal connected
         connected = connecting_calls() > before
         times = with_weight(by, weighed(loss, call.weight, connected=connected))
-        loss = loss_learned(acting, loss)
+        loss = loss_learned(states, loss)
         return loss if times is None else loss * times
 
     try:
-        sources = [_source(*one) for one in held]
-        result = by_func(call.loss_of, sources, has_aux=call.has_aux, learned=learned)
+        result = by_func(call.loss_of, held, has_aux=call.has_aux, learned=learned)
     except RuntimeError as error:
         if versions_of(fulls) != versions:
             raise PhaseError(WROTE) from error
         raise
     if versions_of(fulls) != versions:
         raise PhaseError(WROTE)
-    calls.loss(result.value, call.weight)
     how = weighed(result.value, call.weight, connected=connected)
-    begun = [calls.begins(i, state, how) for i, (state, _) in enumerate(held)]
+    begun = [state for state, _ in held]
+    for part in parts.values():
+        part.loss(result.value, call.weight)
+    for part in parts.values():
+        begun = [part.begins(i, state, how) for i, state in enumerate(begun)]
+    pairs = zip(begun, result.grads, strict=True)
+    changes = [[part.change(i) for part in parts.values()] for i in range(len(begun))]
     grads = [
-        _changed(state, some, calls.change(i))
-        for i, (state, some) in enumerate(zip(begun, result.grads, strict=True))
+        _changed(*pair, [by for by in some if by is not None])
+        for pair, some in zip(pairs, changes, strict=True)
     ]
-    calls.settles()
-    new = [calls.ends(i, state) for i, state in enumerate(begun)]
-    pairs = zip(new, grads, rest, strict=True)
-    return [_received(state, some, factor) for state, some, factor in pairs], result
+    for part in parts.values():
+        part.settles()
+    for part in parts.values():
+        begun = [part.ends(i, state) for i, state in enumerate(begun)]
+    return [_received(*one) for one in zip(begun, grads, rest, strict=True)], result
 
 
 def _changed(
-    state: TrainState, grads: Sequence[Tensor], change: Changed | None
+    state: TrainState, grads: Sequence[Tensor], changes: Sequence[Changed]
 ) -> Sequence[Tensor]:
     """Return what transforms make of the gradient of each group, the last leaf first.
 
     As it is in most backwards.
     """
-    if change is None:
+    if not changes:
         return grads
     layout, setup = state.setup.layout, state.setup
     made: dict[int, Tensor] = {}
     for index, flat in reversed([*zip(layout.trainable, grads, strict=True)]):
         dtype = setup.accumulate_dtype(index)
         leaves = unpack_groups(layout, {index: flat.reshape(-1)})
-        made |= {leaf: change(leaf, leaves[leaf], dtype) for leaf in reversed(leaves)}
+        made |= {leaf: changed_by(changes, leaf, leaves[leaf], dtype) for leaf in reversed(leaves)}
     return [
         pack(layout, i, [made[leaf] for leaf in layout.groups[i].leaves]) for i in layout.trainable
     ]
@@ -338,17 +336,6 @@ def with_full(state: TrainState) -> tuple[TrainState, Sequence[Tensor]]:
             state = state.replace(window=dataclasses.replace(state.window, gathered=fulls))
     pairs = zip(layout.groups, fulls, strict=True)
     return state, [flat.to(group.dtype) for group, flat in pairs]
-
-
-def _source(state: TrainState, fulls: Sequence[Tensor]) -> Source:
-    layout = state.setup.layout
-
-    def build(inputs: Sequence[Tensor]) -> Any:
-        flats = dict(enumerate(fulls)) | dict(zip(layout.trainable, inputs, strict=True))
-        return assemble(layout, unpack_groups(layout, flats))
-
-    inputs = tuple(fulls[i].view(input_shape(layout, i)) for i in layout.trainable)
-    return Source(inputs=inputs, build=build)
 
 
 def _received(

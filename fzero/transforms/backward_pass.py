@@ -19,17 +19,31 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.collectives import FUNCTIONAL, Performer, note_call, performer_of
+from fzero.collectives import FUNCTIONAL, Channel, Performer, note_call, performer_of
 from fzero.context.current_rank import is_abstract
 from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import AxisError, MismatchError, PhaseError
-from fzero.machine import Gatherer, Machine, Reader, Reducer
+from fzero.machine import Gatherer, ProtocolClient, Reader, Reducer, UnitTable
 from fzero.machine.packing import unpack
 from fzero.machine.placeholder import placeholders
 from fzero.machine.reader import HeldReader, WritableReader
+from fzero.machine.reduce import ReductionPlan, waits_in_step
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.state import Placement, Policy, Progress, TrainState, pass_state, progress, schedule
+from fzero.state.effects import (
+    Discard,
+    Drop,
+    Free,
+    Gather,
+    Look,
+    ModelEffect,
+    Receive,
+    Reduce,
+    TakePart,
+    Wait,
+    WaitForReductions,
+)
 from fzero.state.layout import from_bits
 from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
@@ -41,6 +55,7 @@ from fzero.state.protocol import (
     FirstGradient,
     GiveUp,
     Noted,
+    Units,
     Unpin,
 )
 from fzero.state.rounds import CODES
@@ -56,30 +71,33 @@ from fzero.transforms.accumulate_grad import (
     reduce_window,
     waiting,
 )
-from fzero.transforms.points import Calls, Changed
-from fzero.transforms.recipe import BUILTINS, facts, in_backwards, on_gathered
+from fzero.transforms.points import CallPart, Changed, changed_by
+from fzero.transforms.recipe import BUILTINS, facts, parts_in, recipe_of
 
 
 def passes_of(
-    states: Sequence[TrainState], form: Callable[[Performer | None], PassForm]
+    states: Sequence[TrainState], form: PassForm
 ) -> tuple[list[Pass], list[tuple[int, int]]]:
     """One pass for each set of ranks; and for each state its pass, and its place in it.
 
-    form: of a pass on the ranks of a performer; None is one rank.
+    form: of each, with the number of one that runs inside of no other.
     """
+    performers = [performer_of(state.setup.axis) for state in states]
     # What gathers comes first: a rank that waits elsewhere, for the end of a backward, would not
     # serve those of its ranks that still read what it has left out.
-    by_gathers = sorted(states, key=lambda one: not one.setup.gathers_by_unit)
-    by_ranks: dict[Performer | None, list[TrainState]] = {
-        performer_of(state.setup.axis): [] for state in by_gathers
+    by_ranks = {
+        performers[i]: list[TrainState]()
+        for gathers in (True, False)
+        for i, state in enumerate(states)
+        if state.setup.gathers_by_unit is gathers
     }
     places = []
-    for state in states:
-        performer = performer_of(state.setup.axis)
-        some = by_ranks[performer]
-        places.append((list(by_ranks).index(performer), len(some)))
-        some.append(state)
-    return [Pass(form(performer), some) for performer, some in by_ranks.items()], places
+    for performer, state in zip(performers, states, strict=True):
+        places.append((list(by_ranks).index(performer), len(by_ranks[performer])))
+        by_ranks[performer].append(state)
+    numbers = [form.number if one is None else one.nested(form.number) for one in by_ranks]
+    pairs = zip(numbers, by_ranks.values(), strict=True)
+    return [Pass(replace(form, number=number), some) for number, some in pairs], places
 
 
 def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
@@ -101,10 +119,14 @@ def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
 
 
 class Pass:
-    """Some states on the same ranks, the machine that moves their values, and one pass of them.
+    """Some states on the same ranks, what moves their values, and one pass of them after another.
+
+    It does what the protocol says of it, as a party of the performer.
 
     on_written: is told which units a `gathered` block wrote; None where nobody writes parameters.
-    held: of each state what reads encoded leaves that are not gathered. drop_raised: see `Machine`.
+    drop_raised: drops a backward that raised without a word.
+    held: of each state what reads encoded leaves that are not gathered.
+    parts: what acts in its backwards, from the outside in: nothing for plain states.
     """
 
     def __init__(
@@ -113,28 +135,19 @@ class Pass:
         states: Sequence[TrainState],
         *,
         on_written: Callable[[Sequence[int]], None] | None = None,
-        drop_raised: Callable[[], None] | None = None,
+        drop_raised: Callable[[], None] = lambda: None,
     ) -> None:
-        self.form, self.states = form, list(states)
-        setups = [state.setup for state in states]
-        lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
-        differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
-        self.owner = [*differ, *lazy, 0][0]  # whose schedule has the programs of the pass
-        self.machine = Machine(
-            form.number,
-            setups,
-            [state.device for state in states],
-            setups[self.owner].gathering,
-            on_gathered=on_gathered(states, weakref.ref(self)),
-            on_written=on_written,
-            drop_raised=drop_raised,
-            on_served=self._on_served(),
-        )
-        self.gatherer: Gatherer = self.machine.gatherer  # the full values of units
-        self.reducer: Reducer = self.machine.reducer  # the gradients of leaves
-        self.reader: Reader = self.machine.reader  # behind the placeholders of this pass
-        self.performer: Performer = self.machine.line.performer
-        self.gathers = self.machine.units.gathers  # parameters, as they are read (stage 3)
+        self.form, self.states, self.drop_raised = form, list(states), drop_raised
+        axis = states[0].setup.axis
+        self.performer = performer_of(axis) or Performer(Channel(axis, axis))
+        self.owner, table, reductions, self.units = _plan_of(states, self.performer)
+        self.client = ProtocolClient(self.performer, form.number)
+        # The full values of units; the gradients of leaves; what is behind the placeholders.
+        looks = [on_gathered for one in states for on_gathered in recipe_of(one).gathered]
+        looks = [looks[0](states, weakref.ref(self))] if looks else [None]
+        self.gatherer = Gatherer(table, looks[0])
+        self.reducer = Reducer(reductions, [one.device for one in states], self.client.ready)
+        self.reader = Reader(self.gatherer, self.client, on_written)
         kind = HeldReader if on_written is None else WritableReader
         self.held = [
             kind(one.setup.layout, one.setup.axis, one.device, one.params.flats)
@@ -142,23 +155,49 @@ class Pass:
             else None
             for one in states
         ]
-        self.calls = Calls(self.states, in_backwards, self.reducer)
-        self._changes: list[Changed | None] = [None] * len(self.states)
-        if not self.gathers:
-            self.machine.join()
-            return
-        self._hold_shards()
-        adopted = self.gatherer.adopt([state.window.gathered for state in states])
-        self.machine.join(adopted)
+        self.parts: dict[str, CallPart] = parts_in(self.states, self.reducer, {})
+        self._changes: list[list[Changed]] = [[] for _ in states]
+        adopted: tuple[int, ...] = ()
+        if self.units.gathers:
+            self._hold_shards()
+            if any(state.window.gathered for state in states):
+                adopted = self.gatherer.adopt([state.window.gathered for state in states])
+        self.performer.join(self, self.units, form.number, adopted)
+
+    def perform(self, effect: ModelEffect | Look | WaitForReductions) -> bool:
+        """Do what the protocol asks for; of `Look` return whether a reduction starts at once."""
+        match effect:
+            case Gather(_, unit, exact):
+                self.gatherer.start(unit, exact=exact)
+            case TakePart(_, unit, exact):
+                self.gatherer.start(unit, exact=exact, keeps=False)
+            case Wait(_, unit):
+                self.gatherer.wait(unit)
+            case Free(_, unit):
+                self.gatherer.free(unit)
+            case Reduce(_, unit, mine):
+                self.reducer.start(unit, mine=mine)
+            case WaitForReductions():
+                self.reducer.wait_all()
+            case Look():
+                return self.reducer.has_room
+            case Receive():  # what other ranks reduced while this one served them is every rank's
+                for number in range(len(self.states)):
+                    self.put(number, self._with_served(number))
+            case Drop():
+                self.reducer.discard_own()
+            case Discard():
+                self.reducer.discard()
+        return True
 
     @property
     def phase(self) -> PassState:
         """Where this rank is in its forward and backward."""
-        return self.machine.line.record.phase
+        return self.client.record.phase
 
     def close(self) -> None:
         """No pass will follow."""
-        self.machine.line.leave()
+        self.client.leave()
 
     def put(self, number: int, state: TrainState) -> None:
         """Go on with another record of a state: the one place where states are assigned."""
@@ -173,12 +212,14 @@ class Pass:
 
         Nothing is where all parameters are held: ranks may then run as many forwards as they like.
         """
-        self.put_aside()
-        self.calls.drop()  # a loss whose backward brought nothing
-        self._begin_calls()
+        if self.reducer.received:
+            self.put_aside()
+        for part in self.parts.values():
+            part.drop()  # a loss whose backward brought nothing
+        self._begin_parts()
         # What comes inside of it is put aside.
         self.reducer.begin([(state.setup, True) for state in self.states])
-        if self.gathers:
+        if self.units.gathers:
             self._hold_shards()
         self.performer.send(self._begin(pass_state.FORWARD))
 
@@ -200,10 +241,11 @@ class Pass:
         concerns no other rank. `dropped`: this rank has just thrown away what it held. `said`: what
         else the ranks compare.
         """
-        self.put_aside()
-        self._begin_calls(weighed)
+        if self.reducer.received:
+            self.put_aside()
+        self._begin_parts(weighed)
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
-        if not (silent := silent and not self.gathers):
+        if not (silent := silent and not self.units.gathers):
             self._reduce_waiting()
         begun = self._begin(pass_state.BACKWARD, dropped=dropped, said=said)
         self.performer.send(replace(begun, silent=silent))
@@ -223,7 +265,7 @@ class Pass:
         """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
 
         def on_gradient(p: Tensor) -> None:
-            if self.machine.line.is_over:
+            if self.client.is_over:
                 raise kept_beyond(self.states[state].setup.layout.leaves[leaf].title)
             if p.grad is not None:
                 self.take(state, leaf, p)
@@ -232,29 +274,34 @@ class Pass:
 
     def take(self, state: int, leaf: int, p: Tensor) -> None:
         """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
-        changed = self._changes[state]
-        self.reducer.pop_grad(state, leaf, p, changed and partial(changed, leaf))
+        changes = self._changes[state]
+        self.reducer.pop_grad(
+            state, leaf, p, partial(changed_by, changes, leaf) if changes else None
+        )
 
-    def _begin_calls(self, weighed: Weighed | None = None) -> None:
-        """A backward, or a forward, begins: look up what is done to each gradient."""
-        self.calls.look_up(self.states)
-        for number, state in enumerate(self.states):
-            self.put(number, self.calls.begins(number, state, weighed))
-        self._changes = [self.calls.change(number) for number in range(len(self.states))]
+    def _begin_parts(self, weighed: Weighed | None = None) -> None:
+        """A backward, or a forward, begins: look up what acts in it."""
+        self.parts = parts_in(self.states, self.reducer, self.parts)
+        for part in self.parts.values():
+            for number, state in enumerate(self.states):
+                self.put(number, part.begins(number, state, weighed))
+        parts, numbers = self.parts.values(), range(len(self.states))
+        changes = [[part.change(number) for part in parts] for number in numbers]
+        self._changes = [[one for one in some if one is not None] for some in changes]
 
     def put_aside(self) -> None:
         """Move gradients that came outside of a pass into the window.
 
         A backward that runs inside a forward brings gradients, and ranks do not agree on it.
         """
-        if not self.reducer.received:
-            return
-        self.calls.look_up(self.states)
-        self.calls.settles()
+        self.parts = parts_in(self.states, self.reducer, self.parts)
+        for part in self.parts.values():
+            part.settles()
         for number, state in enumerate(self.states):
             found = self.reducer.states[number].pop_local()
             if found:
-                state = self.calls.put_aside(number, state)
+                for part in self.parts.values():
+                    state = part.put_aside(number, state)
                 flats = filled(state, found, Placement.PARTIAL)
                 used = progress.saw_use(state.progress, self._used(number))
                 state = state.replace(progress=used)
@@ -268,7 +315,8 @@ class Pass:
         """
         self.performer.send(Finish(self.form.number, self.reducer.unreduced()))
         self._after_pass()
-        self.calls.settles()
+        for part in self.parts.values():
+            part.settles()
         new: list[TrainState] = []
         for number, state in enumerate(self.states):
             waits = state.window.is_open
@@ -280,7 +328,10 @@ class Pass:
                 continue
             if state.window.pending.held and not waits:
                 state = state.replace(window=progress.pop(state.window)[0])
-            state = self.calls.ends(number, self.calls.reduced(number, state))
+            for part in self.parts.values():
+                state = part.reduced(number, state)
+            for part in self.parts.values():
+                state = part.ends(number, state)
             used = self._used(number)
             if means:
                 flats = filled(state, means, state.setup.gradients)
@@ -295,18 +346,14 @@ class Pass:
 
     def _used(self, number: int) -> int:
         """Return, and forget, which leaves of a state got a gradient, bit by bit."""
-        used = self.reducer.states[number].pop_used()
-        return used if self.form.uses else progress.ALL
-
-    def _take_served(self) -> None:
-        """Add what other ranks reduced while this one served them: it is every rank's gradient."""
-        for number in range(len(self.states)):
-            self.put(number, self._with_served(number))
+        return self.reducer.states[number].pop_used() if self.form.uses else progress.ALL
 
     def _with_served(self, number: int) -> TrainState:
         if not (means := self.reducer.states[number].pop_means()):
             return self.states[number]
-        state = self.calls.reduced(number, self.states[number])
+        state = self.states[number]
+        for part in self.parts.values():
+            state = part.reduced(number, state)
         flats = filled(state, means, state.setup.gradients)
         return add_means(state, part_of_update(state, flats, reduced=True))
 
@@ -318,7 +365,8 @@ class Pass:
 
     def fail(self, error: BaseException) -> None:
         """The pass raised: end it in step with the other ranks, and tell them if they must know."""
-        self.calls.drop()
+        for part in self.parts.values():
+            part.drop()
         with suppress(AxisError):  # the others know of it already
             astray = self.performer.knows(error)
             self.performer.send(Failed(self.form.number, astray=astray))
@@ -326,14 +374,14 @@ class Pass:
 
     def changed(self) -> None:
         """The parameters changed: take the new shards, free the stale gathered units."""
-        if self.gathers:
+        if self.units.gathers:
             self._hold_shards()
             self.gatherer.changed()
-            self.machine.line.changed()
+            self.client.changed()
 
     def window_ends(self) -> None:
         """A window ended: free the units that it kept."""
-        if self.gathers:
+        if self.units.gathers:
             self.performer.send(Unpin(self.form.number))
 
     # How.
@@ -343,16 +391,6 @@ class Pass:
         homes: list[Home] = [state.setup.offload.params for state in self.states]
         self.gatherer.hold_shards(shards, [state.device for state in self.states], homes)
 
-    def _on_served(self) -> Callable[[], None]:
-        """What takes the sums of passes that this rank has served. It holds no driver, either."""
-        held = weakref.ref(self)
-
-        def take_served() -> None:
-            if (one := held()) is not None:
-                one._take_served()
-
-        return take_served
-
     def _begin(self, phase: int, *, dropped: bool = False, said: str = "") -> Begin:
         """Return the event of a phase, with what must be equal on all ranks, and what is `said`.
 
@@ -361,9 +399,10 @@ class Pass:
         """
         form, owner = self.form, self.states[self.owner]
         index = owner.progress.backwards
-        _ = self.machine.line.record  # raises after the model has left
-        if self.gathers:  # the states of another pass, beside which this one was, have other units
-            known = schedule.of_units(owner.schedule, self.machine.units.numels)
+        _ = self.client.record  # raises after the model has left
+        if self.units.gathers:
+            # The states of another pass, beside which this one was, have other units.
+            known = schedule.of_units(owner.schedule, self.units.numels)
             if known is not owner.schedule:
                 self.put(self.owner, owner.replace(schedule=known))
             program = schedule.expected(known, index, phase)
@@ -396,9 +435,9 @@ class Pass:
 
     def _after_pass(self) -> None:
         """Put learned programs into the schedule, and gathered units that stay into the window."""
-        if not self.gathers:
+        if not self.units.gathers:
             return
-        record, owner = self.machine.line.record, self.states[self.owner]
+        record, owner = self.client.record, self.states[self.owner]
         known = owner.schedule
         for (index, phase), program in record.course.learned.items():
             known = schedule.with_program(known, index, phase, program)
@@ -410,6 +449,39 @@ class Pass:
                 state = self.states[number]
                 kept = replace(state.window, gathered=gathered)
                 self.put(number, state.replace(window=kept))
+
+
+def _plan_of(
+    states: Sequence[TrainState], performer: Performer
+) -> tuple[int, UnitTable, ReductionPlan, Units]:
+    """What never changes of the passes of some states; that of one state is kept with its setup.
+
+    The first is the state whose schedule has the programs of the pass.
+    """
+    setups = [state.setup for state in states]
+    kept = setups[0].recipes if len(setups) == 1 else {}
+    key = _plan_of, performer.channel.data, is_abstract()
+    found = kept.get(key)
+    if found is None:
+        lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
+        differ = [i for i in lazy if setups[i].layout.trainable]  # others may be read elsewhere
+        owner = [*differ, *lazy, 0][0]
+        alone = performer.axis.runtime is Runtime.LOCAL
+        axes = [setup.axis if alone else performer.over(setup.axis) for setup in setups]
+        table = UnitTable([setup.layout for setup in setups], axes)
+        reductions = ReductionPlan(setups, axes)
+        waits = waits_in_step(reductions)
+        gathering = setups[owner].gathering
+        units = Units(
+            numels=table.numels,
+            persistent=gathering.persistent,
+            rounds=table.rounds,
+            bounded=frozenset(n for n, one in enumerate(reductions.bounded) if one or waits),
+            limits=gathering.limits,
+            gathers=bool(lazy),
+        )
+        found = kept[key] = owner, table, reductions, units
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -433,20 +505,13 @@ class PassForm:
     carries: bool = False
 
 
-def functional_of(
-    states: Sequence[TrainState], name: str
-) -> Callable[[Performer | None], PassForm]:
-    """Return what gives the form of a gradient call on the ranks of a performer; None on one rank.
+def functional_of(states: Sequence[TrainState], name: str) -> PassForm:
+    """Return the form of a gradient call.
 
     Where ranks carry several logical ranks of these states, some make more passes than others.
     """
     served = any(one.setup.carries_several for one in states)
-
-    def functional(performer: Performer | None) -> PassForm:
-        number = FUNCTIONAL if performer is None else performer.nested(FUNCTIONAL)
-        return PassForm(name=name, number=number, carries=True, served=served)
-
-    return functional
+    return PassForm(name=name, number=FUNCTIONAL, carries=True, served=served)
 
 
 def of_engine(number: int) -> PassForm:
@@ -469,12 +534,10 @@ def kept_beyond(path: str) -> PhaseError:
 # What all ranks say before they go on together with some states: one round, for both drivers.
 #
 #     as text      the call, and what must be equal: stage, options, and the facts of transforms;
-# for
-#                  an update also which one it is, the optimizer and its rates. Ranks that differ
-# all
-#                  raise
-#     as numbers   what each rank holds of gradients, and the flags of transforms, which may differ:
-#                  all ranks go on with what is true of any of them
+#                  for an update also which one it is, the optimizer and its rates. Ranks that
+#                  differ all raise
+#     as numbers   what each rank holds of gradients, and the flags of transforms, which may
+#                  differ: all ranks go on with what is true of any of them
 #
 # Whether something is reduced or updated is decided by `Agreed`, never by what one rank holds. What
 # an update comes to depend on belongs into `_facts` or `_numbers`; what a transform says into the
@@ -534,22 +597,28 @@ def agree(
         MismatchError: on every rank, if they differ. Nothing was changed.
     """
     here = now or (lambda: states)
+    by_axis: dict[Axis | None, list[int]] = {}  # those that share ranks; None: nobody is asked
+    for i, state in enumerate(states):
+        axis = state.setup.axis
+        alone = axis.runtime is Runtime.LOCAL or needs_func(state.params.flats)
+        by_axis.setdefault(None if alone else axis, []).append(i)
     found: dict[int, Agreed] = {}
-    for performer, chosen in _by_ranks(states):
+    width = 1 + uses
+    for axis, chosen in by_axis.items():
+        performer = None if axis is None else performer_of(axis)
         lines = [name]
-        for i in chosen:
+        for i in chosen if performer is not None else ():
             lines += _facts(states[i], updates=updates, counts=now is None)
-        text, width = "\n".join(lines), 1 + uses
         for begin in range(0, len(chosen), CODES // width):
             some = chosen[begin : begin + CODES // width]
             numbers = partial(_numbers, here, some, uses=uses, written=written)
-            said = performer.call_with(text, numbers)
+            if performer is None:
+                said: Sequence[Row] = [tuple(numbers())]
+            else:
+                said = performer.call_with("\n".join(lines), numbers)
             for k, i in enumerate(some):
-                found[i] = _together(here()[i], said, slice(width * k, width * (k + 1)), performer)
-    for i in range(len(states)):
-        if i not in found:
-            own = tuple(_numbers(here, [i], uses=uses, written=written))
-            found[i] = _together(here()[i], [own], slice(None), None)
+                rows = [row[width * k : width * (k + 1)] for row in said]
+                found[i] = _together(here()[i], rows, performer)
     return [found[i] for i in range(len(states))]
 
 
@@ -616,31 +685,24 @@ def refused(
 
 
 @contextmanager
-def raises_together(axis: Axis) -> Iterator[None]:
-    """Tell the other ranks, which go on to a round, of an error that only this one may have."""
+def raises_together(axis: Axis | None) -> Iterator[None]:
+    """Tell the other ranks, which go on to a round, of an error that they do not know of.
+
+    axis: None where nobody is to be told.
+    """
+    performer = None if axis is None else performer_of(axis)
+    before = performer and performer.protocol.posted
     try:
         yield
-    except Exception:
-        performer = performer_of(axis)
+    except BaseException:
         if performer is not None:
-            performer.fail()
+            now = performer.protocol
+            if not now.known or now.posted is before:  # what is known is an earlier error
+                performer.fail()
         raise
 
 
 # What is said.
-
-
-def _by_ranks(states: Sequence[TrainState]) -> Iterator[tuple[Performer, list[int]]]:
-    """Yield the performer of each set of ranks that are asked, and which states they share."""
-    by_axis: dict[Axis, list[int]] = {}
-    for i, state in enumerate(states):
-        axis = state.setup.axis
-        if axis.runtime is not Runtime.LOCAL and not needs_func(state.params.flats):
-            by_axis.setdefault(axis, []).append(i)
-    for axis, chosen in by_axis.items():
-        performer = performer_of(axis)
-        assert performer is not None
-        yield performer, chosen
 
 
 def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
@@ -655,7 +717,9 @@ def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
         lines.append(f"{state.progress.reductions} reductions since the update")
     lines += facts(state, "update" if updates else "call")
     if updates:
-        lines += [f"update {int(state.step)}"] if _is_on_host(state.step) else []
+        step = state.step
+        on_host = step.device.type == "cpu" and not lacks_value(step)
+        lines += [f"update {int(step)}"] if on_host else []
         lines += state.setup.optimizer.describe((), state.step)
     return lines
 
@@ -663,10 +727,6 @@ def _facts(state: TrainState, *, updates: bool, counts: bool) -> list[str]:
 @lru_cache(maxsize=64)
 def _options(policy: Policy) -> tuple[str, ...]:
     return tuple(policy.options)
-
-
-def _is_on_host(x: Tensor) -> bool:
-    return x.device.type == "cpu" and not lacks_value(x)
 
 
 def _numbers(
@@ -706,20 +766,22 @@ def _digest(bits: int) -> int:
 # What it means.
 
 
-def _together(
-    state: TrainState, said: Sequence[Row], of_state: slice, performer: Performer | None
-) -> Agreed:
-    """Return what is true on all ranks, from what each has said of a state in a part of its row.
+def _together(state: TrainState, said: Sequence[Row], performer: Performer | None) -> Agreed:
+    """Return what is true on all ranks, from what each has said of a state.
 
     Ranks that say the same are one here, so that this work does not grow with their number.
     """
-    rows = {row[of_state] for row in frozenset(said)}
+    rows = frozenset(said)
     flags = [row[0] for row in rows]
     if len({flag & _REDUCED for flag in flags}) > 1:
-        raise _dropped_by_some([bool(row[of_state][0] & _REDUCED) for row in said])
-    for bit, _, one in _FLAGS:
-        if one.unlike is not None and all(_who(flags, bit)):
-            have, lack = _who([row[of_state][0] for row in said], bit)
+        held = [bool(row[0] & _REDUCED) for row in said]
+        raise _dropped_by_some(held.index(True), held.index(False))
+    for bit, _, one in _FLAGS if len(rows) > 1 else ():
+        # A rank that has made no backward, and has served others, has reduced theirs as its own.
+        have = [r for r, (flag, *_) in enumerate(said) if flag & bit]
+        some = _REDUCED | -_BACKWARDS  # what says that a rank holds gradients
+        lack = [r for r, (flag, *_) in enumerate(said) if flag & some and not flag & bit]
+        if one.unlike is not None and have and lack:
             raise one.unlike(have[0], lack[0])
     return Agreed(
         waits=any(flag & _WAITS for flag in flags),
@@ -735,37 +797,17 @@ def _unused_by_all(
     state: TrainState, digests: Sequence[int], performer: Performer | None
 ) -> tuple[int, ...]:
     """The leaves that no rank has used. An exchange if ranks have left out other ones."""
-    if not all(digests) or not digests:
+    if not digests or not all(digests):
         return ()
     bits = _unused(state)
     if len(set(digests)) > 1:
         assert performer is not None
         for others in performer.tell(bits):
             bits &= others
-    return _indices(bits)
+    return from_bits(bits)
 
 
-@lru_cache(maxsize=64)
-def _indices(bits: int) -> tuple[int, ...]:
-    return from_bits(bits) if bits else ()
-
-
-def _who(ranks: Sequence[int], bit: int) -> tuple[list[int], list[int]]:
-    """Return which ranks say so of their gradients, and which hold some and do not.
-
-    One that has made no backward, and has served those of others, has reduced them as its own.
-    """
-    have = [rank for rank, flags in enumerate(ranks) if flags & bit]
-    lack = [rank for rank, flags in enumerate(ranks) if not flags & bit and _holds(flags)]
-    return have, lack
-
-
-def _holds(flags: int) -> bool:
-    return flags >= _BACKWARDS or bool(flags & _REDUCED)
-
-
-def _dropped_by_some(held: Sequence[bool]) -> MismatchError:
-    have, lack = held.index(True), held.index(False)
+def _dropped_by_some(have: int, lack: int) -> MismatchError:
     return MismatchError(
         f"rank {have} holds reduced gradients, and rank {lack} holds none.",
         cause="gradients that were thrown away on some ranks only: zero_grad() of the module or "

@@ -21,7 +21,7 @@ from fzero.state.train_state import require_state
 from fzero.transforms.backward_pass import agree, reduce_agreed, require_held
 from fzero.transforms.donation import check_alive, without_donation
 from fzero.transforms.grad import require_learner
-from fzero.transforms.leaf_slices import Prepared, clipped_to
+from fzero.transforms.leaf_slices import Prepared, clip_factor
 from fzero.transforms.loss_scale import without_scale
 from fzero.transforms.models import flatten_states, under_policy
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
@@ -74,17 +74,17 @@ def norm_of(state: TrainState, flats: Iterable[Tensor], placement: Placement) ->
     setup, device = state.setup, state.device
     if setup.layout.options.block > 1 and setup.layout.trainable:
         return square_sum(setup, (to_device(flat, device) for flat in flats), placement).sqrt()
-    squares = [_square_sum(to_device(flat, device)) for flat in flats if flat.numel()]
+    squares: list[Tensor] = []
+    for flat in flats:
+        if flat.numel():
+            wide = torch.promote_types(flat.dtype, torch.float32)
+            norm = torch.linalg.vector_norm(to_device(flat, device), dtype=wide)
+            squares.append(norm.square())
     nothing = torch.zeros((), dtype=torch.float32, device=device)
     total = torch.stack(squares).sum() if squares else nothing
     axis = setup.over(placement)  # replicas have the same elements, which count once
     total = reduce_many([total], axis, ordered=setup.reduction.ordered)[0]
     return over_places(setup, total).sqrt()
-
-
-def _square_sum(flat: Tensor) -> Tensor:
-    wide = torch.promote_types(flat.dtype, torch.float32)
-    return torch.linalg.vector_norm(flat, dtype=wide).square()
 
 
 @overload
@@ -178,19 +178,14 @@ def _clips(one: Builtin, running: Running, ready: Prepared) -> Prepared:
     state, bounds = running.old, dict(one.options)
     if (most := bounds.get("max_value")) is not None:
         require_ordered("clip: max_value", state.setup.layout.leaves)
-        ready = _bounded(state, ready, most / ready.rest)
+        held, bound = ready.gradients, most / ready.rest
+        flats = tuple(to_device(flat, state.device).clamp(-bound, bound) for flat in held.flats)
+        made = Buffers(flats=flats, placement=held.placement)  # in new memory
+        ready = ready._replace(gradients=made, is_shared=False)
     if (most := bounds.get("max_norm")) is not None:
         norm = norm_of(state, ready.gradients.flats, ready.gradients.placement) * ready.rest
-        ready = clipped_to(ready, norm, most)
+        ready = ready._replace(norm=norm, rest=ready.rest * clip_factor(norm, most))
     return ready
-
-
-def _bounded(state: TrainState, ready: Prepared, bound: Any) -> Prepared:
-    """max(-bound, min(g, bound)), in new memory."""
-    held = ready.gradients
-    flats = tuple(to_device(flat, state.device).clamp(-bound, bound) for flat in held.flats)
-    made = Buffers(flats=flats, placement=held.placement)
-    return ready._replace(gradients=made, is_shared=False)
 
 
 def _with_clip(own: Builtin, others: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -87,8 +87,8 @@ class ClosureWatch(TorchFunctionMode):
 # Leaves that a state was made of: a loss that closes over one would lose its gradient.
 #
 # `functionalize` and `init` leave a hook on each such leaf that requires grad. It does nothing but
-# in
-# the backward of a functional loss, where it raises: elsewhere the module may be trained as ever.
+# in the backward of a functional loss, where it raises: elsewhere the module may be trained as
+# ever.
 
 _current_graph_task_id: Any = torch._C._current_graph_task_id
 

@@ -7,12 +7,12 @@ from typing import Any, overload
 
 from fzero.errors import PhaseError
 from fzero.errors.check import called_as
-from fzero.machine.compress import require_codec
+from fzero.machine.compress import Lent, require_codec, with_memories
 from fzero.machine.powersgd import powersgd
 from fzero.state import TrainState
 from fzero.state.codec import Codec, Compress, Over, cast
 from fzero.state.points import Builtin, Excludes
-from fzero.transforms.accumulate_grad import NOT_DIFFERENTIABLE, lend_residuals, with_lost
+from fzero.transforms.accumulate_grad import NOT_DIFFERENTIABLE
 from fzero.transforms.models import flatten_states
 from fzero.transforms.pipeline import P, R, Step, Transform, transform
 from fzero.transforms.points import CallPart
@@ -136,16 +136,16 @@ class _Encoding(CallPart):
 
     def __init__(self, states: Sequence[TrainState], reducer: Any) -> None:
         self._reducer = reducer
-        lend_residuals(reducer, states)
+        for number in range(len(states)):  # the residuals of the states, as they are then
+            if (encoder := reducer.encoder(number)) is not None:
+                encoder.remembers_by(
+                    lambda n=number: Lent(states[n], states[n].setup.gradient_share)
+                )
 
     def reduced(self, number: int, state: TrainState) -> TrainState:
         """Return the state with what reductions have lost."""
-        return with_lost(state, self._reducer.encoder(number))
-
-
-def _encodings(states: Sequence[TrainState], reducer: Any) -> _Encoding | None:
-    """Return what encoding does; None under torch.func, where none can be."""
-    return None if reducer is None else _Encoding(states, reducer)
+        encoder = self._reducer.encoder(number)
+        return state if encoder is None else with_memories(state, encoder.changed())
 
 
 def _two_wires(options: Any) -> str:
@@ -238,7 +238,8 @@ _EXCLUDES = (
 COMPRESS = Builtin(
     name="compress",
     acts=lambda state: state.setup.encodes_gradients,
-    calls=_encodings,
+    # Under torch.func, without a reducer, nothing can be encoded.
+    calls=lambda states, reducer: None if reducer is None else _Encoding(states, reducer),
     excludes=_EXCLUDES,
 )
 """Codecs of gradients, at the points of a step."""

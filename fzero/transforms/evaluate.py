@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import EVALUATION, Performer
+from fzero.collectives import EVALUATION
 from fzero.context.modes import computed_in, for_training, needs_func
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
@@ -191,10 +191,5 @@ def _passes_of(
     read = [
         one.replace(schedule=known.get(i, one.schedule)) for i, one in zip(lazy, read, strict=True)
     ]
-
-    def form(performer: Performer | None) -> PassForm:
-        # A number that all ranks know, whatever they have evaluated before.
-        number = EVALUATION if performer is None else performer.nested(EVALUATION)
-        return PassForm(name=name, number=number, exact=exact)
-
-    return passes_of(read, form)
+    # A number that all ranks know, whatever they have evaluated before.
+    return passes_of(read, PassForm(name=name, number=EVALUATION, exact=exact))

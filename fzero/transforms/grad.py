@@ -6,7 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Concatenate, overload
 
 import optree
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import connecting, connecting_calls, performer_of, shared, tied_to
-from fzero.context.current_rank import read_elsewhere
 from fzero.context.modes import (
     computed_in,
     explains_inference,
@@ -26,10 +25,10 @@ from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.errors.check import called_as, refuse_model
 from fzero.machine.partition import assemble
 from fzero.machine.placeholder import MADE_FRAMES, without_dynamo
-from fzero.ranks.mesh import Carried, MetInLoss, Runs, carried_here, running_on
+from fzero.ranks.mesh import MetInLoss, running_on
 from fzero.state import NAMESPACE, Buffers, Layout, TrainState
 from fzero.state.progress import CLOSED
-from fzero.state.train_state import Weight, weighed, with_weight
+from fzero.state.train_state import GivenCall, Weight, weighed, with_weight
 from fzero.transforms.accumulate import InAxes
 from fzero.transforms.autograd import (
     WROTE,
@@ -42,7 +41,13 @@ from fzero.transforms.autograd import (
     loss_and_aux,
     versions_of,
 )
-from fzero.transforms.backward_pass import Pass, functional_of, leaves_in_pass, passes_of
+from fzero.transforms.backward_pass import (
+    Pass,
+    functional_of,
+    leaves_in_pass,
+    passes_of,
+    raises_together,
+)
 from fzero.transforms.closure import backward_of
 from fzero.transforms.donation import check_alive, returned
 from fzero.transforms.logical_rank import require_own_backward
@@ -52,7 +57,6 @@ from fzero.transforms.logical_ranks import (
     call_logical_ranks,
     each_call,
     setup_of,
-    told_of_errors,
 )
 from fzero.transforms.models import (
     ParamsT,
@@ -63,95 +67,7 @@ from fzero.transforms.models import (
     is_state,
 )
 from fzero.transforms.pipeline import P, R
-from fzero.transforms.points import loss_learned
-from fzero.transforms.recipe import begun, called, factors_of
-
-# States that a loss only reads: nothing of them is differentiated, reduced or counted.
-
-
-def learning(wrt: Any, tree: Any, states: Sequence[TrainState]) -> list[bool]:
-    """Whether each of `states`, which are those of `tree`, is differentiated by.
-
-    wrt: None for all; a key of the tree, or several; or a pytree of bools in its structure.
-    Raises `LayoutError` for what names no state.
-    """
-    if wrt is None:
-        return [True] * len(states)
-    paths = optree.tree_paths(tree, is_leaf=is_state, namespace=NAMESPACE)
-    keys = [path[0] if path else None for path in paths]
-    if isinstance(wrt, dict) or _has_flags(wrt):
-        return _flags(wrt, tree)
-    wanted = list(wrt) if isinstance(wrt, list | tuple | set | frozenset) else [wrt]
-    unknown = [key for key in wanted if key not in keys]
-    if unknown or not wanted or is_state(tree):
-        raise _misfit(f"wrt={wrt!r} of {'one state' if is_state(tree) else f'states at {keys}'}")
-    return [key in wanted for key in keys]
-
-
-def _has_flags(wrt: Any) -> bool:
-    return isinstance(wrt, list | tuple) and bool(wrt) and all(isinstance(x, bool) for x in wrt)
-
-
-def _flags(wrt: Any, tree: Any) -> list[bool]:
-    spec = optree.tree_structure(tree, is_leaf=is_state, namespace=NAMESPACE)
-    try:
-        prefix: Any = optree.tree_broadcast_prefix(wrt, tree, is_leaf=is_state, namespace=NAMESPACE)
-        flags: Any = spec.flatten_up_to(prefix)
-    except ValueError as error:
-        raise _misfit(f"wrt={wrt!r} does not fit the states: {error!s:.200}") from None
-    if not all(isinstance(x, bool) for x in flags) or not any(flags):
-        raise _misfit(f"wrt={wrt!r} names no state, or is no pytree of bools")
-    return flags
-
-
-def _misfit(seen: str) -> LayoutError:
-    return LayoutError(
-        f"grad_and_reduce: {seen}.",
-        cause="a key that the pytree of states does not have, or the name of a parameter.",
-        fix='give a key of the states, wrt="d", several, or bools in their structure.',
-    )
-
-
-def require_learner(states: Sequence[TrainState], name: str) -> None:
-    """Raise `LayoutError` if no leaf of any of the states learns: there is no gradient then."""
-    if not any(state.setup.layout.trainable for state in states):
-        raise learns_nothing(name)
-
-
-def learns_nothing(name: str) -> LayoutError:
-    """Return the error of a call about gradients of states all of whose leaves are frozen."""
-    return LayoutError(
-        f"{name}: no leaf of the state learns, so it has no gradients.",
-        cause="a state that was made with fzero.optim.no_optimizer() is only read; or every leaf "
-        "is frozen (trainable=, requires_grad=False, wrt=).",
-        fix="to read it use fzero.evaluate(fn, state)(x), or one loss of a pytree of states, of "
-        "which others learn. For gradients of a model that is never updated (SAM, "
-        "meta-gradients) make it with fzero.optim.sgd(0.0), which keeps no moments.",
-    )
-
-
-def as_read(state: TrainState) -> TrainState:
-    """Return a state whose parameters are those of this one, and all frozen, for one pass."""
-    setup = replace(state.setup, layout=_frozen(state.setup.layout))
-    waits = replace(CLOSED, gathered=state.window.gathered, is_open=state.window.is_open)
-    # What is recorded of the pass is apart from that of passes that differentiate by this state.
-    counted = replace(state.progress, backwards=state.progress.backwards + 1)
-    return state.replace(setup=setup, gradients=Buffers(), window=waits, slots={}, progress=counted)
-
-
-def after_reading(state: TrainState, read: TrainState) -> TrainState:
-    """Return the state that was read as it is after that: only its schedule may be another one."""
-    gathered = replace(state.window, gathered=read.window.gathered)
-    return state.replace(schedule=read.schedule, window=gathered)
-
-
-@lru_cache(maxsize=64)
-def _frozen(layout: Layout) -> Layout:
-    return replace(
-        layout,
-        leaves=tuple(replace(leaf, trainable=False) for leaf in layout.leaves),
-        groups=tuple(replace(group, trainable=False) for group in layout.groups),
-    )
+from fzero.transforms.recipe import begun, called, factors_of, loss_learned, recipe_of
 
 
 @overload
@@ -252,46 +168,56 @@ def grad_and_reduce(
     refuse_model("grad_and_reduce", fn)
     loss: Any = fn
     states, treespec = flatten_states("grad_and_reduce", state)
-    learns = learning(wrt, state, states)
+    learns = [True] * len(states) if wrt is None else learning(wrt, state, states)
     name = call_of_states("grad_and_reduce", treespec, learns)
     over = axes_of_loss(states, [one.setup.axis for one in states])
     setup = next(one.setup for one, by in zip(states, learns, strict=True) if by)
-    if any(one.setup.logical is not None for one in states):
+    is_logical = any(one.setup.logical is not None for one in states)
+    if is_logical:
         setup = setup_of([one for one, by in zip(states, learns, strict=True) if by])
-        with told_of_errors(setup):
+    if is_logical or sizes is not None or in_axes != 0:
+        with raises_together(setup.axis if is_logical else None):
             given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
     else:
-        given = call_given("grad_and_reduce", setup, weight, in_axes, sizes)
+        given: Any = GivenCall("grad_and_reduce", weight)  # type: ignore[arg-type]
+
+    def differentiate(
+        states: Sequence[TrainState], args: Any, kwargs: Any, weight: Weight | None
+    ) -> tuple[list[TrainState], Result]:
+        def loss_of(params: list[Any]) -> Any:
+            with computed_in(states[0].setup.policy.autocast, states[0].device):
+                return loss(optree.tree_unflatten(treespec, params), *args, **kwargs)
+
+        call = GradientCall(loss_of, has_aux=has_aux, weight=weight, name=name)
+        flats = [flat for one in states for flat in one.params.flats]
+        arguments: Any = args, kwargs
+        leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
+        if needs_func(flats) or wants_graph([*flats, *leaves, weight]):
+            return grad_by_func(call, states)
+        return _by_autograd(call, states)
 
     @without_dynamo
     @functools.wraps(fn, updated=())
     def differentiated(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        def call_of(args: Any, kwargs: Any, weight: Weight | None) -> GradientCall:
-            def loss_of(params: list[Any]) -> Any:
-                with computed_in(states[0].setup.policy.autocast, states[0].device):
-                    return loss(optree.tree_unflatten(treespec, params), *args, **kwargs)
-
-            return GradientCall(loss_of, has_aux=has_aux, weight=weight, name=name)
-
         require_autograd("grad_and_reduce")
         for one in states:
             check_alive(one)
+        pairs = [*zip(states, learns, strict=True)]
         with running_on(*over), explains_inference((args, kwargs)):
-            pairs = [*zip(states, learns, strict=True)]
             known = [called(begun(one), given) if by else as_read(one) for one, by in pairs]
             if setup.logical is None:
-                call = call_of(args, kwargs, given.weight)
-                new, result = _differentiate(call, known, (args, kwargs))
+                new, result = differentiate(known, args, kwargs, given.weight)
             else:
-                with told_of_errors(setup):
+                with raises_together(setup.axis):
                     require_own_backward(known, (args, kwargs, weight))
                     how = weight, in_axes, sizes
                     each = each_call("grad_and_reduce", fn, setup, (args, kwargs), *how)
 
-                def one_call(place: int, states: Sequence[TrainState]) -> Any:
-                    return _differentiate(call_of(*each[place]), states, each[place][:2])
+                def of_logical_rank(place: int, states: Sequence[TrainState]) -> Any:
+                    return differentiate(states, *each[place])
 
-                new, result = call_logical_ranks(one_call, known, learns, [by for *_, by in each])
+                by_rank = [by for *_, by in each]
+                new, result = call_logical_ranks(of_logical_rank, known, learns, by_rank)
         new = [
             made if by else after_reading(one, made)
             for (one, by), made in zip(pairs, new, strict=True)
@@ -301,16 +227,6 @@ def grad_and_reduce(
         return optree.tree_unflatten(treespec, new), value
 
     return differentiated
-
-
-def _differentiate(
-    call: GradientCall, states: Sequence[TrainState], arguments: Any
-) -> tuple[list[TrainState], Result]:
-    tensors = [flat for state in states for flat in state.params.flats]
-    given = [*optree.tree_leaves(arguments, namespace=NAMESPACE), call.weight]
-    if needs_func(tensors) or wants_graph([*tensors, *given]):
-        return grad_by_func(call, states)
-    return _by_autograd(call, states)
 
 
 # Ordinary autograd: gathers and reductions run beside it.
@@ -324,7 +240,8 @@ def _by_autograd(
     passes, places = passes_of(states, functional_of(states, call.name))
     flats = [x for state in states for x in state.window.gathered or state.params.flats]
     versions = versions_of(flats)
-    in_forward, before = True, connecting_calls()
+    in_forward, tokens = True, list[Tensor]()
+    before = 0 if call.weight is None else connecting_calls()
     try:
         for one in passes:
             one.begin_forward()
@@ -333,25 +250,33 @@ def _by_autograd(
             params = [params for params, _ in made]
             with explains_writes(params), connecting() as calls:
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
-                learned = loss_learned([one for one in states if one.setup.layout.trainable], loss)
+                learned = loss_learned(states, loss)
         in_forward = False
-        how = weighed(loss, call.weight, connected=connecting_calls() > before)
+        how = None
+        if call.weight is not None:
+            how = weighed(loss, call.weight, connected=connecting_calls() > before)
         for one in passes:
-            one.calls.loss(loss, call.weight)
+            for part in one.parts.values():
+                part.loss(loss, call.weight)
             one.end_forward()
-        with torch.enable_grad():  # other ranks may wait for what is left of the forward's plan
-            tokens = shared([learned], calls.tokens).ties
+        if calls.tokens:
+            with torch.enable_grad():  # other ranks may wait for what is left of the forward's plan
+                tokens = shared([learned], calls.tokens).ties
+                learned = tied_to(learned, tokens) if tokens else learned
         for one in passes:
             one.begin_backward(weighed=how)
         by, rest = factors_of(states)
-        by = with_weight(by, how)
+        by = by if how is None else with_weight(by, how)
         for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
-            _listen(leaves, passes[number], position, factor)
+            for index, leaf in leaves.items():
+                leaf.grad = None  # what a backward inside of the loss has left
+                if factor is not None:
+                    leaf.register_hook(partial(_times, factor))
+                leaf.register_post_accumulate_grad_hook(passes[number].hook(position, index))
         if versions_of(flats) != versions:
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
-        root = tied_to(learned, tokens) if tokens else learned
-        _backward(root, by, passes, learning=learning and not tokens)
+        _backward(learned, by, passes, learning=learning and not tokens)
         aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
         # A view of a state's buffer is copied: that may be donated.
         value, aux = copy_views((detached(loss), aux), states)
@@ -370,6 +295,10 @@ def _by_autograd(
         for one in passes:
             one.close()
     return [new[number][position] for number, position in places], result
+
+
+def _times(factor: Tensor, gradient: Tensor) -> Tensor:
+    return gradient * factor.to(gradient.dtype)
 
 
 def _end_forward_of(met: MetInLoss, passes: Sequence[Pass], *, in_forward: bool) -> None:
@@ -421,41 +350,16 @@ def _require_one_gathers(states: Sequence[TrainState]) -> None:
 
 def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
     """The pytree of one state for the loss, and by index its leaves to differentiate by."""
-    layout, by_leaf = one.states[number].setup.layout, leaves_in_pass(one, number)
+    state = one.states[number]
+    layout, by_leaf = state.setup.layout, leaves_in_pass(one, number)
     learning = {
         index: by_leaf[index].requires_grad_()
         for index, leaf in enumerate(layout.leaves)
         if leaf.trainable
     }
-    if (carried := carried_here()) is not None and carried.runs is Runs.TOGETHER:
-        for index, leaf in learning.items():
-            leaf.register_hook(_only_on(carried, layout.leaves[index].title))
+    for looks in recipe_of(state).leaves:
+        looks(state, learning)
     return assemble(layout, by_leaf), learning
-
-
-def _only_on(owner: Carried, path: str) -> Callable[[Tensor], None]:
-    """Return a hook that refuses a gradient of a leaf from another logical rank's loss."""
-
-    def look(_: Tensor) -> None:
-        here = carried_here()
-        if here is not None and here.rank != owner.rank:
-            raise read_elsewhere(path, f"logical rank {owner.rank}", f"logical rank {here.rank}")
-
-    return look
-
-
-def _listen(
-    leaves: dict[int, Tensor], one: Pass, number: int, factor: Tensor | None = None
-) -> None:
-    """Hand the gradients of leaves to the pass from now on, times `factor`.
-
-    Those that a backward inside of the loss has left on the leaves are dropped.
-    """
-    for index, leaf in leaves.items():
-        leaf.grad = None
-        if factor is not None:
-            leaf.register_hook(lambda g: g * factor.to(g.dtype))
-        leaf.register_post_accumulate_grad_hook(one.hook(number, index))
 
 
 _BY_NOTHING = explain(
@@ -469,3 +373,86 @@ _DETACHED = explain(
     cause="a loss that was detached, computed under no_grad, or made of numbers only.",
     fix="return the loss as the `params` that it is given made it; loss.detach() belongs outside.",
 )
+
+
+# States that a loss only reads: nothing of them is differentiated, reduced or counted.
+
+
+def learning(wrt: Any, tree: Any, states: Sequence[TrainState]) -> list[bool]:
+    """Whether each of `states`, which are those of `tree`, is differentiated by.
+
+    wrt: a key of the tree, or several; or a pytree of bools in its structure.
+    Raises `LayoutError` for what names no state.
+    """
+    paths = optree.tree_paths(tree, is_leaf=is_state, namespace=NAMESPACE)
+    keys = [path[0] if path else None for path in paths]
+    wanted = list(wrt) if isinstance(wrt, list | tuple | set | frozenset) else [wrt]
+    flags = isinstance(wrt, list | tuple) and wrt and all(isinstance(x, bool) for x in wrt)
+    if flags or isinstance(wrt, dict):
+        return _flags(wrt, tree)
+    unknown = [key for key in wanted if key not in keys]
+    if unknown or not wanted or is_state(tree):
+        raise _misfit(f"wrt={wrt!r} of {'one state' if is_state(tree) else f'states at {keys}'}")
+    return [key in wanted for key in keys]
+
+
+def _flags(wrt: Any, tree: Any) -> list[bool]:
+    spec = optree.tree_structure(tree, is_leaf=is_state, namespace=NAMESPACE)
+    try:
+        prefix: Any = optree.tree_broadcast_prefix(wrt, tree, is_leaf=is_state, namespace=NAMESPACE)
+        flags: Any = spec.flatten_up_to(prefix)
+    except ValueError as error:
+        raise _misfit(f"wrt={wrt!r} does not fit the states: {error!s:.200}") from None
+    if not all(isinstance(x, bool) for x in flags) or not any(flags):
+        raise _misfit(f"wrt={wrt!r} names no state, or is no pytree of bools")
+    return flags
+
+
+def _misfit(seen: str) -> LayoutError:
+    return LayoutError(
+        f"grad_and_reduce: {seen}.",
+        cause="a key that the pytree of states does not have, or the name of a parameter.",
+        fix='give a key of the states, wrt="d", several, or bools in their structure.',
+    )
+
+
+def require_learner(states: Sequence[TrainState], name: str) -> None:
+    """Raise `LayoutError` if no leaf of any of the states learns: there is no gradient then."""
+    if not any(state.setup.layout.trainable for state in states):
+        raise learns_nothing(name)
+
+
+def learns_nothing(name: str) -> LayoutError:
+    """Return the error of a call about gradients of states all of whose leaves are frozen."""
+    return LayoutError(
+        f"{name}: no leaf of the state learns, so it has no gradients.",
+        cause="a state that was made with fzero.optim.no_optimizer() is only read; or every leaf "
+        "is frozen (trainable=, requires_grad=False, wrt=).",
+        fix="to read it use fzero.evaluate(fn, state)(x), or one loss of a pytree of states, of "
+        "which others learn. For gradients of a model that is never updated (SAM, "
+        "meta-gradients) make it with fzero.optim.sgd(0.0), which keeps no moments.",
+    )
+
+
+def as_read(state: TrainState) -> TrainState:
+    """Return a state whose parameters are those of this one, and all frozen, for one pass."""
+    setup = replace(state.setup, layout=_frozen(state.setup.layout))
+    waits = replace(CLOSED, gathered=state.window.gathered, is_open=state.window.is_open)
+    # What is recorded of the pass is apart from that of passes that differentiate by this state.
+    counted = replace(state.progress, backwards=state.progress.backwards + 1)
+    return state.replace(setup=setup, gradients=Buffers(), window=waits, slots={}, progress=counted)
+
+
+def after_reading(state: TrainState, read: TrainState) -> TrainState:
+    """Return the state that was read as it is after that: only its schedule may be another one."""
+    gathered = replace(state.window, gathered=read.window.gathered)
+    return state.replace(schedule=read.schedule, window=gathered)
+
+
+@lru_cache(maxsize=64)
+def _frozen(layout: Layout) -> Layout:
+    return replace(
+        layout,
+        leaves=tuple(replace(leaf, trainable=False) for leaf in layout.leaves),
+        groups=tuple(replace(group, trainable=False) for group in layout.groups),
+    )

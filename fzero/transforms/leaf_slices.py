@@ -108,11 +108,6 @@ def left_to_rule(state: TrainState, ready: Prepared, scale: Tensor) -> Prepared:
     return ready._replace(grad_scale=scale)
 
 
-def clipped_to(ready: Prepared, norm: Tensor, max_norm: float) -> Prepared:
-    """g min(1, max_norm / |g|), which waits in `rest`."""
-    return ready._replace(norm=norm, rest=ready.rest * clip_factor(norm, max_norm))
-
-
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """min(1, max_norm / |g|): the factor that torch.nn.utils.clip_grad_norm_ uses."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

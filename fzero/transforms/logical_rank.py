@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import optree
+from torch import Tensor
 
+from fzero.context.current_rank import read_elsewhere
 from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import PhaseError
+from fzero.ranks.mesh import Runs, carried_here
 from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.state.codec import Compress, cast
 from fzero.state.points import Builtin, Excludes
@@ -135,7 +139,29 @@ _EXCLUDES = (
     _GRAPH,
 )
 
-CARRIED = Builtin(name="logical_ranks", excludes=_EXCLUDES)
+
+def _refuse_others(state: TrainState, leaves: dict[int, Tensor]) -> None:
+    """Let leaves refuse a gradient from the loss of another logical rank that runs beside."""
+    owner = carried_here()
+    if owner is None or owner.runs is not Runs.TOGETHER:
+        return
+
+    def look(index: int, _: Tensor) -> None:
+        here = carried_here()
+        if here is not None and here.rank != owner.rank:
+            path = state.setup.layout.leaves[index].title
+            raise read_elsewhere(path, f"logical rank {owner.rank}", f"logical rank {here.rank}")
+
+    for index, leaf in leaves.items():
+        leaf.register_hook(partial(look, index))
+
+
+CARRIED = Builtin(
+    name="logical_ranks",
+    acts=lambda state: state.setup.logical is not None,
+    leaves=_refuse_others,
+    excludes=_EXCLUDES,
+)
 """Logical ranks: what they exclude. They are a part of how gradients are summed."""
 
 

@@ -20,7 +20,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import fold_rows, gather_rows, performer_of, run_together
+from fzero.collectives import fold_rows, gather_rows, run_together
 from fzero.context.current_rank import has_no_values, is_abstract
 from fzero.context.rng import of_devices, seeded
 from fzero.errors import LayoutError, PhaseError
@@ -36,7 +36,7 @@ from fzero.state.train_state import GivenCall, Weight
 from fzero.transforms.accumulate import InAxes, check_axes, parts_of
 from fzero.transforms.accumulate_grad import add_means, mean_of_nodes, part_of_update, waiting
 from fzero.transforms.autograd import Result, with_full
-from fzero.transforms.backward_pass import agree, functional_of, passes_of
+from fzero.transforms.backward_pass import agree, functional_of, passes_of, raises_together
 from fzero.transforms.models import flatten_states
 from fzero.transforms.weights import by_some
 
@@ -229,24 +229,6 @@ def setup_of(states: Sequence[TrainState]) -> Setup:
     return states[0].setup
 
 
-@contextmanager
-def told_of_errors(setup: Setup) -> Iterator[None]:
-    """Tell the other ranks, which go on to a round, of an error that they do not know of.
-
-    Without logical ranks nothing is told: they know of it when this rank comes to a round, or ends.
-    """
-    performer = None if setup.logical is None else performer_of(setup.axis)
-    before = performer and performer.protocol.posted
-    try:
-        yield
-    except BaseException:
-        if performer is not None:
-            now = performer.protocol
-            if not now.known or now.posted is before:  # what is known is an earlier error
-                performer.fail()
-        raise
-
-
 def call_logical_ranks(
     call: Call,
     states: Sequence[TrainState],
@@ -288,12 +270,12 @@ class _LogicalCall:
     def made(self, weights: Sequence[Weight | None]) -> tuple[list[TrainState], Result]:
         """Return the states, and the result of all logical ranks."""
         if not self.setup.carries_several:
-            with told_of_errors(self.setup):
+            with raises_together(self.setup.axis):
                 new, result = self._of(0, self.states)
             if any(one.window.is_open for one in self.states):
                 self._come("in a window")
             return new, self._joined([result], weights)
-        with told_of_errors(self.setup):
+        with raises_together(self.setup.axis):
             try:
                 rows, results = self._in_turn()
             except MetInLoss:

@@ -15,19 +15,21 @@
 Numbers are the order. What is nearest to the numbers that are held is first: on the way in (a
 backward, `decides`) the last of the list acts first, and users' functions at `local` before all.
 On the way out (`units`, `updated`) the first acts first. Clipping, which is in its place among the
-transforms of users, acts at `reduced`, behind `units`.
+transforms of users, acts at `reduced`, behind `units`. AROUND and OWNERS act on the rule itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fzero.machine.offload import at_home
-from fzero.state import Setup, TrainState
+from fzero.machine.owners import owners_of
+from fzero.state import TrainState
 from fzero.state.points import At, Builtin
 from fzero.state.train_state import GivenCall
 from fzero.transforms.compress import COMPRESS
@@ -35,7 +37,15 @@ from fzero.transforms.local import LOCAL
 from fzero.transforms.logical_rank import CARRIED
 from fzero.transforms.loss_scale import SCALE
 from fzero.transforms.observe import OBSERVE
-from fzero.transforms.points import ByPath, renewed, transforms_of
+from fzero.transforms.points import (
+    ByPath,
+    CallPart,
+    at_loss,
+    reduced,
+    renewed,
+    step_in_transforms,
+    transforms_of,
+)
 from fzero.transforms.weights import AVERAGE, CHECK, WEIGHTS
 
 SLOTS = Builtin(
@@ -47,14 +57,40 @@ SLOTS = Builtin(
 
 USERS = Builtin(
     name="transforms",
-    acts=lambda state: bool(transforms_of(state.setup, "local")),
-    calls=lambda states, reducer: ByPath(states),
+    acts=lambda state: any(transforms_of(state.setup, at) for at in ("local", "loss")),
+    calls=lambda states, reducer: (
+        ByPath(states) if any(transforms_of(one.setup, "local") for one in states) else None
+    ),
+    loss=at_loss,
 )
-"""The functions of users at `local`: in a backward before all others."""
+"""The functions of users at `local`, in a backward before all others, and at `loss`."""
+
+AROUND = Builtin(
+    name="transforms around the rule",
+    acts=lambda state: any(transforms_of(state.setup, at) for at in ("update", "updated")),
+    around=step_in_transforms,
+)
+"""The functions of users at `update` and `updated`."""
+
+
+def _with_owners(state: TrainState, fulls: Sequence[Tensor]) -> dict[str, Any]:
+    owners = owners_of(state.setup)
+    if owners is None:
+        return {}
+    return {"owners": owners.at(fulls if state.setup.stage in (1, 2) else (), state.device)}
+
+
+OWNERS = Builtin(
+    name="owners",
+    acts=lambda state: state.setup.optimizer.by_owners,
+    rule=_with_owners,
+)
+"""The ranks that own whole matrices, for a rule that steps those."""
 
 OFFLOAD = Builtin(
     name="offload",
     acts=lambda state: state.setup.is_offloaded,
+    rule=lambda state, fulls: {"device": state.device},
     updated=lambda running, new: new if running.general else at_home(new),
 )
 """What lives elsewhere goes back there after an update, behind all others."""
@@ -70,56 +106,42 @@ BUILTINS = (
     AVERAGE,
     CARRIED,
     USERS,
+    AROUND,
+    OWNERS,
     OFFLOAD,
 )
 """All of them, from the inside out."""
 
 
-class Recipe(NamedTuple):
-    """What acts on a state at each point, in order: of a plain state nothing does.
+_AT = (
+    *("called", "gathered", "begins", "leaves", "loss", "factor", "forgets"),
+    *("decides", "units", "ready", "rule", "around", "updated"),
+)
 
-    It is made once for a setup and the names of the slots, for nothing else says what acts.
+
+def _recipe(state: TrainState) -> SimpleNamespace:
+    """Return what acts on a state at each point, in order: of a plain state nothing does.
+
+    It is made once for a setup and the names of the slots, for nothing else says what acts. `calls`
+    has the transforms that act in backwards; `facts` for each place lines of text, or functions of
+    the state that give them; all others have functions.
     """
-
-    calls: tuple[Builtin, ...]
-    called: tuple[Any, ...]
-    gathered: tuple[Any, ...]
-    begins: tuple[Any, ...]
-    factor: tuple[Any, ...]
-    forgets: tuple[Any, ...]
-    decides: tuple[Any, ...]
-    units: tuple[Any, ...]
-    ready: tuple[Any, ...]
-    updated: tuple[Any, ...]
-    facts: dict[At, list[Any]]  # lines of text, or a function of the state that gives them
-
-
-def _recipe(state: TrainState) -> Recipe:
     acts = [one for one in BUILTINS if one.acts is not None and one.acts(state)]
-
-    def at(point: str) -> tuple[Any, ...]:
-        return tuple(getattr(one, point) for one in acts if getattr(one, point) is not None)
-
+    made: dict[str, Any] = {
+        point: tuple(getattr(one, point) for one in acts if getattr(one, point) is not None)
+        for point in _AT
+    }
+    made["decides"] = made["decides"][::-1]
+    if made["units"] or transforms_of(state.setup, "reduced"):
+        made["units"] += (reduced,)
     some: list[tuple[Builtin, Any]] = [(x, x.facts) for x in BUILTINS if x.facts is not None]
     places: tuple[At, ...] = ("pass", "call", "update")
-    return Recipe(
-        calls=tuple(one for one in reversed(acts) if one.calls is not None),
-        called=at("called"),
-        gathered=at("gathered"),
-        begins=at("begins"),
-        factor=at("factor"),
-        forgets=at("forgets"),
-        decides=at("decides")[::-1],
-        units=at("units"),
-        ready=at("ready"),
-        updated=at("updated"),
-        facts={
-            where: [of if one in acts else of(state, where) for one, of in some] for where in places
-        },
-    )
+    facts = {at: [of if one in acts else of(state, at) for one, of in some] for at in places}
+    calls = tuple(one for one in acts if one.calls is not None)
+    return SimpleNamespace(**made, calls=calls, facts=facts)
 
 
-def recipe_of(state: TrainState) -> Recipe:
+def recipe_of(state: TrainState) -> SimpleNamespace:
     """Return what acts on a state."""
     known, names = state.setup.recipes, tuple(state.slots)
     found = known.get(names)
@@ -128,19 +150,21 @@ def recipe_of(state: TrainState) -> Recipe:
     return found
 
 
-def in_backwards(states: Sequence[TrainState]) -> Sequence[Builtin]:
-    """Return what acts in the backwards of some states, from the outside in."""
-    acts = {one.name for state in states for one in recipe_of(state).calls}
-    return [one for one in reversed(BUILTINS) if one.name in acts] if acts else ()
+def parts_in(
+    states: Sequence[TrainState], reducer: Any, before: Mapping[str, CallPart]
+) -> dict[str, CallPart]:
+    """Return what acts in the backwards of some states, from the outside in, by its name.
 
-
-def on_gathered(states: Sequence[TrainState], running: Callable[[], Any]) -> Any:
-    """Return what is shown each group that a pass of some states gathers; None if nobody looks.
-
-    running: the pass, or None if it is gone: from a placeholder no way may lead to a driver.
+    before: what acted in the last one, and goes on. reducer: its; None under torch.func.
     """
-    looks = [gathered for state in states for gathered in recipe_of(state).gathered]
-    return looks[0](states, running) if looks else None
+    acts = {one.name: one for state in states for one in recipe_of(state).calls}
+    parts: dict[str, CallPart] = {}
+    for one in reversed(BUILTINS) if acts else ():
+        if one.name in acts:
+            part = before.get(one.name) or acts[one.name].calls(states, reducer)
+            if part is not None:
+                parts[one.name] = part
+    return parts
 
 
 # Before a backward, and where ranks agree.
@@ -180,6 +204,15 @@ def facts(state: TrainState, at: At) -> list[str]:
     return lines
 
 
+def loss_learned(states: Sequence[TrainState], loss: Tensor) -> Tensor:
+    """Return the loss that is differentiated in the place of one of these states."""
+    for state in states:
+        if state.setup.layout.trainable:
+            for learned in recipe_of(state).loss:
+                loss = learned(state, loss)
+    return loss
+
+
 def factor_of(state: TrainState) -> Tensor | None:
     """Return what losses of a state, and so its gradients, are multiplied by: []; None for 1."""
     for factor in recipe_of(state).factor:
@@ -200,14 +233,13 @@ def factors_of(states: Sequence[TrainState]) -> tuple[Tensor | None, list[Tensor
     if by is not None:
         ones = [by.new_ones(()) if x is None else x for x in factors]
         factors = [None if x is by else x / by for x in ones]
-    return by, [_with_share(x, one.setup) for x, one in zip(factors, states, strict=True)]
-
-
-def _with_share(factor: Tensor | None, setup: Setup) -> Tensor | None:
-    if (share := setup.share_of_mesh) == 1.0:
-        return factor
-    one = torch.ones((), dtype=torch.float64) if factor is None else factor.double()
-    return one * share  # 1/3 in fp32 is not 1/3 of a gradient in fp64
+    for i, share in enumerate(one.setup.share_of_mesh for one in states):
+        if share != 1.0:  # in fp64, for 1/3 in fp32 is not 1/3 of a gradient in fp64
+            own = factors[i]
+            factors[i] = share * (
+                torch.ones((), dtype=torch.float64) if own is None else own.double()
+            )
+    return by, factors
 
 
 def times_factor(state: TrainState, flats: Sequence[Tensor]) -> Sequence[Tensor]:

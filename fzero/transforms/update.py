@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -11,137 +12,17 @@ import torch
 from torch import Tensor
 
 from fzero.collectives import about
-from fzero.machine.offload import to_device, write_back
-from fzero.machine.owners import owners_of
 from fzero.machine.packing import cut, gather_parts, gather_parts_in_place
-from fzero.optim.precision import work_tensors
 from fzero.optim.step_hooks import as_one_step, is_seen
-from fzero.state import NAMESPACE, Buffers, Setup, TrainState, buffers, progress
+from fzero.state import Buffers, TrainState, buffers, progress
 from fzero.state.points import Points
-from fzero.state.setup import MASTERS
 from fzero.state.slots import settled
-from fzero.transforms.backward_pass import Agreed, agree, reduce_agreed, refused, require_held
+from fzero.transforms.backward_pass import agree, reduce_agreed, refused, require_held
 from fzero.transforms.donation import check_alive, donates, returned, take_over, undo_take_over
 from fzero.transforms.leaf_slices import Prepared, fulls_of, given_back, is_general, pieces_of
 from fzero.transforms.models import S, call_of_states, flatten_states
-from fzero.transforms.points import (
-    Running,
-    keeps_before,
-    reduced,
-    stepped_by_path,
-    stepping,
-    transforms_of,
-    updated,
-)
+from fzero.transforms.points import Running, transforms_of
 from fzero.transforms.recipe import begun, recipe_of
-
-# The step of a rule on this rank's shards, with what transforms do around it and after it.
-
-
-def rule_options(
-    setup: Setup, fulls: Sequence[Tensor], device: torch.device, unused: Sequence[int]
-) -> dict[str, Any]:
-    """Return what a rule is told of where it runs."""
-    options: dict[str, Any] = {}
-    if setup.is_offloaded:
-        options["device"] = device
-    if unused:
-        options["unused"] = frozenset(setup.layout.leaves[i].path for i in unused)
-    if setup.layout.options.block > 1:
-        options["apart"] = True
-    if (owners := owners_of(setup)) is not None:
-        options["owners"] = owners.at(fulls if setup.stage in (1, 2) else (), device)
-    return options
-
-
-class Stepping:
-    """One step of the rule of a state, whose parameters and optimizer may be `owned`: written to.
-
-    Where transforms act around it or after it nothing is written before all of them have returned:
-    one that raises leaves the state as it was.
-
-    running: the update, whose state has the slots. shards: what a rank has of the flats that learn.
-    options: of the rule's `advance`.
-    """
-
-    def __init__(
-        self,
-        state: TrainState,
-        running: Running,
-        shards: Sequence[Tensor],
-        options: dict[str, Any],
-    ) -> None:
-        self._state, self._running = state, running
-        self._shards, self._optimizer = list(shards), state.optimizer
-        self._acts = any(transforms_of(state.setup, point) for point in ("update", "updated"))
-        self._writes = bool(options["owned"]) and self._acts
-        self._options = {**options, "owned": options["owned"] and not self._acts}
-
-    def made(self, gradients: Buffers) -> tuple[list[Tensor], Any]:
-        """Return this rank's shards after the step, and the rule's state."""
-        if not self._acts:
-            return self._advance(gradients)
-        running, state = self._running, self._state
-        before = self._shards, self._optimizer
-        running.put(running.state.replace(params=state.params, optimizer=state.optimizer))
-        if keeps_before(state.setup):
-            running.before = stepped_by_path(state)[1]
-
-        def rule(grads: Buffers) -> list[Tensor]:
-            self._shards, self._optimizer = self._advance(grads)
-            return self._work()
-
-        stepped = stepping(running, rule)(gradients)
-        self._put(updated(running, stepped))
-        made = self._shards, self._optimizer
-        return _written(before, made) if self._writes else made
-
-    def _advance(self, gradients: Buffers) -> tuple[list[Tensor], Any]:
-        rule, setup = self._state.setup.optimizer, self._state.setup
-        new, optimizer = rule.advance(
-            self._shards, gradients.flats, self._optimizer, pieces_of(setup), **self._options
-        )
-        return list(new), optimizer
-
-    def _work(self) -> list[Tensor]:
-        """Return what the rule has stepped: masters, where there are any."""
-        masters = self._state.setup.optimizer.slots(self._optimizer).get(MASTERS, ())
-        return work_tensors(self._shards, masters) if masters else list(self._shards)
-
-    def _put(self, new: Sequence[Tensor]) -> None:
-        """Let what transforms have made take the place of what was stepped, masters and shards."""
-        masters: dict[int, Tensor] = {}
-        for k, (now, after) in enumerate(zip(self._work(), new, strict=True)):
-            if after is now:
-                continue
-            shard = self._shards[k]
-            if now is not shard:
-                masters[id(now)] = to_device(after, now.device, now.dtype)
-            self._shards[k] = to_device(after, shard.device, shard.dtype)
-        if masters:
-            self._optimizer = optree.tree_map(
-                lambda x: masters.get(id(x), x), self._optimizer, namespace=NAMESPACE
-            )
-
-
-def _written(before: Any, after: Any) -> Any:
-    """Return `after` in the memory of `before`: of each tensor that has one there."""
-    old, old_spec = optree.tree_flatten(before, none_is_leaf=True, namespace=NAMESPACE)
-    new, spec = optree.tree_flatten(after, none_is_leaf=True, namespace=NAMESPACE)
-    if old_spec != spec:  # a rule that keeps more after its first step
-        (shards, _), (mine, optimizer) = before, after
-        return _written((shards, None), (mine, None))[0], optimizer
-    with torch.no_grad():
-        made = [_in_memory_of(x, y) for x, y in zip(old, new, strict=True)]
-    return optree.tree_unflatten(spec, made)
-
-
-def _in_memory_of(old: Any, new: Any) -> Any:
-    tensors = isinstance(old, Tensor) and isinstance(new, Tensor)
-    if not tensors or old is new or (old.shape, old.dtype) != (new.shape, new.dtype):
-        return new
-    write_back(old, new)
-    return old
 
 
 @torch._disable_dynamo
@@ -182,16 +63,15 @@ def apply_gradients(state: S) -> S:
     if error := refused(states, treespec, said):
         raise error
     rest = iter(said)
-    made = [_apply(one, rest) for one in states]
+    made: list[TrainState] = []
+    for one in states:
+        if one.setup.policy.defer_update:
+            made.append(one.replace(progress=progress.defer_update(one.progress)))
+        else:
+            made.append(update(reduce_agreed(one, next(rest)))[0])
     returned(made, name="apply_gradients", given=states)
     new: Any = optree.tree_unflatten(treespec, made)
     return new
-
-
-def _apply(state: TrainState, said: Iterator[Agreed]) -> TrainState:
-    if state.setup.policy.defer_update:
-        return state.replace(progress=progress.defer_update(state.progress))
-    return update(reduce_agreed(state, next(said)))[0]
 
 
 def update(
@@ -216,32 +96,18 @@ def update(
     The host reads no overflow if the rule looks for it itself, or if the update is differentiated
     or traced; else it reads one number.
     """
-    running = _decided(begun(state))
-
-    def all_of_it() -> tuple[TrainState, Tensor | None]:
-        if begin is not None:
-            running.old = begin()
-            running.put(running.old.replace(slots=running.state.slots))
-        new, norm = _updated(running, unused)
-        if end is not None:
-            end(new)
-        return new, norm
-
-    if running.kept or running.general:  # the latter torch.optim refuses
-        return all_of_it()
-    shown = running.overflow if running.by_rule else None
-    return as_one_step(state.setup.optimizer.of_torch, all_of_it, found_inf=shown)
-
-
-def _decided(state: TrainState) -> Running:
-    """Return an update that begins: whether it is made, as far as that is known."""
+    state = begun(state)
     means = buffers.require_reduced(state.gradients)
-    general = is_general(state, means.flats)
-    running = Running(state, state, general, Prepared(means))
+    running = Running(state, state, is_general(state, means.flats), Prepared(means))
     for decides in recipe_of(state).decides:
         decides(running, means)
-    running.read(lambda: _leaves_out(state))
-    return running
+    if running.skips:
+        running.read(lambda: _leaves_out(state))
+    make = partial(_updated, running, unused, begin, end)
+    bounds = state.setup.optimizer.of_torch
+    if not bounds or running.kept or running.general:  # the latter torch.optim refuses
+        return make()
+    return as_one_step(bounds, make, found_inf=running.overflow if running.by_rule else None)
 
 
 def _leaves_out(state: TrainState) -> bool:
@@ -257,68 +123,66 @@ def _leaves_out(state: TrainState) -> bool:
     return not seen and rule.skips(fulls_of(state), state.optimizer)
 
 
-def _updated(running: Running, unused: Sequence[int]) -> tuple[TrainState, Tensor | None]:
+def _updated(
+    running: Running,
+    unused: Sequence[int],
+    begin: Callable[[], TrainState] | None,
+    end: Callable[[TrainState], None] | None,
+) -> tuple[TrainState, Tensor | None]:
+    if begin is not None:
+        running.old = begin()
+        running.put(running.old.replace(slots=running.state.slots))
     state, recipe = running.old, recipe_of(running.old)
     after = progress.saw_update(state.progress)
     running.ready = Prepared(buffers.require_reduced(state.gradients))
     try:
         for units in recipe.units:
             running.ready = units(running, running.ready)
-        reduced(running)
         for hands_on in recipe.ready:
             running.ready = hands_on(running, running.ready)
         if running.skipped is not False:
             running.leave_out(running.skipped)
-        params, optimizer = _stepped(running, unused)
+        if running.kept:
+            for text in dict.fromkeys(one.says for one in running.skips if one.known and one.says):
+                warnings.warn(text, UserWarning, stacklevel=3)
+            held: Any = (state.params, state.optimizer)
+            params, optimizer = take_over(held) if donates(state) else held  # used up as ever
+        else:
+            params, optimizer = _stepped(running, unused)
     except BaseException:
         given_back(state, running.ready)
         raise
+    slots = running.state.slots
     new = state.replace(
         params=params,
         optimizer=optimizer,
         gradients=Buffers(),
         progress=after,
         setup=state.setup.idle,
-        slots=settled(running.state.slots, running.lost()),
+        slots=settled(slots, running.lost()) if slots else slots,
         window=progress.after_update(state.window),
+        step=state.step + 1,
     )
-    new = running.selected(new)
+    if running.skips:
+        new = running.selected(new)
     for change in recipe_of(new).updated:
         new = change(running, new)
+    if end is not None:
+        end(new)
     return new, running.ready.norm
 
 
 def _stepped(running: Running, unused: Sequence[int]) -> tuple[Buffers, Any]:
-    """Return parameters and optimizer after the rule; the old ones if the update is skipped."""
-    state, ready = running.old, running.ready
-    gradients = ready.gradients
-    if running.kept:
-        for text in dict.fromkeys(one.says for one in running.skips if one.known and one.says):
-            warnings.warn(text, UserWarning, stacklevel=4)
-        held: Any = (state.params, state.optimizer)
-        return take_over(held) if donates(state) else held  # used up as ever
+    """Run the optimizer, and what transforms do around and after it, on this rank's shards.
+
+    Then make the parameters whole again.
+    """
+    state, gradients = running.old, running.ready.gradients
+    setup, layout = state.setup, state.setup.layout
     if running.general and (overflow := running.overflow) is not None:
         # Zeros in the place of infinities: what is not chosen must have finite derivatives, too.
         zeroed = (torch.where(overflow != 0, torch.zeros_like(g), g) for g in gradients.flats)
         gradients = Buffers(flats=tuple(zeroed), placement=gradients.placement)
-    told = (running.overflow, ready.grad_scale) if running.by_rule else None
-    return _advance(running, gradients, told=told, unused=unused)
-
-
-def _advance(
-    running: Running,
-    gradients: Buffers,
-    *,
-    told: tuple[Tensor | None, Tensor | None] | None = None,
-    unused: Sequence[int] = (),
-) -> tuple[Buffers, Any]:
-    """Run the optimizer, and what transforms do around and after it, on this rank's shards.
-
-    Then make the parameters whole again. told: (found_inf, grad_scale), for an optimizer that looks
-    for an overflow itself.
-    """
-    state = running.old
-    setup, layout = state.setup, state.setup.layout
     owned = donates(state)
     held, optimizer = state.params, state.optimizer
     if owned:  # from here on the old state is used up
@@ -327,14 +191,21 @@ def _advance(
     whole, part = setup.params, setup.optimizer_state
     splits = part is not whole
     shards = [cut(setup, full, whole, part) for full in fulls] if splits else fulls
-    options = rule_options(setup, fulls, state.device, unused)
-    options |= {"differentiable": running.general, "owned": owned}
-    if told is not None:
-        options["found_inf"], options["grad_scale"] = told
-    placed = state.replace(params=held, optimizer=optimizer)
-    step = Stepping(placed, running, shards, options)
+    options: dict[str, Any] = {"differentiable": running.general, "owned": owned}
+    if unused:
+        options["unused"] = frozenset(layout.leaves[i].path for i in unused)
+    if layout.options.block > 1:
+        options["apart"] = True
+    for told in recipe_of(state).rule:
+        options |= told(state, fulls)
+    if running.by_rule:  # it looks for an overflow itself
+        options["found_inf"], options["grad_scale"] = running.overflow, running.ready.grad_scale
+    step = setup.optimizer.advance
+    for around in recipe_of(state).around:
+        placed = state.replace(params=held, optimizer=optimizer)
+        step = partial(around, running, placed)
     try:
-        new, optimizer = step.made(gradients)
+        new, optimizer = step(shards, gradients.flats, optimizer, pieces_of(setup), **options)
     except BaseException:
         undo_take_over((state.params, state.optimizer), (held, optimizer))
         raise

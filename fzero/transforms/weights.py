@@ -30,7 +30,7 @@ from fzero.context.modes import holds, in_transform, is_recorded, needs_func
 from fzero.errors import LayoutError, MismatchError, NonFiniteError, PhaseError, explain
 from fzero.machine.offload import to_device
 from fzero.ranks.mesh import world
-from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState, progress
+from fzero.state import Buffers, Form, Placement, Slot, TrainState, progress
 from fzero.state.points import At, Builtin, Excludes, Flag
 from fzero.state.progress import NonFinite
 from fzero.state.train_state import ADVANTAGE, GivenCall, Weighed, Weight
@@ -277,11 +277,6 @@ def _units(running: Running, ready: Prepared) -> Prepared:
     return divided_by(running.old, ready, total, partial(divisor_of, total))
 
 
-def _averages(running: Running, ready: Prepared) -> Prepared:
-    """g / backwards."""
-    return ready._replace(rest=ready.rest * share(running.old))
-
-
 _NOTHING = explain(
     "the weights of all calls since the last update are 0 on every rank: the update is skipped. "
     "Parameters, optimizer, step and schedule are as they were.",
@@ -292,45 +287,30 @@ _NOTHING = explain(
 _TWO_DIVISORS = "two ways to say what a sum of gradients is divided by, or a wire too small for it."
 
 
-def _crosses_in_fp16(setup: Setup) -> str:
-    crosses = setup.axis.size > 1
-    wires = {setup.communication_dtype(i) for i in setup.layout.trainable}
-    small = crosses and torch.float16 in wires
-    return "a weight beside gradients that cross ranks in fp16." if small else ""
-
-
-def _remembers(setup: Setup) -> str:
-    held = f"a weight beside compress(gradients={setup.codec}), which has a memory."
-    return held if setup.remembers else ""
-
-
-def _averages_too(setup: Setup) -> str:
-    return "a weight beside average_micro_batches=True." if setup.policy.averages else ""
-
-
-def _sums(setup: Setup) -> str:
-    return 'a weight beside reduce_op="sum".' if setup.reduction.reduce_op == "sum" else ""
-
-
 _EXCLUDES = (
     Excludes(
         beside='reduce_op="sum"',
         when="call",
-        seen=_sums,
+        seen=lambda setup: (
+            'a weight beside reduce_op="sum".' * (setup.reduction.reduce_op == "sum")
+        ),
         cause=_TWO_DIVISORS,
         fix="leave it out: weights say what a sum is divided by.",
     ),
     Excludes(
         beside="average_micro_batches=True",
         when="call",
-        seen=_averages_too,
+        seen=lambda setup: "a weight beside average_micro_batches=True." * setup.policy.averages,
         cause=_TWO_DIVISORS,
         fix="leave it out: weights average exactly.",
     ),
     Excludes(
         beside="a codec of gradients with a memory",
         when="call",
-        seen=_remembers,
+        seen=lambda setup: (
+            f"a weight beside compress(gradients={setup.codec}), which has a memory."
+            * setup.remembers
+        ),
         cause="what a sum of w g has lost counts by the sum of w of its own update, which is "
         "known at its end, and would be divided by that of the next.",
         fix="use a codec without a memory: fzero.codecs.bf16(), or memory=False.",
@@ -338,7 +318,11 @@ _EXCLUDES = (
     Excludes(
         beside="gradients that cross ranks in fp16",
         when="call",
-        seen=_crosses_in_fp16,
+        seen=lambda setup: (
+            "a weight beside gradients that cross ranks in fp16."
+            * (setup.axis.size > 1)
+            * any(setup.communication_dtype(i) is torch.float16 for i in setup.layout.trainable)
+        ),
         cause=_TWO_DIVISORS,
         fix="use fzero.codecs.bf16(), or cast(torch.float32): w g may overflow.",
     ),
@@ -361,7 +345,7 @@ WEIGHTS = Builtin(
 AVERAGE = Builtin(
     name="average_micro_batches",
     acts=lambda state: state.setup.policy.averages,
-    units=_averages,
+    units=lambda running, ready: ready._replace(rest=ready.rest * share(running.old)),
 )
 """The mean over backwards of an update, at the points of a step."""
 
@@ -402,8 +386,10 @@ class FiniteCheck(CallPart):
 
         reducer: None under a transform of torch.func, where no value can be read.
         """
-        if reducer is None:
-            _require_values(states)
+        flats = [flat for state in states for flat in state.params.flats]
+        wanted = any(state.setup.policy.check_finite for state in states)
+        if reducer is None and wanted and (in_transform() or is_recorded(flats)):
+            raise PhaseError(_UNREADABLE.seen(states), cause=_UNREADABLE.cause, fix=_UNREADABLE.fix)
         return cls(states)
 
     def loss(self, x: Any, weight: Weight | None = None) -> None:
@@ -470,14 +456,6 @@ class FiniteCheck(CallPart):
             else:
                 found.append(None)
         return found
-
-
-def _require_values(states: Sequence[TrainState]) -> None:
-    """Raise `PhaseError` where a state is to be looked at, and nothing can be read."""
-    wanted = any(state.setup.policy.check_finite for state in states)
-    flats = [flat for state in states for flat in state.params.flats]
-    if wanted and (in_transform() or is_recorded(flats)):
-        raise PhaseError(_UNREADABLE.seen(states), cause=_UNREADABLE.cause, fix=_UNREADABLE.fix)
 
 
 def _error_of(

@@ -216,11 +216,12 @@ def test_sets_are_exchanged_only_where_ranks_have_left_out_other_parameters(
         engine.backward(engine(X, [0, 1, 2, 3]))
         engine.step()
     engine.backward(engine(X, chosen[rank]))
-    channel = engine._driver.running.performer.channel
-    before, told = channel.rounds, channel.tell
-    channel.tell = lambda value: found.append(value) or told(value)
+    performer = engine._driver.running.performer
+    channel = performer.channel
+    before, told = channel.rounds, performer.tell
+    performer.tell = lambda value: found.append(value) or told(value)
     engine.step()
-    channel.tell = told
+    performer.tell = told
     assert channel.rounds - before == 1 and (len(found) > 0) == exchanges
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import fzero
 from fzero.collectives import Performer, performer_of
 from fzero.errors import PhaseError
-from fzero.state.effects import Gather, ModelEffect, Reduce, TakePart
+from fzero.state.effects import Effect, Gather, Reduce, TakePart
 from fzero.state.protocol import Announcement, Begin, EndForward, Finish, Ready, Units, Use
 from fzero.state.schedule import Program
 from tests.strategies import many
@@ -32,7 +32,7 @@ class Noted:
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
 
-    def perform(self, effect: ModelEffect) -> None:
+    def perform(self, effect: Effect) -> bool:
         match effect:
             case Gather(_, unit, _) | TakePart(_, unit, _):
                 self.seen.append(("gather", unit))
@@ -40,12 +40,7 @@ class Noted:
                 self.seen.append(("reduce", unit))
             case _:
                 pass
-
-    def wait_for_reductions(self) -> None:
-        pass
-
-    def starts_at_once(self) -> bool:
-        return True
+        return True  # a reduction starts at once
 
     def drop_raised(self) -> None:
         pass

@@ -44,20 +44,20 @@ MUTANTS: dict[str, Edit] = {
     ),
     "a rank asks while another model's plan runs": Edit(
         "protocol.transitions",
-        "return p.then((end_others, number), (ask_now, number, what, units)), ()",
+        "return p.then(*ends_of_others(p, number), (ask_now, number, what, units)), ()",
         "return p.then((ask_now, number, what, units)), ()",
         ("in step", 1),
     ),
     "a pass begins while another model's plan runs": Edit(
         "protocol.transitions",
-        "p.then((end_others, number), (announce, number))",
-        "p.then((announce, number))",
+        "p.then(*ends_of_others(p, number), (announce, number)) if",
+        "p.then((announce, number)) if",
         ("in step", 1),
     ),
     "a rank leaves before all are done": Edit(
         "protocol.transitions",
-        "    if said.is_over:\n        p, effects = over(p)\n        return",
-        "    if True:\n        p, effects = over(p)\n        return",
+        "    if not said.is_over:\n        p, effects = serve(p, said)\n",
+        "    if False:\n        p, effects = serve(p, said)\n",
     ),
     "a plan ends on one rank only": Edit(
         "protocol.transitions",
@@ -127,8 +127,8 @@ MUTANTS: dict[str, Edit] = {
     ),
     "plans are not followed": Edit(
         "protocol.transitions",
-        "course=replaced(model.course, replay=place)), ()",
-        "course=model.course), ()",
+        "course=replaced(course, replay=place)), effects",
+        "course=course), effects",
         ("they repeat", 0),
     ),
     "nobody asks for what the plan lacks": Edit(

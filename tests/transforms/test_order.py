@@ -132,7 +132,7 @@ def test_transforms_act_on_the_mean_gradient_from_the_inside_out(
         torch.testing.assert_close(new[k][0], P[k] - g, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["update", "backward_pass", "stepping"])
+@pytest.mark.parametrize("name", ["update", "backward_pass", "autograd"])
 def test_who_runs_a_step_knows_points_and_no_feature(name: str) -> None:
     path = Path(fzero.__file__).parent / "transforms" / f"{name}.py"
     imported = {

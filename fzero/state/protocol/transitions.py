@@ -58,7 +58,7 @@ from fzero.state.protocol.records import (
 from fzero.state.replay import Replay
 from fzero.state.residency import Residency
 from fzero.state.rounds import MANY, Asked, Message, MessageKind, Round, What, asking
-from fzero.state.schedule import Program, joined
+from fzero.state.schedule import joined
 
 
 def join(p: Protocol, event: Join) -> Next:
@@ -109,7 +109,7 @@ def _announced(p: Protocol, number: int, to: pass_state.Next) -> Protocol:
     p, is_announced = p.put(number, phase=to[0]), to[1]
     if is_announced and p.defers(number):
         return p.put(number, phase=pass_state.defer(to[0]))
-    return p.then((end_others, number), (announce, number)) if is_announced else p
+    return p.then(*ends_of_others(p, number), (announce, number)) if is_announced else p
 
 
 def announce(p: Protocol, number: int) -> Next:
@@ -137,23 +137,20 @@ def announce(p: Protocol, number: int) -> Next:
 
 def end_forward(p: Protocol, event: EndForward) -> Next:
     """A forward is over that a backward may follow."""
-    number, model = event.model, p.models[event.model]
-    if model.phase.announced:
-        return p.then((end_plan, number), (end_of_forward, number)), ()
-    return _after_forward(p, number), ()
+    number = event.model
+    ends = ((end_plan, number),) if p.models[number].phase.announced else ()
+    return p.then(*ends, (end_of_forward, number)), ()
 
 
 def end_of_forward(p: Protocol, number: int) -> Next:
     """Free what the forward gathered, unless it stays for the backward."""
-    p = _after_forward(p, number)
     model = p.models[number]
-    p = p.put(number, course=replaced(model.course, place=None)).without(number)
-    return p.holding(number, residency.release(model.residency))
-
-
-def _after_forward(p: Protocol, number: int) -> Protocol:
-    model = p.models[number]
-    return p.put(number, phase=pass_state.end_forward(model.phase), residency=_at_rest(model))
+    phase, course = pass_state.end_forward(model.phase), replaced(model.course, place=None)
+    here, frees = _at_rest(model), tuple[Effect, ...]()
+    if model.phase.announced:
+        p = p.without(number)
+        here, frees = residency.release(here)
+    return p.put(number, phase=phase, course=course, residency=here), frees
 
 
 def _at_rest(model: Model) -> residency.Residency:
@@ -167,29 +164,23 @@ def finish(p: Protocol, event: Finish) -> Next:
     if model.phase.deferred and not model.phase.announced:
         phase, _ = pass_state.first_gradient(model.phase)
         return p.put(number, phase=phase).then(
-            (end_others, number), (announce, number), (finish, event)
+            *ends_of_others(p, number), (announce, number), (finish, event)
         ), ()
     phase, is_ended = pass_state.finish(model.phase)
     course = replaced(model.course, left=event.left, learned={})
+    stays = ((settle, number),) if model.residency.stays else ()
     if not is_ended:
         p = p.put(number, phase=phase, course=course, residency=_at_rest(model))
-        return p.then((settle, number)), ()
+        return p.then(*stays), ()
     # Recorded here, for the rest of the plan may reduce them: else it would be forgotten next time.
     for unit in (unit for unit, complete in event.left if not complete):
         course = course.did_also(~unit)
+    # Where ranks may not wait for reductions, they wait for each other in a round before the last
+    # ones. A rank that raised says so there: until then it starts none.
+    meets = ((read_announcement, number), (say_end, number)) if model.may_not_wait else ()
     p = p.put(number, phase=phase, course=course)
-    out = (come_to_end, number), (end_plan, number), (ask_left, number), (end_others, number)
-    return p.then(*out, (say_done, number), (settle, number)), ()
-
-
-def come_to_end(p: Protocol, number: int) -> Next:
-    """Where ranks may not wait for reductions, wait for them in a round before the last ones.
-
-    A rank that raised says so there: until then it starts none.
-    """
-    if not p.models[number].may_not_wait:
-        return p, ()
-    return p.then((read_announcement, number), (say_end, number)), ()
+    ends = (end_plan, number), (ask_left, number), *ends_of_others(p, number)
+    return p.then(*meets, *ends, (say_done, number), *stays), ()
 
 
 def say_end(p: Protocol, number: int) -> Next:
@@ -221,22 +212,21 @@ def say_done(p: Protocol, number: int) -> Next:
 
 
 def heard_done(p: Protocol, number: int, said: Round) -> Next:
-    """Take part in what other ranks need, until no rank is in a pass."""
-    if said.is_over:
-        p, effects = over(p)
-        return p.then((end_of_pass, number, said.has_asked)), effects
-    p, effects = serve(p, said)
-    return p.then((say_done, number)), effects
+    """Take part in what other ranks need, until no rank is in a pass.
 
-
-def end_of_pass(p: Protocol, number: int, asked: bool) -> Next:
-    """All ranks have ended the pass: free what was kept for it; tell what it did if any `asked`."""
+    Then free what was kept for it; tell what it did if any rank has asked.
+    """
+    if not said.is_over:
+        p, effects = serve(p, said)
+        return p.then((say_done, number)), effects
+    p, effects = over(p)
     model = p.models[number]
     here, frees = residency.end_backward(_at_rest(model))
     p = p.put(number, course=Course(), residency=here).without(number)
-    if not asked:
-        return p, frees
-    return p.then((heard_programs, number)), (*frees, Exchange((number, dict(model.course.did))))
+    if not said.has_asked:
+        return p, (*effects, *frees)
+    told = Exchange((number, dict(model.course.did)))
+    return p.then((heard_programs, number)), (*effects, *frees, told)
 
 
 def heard_programs(p: Protocol, number: int, values: tuple[Any, ...]) -> Next:
@@ -253,7 +243,7 @@ def heard_programs(p: Protocol, number: int, values: tuple[Any, ...]) -> Next:
 def settle(p: Protocol, number: int) -> Next:
     """Wait for what stays in a window and is in flight: it may be carried from here."""
     here = p.models[number].residency
-    return p.holding(number, residency.wait(here, sorted(here.pinned))) if here.stays else (p, ())
+    return p.holding(number, residency.wait(here, sorted(here.pinned)))
 
 
 # An error.
@@ -265,7 +255,7 @@ def failed(p: Protocol, event: Failed) -> Next:
     in_step, tells = pass_state.fail(model.phase, known=p.known, astray=event.astray)
     effects: tuple[Effect, ...] = (Drop(number), *(p.undone if in_step else ()))
     p = replaced(p.put(number, course=replaced(model.course, due=())), undone=())
-    more = ((end_others, number), (raised, Raised())) if tells else ()
+    more = (*ends_of_others(p, number), (raised, Raised())) if tells else ()
     end = ((end_plan, number),) if in_step else ()
     if tells and model.may_not_wait:  # the others wait in a round, or will come to one
         return p.then((read_announcement, number), *more, *end), effects
@@ -309,7 +299,9 @@ def heard_announcement(p: Protocol, number: int, said: Round) -> Next:
     model, course = p.models[number], p.models[number].course
     program = course.announcement and course.announcement.program
     if program is not None and said.is_same and said.is_in_order:
-        return p.then((pin_persistent, number), (follow, number, program)), ()
+        p, effects = pin_persistent(p, number)
+        place = replay.begin(program, p.models[number].residency)
+        return p.put(number, course=replaced(course, replay=place)), effects
     p = p.put(number, course=replaced(course, asked=True))
     here = model.residency
     missing = tuple(u for u in model.units.persistent if u not in here.gathered)
@@ -329,19 +321,12 @@ def pin_persistent(p: Protocol, number: int) -> Next:
     return p.holding(number, (resident, (*collected, *waits)))
 
 
-def follow(p: Protocol, number: int, program: Program) -> Next:
-    """Begin the plan of a program."""
-    model = p.models[number]
-    place = replay.begin(program, model.residency)
-    return p.put(number, course=replaced(model.course, replay=place)), ()
-
-
 # Asking.
 
 
 def ask(p: Protocol, number: int, what: What, units: tuple[int, ...]) -> Next:
     """Ask all ranks to take part, after the plans of other models have come to their ends."""
-    return p.then((end_others, number), (ask_now, number, what, units)), ()
+    return p.then(*ends_of_others(p, number), (ask_now, number, what, units)), ()
 
 
 def ask_now(p: Protocol, number: int, what: What, units: tuple[int, ...]) -> Next:
@@ -453,7 +438,7 @@ def reduce_due(p: Protocol, number: int) -> Next:
 def look_for_room(p: Protocol, number: int) -> Next:
     """Start what is ready for as long as no reduction has to wait for another one."""
     place = p.models[number].course.replay
-    if place is None or not replay.has_ready(place):
+    if place is None or replay.reducible(place) == place.started:
         return p, ()
     return p.then((start_one, number)), (Look(number),)
 
@@ -509,9 +494,9 @@ def close_plan(p: Protocol, number: int) -> Next:
     return p.put(number, course=replaced(course, replay=None, asked=True)), ()
 
 
-def end_others(p: Protocol, number: int) -> Next:
-    """End the plans of all other models: one plan runs at a time."""
-    return p.then(*((end_plan, other) for other in p.running if other != number)), ()
+def ends_of_others(p: Protocol, number: int) -> list[Task]:
+    """What ends the plans of all other models: one plan runs at a time."""
+    return [(end_plan, other) for other in p.running if other != number]
 
 
 def go_on(
@@ -649,7 +634,7 @@ def pin(p: Protocol, e: Pin) -> Next:
     """A block holds units exactly; inside of a pass it does not: the pass says what is here."""
     if p.models[e.model].rounds:
         return p, ()
-    return p.then((end_others, e.model), (look_for, e.model, e.units)), ()
+    return p.then(*ends_of_others(p, e.model), (look_for, e.model, e.units)), ()
 
 
 def look_for(p: Protocol, number: int, units: tuple[int, ...]) -> Next:

@@ -1,6 +1,6 @@
 """The points of a step: what transforms do there, and the slots that they keep in a state.
 
-`transform` makes one from pure functions; `reduced`, `stepping`, `updated`, `loss_learned` and
+`transform` makes one from pure functions; `reduced`, `step_in_transforms`, `at_loss` and
 `Locals` run those of a state; `begun_slots` makes the slots of a new one.
 """
 
@@ -11,18 +11,16 @@ from fzero.transforms.points.context import transform as transform
 from fzero.transforms.points.context import transforms_apart as transforms_apart
 from fzero.transforms.points.run import ByPath as ByPath
 from fzero.transforms.points.run import CallPart as CallPart
-from fzero.transforms.points.run import Calls as Calls
 from fzero.transforms.points.run import Changed as Changed
 from fzero.transforms.points.run import Locals as Locals
 from fzero.transforms.points.run import Running as Running
 from fzero.transforms.points.run import Skip as Skip
-from fzero.transforms.points.run import keeps_before as keeps_before
-from fzero.transforms.points.run import loss_learned as loss_learned
+from fzero.transforms.points.run import at_loss as at_loss
+from fzero.transforms.points.run import changed_by as changed_by
 from fzero.transforms.points.run import reduced as reduced
-from fzero.transforms.points.run import stepping as stepping
+from fzero.transforms.points.run import step_in_transforms as step_in_transforms
 from fzero.transforms.points.run import transforms_of as transforms_of
 from fzero.transforms.points.run import unless as unless
-from fzero.transforms.points.run import updated as updated
 from fzero.transforms.points.slots import begun_slots as begun_slots
 from fzero.transforms.points.slots import renewed as renewed
 from fzero.transforms.points.slots import stepped_as_held as stepped_as_held

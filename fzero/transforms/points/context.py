@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from functools import lru_cache
 from math import pi, prod
-from typing import Any, Literal, NamedTuple, Protocol, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import optree
 import torch
@@ -254,17 +254,6 @@ class LeafPart(NamedTuple):
     numel: int
 
 
-class Skipping(Protocol):
-    """An update that may be left out."""
-
-    skipped: Any
-    general: bool
-
-    def skip(self, flag: Any) -> None:
-        """Leave it out if `flag` is true."""
-        ...
-
-
 def parts_of(ranges: Sequence[FlatRanges]) -> dict[str, LeafPart]:
     """Return which elements of each leaf are in this rank's part of some flats."""
     return {
@@ -300,7 +289,7 @@ class Context:
         device: torch.device,
         path: str | None = None,
         params: Callable[[], Pieces] | None = None,
-        running: Skipping | None = None,
+        running: Any = None,
         whole: bool = False,
         sums: bool = True,
     ) -> None:
@@ -390,7 +379,7 @@ class Context:
             pieces = self._pieces("sum", paths, leaves)
             self._agree("sum", [])
             return leaf_sums(self._setup, pieces, of_squares=False)[1]
-        sums = [x.sum(dtype=_wide_of_context(x)) for x in leaves]
+        sums = [x.sum(dtype=torch.promote_types(x.dtype, torch.float32)) for x in leaves]
         return self._over_all("sum", _total(sums, self._device))
 
     @overload
@@ -427,7 +416,8 @@ class Context:
             return self._over_all("norm", _total(sums, self._device)).sqrt()
         self._require_collective("norm")
         if by == "leaf":
-            total = _total_of(squares, self._device)
+            none = torch.zeros(0, device=self._device)
+            total = torch.stack([x.sum() for x in squares]) if squares else none
             norms = self._over_all('norm by="leaf"', total).sqrt()
             return dict(zip(tree, norms, strict=True))
         rows = [self._rows(path, x) for path, x in tree.items()]
@@ -584,20 +574,10 @@ def _no_leaf(name: str, path: str, what: str, known: Iterable[str]) -> LayoutErr
     )
 
 
-def _wide_of_context(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _square(x: Tensor) -> Tensor:
     real = torch.view_as_real(x) if x.is_complex() else x
-    squares = real.to(_wide_of_context(real)).square()
+    squares = real.to(_wide([real])).square()
     return squares.sum(-1) if x.is_complex() else squares
-
-
-def _total_of(squares: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sums of some tensors as one tensor [n]."""
-    sums = [x.sum() for x in squares]
-    return torch.stack(sums) if sums else torch.zeros(0, device=device)
 
 
 def _total(sums: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -671,23 +651,18 @@ def require_unwritten(one: Points, point: str, *trees: Any, of: int = 0) -> None
         )
 
 
-def function_at(one: Points, point: str) -> Function:
-    """Return what a transform does at a point."""
-    return getattr(one, point)
-
-
 def require_pair(one: Points, point: str, returned: Any) -> tuple[Any, Any]:
     """Return (slots, value); raise `LayoutError` if a function did not return such a pair."""
     if not (isinstance(returned, tuple) and len(returned) == 2):
         raise LayoutError(
             f"{one.name}: `{point}` returned a {type(returned).__name__}, not a pair.",
             cause="a function that returns the slots alone, or the value alone.",
-            fix=f"end it with `return slots, {_VALUES[point]}`.",
+            fix=f"end it with `return slots, {VALUES[point]}`.",
         )
     return returned
 
 
-_VALUES = {"local": "g", "reduced": "grads", "update": "params", "updated": "params"}
+VALUES = {"local": "g", "reduced": "grads", "update": "params", "updated": "params"}
 
 
 def require_like(one: Points, point: str, what: str, given: Any, new: Any) -> None:

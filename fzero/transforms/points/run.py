@@ -23,10 +23,12 @@ from torch import Tensor
 from fzero.errors import CallError, LayoutError
 from fzero.machine.elementwise import require_unaccused
 from fzero.machine.named_shards import Pieces, as_flats, by_path, leaf_paths, ranges_in
-from fzero.machine.offload import offloaded, to_device
+from fzero.machine.offload import offloaded, to_device, write_back
 from fzero.machine.tree_sum import one_thread
+from fzero.optim.precision import work_tensors
 from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
 from fzero.state.points import Builtin, Points
+from fzero.state.setup import MASTERS
 from fzero.state.slots import undone
 from fzero.transforms.leaf_slices import Prepared, with_rest
 from fzero.transforms.points import context
@@ -225,51 +227,42 @@ def transforms_of(setup: Setup, point: str) -> list[Any]:
     return found
 
 
-def keeps_before(setup: Setup) -> bool:
-    """Whether a transform reads the parameters before the update in `updated`."""
-    return any("before" in one.reads for one in transforms_of(setup, "updated"))
-
-
 # Once for each update.
 
 
-def reduced(running: Running) -> None:
+def reduced(running: Running, ready: Prepared) -> Prepared:
     """Let all transforms at `reduced` act on the gradients; their slots go into the state.
 
-    Those of users are not called where the update is not made.
+    Those of users are not called where the update is not made. What is multiplied yet, is then.
     """
     state, asked = running.old, False
+    running.ready = ready
     for one in transforms_of(state.setup, "reduced"):
         if isinstance(one, Builtin):
             running.ready = one.reduced(one, running, running.ready)  # type: ignore[misc]
         elif not running.kept:
             running.ready = with_rest(state, running.ready)
-            gradients = _reduced_by_path(running, one, running.ready.gradients)
+            gradients = _acted(running, one, "reduced", running.ready.gradients)
             running.ready = running.ready._replace(gradients=gradients, is_shared=True)
             asked = True
     if asked:
         context.require_same_skip(running.state, running.skipped)
-    running.ready = with_rest(state, running.ready)
-
-
-def _reduced_by_path(running: Running, one: Points, gradients: Buffers) -> Buffers:
-    if not one.whole:
-        return _on_pieces(running, one, "reduced", gradients)
-    flats = [to_device(x, running.state.device) for x in gradients.flats]
-    made = _on_owners(running, one, "reduced", flats)
-    return Buffers(flats=made, placement=gradients.placement)
+    return with_rest(state, running.ready)
 
 
 def updated(running: Running, flats: Sequence[Tensor]) -> list[Tensor]:
     """Return what the rule has stepped after all transforms at `updated`."""
     held = Buffers(flats=tuple(flats), placement=running.state.setup.optimizer_state)
     for one in transforms_of(running.state.setup, "updated"):
-        if one.whole:
-            made = _on_owners(running, one, "updated", held.flats)
-            held = Buffers(flats=made, placement=held.placement)
-            continue
-        held = _on_pieces(running, one, "updated", held)
+        held = _acted(running, one, "updated", held)
     return list(held.flats)
+
+
+def _acted(running: Running, one: Points, point: str, held: Buffers) -> Buffers:
+    if not one.whole:
+        return _on_pieces(running, one, point, held)
+    flats = [to_device(x, running.state.device) for x in held.flats]
+    return Buffers(flats=_on_owners(running, one, point, flats), placement=held.placement)
 
 
 def _on_pieces(running: Running, one: Points, point: str, held: Buffers) -> Buffers:
@@ -296,7 +289,7 @@ def _called(
     running: Running, one: Points, point: str, slots: Any, value: Any, ctx: Context
 ) -> tuple[dict[str, Any], Any]:
     """Call `one.point(slots, value, ctx)`; check the first call."""
-    function, state = context.function_at(one, point), running.state
+    function, state = getattr(one, point), running.state
     if not context.is_first(state, one, point):
         return context.require_pair(one, point, function(slots, value, ctx))
     with context.told(state.setup, f"{one.name}, `{point}`"):
@@ -305,7 +298,7 @@ def _called(
         after, new = context.require_pair(one, point, function(*copies, asked))
         context.require_unwritten(one, point, copies, ctx.shown)
         context.require_like(one, point, "slots", slots, after)
-        context.require_like(one, point, _NAMES[point], value, new)
+        context.require_like(one, point, context.VALUES[point], value, new)
         error = accused(one, point, asked, slots, value, after, new)
     # What was returned as it was given is a copy here: the state goes on with its own.
     after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
@@ -313,9 +306,6 @@ def _called(
     context.require_equal(now, one, point, new, running.skipped, error)
     context.passed(state, one, point)
     return after, new
-
-
-_NAMES = {"reduced": "grads", "updated": "params", "update": "params", "local": "g"}
 
 
 def _same(copies: Any, own: Any, returned: Any) -> Any:
@@ -328,6 +318,72 @@ def _same(copies: Any, own: Any, returned: Any) -> Any:
 
 
 # The rule.
+
+
+def step_in_transforms(
+    running: Running,
+    state: TrainState,
+    shards: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    optimizer: Any,
+    pieces: Any,
+    *,
+    owned: bool,
+    **options: Any,
+) -> tuple[list[Tensor], Any]:
+    """Return this rank's shards and the rule's state, after transforms around the rule and behind.
+
+    Nothing is written before all of them have returned: one that raises leaves the state as it was.
+    state: the running one, whose parameters and optimizer may be `owned`: written to then.
+    """
+    rule = state.setup.optimizer
+    now: tuple[list[Tensor], Any] = list(shards), optimizer
+    running.put(running.state.replace(params=state.params, optimizer=state.optimizer))
+    if any("before" in one.reads for one in transforms_of(state.setup, "updated")):
+        running.before = stepped_by_path(state)[1]
+
+    def work() -> list[Tensor]:
+        """Return what the rule has stepped: masters, where there are any."""
+        masters = rule.slots(now[1]).get(MASTERS, ())
+        return work_tensors(now[0], masters) if masters else list(now[0])
+
+    def step(grads: Buffers) -> list[Tensor]:
+        nonlocal now
+        new, kept = rule.advance(now[0], grads.flats, now[1], pieces, owned=False, **options)
+        now = list(new), kept
+        return work()
+
+    means = Buffers(flats=tuple(gradients), placement=state.setup.gradients)
+    made = updated(running, stepping(running, step)(means))
+    masters: dict[int, Tensor] = {}
+    for k, (old, new) in enumerate(zip(work(), made, strict=True)):
+        if new is not old:
+            shard = now[0][k]
+            if old is not shard:
+                masters[id(old)] = to_device(new, old.device, old.dtype)
+            now[0][k] = to_device(new, shard.device, shard.dtype)
+    if masters:
+        by_id: Any = optree.tree_map(lambda x: masters.get(id(x), x), now[1], namespace=NAMESPACE)
+        now = now[0], by_id
+    return _written((list(shards), optimizer), now) if owned else now
+
+
+def _written(before: Any, after: Any) -> Any:
+    """Return `after` in the memory of `before`: of each tensor that has one there."""
+    old, old_spec = optree.tree_flatten(before, none_is_leaf=True, namespace=NAMESPACE)
+    new, spec = optree.tree_flatten(after, none_is_leaf=True, namespace=NAMESPACE)
+    if old_spec != spec:  # a rule that keeps more after its first step
+        (shards, _), (mine, optimizer) = before, after
+        return _written((shards, None), (mine, None))[0], optimizer
+    made: list[Any] = []
+    for x, y in zip(old, new, strict=True):
+        tensors = isinstance(x, Tensor) and isinstance(y, Tensor)
+        if tensors and x is not y and (x.shape, x.dtype) == (y.shape, y.dtype):
+            with torch.no_grad():
+                write_back(x, y)
+            y = x
+        made.append(y)
+    return optree.tree_unflatten(spec, made)
 
 
 def stepping(running: Running, rule: Callable[[Buffers], list[Tensor]]) -> Callable[..., Any]:
@@ -372,7 +428,8 @@ def _around(
             shown.append(context.copied(made) if first else made)
             return dict(shown[0])
 
-        own, function, error = (slots, pieces), context.function_at(one, "update"), ""
+        function: Any = one.update
+        own, error = (slots, pieces), ""
         asked: Any = ctx
         if first:
             own, asked = context.copied(own), KeptContext(ctx.watched(what))
@@ -412,7 +469,7 @@ def _on_owners(
     after: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in slots.items()
     }
-    function, what = context.function_at(one, point), f"{one.name}, `{point}`"
+    function, what = getattr(one, point), f"{one.name}, `{point}`"
     first = context.is_first(state, one, point)
 
     def slots_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -441,7 +498,7 @@ def _on_owners(
         else:
             new_slots, new = context.require_pair(one, point, function(some, own, ctx))
         context.require_like(one, point, "slots", some, new_slots)
-        context.require_like(one, point, _NAMES[point], own, new)
+        context.require_like(one, point, context.VALUES[point], own, new)
         for name, value in new_slots.items():
             if isinstance(value, dict):
                 after[name].update(value)
@@ -478,32 +535,31 @@ def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
 # Each call.
 
 
-def loss_learned(states: Sequence[TrainState], value: Tensor) -> Tensor:
-    """Return the loss that is differentiated: after all transforms at `loss`, of each state."""
-    for state in states:
-        for one in transforms_of(state.setup, "loss"):
-            function = context.function_at(one, "loss")
-            ctx = Context(
-                state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
+def at_loss(state: TrainState, value: Tensor) -> Tensor:
+    """Return the loss that is differentiated: after all transforms at `loss` of a state."""
+    for one in transforms_of(state.setup, "loss"):
+        function: Any = one.loss
+        ctx = Context(
+            state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
+        )
+        slots, first = given(state, one), context.is_first(state, one, "loss")
+        if first:
+            slots, ctx = context.copied(slots), ctx.watched(f"{one.name}, `loss`")
+        version = value._version
+        new = function(slots, value, ctx)
+        if first:
+            context.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
+            context.passed(state, one, "loss")
+        if not isinstance(new, Tensor) or new.ndim or not new.is_floating_point():
+            seen = f"a {type(new).__name__}"
+            if isinstance(new, Tensor):
+                seen = f"{tuple(new.shape)} {new.dtype}"
+            raise LayoutError(
+                f"{one.name}: `loss` returned {seen}.",
+                cause="a function that reports the loss, or one that returns (slots, value).",
+                fix="return one floating number in a tensor, made of `value`.",
             )
-            slots, first = given(state, one), context.is_first(state, one, "loss")
-            if first:
-                slots, ctx = context.copied(slots), ctx.watched(f"{one.name}, `loss`")
-            version = value._version
-            new = function(slots, value, ctx)
-            if first:
-                context.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
-                context.passed(state, one, "loss")
-            if not isinstance(new, Tensor) or new.ndim or not new.is_floating_point():
-                seen = f"a {type(new).__name__}"
-                if isinstance(new, Tensor):
-                    seen = f"{tuple(new.shape)} {new.dtype}"
-                raise LayoutError(
-                    f"{one.name}: `loss` returned {seen}.",
-                    cause="a function that reports the loss, or one that returns (slots, value).",
-                    fix="return one floating number in a tensor, made of `value`.",
-                )
-            value = new
+        value = new
     return value
 
 
@@ -544,7 +600,7 @@ class Locals:
         return gradient
 
     def _of(self, one: Points, path: str, gradient: Tensor, ctx: Context) -> Tensor:
-        function = context.function_at(one, "local")
+        function: Any = one.local
         after = self._after[one.name]
         slots = {
             k: v[path].view(gradient.shape) if isinstance(v, dict) else v for k, v in after.items()
@@ -666,89 +722,10 @@ class ByPath(CallPart):
         return self._locals[number].put(state)
 
 
-class Calls:
-    """What all transforms do in the backwards of some states.
-
-    acting: states -> the transforms that act in their backwards, from the outside in.
-    """
-
-    def __init__(
-        self,
-        states: Sequence[TrainState],
-        acting: Callable[[Sequence[TrainState]], Sequence[Builtin]],
-        reducer: Any,
-    ) -> None:
-        self._acting, self._reducer = acting, reducer
-        self._parts: dict[str, CallPart] = {}
-        self.look_up(states)
-
-    def look_up(self, states: Sequence[TrainState]) -> None:
-        """A forward or a backward begins: calls since the last one may have changed what acts."""
-        before, self._parts = self._parts, {}
-        for one in self._acting(states):
-            part = before.get(one.name) or (one.calls and one.calls(states, self._reducer))
-            if part is not None:
-                self._parts[one.name] = part
-
-    @property
-    def looks(self) -> bool:
-        """Whether somebody is shown losses."""
-        return any(part.looks for part in self._parts.values())
-
-    def loss(self, value: Any, weight: Any = None) -> None:
-        """Show a loss that is about to be differentiated, without its scale."""
-        for part in self._parts.values():
-            part.loss(value, weight)
-
-    def begins(self, number: int, state: TrainState, weighed: Any = None) -> TrainState:
-        """Return a state for the backward that begins."""
-        for part in self._parts.values():
-            state = part.begins(number, state, weighed)
-        return state
-
-    def change(self, number: int) -> Changed | None:
-        """Return what is done to each gradient of a state; None for nothing."""
-        found = [part.change(number) for part in self._parts.values()]
-        changes = [one for one in found if one is not None]
-        if len(changes) < 2:
-            return changes[0] if changes else None
-
-        def changed(leaf: int, gradient: Tensor, dtype: torch.dtype) -> Tensor:
-            for one in changes:
-                gradient = one(leaf, gradient, dtype)
-            return gradient
-
-        return changed
-
-    def settles(self) -> None:
-        """The backward is over."""
-        for part in self._parts.values():
-            part.settles()
-
-    def reduced(self, number: int, state: TrainState) -> TrainState:
-        """Return the state with what reductions have changed."""
-        for part in self._parts.values():
-            state = part.reduced(number, state)
-        return state
-
-    def ends(self, number: int, state: TrainState) -> TrainState:
-        """Return the state that gets what the backward has brought."""
-        for part in self._parts.values():
-            state = part.ends(number, state)
-        return state
-
-    def put_aside(self, number: int, state: TrainState) -> TrainState:
-        """Return the state that gets what a backward inside of a forward has brought."""
-        for part in self._parts.values():
-            state = part.put_aside(number, state)
-        return state
-
-    def drop_losses(self) -> None:
-        """The losses that were shown are not differentiated any more."""
-        for part in self._parts.values():
-            part.drop_losses()
-
-    def drop(self) -> None:
-        """The backward raised, or brought nothing."""
-        for part in self._parts.values():
-            part.drop()
+def changed_by(
+    changes: Sequence[Changed], leaf: int, gradient: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return the gradient of a leaf after all changes; dtype: in which gradients add up."""
+    for change in changes:
+        gradient = change(leaf, gradient, dtype)
+    return gradient

@@ -36,7 +36,6 @@ from fzero.state.points import Points
 from fzero.transforms.points.context import (
     Context,
     copied,
-    function_at,
     is_first,
     parts_of,
     passed,
@@ -202,7 +201,8 @@ def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     ctx = Context(
         setup, state.step, axis, parts, device=state.device, params=lambda: params, whole=whole
     )
-    function, first = function_at(one, "init"), is_first(state, one, "init")
+    function: Any = one.init
+    first = is_first(state, one, "init")
     if not first:
         return _as_slots(state, one, function(params, ctx), whole=whole)
     with told(setup, what):

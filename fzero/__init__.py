@@ -6,189 +6,107 @@ when a name of theirs is first used.
 
 import importlib
 import sys
+import types
 import typing
 
 # Without this import, raw functional collectives in a user's loss would have zero gradients,
 # without an error.
 import torch.distributed._functional_collectives  # noqa: F401
 
-from fzero import optim, state
-from fzero.collectives import (
-    CollectiveLog,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    count_collectives,
-    pmax,
-    pmean,
-    pmin,
-    ppermute,
-    psum,
-    psum_scatter,
-    reduce_scatter,
-)
+from fzero import optim as optim
+from fzero import state as state
+from fzero.collectives import CollectiveLog as CollectiveLog
+from fzero.collectives import all_gather as all_gather
+from fzero.collectives import all_reduce as all_reduce
+from fzero.collectives import all_to_all as all_to_all
+from fzero.collectives import count_collectives as count_collectives
+from fzero.collectives import pmax as pmax
+from fzero.collectives import pmean as pmean
+from fzero.collectives import pmin as pmin
+from fzero.collectives import ppermute as ppermute
+from fzero.collectives import psum as psum
+from fzero.collectives import psum_scatter as psum_scatter
+from fzero.collectives import reduce_scatter as reduce_scatter
 from fzero.context import lazy_import
-from fzero.errors import (
-    AxisError,
-    CallError,
-    DonatedError,
-    FzeroError,
-    LayoutError,
-    LostRankError,
-    MismatchError,
-    NonFiniteError,
-    PeerFailedError,
-    PhaseError,
-)
-from fzero.machine import codecs
-from fzero.ranks.mesh import Axis, Mesh, axis_index, axis_size, logical_ranks, world
-from fzero.state import DynamicScale, Form, Local, Placement, TrainState, state_bytes
-from fzero.state.codec import Compress
-from fzero.state.logical import fold_in
-from fzero.state.setup import Autocast, Offload
-from fzero.transforms import (
-    Context,
-    accumulate,
-    add_gradients,
-    apply_gradients,
-    autocast,
-    check_finite,
-    check_replicas,
-    clip,
-    coalesce,
-    compress,
-    evaluate,
-    full_gradients,
-    full_params,
-    global_norm,
-    grad_and_reduce,
-    gradients,
-    init,
-    iter_params,
-    leave_out,
-    local,
-    map_params,
-    offload,
-    remat,
-    scale_loss,
-    shard,
-    simulate,
-    slots,
-    transform,
-)
-from fzero.transforms.functionalize import functionalize
-from fzero.transforms.logical_ranks import logical_mean
+from fzero.errors import AxisError as AxisError
+from fzero.errors import CallError as CallError
+from fzero.errors import DonatedError as DonatedError
+from fzero.errors import FzeroError as FzeroError
+from fzero.errors import LayoutError as LayoutError
+from fzero.errors import LostRankError as LostRankError
+from fzero.errors import MismatchError as MismatchError
+from fzero.errors import NonFiniteError as NonFiniteError
+from fzero.errors import PeerFailedError as PeerFailedError
+from fzero.errors import PhaseError as PhaseError
+from fzero.machine import codecs as codecs
+from fzero.ranks.mesh import Axis as Axis
+from fzero.ranks.mesh import Mesh as Mesh
+from fzero.ranks.mesh import axis_index as axis_index
+from fzero.ranks.mesh import axis_size as axis_size
+from fzero.ranks.mesh import logical_ranks as logical_ranks
+from fzero.ranks.mesh import world as world
+from fzero.state import DynamicScale as DynamicScale
+from fzero.state import Form as Form
+from fzero.state import Local as Local
+from fzero.state import Placement as Placement
+from fzero.state import TrainState as TrainState
+from fzero.state import state_bytes as state_bytes
+from fzero.state.codec import Compress as Compress
+from fzero.state.logical import fold_in as fold_in
+from fzero.state.setup import Autocast as Autocast
+from fzero.state.setup import Offload as Offload
+from fzero.transforms import Context as Context
+from fzero.transforms import accumulate as accumulate
+from fzero.transforms import add_gradients as add_gradients
+from fzero.transforms import apply_gradients as apply_gradients
+from fzero.transforms import autocast as autocast
+from fzero.transforms import check_finite as check_finite
+from fzero.transforms import check_replicas as check_replicas
+from fzero.transforms import clip as clip
+from fzero.transforms import coalesce as coalesce
+from fzero.transforms import compress as compress
+from fzero.transforms import evaluate as evaluate
+from fzero.transforms import full_gradients as full_gradients
+from fzero.transforms import full_params as full_params
+from fzero.transforms import global_norm as global_norm
+from fzero.transforms import grad_and_reduce as grad_and_reduce
+from fzero.transforms import gradients as gradients
+from fzero.transforms import init as init
+from fzero.transforms import iter_params as iter_params
+from fzero.transforms import leave_out as leave_out
+from fzero.transforms import local as local
+from fzero.transforms import map_params as map_params
+from fzero.transforms import offload as offload
+from fzero.transforms import remat as remat
+from fzero.transforms import scale_loss as scale_loss
+from fzero.transforms import shard as shard
+from fzero.transforms import simulate as simulate
+from fzero.transforms import slots as slots
+from fzero.transforms import transform as transform
+from fzero.transforms.functionalize import functionalize as functionalize
+from fzero.transforms.logical_ranks import logical_mean as logical_mean
 
 if typing.TYPE_CHECKING:  # what `__getattr__` imports
-    from fzero import adapter, checkpoint, data
+    from fzero import adapter as adapter
+    from fzero import checkpoint as checkpoint
+    from fzero import data as data
     from fzero import integrations as integrations
     from fzero import tools as tools
-    from fzero.checkpoint import reshard
-    from fzero.tools import plot
-    from fzero.tools.certify import certify
-    from fzero.tools.compile import compile
-    from fzero.tools.diff import diff
-    from fzero.tools.plan import plan
-    from fzero.tools.prove import prove
-    from fzero.tools.record import bisect, load_recording, record, replay
-    from fzero.tools.trace import check_spmd, trace
+    from fzero.checkpoint import reshard as reshard
+    from fzero.tools import plot as plot
+    from fzero.tools.certify import certify as certify
+    from fzero.tools.compile import compile as compile
+    from fzero.tools.diff import diff as diff
+    from fzero.tools.plan import plan as plan
+    from fzero.tools.prove import prove as prove
+    from fzero.tools.record import bisect as bisect
+    from fzero.tools.record import load_recording as load_recording
+    from fzero.tools.record import record as record
+    from fzero.tools.record import replay as replay
+    from fzero.tools.trace import check_spmd as check_spmd
+    from fzero.tools.trace import trace as trace
 
 __version__ = "0.1.0"  # the build reads it here, too
-
-__all__ = [
-    "Autocast",
-    "Axis",
-    "AxisError",
-    "CallError",
-    "CollectiveLog",
-    "Compress",
-    "Context",
-    "DonatedError",
-    "DynamicScale",
-    "Form",
-    "FzeroError",
-    "LayoutError",
-    "Local",
-    "LostRankError",
-    "Mesh",
-    "MismatchError",
-    "NonFiniteError",
-    "Offload",
-    "PeerFailedError",
-    "PhaseError",
-    "Placement",
-    "TrainState",
-    "accumulate",
-    "adapter",
-    "add_gradients",
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "apply_gradients",
-    "autocast",
-    "axis_index",
-    "axis_size",
-    "bisect",
-    "certify",
-    "check_finite",
-    "check_replicas",
-    "check_spmd",
-    "checkpoint",
-    "clip",
-    "coalesce",
-    "codecs",
-    "compile",
-    "compress",
-    "count_collectives",
-    "data",
-    "diff",
-    "evaluate",
-    "fold_in",
-    "full_gradients",
-    "full_params",
-    "functionalize",
-    "global_norm",
-    "grad_and_reduce",
-    "gradients",
-    "init",
-    "iter_params",
-    "leave_out",
-    "load_recording",
-    "local",
-    "logical_mean",
-    "logical_ranks",
-    "map_params",
-    "offload",
-    "optim",
-    "plan",
-    "plot",
-    "pmax",
-    "pmean",
-    "pmin",
-    "ppermute",
-    "prove",
-    "psum",
-    "psum_scatter",
-    "record",
-    "reduce_scatter",
-    "remat",
-    "replay",
-    "reshard",
-    "scale_loss",
-    "shard",
-    "simulate",
-    "slots",
-    "state",
-    "state_bytes",
-    "trace",
-    "transform",
-    "world",
-]
-
-
-def __dir__() -> list[str]:
-    """List the public names: `dir(fzero)` and completion leave out the modules behind them."""
-    return sorted([*__all__, "__version__"])
 
 
 # Names of modules that are in rooms: `from fzero.plan import Plan`, `import fzero.codecs`.
@@ -210,27 +128,27 @@ sys.modules["fzero.adapter.deepspeed"] = lazy_import.SecondName(
 
 
 if not typing.TYPE_CHECKING:  # a type checker would take any name for one of the package
-    _load = lazy_import.importer(
-        __name__,
-        [
-            "fzero.adapter",
-            "fzero.checkpoint",
-            "fzero.data",
-            "fzero.integrations",
-            "fzero.tools",
-            "fzero.tools.plot",
-        ],
-        {
-            "fzero.checkpoint": ["reshard"],
-            "fzero.tools.certify": ["certify"],
-            "fzero.tools.compile": ["compile"],
-            "fzero.tools.diff": ["diff"],
-            "fzero.tools.plan": ["plan"],
-            "fzero.tools.prove": ["prove"],
-            "fzero.tools.record": ["bisect", "load_recording", "record", "replay"],
-            "fzero.tools.trace": ["check_spmd", "trace"],
-        },
+    _ROOMS = ["adapter", "checkpoint", "data", "integrations", "tools", "tools.plot"]
+    _LATER = {
+        "fzero.checkpoint": ["reshard"],
+        "fzero.tools.certify": ["certify"],
+        "fzero.tools.compile": ["compile"],
+        "fzero.tools.diff": ["diff"],
+        "fzero.tools.plan": ["plan"],
+        "fzero.tools.prove": ["prove"],
+        "fzero.tools.record": ["bisect", "load_recording", "record", "replay"],
+        "fzero.tools.trace": ["check_spmd", "trace"],
+    }
+    _load = lazy_import.importer(__name__, [f"fzero.{room}" for room in _ROOMS], _LATER)
+    __all__ = sorted(
+        {x for x in globals() if x[0] != "_" and not isinstance(globals()[x], types.ModuleType)}
+        | {"adapter", "checkpoint", "codecs", "data", "optim", "plot", "state"}
+        | {x for names in _LATER.values() for x in names}
     )
+
+    def __dir__() -> list[str]:
+        """List the public names: completion leaves out the modules behind them."""
+        return sorted([*__all__, "__version__"])
 
     def __getattr__(name: str) -> typing.Any:
         """Import what is imported later, or say what to do in the place of a name that is gone."""

@@ -127,8 +127,34 @@ def batches(
         [4, 5, 6, 7] 2 1
     """
     _require_order("batches", order)
-    _require_rows(dataset, order)
-    _require_options(options)
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise LayoutError(
+            f"batches: {type(dataset).__name__} has no rows by number.",
+            cause="an iterable data set or a stream: nobody can ask it for a row, so where it "
+            "stands is no number.",
+            fix="give a data set with __len__ and __getitem__. A stream of your own can read the "
+            "rows that `ids, order = order.next()` names, or keep its position in extra=.",
+        )
+    if hasattr(dataset, "__len__") and len(dataset) != order.length:
+        raise LayoutError(
+            f"batches: the data set has {len(dataset)} rows, and the order is of {order.length}.",
+            cause="the order of another split, or a data set that has grown since.",
+            fix="give fzero.data.Order(len(dataset), ...).",
+        )
+    for name in _OF_ORDER:
+        if name in options:
+            raise CallError(
+                f"batches: {name}={options[name]!r:.80} is not an option here.",
+                cause="a call of DataLoader, whose batches the order now decides.",
+                fix="give batch_size=, shuffle=, drop_last= to fzero.data.Order.",
+            )
+    if options.get("in_order") is False:
+        raise CallError(
+            "batches: in_order=False.",
+            cause="the batch of whichever worker is first: which rows were trained on would be no "
+            "position.",
+            fix="leave it out.",
+        )
     sampler = BatchSampler(order, epochs=epochs, ranks=ranks)
     end = 2**63 if epochs is None else epochs * order.batches_per_epoch
     if options.get("generator") is None:
@@ -274,38 +300,4 @@ def _require_order(name: str, order: Any) -> None:
             cause="a list of ids, a saved dict, or the two arguments the other way round.",
             fix="give fzero.data.Order(len(dataset), batch_size=..., logical_ranks=..., seed=...), "
             "at a saved position by its resumed(saved).",
-        )
-
-
-def _require_rows(dataset: Any, order: Order) -> None:
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise LayoutError(
-            f"batches: {type(dataset).__name__} has no rows by number.",
-            cause="an iterable data set or a stream: nobody can ask it for a row, so where it "
-            "stands is no number.",
-            fix="give a data set with __len__ and __getitem__. A stream of your own can read the "
-            "rows that `ids, order = order.next()` names, or keep its position in extra=.",
-        )
-    if hasattr(dataset, "__len__") and len(dataset) != order.length:
-        raise LayoutError(
-            f"batches: the data set has {len(dataset)} rows, and the order is of {order.length}.",
-            cause="the order of another split, or a data set that has grown since.",
-            fix="give fzero.data.Order(len(dataset), ...).",
-        )
-
-
-def _require_options(options: dict[str, Any]) -> None:
-    for name in _OF_ORDER:
-        if name in options:
-            raise CallError(
-                f"batches: {name}={options[name]!r:.80} is not an option here.",
-                cause="a call of DataLoader, whose batches the order now decides.",
-                fix="give batch_size=, shuffle=, drop_last= to fzero.data.Order.",
-            )
-    if options.get("in_order") is False:
-        raise CallError(
-            "batches: in_order=False.",
-            cause="the batch of whichever worker is first: which rows were trained on would be no "
-            "position.",
-            fix="leave it out.",
         )

@@ -281,9 +281,9 @@ def require_unaccused(lines: Sequence[str], axis: Axis, *, what: str) -> None:
         return next((LayoutError(x[len(_TAG) :]) for x in some if x.startswith(_TAG)), None)
 
     # The first line that differs is an accusation, where there is one.
-    said = [_TAG + lines[0]] if lines[0] else ["no error", *lines[1:]]
-    error = error_in(None, said[0])
-    assert_same_everywhere(said, axis, what=what, explains=error_in)
+    own = [_TAG + lines[0]] if lines[0] else ["no error", *lines[1:]]
+    error = error_in(None, own[0])
+    assert_same_everywhere(own, axis, what=what, explains=error_in)
     if error is not None:
         raise error
 

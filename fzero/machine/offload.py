@@ -5,7 +5,7 @@ once, and what is computed next waits for it on the device. So host memory that 
 is read by the host only after `wait_for_copies`.
 
 Files are mapped into memory. The kernel of the operating system reads ahead and writes behind,
-beside what is computed: `page_in` and `page_out` tell it when.
+beside what is computed: it is told when (`page_out`, `CopyStream`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import functools
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,75 +28,29 @@ from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.setup import Home, Offload, is_on_disk
 
-_WILL_NEED, _PAGE_OUT = 3, 21  # of Linux, for madvise: read ahead; write, and drop from memory
-
-
-def empty_at(home: Home, like: Tensor, offload: Offload) -> Tensor:
-    """Return a tensor of the shape and dtype of `like` that lives at `home`, with any values."""
-    if has_no_values(like):
-        return _standing_at(home, like)
-    if home == "disk" and like.numel():
-        return _in_file(like, os.fspath(offload.folder or ""))
-    if home is None or like.device.type == "cpu":
-        return torch.empty_like(like)
-    return torch.empty_like(like, device="cpu", pin_memory=True)
-
-
-def require_folder(offload: Offload) -> None:
-    """Raise `LayoutError` if no file can be made where the record says."""
-    if "disk" in offload.homes.values():
-        _in_file(torch.empty(1), os.fspath(offload.folder or ""))
+# To its home, and to the device: where a value is used, and where it is updated.
 
 
 def offloaded(home: Home, x: Tensor, offload: Offload) -> Tensor:
     """Return `x` at `home` (host memory, disk, or None: the device): itself, or a copy."""
-    if home is None or is_at(home, x):
+    if home is None:
         return x
+    if has_no_values(x):
+        there = home_of_empty(x) == home
+    elif home == "disk":
+        there = is_on_disk(x) or not x.numel()
+    else:
+        there = x.device.type == "cpu"
+    if there:
+        return x
+    if has_no_values(x):
+        made = _described(home, x.detach())
+    elif home == "disk":
+        made = _in_file(x, os.fspath(offload.folder or ""))
+    else:
+        made = torch.empty_like(x, device="cpu", pin_memory=True, requires_grad=False)
     with torch.no_grad():
-        return _filled(empty_at(home, x.detach(), offload), x)
-
-
-def is_at(home: Home, x: Tensor) -> bool:
-    """Return whether a tensor lives at `home`, "cpu" or "disk"."""
-    if has_no_values(x):
-        return home_of_empty(x) == home
-    if home == "disk":
-        return is_on_disk(x) or not x.numel()
-    return x.device.type == "cpu"
-
-
-def empty_where(x: Tensor) -> Tensor:
-    """Return a tensor like `x`, with any values, that lives where `x` does."""
-    if has_no_values(x):
-        return _standing_at(home_of_empty(x), x)
-    if is_on_disk(x):
-        return _in_file(x, os.path.dirname(str(x.untyped_storage().filename)))
-    pinned = x.device.type == "cpu" and x.numel() > 0 and x.is_pinned()
-    return torch.empty_like(x, pin_memory=pinned)
-
-
-def cloned(x: Tensor) -> Tensor:
-    """Return a copy of `x` that lives where `x` does."""
-    return _filled(empty_where(x), x) if is_on_disk(x) else empty_where(x).copy_(x)
-
-
-def is_here(x: Tensor, device: torch.device) -> bool:
-    """Return whether a tensor is in the memory of `device`."""
-    if has_no_values(x):
-        return home_of_empty(x) is None or (home_of_empty(x) == kind_of(device) == "cpu")
-    return x.device == device and not is_on_disk(x)
-
-
-def home_of_empty(x: Tensor) -> Home:
-    """Return the home of the tensor that `x`, a tensor without values, describes."""
-    with torch._C.DisableTorchFunction():  # no use of a step's
-        return getattr(x.untyped_storage(), "home", None)
-
-
-def _standing_at(home: Home, like: Tensor) -> Tensor:
-    made = torch.empty_like(like)
-    made.untyped_storage().home = home  # type: ignore[attr-defined]
-    return made
+        return _filled(made, x)
 
 
 def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -123,18 +77,6 @@ def change(home: Tensor, device: torch.device, write: Callable[[Tensor], Any]) -
 def add_to(home: Tensor, x: Tensor) -> None:
     """home += x, computed where `x` is."""
     change(home, x.device, lambda used: used.add_(x))
-
-
-def page_in(x: Tensor) -> None:
-    """Let the kernel start to read a tensor that lives on disk."""
-    if is_on_disk(x):
-        _advise(x, _WILL_NEED)
-
-
-def page_out(x: Tensor) -> None:
-    """Let the kernel write a tensor that lives on disk, and drop it from memory."""
-    if is_on_disk(x):
-        _advise(x, _PAGE_OUT)
 
 
 def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainState:
@@ -169,6 +111,50 @@ def at_home(state: TrainState, *, device: torch.device | None = None) -> TrainSt
     )
 
 
+# Where a tensor lives, and others that live there.
+
+
+def is_here(x: Tensor, device: torch.device) -> bool:
+    """Return whether a tensor is in the memory of `device`."""
+    if has_no_values(x):
+        return home_of_empty(x) is None or (home_of_empty(x) == kind_of(device) == "cpu")
+    return x.device == device and not is_on_disk(x)
+
+
+def home_of_empty(x: Tensor) -> Home:
+    """Return the home of the tensor that `x`, a tensor without values, describes."""
+    with torch._C.DisableTorchFunction():  # no use of a step's
+        return getattr(x.untyped_storage(), "home", None)
+
+
+def _described(home: Home, like: Tensor) -> Tensor:
+    """Return a tensor without values for one that lives at `home`."""
+    made = torch.empty_like(like)
+    made.untyped_storage().home = home  # type: ignore[attr-defined]
+    return made
+
+
+def empty_where(x: Tensor) -> Tensor:
+    """Return a tensor like `x`, with any values, that lives where `x` does."""
+    if has_no_values(x):
+        return _described(home_of_empty(x), x)
+    if is_on_disk(x):
+        return _in_file(x, os.path.dirname(str(x.untyped_storage().filename)))
+    pinned = x.device.type == "cpu" and x.numel() > 0 and x.is_pinned()
+    return torch.empty_like(x, pin_memory=pinned)
+
+
+def cloned(x: Tensor) -> Tensor:
+    """Return a copy of `x` that lives where `x` does."""
+    return _filled(empty_where(x), x) if is_on_disk(x) else empty_where(x).copy_(x)
+
+
+def _filled(made: Tensor, x: Tensor) -> Tensor:
+    made.copy_(x, non_blocking=True)
+    page_out(made)
+    return made
+
+
 def wait_for_copies(tensors: Iterable[Any]) -> None:
     """Wait for copies to pinned memory, before the host reads these tensors."""
     pinned = (isinstance(x, Tensor) and x.numel() > 0 and x.is_pinned() for x in tensors)
@@ -176,10 +162,13 @@ def wait_for_copies(tensors: Iterable[Any]) -> None:
         torch.cuda.synchronize()
 
 
-def _filled(made: Tensor, x: Tensor) -> Tensor:
-    made.copy_(x, non_blocking=True)
-    page_out(made)
-    return made
+# Files.
+
+
+def require_folder(offload: Offload) -> None:
+    """Raise `LayoutError` if no file can be made where the record says."""
+    if "disk" in offload.homes.values():
+        _in_file(torch.empty(1), os.fspath(offload.folder or ""))
 
 
 def _in_file(like: Tensor, folder: str) -> Tensor:
@@ -206,6 +195,15 @@ def _in_file(like: Tensor, folder: str) -> Tensor:
         os.close(handle)
         os.unlink(path)  # it lives as long as the tensor does
     return made.view(like.shape)
+
+
+_WILL_NEED, _PAGE_OUT = 3, 21  # of Linux, for madvise: read ahead; write, and drop from memory
+
+
+def page_out(x: Tensor) -> None:
+    """Let the kernel write a tensor that lives on disk, and drop it from memory."""
+    if is_on_disk(x):
+        _advise(x, _PAGE_OUT)
 
 
 @functools.cache
@@ -236,18 +234,28 @@ class CopyStream:
         self.device = device
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def fetch(self, wanted: Iterable[tuple[Tensor, torch.dtype]]) -> Fetched:
-        """Start to copy tensors here, each in a dtype."""
-        some = list(wanted)
-        for x, _ in some:
-            page_in(x)
+    def fetch(self, wanted: Sequence[tuple[Tensor, torch.dtype]]) -> Callable[[], list[Tensor]]:
+        """Start to copy tensors here, each in a dtype. What is returned waits for them."""
+        for x, _ in wanted:
+            if is_on_disk(x):
+                _advise(x, _WILL_NEED)
         if self._side is None:
-            return Fetched([to_device(x, self.device, dtype) for x, dtype in some], None)
+            made = [to_device(x, self.device, dtype) for x, dtype in wanted]
+            return lambda: made
         # What wrote to these tensors before runs on the stream that is current now.
         self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
-            here = [to_device(x, self.device, dtype) for x, dtype in some]
-            return Fetched(here, self._side.record_event())
+            here = [to_device(x, self.device, dtype) for x, dtype in wanted]
+            event = self._side.record_event()
+
+        def wait() -> list[Tensor]:
+            now = torch.cuda.current_stream(self.device)
+            now.wait_event(event)
+            for x in here:
+                x.record_stream(now)
+            return here
+
+        return wait
 
     def store(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Write changed tensors back: pairs of (home, tensor on the device)."""
@@ -265,19 +273,3 @@ class CopyStream:
         """Make the current stream wait for everything that was written back."""
         if self._side is not None:
             torch.cuda.current_stream(self.device).wait_stream(self._side)
-
-
-class Fetched:
-    """Tensors on their way to a device."""
-
-    def __init__(self, tensors: list[Tensor], event: Any) -> None:
-        self._tensors, self._event = tensors, event
-
-    def wait(self) -> list[Tensor]:
-        """Return the tensors; the current stream waits for their copies."""
-        if self._event is not None:
-            now = torch.cuda.current_stream(self._tensors[0].device)
-            now.wait_event(self._event)
-            for x in self._tensors:
-                x.record_stream(now)
-        return self._tensors

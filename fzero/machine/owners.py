@@ -245,7 +245,10 @@ class Owners:
         mine = [k for k in batch if self.leaves[k].owner == self.axis.rank]
         if not self.parts or self.axis.size == 1:  # an owner has all of it
             return lambda: {k: [self._at(k, flats) for flats in inputs] for k in mine}
-        here = {(k, 0) for k in batch if inputs and self._has(k, inputs[0])}
+        here = set[Item]()  # what each rank has whole, of which `inputs` have the shards
+        for k in batch if inputs and self.fulls else ():
+            at = self.leaves[k].position
+            here |= {(k, 0)} if inputs[0][at].dtype is self.fulls[at].dtype else set()
         items = [(k, j) for k in batch for j in range(len(inputs)) if (k, j) not in here]
         flights = [
             (some, self._gather_of(some, inputs))
@@ -261,11 +264,6 @@ class Owners:
             return {k: [found[k, j] for j in range(len(inputs))] for k in mine}
 
         return wait
-
-    def _has(self, number: int, flats: Sequence[Tensor]) -> bool:
-        """Whether each rank has the whole of a parameter, of which `flats` have the shards."""
-        position = self.leaves[number].position
-        return bool(self.fulls) and flats[position].dtype is self.fulls[position].dtype
 
     def _here(self, x: Tensor) -> Tensor:
         return x if self.device is None else to_device(x, self.device)

@@ -34,243 +34,6 @@ from fzero.state import NAMESPACE
 from fzero.state.codec import Codec
 from fzero.state.layout import Group, Layout, Leaf, learns
 
-# Find tensors that share memory: tied parameters are kept tied, overlaps are refused.
-#
-# A state stores each parameter apart from all else. So a parameter whose memory has a second handle
-# (a transposed view, a slice, a buffer that is a view of it) would part from it in silence. Memory
-# is
-# compared by address: only tensors whose ranges of bytes meet are looked at closely, and exactly.
-
-_TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has: tables, and hooks
-_FIRST = 4096  # where the memory of a placeholder begins, which has no address
-
-
-class Holder(Enum):
-    """How a module holds a tensor."""
-
-    PARAMETER = auto()
-    BUFFER = auto()
-    ATTRIBUTE = auto()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HeldTensor:
-    """A tensor of a module, its path, and how the module holds it."""
-
-    path: str
-    tensor: Tensor
-    kind: Holder = Holder.PARAMETER
-
-
-class _Region(NamedTuple):
-    """Where the elements of a tensor are: addresses first <= x < end, in one address space."""
-
-    space: Any
-    first: int
-    end: int
-    held: HeldTensor
-
-
-def identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for tensors that are one parameter: one object, or one memory.
-
-    An int for those that can be known as an object only.
-
-    Example:
-        >>> x = torch.ones(2, 3)
-        >>> identity(x) == identity(x.detach()), identity(x) == identity(x[:1])
-        (True, False)
-    """
-    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_meta:
-        return id(tensor)
-    if is_functorch_wrapped_tensor(tensor):  # it has no memory of its own to compare
-        return id(tensor)
-    shape = tuple(tensor.shape)
-    # The stride of a dim of one element says nothing about where the elements are.
-    strides = tuple(s if n > 1 else 0 for n, s in zip(shape, tensor.stride(), strict=True))
-    bits = tensor.is_conj(), tensor.is_neg()
-    return (tensor.data_ptr(), shape, strides, tensor.dtype, tensor.device, *bits)
-
-
-def require_apart(
-    held: Sequence[HeldTensor], *, buffers: bool = False, attributes: bool = False
-) -> None:
-    """Raise `LayoutError` if two of these tensors have an element in common.
-
-    The same object, and parameters that are the same view, are one tensor. Pairs of which none is
-    a parameter are looked at only if asked for: two `buffers`, a buffer and one of `attributes`.
-
-    Example:
-        >>> x = torch.ones(4, 2)
-        >>> left, right = HeldTensor("left", x[:, 0]), HeldTensor("right", x[:, 1])
-        >>> require_apart([left, right])  # no common element
-        >>> require_apart([left, HeldTensor("all", x)])
-        Traceback (most recent call last):
-        ...
-        fzero.errors.LayoutError: left and all have elements in common.
-        Usual cause: ...
-        Fix: ...
-    """
-    for one in held:
-        if one.tensor.is_inference() and not torch.is_inference_mode_enabled():
-            raise LayoutError(
-                f"{one.path} was made under torch.inference_mode(): it cannot be trained.",
-                cause="a model that was built, loaded or converted inside of such a block.",
-                fix="build it outside, or under torch.no_grad().",
-            )
-    compared = {(Holder.BUFFER, Holder.BUFFER)} if buffers else set()
-    if attributes:
-        compared |= {(Holder.BUFFER, Holder.ATTRIBUTE), (Holder.ATTRIBUTE, Holder.BUFFER)}
-    found = []
-    for one, other in _meeting(held):
-        if (
-            Holder.PARAMETER not in (one.kind, other.kind)
-            and (one.kind, other.kind) not in compared
-        ):
-            continue
-        tied = one.kind is other.kind is Holder.PARAMETER
-        if tied and identity(one.tensor) == identity(other.tensor):
-            continue
-        if _overlap(one.tensor, other.tensor):
-            found.append(sorted((held.index(one), held.index(other))))
-    if found:  # the first in the module's order: addresses differ by rank
-        raise _in_common(*(held[i] for i in min(found)))
-
-
-def require_own_memory(
-    module: nn.Module, *, buffers: bool = False, attributes: bool = False
-) -> None:
-    """Raise `LayoutError` if two tensors of a module have an element in common.
-
-    `buffers`, `attributes`: as in `require_apart`. Attributes are tensors that modules hold
-    themselves, or in lists, tuples, sets and dicts.
-    """
-    held = list(_held(module))
-    for one in held:
-        if one.kind is Holder.PARAMETER and one.tensor.requires_grad:
-            _require_several(one)
-    require_apart(held, buffers=buffers, attributes=attributes)
-
-
-def _meeting(held: Sequence[HeldTensor]) -> Iterator[tuple[HeldTensor, HeldTensor]]:
-    """Yield the pairs of different objects whose ranges of addresses meet."""
-    seen: dict[int, _Region] = {}
-    for one in held:
-        if id(one.tensor) not in seen and (found := _region(one)) is not None:
-            seen[id(one.tensor)] = found
-    spaces: dict[Any, list[_Region]] = {}
-    for region in seen.values():
-        spaces.setdefault(region.space, []).append(region)
-    for regions in spaces.values():
-        regions.sort(key=lambda region: region.first)
-        reaching: list[_Region] = []  # those before that end after this one begins
-        for region in regions:
-            reaching = [one for one in reaching if one.end > region.first]
-            yield from ((one.held, region.held) for one in reaching)
-            reaching.append(region)
-
-
-def _region(held: HeldTensor) -> _Region | None:
-    """Return the addresses of a tensor; None if it has no elements or no address."""
-    x = held.tensor
-    if isinstance(x, LazyParam):
-        place, first = (id(x.reader), x.where), _FIRST + x.storage_offset() * x.element_size()
-    elif not _has_memory(x):
-        return None
-    else:
-        place, first = x.device, Tensor.data_ptr(x)
-    if not x.numel() or not first:
-        return None
-    first, last = int(first), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return _Region(place, first, first + int(last + 1) * x.element_size(), held)
-
-
-def _has_memory(x: Tensor) -> bool:
-    """Whether a tensor has an address; a fake tensor has its storage on meta."""
-    if is_lazy(x) or x.is_nested or x.layout is not torch.strided or is_functorch_wrapped_tensor(x):
-        return False
-    if isinstance(x, Memoryless):  # the stand-in of a gradient that a module has kept
-        return False
-    return not x.is_meta and Tensor.untyped_storage(x).device.type != "meta"
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors, whose ranges meet, have a byte in common."""
-    return bool(np.shares_memory(_as_array(one), _as_array(other)))
-
-
-def _as_array(x: Tensor) -> Any:
-    """Return a NumPy array of the shape, strides and address of `x`; it is never read."""
-    size = x.element_size()
-    lazy = isinstance(x, LazyParam)
-    first = _FIRST + x.storage_offset() * size if lazy else Tensor.data_ptr(x)
-
-    class View:
-        __array_interface__ = {  # noqa: RUF012
-            "version": 3,
-            "typestr": f"|V{size}",
-            "shape": tuple(x.shape),
-            "strides": tuple(stride * size for stride in x.stride()),
-            "data": (first, True),
-        }
-
-    return np.asarray(View())
-
-
-def _held(module: nn.Module) -> Iterator[HeldTensor]:
-    """Yield the parameters, buffers and tensor attributes of a module; parameters come first."""
-    for path, p in module.named_parameters(remove_duplicate=False):
-        yield HeldTensor(path, p, Holder.PARAMETER)
-    for path, buffer in module.named_buffers(remove_duplicate=False):
-        yield HeldTensor(path, buffer, Holder.BUFFER)
-    for path, part in module.named_modules():
-        # Until its first forward this is a view of the parameter; each forward makes it anew.
-        hooks = part._forward_pre_hooks.values()
-        made = {hook.name for hook in hooks if isinstance(hook, SpectralNorm)}
-        for name, value in vars(part).items():
-            if name not in _TORCHS and name not in made:
-                for where, x in _tensors_in(value, f"{path}.{name}".lstrip("."), set()):
-                    yield HeldTensor(where, x, Holder.ATTRIBUTE)
-
-
-def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in an attribute, with their paths."""
-    if isinstance(value, Tensor):
-        yield path, value
-    elif isinstance(value, list | tuple | set | frozenset | dict) and id(value) not in seen:
-        seen.add(id(value))
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, part in items:
-            yield from _tensors_in(part, f"{path}[{key!r}]", seen)
-
-
-def _require_several(one: HeldTensor) -> None:
-    """Raise if two elements of a trainable parameter are the same memory."""
-    x = one.tensor
-    if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
-        raise LayoutError(
-            f"{one.path}, of shape {tuple(x.shape)} and strides {x.stride()}, has fewer elements "
-            "in memory than it shows.",
-            cause="a parameter that was made by expand(). torch.optim cannot step it, either.",
-            fix="clone it, nn.Parameter(x.expand(...).clone()); or keep the small parameter, and "
-            "expand it in the forward.",
-        )
-
-
-def _in_common(one: HeldTensor, other: HeldTensor) -> LayoutError:
-    kind = "" if other.kind is Holder.PARAMETER else f" (a{_NAMES[other.kind]})"
-    return LayoutError(
-        f"{one.path} and {other.path}{kind} have elements in common.",
-        cause="p.data = q.data.t() or another view of a parameter's memory; a buffer or an "
-        "attribute made by p.detach(), p.data or a slice. In fzero each parameter has memory of "
-        "its own: the two would part at the first update.",
-        fix="assign the parameter itself (`b.weight = a.weight`) to tie them, and transpose or "
-        "slice it in the forward; or take a copy: .detach().clone().",
-    )
-
-
-_NAMES = {Holder.BUFFER: " buffer", Holder.ATTRIBUTE: "n attribute"}
-
 
 def unit_of(path: str) -> str:
     """Return the stage-3 unit of a parameter path: the parameters that are gathered together.
@@ -391,166 +154,6 @@ def regrouped(
     return replace(layout, groups=groups, ranks=ranks, options=asked)
 
 
-def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
-    """Return the tensor of each leaf of `layout`.
-
-    Raises `LayoutError` when `params` has another structure, shape or dtype than the layout.
-    """
-    paths, tensors, treespec = named_leaves(params)
-    if treespec != layout.treespec:
-        raise LayoutError(
-            f"the pytree has the structure {treespec}, the layout {layout.treespec}.",
-            cause="parameters of another model.",
-            fix="pass a pytree of the same structure as the one given to init.",
-        )
-    first = {leaf: position for position, leaf in reversed(list(enumerate(layout.slots)))}
-    by_leaf = []
-    for i, leaf in enumerate(layout.leaves):
-        tensor = tensors[first[i]]
-        if tuple(tensor.shape) != leaf.shape or tensor.dtype != leaf.dtype:
-            raise LayoutError(
-                f"{paths[first[i]]} is {tuple(tensor.shape)} {tensor.dtype}, the layout "
-                f"has {leaf.shape} {leaf.dtype}.",
-                cause="parameters of another model or dtype.",
-                fix="convert them first, or make a new state with init.",
-            )
-        by_leaf.append(tensor)
-    return by_leaf
-
-
-def matched(layout: Layout, tree: Any) -> list[tuple[int, Any]] | None:
-    """Return (leaf, what stands in its place) of a tree like the parameters: of a tied leaf, each.
-
-    None for a tree of another structure. None in the place of a leaf is what stands there.
-    """
-    wanted: Any = optree.tree_unflatten(layout.treespec, range(len(layout.slots)))
-    numbers, expected = optree.tree_flatten(wanted, none_is_leaf=True, namespace=NAMESPACE)
-    found, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
-    if treespec != expected:
-        return None
-    return [(layout.slots[n], x) for n, x in zip(numbers, found, strict=True)]
-
-
-def assemble(layout: Layout, by_leaf: Mapping[int, Any]) -> Any:
-    """Return the pytree with `by_leaf[i]` at every place of leaf i, and None where there is none.
-
-    Tied positions share a value.
-    """
-    return optree.tree_unflatten(layout.treespec, [by_leaf.get(i) for i in layout.slots])
-
-
-def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpec]:
-    """Return the path, the tensor of each leaf, and the structure; raise for other leaves."""
-    accessors, leaves, treespec = optree.tree_flatten_with_accessor(params, namespace=NAMESPACE)
-    paths = [".".join(map(_component, accessor)) or "." for accessor in accessors]
-    for path, leaf in zip(paths, leaves, strict=True):
-        problem = _problem_with(leaf)
-        if problem:
-            what = f"parameter {path} is" if accessors[0] else "the parameters are"
-            raise LayoutError(f"{what} {problem}.", cause=_cause_of(leaf), fix=_fix_for(leaf))
-    return paths, leaves, treespec
-
-
-def is_dtensor(x: object) -> bool:
-    """Whether it is a torch.distributed.tensor.DTensor, without the import of that module.
-
-    Example:
-        >>> is_dtensor(torch.ones(2))
-        False
-    """
-    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
-
-
-def _cause_of(leaf: object) -> str:
-    if isinstance(leaf, Module):
-        return "a module in the place of its parameters."
-    if isinstance(leaf, Iterator):
-        return "module.parameters(), or another iterator, which has no names and is used up."
-    if is_dtensor(leaf):
-        return "fully_shard or parallelize_module was called on the module."
-    if is_dataclass(leaf):
-        return "a dataclass that no library of pytrees knows: it counts as one leaf."
-    return "something that is not a dense tensor is among the parameters."
-
-
-def _fix_for(leaf: object) -> str:
-    if isinstance(leaf, Module):
-        return "apply, params = fzero.functionalize(module) has its parameters."
-    if isinstance(leaf, Iterator):
-        return "params = dict(module.named_parameters()), or fzero.functionalize(module)."
-    if is_dtensor(leaf):
-        return "leave that call out: fzero shards whole parameters; x.full_tensor() makes one."
-    if is_dataclass(leaf):
-        return (
-            'register it with @optree.dataclasses.dataclass(namespace="fzero") in the place of '
-            "@dataclass, or give a dict of its fields."
-        )
-    return (
-        "give it to the loss as an argument or a closure, or convert it (torch.as_tensor, "
-        "view_as_real, to_dense)."
-    )
-
-
-def _component(entry: optree.PyTreeEntry) -> str:
-    if isinstance(entry, optree.NamedTupleEntry | optree.DataclassEntry):
-        return str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.name)
-    return str(entry.entry)
-
-
-def _problem_with(leaf: object) -> str:
-    if not isinstance(leaf, Tensor):
-        return f"a {type(leaf).__name__}, not a tensor"
-    if leaf.layout is not torch.strided:
-        return f"a {leaf.layout} tensor"
-    if is_dtensor(leaf):
-        return "a DTensor, sharded already"
-    return "a complex tensor of 16 bits" if leaf.dtype is torch.complex32 else ""
-
-
-def _in_order(tree: Any) -> list[Any]:
-    """Return the leaves of a tree, those of a dict in its own order; optree sorts the keys."""
-    if optree.tree_is_leaf(tree, namespace=NAMESPACE):
-        return [tree]
-    children, _, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
-    if isinstance(tree, dict):
-        at = dict(zip(entries, children, strict=True))
-        children = [at[key] for key in tree]
-    return [leaf for child in children for leaf in _in_order(child)]
-
-
-def _unique_leaves(
-    paths: list[str],
-    tensors: list[Tensor],
-    order: Sequence[int],
-    trainable: Callable[[str], bool] | None,
-    encodes: Callable[[str, Tensor], Codec | None] | None,
-) -> tuple[tuple[Leaf, ...], tuple[int, ...]]:
-    seen: dict[Any, int] = {}
-    leaves: list[Leaf] = []
-    slots = [0] * len(order)
-    for position in order:
-        path, tensor = paths[position], tensors[position]
-        index = seen.setdefault(identity(tensor), len(leaves))
-        learning = learns(tensor) and (trainable is None or trainable(path))
-        if index == len(leaves):
-            # Floats of 8 bits are encoded already, as packed integers are.
-            wide = tensor.is_floating_point() and tensor.itemsize > 1
-            codec = encodes(path, tensor) if encodes and wide and not learning else None
-            shape, dtype = tuple(tensor.shape), tensor.dtype
-            leaves.append(
-                Leaf(path=path, shape=shape, dtype=dtype, trainable=learning, codec=codec)
-            )
-        elif leaves[index].trainable != learning:
-            frozen, other = (leaves[index].path, path) if learning else (path, leaves[index].path)
-            raise LayoutError(
-                f"{frozen} is frozen and {other} is not, and they are one tensor.",
-                cause="tied weights of which one was frozen, or named by `trainable`, alone.",
-                fix="freeze both, or neither.",
-            )
-        slots[position] = index
-    return tuple(leaves), tuple(slots)
-
-
 def _nothing(path: str) -> None:
     """Return False: the default of a rule for leaves."""
 
@@ -612,6 +215,383 @@ def _group(
         communication_dtype=None if encoded else lowered(first.path),
         encoded=encoded,
     )
+
+
+def _in_order(tree: Any) -> list[Any]:
+    """Return the leaves of a tree, those of a dict in its own order; optree sorts the keys."""
+    if optree.tree_is_leaf(tree, namespace=NAMESPACE):
+        return [tree]
+    children, _, entries, _ = optree.tree_flatten_one_level(tree, namespace=NAMESPACE)
+    if isinstance(tree, dict):
+        at = dict(zip(entries, children, strict=True))
+        children = [at[key] for key in tree]
+    return [leaf for child in children for leaf in _in_order(child)]
+
+
+def _unique_leaves(
+    paths: list[str],
+    tensors: list[Tensor],
+    order: Sequence[int],
+    trainable: Callable[[str], bool] | None,
+    encodes: Callable[[str, Tensor], Codec | None] | None,
+) -> tuple[tuple[Leaf, ...], tuple[int, ...]]:
+    seen: dict[Any, int] = {}
+    leaves: list[Leaf] = []
+    slots = [0] * len(order)
+    for position in order:
+        path, tensor = paths[position], tensors[position]
+        index = seen.setdefault(identity(tensor), len(leaves))
+        learning = learns(tensor) and (trainable is None or trainable(path))
+        if index == len(leaves):
+            # Floats of 8 bits are encoded already, as packed integers are.
+            wide = tensor.is_floating_point() and tensor.itemsize > 1
+            codec = encodes(path, tensor) if encodes and wide and not learning else None
+            shape, dtype = tuple(tensor.shape), tensor.dtype
+            leaves.append(
+                Leaf(path=path, shape=shape, dtype=dtype, trainable=learning, codec=codec)
+            )
+        elif leaves[index].trainable != learning:
+            frozen, other = (leaves[index].path, path) if learning else (path, leaves[index].path)
+            raise LayoutError(
+                f"{frozen} is frozen and {other} is not, and they are one tensor.",
+                cause="tied weights of which one was frozen, or named by `trainable`, alone.",
+                fix="freeze both, or neither.",
+            )
+        slots[position] = index
+    return tuple(leaves), tuple(slots)
+
+
+def named_leaves(params: Any) -> tuple[list[str], list[Tensor], optree.PyTreeSpec]:
+    """Return the path, the tensor of each leaf, and the structure; raise for other leaves."""
+    accessors, leaves, treespec = optree.tree_flatten_with_accessor(params, namespace=NAMESPACE)
+    paths = [".".join(map(_component, accessor)) or "." for accessor in accessors]
+    for path, leaf in zip(paths, leaves, strict=True):
+        if (problem := _problem_with(leaf)) is not None:
+            what = f"parameter {path} is" if accessors[0] else "the parameters are"
+            seen, cause, fix = problem
+            raise LayoutError(f"{what} {seen}.", cause=cause, fix=fix)
+    return paths, leaves, treespec
+
+
+def _problem_with(leaf: object) -> tuple[str, str, str] | None:
+    """Return what is wrong with a parameter, the usual cause and the fix; None for a good one."""
+    cause = "something that is not a dense tensor is among the parameters."
+    fix = (
+        "give it to the loss as an argument or a closure, or convert it (torch.as_tensor, "
+        "view_as_real, to_dense)."
+    )
+    if isinstance(leaf, Tensor):
+        if leaf.layout is not torch.strided:
+            return f"a {leaf.layout} tensor", cause, fix
+        if is_dtensor(leaf):
+            cause = "fully_shard or parallelize_module was called on the module."
+            fix = "leave that call out: fzero shards whole parameters; x.full_tensor() makes one."
+            return "a DTensor, sharded already", cause, fix
+        wrong = leaf.dtype is torch.complex32
+        return ("a complex tensor of 16 bits", cause, fix) if wrong else None
+    if isinstance(leaf, Module):
+        cause = "a module in the place of its parameters."
+        fix = "apply, params = fzero.functionalize(module) has its parameters."
+    elif isinstance(leaf, Iterator):
+        cause = "module.parameters(), or another iterator, which has no names and is used up."
+        fix = "params = dict(module.named_parameters()), or fzero.functionalize(module)."
+    elif is_dataclass(leaf):
+        cause = "a dataclass that no library of pytrees knows: it counts as one leaf."
+        fix = (
+            'register it with @optree.dataclasses.dataclass(namespace="fzero") in the place of '
+            "@dataclass, or give a dict of its fields."
+        )
+    return f"a {type(leaf).__name__}, not a tensor", cause, fix
+
+
+def is_dtensor(x: object) -> bool:
+    """Whether it is a torch.distributed.tensor.DTensor, without the import of that module.
+
+    Example:
+        >>> is_dtensor(torch.ones(2))
+        False
+    """
+    return isinstance(x, Tensor) and hasattr(x, "device_mesh")
+
+
+def _component(entry: optree.PyTreeEntry) -> str:
+    if isinstance(entry, optree.NamedTupleEntry | optree.DataclassEntry):
+        return str(entry.field if isinstance(entry, optree.NamedTupleEntry) else entry.name)
+    return str(entry.entry)
+
+
+def leaves_of(layout: Layout, params: Any) -> list[Tensor]:
+    """Return the tensor of each leaf of `layout`.
+
+    Raises `LayoutError` when `params` has another structure, shape or dtype than the layout.
+    """
+    paths, tensors, treespec = named_leaves(params)
+    if treespec != layout.treespec:
+        raise LayoutError(
+            f"the pytree has the structure {treespec}, the layout {layout.treespec}.",
+            cause="parameters of another model.",
+            fix="pass a pytree of the same structure as the one given to init.",
+        )
+    first = {leaf: position for position, leaf in reversed(list(enumerate(layout.slots)))}
+    by_leaf = []
+    for i, leaf in enumerate(layout.leaves):
+        tensor = tensors[first[i]]
+        if tuple(tensor.shape) != leaf.shape or tensor.dtype != leaf.dtype:
+            raise LayoutError(
+                f"{paths[first[i]]} is {tuple(tensor.shape)} {tensor.dtype}, the layout "
+                f"has {leaf.shape} {leaf.dtype}.",
+                cause="parameters of another model or dtype.",
+                fix="convert them first, or make a new state with init.",
+            )
+        by_leaf.append(tensor)
+    return by_leaf
+
+
+def matched(layout: Layout, tree: Any) -> list[tuple[int, Any]] | None:
+    """Return (leaf, what stands in its place) of a tree like the parameters: of a tied leaf, each.
+
+    None for a tree of another structure. None in the place of a leaf is what stands there.
+    """
+    wanted: Any = optree.tree_unflatten(layout.treespec, range(len(layout.slots)))
+    numbers, expected = optree.tree_flatten(wanted, none_is_leaf=True, namespace=NAMESPACE)
+    found, treespec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    if treespec != expected:
+        return None
+    return [(layout.slots[n], x) for n, x in zip(numbers, found, strict=True)]
+
+
+def assemble(layout: Layout, by_leaf: Mapping[int, Any]) -> Any:
+    """Return the pytree with `by_leaf[i]` at every place of leaf i, and None where there is none.
+
+    Tied positions share a value.
+    """
+    return optree.tree_unflatten(layout.treespec, [by_leaf.get(i) for i in layout.slots])
+
+
+# Find tensors that share memory: tied parameters are kept tied, overlaps are refused.
+#
+# A state stores each parameter apart from all else. So a parameter whose memory has a second handle
+# (a transposed view, a slice, a buffer that is a view of it) would part from it in silence. Memory
+# is compared by address: only tensors whose ranges of bytes meet are looked at closely, and
+# exactly.
+
+_TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has: tables, and hooks
+_FIRST = 4096  # where the memory of a placeholder begins, which has no address
+
+
+class Holder(Enum):
+    """How a module holds a tensor."""
+
+    PARAMETER = auto()
+    BUFFER = auto()
+    ATTRIBUTE = auto()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTensor:
+    """A tensor of a module, its path, and how the module holds it."""
+
+    path: str
+    tensor: Tensor
+    kind: Holder = Holder.PARAMETER
+
+
+class _Region(NamedTuple):
+    """Where the elements of a tensor are: addresses first <= x < end, in one address space."""
+
+    space: Any
+    first: int
+    end: int
+    held: HeldTensor
+
+
+def identity(tensor: Tensor) -> Any:
+    """Return a key that is equal for tensors that are one parameter: one object, or one memory.
+
+    An int for those that can be known as an object only.
+
+    Example:
+        >>> x = torch.ones(2, 3)
+        >>> identity(x) == identity(x.detach()), identity(x) == identity(x[:1])
+        (True, False)
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or not tensor.numel() or tensor.is_meta:
+        return id(tensor)
+    if is_functorch_wrapped_tensor(tensor):  # it has no memory of its own to compare
+        return id(tensor)
+    shape = tuple(tensor.shape)
+    # The stride of a dim of one element says nothing about where the elements are.
+    strides = tuple(s if n > 1 else 0 for n, s in zip(shape, tensor.stride(), strict=True))
+    bits = tensor.is_conj(), tensor.is_neg()
+    return (tensor.data_ptr(), shape, strides, tensor.dtype, tensor.device, *bits)
+
+
+def require_apart(
+    held: Sequence[HeldTensor], *, buffers: bool = False, attributes: bool = False
+) -> None:
+    """Raise `LayoutError` if two of these tensors have an element in common.
+
+    The same object, and parameters that are the same view, are one tensor. Pairs of which none is
+    a parameter are looked at only if asked for: two `buffers`, a buffer and one of `attributes`.
+
+    Example:
+        >>> x = torch.ones(4, 2)
+        >>> left, right = HeldTensor("left", x[:, 0]), HeldTensor("right", x[:, 1])
+        >>> require_apart([left, right])  # no common element
+        >>> require_apart([left, HeldTensor("all", x)])
+        Traceback (most recent call last):
+        ...
+        fzero.errors.LayoutError: left and all have elements in common.
+        Usual cause: ...
+        Fix: ...
+    """
+    for one in held:
+        if one.tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise LayoutError(
+                f"{one.path} was made under torch.inference_mode(): it cannot be trained.",
+                cause="a model that was built, loaded or converted inside of such a block.",
+                fix="build it outside, or under torch.no_grad().",
+            )
+    compared = {(Holder.BUFFER, Holder.BUFFER)} if buffers else set()
+    if attributes:
+        compared |= {(Holder.BUFFER, Holder.ATTRIBUTE), (Holder.ATTRIBUTE, Holder.BUFFER)}
+    found = []
+    for one, other in _meeting(held):
+        if (
+            Holder.PARAMETER not in (one.kind, other.kind)
+            and (one.kind, other.kind) not in compared
+        ):
+            continue
+        tied = one.kind is other.kind is Holder.PARAMETER
+        if tied and identity(one.tensor) == identity(other.tensor):
+            continue
+        if np.shares_memory(_as_array(one.tensor), _as_array(other.tensor)):
+            found.append(sorted((held.index(one), held.index(other))))
+    if found:  # the first in the module's order: addresses differ by rank
+        one, other = (held[i] for i in min(found))
+        kind = "" if other.kind is Holder.PARAMETER else f" (a{_NAMES[other.kind]})"
+        raise LayoutError(
+            f"{one.path} and {other.path}{kind} have elements in common.",
+            cause="p.data = q.data.t() or another view of a parameter's memory; a buffer or an "
+            "attribute made by p.detach(), p.data or a slice. In fzero each parameter has memory "
+            "of its own: the two would part at the first update.",
+            fix="assign the parameter itself (`b.weight = a.weight`) to tie them, and transpose or "
+            "slice it in the forward; or take a copy: .detach().clone().",
+        )
+
+
+def require_own_memory(
+    module: nn.Module, *, buffers: bool = False, attributes: bool = False
+) -> None:
+    """Raise `LayoutError` if two tensors of a module have an element in common.
+
+    `buffers`, `attributes`: as in `require_apart`. Attributes are tensors that modules hold
+    themselves, or in lists, tuples, sets and dicts.
+    """
+    held = list(_held(module))
+    for one in held:
+        x = one.tensor
+        if one.kind is not Holder.PARAMETER or not x.requires_grad:
+            continue
+        if any(n > 1 and s == 0 for n, s in zip(x.shape, x.stride(), strict=True)):
+            raise LayoutError(
+                f"{one.path}, of shape {tuple(x.shape)} and strides {x.stride()}, has fewer "
+                "elements in memory than it shows.",
+                cause="a parameter that was made by expand(). torch.optim cannot step it, either.",
+                fix="clone it, nn.Parameter(x.expand(...).clone()); or keep the small parameter, "
+                "and expand it in the forward.",
+            )
+    require_apart(held, buffers=buffers, attributes=attributes)
+
+
+def _held(module: nn.Module) -> Iterator[HeldTensor]:
+    """Yield the parameters, buffers and tensor attributes of a module; parameters come first."""
+    for path, p in module.named_parameters(remove_duplicate=False):
+        yield HeldTensor(path, p, Holder.PARAMETER)
+    for path, buffer in module.named_buffers(remove_duplicate=False):
+        yield HeldTensor(path, buffer, Holder.BUFFER)
+    for path, part in module.named_modules():
+        # Until its first forward this is a view of the parameter; each forward makes it anew.
+        hooks = part._forward_pre_hooks.values()
+        made = {hook.name for hook in hooks if isinstance(hook, SpectralNorm)}
+        for name, value in vars(part).items():
+            if name not in _TORCHS and name not in made:
+                for where, x in _tensors_in(value, f"{path}.{name}".lstrip("."), set()):
+                    yield HeldTensor(where, x, Holder.ATTRIBUTE)
+
+
+def _tensors_in(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in an attribute, with their paths."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, list | tuple | set | frozenset | dict) and id(value) not in seen:
+        seen.add(id(value))
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, part in items:
+            yield from _tensors_in(part, f"{path}[{key!r}]", seen)
+
+
+def _meeting(held: Sequence[HeldTensor]) -> Iterator[tuple[HeldTensor, HeldTensor]]:
+    """Yield the pairs of different objects whose ranges of addresses meet."""
+    seen: dict[int, _Region] = {}
+    for one in held:
+        if id(one.tensor) not in seen and (found := _region(one)) is not None:
+            seen[id(one.tensor)] = found
+    spaces: dict[Any, list[_Region]] = {}
+    for region in seen.values():
+        spaces.setdefault(region.space, []).append(region)
+    for regions in spaces.values():
+        regions.sort(key=lambda region: region.first)
+        reaching: list[_Region] = []  # those before that end after this one begins
+        for region in regions:
+            reaching = [one for one in reaching if one.end > region.first]
+            yield from ((one.held, region.held) for one in reaching)
+            reaching.append(region)
+
+
+def _region(held: HeldTensor) -> _Region | None:
+    """Return the addresses of a tensor; None if it has no elements or no address."""
+    x = held.tensor
+    if isinstance(x, LazyParam):
+        place, first = (id(x.reader), x.where), _FIRST + x.storage_offset() * x.element_size()
+    elif not _has_memory(x):
+        return None
+    else:
+        place, first = x.device, Tensor.data_ptr(x)
+    if not x.numel() or not first:
+        return None
+    first, last = int(first), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return _Region(place, first, first + int(last + 1) * x.element_size(), held)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Whether a tensor has an address; a fake tensor has its storage on meta."""
+    if is_lazy(x) or x.is_nested or x.layout is not torch.strided or is_functorch_wrapped_tensor(x):
+        return False
+    if isinstance(x, Memoryless):  # the stand-in of a gradient that a module has kept
+        return False
+    return not x.is_meta and Tensor.untyped_storage(x).device.type != "meta"
+
+
+def _as_array(x: Tensor) -> Any:
+    """Return a NumPy array of the shape, strides and address of `x`; it is never read."""
+    size = x.element_size()
+    lazy = isinstance(x, LazyParam)
+    first = _FIRST + x.storage_offset() * size if lazy else Tensor.data_ptr(x)
+
+    class View:
+        __array_interface__ = {  # noqa: RUF012
+            "version": 3,
+            "typestr": f"|V{size}",
+            "shape": tuple(x.shape),
+            "strides": tuple(stride * size for stride in x.stride()),
+            "data": (first, True),
+        }
+
+    return np.asarray(View())
+
+
+_NAMES = {Holder.BUFFER: " buffer", Holder.ATTRIBUTE: "n attribute"}
 
 
 # Parameters of classes of their own: a class may say what a module computes, or only hold facts.

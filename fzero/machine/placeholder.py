@@ -1,7 +1,13 @@
 """A parameter of the full shape without storage: a kernel that reads it gets gathered values.
 
 Autograd saves the placeholder, not the values, so what is gathered for a kernel can go when the
-kernel has run, and backward gathers it anew. Who gathers, and when, is the `Gathers` behind it.
+kernel has run, and backward gathers it anew. Who gathers, and when, is its reader, which has
+
+    leaf(group, position)               one full leaf of a group, gathered; it may be rounded
+    leaves_of(group), device_of(group)  the leaves of a group, and where their values are
+    changes                             how often the values have changed
+    begin_write(placeholder, func)      raises if what `func` is about to write would be lost
+    end_write(placeholder, values)      it was written: these are its values now
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import optree
 import torch
@@ -25,131 +31,8 @@ from fzero.context.current_rank import WithoutMemory, in_forward_mode, is_abstra
 from fzero.context.modes import kinds_of_autocast
 from fzero.errors import CallError, FzeroError, LayoutError, PhaseError
 from fzero.state.codec import Codec
-from fzero.state.layout import Leaf
-
-# Placeholders under torch.compile: a gather is one op of the compiled graph.
-#
-#     token -> fzero::whole -> values
-#
-# A token is a number in a tensor. It is what a graph is given for each placeholder, so that nothing
-# is gathered while a graph is traced or its guards are checked. Where a kernel reads the
-# placeholder,
-# in the forward and in the backward, the graph has the op, which gathers when it runs. That way
-# every
-# backend (inductor as well) works on ordinary tensors.
 
 T = TypeVar("T")
-
-DISABLED_FRAMES = 2
-"""Frames of torch's between a caller and a function that is `torch._disable_dynamo`."""
-
-MADE_FRAMES = DISABLED_FRAMES + 1
-"""The same for a function of `without_dynamo`."""
-
-_numbers = itertools.count()
-_reads: weakref.WeakValueDictionary[int, CompiledRead] = weakref.WeakValueDictionary()
-
-
-def without_dynamo(fn: Callable[..., T]) -> Callable[..., T]:
-    """Return a function that calls `fn` as it is under torch.compile, too.
-
-    For functions that are made in each call: `torch._disable_dynamo` ties what it wraps into a
-    cycle, which keeps all that it closes over, states with their gradients, until the garbage
-    collector comes by.
-
-    Example:
-        >>> without_dynamo(lambda x: x + 1)(1)
-        2
-    """
-    made = _Made(_run, fn)
-    functools.update_wrapper(made, fn)
-    return made
-
-
-class _Made(functools.partial[Any]):
-    """What is made in a call, and is called in its turn."""
-
-    def __iter__(self) -> NoReturn:
-        """Raise `CallError`: `state, loss = grad_and_reduce(loss_fn, state)` lacks the call."""
-        name = getattr(self, "__name__", "it")
-        raise CallError(
-            f"{name} is a function, and was unpacked like a result.",
-            cause="state, loss = fzero.grad_and_reduce(loss_fn, state), without the call.",
-            fix="call it on the batch: state, loss = fzero.grad_and_reduce(loss_fn, state)(batch).",
-        )
-
-
-@torch._disable_dynamo
-def _run(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    return fn(*args, **kwargs)
-
-
-class CompiledRead:
-    """Reads the values of one placeholder for a compiled graph; lives as long as that."""
-
-    __slots__ = ("__weakref__", "token", "values")
-
-    def __init__(self, values: Callable[[], Tensor]) -> None:
-        number = next(_numbers)
-        self.values, self.token = values, torch.tensor(number)
-        _reads[number] = self
-
-
-@torch.library.custom_op("fzero::whole", mutates_args=())
-def whole(
-    token: Tensor, number: int, shape: list[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Return a copy of the values of a token: a graph may reuse the memory of what its ops return.
-
-    number: counts the reads in a graph. Two of them are then never one common subexpression, whose
-    values would stay from the forward to the backward: each of the two gathers its own.
-    """
-    return _reads[int(token)].values().detach().clone(memory_format=torch.contiguous_format)
-
-
-@whole.register_fake
-def _(
-    token: Tensor, number: int, shape: list[int], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device=device)
-
-
-class Traced:
-    """The gatherer of a placeholder that torch.compile traces: a read is an op of the graph."""
-
-    changes: int = 0
-
-    def __init__(self, token: Tensor, meta: Tensor, device: torch.device) -> None:
-        self.token, self._meta, self._device = token, meta, device
-        self._reads = itertools.count()
-
-    def leaf(self, group: int, position: int) -> Tensor:
-        """Return what the op gives."""
-        shape, dtype = list(self._meta.shape), self._meta.dtype
-        return whole(self.token, next(self._reads), shape, dtype, self._device)
-
-    def device_of(self, group: int) -> torch.device:
-        """Return where the values will be."""
-        return self._device
-
-    def leaves_of(self, group: int) -> Any:
-        """Nobody asks for them while a graph is traced."""
-        return ()
-
-    def begin_write(self, placeholder: Any, func: Any) -> NoReturn:
-        """Refuse: the graph would write to a copy."""
-        raise LayoutError(
-            f"a parameter of stage 3 is written in place inside a compiled function ({func}): "
-            f"{placeholder!r}; this rank holds a shard of it.",
-            cause="an in-place method (add_, copy_, ...) or an initializer inside torch.compile.",
-            fix="in a loss, clone it first: losses are pure. To change a parameter of a "
-            "module, use `with fzero.adapter.gathered(module, modify=True)`, outside of what "
-            "is compiled.",
-        )
-
-    def end_write(self, placeholder: Any, values: Tensor) -> None:
-        """Never called: see `begin_write`."""
-
 
 ADDRESS, STORAGE, EXPORT = "the address", "the storage", "an export by DLPack"
 
@@ -262,42 +145,13 @@ def _with_values(x: Any) -> Any:
 _View = Callable[[Tensor], Tensor]
 
 
-class Gathers(Protocol):
-    """What a placeholder needs of its reader: full values, and facts about its leaf."""
-
-    @property
-    def changes(self) -> int:
-        """How often the values have changed."""
-        ...
-
-    def leaf(self, group: int, position: int) -> Tensor:
-        """Return one full leaf of a group, gathering what is needed; it may be rounded."""
-        ...
-
-    def leaves_of(self, group: int) -> Sequence[Leaf]:
-        """Return the leaves of a group."""
-        ...
-
-    def device_of(self, group: int) -> torch.device:
-        """Return where the values of a group are."""
-        ...
-
-    def begin_write(self, placeholder: LazyParam, func: Any) -> None:
-        """`func` is about to write to it: raise if what is written would be lost."""
-        ...
-
-    def end_write(self, placeholder: LazyParam, values: Tensor) -> None:
-        """It was written: these are its values now."""
-        ...
-
-
 class LazyParam(Memoryless):
     """A parameter of the full shape without storage: a leaf of a unit, then some views.
 
     Any kernel that is given one gets the gathered values; views of it stay lazy.
     """
 
-    reader: Gathers
+    reader: Any
     where: tuple[int, int]  # group, position of the leaf in it
     meta: Tensor
     former: list[Tensor]  # what it was before `p.data = x`, of an alias of before; else empty
@@ -308,7 +162,7 @@ class LazyParam(Memoryless):
     @staticmethod
     def __new__(
         cls,
-        reader: Gathers,
+        reader: Any,
         where: tuple[int, int],
         meta: Tensor,
         views: tuple[_View, ...] = (),
@@ -345,7 +199,7 @@ class LazyParam(Memoryless):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        """`p.data = value` is a write: what the `Gathers` refuses, or keeps.
+        """`p.data = value` is a write: what the reader refuses, or keeps.
 
         As in torch, what was taken of it before, `kept = p.data`, has the values of before then.
         """
@@ -594,7 +448,7 @@ def refuse_part(placeholder: LazyParam, func: Any) -> None:
         )
 
 
-def placeholders(reader: Gathers, group: int) -> list[LazyParam]:
+def placeholders(reader: Any, group: int) -> list[LazyParam]:
     """Return a placeholder for each leaf of a group."""
     leaves = reader.leaves_of(group)
     with unseen():
@@ -782,3 +636,123 @@ class Cast:
                 fix="run the backward before the update, or the forward again after it.",
             )
         return x.to(self.dtype)
+
+
+# Placeholders under torch.compile: a gather is one op of the compiled graph.
+#
+#     token -> fzero::whole -> values
+#
+# A token is a number in a tensor. It is what a graph is given for each placeholder, so that nothing
+# is gathered while a graph is traced or its guards are checked. Where a kernel reads the
+# placeholder, in the forward and in the backward, the graph has the op, which gathers when it runs.
+# That way every backend (inductor as well) works on ordinary tensors.
+
+DISABLED_FRAMES = 2
+"""Frames of torch's between a caller and a function that is `torch._disable_dynamo`."""
+
+MADE_FRAMES = DISABLED_FRAMES + 1
+"""The same for a function of `without_dynamo`."""
+
+_numbers = itertools.count()
+_reads: weakref.WeakValueDictionary[int, CompiledRead] = weakref.WeakValueDictionary()
+
+
+def without_dynamo(fn: Callable[..., T]) -> Callable[..., T]:
+    """Return a function that calls `fn` as it is under torch.compile, too.
+
+    For functions that are made in each call: `torch._disable_dynamo` ties what it wraps into a
+    cycle, which keeps all that it closes over, states with their gradients, until the garbage
+    collector comes by.
+
+    Example:
+        >>> without_dynamo(lambda x: x + 1)(1)
+        2
+    """
+    made = _Made(_run, fn)
+    functools.update_wrapper(made, fn)
+    return made
+
+
+class _Made(functools.partial[Any]):
+    """What is made in a call, and is called in its turn."""
+
+    def __iter__(self) -> NoReturn:
+        """Raise `CallError`: `state, loss = grad_and_reduce(loss_fn, state)` lacks the call."""
+        name = getattr(self, "__name__", "it")
+        raise CallError(
+            f"{name} is a function, and was unpacked like a result.",
+            cause="state, loss = fzero.grad_and_reduce(loss_fn, state), without the call.",
+            fix="call it on the batch: state, loss = fzero.grad_and_reduce(loss_fn, state)(batch).",
+        )
+
+
+@torch._disable_dynamo
+def _run(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    return fn(*args, **kwargs)
+
+
+class CompiledRead:
+    """Reads the values of one placeholder for a compiled graph; lives as long as that."""
+
+    __slots__ = ("__weakref__", "token", "values")
+
+    def __init__(self, values: Callable[[], Tensor]) -> None:
+        number = next(_numbers)
+        self.values, self.token = values, torch.tensor(number)
+        _reads[number] = self
+
+
+@torch.library.custom_op("fzero::whole", mutates_args=())
+def whole(
+    token: Tensor, number: int, shape: list[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return a copy of the values of a token: a graph may reuse the memory of what its ops return.
+
+    number: counts the reads in a graph. Two of them are then never one common subexpression, whose
+    values would stay from the forward to the backward: each of the two gathers its own.
+    """
+    return _reads[int(token)].values().detach().clone(memory_format=torch.contiguous_format)
+
+
+@whole.register_fake
+def _(
+    token: Tensor, number: int, shape: list[int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+class Traced:
+    """The gatherer of a placeholder that torch.compile traces: a read is an op of the graph."""
+
+    changes: int = 0
+
+    def __init__(self, token: Tensor, meta: Tensor, device: torch.device) -> None:
+        self.token, self._meta, self._device = token, meta, device
+        self._reads = itertools.count()
+
+    def leaf(self, group: int, position: int) -> Tensor:
+        """Return what the op gives."""
+        shape, dtype = list(self._meta.shape), self._meta.dtype
+        return whole(self.token, next(self._reads), shape, dtype, self._device)
+
+    def device_of(self, group: int) -> torch.device:
+        """Return where the values will be."""
+        return self._device
+
+    def leaves_of(self, group: int) -> Any:
+        """Nobody asks for them while a graph is traced."""
+        return ()
+
+    def begin_write(self, placeholder: Any, func: Any) -> NoReturn:
+        """Refuse: the graph would write to a copy."""
+        raise LayoutError(
+            f"a parameter of stage 3 is written in place inside a compiled function ({func}): "
+            f"{placeholder!r}; this rank holds a shard of it.",
+            cause="an in-place method (add_, copy_, ...) or an initializer inside torch.compile.",
+            fix="in a loss, clone it first: losses are pure. To change a parameter of a "
+            "module, use `with fzero.adapter.gathered(module, modify=True)`, outside of what "
+            "is compiled.",
+        )
+
+    def end_write(self, placeholder: Any, values: Tensor) -> None:
+        """Never called: see `begin_write`."""

@@ -47,10 +47,10 @@ def require_matrices(params: Mapping[str, Tensor], owners: Mapping[str, Any], as
     owners: of each path, the names of the classes of the modules that have it.
     """
     for path, p in params.items():
-        told = asks(path) if p.ndim > 2 and learns(p) else None
-        if told is None:
+        matrices = asks(path) if p.ndim > 2 and learns(p) else None
+        if matrices is None:
             continue
-        name, batch_dims = told
+        name, batch_dims = matrices
         convolved = owners.get(path) and all(_CONVOLUTION in some for some in owners[path])
         if (batch_dims is None and not convolved) or (batch_dims or 0) > p.ndim - 2:
             raise LayoutError(

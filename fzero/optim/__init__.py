@@ -38,9 +38,9 @@ from fzero.optim.precision import require_ordered as require_ordered
 from fzero.optim.precision import require_precision as require_precision
 from fzero.optim.precision import unscaled as unscaled
 from fzero.optim.torch_optim import TorchOptimizer as TorchOptimizer
+from fzero.optim.torch_optim import TorchState as TorchState
 from fzero.optim.torch_optim import from_torch as from_torch
 from fzero.optim.torch_optim import require_real_views as require_real_views
-from fzero.optim.torch_state import TorchState as TorchState
 from fzero.state.stateful_update import Piece as Piece
 
 if not typing.TYPE_CHECKING:  # a type checker would take any name for one of the package

@@ -256,10 +256,6 @@ class Muon(Optimizer):
         stack = "" if self.batch_dims is None else f" with batch_dims={self.batch_dims}"
         return f"{Optimizer.__repr__(self)} in {self.dtype}{split}{stack}"
 
-    def options_of(self, leaf: Leaf, count: Tensor) -> dict[str, Any]:
-        """Return the options of a leaf at its update after `count` others."""
-        return at({**dict(self.options), **self._changes(self._override_of(leaf))}, count)
-
 
 @dataclass(frozen=True, slots=True)
 class _Step:
@@ -277,7 +273,8 @@ class _Step:
         return self.device or x.device
 
     def _options(self, leaf: Leaf) -> dict[str, Any]:
-        return self.rule.options_of(leaf, self.count)
+        changes = self.rule._changes(self.rule._override_of(leaf))
+        return at({**dict(self.rule.options), **changes}, self.count)
 
     def run(self, owners: Owners | None) -> None:
         """Move the momentum, orthogonalize what it gives, on owners, and apply that."""
@@ -326,7 +323,7 @@ class _Step:
             rows = {k: list(self.rule.rows_of(leaves[k])) for k in some}
             parts = {k: made[k].view(sum(rows[k]), -1).split(rows[k]) for k in some}
             every = [part for k in some for part in parts[k]]
-            made_of = partial(orthogonalized, coefficients=COEFFICIENTS, steps=steps)
+            made_of = partial(orthogonalized, steps=steps)
             # A product of a batch may round otherwise than that of one matrix.
             batches = [[part] for part in every] if self.apart else [every]
             rest = iter([x for batch in batches for x in made_of(batch)])
@@ -391,13 +388,7 @@ def _stepped(
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonalized(
-    matrices: Sequence[Tensor],
-    *,
-    coefficients: tuple[float, float, float] = COEFFICIENTS,
-    steps: int = 5,
-    eps: float = 1e-7,
-) -> list[Tensor]:
+def orthogonalized(matrices: Sequence[Tensor], *, steps: int = 5) -> list[Tensor]:
     """Return U V^T, nearly, of each M = U S V^T [n, m], in its dtype.
 
     X <- a X + (b X X^T + c (X X^T)^2) X, `steps` times from X = M / |M|: matrices of one shape in
@@ -412,30 +403,20 @@ def orthogonalized(
         >>> bool((x.diagonal() - 1).abs().max() < 0.4)
         True
     """
+    a, b, c = COEFFICIENTS
     by_shape: dict[torch.Size, list[int]] = {}
     for i, m in enumerate(matrices):
         by_shape.setdefault(m.shape, []).append(i)
     found: dict[int, Tensor] = {}
-    for some in by_shape.values():
-        stacked = _iterated([matrices[i] for i in some], coefficients, steps, eps)
-        found.update(zip(some, stacked.unbind(), strict=True))
+    for shape, some in by_shape.items():
+        tall = shape[0] > shape[1]
+        given = [matrices[i].mT if tall else matrices[i] for i in some]
+        # Each norm by itself: that of a batch is summed in another order.
+        norms = torch.stack([m.norm().clamp(min=1e-7) for m in given])
+        x = torch.stack([matrices[i] for i in some])
+        x = (x.mT if tall else x).div_(norms[:, None, None])
+        for _ in range(steps):
+            gram = torch.bmm(x, x.mT)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        found.update(zip(some, (x.mT if tall else x).unbind(), strict=True))
     return [found[i] for i in range(len(matrices))]
-
-
-def _iterated(
-    matrices: Sequence[Tensor],
-    coefficients: tuple[float, float, float],
-    steps: int,
-    eps: float,
-) -> Tensor:
-    a, b, c = coefficients
-    tall = matrices[0].shape[0] > matrices[0].shape[1]
-    # Each norm by itself: that of a batch is summed in another order.
-    norms = torch.stack([(m.mT if tall else m).norm().clamp(min=eps) for m in matrices])
-    x = torch.stack(list(matrices))
-    x = x.mT if tall else x
-    x = x.div_(norms[:, None, None])
-    for _ in range(steps):
-        gram = torch.bmm(x, x.mT)
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x

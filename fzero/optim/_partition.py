@@ -14,7 +14,7 @@ from fzero.errors import LayoutError
 from fzero.machine.blocks import Blocks
 from fzero.machine.owners import Owners
 from fzero.optim.encoded_moments import counted
-from fzero.optim.optimizer import Optimizer
+from fzero.optim.optimizer import Optimizer, masked
 from fzero.optim.precision import Place, stay
 from fzero.optim.torch_optim import TorchOptimizer, require_real_views
 from fzero.state import record
@@ -287,7 +287,7 @@ class Partition(StatefulUpdate):
     ) -> PartitionState:
         """Return the state of every rule; a flat of another rule is empty in it."""
         parts = tuple(
-            rule.init(_masked(params, mine), own, place=place, **given)
+            rule.init(masked(params, mine), own, place=place, **given)
             for rule, mine, own, given in self._turns(pieces, owners)
         )
         return PartitionState(count=torch.zeros((), dtype=torch.int64), parts=parts)
@@ -307,7 +307,7 @@ class Partition(StatefulUpdate):
         new, parts = list(params), []
         left = [set(paths) for _, paths in self._own(unused, str)]
         for number, (rule, mine, own, given) in enumerate(self._turns(pieces, owners)):
-            flats, gs, part = _masked(params, mine), _masked(grads, mine), state.parts[number]
+            flats, gs, part = masked(params, mine), masked(grads, mine), state.parts[number]
             still = frozenset(left[number])
             moved, part = rule.advance(flats, gs, part, own, unused=still, **given, **options)
             parts.append(part)
@@ -354,11 +354,6 @@ class Partition(StatefulUpdate):
 
     def __repr__(self) -> str:
         return f"partition({', '.join(f'{name}={rule!r}' for name, rule in self.rules)})"
-
-
-def _masked(flats: Sequence[Tensor], mine: Collection[int]) -> list[Tensor]:
-    """The flats, with nothing in the place of those of other rules."""
-    return [flat if i in mine else flat.new_empty(0) for i, flat in enumerate(flats)]
 
 
 def _merged(every: Sequence[Mapping[str, Sequence[Tensor]]]) -> dict[str, list[Tensor]]:

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.errors import LayoutError
 from fzero.machine.blocks import Blocks
+from fzero.machine.codecs import rounded
 from fzero.machine.offload import CopyStream, is_here, write_back
 from fzero.optim.precision import Precision, as_stepped
-from fzero.optim.rules import Scaled, noise_of, rounded
+from fzero.optim.rules import Scaled, noise_of
 from fzero.state.layout import BLOCK, Leaf
 from fzero.state.stateful_update import Piece
 
@@ -85,13 +85,13 @@ def step_flats(
     made = {name: list(some) for name, some in flats.slots.items()}
     copies = CopyStream(device or flats.params[0].device)
     for i, work, grad, slots in _lent(flats, precision, copies):
-        grads, told = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
+        grads, left = as_stepped([grad], [work], scaled, owned=owned or grad is not flats.grads[i])
         codecs = flats.codecs[i] if flats.codecs else {}
         rows = {name: slots[name] for name in codecs}
         for name, codec in codecs.items():
             slots[name] = codec.decode((rows[name],), work.numel(), work.dtype)
         given = {name: [x] for name, x in slots.items()}
-        after = run(Portion([numbers[i]], [work], grads, given, told))
+        after = run(Portion([numbers[i]], [work], grads, given, left))
         noise = None
         if precision.stochastic_rounding and flats.params[i].dtype is torch.bfloat16:
             noise = noise_of([p for p in pieces if p.index == numbers[i]], work, count)
@@ -99,8 +99,10 @@ def step_flats(
         changed = [(flats.masters[i], work)] if flats.masters[i].numel() else []
         for name, x in slots.items():
             if name in codecs:
-                row = codecs[name].row_of(after[name][0], count)
-                changed.append((flats.slots[name][i], _unless(scaled.found_inf, rows[name], row)))
+                row, skipped = codecs[name].row_of(after[name][0], count), scaled.found_inf
+                if skipped is not None:
+                    row = torch.where(skipped != 0, rows[name], row)
+                changed.append((flats.slots[name][i], row))
             elif after[name][0] is x:
                 changed.append((flats.slots[name][i], x))
             else:  # of another shape: it stays on the device
@@ -108,10 +110,6 @@ def step_flats(
         copies.store(changed)
     copies.end()
     return made
-
-
-def _unless(skipped: Tensor | None, before: Tensor, after: Tensor) -> Tensor:
-    return after if skipped is None else torch.where(skipped != 0, before, after)
 
 
 def counted(count: Tensor, found_inf: Tensor | None) -> Tensor:
@@ -148,7 +146,7 @@ def _lent(
 
     coming = [copies.fetch(fetch(i)) for i in indices[:1]]
     for i, following in zip(indices, [*indices[1:], None], strict=True):
-        work, grad, *slots = coming.pop().wait()
+        work, grad, *slots = coming.pop()()
         if following is not None:
             coming.append(copies.fetch(fetch(following)))
         yield i, work, grad, dict(zip(names, slots, strict=True))
@@ -266,14 +264,3 @@ def _spans(
             runs.append([piece.start, piece.stop])
     for low, high in runs:
         yield from ((start, min(start + step, high)) for start in range(low, high, step))
-
-
-def require_elements(optimizer: object, *, elementwise: bool) -> None:
-    """Raise `LayoutError` for a rule that needs more than an element."""
-    if not elementwise:
-        raise LayoutError(
-            f"{optimizer!r} with a codec as state_dtype.",
-            cause="a rule that needs whole parameters: owners keep what it has, in any shape.",
-            fix="use fzero.optim.partition: this rule without it for the matrices, and "
-            "fzero.optim.adamw(lr, state_dtype=codec) for the rest.",
-        )

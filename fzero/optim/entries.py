@@ -82,6 +82,12 @@ def codec_in(setup: Setup, group: int, slot: str) -> Blocks | None:
     return setup.optimizer.codec_of(setup.layout.leaves[setup.layout.groups[group].leaves[0]], slot)
 
 
+def with_tensors(state: TrainState, new: Mapping[int, Tensor]) -> TrainState:
+    """Return the state with other tensors in its optimizer, by the ids of the old ones."""
+    made: Any = optree.tree_map(lambda x: new.get(id(x), x), state.optimizer, namespace=NAMESPACE)
+    return state.replace(optimizer=made)
+
+
 def slots_across(states: Sequence[TrainState]) -> Iterator[tuple[str, int, list[Tensor]]]:
     """Yield (name, group, each rank's elements) for every slot of a state, given as its ranks'."""
     for same in zip(*map(slots_of, states), strict=True):

@@ -179,7 +179,9 @@ def soap(
     """
     require("soap: eps", eps, lambda x: is_number(x) and x >= 0, "a number >= 0")
     require("soap: weight_decay", weight_decay, lambda x: is_number(x) and x >= 0, "a number >= 0")
-    require("soap: betas", betas, _are_betas, "two numbers, from 0 to below 1")
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    good = pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
+    require("soap: betas", betas, lambda _: good, "two numbers, from 0 to below 1")
     for name, value in (("refresh_every", refresh_every), ("max_size", max_size)):
         require(f"soap: {name}", value, is_count, "at least 1")
     options: dict[str, Any] = {"lr": _rate("soap", lr), "betas": tuple(betas), "eps": eps}
@@ -187,11 +189,6 @@ def soap(
     options |= {"weight_decay": weight_decay, "refresh_every": refresh_every, "max_size": max_size}
     options |= {"batch_dims": batch_dims}
     return _of(partial(Soap, **options), master_weights)
-
-
-def _are_betas(x: Any) -> bool:
-    pair = isinstance(x, tuple | list) and len(x) == 2
-    return pair and all(is_number(beta) and 0 <= beta < 1 for beta in x)
 
 
 def _of(factory: Any, master_weights: bool) -> TorchOptimizer:
@@ -214,8 +211,8 @@ class OfMatrices(torch.optim.Optimizer):
 
     def __init__(self, params: Iterable[Any], batch_dims: int | None, **options: Any) -> None:
         """Take the options of each param group."""
-        told = {} if batch_dims is None else {"batch_dims": batch_dims}
-        super().__init__(params, {**options, **told})
+        stack = {} if batch_dims is None else {"batch_dims": batch_dims}
+        super().__init__(params, {**options, **stack})
 
     @staticmethod
     def step_matrix(state: State, p: Tensor, gradient: Tensor, group: State) -> None:
@@ -270,18 +267,14 @@ class Shampoo(OfMatrices):
     def step_matrix(state: dict[str, Any], p: Tensor, gradient: Tensor, group: Any) -> None:
         """Update one matrix, or a vector."""
         if p.ndim < 2:
-            p.sub_(group["lr"] * _by_squares(state, gradient, group["eps"]))
+            if not state:
+                state.update(step=0, squares=torch.full_like(gradient, group["eps"]))
+            state["step"] += 1
+            state["squares"].addcmul_(gradient, gradient)
+            p.sub_(group["lr"] * (gradient / state["squares"].sqrt()))
         else:
-            update = _by_factors(state, _matrix(gradient), group)
+            update = _by_factors(state, gradient.flatten(1), group)
             p.sub_(group["lr"] * update.reshape(p.shape))
-
-
-def _by_squares(state: dict[str, Any], g: Tensor, eps: float) -> Tensor:
-    if not state:
-        state.update(step=0, squares=torch.full_like(g, eps))
-    state["step"] += 1
-    state["squares"].addcmul_(g, g)
-    return g / state["squares"].sqrt()
 
 
 def _by_factors(state: dict[str, Any], g: Tensor, group: dict[str, Any]) -> Tensor:
@@ -307,11 +300,6 @@ def _root(x: Tensor) -> Tensor:
     return (vectors * values.clamp(min=smallest).pow(-0.25)) @ vectors.mT
 
 
-def _matrix(x: Tensor) -> Tensor:
-    """[n, *t] -> [n, prod(t)]."""
-    return x.flatten(1)
-
-
 _SIDES = ("left", "right")
 _EPS = torch.finfo(torch.float32).eps  # of all dtypes: bases are not nearer to their directions
 
@@ -328,34 +316,30 @@ class Soap(OfMatrices):
     @staticmethod
     def step_matrix(state: State, p: Tensor, gradient: Tensor, group: State) -> None:
         """Update one matrix, or a vector."""
-        _step(state, p, gradient, group)
-
-
-def _step(state: State, p: Tensor, gradient: Tensor, group: State) -> None:
-    g = gradient.flatten(1) if p.ndim > 1 else gradient.view(1, -1)
-    g = g.to(torch.promote_types(g.dtype, torch.float32))
-    first, second = group["betas"]
-    if not state:
-        state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-        for name in _sides(g, group):
-            state[name] = (1 - second) * _square(g, name)
-            state[f"{name}_basis"] = _first_basis(state[name])
-    else:
-        times, mean = state["step"], state["exp_avg"].view(g.shape)
-        squares = state["exp_avg_sq"].view(g.shape)
-        mean.lerp_(g.to(mean.dtype), 1 - first)
-        rotated = _without_rounding(_rotated(g, state))
-        squares.mul_(second).add_((1 - second) * rotated * rotated)
-        update = _rotated(mean.to(g.dtype), state) / (squares.sqrt() + group["eps"])
-        update = _back(torch.where(squares == 0, 0.0, update), state)
-        rate = group["lr"] * (1 - second**times) ** 0.5 / (1 - first**times)
-        p.sub_(rate * update.view(p.shape))
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        for name in _sides(g, group):
-            state[name].lerp_(_square(g, name), 1 - second)
-            if times % group["refresh_every"] == 0:
-                _refresh(state, name, squares)
-    state["step"] += 1
+        g = gradient.flatten(1) if p.ndim > 1 else gradient.view(1, -1)
+        g = g.to(torch.promote_types(g.dtype, torch.float32))
+        first, second = group["betas"]
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            for name in _sides(g, group):
+                state[name] = (1 - second) * _square(g, name)
+                state[f"{name}_basis"] = _first_basis(state[name])
+        else:
+            times, mean = state["step"], state["exp_avg"].view(g.shape)
+            squares = state["exp_avg_sq"].view(g.shape)
+            mean.lerp_(g.to(mean.dtype), 1 - first)
+            rotated = _without_rounding(_rotated(g, state))
+            squares.mul_(second).add_((1 - second) * rotated * rotated)
+            update = _rotated(mean.to(g.dtype), state) / (squares.sqrt() + group["eps"])
+            update = _back(torch.where(squares == 0, 0.0, update), state)
+            rate = group["lr"] * (1 - second**times) ** 0.5 / (1 - first**times)
+            p.sub_(rate * update.view(p.shape))
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            for name in _sides(g, group):
+                state[name].lerp_(_square(g, name), 1 - second)
+                if times % group["refresh_every"] == 0:
+                    _refresh(state, name, squares)
+        state["step"] += 1
 
 
 def _sides(g: Tensor, group: State) -> Iterator[str]:

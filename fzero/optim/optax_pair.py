@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,7 +221,9 @@ def as_optimizer(optimizer: Any) -> ShardOptimizer:
             cause="torch.optim steps parameters of a module; a state has shards.",
             fix="use fzero.optim.from_torch(...) of it, or fzero.optim.adamw(lr) and its like.",
         )
-    init, update = _pair_of(optimizer)
+    init, update = getattr(optimizer, "init", None), getattr(optimizer, "update", None)
+    if isinstance(optimizer, tuple) and len(optimizer) == 2:
+        init, update = optimizer
     if not (callable(init) and callable(update)):
         raise LayoutError(
             f"the optimizer is a {type(optimizer).__name__}.",
@@ -235,22 +237,12 @@ def as_optimizer(optimizer: Any) -> ShardOptimizer:
         keywords["params"] = None
     if "inplace" in names:  # TorchOpt updates gradients in place unless told otherwise
         keywords["inplace"] = False
-    takes = "params" in keywords or _takes_three(names.values())
+    kinds = [one.kind for one in names.values()]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    takes = "params" in keywords or inspect.Parameter.VAR_POSITIONAL in kinds
+    takes = takes or sum(kind in by_position for kind in kinds) > 2
     kept = tuple(keywords.items())
     return Pair(first=init, update=update, keywords=kept, takes_params=takes).tried({(4, 6)})
-
-
-def _takes_three(parameters: Iterable[inspect.Parameter]) -> bool:
-    """Whether a function can be called with three arguments by position."""
-    kinds = [p.kind for p in parameters]
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return inspect.Parameter.VAR_POSITIONAL in kinds or sum(k in by_position for k in kinds) > 2
-
-
-def _pair_of(optimizer: Any) -> tuple[Any, Any]:
-    if isinstance(optimizer, tuple) and len(optimizer) == 2:
-        return optimizer[0], optimizer[1]
-    return getattr(optimizer, "init", None), getattr(optimizer, "update", None)
 
 
 def leaves_in(flats: Sequence[Tensor], pieces: Sequence[Piece]) -> list[Tensor]:

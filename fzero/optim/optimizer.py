@@ -1,15 +1,16 @@
 """`adamw`, `sgd`, `adam`, `lion`: an `Optimizer` of flats that are shards.
 
-sgd, adam, ...   the rules by name. Same defaults and numbers as torch.optim's
-Optimizer        what it keeps, and its update, by fused kernels in place
-step_by_formula  the same update out of place: by formulas, which torch.func maps, or as one op
+sgd, adam, ...   the rules by name, with the defaults and the numbers of torch.optim
+Optimizer        what a rule keeps, and its update
+    kernels      fused ones of torch, in place on the flats
+    formulas     the same numbers out of place, which torch.func maps; or one op of a graph
+no_optimizer     for a model that is only read
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -79,11 +80,11 @@ def sgd(
         >>> opt.update(g, opt.init(p), p)[0]
         [tensor([-1.])]
     """
-    options = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov}
+    options = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, nesterov=nesterov)
     check_tests("sgd", decay_mask, groups)
     with_momentum = momentum or any(changes.get("momentum") for _, changes in groups)
     rule = MOMENTUM if with_momentum else SGD
-    precision = precision_of("sgd", master_weights, state_dtype, stochastic_rounding)
+    precision = master_weights, state_dtype, stochastic_rounding
     return _optimizer("sgd", rule, options, (decay_mask, groups), precision)
 
 
@@ -105,9 +106,8 @@ def adam(
     m^, v^ are m, v over 1 - b^t. `weight_decay` is added to the gradient (L2). Source: Kingma
     and Ba, "Adam", arXiv 1412.6980, algorithm 1. See `adamw` for the shared options.
     """
-    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    options["decoupled"] = False
-    precision = precision_of("adam", master_weights, state_dtype, stochastic_rounding)
+    options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=False)
+    precision = master_weights, state_dtype, stochastic_rounding
     return _optimizer("adam", ADAM, options, (decay_mask, groups), precision)
 
 
@@ -156,9 +156,8 @@ def adamw(
         >>> adamw(3e-4, decay_mask=lambda leaf: len(leaf.shape) >= 2).rule.moments
         ('exp_avg', 'exp_avg_sq')
     """
-    options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    options["decoupled"] = True
-    precision = precision_of("adamw", master_weights, state_dtype, stochastic_rounding)
+    options = dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, decoupled=True)
+    precision = master_weights, state_dtype, stochastic_rounding
     return _optimizer("adamw", ADAM, options, (decay_mask, groups), precision)
 
 
@@ -179,8 +178,8 @@ def lion(
     Source: Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv 2302.06675,
     algorithm 2. See `adamw` for the shared options.
     """
-    options = {"lr": lr, "weight_decay": weight_decay, "betas": betas}
-    precision = precision_of("lion", master_weights, state_dtype, stochastic_rounding)
+    options = dict(lr=lr, weight_decay=weight_decay, betas=betas)
+    precision = master_weights, state_dtype, stochastic_rounding
     return _optimizer("lion", LION, options, (decay_mask, groups), precision)
 
 
@@ -189,20 +188,20 @@ def _optimizer(
     rule: Rule,
     options: dict[str, Any],
     chosen: tuple[LeafTest | None, Groups],
-    precision: Precision,
+    precision: tuple[bool, StateDtype, bool],
 ) -> Optimizer:
     """Return the optimizer that the function `name` makes of its options, checked.
 
-    chosen: (decay_mask, groups).
+    chosen: (decay_mask, groups). precision: (master_weights, state_dtype, stochastic_rounding).
     """
     made = Optimizer(
         rule=rule,
+        precision=precision_of(name, *precision),
         options=tuple(plain_numbers(options).items()),
         overrides=overrides_of(name, options, *chosen),
-        precision=precision,
     )
-    if precision.encoding is not None:
-        precision.encoding.require_fits(name, made.squares)
+    if made.precision.encoding is not None:
+        made.precision.encoding.require_fits(name, made.squares)
     return made
 
 
@@ -248,7 +247,13 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         several = value if isinstance(value, tuple | list) else [value]
         if any(isinstance(x, Tensor) for x in several):
-            raise _is_a_tensor(name, key)
+            raise LayoutError(
+                f"optim.{name}: {key} is a tensor.",
+                cause="an option that is to be differentiated or mapped (torch.func, a "
+                "meta-gradient), or a number that was left in a tensor; options of a rule are "
+                "fixed numbers, equal on all ranks.",
+                fix=f"for a number, pass float({key}). {DIFFERENTIABLE}",
+            )
     if not callable(lr) and not _at_least_zero(lr):
         fix = "use a number >= 0 or a schedule step -> number"
         raise bad_option(name, f"lr={lr!r}", fix, lr)
@@ -267,16 +272,6 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
             raise bad_option(name, "nesterov=True with momentum=0", "set momentum, e.g. 0.9")
 
 
-def _is_a_tensor(name: str, key: str) -> LayoutError:
-    return LayoutError(
-        f"optim.{name}: {key} is a tensor.",
-        cause="an option that is to be differentiated or mapped (torch.func, a meta-gradient), or "
-        "a number that was left in a tensor; options of a rule are fixed numbers, equal on all "
-        "ranks.",
-        fix=f"for a number, pass float({key}). {DIFFERENTIABLE}",
-    )
-
-
 def plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with a float or an int in the place of each number of a subclass of these.
 
@@ -288,23 +283,27 @@ def plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
         >>> plain_numbers({"lr": np.float64(0.5), "betas": (np.float64(0.5), 0), "nesterov": True})
         {'lr': 0.5, 'betas': (0.5, 0), 'nesterov': True}
     """
-    return {key: _plain(value) for key, value in options.items()}
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, tuple | list):
+            return tuple(map(plain, value))
+        if callable(value) or isinstance(value, bool) or not is_number(value):
+            return value
+        return float(value) if isinstance(value, float) else int(value)
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return tuple(map(_plain, value))
-    if callable(value) or isinstance(value, bool) or not is_number(value):
-        return value
-    return float(value) if isinstance(value, float) else int(value)
+    return {key: plain(value) for key, value in options.items()}
 
 
 def check_tests(name: str, decay_mask: Any, groups: Any) -> None:
     """Raise `LayoutError` unless the mask is a test of leaves, and groups are pairs with one."""
     if decay_mask is not None and not callable(decay_mask):
         raise bad_option(name, f"decay_mask={decay_mask!r}", "use leaf -> whether it decays")
-    pairs = isinstance(groups, tuple | list) and all(map(_is_group, groups))
-    if not pairs:
+
+    def is_group(group: Any) -> bool:
+        pair = isinstance(group, tuple | list) and len(group) == 2
+        return pair and callable(group[0]) and isinstance(group[1], Mapping)
+
+    if not (isinstance(groups, tuple | list) and all(map(is_group, groups))):
         raise bad_option(name, f"groups={groups!r}", "use [(leaf -> bool, {option: value}), ...]")
 
 
@@ -315,11 +314,6 @@ def bad_option(name: str, seen: str, fix: str, value: object = None) -> LayoutEr
         cause = "a text in the place of a number: YAML reads 1e-3 (without a dot) as a text."
         fix = f"{fix}; float({value!r}) makes one of a text"
     return LayoutError(f"optim.{name}: {seen} is not possible.", cause=cause, fix=f"{fix}.")
-
-
-def _is_group(group: Any) -> bool:
-    pair = isinstance(group, tuple | list) and len(group) == 2
-    return pair and callable(group[0]) and isinstance(group[1], Mapping)
 
 
 def _at_least_zero(value: Any) -> bool:
@@ -455,13 +449,11 @@ class Optimizer(OfPrecision):
         now = parted(state.apart, unused, lambda path: 0, 1 + len(state.steps))
         if differentiable or not has_kernel(params):
             if self.precision.encoding is not None:
-                raise PhaseError(
-                    f"an update by {self!r} with encoded states was to be differentiated.",
-                    cause="torch.func, a trace, or parameters or gradients with a graph, around "
-                    "apply_gradients, as an encoding has no derivative; or a device without fused "
-                    "kernels.",
-                    fix="leave state_dtype=codec out there: state_dtype=None keeps states that "
-                    "have one.",
+                raise not_differentiable(
+                    f"{self!r} with encoded states",
+                    "an encoding has no derivative; or a device without fused kernels",
+                    "leave state_dtype=codec out there: state_dtype=None keeps states that have "
+                    "one.",
                 )
             return self._by_formula(params, grads, state, pieces, device, now)
         if not owned:
@@ -474,9 +466,27 @@ class Optimizer(OfPrecision):
         flats = Flats(params, grads, state.masters, self._slots(state))
         if self.precision.encoding is not None:
             flats, pieces = in_portions(flats, pieces, self.codec_of, unused)
+
+        def run(portion: Portion) -> Slots:
+            own = pieces_in(pieces, portion.indices)
+            chosen = self._by_options(portion.work, own, state.count, now)
+            threads = threads_on(portion.work[0].device) if apart and portion.work else 1
+            for options, spans, counted_by in chosen:
+                if threads > 1:  # each gets whole blocks
+                    cuts = [[(i, *x) for x in even_spans(a, b, threads)] for i, a, b in spans]
+                    pairs = zip(cuts, counted_by, strict=True)
+                    counted_by = [number for some, number in pairs for _ in some]
+                    spans = [span for some in cuts for span in some]
+                every = (portion.work, portion.grads, *portion.slots.values())
+                work, gs, *slots = (elements_of(some, spans) for some in every)
+                alike = len(set(counted_by)) == 1
+                number = numbers[counted_by[0]] if alike else [numbers[k] for k in counted_by]
+                self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)
+            return portion.slots
+
         step_flats(
             flats,
-            partial(self._by_kernel, pieces, state.count, numbers, now, apart),
+            run,
             precision=self.precision,
             device=device,
             scaled=Scaled(found_inf, grad_scale),
@@ -485,26 +495,6 @@ class Optimizer(OfPrecision):
             count=state.count,
         )
         return list(params), after
-
-    def _by_kernel(
-        self,
-        pieces: Sequence[Piece],
-        count: Tensor,
-        numbers: Sequence[Any],
-        now: Parted,
-        apart: bool,
-        portion: Portion,
-    ) -> Slots:
-        own = pieces_in(pieces, portion.indices)
-        chosen = self._by_options(portion.work, own, count, now)
-        threads = threads_on(portion.work[0].device) if apart and portion.work else 1
-        for options, spans, counted_by in (_even(one, threads) for one in chosen):
-            every = (portion.work, portion.grads, *portion.slots.values())
-            work, gs, *slots = (elements_of(some, spans) for some in every)
-            alike = len(set(counted_by)) == 1
-            number = numbers[counted_by[0]] if alike else [numbers[k] for k in counted_by]
-            self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)
-        return portion.slots
 
     def _slots(self, state: OptimizerState) -> Slots:
         return dict(zip(self.rule.moments, state.moments, strict=True))
@@ -527,8 +517,24 @@ class Optimizer(OfPrecision):
         count: int | None = None,
         unstepped: Collection[str] = (),
     ) -> OptimizerState:
-        """Return the state whose leaves took counters["step"][path] updates; see `with_steps`."""
-        return with_steps(state, {p: int(counters["step"][p]) for p in paths}, count)
+        """Return the state whose leaves took counters["step"][path] updates.
+
+        count: the updates of the whole state, at least the most of a leaf; None: unchanged.
+        """
+        steps = {path: int(counters["step"][path]) for path in paths}
+        made = max([int(state.count) if count is None else count, *steps.values()])
+        numbers: dict[int, int] = {}
+        apart = [
+            (path, numbers.setdefault(n, 1 + len(numbers)))
+            for path, n in steps.items()
+            if n != made
+        ]
+        return replace(
+            state,
+            count=torch.full_like(state.count, made),
+            steps=tuple(torch.full_like(state.count, n) for n in numbers),
+            apart=tuple(apart),
+        )
 
     def skips(self, params: Sequence[Tensor], state: OptimizerState) -> bool:
         """Whether `advance` takes `found_inf` and `grad_scale`: its kernels are fused ones."""
@@ -543,20 +549,49 @@ class Optimizer(OfPrecision):
         device: torch.device | None,
         now: Parted,
     ) -> tuple[list[Tensor], OptimizerState]:
+        """Return (params', state'), each where, and in the dtype in which, it was."""
         if self.precision.stochastic_rounding:
-            raise _not_rounded(self)
+            raise not_differentiable(
+                f"{self!r} with stochastic_rounding",
+                "what is rounded by chance has no derivative",
+                "leave stochastic_rounding out, and use master_weights=True.",
+            )
+        stepped = [self.precision.stepped(p.dtype) for p in params]
+
+        def here(some: Sequence[Tensor]) -> list[Tensor]:
+            pairs = zip(some, stepped, strict=True)
+            return [to_device(x, device or x.device, dtype) for x, dtype in pairs]
+
+        work = here(work_tensors(params, state.masters))
+        grads, moments = here(grads), [here(some) for some in state.moments]
         counts = [state.count, *state.steps]
         counts += [counts[source] for source in now.sources]
-        new, moments, masters = step_by_formula(
-            self.rule,
-            Flats(params, grads, state.masters, self._slots(state)),
-            self._by_options(params, pieces, state.count, now),
-            precision=self.precision,
-            device=device,
-            counts=counts,
+        update = update_by_op if is_one_op(self.rule, [*work, *grads]) else _update_each
+        parts: list[list[_Part]] = [[] for _ in work]
+        for options, spans, counted_by in self._by_options(params, pieces, state.count, now):
+            for number in dict.fromkeys(counted_by):
+                own = [span for span, k in zip(spans, counted_by, strict=True) if k == number]
+                ps, gs, *ms = (elements_of(some, own) for some in (work, grads, *moments))
+                new_ps, new_ms = update(self.rule, ps, gs, ms, counts[number], options)
+                for k, (i, start, _) in enumerate(own):
+                    parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
+        joined = [
+            _joined(part, w, [some[i] for some in moments])
+            for i, (part, w) in enumerate(zip(parts, work, strict=True))
+        ]
+        new = [n.to(p.device, p.dtype) for p, (n, _) in zip(params, joined, strict=True)]
+        after = replace(
+            after_update(state, now, None),
+            moments=tuple(
+                tuple(n[k].to(m.device, m.dtype) for (_, n), m in zip(joined, some, strict=True))
+                for k, some in enumerate(state.moments)
+            ),
+            masters=tuple(
+                n.to(m.device) if m.numel() else m
+                for (n, _), m in zip(joined, state.masters, strict=True)
+            ),
         )
-        after = after_update(state, now, None)
-        return new, replace(after, moments=moments, masters=masters)
+        return new, after
 
     def _by_options(
         self, work: Sequence[Tensor], pieces: Sequence[Piece], count: Tensor, now: Parted
@@ -584,8 +619,8 @@ class Optimizer(OfPrecision):
         """
         lines = [f"optimizer {self!r}, {self.precision}"]
         for number, (_, changes) in enumerate(() if leaves else self.overrides):
-            shown = ", ".join(f"{key}={_shown(value)}" for key, value in changes)
-            lines.append(f"options {number} of some leaves: {shown}")
+            text = ", ".join(f"{key}={shown(value)}" for key, value in changes)
+            lines.append(f"options {number} of some leaves: {text}")
         if step is not None and not lacks_value(step):
             given = [dict(self.options), *(dict(changes) for _, changes in self.overrides)]
             schedules = [options for options in given if callable(options.get("lr"))]
@@ -593,8 +628,8 @@ class Optimizer(OfPrecision):
         for leaf in leaves:
             changes = self._changes(self._override_of(leaf))
             if leaf.trainable and changes:
-                shown = ", ".join(f"{key}={_shown(value)}" for key, value in changes.items())
-                lines.append(f"optimizer of {leaf.path}: {shown}")
+                text = ", ".join(f"{key}={shown(value)}" for key, value in changes.items())
+                lines.append(f"optimizer of {leaf.path}: {text}")
         return lines
 
     def saved_names(self, state: OptimizerState, leaves: Sequence[Leaf]) -> SavedNames:
@@ -619,21 +654,9 @@ class Optimizer(OfPrecision):
         return dict(self.overrides[which][1]) if which >= 0 else {}
 
     def __repr__(self) -> str:
-        shown = [f"{key}={_shown(value)}" for key, value in self.options]
-        shown += [f"groups={len(self.overrides)}"] if self.overrides else []
-        return f"{self.rule.name}({', '.join(shown)})"
-
-
-def _even(chosen: Chosen, threads: int) -> Chosen:
-    """Return the same elements in spans of which each thread gets whole blocks."""
-    if threads == 1:
-        return chosen
-    spans, counted_by = list[Span](), list[int]()
-    for (index, start, stop), number in zip(chosen.spans, chosen.counted_by, strict=True):
-        cut = [(index, *span) for span in even_spans(start, stop, threads)]
-        spans += cut
-        counted_by += [number] * len(cut)
-    return Chosen(chosen.options, spans, counted_by)
+        parts = [f"{key}={shown(value)}" for key, value in self.options]
+        parts += [f"groups={len(self.overrides)}"] if self.overrides else []
+        return f"{self.rule.name}({', '.join(parts)})"
 
 
 def after_update(state: OptimizerState, now: Parted, found_inf: Tensor | None) -> OptimizerState:
@@ -642,26 +665,6 @@ def after_update(state: OptimizerState, now: Parted, found_inf: Tensor | None) -
     counts += [counts[source].clone() for source in now.sources]
     after = [x if k in now.still else counted(x, found_inf) for k, x in enumerate(counts)]
     return replace(state, count=after[0], steps=tuple(after[1:]), apart=now.apart)
-
-
-def with_steps(
-    state: OptimizerState, steps: Mapping[str, int], count: int | None
-) -> OptimizerState:
-    """Return the state in which the leaf at each path took steps[path] updates.
-
-    count: the updates of the whole state; None: unchanged. It is raised to the largest of `steps`.
-    """
-    made = max([int(state.count) if count is None else count, *steps.values()])
-    numbers: dict[int, int] = {}
-    apart = [
-        (path, numbers.setdefault(n, 1 + len(numbers))) for path, n in steps.items() if n != made
-    ]
-    return replace(
-        state,
-        count=torch.full_like(state.count, made),
-        steps=tuple(torch.full_like(state.count, n) for n in numbers),
-        apart=tuple(apart),
-    )
 
 
 DIFFERENTIABLE = (
@@ -696,25 +699,9 @@ def at(options: dict[str, Any], count: Tensor | int) -> dict[str, Any]:
         ) from error
 
 
-def _shown(value: Any) -> str:
-    """Return `value` as text that is equal on every rank: a function as its name, no address."""
-    if is_dataclass(value):
-        return repr(value)
-    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
-
-
 def copied(state: Any, copy: Callable[[Tensor], Tensor] = cloned) -> Any:
     """Return the same state in memory of its own, each tensor where it lived."""
     return optree.tree_map(copy, state, namespace=NAMESPACE)
-
-
-def _not_rounded(optimizer: Optimizer) -> PhaseError:
-    return PhaseError(
-        f"an update by {optimizer!r} with stochastic_rounding was to be differentiated.",
-        cause="torch.func, a trace, or parameters or gradients with a graph, around "
-        "apply_gradients; what is rounded by chance has no derivative.",
-        fix="leave stochastic_rounding out, and use master_weights=True.",
-    )
 
 
 Span = tuple[int, int, int]
@@ -729,55 +716,8 @@ class Chosen(NamedTuple):
     counted_by: list[int]  # of each span: the number of its counter
 
 
-Moments = tuple[tuple[Tensor, ...], ...]
-
 _Part = tuple[int, Tensor, tuple[Tensor, ...]]
 """(start, values, those of each moment): of one flat."""
-
-
-def step_by_formula(
-    rule: Rule,
-    flats: Flats,
-    by_options: Sequence[Chosen],
-    *,
-    precision: Precision,
-    device: torch.device | None,
-    counts: Sequence[Tensor],
-) -> tuple[list[Tensor], Moments, tuple[Tensor, ...]]:
-    """Return (params', moments', masters'), each where, and in the dtype in which, it was.
-
-    by_options: what is updated; all else stays. counts: by number, the updates before this one.
-    """
-    stepped = [precision.stepped(p.dtype) for p in flats.params]
-
-    def here(some: Sequence[Tensor]) -> list[Tensor]:
-        pairs = zip(some, stepped, strict=True)
-        return [to_device(x, device or x.device, dtype) for x, dtype in pairs]
-
-    work = here([flats.steps(i) for i in range(len(flats.params))])
-    grads, moments = here(flats.grads), [here(some) for some in flats.slots.values()]
-    update = update_by_op if is_one_op(rule, [*work, *grads]) else _update_each
-    parts: list[list[_Part]] = [[] for _ in work]
-    for options, spans, counted_by in by_options:
-        for number in dict.fromkeys(counted_by):
-            own = [span for span, k in zip(spans, counted_by, strict=True) if k == number]
-            ps, gs, *ms = (elements_of(some, own) for some in (work, grads, *moments))
-            new_ps, new_ms = update(rule, ps, gs, ms, counts[number], options)
-            for k, (i, start, _) in enumerate(own):
-                parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
-    joined = [
-        _join(_filled(part, w, [some[i] for some in moments]))
-        for i, (part, w) in enumerate(zip(parts, work, strict=True))
-    ]
-    new = [n.to(p.device, p.dtype) for p, (n, _) in zip(flats.params, joined, strict=True)]
-    after = tuple(
-        tuple(n[k].to(m.device, m.dtype) for (_, n), m in zip(joined, some, strict=True))
-        for k, some in enumerate(flats.slots.values())
-    )
-    masters = tuple(
-        n.to(m.device) if m.numel() else m for (n, _), m in zip(joined, flats.masters, strict=True)
-    )
-    return new, after, masters
 
 
 def _update_each(
@@ -805,30 +745,26 @@ def elements_of(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:
     ]
 
 
-def _filled(parts: list[_Part], work: Tensor, moments: Sequence[Tensor]) -> list[_Part]:
-    """Return the parts of one flat in order, with what this update leaves as it is."""
-    if not parts:
-        return [(0, work, tuple(moments))]
+def _joined(
+    parts: list[_Part], work: Tensor, moments: Sequence[Tensor]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Put the parts of one flat together, in order, with what this update leaves as it is."""
 
     def kept(start: int, stop: int) -> _Part:
         held, *more = (x.view(-1)[start:stop] for x in (work, *moments))
         return start, held, tuple(more)
 
-    found: list[_Part] = []
+    found: list[_Part] = [] if parts else [(0, work, tuple(moments))]
     at = 0
     for part in sorted(parts, key=lambda part: part[0]):
         found += [kept(at, part[0])] if at < part[0] else []
         found.append(part)
         at = part[0] + part[1].numel()
-    return [*found, kept(at, work.numel())] if at < work.numel() else found
-
-
-def _join(parts: list[_Part]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Put the pieces of one tensor together again."""
-    if len(parts) == 1:
-        return parts[0][1], parts[0][2]
-    moments = zip(*(part[2] for part in parts), strict=True)
-    return torch.cat([part[1] for part in parts]), tuple(torch.cat(list(m)) for m in moments)
+    found += [kept(at, work.numel())] if parts and at < work.numel() else []
+    if len(found) == 1:
+        return found[0][1], found[0][2]
+    every = zip(*(part[2] for part in found), strict=True)
+    return torch.cat([part[1] for part in found]), tuple(torch.cat(list(some)) for some in every)
 
 
 def require_elementwise(optimizer: StatefulUpdate) -> None:
@@ -898,13 +834,17 @@ def require_leafwise(optimizer: StatefulUpdate) -> None:
     )
 
 
-def not_differentiable(rule: object, reason: str) -> PhaseError:
+def not_differentiable(
+    rule: object,
+    reason: str,
+    fix: str = "use fzero.optim.sgd, adam, adamw or lion, which can be.",
+) -> PhaseError:
     """Return the error for an update that can be neither differentiated nor recorded as a graph."""
     return PhaseError(
-        f"an update by {rule!r} was to be differentiated or traced.",
+        f"an update by {rule} was to be differentiated or traced.",
         cause="torch.func around apply_gradients, parameters or gradients with a graph, or "
         f"fzero.trace, compile or prove of the step; {reason}.",
-        fix="use fzero.optim.sgd, adam, adamw or lion, which can be.",
+        fix=fix,
     )
 
 
@@ -922,6 +862,11 @@ def pieces_in(pieces: Sequence[Piece], indices: Sequence[int]) -> list[Piece]:
     return [p._replace(index=number[p.index]) for p in pieces if p.index in number]
 
 
+def masked(flats: Sequence[Tensor], mine: Collection[int]) -> list[Tensor]:
+    """Return some of the flats in their places, and nothing in those of others."""
+    return [flat if i in mine else flat.new_empty(0) for i, flat in enumerate(flats)]
+
+
 def whole_leaves(
     grads: Any, params: Any
 ) -> tuple[list[Tensor], list[Tensor], list[Piece], optree.PyTreeSpec]:
@@ -937,27 +882,28 @@ def whole_leaves(
             cause="gradients of another model, or only of a part of it.",
             fix="give gradients of the same structure as the parameters.",
         )
-    return ps, gs, [_whole(i, *one) for i, one in enumerate(zip(paths, ps, strict=True))], treespec
-
-
-def _whole(i: int, path: str, p: Tensor) -> Piece:
-    leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
-    return Piece(i, leaf, 0, p.numel())
+    pieces = [
+        Piece(i, Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True), 0, p.numel())
+        for i, (path, p) in enumerate(zip(paths, ps, strict=True))
+    ]
+    return ps, gs, pieces, treespec
 
 
 _FEW = 64  # elements of a tensor whose values are shown
 
 
 def shown(value: Any) -> str:
-    """Return the text of an option; of an object or a function only its name.
+    """Return the text of an option, equal on all ranks: of an object or a function only its name.
 
-    A number on a device is read from there: the host waits.
+    A schedule of `fzero.optim.schedules` has its numbers. A number on a device is read from there:
+    the host waits.
 
     Example:
         >>> shown([0.5, torch.tensor(2.0)])
         '(0.5, tensor(2.0))'
     """
-    if isinstance(value, bool | int | float | str | complex | None | torch.dtype):
+    schedule = callable(value) and is_dataclass(value) and not isinstance(value, type)
+    if schedule or isinstance(value, bool | int | float | str | complex | None | torch.dtype):
         return repr(value)
     if isinstance(value, Tensor):
         read = not (value.is_meta or lacks_value(value)) and value.numel() <= _FEW

@@ -305,7 +305,10 @@ class Encoding:
             )
         for slot in (slot for slot, never_negative in squares.items() if not never_negative):
             codec = self.of(slot, squares=False)
-            if codec is not None and _loses_sign(codec):
+            if codec is None:
+                continue
+            below = torch.linspace(-1.0, -0.5, codec.block)
+            if bool((codec.numbers(codec.row_of(below)) >= 0).all()):  # none comes back negative
                 raise LayoutError(
                     f"state_dtype: {slot} of {rule} by {codec.codec}, which keeps no negative "
                     "numbers.",
@@ -319,7 +322,11 @@ class Encoding:
         """Warn of a codec that makes zeros of squares by whose roots an update divides."""
         for slot in (slot for slot, never_negative in squares.items() if never_negative):
             codec = self.of(slot, squares=True)
-            if codec is None or not _makes_zeros(codec):
+            if codec is None:
+                continue
+            squares_of_block = torch.full((codec.block,), _REACH)  # small ones beside a large one
+            squares_of_block[0] = 1.0
+            if codec.numbers(codec.row_of(squares_of_block))[1:].all():
                 continue
             text = explain(
                 f"state_dtype={self.codecs}: of {slot}, a mean of squared gradients that is "
@@ -337,19 +344,6 @@ def encoding_of(state_dtype: Any) -> Encoding | None:
     if isinstance(state_dtype, Codec | Mapping):
         return Encoding(state_dtype)
     return state_dtype if isinstance(state_dtype, Encoding) else None
-
-
-def _loses_sign(codec: Blocks) -> bool:
-    """Whether of negative numbers none is received as one."""
-    below = torch.linspace(-1.0, -0.5, codec.block)
-    return bool((codec.numbers(codec.row_of(below)) >= 0).all())
-
-
-def _makes_zeros(codec: Blocks) -> bool:
-    """Whether small numbers beside a large one are received as 0."""
-    squares = torch.full((codec.block,), _REACH)
-    squares[0] = 1.0
-    return not codec.numbers(codec.row_of(squares))[1:].all()
 
 
 def _require_blocks(what: str, codec: Any) -> None:

@@ -51,14 +51,9 @@ def update_by_op(
 
 def lr_by_op(lr: Schedule, count: Tensor) -> Any:
     """Return lr(count), [] fp64 on the CPU, of a count without a value."""
-    return schedule(count, number_of(lr))
-
-
-def number_of(lr: Schedule) -> int:
-    """Return the number by which an op knows a schedule."""
     if not any(lr is known for known in SCHEDULES):
         SCHEDULES.append(lr)
-    return next(i for i, known in enumerate(SCHEDULES) if known is lr)
+    return schedule(count, next(i for i, known in enumerate(SCHEDULES) if known is lr))
 
 
 def lacks_value(count: Any) -> TypeGuard[Tensor]:

@@ -19,6 +19,7 @@ from torch.optim.sgd import sgd as torch_sgd
 
 from fzero.context.current_rank import has_no_values, is_planned, kind_of
 from fzero.state.buffers import SIXTEEN_BIT
+from fzero.state.codec import mixed
 from fzero.state.stateful_update import Piece
 
 Options = dict[str, Any]  # lr, weight_decay, betas, ... of one set of leaves
@@ -213,27 +214,6 @@ LION = Rule(  # there is no fused Lion
 )
 
 
-_LOW = 0xFFFF  # the bits of an fp32 number that bf16 has not
-
-
-def rounded(x: Tensor, noise: Tensor) -> Tensor:
-    """Return x [n], fp32, in bf16: up with the probability of what is cut off, else down.
-
-    noise: [n] int32; its low 16 bits are the chance.
-
-    Source: Gupta et al., "Deep Learning with Limited Numerical Precision", arXiv 1502.02551,
-    section 3.
-
-    Example:
-        >>> x = torch.tensor([1.0, 1.0 + 2**-9])  # 1/4 of the way to the next bf16 number
-        >>> rounded(x, torch.tensor([0xFFFF, 0xC000], dtype=torch.int32)).tolist()
-        [1.0, 1.0078125]
-    """
-    bits = x.view(torch.int32)
-    up = ((bits + (noise & _LOW)) & ~_LOW).view(torch.float32)
-    return torch.where(torch.isfinite(x), up, x).to(torch.bfloat16)
-
-
 def noise_of(pieces: Sequence[Piece], like: Tensor, count: Tensor) -> Tensor:
     """Return [n] int32 for a flat like `like`: a hash of each element's place, and of `count`.
 
@@ -248,12 +228,4 @@ def noise_of(pieces: Sequence[Piece], like: Tensor, count: Tensor) -> Tensor:
         )
         noise[start:stop] += key
     step = count.to(like.device, torch.int32)
-    return _mixed(_mixed(noise) ^ (step * 0x2545F491))
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """A bijection of 32 bits in which each bit of the result depends on all of x, nearly."""
-    for factor in (0x7FEB352D, 0x2C1B3C6D):
-        x = x ^ ((x >> 16) & _LOW)
-        x = x * factor  # of int32: modulo 2^32
-    return x ^ ((x >> 16) & _LOW)
+    return mixed(mixed(noise) ^ (step * 0x2545F491))

@@ -78,7 +78,7 @@ def _shared(bound: Any, update: Update[T], found_inf: Tensor | None) -> T:
 
 def _seen(bound: Any, update: Update[T], found_inf: Tensor | None) -> T:
     instance = bound.instance
-    with told(instance, found_inf=found_inf):
+    with shown_attributes(instance, found_inf=found_inf):
         if is_wrapped(instance):
             return _wrapped(bound, update)
         note_step(instance)
@@ -215,7 +215,7 @@ def swapped(
         entries.update(before)
 
 
-def told(instance: Any, **values: Tensor | None) -> AbstractContextManager[None]:
+def shown_attributes(instance: Any, **values: Tensor | None) -> AbstractContextManager[None]:
     """Set attributes of an optimizer inside, as `torch.amp.GradScaler` does; None: not that one."""
     return swapped(vars(instance), {name: x for name, x in values.items() if x is not None})
 

@@ -2,8 +2,7 @@
 
 from_torch       what it is, and how precise
 TorchOptimizer   bound to parameters: what the state keeps, and its update
-_updated       even flats where they are, whole parameters by owners
-_Portions    one step of the optimizer, whose parameters are shards for this step only
+an update        even flats where they are, whole parameters by their owners
 """
 
 from __future__ import annotations
@@ -21,28 +20,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.context.current_rank import has_no_values
+from fzero.context.rng import seeded
 from fzero.errors import LayoutError, PhaseError
 from fzero.errors.check import called_as, require
 from fzero.machine.blocks import Blocks
 from fzero.machine.offload import cloned
 from fzero.machine.owners import Owners, Wholes
+from fzero.machine.partition import identity
 from fzero.machine.tree_sum import even_spans, threads_on
 from fzero.optim.encoded_moments import (
     CodecOf,
     Flats,
     Portion,
     Slots,
+    begun,
     counted,
     in_portions,
-    require_elements,
+    leaves_of_flats,
     step_flats,
     written_back,
 )
 from fzero.optim.optimizer import OfPrecision, copied, not_differentiable, shown
-from fzero.optim.per_leaf_step_counts import Parted, parted, settled
-from fzero.optim.precision import Place, Precision, StateDtype, precision_of, stay, work_tensors
+from fzero.optim.per_leaf_step_counts import Apart, Parted, parted, settled
+from fzero.optim.precision import (
+    Place,
+    Precision,
+    StateDtype,
+    make_masters,
+    precision_of,
+    stay,
+    work_tensors,
+)
 from fzero.optim.rules import Scaled
-from fzero.optim.step_hooks import bound_here, rule_step, swapped, told
+from fzero.optim.step_hooks import bound_here, rule_step, shown_attributes, swapped
 from fzero.optim.torch_probe import (
     Bound,
     KeptState,
@@ -58,9 +68,8 @@ from fzero.optim.torch_probe import (
     numbers_of,
     require_usable,
     rule_of,
-    same_random_numbers,
 )
-from fzero.optim.torch_state import Held, Owned, TorchState, kept_by, lines_of, new_state
+from fzero.state import record, static
 from fzero.state.layout import Leaf, as_real, learns
 from fzero.state.points import Needs
 from fzero.state.setup import MASTERS, NO_OPTIONS, ParamGroups, SavedNames
@@ -131,6 +140,28 @@ def from_torch(
     return TorchOptimizer(source=optimizer, needs=needs, precision=precision)
 
 
+InstanceState = dict[str, dict[str, Any]]
+"""{path: {name: value}}: what an instance has for a parameter."""
+Owned = dict[str, tuple[Tensor, ...]]
+"""{name: what a rank keeps of each parameter with an owner; empty on those that do not own it}."""
+
+
+@record
+class TorchState:
+    """The state of a torch.optim optimizer on this rank, parallel to the list of flats."""
+
+    count: Tensor  # [] int64 on the CPU (with a loss scale, on its device): updates made
+    slots: dict[str, tuple[Tensor, ...]]  # by name; of a flat that has no such slot, empty
+    # By name, one for each param group, and then those of leaves that are apart.
+    counters: dict[str, tuple[Tensor, ...]]
+    masters: tuple[Tensor, ...]  # fp32 copies of 16-bit flats; of others, empty
+    owned: Owned  # what is kept of parameters that an owner steps whole, parallel to these
+    # (path, index of its counters), of leaves that do not count with their group.
+    apart: Apart = static(default=())
+    # Paths of leaves that took no step yet, where others did; see `KeptState.late`.
+    unstepped: tuple[str, ...] = static(default=())
+
+
 _DIVISORS = {"exp_avg_sq", "square_avg", "sum", "exp_inf"}
 _SAME_RULE = {"adamw": "adam"}  # they differ in options only
 
@@ -151,7 +182,7 @@ class TorchOptimizer(OfPrecision):
     precision: Precision = field(default_factory=Precision)
     paths: tuple[tuple[str, int], ...] = ()  # (path, param group), once bound
     bound: Bound | None = field(default=None, compare=False, repr=False)
-    held: Held = field(default_factory=dict, compare=False, repr=False)  # see `taken_over`
+    held: InstanceState = field(default_factory=dict, compare=False, repr=False)  # see `taken_over`
 
     @property
     def instance(self) -> torch.optim.Optimizer:
@@ -208,10 +239,17 @@ class TorchOptimizer(OfPrecision):
         named = dict(params)
         bound = bind(self.source, named, precision=self.precision, needs=self.needs)
         made = replace(
-            self, bound=bound, paths=tuple(bound.group_at.items()), held=kept_by(bound, named)
+            self, bound=bound, paths=tuple(bound.group_at.items()), held=_kept_by(bound, named)
         )
         if self.precision.encoding is not None:
-            require_elements(made, elementwise=made.elementwise)
+            if not made.elementwise:
+                raise LayoutError(
+                    f"{made!r} with a codec as state_dtype.",
+                    cause="a rule that needs whole parameters: owners keep what it has, in any "
+                    "shape.",
+                    fix="use fzero.optim.partition: this rule without it for the matrices, and "
+                    "fzero.optim.adamw(lr, state_dtype=codec) for the rest.",
+                )
             if bound.kept:
                 self.precision.encoding.require_fits(name_of(self.source), made.squares)
         bound_here(bound.instance)
@@ -273,7 +311,58 @@ class TorchOptimizer(OfPrecision):
             place: takes each slot and master, as soon as it is made, to where it is to live.
             owners: which rank steps which parameter whole, and keeps what is kept of it.
         """
-        return new_state(self._bound(), params, pieces, place, owners, self.codec_of)
+        bound = self._bound()
+        precision, leaves = bound.precision, leaves_of_flats(params, pieces)
+        of_flat = {index: bound.kept_for(leaf) for index, leaf, *_ in pieces}  # alike in a flat
+        kept = [of_flat.get(i) for i in range(len(params))]
+        whole = frozenset[int]() if owners is None else owners.positions
+        owned = [] if owners is None else owners.leaves
+        of_owned = [bound.kept_for(x.leaf) if owners and owners.has(x) else None for x in owned]
+
+        def first_of(name: str, kept: KeptState | None, p: Tensor) -> tuple[float, Any] | None:
+            """Return value and dtype that a slot begins with; None: none, or one made by a step."""
+            if kept is None or name not in kept.slots:
+                return None
+            fill = kept.slots[name]
+            return fill.item(), precision.kept(p.dtype) if fill.dtype == kept.dtype else fill.dtype
+
+        def slot(name: str, i: int) -> Tensor:
+            first = None if i in whole else first_of(name, kept[i], params[i])
+            if first is None:
+                return params[i].new_empty(0)
+            codec = self.codec_of(leaves[i], name) if first[1].is_floating_point else None
+            return begun(codec, params[i], *first)
+
+        def owned_slot(name: str, number: int) -> Tensor:
+            flat, mine = params[owned[number].position], owners and number in owners.mine
+            first, size = first_of(name, of_owned[number], flat), owned[number].leaf.numel
+            if first is None:
+                return flat.new_empty(0)
+            return place(
+                torch.full((size if mine else 0,), first[0], dtype=first[1], device=flat.device)
+            )
+
+        def names(some: Sequence[KeptState | None]) -> list[str]:
+            return sorted({name for x in some if x is not None for name in (*x.slots, *x.odd)})
+
+        even = [
+            kept
+            for (group, *_), kept in bound.kept.items()
+            if owners is None or bound.needs[group] == "element"
+        ]
+        counters = [bound.begin_of(group) for group in range(len(bound.shared))]
+        return TorchState(
+            count=torch.zeros((), dtype=torch.int64),
+            slots={k: tuple(place(slot(k, i)) for i in range(len(params))) for k in names(even)},
+            counters={  # 0 for a group that learns nothing, or has none
+                k: tuple(own[k].clone() if k in own else torch.zeros(()) for own in counters)
+                for k in sorted({name for own in counters for name in own})
+            },
+            masters=make_masters(
+                params, [precision.master_weights and one is not None for one in kept], place
+            ),
+            owned={k: tuple(owned_slot(k, i) for i in range(len(owned))) for k in names(of_owned)},
+        )
 
     def advance(
         self,
@@ -307,7 +396,17 @@ class TorchOptimizer(OfPrecision):
         """
         if differentiable:
             raise not_differentiable(self, "torch.optim writes in place")
-        bound = self._ready()
+        bound = self._bound()
+        groups, before = len(bound.instance.param_groups), len(bound.shared)
+        if groups != before or any(bound.instance.state.values()):
+            held = f"{groups} param groups and state for {len(bound.instance.state)} parameters"
+            raise PhaseError(
+                f"{self!r} has {held}; when the train state was made it had {before} and no state.",
+                cause="add_param_group(), load_state_dict() or step() of the optimizer itself. "
+                "Its state is in the train state, sharded.",
+                fix="give all groups before the state is made; save and load with "
+                "fzero.checkpoint.",
+            )
         with torch.no_grad():
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
@@ -501,7 +600,15 @@ class TorchOptimizer(OfPrecision):
             text = ", ".join(f"{name}={x}" for name, x in options.items())
             of = f" of {sizes[number]} leaves" if leaves else ""
             lines.append(f"param group {number}{of}: {text}")
-        return [*lines, *(lines_of(self.held) if leaves else ())]
+
+        def size(x: Any) -> str:
+            several = isinstance(x, Tensor) and x.numel() != 1
+            return f"{tuple(x.shape)}" if several else f"{float(x)}"
+
+        for path, own in self.held.items() if leaves else ():
+            kept = ", ".join(f"{name} {size(own[name])}" for name in sorted(own))
+            lines.append(f"the optimizer's state of {path}: {kept}")
+        return lines
 
     def saved_names(self, state: TorchState, leaves: Sequence[Leaf]) -> SavedNames:
         """What a checkpoint calls the class, and by torch.optim's own names its state.
@@ -533,20 +640,6 @@ class TorchOptimizer(OfPrecision):
             )
         return self.bound
 
-    def _ready(self) -> Bound:
-        bound = self._bound()
-        groups, before = len(bound.instance.param_groups), len(bound.shared)
-        if groups != before or any(bound.instance.state.values()):
-            held = f"{groups} param groups and state for {len(bound.instance.state)} parameters"
-            raise PhaseError(
-                f"{self!r} has {held}; when the train state was made it had {before} and no state.",
-                cause="add_param_group(), load_state_dict() or step() of the optimizer itself. "
-                "Its state is in the train state, sharded.",
-                fix="give all groups before the state is made; save and load with "
-                "fzero.checkpoint.",
-            )
-        return bound
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy, or pickle, with an optimizer of its own, which has the options of this one.
 
@@ -569,6 +662,37 @@ class TorchOptimizer(OfPrecision):
         return f"from_torch({name_of(self.source)})"
 
 
+def _kept_by(bound: Bound, params: Mapping[str, Tensor]) -> InstanceState:
+    """Return what the instance keeps for its parameters, by path; of frozen ones, all there is.
+
+    Tied paths have the same. Raises `LayoutError` for a state that is not what its rule keeps.
+    """
+    instance, found = bound.instance, InstanceState()
+    for group, paths in zip(instance.param_groups, bound.members, strict=True):
+        for path, p in zip(paths, group["params"], strict=False):  # a factory's are gone
+            own = {k: x for k, x in instance.state.get(p, {}).items() if x is not None}
+            if own and learns(p):
+                leaf = Leaf(path=path, shape=tuple(p.shape), dtype=p.dtype, trainable=True)
+                kept = bound.kept_for(leaf)
+                assert kept is not None, path
+                own = {k: x for k, x in own.items() if k not in kept.unread}
+                shapes = {k: tuple(torch.as_tensor(own[k]).shape) for k in kept.slots if k in own}
+                cut = [k for k, shape in shapes.items() if shape != tuple(p.shape)]
+                if own.keys() != kept.names or cut:
+                    raise LayoutError(
+                        f"{type(instance).__name__} has {sorted(own)} for {path}"
+                        f"{f', {cut[0]} of shape {shapes[cut[0]]}' if cut else ''}; its rule keeps "
+                        f"{sorted(kept.names)}.",
+                        cause="a state_dict of a run with other options (momentum, amsgrad) or of "
+                        "another model, or an optimizer that was changed after its first steps.",
+                        fix="make the optimizer with the options of that run; or "
+                        "optimizer.state.clear(), to begin anew.",
+                    )
+            tied = [x for x, other in params.items() if identity(other) == identity(params[path])]
+            found |= dict.fromkeys(tied, own) if own else {}
+    return found
+
+
 def _made_again(values: dict[str, Any], kind: Any, own: dict[str, Any]) -> TorchOptimizer:
     """Return the copy of an optimizer. kind, own: the class and the attributes of its instance."""
     if kind is None:
@@ -585,7 +709,9 @@ def _squares(kept: KeptState) -> dict[str, bool]:
     return {slot: bool((torch.as_tensor(kept.sample[1][slot]) >= 0).all()) for slot in floats}
 
 
-# One update
+# One update: even flats where they are, whole parameters by their owners. A portion of it has flats
+# of this rank, or parameters that it owns, which are numbered behind the flats; the rule steps one
+# portion after the other, and its parameters are shards for this step only.
 
 
 def _updated(
@@ -605,23 +731,57 @@ def _updated(
 
     codec_of: what slots are encoded by, if some are.
     threads: of which each is to step whole blocks of a flat.
-
-    A portion has flats of this rank, or whole parameters that it owns. These are numbered behind
-    the flats.
     """
     if codec_of is not None:
         flats, pieces = in_portions(flats, pieces, codec_of, unused)
-    whole = frozenset[int]() if owners is None else owners.positions
-    even = [i for i in range(len(flats.params)) if i not in whole]
+    count, whole = len(flats.params), frozenset[int]() if owners is None else owners.positions
+    even = [i for i in range(count) if i not in whole]
     mine = [] if owners is None else [(k, owners.leaves[k].leaf) for k in owners.mine]
-    own = [Piece(len(flats.params) + k, leaf, 0, leaf.numel) for k, leaf in mine]
-    turn = _turn_of(bound, state, unused)
-    every = [*(p for p in pieces if p.index not in whole), *own]
-    units = _units_of(bound, every, turn.now, threads)
-    steps = Portions(bound, units, state.counters, turn, flats=len(flats.params))
+    own = [Piece(count + k, leaf, 0, leaf.numel) for k, leaf in mine]
+    # Which leaves are stepped together, and of a rule that makes its state in its first step the
+    # numbers of those that take it now, and the paths of those that took none after it.
+    left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
+    size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
+    now = parted(state.apart, left, lambda path: bound.group_at[path], size)
+    first, numbers = bound.late and not int(state.count), dict(now.apart)
+    fresh = {numbers.get(path, bound.group_at[path]) for path in state.unstepped}
+    unstepped = sorted(left) if first else [path for path in state.unstepped if path in left]
+    units = _units_of(bound, [*(p for p in pieces if p.index not in whole), *own], now, threads)
+    idle = _idle(bound, units, now)  # stepped with the first portion
+    before = {
+        name: (*some, *(some[source] for source in now.sources))
+        for name, some in state.counters.items()
+    }
+    # Flats share the counters of their group: each portion counts on from those before.
+    counters = {name: tuple(x.clone() for x in some) for name, some in before.items()}
+
+    def run(portion: Portion) -> Slots:
+        nonlocal idle
+        if len(portion.indices) < count and "all" in bound.needs:
+            raise LayoutError(
+                f"{type(bound.instance).__name__} is stepped one bucket at a time here, and does "
+                "not update each parameter alone.",
+                cause="a rule that looks at all parameters (a clip in it, Prodigy), with offload, "
+                "a state_dtype or stochastic_rounding.",
+                fix="leave these out; clip with fzero.clip or max_norm, and not inside of the "
+                "optimizer.",
+            )
+        number = {index: k for k, index in enumerate(portion.indices)}
+        here = [u._replace(index=number[u.index]) for u in units if u.index in number]
+        here, idle = [*here, *idle], []
+        loans = [_loan(bound, u, portion, before, first=first or u.number in fresh) for u in here]
+        lent = _lent(bound, loans, before, fresh=first)
+        with lent, shown_attributes(bound.instance, **portion.scaled._asdict()):
+            if loans:  # many rules take no empty list
+                rule_step(bound.instance)
+            for group in {unit.group for unit in here}:
+                for name in bound.shared[group].begin:
+                    _write(counters[name][group], bound.instance.param_groups[group][name])
+            return _taken(bound.instance, loans, portion.slots, counters)
+
     step = partial(
         step_flats,
-        run=steps,
+        run=run,
         precision=bound.precision,
         device=device,
         scaled=scaled,
@@ -629,7 +789,7 @@ def _updated(
         pieces=[*pieces, *own],
         count=state.count,
     )
-    made, owned = step(subset(flats, even)), state.owned
+    made, owned = step(_subset(flats, even)), state.owned
     if owners is not None:
         owned = _step_owned(step, owners, flats, owned)
     slots = {name: list(some) for name, some in state.slots.items()}
@@ -639,37 +799,52 @@ def _updated(
     return TorchState(
         count=counted(state.count, scaled.found_inf),
         slots={name: tuple(some) for name, some in slots.items()},
-        counters=dict(steps.counters),
+        counters=counters,
         masters=state.masters,
         owned=owned,
-        apart=turn.now.apart,
-        unstepped=turn.unstepped,
+        apart=now.apart,
+        unstepped=tuple(unstepped),
     )
 
 
-def _turn_of(bound: Bound, state: TorchState, unused: frozenset[str]) -> Turn:
-    """Return which leaves are stepped together in an update that leaves `unused` leaves out."""
-    left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
-    size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
-    now = parted(state.apart, left, lambda path: bound.group_at[path], size)
-    if not bound.late:
-        return Turn(now)
-    if not int(state.count):
-        return Turn(now, first=True, unstepped=tuple(sorted(left)))
-    numbers = dict(now.apart)
-    fresh = frozenset(numbers.get(path, bound.group_at[path]) for path in state.unstepped)
-    return Turn(now, fresh=fresh, unstepped=tuple(x for x in state.unstepped if x in left))
+def _subset(flats: Flats, indices: Sequence[int]) -> Flats:
+    """Return some of the flats, by their numbers."""
+
+    def own(some: Sequence[Tensor]) -> list[Tensor]:
+        return [some[i] for i in indices]
+
+    slots = {name: own(some) for name, some in flats.slots.items()}
+    codecs = [flats.codecs[i] for i in indices] if flats.codecs else ()
+    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices, codecs)
 
 
-def _units_of(bound: Bound, pieces: Sequence[Piece], now: Parted, threads: int = 1) -> list[Unit]:
+class Unit(NamedTuple):
+    """One parameter of the optimizer during a step: a flat, or a whole leaf in a flat."""
+
+    index: int  # of the flat; -1: of none, see `_idle`
+    group: int  # the param group
+    number: int  # of its counters, which it shares with all units of this number
+    span: tuple[int, int] | None  # None: all of the flat
+    shape: tuple[int, ...]
+    kept: KeptState
+
+    def of(self, flat: Tensor) -> Tensor:
+        """Return its part of a tensor that is as long as its flat."""
+        return flat if self.span is None else flat[slice(*self.span)].view(self.shape)
+
+
+def _units_of(bound: Bound, pieces: Sequence[Piece], now: Parted, threads: int) -> list[Unit]:
     """Return the units of a step, each one parameter to the optimizer: a flat, or a leaf in it.
 
     A flat with leaves that count apart from each other, or are not stepped, is cut at them; and so
     that each of several threads steps whole blocks.
     """
-    units: list[Unit] = []
+    units, seen, numbers = list[Unit](), set[int](), dict(now.apart)
     ends = {piece.index: piece.stop for piece in pieces}  # the last one ends with the flat
-    numbers, seen, cuts = dict(now.apart), set[int](), _cuts(pieces, now)
+    counted_by = defaultdict[int, set[int]](set)
+    for piece in pieces if now.apart else ():
+        counted_by[piece.index].add(numbers.get(piece.leaf.path, -1))
+    cuts = {index for index, some in counted_by.items() if len(some) > 1}
     for index, leaf, start, stop, first in pieces:
         kept = bound.kept_for(leaf)
         if kept is None or start >= stop:
@@ -692,14 +867,21 @@ def _units_of(bound: Bound, pieces: Sequence[Piece], now: Parted, threads: int =
     return units
 
 
-def _cuts(pieces: Sequence[Piece], now: Parted) -> set[int]:
-    """Return the flats whose leaves do not all count together."""
-    if not now.apart:
-        return set()
-    numbers, found = dict(now.apart), dict[int, set[int]]()
-    for piece in pieces:
-        found.setdefault(piece.index, set()).add(numbers.get(piece.leaf.path, -1))
-    return {index for index, some in found.items() if len(some) > 1}
+def _idle(bound: Bound, units: Sequence[Unit], now: Parted) -> list[Unit]:
+    """Return a unit of one element for each counter without a unit on this rank, to advance it."""
+    here = {unit.number for unit in units}
+    counting = {unit.number for unit in units if unit.kept.counters}
+    apart = {bound.group_at[path]: set[int]() for path, _ in now.apart}
+    for path, number in now.apart:
+        apart[bound.group_at[path]].add(number)
+    found: dict[int, Unit] = {}
+    for (group, *_), kept in bound.kept.items():
+        if not bound.begin_of(group):
+            continue
+        for number in {group} | apart.get(group, set()) - now.still:
+            if number not in (counting if kept.counters else here):
+                found[number] = Unit(-1, group, number, None, kept.sample[0], kept)
+    return list(found.values())
 
 
 def _step_owned(
@@ -734,33 +916,7 @@ def _step_owned(
     }
 
 
-def subset(flats: Flats, indices: Sequence[int]) -> Flats:
-    """Return some of the flats, by their numbers."""
-
-    def own(some: Sequence[Tensor]) -> list[Tensor]:
-        return [some[i] for i in indices]
-
-    slots = {name: own(some) for name, some in flats.slots.items()}
-    codecs = [flats.codecs[i] for i in indices] if flats.codecs else ()
-    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices, codecs)
-
-
-# One step of the optimizer, on shards
-
-
-class Unit(NamedTuple):
-    """One parameter of the optimizer during a step: a flat, or a whole leaf in a flat."""
-
-    index: int  # of the flat; -1: of none, see `_idle`
-    group: int  # the param group
-    number: int  # of its counters, which it shares with all units of this number
-    span: tuple[int, int] | None  # None: all of the flat
-    shape: tuple[int, ...]
-    kept: KeptState
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Return its part of a tensor that is as long as its flat."""
-        return flat if self.span is None else flat[slice(*self.span)].view(self.shape)
+Counters = Mapping[str, tuple[Tensor, ...]]
 
 
 class _Loan(NamedTuple):
@@ -770,85 +926,27 @@ class _Loan(NamedTuple):
     given: dict[str, Any]
 
 
-class Turn(NamedTuple):
-    """Which leaves are stepped together in one update, and which take their first step."""
-
-    now: Parted
-    first: bool = False  # the first update of a rule that makes its state in it
-    fresh: frozenset[int] = frozenset()  # in a later one: the numbers of those that it is first for
-    unstepped: tuple[str, ...] = ()  # paths of leaves that took no step yet, after this update
-
-
-Counters = Mapping[str, tuple[Tensor, ...]]
-
-
-class Portions:
-    """Steps each portion by the rule, unseen; `counters` are those after all of them."""
-
-    def __init__(
-        self, bound: Bound, units: Sequence[Unit], counters: Counters, turn: Turn, *, flats: int
-    ) -> None:
-        self._bound, self._units, self._flats, self._turn = bound, units, flats, turn
-        self._idle = _idle(bound, units, turn.now)  # stepped with the first portion
-        self._before: Counters = {
-            name: (*some, *(some[source] for source in turn.now.sources))
-            for name, some in counters.items()
-        }
-        # Flats share the counters of their group: each portion counts on from those before.
-        self.counters: Counters = {
-            name: tuple(x.clone() for x in some) for name, some in self._before.items()
-        }
-
-    def __call__(self, portion: Portion) -> Slots:
-        """Step one portion."""
-        bound = self._bound
-        if len(portion.indices) < self._flats and "all" in bound.needs:
-            raise LayoutError(
-                f"{type(bound.instance).__name__} is stepped one bucket at a time here, and does "
-                "not update each parameter alone.",
-                cause="a rule that looks at all parameters (a clip in it, Prodigy), with offload, "
-                "a state_dtype or stochastic_rounding.",
-                fix="leave these out; clip with fzero.clip or max_norm, and not inside of the "
-                "optimizer.",
-            )
-        number = {index: k for k, index in enumerate(portion.indices)}
-        units = [u._replace(index=number[u.index]) for u in self._units if u.index in number]
-        units, self._idle = [*units, *self._idle], []
-        loans = self._loans(units, portion)
-        lent = _lent(bound, loans, self._before, fresh=self._turn.first)
-        with lent, told(bound.instance, **portion.scaled._asdict()):
-            if loans:  # many rules take no empty list
-                rule_step(bound.instance)
-            for group in {unit.group for unit in units}:
-                for name in bound.shared[group].begin:
-                    _write(self.counters[name][group], bound.instance.param_groups[group][name])
-            return _taken(bound.instance, loans, portion.slots, self.counters)
-
-    def _first(self, unit: Unit) -> bool:
-        return self._turn.first or unit.number in self._turn.fresh
-
-    def _loans(self, units: Sequence[Unit], portion: Portion) -> list[_Loan]:
-        """Return the parameter and state of each unit; no state that the first step is to make."""
-        loans = []
-        for unit in units:
-            kept, here = unit.kept, unit.index >= 0
-            if here:
-                values = unit.of(portion.work[unit.index])
-                gradient = unit.of(portion.grads[unit.index])
-            else:
-                device = self._bound.devices[unit.group]
-                values = torch.zeros(unit.shape, dtype=kept.dtype, device=device)
-                gradient = torch.zeros_like(values)
-            parameter = nn.Parameter(values)
-            parameter.grad = gradient
-            given: dict[str, Any] = {}
-            if not (kept.late and self._first(unit)):
-                given = _slots_of(unit, portion.slots) if here else copy.deepcopy(kept.sample[1])
-                for name in kept.counters:
-                    counter = self._before[name][unit.number]  # rules count in place
-                    given[name] = as_kept(kept.numbers, name, counter.clone())
-            loans.append(_Loan(unit, values, parameter, given))
-        return loans
+def _loan(bound: Bound, unit: Unit, portion: Portion, counters: Counters, *, first: bool) -> _Loan:
+    """Return the parameter of a unit, and its state: none that its first step is to make."""
+    kept, here = unit.kept, unit.index >= 0
+    if here:
+        values, gradient = (unit.of(x[unit.index]) for x in (portion.work, portion.grads))
+    else:
+        values = torch.zeros(unit.shape, dtype=kept.dtype, device=bound.devices[unit.group])
+        gradient = torch.zeros_like(values)
+    parameter, given = nn.Parameter(values), dict[str, Any]()
+    parameter.grad = gradient
+    if kept.late and first:
+        return _Loan(unit, values, parameter, given)
+    if here:
+        given |= {name: unit.of(portion.slots[name][unit.index]) for name in kept.slots}
+        odd = {name: portion.slots[name][unit.index] for name in kept.odd}
+    else:
+        given, odd = copy.deepcopy(kept.sample[1]), {}
+    # Rules count in place.
+    odd |= {name: counters[name][unit.number].clone() for name in kept.counters}
+    given |= {name: as_kept(kept.numbers, name, x) for name, x in odd.items()}
+    return _Loan(unit, values, parameter, given)
 
 
 @contextmanager
@@ -895,7 +993,14 @@ def _taken(
     for unit, values, parameter, _ in loans:
         kept, state = unit.kept, instance.state.get(parameter, {})
         if unit.index >= 0 and state.keys() - kept.unread != kept.names:
-            raise _other_state(instance, state, kept)
+            raise LayoutError(
+                f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the "
+                f"state was made it kept {sorted(kept.names)}.",
+                cause="an option that adds state (momentum, amsgrad) was set later, or a rule that "
+                "begins to keep something after some steps.",
+                fix="set the option before the state is made; leave out what works every k steps "
+                "(Lookahead), or do it in your own step.",
+            )
         for name in kept.counters:
             if (unit.number, name) not in counted:
                 counted.add((unit.number, name))
@@ -926,29 +1031,6 @@ def _in_order(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(x.shape)
 
 
-def _slots_of(unit: Unit, slots: Slots) -> dict[str, Any]:
-    given = {name: unit.of(slots[name][unit.index]) for name in unit.kept.slots}
-    odd = {name: slots[name][unit.index] for name in unit.kept.odd}
-    return given | {name: as_kept(unit.kept.numbers, name, x) for name, x in odd.items()}
-
-
-def _idle(bound: Bound, units: Sequence[Unit], now: Parted) -> list[Unit]:
-    """Return a unit of one element for each counter without a unit on this rank, to advance it."""
-    here = {unit.number for unit in units}
-    counting = {unit.number for unit in units if unit.kept.counters}
-    apart = {bound.group_at[path]: set[int]() for path, _ in now.apart}
-    for path, number in now.apart:
-        apart[bound.group_at[path]].add(number)
-    found: dict[int, Unit] = {}
-    for (group, *_), kept in bound.kept.items():
-        if not bound.begin_of(group):
-            continue
-        for number in {group} | apart.get(group, set()) - now.still:
-            if number not in (counting if kept.counters else here):
-                found[number] = Unit(-1, group, number, None, kept.sample[0], kept)
-    return list(found.values())
-
-
 def _is_at(x: Tensor, home: Tensor) -> bool:
     """Whether a tensor is the memory of another, so that nothing is to be copied."""
     if has_no_values(x) or x.dtype is not home.dtype or x.shape != home.shape:
@@ -962,18 +1044,6 @@ def _write(home: Tensor, value: Any) -> None:
             home.copy_(value)
     else:
         home.fill_(value)
-
-
-def _other_state(instance: Optimizer, state: Mapping[str, Any], kept: KeptState) -> LayoutError:
-    known = sorted(kept.names)
-    return LayoutError(
-        f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the state "
-        f"was made it kept {known}.",
-        cause="an option that adds state (momentum, amsgrad) was set later, or a rule that "
-        "begins to keep something after some steps.",
-        fix="set the option before the state is made; leave out what works every k steps "
-        "(Lookahead), or do it in your own step.",
-    )
 
 
 # Complex parameters
@@ -1020,9 +1090,9 @@ def _otherwise(optimizer: TorchOptimizer, group: int, device: torch.device) -> s
     rule = rule_of(optimizer.instance, group, begin)
     x, *gs = (size * numbers_of((6, 2), k).to(here) for k, size in enumerate((1.0, 1.0, 8.0, 0.1)))
     try:
-        with same_random_numbers(here):
+        with seeded(0, here):
             (by_parts,), _ = rule([x], [[g] for g in gs])
-        with same_random_numbers(here):
+        with seeded(0, here):
             (whole,), _ = rule([torch.view_as_complex(x)], [[torch.view_as_complex(g)] for g in gs])
     except Exception as error:
         return f"raises for a complex parameter: {str(error).splitlines()[0]!r}"

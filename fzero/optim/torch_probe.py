@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.context.current_rank import current_ranks
 from fzero.context.modes import holds, samples
+from fzero.context.rng import seeded
 from fzero.errors import FzeroError, LayoutError, explain
 from fzero.machine import elementwise
 from fzero.machine.partition import identity
@@ -306,7 +307,7 @@ def _needs_of(
     Raises `LayoutError` for a class of which something else is declared than is known or seen.
     """
     kind, tried = type(instance), dict[Any, Any]()
-    known, said = known_needs(kind), f"from_torch({kind.__name__}, needs={declared!r}): "
+    known, call = known_needs(kind), f"from_torch({kind.__name__}, needs={declared!r}): "
 
     def found(test: Callable[..., str], number: int, some: Iterable[Shape]) -> set[str]:
         """Return what a test has seen; tried once for groups that differ in the rate."""
@@ -322,7 +323,7 @@ def _needs_of(
         some = sorted(shapes[number], key=prod)
         if declared and "others" in found(beyond_its_leaf, number, some[:1]):
             raise LayoutError(
-                f"{said}tried on two small parameters, it makes other updates of both together "
+                f"{call}tried on two small parameters, it makes other updates of both together "
                 "than of each alone.",
                 cause="a rule that looks at all parameters at once: a norm of all gradients or a "
                 "clip in it, a list that it joins, a number that it finds from all (Prodigy).",
@@ -338,7 +339,7 @@ def _needs_of(
         return "leaf" if declared in ("leaf", "matrix") else "element"
 
     not_elements = LayoutError(
-        f"{said}{kind.__name__} looks at whole matrices, or at more of them than single elements.",
+        f"{call}{kind.__name__} looks at whole matrices, or at more of them than single elements.",
         cause="a rule for matrices of torch.optim; or, tried on small parameters, it makes other "
         "updates of parts than of the whole: a mean, a norm, rows, the shape, the number of "
         "elements.",
@@ -361,7 +362,7 @@ def _needs_of(
         )
     elif chances:
         _warn(
-            f"{said}{kind.__name__} draws random numbers.",
+            f"{call}{kind.__name__} draws random numbers.",
             cause="stochastic rounding, or noise, from torch's generators: each rank draws for its "
             "own part, so that the bits are others at each stage and on each number of ranks.",
             fix="nothing, if its mean is what counts; fzero.optim.adamw and from_torch have "
@@ -398,7 +399,7 @@ def beyond_elements(rule: Rule, device: torch.device, shape: Sequence[int]) -> s
 
     with (
         pyfunctorch.temporarily_clear_interpreter_stack() as around,
-        same_random_numbers(device),
+        seeded(0, device),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # of a rule for matrices, which are none here
@@ -421,7 +422,7 @@ def beyond_its_leaf(rule: Rule, device: torch.device, shape: Sequence[int]) -> s
 
     def run(some: slice, seed: int = 0) -> tuple[list[Tensor], Tensor]:
         grads = [[g.clone() for g in gs[some]] for gs in steps]
-        with same_random_numbers(device, seed):
+        with seeded(seed, device):
             changes, numbers = rule([x.clone() for x in leaves[some]], grads)
         return [x.nan_to_num() for x in changes], torch.tensor(numbers, dtype=torch.float64)
 
@@ -545,8 +546,8 @@ def _tried(
         sizes = (1.0, 1.0, 10.0, 0.1)  # of the values, and of the gradients of each step
         every = ((1 + seed / 8) * x * numbers_of(shape, seed + k) for k, x in enumerate(sizes))
         values, *grads = (x.to(like.device, like.dtype) for x in every)
-        with same_random_numbers(like.device):
-            return run_small(optimizer, number, [values], [[g] for g in grads], begin, **how)
+        with seeded(0, like.device):
+            return step_copy(optimizer, number, [values], [[g] for g in grads], begin, **how)
 
     def changes_nothing(begin: Begin = begin, without: str | None = None) -> bool:
         with suppress(Exception):  # it looks into what it was given, or misses it
@@ -634,9 +635,9 @@ def _as_large(
             return func(*args, **(kwargs or {}))
 
     p, state = torch.empty(shape, dtype=like.dtype, device="meta"), dict[str, Any]()
-    with suppress(Exception), warnings.catch_warnings(), same_random_numbers(like.device), Ones():
+    with suppress(Exception), warnings.catch_warnings(), seeded(0, like.device), Ones():
         warnings.simplefilter("ignore")
-        state = run_small(optimizer, number, [p], [[p]], begin).states[0]
+        state = step_copy(optimizer, number, [p], [[p]], begin).states[0]
     slots, odd = dict[str, Tensor](), dict[str, int]()
     for name in state.keys() - small.unread - small.counters.keys():
         value = as_tensor(state[name])
@@ -680,7 +681,7 @@ def constructed(optimizer: Optimizer, number: int, *, used: bool) -> Begin:
     if made_anew := not like:
         first = own[0] if own else torch.empty(0)
         like = [nn.Parameter(numbers_of((2, 3), 0).to(first.device, first.dtype))]
-        with suppress(Exception), same_random_numbers(like[0].device):
+        with suppress(Exception), seeded(0, like[0].device):
             names = inspect.signature(kind).parameters
             options = {key: x for key, x in group.items() if key in names and key != "params"}
             optimizer = kind([like[0]], **options)
@@ -757,14 +758,14 @@ def rule_of(optimizer: Optimizer, number: int, begin: Begin) -> Rule:
     """Return the rule of param group `number`."""
 
     def rule(params: list[Tensor], grads: list[list[Tensor]]) -> tuple[list[Tensor], list[float]]:
-        ran = run_small(optimizer, number, params, grads, begin)
+        ran = step_copy(optimizer, number, params, grads, begin)
         numbers = [float(x) for _, x in sorted(ran.options.items()) if is_number(x)]
         return [p - before for p, before in zip(ran.params, params, strict=True)], numbers
 
     return rule
 
 
-def run_small(
+def step_copy(
     optimizer: Optimizer,
     number: int,
     values: Sequence[Tensor],
@@ -849,18 +850,6 @@ def fuses(optimizer: Optimizer, group: Mapping[str, Any], params: Sequence[Tenso
 def is_of_torch(optimizer: Optimizer) -> bool:
     """Whether a class is torch.optim's own, in whose rules no size counts."""
     return f"{type(optimizer).__module__}.".startswith("torch.optim.")
-
-
-@contextmanager
-def same_random_numbers(device: torch.device, seed: int = 0) -> Iterator[None]:
-    """Random numbers are those of the seed in this block, and go on as before after it."""
-    on_gpu = device.type == "cuda"
-    index = torch.cuda.current_device() if on_gpu and device.index is None else device.index
-    with torch.random.fork_rng(devices=[index] if on_gpu else []):
-        torch.default_generator.manual_seed(seed)
-        if on_gpu:
-            torch.cuda.default_generators[index].manual_seed(seed)
-        yield
 
 
 def numbers_of(shape: Sequence[int], seed: int) -> Tensor:

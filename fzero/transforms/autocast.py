@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -18,23 +18,10 @@ from fzero.state.scale import DynamicScale
 from fzero.state.setup import Autocast, SafeModules, sixteen_bit_error
 from fzero.transforms.loss_scale import with_policy
 from fzero.transforms.models import flatten_states, map_states, under_policy
-from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.pipeline import Step, Transform, transform, transform_function
 
 
-@overload
-def autocast(
-    fn: Callable[P, R],
-    /,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    lower_precision_safe_modules: SafeModules | None = None,
-) -> Step[P, R]: ...
-@overload
-def autocast(
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    lower_precision_safe_modules: SafeModules | None = None,
-) -> Transform: ...
+@transform_function
 @called_as("autocast(step, dtype=torch.bfloat16)")
 def autocast(
     fn: Callable[..., Any] | None = None,
@@ -103,10 +90,15 @@ def autocast(
     ) -> tuple[Any, Any]:
         state = prepare(state)
         states = flatten_states("autocast", state)[0]
-        for one in states if computes else ():
-            _require_fp32(one)
-        if computes and not warned[0]:
-            warned[0] = _warn_of_other(computes, states[0].device)
+        for layout in (one.setup.layout for one in states if computes):
+            for group in (layout.groups[index] for index in layout.trainable):
+                if group.dtype in SIXTEEN_BIT:
+                    raise sixteen_bit_error(layout.leaves[group.leaves[0]].path, group.dtype)
+        other = other_autocast(computes, states[0].device) if computes and not warned[0] else None
+        if computes and other is not None:
+            warned[0] = True
+            text = around_message(computes, other)
+            warnings.warn(text, UserWarning, stacklevel=4 + DISABLED_FRAMES)
         return under_policy("autocast", inner, state, (args, kwargs), autocast=computes)
 
     return transform(
@@ -125,20 +117,6 @@ def _scaled(state: TrainState, dtype: torch.dtype | None) -> TrainState:
     """With the loss scale that fp16 needs, unless the state has one."""
     needs = dtype is torch.float16 and state.scale is None
     return with_policy(state, DynamicScale()) if needs else state
-
-
-def _require_fp32(state: TrainState) -> None:
-    layout = state.setup.layout
-    for group in (layout.groups[index] for index in layout.trainable):
-        if group.dtype in SIXTEEN_BIT:
-            raise sixteen_bit_error(layout.leaves[group.leaves[0]].path, group.dtype)
-
-
-def _warn_of_other(dtype: torch.dtype, device: torch.device) -> bool:
-    other = other_autocast(dtype, device)
-    if other is not None:
-        warnings.warn(around_message(dtype, other), UserWarning, stacklevel=5 + DISABLED_FRAMES)
-    return other is not None
 
 
 def around_message(dtype: torch.dtype, other: torch.dtype) -> str:

@@ -20,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -61,7 +62,7 @@ def require_unwritten(state: TrainState, held: Iterable[Any]) -> None:
     """Raise `PhaseError` if one of these tensors of it was written to since a call returned it."""
     for x in () if HERE.comparing else held:
         found = _COUNTS.get(id(x))
-        if found is None or found.count == x._version or found() is not x:
+        if found is None or found[1] == x._version or found[0]() is not x:
             continue
         if x.numel():  # else a donating step has emptied it, which another check finds
             raise _written(state, x)
@@ -196,16 +197,11 @@ def empty(tensor: Tensor, nothing: Any) -> None:
 # Buffers that were written in place since a call returned them: the next call raises.
 
 
-class _Counted(weakref.ref[Tensor]):
-    """A tensor, and how often it had been written to when a call returned it."""
+_COUNTS: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+"""{id of a tensor: it, and how often it had been written to when a call returned it}.
 
-    __slots__ = ("count", "key")
-    count: int
-    key: int
-
-
-_COUNTS: dict[int, _Counted] = {}
-"""By the id of a tensor. Those that are gone are dropped; nothing else depends on that."""
+Those that are gone are dropped; nothing else depends on that.
+"""
 
 
 @contextmanager
@@ -235,13 +231,8 @@ def given_back(tensors: Iterable[Any]) -> None:
 def _count(tensors: Iterable[Any]) -> None:
     for x in tensors:
         if type(x) is Tensor and x.numel() and not x.is_inference():
-            made = _Counted(x, _forget)
-            made.key, made.count = id(x), x._version
-            _COUNTS[made.key] = made
-
-
-def _forget(gone: Any) -> None:
-    _COUNTS.pop(gone.key, None)
+            gone = partial(_COUNTS.pop, id(x))  # which is given the reference, as what to return
+            _COUNTS[id(x)] = weakref.ref(x, gone), x._version
 
 
 def _written(state: TrainState, written: Tensor) -> PhaseError:
@@ -263,7 +254,7 @@ def _written(state: TrainState, written: Tensor) -> PhaseError:
 # of another one returns counts as used.
 
 
-_SAID: dict[Any, Any] = {}
+_WARNED: dict[Any, Any] = {}
 _OF_LIBRARIES = ("fzero.", "torch.")
 
 
@@ -303,13 +294,8 @@ def took(states: Iterable[TrainState]) -> None:
 def left_by(noted: list[Made], returned: Any) -> Made | None:
     """Return the last of what a step has made and dropped, given what it returns."""
     if noted:
-        first = returned[0] if isinstance(returned, tuple) and returned else None
-        if isinstance(first, TrainState):
-            took([first])
-        if noted:
-            tree: Any = returned
-            leaves: Any = optree.tree_leaves(tree, is_leaf=_is_state, namespace=NAMESPACE)
-            took(filter(_is_state, leaves))
+        leaves: Any = optree.tree_leaves(returned, is_leaf=_is_state, namespace=NAMESPACE)
+        took(filter(_is_state, leaves))
     return noted[-1] if noted else None
 
 
@@ -323,7 +309,7 @@ def warn_of(one: Made, step: str) -> None:
         "a loss alone, fzero.evaluate(loss, state)(batch); of several states, `wrt=` says which "
         "of them are to learn.",
     )
-    warnings.warn_explicit(text, UserWarning, *one.line, registry=_SAID)
+    warnings.warn_explicit(text, UserWarning, *one.line, registry=_WARNED)
 
 
 def _is_state(x: Any) -> bool:

@@ -100,7 +100,9 @@ def evaluate(fn: Callable[Concatenate[Any, P], R], state: Any) -> Callable[P, R]
         _warn_of_graph(fn, (args, kwargs))
         with running_on(*over):
             if needs_func([flat for one in states for flat in one.params.flats]):
-                return call([_gathered(one) for one in states])
+                fulls = [(one.setup.layout, with_full(one)[1]) for one in states]
+                whole = [(x, unpack_groups(x, dict(enumerate(flats)))) for x, flats in fulls]
+                return call([assemble(layout, by_leaf) for layout, by_leaf in whole])
             return _by_unit(call, states, known, call_of_states("evaluate", treespec))
 
     return evaluated
@@ -110,12 +112,12 @@ def _warn_of_graph(fn: Any, given: Any) -> None:
     """Warn, once for each function, of an input that requires grad: nothing flows back to it."""
     key = getattr(fn, "__code__", type(fn))
     leaves = optree.tree_leaves(given, namespace=NAMESPACE) if torch.is_grad_enabled() else ()
-    if key not in _SAID and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
-        _SAID.add(key)
+    if key not in _WARNED and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+        _WARNED.add(key)
         warnings.warn(_GRAPH, UserWarning, stacklevel=3 + DISABLED_FRAMES)
 
 
-_SAID = set[Any]()
+_WARNED = set[Any]()
 _GRAPH = explain(
     "fzero.evaluate got an input that requires grad: no gradient flows back to it.",
     cause="a teacher, a critic or a reward that a loss is to be differentiated through; evaluate "
@@ -128,12 +130,6 @@ _WROTE = explain(
     cause="an in-place method (add_, copy_, ...) on the params that evaluate gives it.",
     fix="compute a new value, or clone the leaf first; and make the state anew.",
 )
-
-
-def _gathered(state: TrainState) -> Any:
-    """Gather all parameters; return the pytree of full tensors."""
-    layout, fulls = state.setup.layout, with_full(state)[1]
-    return assemble(layout, unpack_groups(layout, dict(enumerate(fulls))))
 
 
 def _held(state: TrainState) -> Any:

@@ -91,11 +91,23 @@ def full_params(state: Any, *, replica: bool = False) -> Any:
     states, treespec = flatten_states("full_params", state)
     for one in states:
         check_alive(one, written=True)  # it shows what is there
-    agree(
-        call_of_states("full_params", treespec),
-        [one for one in states if _is_gathered(one, replica)],
-    )
-    return optree.tree_unflatten(treespec, [_full_params(one, replica) for one in states])
+    gathered = []
+    for one in states:
+        at = one.params if replica or one.outer is None else one.outer.anchors
+        if Placement.SHARDED in (one.params.placement, at.placement) and one.setup.axis.size > 1:
+            gathered.append(one)
+    agree(call_of_states("full_params", treespec), gathered)
+    made = []
+    for one in states:
+        layout = one.setup.layout
+        groups = whole_groups(one, range(len(layout.groups)), replica=replica)
+        found = _leaves_apart(layout, groups)
+        for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
+            differs = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+            if differs and not leaf.trainable:  # it comes back as it came
+                found[i] = Parameter(found[i], requires_grad=False)
+        made.append(assemble(layout, found))
+    return optree.tree_unflatten(treespec, made)
 
 
 @overload
@@ -141,30 +153,13 @@ def gradients(state: Any) -> Any:
     for one in states:
         check_alive(one)
     require_learner(states, "gradients")
-    said = agree(call_of_states("gradients", treespec), states)
-    require_held(said, "gradients")
-    found = [_gradients(one, all_say) for one, all_say in zip(states, said, strict=True)]
+    agreed = agree(call_of_states("gradients", treespec), states)
+    require_held(agreed, "gradients")
+    found = [_gradients(one, of_one) for one, of_one in zip(states, agreed, strict=True)]
     return optree.tree_unflatten(treespec, found)
 
 
 full_gradients = gradients
-
-
-def _is_gathered(state: TrainState, replica: bool) -> bool:
-    held = state.outer
-    at = state.params if replica or held is None else held.anchors
-    cut = Placement.SHARDED in (state.params.placement, at.placement)
-    return cut and state.setup.axis.size > 1
-
-
-def _full_params(state: TrainState, replica: bool) -> Any:
-    layout = state.setup.layout
-    found = _leaves_apart(layout, whole_groups(state, range(len(layout.groups)), replica=replica))
-    for i, leaf in enumerate(layout.leaves if not in_transform() else ()):
-        differs = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-        if differs and not leaf.trainable:  # it comes back as it came
-            found[i] = Parameter(found[i], requires_grad=False)
-    return assemble(layout, found)
 
 
 def whole_groups(
@@ -283,11 +278,29 @@ def iter_params(state: Any, *, since: Mapping[str, str] | None = None) -> ParamI
         w tensor([0., 0.])
     """
     states, treespec = flatten_states("iter_params", state)
-    over = _axis_of(states)
+    over = axes_of_loss(states, [one.mesh for one in states])[0]  # all ranks that iterate together
+    for one in states:
+        if one.mesh.mesh is None and one.mesh.size != over.size:
+            raise AxisError(
+                f"iter_params: a state on {one.mesh} beside one on {over}.",
+                cause="states on meshes that are no parts of one mesh.",
+                fix="iterate over one after the other; or make both on one mesh: "
+                'mesh = fzero.Mesh(...), mesh["data"].',
+            )
     for one in states:
         check_alive(one, written=True)  # it shows what is there
     performer = performer_of(over)
-    _refuse_inside(states, performer)
+    flats = [flat for one in states for flat in one.params.flats]
+    passes = () if performer is None else performer.protocol.inside
+    inside = any(number >= FUNCTIONAL for number in passes) or needs_func(flats)
+    if inside or any(map(has_no_values, flats)):
+        where = "a trace or a plan, where tensors have no values"
+        where = "a loss, an evaluation, a transform of torch.func or a trace" if inside else where
+        raise PhaseError(
+            f"iter_params inside of {where}.",
+            cause="it gives values, without a graph: a gradient by them would silently be missing.",
+            fix="use the `params` that the function is given; or iterate outside of it.",
+        )
     with raises_together(over):
         mark = _mark_of(since)
     if performer is not None:
@@ -474,39 +487,6 @@ def _own_digests(state: TrainState) -> list[int]:
         for one in leaf_ranges(setup.layout, index, setup.part(placement, setup.axis.rank)):
             found[one.leaf] = digest(one.of(here), one.start)
     return found
-
-
-# What is refused.
-
-
-def _axis_of(states: Sequence[TrainState]) -> Axis:
-    """Return all ranks that iterate together."""
-    over = axes_of_loss(states, [one.mesh for one in states])[0]
-    for one in states:
-        if one.mesh.mesh is None and one.mesh.size != over.size:
-            raise AxisError(
-                f"iter_params: a state on {one.mesh} beside one on {over}.",
-                cause="states on meshes that are no parts of one mesh.",
-                fix="iterate over one after the other; or make both on one mesh: "
-                'mesh = fzero.Mesh(...), mesh["data"].',
-            )
-    return over
-
-
-def _refuse_inside(states: Sequence[TrainState], performer: Performer | None) -> None:
-    flats = [flat for one in states for flat in one.params.flats]
-    passes = () if performer is None else performer.protocol.inside
-    if any(number >= FUNCTIONAL for number in passes) or needs_func(flats):
-        where = "a loss, an evaluation, a transform of torch.func or a trace"
-    elif any(map(has_no_values, flats)):
-        where = "a trace or a plan, where tensors have no values"
-    else:
-        return
-    raise PhaseError(
-        f"iter_params inside of {where}.",
-        cause="it gives values, without a graph: a gradient by them would silently be missing.",
-        fix="use the `params` that the function is given; or iterate outside of it.",
-    )
 
 
 def _mark_of(since: Any) -> str:

@@ -112,7 +112,12 @@ class Template:
         modes = self.modes()
         buffers = buffers or self.constants
         copies: list[nn.Module] = [object.__new__(part.cls) for part in self._parts]
-        memo = self._memo(copies, {**params, **buffers}) if self._deep else {}
+        memo: dict[int, Any] = {}  # of deep copies: this call's tensors and modules
+        if self._deep:
+            given = {**params, **buffers}
+            memo = {id(tensor): tensor for tensor in self._tensors}
+            memo |= {number: given[name] for number, name in self._names.items()}
+            memo |= {id(a): b for a, b in zip(self._modules, copies, strict=True)}
         for made, part, mode in zip(copies, self._parts, modes, strict=True):
             state = vars(made)
             for key, value in part.shared.items():  # torch 2.11 traces no update() of it
@@ -178,12 +183,6 @@ class Template:
             },
             buffers={k: None if b is None else names[id(b)] for k, b in module._buffers.items()},
         )
-
-    def _memo(self, copies: list[nn.Module], given: Mapping[str, Tensor]) -> dict[int, Any]:
-        """Return the memo of a deep copy: this call's tensors and modules for the template's."""
-        memo: dict[int, Any] = {id(tensor): tensor for tensor in self._tensors}
-        memo |= {number: given[name] for number, name in self._names.items()}
-        return memo | {id(a): b for a, b in zip(self._modules, copies, strict=True)}
 
 
 def call_copy(copies: list[nn.Module], args: Any, kwargs: Any) -> Any:
@@ -457,21 +456,15 @@ def functionalize(
     for path, value in module.named_parameters():
         watch(path, value)
     clones = {path: x.detach().clone() for path, x in given.items()} if buffers else None
-    _remember_beside(options["template"].module, params, clones, own)
+    # Noted on the parameters: which other tensors are to be alike on all ranks.
+    held = held_beside(options["template"].module)
+    if clones is not None:
+        held = [one for one in held if one.kind is not Holder.BUFFER]
+        held += [HeldTensor(path, x, Holder.BUFFER) for path, x in clones.items()]
+    note(params.values(), TensorsBeside(held, require_paths(own, held)))
     if clones is not None:
         return StatefulApply(**options), params, clones
     return Apply(**options), params
-
-
-def _remember_beside(
-    twin: nn.Module, params: Tensors, buffers: Tensors | None, own: Collection[str]
-) -> None:
-    """Note on the parameters which other tensors are to be alike on all ranks."""
-    held = held_beside(twin)
-    if buffers is not None:
-        rest = [one for one in held if one.kind is not Holder.BUFFER]
-        held = [*rest, *(HeldTensor(path, x, Holder.BUFFER) for path, x in buffers.items())]
-    note(params.values(), TensorsBeside(held, require_paths(own, held)))
 
 
 def _check(kind: str, shapes: dict[str, torch.Size], given: Any) -> None:

@@ -1,8 +1,14 @@
-"""`init`: full parameters and an optimizer -> a train state, each rank keeping only its part."""
+"""`init`: full parameters and an optimizer -> a train state, each rank keeping only its part.
+
+options                          each in its range, and those that go together
+parameters, optimizer, options   -> the setup of the state, compared by all ranks
+setup                            -> a state of rank 0's values, group by group; what the optimizer
+keeps, anew or of a run that it made before
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from math import lcm, prod
@@ -77,7 +83,6 @@ from fzero.state.logical import Logical
 from fzero.state.progress import CLOSED
 from fzero.state.setup import (
     Autocast,
-    Offload,
     Owners,
     as_autocast,
     as_offload,
@@ -93,477 +98,6 @@ from fzero.transforms.models import ParamsT, leaves_of_meshes, models_of, requir
 from fzero.transforms.points import begun_slots, transforms_apart
 from fzero.transforms.recipe import BUILTINS
 from fzero.transforms.together import Requested, require_together
-
-# Which values of options a state may have, and which of them go together.
-
-OptionsT = TypeVar("OptionsT", bound=SharedOptions)
-
-
-def check_shared(options: OptionsT) -> OptionsT:
-    """Return the options; raise `LayoutError`, naming the option, for a value out of range.
-
-    A transform with a codec at `wire` says `compress`.
-    """
-    check_values(options)
-    require_together(BUILTINS, "options", options)
-    wires = [one for one in options.transforms if one.wire is not None]
-    if wires:
-        options = replace(options, compress=wire_of(wires[0]))
-    compress = options.compress or Compress()
-    for name, codec in (("gradients", compress.gradients), ("parameters", compress.parameters)):
-        if codec is not None:
-            require_codec(f"compress: {name}", codec, name)
-    return options
-
-
-def check_stage(stage: Any, name: str = "Engine") -> int:
-    """Return `stage` if it is 0, 1, 2 or 3; raise `LayoutError`, of the call `name`, otherwise."""
-    OPTIONS["stage"].require(stage, f"{name}: ")
-    return stage
-
-
-def check_stages(name: str, stage: Any) -> Any:
-    """Return `stage` if it is a stage or a pytree of them; raise `LayoutError` otherwise."""
-    if optree.tree_is_leaf(stage, none_is_leaf=True, namespace=NAMESPACE) or not stage:
-        return check_stage(stage, name)
-    return optree.tree_map(
-        lambda one: check_stage(one, name), stage, none_is_leaf=True, namespace=NAMESPACE
-    )
-
-
-def bucket_at(stage: int, bucket_bytes: int | None) -> int | None:
-    """Return the bucket of a stage; None at stage 3, where leaves cross ranks unit by unit."""
-    usual = BUCKET_BYTES.get(stage)
-    return usual and (bucket_bytes or usual)
-
-
-def encodes(frozen: Any) -> Callable[[str, Tensor], Codec | None] | None:
-    """Return (path, leaf) -> the codec of a frozen leaf, of an option `frozen`; None for none.
-
-    Raises `LayoutError`, in a call, for what is no codec, or does not what it says.
-    """
-    if frozen is None:
-        return None
-    tried: list[Codec] = []
-
-    def codec_of(path: str, leaf: Tensor) -> Codec | None:
-        if isinstance(frozen, Codec):
-            found = frozen if leaf.ndim > 1 else None
-        else:
-            found: Any = frozen(path, leaf)
-        if found is not None and found not in tried:
-            OPTIONS["frozen"].require(found if isinstance(found, Codec) else object(), f"{path}: ")
-            require_codec("frozen", found, "frozen")
-            tried.append(found)
-        # What a gradient has lost would be remembered; what is stored once is not added to.
-        return found and (replace(found, memory=False) if found.memory else found)
-
-    return codec_of
-
-
-def logical_of(options: SharedOptions) -> Logical | None:
-    """Return the logical ranks that a state is made for; None for its own ranks."""
-    if options.logical_ranks is None:
-        return None
-    return Logical(ranks=options.logical_ranks, seed=options.seed)
-
-
-def compressed(axis: Axis, options: SharedOptions) -> Reduction:
-    """Return how gradients are reduced, with their codec."""
-    compress = options.compress or Compress()
-    over = compress.over
-    if options.local is None and axis.shards.size == 1:  # replicas are all there is
-        over = "all"
-    return replace(options.reduction, codec=compress.gradients, over=over)
-
-
-# From parameters, an optimizer and options to the setup of a state: compared by all ranks.
-
-COMPARED = "the layout of the parameters"
-"""What ranks compare before a state is made, and what an error before that is told as."""
-
-
-def plan_setup(
-    params: Any,
-    optimizer: Any,
-    *,
-    stage: int,
-    axis: Axis,
-    options: SharedOptions,
-    owners: Mapping[str, Owners] | None = None,
-    beside: Sequence[str] = (),
-) -> Setup:
-    """Return the setup of a state of `params`, checked to be equal on every rank. Reads no values.
-
-    `beside`: lines of the tensors of an engine's module that are no parameters (`lines_of`), which
-    must be equal, too; of other parameters those that `functionalize` has noted on them.
-    `owners`: of each path, for autocast; None: as `functionalize` has noted it on the tensors.
-    Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
-    whole from one update to the next (stage 3).
-
-    Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
-    """
-    with told_everywhere(axis, what=COMPARED):
-        autocast = as_autocast(options.autocast)
-        named = dict(zip(*named_leaves(params)[:2], strict=True))
-        apart = lies_apart(stage, axis, options.offload)
-        require_classes(named, keeps=owners is not None and not apart)
-        require_apart([HeldTensor(path, x) for path, x in named.items()])
-        parts = stage > 0 and axis.size > 1
-        chosen = _bound(optimizer, named, parts=parts)
-        require_together(BUILTINS, "rule", (chosen, options))
-        owners = owners or {path: noted_owners(p) for path, p in named.items()}
-        outer = bound_outer(options.local, named)
-        lowered = None if autocast is None else _lowered(autocast, named, owners)
-        make = partial(
-            _layout_of,
-            owners,
-            params,
-            trainable=options.trainable,
-            lowered=lowered,
-            frozen=encodes(options.frozen),
-        )
-        sizes = {path: x.numel() for path, x in named.items()}
-        place: Any = {"stage": stage, "axis": axis, "device": _device(named)}
-        units = options.units or unit_of
-        place |= {"given": options, "block": lcm(block_of(options), chosen.block)}
-        setup = _planned(make, sizes, units, (chosen, outer), **place)
-        if any(p.ndim > 2 for p in named.values()):
-            _require_matrices(setup, named, owners)
-        said = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
-        said += [] if outer is None else outer.describe(setup.layout.leaves)
-        said += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()
-    assert_same_everywhere(said, axis, what=COMPARED, explains=difference)
-    return setup
-
-
-def _require_matrices(
-    setup: Setup, named: Mapping[str, Tensor], owners: Mapping[str, Owners]
-) -> None:
-    """Raise `LayoutError` for what is taken for a matrix, and may be a stack of them."""
-    codec, outer = setup.reduction.codec, setup.layout.options.outer
-    for rule in (setup.optimizer, *([] if outer is None else [outer])):
-        require_matrices(named, owners, rule.batch_dims_of)
-    if isinstance(codec, powersgd):
-        require_matrices(named, owners, lambda _: ("powersgd", codec.batch_dims))
-
-
-def lies_apart(stage: int, axis: Axis, offload: Offload | None) -> bool:
-    """Whether parameters have no memory between steps, and placeholders stand for them."""
-    alone = axis.shards.runtime is Runtime.LOCAL and getattr(offload, "params", None) is None
-    return stage == 3 and not alone
-
-
-def setup_at(
-    old: Setup, *, stage: int, axis: Axis, device: torch.device, local: Local | None = None
-) -> Setup:
-    """Return the setup of the same parameters, rule and options at another stage or on other ranks.
-
-    It is the one that `plan_setup` makes of them. No collective.
-
-    axis: all ranks; with `local` updates in two dims. device: where the model computes.
-
-    Raises `LayoutError` for an option that does not go with the stage or with the ranks.
-    """
-    asked, layout = old.layout.options, old.layout
-    chosen: Any = old.optimizer
-    given = SharedOptions(
-        optimizer_over=old.optimizer_over,
-        logical_ranks=None if old.logical is None else old.logical.ranks,
-        seed=0 if old.logical is None else old.logical.seed,
-        bucket_bytes=asked.bucket_bytes,
-        offload=old.offload,
-        local=local,
-        compress=asked.compress,
-        transforms=old.transforms,
-        reduction=old.reduction,
-        gathering=replace(old.gathering, persistent=()),
-    )
-    if stage > 0 and axis.size > 1 and not chosen.elementwise:
-        require_leafwise(chosen)
-    units = {leaf.path: unit for leaf, unit in zip(layout.leaves, asked.units, strict=True)}
-    lower = {
-        layout.leaves[i].path: group.communication_dtype
-        for group in layout.groups
-        for i in group.leaves
-    }
-    sizes = {leaf.path: prod(leaf.shape) for leaf in layout.leaves}
-    make = partial(regrouped, layout, lowered=lower.get)
-    place: Any = {"stage": stage, "axis": axis, "device": device}
-    outer = None if local is None else asked.outer
-    place |= {"given": given, "block": asked.block}
-    made = _planned(make, sizes, units.__getitem__, (chosen, outer), **place)
-    return replace(made, policy=old.policy)
-
-
-def _planned(
-    make: Callable[..., Layout],
-    sizes: Mapping[str, int],
-    units: Callable[[str], str],
-    rules: tuple[ShardOptimizer, Any],
-    *,
-    stage: int,
-    axis: Axis,
-    device: torch.device,
-    given: SharedOptions,
-    block: int,
-) -> Setup:
-    """Return the checked setup of parameters of these sizes, whose leaves `make` groups.
-
-    rules: the optimizer, and of local updates the outer rule: a flat has leaves that are alike to
-    both. block: of how many elements leaves and shards consist.
-    """
-    chosen, outer = rules
-    require_together(BUILTINS, "ranks", Requested(stage, axis, given))
-    small = _small(sizes, given.gathering.persistence_threshold_numel, stage, axis)
-    layout = make(
-        ranks=axis.shards.size,
-        replicas=axis.replicas.size,
-        # A rule that needs all leaves whole on each rank wants a group for each.
-        grouped=_travels(axis, given.offload) and (chosen.by_owners or chosen.elementwise),
-        bucket_bytes=_bucket(stage, given),
-        unit=_apart(units, small) if small else units,
-        kind=lambda path: (
-            chosen.kind_of(path, sizes[path]),
-            None if outer is None else outer.group_of(path),
-        ),
-        block=block,
-    )
-    asked = replace(
-        layout.options,
-        bucket_bytes=given.bucket_bytes,
-        compress=given.compress,
-        units=tuple(units(leaf.path) for leaf in layout.leaves),
-        kept=_kept(chosen, layout),
-        outer_kept=() if outer is None else _kept(outer, layout),
-        outer=outer,
-    )
-    setup = Setup(
-        stage=stage,
-        axis=axis,
-        layout=replace(_encoded(layout, given.compress), options=asked),
-        optimizer=chosen,
-        optimizer_over=given.optimizer_over,
-        reduction=compressed(axis, given),
-        gathering=replace(given.gathering, persistent=_units_of(layout, small)),
-        offload=as_offload(given.offload, stage, device),
-        transforms=transforms_apart(given.transforms, _options_there(given)),
-        logical=logical_of(given),
-    )
-    return _checked(setup)
-
-
-def block_of(given: SharedOptions) -> int:
-    """Return of how many elements leaves and shards consist: a `BLOCK` with logical ranks."""
-    return 1 if given.logical_ranks is None else BLOCK
-
-
-def _options_there(given: SharedOptions) -> list[str]:
-    """Return the names of options that are like transforms, where they are given."""
-    names = ("autocast", "compress", "local", "offload")
-    return [name for name in names if getattr(given, name) is not None]
-
-
-def _kept(rule: Any, layout: Layout) -> tuple[int, ...]:
-    """Return what the owner of each leaf keeps of it; () for a rule without owners."""
-    if not rule.by_owners:
-        return ()
-    return tuple(rule.kept_numel(leaf) if leaf.trainable else 0 for leaf in layout.leaves)
-
-
-def _checked(setup: Setup) -> Setup:
-    require_folder(setup.offload)
-    require_precision(setup.optimizer, setup.layout.leaves, setup.reduction)
-    for leaf in setup.layout.leaves:
-        wanted = setup.reduction.accumulate_dtype
-        if leaf.dtype.is_complex and leaf.trainable and wanted in SIXTEEN_BIT:
-            raise LayoutError(
-                f"accumulate_dtype={wanted} with the complex parameter {leaf.path}.",
-                cause="an option for a model of 16 bits; there are no complex numbers of 16 bits.",
-                fix="leave accumulate_dtype out: gradients add up in the parameter's precision.",
-            )
-    return setup
-
-
-def _device(named: Mapping[str, Tensor]) -> torch.device:
-    """Where the model computes: where its parameters are, before any of them is offloaded."""
-    real = (p.device for p in named.values() if is_abstract() or not p.is_meta)
-    return next(real, torch.get_default_device())
-
-
-def _small(sizes: Mapping[str, int], most: int, stage: int, axis: Axis) -> set[str]:
-    """The leaves that stay whole between updates, where they are gathered at all."""
-    gathers = stage == 3 and axis.shards.size > 1 and most > 0
-    return {path for path, numel in sizes.items() if numel <= most} if gathers else set()
-
-
-def _travels(axis: Axis, offload: Offload | None) -> bool:
-    """Whether parameters cross ranks, or come from elsewhere: then they travel in groups."""
-    offloaded = getattr(offload, "params", None) is not None
-    return axis.runtime is not Runtime.LOCAL or offloaded
-
-
-def _bound(optimizer: Any, named: Mapping[str, Tensor], *, parts: bool) -> ShardOptimizer:
-    """Return the optimizer bound to the parameters `named`, checked to work on their shards.
-
-    parts: whether a rank has parts of a leaf.
-    """
-    chosen = as_optimizer(optimizer).bind(named)
-    require_real_views(chosen, named)
-    if parts and not chosen.elementwise:
-        require_leafwise(chosen)
-    return chosen
-
-
-def _bucket(stage: int, options: SharedOptions) -> int | None:
-    if options.local is not None and options.local.fragments > 1:
-        return None  # a fragment has whole units
-    return bucket_at(stage, options.bucket_bytes)
-
-
-def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
-    """Return the facts that must be equal on every rank, one line each."""
-    codecs = {str(group.codec) for group in setup.layout.groups}
-    options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}, {codecs}"
-    mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}, logical {setup.logical}"
-    leaves = setup.layout.leaves
-    return [
-        f"stage {setup.stage}, {options}",
-        mesh,
-        *setup.optimizer.describe(leaves),
-        *setup.layout.describe(),
-        f"kept by owners: {setup.layout.options.kept}, {setup.layout.options.outer_kept}",
-        *(f"transform {one}, {one.slots}" for one in setup.transforms),
-    ]
-
-
-def blank_params(layout: Layout) -> Any:
-    """Return parameters of a layout, whose values do not matter.
-
-    All else that a plan asks of them is as it was: what learns, which are tied, who owns them.
-    """
-    owners = layout.options.owners or [()] * len(layout.leaves)
-    by_leaf = {}
-    for number, leaf in enumerate(layout.leaves):
-        by_leaf[number] = Parameter(torch.zeros(leaf.shape, dtype=leaf.dtype), leaf.trainable)
-        note_owners(by_leaf[number], owners[number])
-    return assemble(layout, by_leaf)
-
-
-def _layout_of(owners: Mapping[str, Owners], params: Any, **options: Any) -> Layout:
-    """Return the layout of parameters, which knows who owns them."""
-    layout = plan_layout(params, **options)
-    names = tuple(tuple(owners[leaf.path]) for leaf in layout.leaves)
-    return replace(layout, options=replace(layout.options, owners=names))
-
-
-def _lowered(
-    autocast: Autocast, named: Mapping[str, Tensor], owners: Mapping[str, Owners]
-) -> Callable[[str], torch.dtype | None]:
-    """path -> the lower dtype in which it crosses ranks, if it does."""
-    return lambda path: autocast.communication_dtype(path, named[path], owners[path])
-
-
-def _apart(units: Callable[[str], str], small: Collection[str]) -> Callable[[str], str]:
-    """The units, with those leaves in units of their own."""
-    return lambda path: f"{units(path)} (small)" if path in small else units(path)
-
-
-def _units_of(layout: Layout, paths: Collection[str]) -> tuple[int, ...]:
-    """The units that hold nothing but those leaves."""
-    return tuple(
-        number
-        for number, unit in enumerate(layout.units)
-        if all(layout.leaves[i].path in paths for g in unit for i in layout.groups[g].leaves)
-    )
-
-
-def _encoded(layout: Layout, compress: Compress | None) -> Layout:
-    """The layout whose floating groups that learn stage 3 gathers encoded; on one rank as it is.
-
-    What does not learn keeps its bits: an encoding would lose those of packed values for good.
-    """
-    if compress is None or compress.parameters is None or layout.ranks == 1:
-        return layout
-    codec = compress.parameters
-    groups = [
-        replace(group, codec=codec) if group.trainable and group.dtype.is_floating_point else group
-        for group in layout.groups
-    ]
-    return replace(layout, groups=tuple(groups))
-
-
-# Copy the state of a torch.optim optimizer that has already stepped into a new train state.
-
-
-@torch.no_grad()
-def taken_over(state: TrainState, mesh: Axis) -> TrainState:
-    """Return the state that goes on from what its optimizer has; the optimizer lets go of it.
-
-    Values are those of rank 0 of the mesh on every rank, as those of parameters are. A collective
-    if there are any, of which all ranks have said the same.
-    """
-    rule, layout = state.setup.optimizer, state.setup.layout
-    if not (isinstance(rule, TorchOptimizer) and rule.held):
-        return state
-    paths = [
-        leaf.path for leaf in layout.leaves if leaf.trainable and rule.group_of(leaf.path) >= 0
-    ]
-    slots = {name: list(flats) for name, flats in state.optimizer.slots.items()}
-    for number, index in enumerate(layout.trainable):
-        leaves = [layout.leaves[i] for i in layout.groups[index].leaves]
-        for name, flats in slots.items():
-            if name in rule.odd_slots:
-                own = rule.held.get(leaves[0].path, {}).get(name)
-                flats[number] = (
-                    flats[number] if own is None else _sent(state, torch.as_tensor(own), mesh)
-                )
-            elif flats[number].numel():
-                codec = codec_in(state.setup, index, name)
-                dtype = flats[number].dtype if codec is None else torch.float32
-                values = [rule.begin(leaf, name, dtype, state.device) for leaf in leaves]
-                whole = _sent(state, pack(layout, index, values), mesh)
-                part = cut(state.setup, whole, Placement.REPLICATED, state.setup.optimizer_state)
-                write_back(flats[number], part if codec is None else codec.row_of(part))
-    kept = {name: tuple(flats) for name, flats in slots.items()}
-    owned = _owned(state, rule, mesh)
-    optimizer = rule.with_owned(replace(state.optimizer, slots=kept), owned)
-    optimizer = _counted(rule, optimizer, paths)
-    rule.let_go(paths)
-    return state.replace(optimizer=optimizer)
-
-
-def _owned(state: TrainState, rule: TorchOptimizer, mesh: Axis) -> dict[str, tuple[Tensor, ...]]:
-    """Return what owners keep of whole parameters: what the optimizer has of them."""
-    owned = {name: list(some) for name, some in rule.owned(state.optimizer).items()}
-    owners = owners_of(state.setup)
-    mine = set() if owners is None else set(owners.mine)
-    for number, one in enumerate(() if owners is None else owners.leaves):
-        has, kept = rule.held.get(one.leaf.path, {}), rule.kept_of(one.leaf)
-        for name in (name for name in owned if name in has):
-            sent = _sent(state, torch.as_tensor(has[name]), mesh)
-            if number in mine:
-                like = owned[name][number]
-                owned[name][number] = sent.reshape(-1).to(like) if name in kept else sent
-    return {name: tuple(some) for name, some in owned.items()}
-
-
-def _sent(state: TrainState, value: Tensor, mesh: Axis) -> Tensor:
-    return broadcast([value.detach().to(state.device)], mesh, 0)[0]
-
-
-def _counted(rule: TorchOptimizer, optimizer: Any, paths: Sequence[str]) -> Any:
-    """Return the optimizer state with the counters that each leaf has in a run."""
-    counters = rule.counted(optimizer, paths)
-    most = 1
-    for name, some in counters.items():
-        for path, like in some.items():
-            if path in rule.held and not rule.shares(path, name):
-                some[path] = torch.full_like(like, float(rule.held[path][name]))
-                most = max(most, int(some[path])) if name == "step" else most
-    fresh = [path for path in paths if path not in rule.held]
-    return rule.recounted(optimizer, paths, counters, count=most, unstepped=fresh)
-
 
 OneOptimizer = (
     Optimizer | TorchOptimizer | NoOptimizer | tuple[Callable[..., Any], Callable[..., Any]]
@@ -674,11 +208,348 @@ def init(  # noqa: D417 {options}
     return optree.tree_unflatten(treespec, made)
 
 
+# Which values of options a state may have, and which of them go together.
+
+OptionsT = TypeVar("OptionsT", bound=SharedOptions)
+
+
+def check_shared(options: OptionsT) -> OptionsT:
+    """Return the options; raise `LayoutError`, naming the option, for a value out of range.
+
+    A transform with a codec at `wire` says `compress`.
+    """
+    check_values(options)
+    require_together(BUILTINS, "options", options)
+    wires = [one for one in options.transforms if one.wire is not None]
+    if wires:
+        options = replace(options, compress=wire_of(wires[0]))
+    compress = options.compress or Compress()
+    for name, codec in (("gradients", compress.gradients), ("parameters", compress.parameters)):
+        if codec is not None:
+            require_codec(f"compress: {name}", codec, name)
+    return options
+
+
+def check_stage(stage: Any, name: str = "Engine") -> int:
+    """Return `stage` if it is 0, 1, 2 or 3; raise `LayoutError`, of the call `name`, otherwise."""
+    OPTIONS["stage"].require(stage, f"{name}: ")
+    return stage
+
+
+def check_stages(name: str, stage: Any) -> Any:
+    """Return `stage` if it is a stage or a pytree of them; raise `LayoutError` otherwise."""
+    if optree.tree_is_leaf(stage, none_is_leaf=True, namespace=NAMESPACE) or not stage:
+        return check_stage(stage, name)
+    return optree.tree_map(
+        lambda one: check_stage(one, name), stage, none_is_leaf=True, namespace=NAMESPACE
+    )
+
+
+def encodes(frozen: Any) -> Callable[[str, Tensor], Codec | None] | None:
+    """Return (path, leaf) -> the codec of a frozen leaf, of an option `frozen`; None for none.
+
+    Raises `LayoutError`, in a call, for what is no codec, or does not what it says.
+    """
+    if frozen is None:
+        return None
+    tried: list[Codec] = []
+
+    def codec_of(path: str, leaf: Tensor) -> Codec | None:
+        if isinstance(frozen, Codec):
+            found = frozen if leaf.ndim > 1 else None
+        else:
+            found: Any = frozen(path, leaf)
+        if found is not None and found not in tried:
+            OPTIONS["frozen"].require(found if isinstance(found, Codec) else object(), f"{path}: ")
+            require_codec("frozen", found, "frozen")
+            tried.append(found)
+        # What a gradient has lost would be remembered; what is stored once is not added to.
+        return found and (replace(found, memory=False) if found.memory else found)
+
+    return codec_of
+
+
+# From parameters, an optimizer and options to the setup of a state: compared by all ranks.
+
+COMPARED = "the layout of the parameters"
+"""What ranks compare before a state is made, and what an error before that is told as."""
+
+
+def plan_setup(
+    params: Any,
+    optimizer: Any,
+    *,
+    stage: int,
+    axis: Axis,
+    options: SharedOptions,
+    owners: Mapping[str, Owners] | None = None,
+    beside: Sequence[str] = (),
+) -> Setup:
+    """Return the setup of a state of `params`, checked to be equal on every rank. Reads no values.
+
+    `beside`: lines of the tensors of an engine's module that are no parameters (`lines_of`), which
+    must be equal, too; of other parameters those that `functionalize` has noted on them.
+    `owners`: of each path, for autocast; None: as `functionalize` has noted it on the tensors.
+    Leaves of at most `persistence_threshold_numel` elements are in units of their own, which stay
+    whole from one update to the next (stage 3).
+
+    Raises `AxisError` on every rank if the ranks differ, or if one of them raised.
+    """
+    with told_everywhere(axis, what=COMPARED):
+        autocast = as_autocast(options.autocast)
+        named = dict(zip(*named_leaves(params)[:2], strict=True))
+        # At stage 3 parameters have no memory between steps, and placeholders stand for them.
+        alone = axis.shards.runtime is Runtime.LOCAL and not getattr(options.offload, "params", 0)
+        require_classes(named, keeps=owners is not None and (stage < 3 or alone))
+        require_apart([HeldTensor(path, x) for path, x in named.items()])
+        chosen = as_optimizer(optimizer).bind(named)
+        require_real_views(chosen, named)
+        if stage > 0 and axis.size > 1 and not chosen.elementwise:  # a rank has parts of a leaf
+            require_leafwise(chosen)
+        require_together(BUILTINS, "rule", (chosen, options))
+        owners = owners or {path: noted_owners(p) for path, p in named.items()}
+        outer = bound_outer(options.local, named)
+        frozen = encodes(options.frozen)
+
+        def lowered(path: str) -> torch.dtype | None:
+            """Return the lower dtype in which a leaf crosses ranks, if it does."""
+            found = autocast and autocast.communication_dtype(path, named[path], owners[path])
+            return found or None
+
+        def make(**groups: Any) -> Layout:
+            layout = plan_layout(
+                params, trainable=options.trainable, lowered=lowered, frozen=frozen, **groups
+            )
+            names = tuple(tuple(owners[leaf.path]) for leaf in layout.leaves)
+            return replace(layout, options=replace(layout.options, owners=names))
+
+        sizes = {path: x.numel() for path, x in named.items()}
+        # Where the model computes: where its parameters are, before any of them is offloaded.
+        real = (p.device for p in named.values() if is_abstract() or not p.is_meta)
+        device = next(real, torch.get_default_device())
+        place: Any = {"stage": stage, "axis": axis, "device": device}
+        units, block = options.units or unit_of, 1 if options.logical_ranks is None else BLOCK
+        place |= {"given": options, "block": lcm(block, chosen.block)}
+        setup = _planned(make, sizes, units, (chosen, outer), **place)
+        if any(p.ndim > 2 for p in named.values()):
+            _require_matrices(setup, named, owners)
+        compared = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
+        compared += [] if outer is None else outer.describe(setup.layout.leaves)
+        compared += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()
+    assert_same_everywhere(compared, axis, what=COMPARED, explains=difference)
+    return setup
+
+
+def _require_matrices(
+    setup: Setup, named: Mapping[str, Tensor], owners: Mapping[str, Owners]
+) -> None:
+    """Raise `LayoutError` for what is taken for a matrix, and may be a stack of them."""
+    codec, outer = setup.reduction.codec, setup.layout.options.outer
+    for rule in (setup.optimizer, *([] if outer is None else [outer])):
+        require_matrices(named, owners, rule.batch_dims_of)
+    if isinstance(codec, powersgd):
+        require_matrices(named, owners, lambda _: ("powersgd", codec.batch_dims))
+
+
+def setup_at(
+    old: Setup, *, stage: int, axis: Axis, device: torch.device, local: Local | None = None
+) -> Setup:
+    """Return the setup of the same parameters, rule and options at another stage or on other ranks.
+
+    It is the one that `plan_setup` makes of them. No collective.
+
+    axis: all ranks; with `local` updates in two dims. device: where the model computes.
+
+    Raises `LayoutError` for an option that does not go with the stage or with the ranks.
+    """
+    asked, layout = old.layout.options, old.layout
+    chosen: Any = old.optimizer
+    given = SharedOptions(
+        optimizer_over=old.optimizer_over,
+        logical_ranks=None if old.logical is None else old.logical.ranks,
+        seed=0 if old.logical is None else old.logical.seed,
+        bucket_bytes=asked.bucket_bytes,
+        offload=old.offload,
+        local=local,
+        compress=asked.compress,
+        transforms=old.transforms,
+        reduction=old.reduction,
+        gathering=replace(old.gathering, persistent=()),
+    )
+    if stage > 0 and axis.size > 1 and not chosen.elementwise:
+        require_leafwise(chosen)
+    units = {leaf.path: unit for leaf, unit in zip(layout.leaves, asked.units, strict=True)}
+    lower = {
+        layout.leaves[i].path: group.communication_dtype
+        for group in layout.groups
+        for i in group.leaves
+    }
+    sizes = {leaf.path: prod(leaf.shape) for leaf in layout.leaves}
+    make = partial(regrouped, layout, lowered=lower.get)
+    place: Any = {"stage": stage, "axis": axis, "device": device}
+    outer = None if local is None else asked.outer
+    place |= {"given": given, "block": asked.block}
+    made = _planned(make, sizes, units.__getitem__, (chosen, outer), **place)
+    return replace(made, policy=old.policy)
+
+
+def _planned(
+    make: Callable[..., Layout],
+    sizes: Mapping[str, int],
+    units: Callable[[str], str],
+    rules: tuple[ShardOptimizer, Any],
+    *,
+    stage: int,
+    axis: Axis,
+    device: torch.device,
+    given: SharedOptions,
+    block: int,
+) -> Setup:
+    """Return the checked setup of parameters of these sizes, whose leaves `make` groups.
+
+    rules: the optimizer, and of local updates the outer rule: a flat has leaves that are alike to
+    both. block: of how many elements leaves and shards consist.
+    """
+    chosen, outer = rules
+    require_together(BUILTINS, "ranks", Requested(stage, axis, given))
+    most = given.gathering.persistence_threshold_numel
+    gathers = stage == 3 and axis.shards.size > 1 and most > 0
+    small = {path for path, numel in sizes.items() if numel <= most} if gathers else set[str]()
+    # Parameters that cross ranks, or come from elsewhere, travel in groups.
+    travels = axis.runtime is not Runtime.LOCAL or getattr(given.offload, "params", None)
+    bucket = BUCKET_BYTES.get(stage)  # none at stage 3, where leaves cross ranks unit by unit
+    if given.local is not None and given.local.fragments > 1:
+        bucket = None  # a fragment has whole units
+    layout = make(
+        ranks=axis.shards.size,
+        replicas=axis.replicas.size,
+        # A rule that needs all leaves whole on each rank wants a group for each.
+        grouped=bool(travels) and (chosen.by_owners or chosen.elementwise),
+        bucket_bytes=bucket and (given.bucket_bytes or bucket),
+        unit=lambda path: f"{units(path)} (small)" if path in small else units(path),
+        kind=lambda path: (
+            chosen.kind_of(path, sizes[path]),
+            None if outer is None else outer.group_of(path),
+        ),
+        block=block,
+    )
+    asked = replace(
+        layout.options,
+        bucket_bytes=given.bucket_bytes,
+        compress=given.compress,
+        units=tuple(units(leaf.path) for leaf in layout.leaves),
+        kept=_kept(chosen, layout),
+        outer_kept=() if outer is None else _kept(outer, layout),
+        outer=outer,
+    )
+    persistent = tuple(
+        number
+        for number, unit in enumerate(layout.units)
+        if all(layout.leaves[i].path in small for g in unit for i in layout.groups[g].leaves)
+    )
+    names = ("autocast", "compress", "local", "offload")
+    like_transforms = [name for name in names if getattr(given, name) is not None]
+    setup = Setup(
+        stage=stage,
+        axis=axis,
+        layout=replace(_encoded(layout, given.compress), options=asked),
+        optimizer=chosen,
+        optimizer_over=given.optimizer_over,
+        reduction=compressed(axis, given),
+        gathering=replace(given.gathering, persistent=persistent),
+        offload=as_offload(given.offload, stage, device),
+        transforms=transforms_apart(given.transforms, like_transforms),
+        logical=None
+        if given.logical_ranks is None
+        else Logical(ranks=given.logical_ranks, seed=given.seed),
+    )
+    require_folder(setup.offload)
+    require_precision(chosen, layout.leaves, setup.reduction)
+    wanted = setup.reduction.accumulate_dtype
+    for leaf in layout.leaves if wanted in SIXTEEN_BIT else ():
+        if leaf.dtype.is_complex and leaf.trainable:
+            raise LayoutError(
+                f"accumulate_dtype={wanted} with the complex parameter {leaf.path}.",
+                cause="an option for a model of 16 bits; there are no complex numbers of 16 bits.",
+                fix="leave accumulate_dtype out: gradients add up in the parameter's precision.",
+            )
+    return setup
+
+
+def compressed(axis: Axis, options: SharedOptions) -> Reduction:
+    """Return how gradients are reduced, with their codec."""
+    compress = options.compress or Compress()
+    over = compress.over
+    if options.local is None and axis.shards.size == 1:  # replicas are all there is
+        over = "all"
+    return replace(options.reduction, codec=compress.gradients, over=over)
+
+
+def _kept(rule: Any, layout: Layout) -> tuple[int, ...]:
+    """Return what the owner of each leaf keeps of it; () for a rule without owners."""
+    if not rule.by_owners:
+        return ()
+    return tuple(rule.kept_numel(leaf) if leaf.trainable else 0 for leaf in layout.leaves)
+
+
+def _encoded(layout: Layout, compress: Compress | None) -> Layout:
+    """The layout whose floating groups that learn stage 3 gathers encoded; on one rank as it is.
+
+    What does not learn keeps its bits: an encoding would lose those of packed values for good.
+    """
+    if compress is None or compress.parameters is None or layout.ranks == 1:
+        return layout
+    codec = compress.parameters
+    groups = [
+        replace(group, codec=codec) if group.trainable and group.dtype.is_floating_point else group
+        for group in layout.groups
+    ]
+    return replace(layout, groups=tuple(groups))
+
+
+def facts(setup: Setup, autocast: Autocast | None = None) -> list[str]:
+    """Return the facts that must be equal on every rank, one line each."""
+    codecs = {str(group.codec) for group in setup.layout.groups}
+    options = f"{setup.reduction}, {setup.gathering}, {autocast}, {setup.offload.homes}, {codecs}"
+    mesh = f"{setup.axis}, optimizer over {setup.optimizer_over!r}, logical {setup.logical}"
+    leaves = setup.layout.leaves
+    return [
+        f"stage {setup.stage}, {options}",
+        mesh,
+        *setup.optimizer.describe(leaves),
+        *setup.layout.describe(),
+        f"kept by owners: {setup.layout.options.kept}, {setup.layout.options.outer_kept}",
+        *(f"transform {one}, {one.slots}" for one in setup.transforms),
+    ]
+
+
+def blank_params(layout: Layout) -> Any:
+    """Return parameters of a layout, whose values do not matter.
+
+    All else that a plan asks of them is as it was: what learns, which are tied, who owns them.
+    """
+    owners = layout.options.owners or [()] * len(layout.leaves)
+    by_leaf = {}
+    for number, leaf in enumerate(layout.leaves):
+        by_leaf[number] = Parameter(torch.zeros(leaf.shape, dtype=leaf.dtype), leaf.trainable)
+        note_owners(by_leaf[number], owners[number])
+    return assemble(layout, by_leaf)
+
+
+# From a setup to a state.
+
+
 def _filled(
     setup: Setup, params: Any, initializer: Initializer | None, local: Local | None
 ) -> TrainState:
     layout, tensors = setup.layout, leaves_of(setup.layout, params)
-    _require_some(layout)
+    if not layout.leaves:
+        raise LayoutError(
+            "there is no parameter.",
+            cause="None or an empty container was passed as the parameters, or a module "
+            "without any.",
+            fix="pass the params that functionalize returned, or any pytree of tensors.",
+        )
     for leaf, tensor in zip(layout.leaves, tensors, strict=True):
         if leaf.trainable and not in_transform():
             watch(leaf.title, tensor)
@@ -711,40 +582,6 @@ def made_by(leaf: Leaf, given: Tensor, initializer: Initializer | None) -> Tenso
     return made.detach()
 
 
-def _require_some(layout: Layout) -> None:
-    """Raise, on every rank alike, for a state of nothing."""
-    if not layout.leaves:
-        raise LayoutError(
-            "there is no parameter.",
-            cause="None or an empty container was passed as the parameters, or a module "
-            "without any.",
-            fix="pass the params that functionalize returned, or any pytree of tensors.",
-        )
-
-
-def _how(setup: Setup) -> dict[str, Any]:
-    """How an optimizer's new state is moved to its home, and who owns which parameter, if any."""
-    home, owners = setup.offload.optimizer, owners_of(setup)
-    given: dict[str, Any] = {} if owners is None else {"owners": owners}
-    return (
-        given if home is None else {"place": lambda x: offloaded(home, x, setup.offload), **given}
-    )
-
-
-def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank steps of the flats that learn."""
-    fulls = [held[i] for i in setup.layout.trainable]
-    return [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
-
-
-def begun_anew(state: TrainState) -> TrainState:
-    """Return the state with a fresh optimizer state; masters stay."""
-    setup = state.setup
-    shards = _shards(setup, state.params.flats)
-    fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_how(setup))
-    return state.replace(optimizer=setup.optimizer.anew(state.optimizer, fresh))
-
-
 Make = Callable[[int], Iterable[Tensor]]
 """Group -> its full leaves; called once for each group, in order."""
 
@@ -769,8 +606,7 @@ def filled_state(
         if not in_transform():  # inside one, the state goes on depending on `params`
             flat = broadcast([flat.detach()], mesh, 0)[0]
         flat = cut(setup, flat, Placement.REPLICATED, setup.params).clone()
-        home = setup.offload.params
-        held.append(flat if home is None else offloaded(home, flat, setup.offload))
+        held.append(offloaded(setup.offload.params, flat, setup.offload))
         if done is not None:
             done(index, held[-1])
     setup = on_replica(setup, local)
@@ -787,8 +623,7 @@ def blank_state(setup: Setup, device: torch.device, *, local: Local | None = Non
     for index, group in enumerate(setup.layout.groups):
         numel = setup.numel(index, setup.params)
         flat = torch.zeros(numel, dtype=group.dtype, device=device)
-        home = setup.offload.params
-        held.append(flat if home is None else offloaded(home, flat, setup.offload))
+        held.append(offloaded(setup.offload.params, flat, setup.offload))
     return begun_slots(begun(_state_of(setup, held), local, mesh))
 
 
@@ -804,3 +639,98 @@ def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:
         setup=setup,
     )
     return remembering(state)
+
+
+def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
+    """What this rank steps of the flats that learn."""
+    fulls = [held[i] for i in setup.layout.trainable]
+    return [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
+
+
+def _how(setup: Setup) -> dict[str, Any]:
+    """How an optimizer's new state is moved to its home, and who owns which parameter, if any."""
+    home, owners = setup.offload.optimizer, owners_of(setup)
+    given: dict[str, Any] = {} if owners is None else {"owners": owners}
+    return (
+        given if home is None else {"place": lambda x: offloaded(home, x, setup.offload), **given}
+    )
+
+
+def begun_anew(state: TrainState) -> TrainState:
+    """Return the state with a fresh optimizer state; masters stay."""
+    setup = state.setup
+    shards = _shards(setup, state.params.flats)
+    fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_how(setup))
+    return state.replace(optimizer=setup.optimizer.anew(state.optimizer, fresh))
+
+
+# What a torch.optim optimizer has that made steps before: the new state goes on from it.
+
+
+@torch.no_grad()
+def taken_over(state: TrainState, mesh: Axis) -> TrainState:
+    """Return the state that goes on from what its optimizer has; the optimizer lets go of it.
+
+    Values are those of rank 0 of the mesh on every rank, as those of parameters are. A collective
+    if there are any, of which all ranks have said the same.
+    """
+    rule, layout = state.setup.optimizer, state.setup.layout
+    if not (isinstance(rule, TorchOptimizer) and rule.held):
+        return state
+    paths = [
+        leaf.path for leaf in layout.leaves if leaf.trainable and rule.group_of(leaf.path) >= 0
+    ]
+    slots = {name: list(flats) for name, flats in state.optimizer.slots.items()}
+    for number, index in enumerate(layout.trainable):
+        leaves = [layout.leaves[i] for i in layout.groups[index].leaves]
+        for name, flats in slots.items():
+            if name in rule.odd_slots:
+                own = rule.held.get(leaves[0].path, {}).get(name)
+                flats[number] = (
+                    flats[number] if own is None else _sent(state, torch.as_tensor(own), mesh)
+                )
+            elif flats[number].numel():
+                codec = codec_in(state.setup, index, name)
+                dtype = flats[number].dtype if codec is None else torch.float32
+                values = [rule.begin(leaf, name, dtype, state.device) for leaf in leaves]
+                whole = _sent(state, pack(layout, index, values), mesh)
+                part = cut(state.setup, whole, Placement.REPLICATED, state.setup.optimizer_state)
+                write_back(flats[number], part if codec is None else codec.row_of(part))
+    kept = {name: tuple(flats) for name, flats in slots.items()}
+    owned = _owned(state, rule, mesh)
+    optimizer = rule.with_owned(replace(state.optimizer, slots=kept), owned)
+    optimizer = _counted(rule, optimizer, paths)
+    rule.let_go(paths)
+    return state.replace(optimizer=optimizer)
+
+
+def _owned(state: TrainState, rule: TorchOptimizer, mesh: Axis) -> dict[str, tuple[Tensor, ...]]:
+    """Return what owners keep of whole parameters: what the optimizer has of them."""
+    owned = {name: list(some) for name, some in rule.owned(state.optimizer).items()}
+    owners = owners_of(state.setup)
+    mine = set() if owners is None else set(owners.mine)
+    for number, one in enumerate(() if owners is None else owners.leaves):
+        has, kept = rule.held.get(one.leaf.path, {}), rule.kept_of(one.leaf)
+        for name in (name for name in owned if name in has):
+            sent = _sent(state, torch.as_tensor(has[name]), mesh)
+            if number in mine:
+                like = owned[name][number]
+                owned[name][number] = sent.reshape(-1).to(like) if name in kept else sent
+    return {name: tuple(some) for name, some in owned.items()}
+
+
+def _sent(state: TrainState, value: Tensor, mesh: Axis) -> Tensor:
+    return broadcast([value.detach().to(state.device)], mesh, 0)[0]
+
+
+def _counted(rule: TorchOptimizer, optimizer: Any, paths: Sequence[str]) -> Any:
+    """Return the optimizer state with the counters that each leaf has in a run."""
+    counters = rule.counted(optimizer, paths)
+    most = 1
+    for name, some in counters.items():
+        for path, like in some.items():
+            if path in rule.held and not rule.shares(path, name):
+                some[path] = torch.full_like(like, float(rule.held[path][name]))
+                most = max(most, int(some[path])) if name == "step" else most
+    fresh = [path for path in paths if path not in rule.held]
+    return rule.recounted(optimizer, paths, counters, count=most, unstepped=fresh)

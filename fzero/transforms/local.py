@@ -1,11 +1,23 @@
-"""`local`: replicas train apart, and an outer update brings them together now and then."""
+"""`local`: replicas train apart, and an outer update brings them together now and then.
+
+    each update     count it; go on, if nothing is due
+    a departure     moved = anchor - value, zeros of a replica that is left out
+                    sum over replicas / replicas that count
+    an arrival      that -> the rule -> new anchors: at once, or `delay` updates later
+                    values := mixing values + (1 - mixing) anchors, on every replica
+
+All of it is on the parts of a rank, as the optimizer has them: what crosses replicas is one sum of
+those. The outer rule is asked what it needs, as the inner one is: an element, and each rank steps
+its parts of the anchors; or a matrix, which is stepped by the rank of each replica that owns it.
+The state's own axis has the ranks of one replica, so all else knows of no other.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,524 +30,29 @@ from fzero.machine.offload import offloaded, to_device, write_back
 from fzero.machine.owners import Owners, owners_of
 from fzero.machine.packing import cut, gather_parts_in_place
 from fzero.optim import Optimizer, Piece, require_real_views, sgd
+from fzero.optim.entries import codec_in, with_tensors
+from fzero.optim.optimizer import masked
 from fzero.optim.precision import masters_of
 from fzero.ranks.mesh import Axis, MeshLike, axis_of, mesh_of_replicas, of_replica
 from fzero.state import Buffers, Local, Outer, Setup, TrainState, outer
-from fzero.state.codec import Codec, decoded, encoded, sum_of
+from fzero.state.codec import decoded, encoded, sum_of
 from fzero.state.layout import learns
 from fzero.state.outer import NAME, with_outer
 from fzero.state.points import Builtin, Excludes
+from fzero.state.setup import MASTERS
 from fzero.transforms.accumulate_grad import not_differentiable
 from fzero.transforms.donation import donates
 from fzero.transforms.leaf_slices import pieces_of
 from fzero.transforms.models import S, flatten_states, map_states
-from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
+from fzero.transforms.pipeline import Step, Transform, returned_pair, transform, transform_function
 from fzero.transforms.points import stepped_parts, with_stepped
-from fzero.transforms.reset_optimizer_state import with_new_slots
 from fzero.transforms.together import Requested
-
-# The rule of the outer update: what it may be, bound to parameters, and what it keeps.
-#
-# It is asked what it needs, as the inner one is: an element, and each rank steps its parts of the
-# anchors; or a matrix, which is stepped by the rank of each replica that owns it.
 
 DEFAULT_OUTER = sgd(0.7, momentum=0.9, nesterov=True)
 """The rule of the outer update: that of DiLoCo."""
 
 
-def require_outer(rule: Any) -> None:
-    """Raise `LayoutError` for what is no rule. What it needs is known when it is bound."""
-    wanted = (
-        "a rule of fzero.optim, as fzero.optim.sgd(0.7, momentum=0.9, nesterov=True), or "
-        "fzero.optim.from_torch of a class or a factory"
-    )
-    require("local: outer", rule, lambda x: getattr(x, "counts_by_leaf", False) is True, wanted)
-
-
-def bound_outer(local: Local | None, named: Mapping[str, Tensor]) -> Any:
-    """Return the outer rule of these parameters, {path: tensor}; None without local updates.
-
-    Raises `LayoutError` for one that needs all parameters at once, or does not step them all.
-    """
-    if local is None:
-        return None
-    given: Any = DEFAULT_OUTER if local.outer is None else local.outer
-    rule = given.bind(named)
-    require_real_views(rule, named)
-    if not (rule.elementwise or rule.leafwise):
-        raise LayoutError(
-            f"local: outer={rule!r}, which needs all parameters at once.",
-            cause="a norm over all parameters (a clip in the rule, Prodigy), or random numbers; a "
-            "replica makes the outer update parameter by parameter.",
-            fix="use a rule that needs an element (sgd, adamw) or a matrix (fzero.optim.muon).",
-        )
-    if rule.block > 1:
-        raise LayoutError(
-            f"local: outer={rule!r}, with a codec as state_dtype.",
-            cause="the rule of the outer update keeps its states in the precision of the anchors.",
-            fix="give the codec to the rule of the state, and leave it out of outer=.",
-        )
-    left = [path for path, p in named.items() if learns(p) and rule.group_of(path) < 0]
-    if left or getattr(rule, "held", None):
-        seen = f"does not step {left[0]}" if left else "has the state of a run"
-        raise LayoutError(
-            f"local: outer={rule!r}, which {seen}.",
-            cause="an optimizer that was made for a part of the model, or that made steps.",
-            fix="give fzero.optim.from_torch a class or a factory.",
-        )
-    return rule
-
-
-def as_inner(setup: Setup) -> Setup:
-    """Return the setup of a state whose optimizer is the outer rule: its parts are the anchors'."""
-    options = setup.layout.options
-    layout = replace(setup.layout, options=replace(options, kept=options.outer_kept))
-    return replace(setup, optimizer=options.outer, layout=layout)
-
-
-def outer_state(state: TrainState, fragment: int) -> TrainState:
-    """Return the state whose optimizer is the outer rule, with what it keeps of a fragment."""
-    held = state.outer
-    assert held is not None
-    return state.replace(
-        optimizer=held.optimizers[fragment],
-        setup=as_inner(state.setup),
-        slots=with_outer(state.slots, None),
-    )
-
-
-def outer_owners(setup: Setup, numbers: Sequence[int]) -> Owners | None:
-    """Return who owns what of the anchors of a fragment; None if each rank steps its parts."""
-    owners = owners_of(as_inner(setup))
-    own = None if owners is None else owners.of(numbers)
-    return own if own is not None and own.positions else None
-
-
-def masked(flats: Sequence[Tensor], numbers: Sequence[int]) -> list[Tensor]:
-    """Return the flats of a fragment in their places, and nothing in those of others."""
-    own = frozenset(numbers)
-    return [flat if k in own else flat.new_empty(0) for k, flat in enumerate(flats)]
-
-
-def outer_pieces(setup: Setup, numbers: Sequence[int]) -> list[Piece]:
-    """Return which elements of the flats of a fragment belong to which leaf."""
-    own = frozenset(numbers)
-    return [piece for piece in pieces_of(setup) if piece.index in own]
-
-
-# Which replicas are in the mean of an outer update: what they tell each other before it.
-
-_FINITE, _COUNTS = 1, 2
-
-
-class Counted(NamedTuple):
-    """Who is in the mean of an outer update."""
-
-    own: bool  # this replica
-    count: int
-    finite: bool = True  # whether this replica's values are
-    all_finite: bool = True  # whether those of all replicas are
-
-
-def agreed(held: Outer, due: int, stepped: Sequence[Tensor], *, general: bool) -> Counted:
-    """Ask all replicas whether they are in the mean: those of finite values that want to be.
-
-    The host reads one number. Under a transform, in a trace and without values all replicas are.
-    """
-    size, shards = held.mesh.replicas.size, held.mesh.size // held.mesh.replicas.size
-    if general:
-        return Counted(own=True, count=size)
-    flag = _FINITE | _COUNTS
-    if not any(map(has_no_values, stepped)):
-        good = [torch.isfinite(x).all() for x in stepped if x.numel()]
-        flag = _FINITE * (not good or bool(torch.stack(good).all()))
-        flag += _COUNTS * bool(held.weight[due])
-    performer = performer_of(held.mesh)
-    name = f"the outer update of fragment {due}"
-    rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
-    by_replica = [rows[i : i + shards] for i in range(0, len(rows), shards)]
-    finite = [all(row[0] & _FINITE for row in some) for some in by_replica]
-    counts = [
-        good and all(row[0] & _COUNTS for row in some)
-        for good, some in zip(finite, by_replica, strict=True)
-    ]
-    if not all(finite):
-        warnings.warn(_left_out([i for i, x in enumerate(finite) if not x], size), stacklevel=2)
-    own = held.mesh.rank // shards
-    return Counted(counts[own], sum(counts), finite=finite[own], all_finite=all(finite))
-
-
-def _left_out(bad: list[int], size: int) -> str:
-    rest = "the mean is that of the others" if len(bad) < size else "the anchors stay"
-    return explain(
-        f"replicas {bad} of {size} have parameters that are not finite: {rest}. They go on from "
-        "the anchors, with optimizer states of zeros.",
-        cause="a learning rate that is too large, or an overflow without a loss scale.",
-        fix="lower the rate, or clip (fzero.clip); fzero.check_finite raises at once.",
-    )
-
-
-# The sum over replicas of how far they have moved, as it is or encoded.
-#
-#     linear          x [n] -> encode -> reduced as it is -> decode
-#     not linear      x [n] -> rows [R, m] -> encode -> all-to-all -> decode, sum [m]
-#                     sum [m] -> encode -> all-gather -> decode [R m] -> [n]
-#
-# All replicas decode the same, so their anchors stay equal, bit for bit. Nothing is kept of what
-# encoding loses: the next outer update starts from the anchors that were made of it.
-
-
-def sum_over_replicas(setup: Setup, moved: Sequence[Tensor], replicas: Axis) -> list[Tensor]:
-    """sum_r(moved_r), on every replica: [n] -> [n] each. A collective."""
-    codec = setup.reduction.codec
-    if codec is None or replicas.size == 1:
-        return reduce_many(moved, replicas, ordered=setup.reduction.ordered)
-    add = _reduced if codec.linear else _exchanged
-    return [add(codec, x, replicas, setup.reduction.ordered) for x in moved]
-
-
-def _reduced(codec: Codec, x: Tensor, replicas: Axis, ordered: bool) -> Tensor:
-    buffer, form = encoded(codec, x.view(1, -1))
-    total = reduce_many([buffer], replicas, ordered=ordered)[0]
-    return decoded(codec, total, form, x.dtype).reshape(-1)
-
-
-def _exchanged(codec: Codec, x: Tensor, replicas: Axis, _: bool) -> Tensor:
-    rows = torch.nn.functional.pad(x, (0, -x.numel() % replicas.size)).view(replicas.size, -1)
-    buffer, form = encoded(codec, rows)
-    (received,) = start_all_to_all([buffer.reshape(-1)], replicas).wait()
-    own = sum_of(codec, form.rows_of(received), form, x.dtype)
-    buffer, form = encoded(codec, own.view(1, -1))
-    (received,) = start_gather([buffer.reshape(-1)], replicas).wait()
-    return decoded(codec, form.rows_of(received), form, x.dtype).reshape(-1)[: x.numel()]
-
-
-# The outer update of replicas that train apart: their mean move away from the anchors is a step.
-#
-#     each update         count it; go on, if nothing is due
-#     a departure         moved = anchor - value, zeros of a replica that is left out
-#                         sum over replicas / replicas that count
-#     an arrival          that -> the rule -> new anchors: at once, or `delay` updates later
-#                         values := mixing values + (1 - mixing) anchors, on every replica
-#
-# All of it is on the parts of a rank, as the optimizer has them: what crosses replicas is one sum
-# of
-# those. A rule that needs whole matrices has owners in each replica. The state's own axis has the
-# ranks of one replica, so all else knows of no other.
-
-
-def mesh_for(mesh: MeshLike, local: object) -> Axis:
-    """Return the axis that `mesh` means; for local updates in two dims, those of replicas too."""
-    return axis_of(mesh) if local is None else mesh_of_replicas(mesh)
-
-
-def require_local(local: Any) -> None:
-    """Raise `LayoutError` for a bad `local=`."""
-    if local is None:
-        return
-    wanted = "fzero.Local(every=...), or None"
-    require("local", local, lambda x: isinstance(x, Local), wanted)
-    if local.outer is not None:
-        require_outer(local.outer)
-
-
-def on_replica(setup: Setup, local: Local | None) -> Setup:
-    """Return the setup of a state with local updates: that of the ranks of this replica.
-
-    A collective at first.
-    """
-    return setup if local is None else replace(setup, axis=of_replica(setup.axis))
-
-
-def begun(state: TrainState, local: Local | None, mesh: Axis) -> TrainState:
-    """Return a new state of a replica with anchors, where it has local updates.
-
-    mesh: of all replicas.
-    """
-    if local is None:
-        return state
-    local = replace(local, outer=local.outer or DEFAULT_OUTER)
-    empty = Buffers(placement=state.setup.optimizer_state)
-    weight = torch.ones(local.fragments, device=state.device)
-    return anchored(
-        state, Outer(anchors=empty, optimizers=(), weight=weight, local=local, mesh=mesh)
-    )
-
-
-def anchored(state: TrainState, held: Outer) -> TrainState:
-    """Return a state whose anchors are at its parameters, with an outer rule that begins anew."""
-    offload = state.setup.offload
-    setup = state.setup
-    anchors, made = [x.to(_wide(x.dtype), copy=True) for x in stepped_parts(state)], []
-    for fragment in range(held.local.fragments):
-        numbers = held.local.numbers_in(fragment, len(anchors))
-        owners, pieces = outer_owners(setup, numbers), outer_pieces(setup, numbers)
-        given = {} if owners is None else {"owners": owners}
-        made.append(setup.layout.options.outer.init(masked(anchors, numbers), pieces, **given))
-    flats = tuple(offloaded(offload.optimizer, x, offload) for x in anchors)
-    fresh = replace(
-        held,
-        anchors=replace(held.anchors, flats=flats),
-        optimizers=tuple(made),
-        weight=torch.ones_like(held.weight),
-        coming=(replace(held.anchors, flats=()),) * held.local.fragments,
-        updates=0,
-    )
-    return _with(state, fresh)
-
-
-def anchor_of(state: TrainState, index: int) -> Tensor:
-    """Return this rank's part of the anchors of group `index`, in the dtype of the parameters.
-
-    Of a state with local updates, and a group that learns.
-    """
-    flat = _held(state).anchors.flats[state.setup.layout.trainable.index(index)]
-    return to_device(flat, state.device, state.params.flats[index].dtype)
-
-
-def after_local_update(state: TrainState, *, general: bool) -> TrainState:
-    """Return the state after an update of the replica, and the outer one if it is due.
-
-    general: whether the update is differentiated, mapped or traced. A collective of all replicas
-    if it is due.
-    """
-    held = state.outer
-    if held is None:
-        return state
-    held, due = outer.saw_update(held)
-    state = _with(state, held)
-    with torch.set_grad_enabled(general and torch.is_grad_enabled()):
-        for one in due:
-            does = _departed if isinstance(one, outer.Departure) else _arrived
-            state = does(state, one.fragment, general)
-    return state
-
-
-def _departed(state: TrainState, due: int, general: bool) -> TrainState:
-    """Return the state with the mean move of a fragment, which comes. A collective."""
-    held, setup = _held(state), state.setup
-    stepped = [to_device(x, state.device) for x in stepped_parts(state)]
-    said = agreed(held, due, stepped, general=general)
-    numbers = held.local.numbers_in(due, len(stepped))
-    anchors, coming = held.anchors.flats, list(held.coming)
-    if said.count:
-        moved = [
-            _moved(to_device(anchors[k], state.device), stepped[k], counts=said.own)
-            for k in numbers
-        ]
-        if general and setup.reduction.codec is not None:
-            raise not_differentiable("gradients", setup.reduction.codec)
-        sums = sum_over_replicas(setup, moved, held.mesh.replicas)
-        coming[due] = replace(coming[due], flats=tuple(x / said.count for x in sums))
-    weight = held.weight.clone()
-    weight[due] = 1.0
-    state = _with(state, replace(held, weight=weight, coming=tuple(coming)))
-    values = {} if said.count else {k: anchors[k] for k in numbers}  # nobody has moved: back
-    if not said.all_finite:  # all replicas write, for virtual ranks make the same collectives
-        values = dict(enumerate(stepped if said.finite else anchors)) | values
-    if not said.finite:  # other fragments are not either, or would not be after the next update
-        state = with_new_slots(state, stepped_parts(state))
-    owned = donates(state) and not general
-    return _written(state, values, owned=owned) if values else state
-
-
-def _arrived(state: TrainState, due: int, general: bool) -> TrainState:
-    """Make the outer update of a fragment by the mean move that has come, if any has."""
-    held, setup, offload = _held(state), state.setup, state.setup.offload
-    if not held.coming[due].held:
-        return state
-    means = [to_device(x, state.device) for x in held.coming[due].flats]
-    numbers = held.local.numbers_in(due, len(held.anchors.flats))
-    anchors, rules, coming = list(held.anchors.flats), list(held.optimizers), list(held.coming)
-    options: dict[str, Any] = {"differentiable": general}
-    if not offload.neutral:
-        options["device"] = state.device
-    if (owners := outer_owners(setup, numbers)) is not None:
-        options["owners"] = owners.at((), state.device)
-    given = {k: x for k, x in zip(numbers, means, strict=True)}
-    new, rules[due] = setup.layout.options.outer.advance(
-        masked(anchors, numbers),
-        [given.get(k, x.new_empty(0)) for k, x in enumerate(anchors)],
-        rules[due],
-        outer_pieces(setup, numbers),
-        **options,
-    )
-    home = None if general else offload.optimizer
-    for k in numbers:
-        anchors[k] = offloaded(home, new[k], offload)
-    coming[due] = replace(coming[due], flats=())
-    after = replace(
-        held,
-        anchors=replace(held.anchors, flats=tuple(anchors)),
-        optimizers=tuple(rules),
-        coming=tuple(coming),
-    )
-    values = {k: anchors[k] for k in numbers}
-    if share := held.local.mixing:
-        stepped = stepped_parts(state)
-        values = {k: _mixed(state, stepped[k], x, share) for k, x in values.items()}
-    return _written(_with(state, after), values, owned=donates(state) and not general)
-
-
-def _mixed(state: TrainState, own: Tensor, anchor: Tensor, share: float) -> Tensor:
-    """Return share own + (1 - share) anchor, in the dtype of the anchor."""
-    x = to_device(anchor, state.device)
-    return share * to_device(own, state.device, x.dtype) + (1 - share) * x
-
-
-def _held(state: TrainState) -> Outer:
-    held = state.outer
-    assert held is not None
-    return held
-
-
-def _moved(anchor: Tensor, value: Tensor, *, counts: bool) -> Tensor:
-    return anchor - value.to(anchor.dtype) if counts else torch.zeros_like(anchor)
-
-
-# What is read and written.
-
-
-def _with(state: TrainState, held: Outer) -> TrainState:
-    return state.replace(slots=with_outer(state.slots, held))
-
-
-def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> TrainState:
-    """Return the state whose parameters and masters have these values: of an `owned` one in place.
-
-    values: {number of a group among those that learn: this rank's part}. A collective of the
-    replica where its ranks hold parameters of each other.
-    """
-    setup, learning = state.setup, state.setup.layout.trainable
-    part, whole = setup.optimizer_state, setup.params
-    if not owned:
-        new = {k: to_device(x, state.device).clone() for k, x in values.items()}
-        return with_stepped(state, new, part)
-    for k, master in enumerate(masters_of(state)):
-        if k in values and master.numel():
-            write_back(master, to_device(values[k], state.device, master.dtype))
-    fulls = [state.params.flats[learning[k]] for k in values]
-    for full, x in zip(fulls, values.values(), strict=True):
-        own = cut(setup, full, whole, part)
-        write_back(own, to_device(x, state.device, own.dtype))
-    if part is not whole and setup.axis.size > 1:
-        gather_parts_in_place(setup, [full for full in fulls if full.numel()], part, whole)
-    return state
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _over_all(options: Any) -> str:
-    there = options.local is not None and options.optimizer_over != "shard"
-    return f"optimizer_over={options.optimizer_over!r} with local updates." if there else ""
-
-
-def _codec_in_a_replica(asked: Requested) -> str:
-    codec, over = _codec_of(asked)
-    there = codec is not None and over != "replicas"
-    return f"compress: gradients={codec}, over={over!r} with local updates." if there else ""
-
-
-def _codec_with_memory(asked: Requested) -> str:
-    codec = _codec_of(asked)[0]
-    there = codec is not None and codec.memory is not False
-    return f"compress: gradients={codec}, with a memory, with local updates." if there else ""
-
-
-def _codec_of(asked: Requested) -> tuple[Any, str]:
-    """Return the codec of gradients beside local updates, and for which ranks; None for none."""
-    options = asked.options
-    if options.local is None or options.compress is None:
-        return None, "all"
-    return options.compress.gradients, options.compress.over
-
-
-def _rule_of_all(known: tuple[Any, Any]) -> str:
-    rule, options = known
-    there = options.local is not None and not (rule.elementwise or rule.leafwise)
-    return f"local updates with {rule!r}, which needs all parameters at once." if there else ""
-
-
-NO_WRITES = Excludes(
-    beside="a write of a parameter of an engine",
-    when="write",
-    seen=lambda _: " of an engine with local updates.",
-    cause="new values for a model that replicas train apart: the next outer update would "
-    "take them for a move away from the anchors, which stay as they are.",
-    fix="write into the module before Engine(...), or load a checkpoint of "
-    "fzero.checkpoint.save into the engine: both are where all replicas start.",
-)
-"""Of writes after which anchors and parameters would be of two models."""
-
-_EXCLUDES = (
-    NO_WRITES,
-    Excludes(
-        beside='optimizer_over="all"',
-        when="options",
-        seen=_over_all,
-        cause="replicas that train apart have optimizer states of their own, which no other "
-        "replica can hold a part of.",
-        fix="leave optimizer_over out: the ranks of each replica share its optimizer state.",
-    ),
-    Excludes(
-        beside='a codec of gradients with over="all"',
-        when="ranks",
-        seen=_codec_in_a_replica,
-        cause="what crosses replicas is how far they have moved; gradients stay in a replica.",
-        fix='give over="replicas": the codec then encodes what crosses them.',
-    ),
-    Excludes(
-        beside="a codec of gradients with a memory",
-        when="ranks",
-        seen=_codec_with_memory,
-        cause="error feedback is for gradients; a replica that has met the others starts anew "
-        "from the anchors.",
-        fix="give the codec memory=False.",
-    ),
-    Excludes(
-        beside="a rule that needs all parameters",
-        when="rule",
-        seen=_rule_of_all,
-        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
-        "foreign (init, update) pair that is not elementwise: what it keeps belongs to no "
-        "parameter, and is not kept by replica.",
-        fix="use a rule that needs an element (AdamW) or a matrix (fzero.optim.muon, soap, "
-        "from_torch(..., needs='matrix')), or leave local updates out.",
-    ),
-)
-
-LOCAL = Builtin(
-    name=NAME,
-    slots=tuple((slot.removeprefix(f"{NAME}/"), form) for slot, form in outer.FORMS.items()),
-    acts=lambda state: outer.ANCHORS in state.slots,
-    updated=lambda running, new: after_local_update(new, general=running.general),
-    excludes=_EXCLUDES,
-)
-"""Local updates, at the points of a step."""
-
-
-@overload
-def local(
-    fn: Callable[P, R],
-    /,
-    *,
-    every: int,
-    outer: Optimizer = ...,
-    fragments: int = 1,
-    delay: int = 0,
-    mixing: float = 0.0,
-) -> Step[P, R]: ...
-@overload
-def local(
-    *,
-    every: int,
-    outer: Optimizer = ...,
-    fragments: int = 1,
-    delay: int = 0,
-    mixing: float = 0.0,
-) -> Transform: ...
+@transform_function
 @called_as("local(step, every=64)")
 def local(
     fn: Callable[..., Any] | None = None,
@@ -618,17 +135,22 @@ def local(
     """
     record = Local(every=every, outer=outer, fragments=fragments, delay=delay, mixing=mixing)
 
-    rest = {"outer": (outer, DEFAULT_OUTER), "fragments": (fragments, 1)}
-    rest |= {"delay": (delay, 0), "mixing": (mixing, 0.0)}
+    rest = dict(outer=(outer, DEFAULT_OUTER), fragments=(fragments, 1))
+    rest |= dict(delay=(delay, 0), mixing=(mixing, 0.0))
 
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
         for one in flatten_states("local", state)[0]:
-            held = one.outer
-            now = None if held is None else held.local
+            now = None if one.outer is None else one.outer.local
             if now != record:
-                raise _other(now, record)
+                seen = "made without local updates" if now is None else f"of {now}"
+                raise PhaseError(
+                    f"local: a state {seen} was given to a step of {record}.",
+                    cause="a state from fzero.init, or from another step.",
+                    fix="make it with this step's init: fzero.shard(fzero.local(step, ...), "
+                    "stage=...).init; or give fzero.init local=fzero.Local(every=...).",
+                )
         return returned_pair("local", inner, inner(state, *args, **kwargs))
 
     return transform(
@@ -677,17 +199,461 @@ def leave_out(state: S) -> S:
                 cause="all ranks have one gradient: nobody can be left out of it.",
                 fix="weight= of grad_and_reduce leaves a call out: give 0.",
             )
-        after = replace(held, weight=torch.zeros_like(held.weight))
-        return state.replace(slots=with_outer(state.slots, after))
+        return with_outer_record(state, replace(held, weight=torch.zeros_like(held.weight)))
 
     return map_states("leave_out", one, state)
 
 
-def _other(now: Local | None, wanted: Local) -> PhaseError:
-    seen = "made without local updates" if now is None else f"of {now}"
-    return PhaseError(
-        f"local: a state {seen} was given to a step of {wanted}.",
-        cause="a state from fzero.init, or from another step.",
-        fix="make it with this step's init: fzero.shard(fzero.local(step, ...), stage=...).init; "
-        "or give fzero.init local=fzero.Local(every=...).",
+# A state that has local updates: the ranks of its replica, the outer rule, the anchors.
+
+
+def mesh_for(mesh: MeshLike, local: object) -> Axis:
+    """Return the axis that `mesh` means; for local updates in two dims, those of replicas too."""
+    return axis_of(mesh) if local is None else mesh_of_replicas(mesh)
+
+
+def require_local(local: Any) -> None:
+    """Raise `LayoutError` for a bad `local=`. What its rule needs is known when that is bound."""
+    if local is None:
+        return
+    wanted = "fzero.Local(every=...), or None"
+    require("local", local, lambda x: isinstance(x, Local), wanted)
+    wanted = (
+        "a rule of fzero.optim, as fzero.optim.sgd(0.7, momentum=0.9, nesterov=True), or "
+        "fzero.optim.from_torch of a class or a factory"
     )
+    rule = local.outer or DEFAULT_OUTER
+    require("local: outer", rule, lambda x: getattr(x, "counts_by_leaf", False) is True, wanted)
+
+
+def bound_outer(local: Local | None, named: Mapping[str, Tensor]) -> Any:
+    """Return the outer rule of these parameters, {path: tensor}; None without local updates.
+
+    Raises `LayoutError` for one that needs all parameters at once, or does not step them all.
+    """
+    if local is None:
+        return None
+    given: Any = DEFAULT_OUTER if local.outer is None else local.outer
+    rule = given.bind(named)
+    require_real_views(rule, named)
+    if not (rule.elementwise or rule.leafwise):
+        raise LayoutError(
+            f"local: outer={rule!r}, which needs all parameters at once.",
+            cause="a norm over all parameters (a clip in the rule, Prodigy), or random numbers; a "
+            "replica makes the outer update parameter by parameter.",
+            fix="use a rule that needs an element (sgd, adamw) or a matrix (fzero.optim.muon).",
+        )
+    if rule.block > 1:
+        raise LayoutError(
+            f"local: outer={rule!r}, with a codec as state_dtype.",
+            cause="the rule of the outer update keeps its states in the precision of the anchors.",
+            fix="give the codec to the rule of the state, and leave it out of outer=.",
+        )
+    left = [path for path, p in named.items() if learns(p) and rule.group_of(path) < 0]
+    if left or getattr(rule, "held", None):
+        seen = f"does not step {left[0]}" if left else "has the state of a run"
+        raise LayoutError(
+            f"local: outer={rule!r}, which {seen}.",
+            cause="an optimizer that was made for a part of the model, or that made steps.",
+            fix="give fzero.optim.from_torch a class or a factory.",
+        )
+    return rule
+
+
+def as_inner(setup: Setup) -> Setup:
+    """Return the setup of a state whose optimizer is the outer rule: its parts are the anchors'."""
+    options = setup.layout.options
+    layout = replace(setup.layout, options=replace(options, kept=options.outer_kept))
+    return replace(setup, optimizer=options.outer, layout=layout)
+
+
+def on_replica(setup: Setup, local: Local | None) -> Setup:
+    """Return the setup of a state with local updates: that of the ranks of this replica.
+
+    A collective at first.
+    """
+    return setup if local is None else replace(setup, axis=of_replica(setup.axis))
+
+
+def begun(state: TrainState, local: Local | None, mesh: Axis) -> TrainState:
+    """Return a new state of a replica with anchors, where it has local updates.
+
+    mesh: of all replicas.
+    """
+    if local is None:
+        return state
+    local = replace(local, outer=local.outer or DEFAULT_OUTER)
+    empty = Buffers(placement=state.setup.optimizer_state)
+    weight = torch.ones(local.fragments, device=state.device)
+    return anchored(
+        state, Outer(anchors=empty, optimizers=(), weight=weight, local=local, mesh=mesh)
+    )
+
+
+def anchored(state: TrainState, held: Outer) -> TrainState:
+    """Return a state whose anchors are at its parameters, with an outer rule that begins anew."""
+    setup, offload, made = state.setup, state.setup.offload, []
+    wide = torch.promote_types
+    anchors = [x.to(wide(x.dtype, torch.float32), copy=True) for x in stepped_parts(state)]
+    for fragment in range(held.local.fragments):
+        numbers = held.local.numbers_in(fragment, len(anchors))
+        owners, pieces = outer_owners(setup, numbers), outer_pieces(setup, numbers)
+        given = {} if owners is None else {"owners": owners}
+        made.append(setup.layout.options.outer.init(masked(anchors, numbers), pieces, **given))
+    flats = tuple(offloaded(offload.optimizer, x, offload) for x in anchors)
+    fresh = replace(
+        held,
+        anchors=replace(held.anchors, flats=flats),
+        optimizers=tuple(made),
+        weight=torch.ones_like(held.weight),
+        coming=(replace(held.anchors, flats=()),) * held.local.fragments,
+        updates=0,
+    )
+    return with_outer_record(state, fresh)
+
+
+def outer_of(state: TrainState) -> Outer:
+    """Return what local updates keep in a state that has them."""
+    held = state.outer
+    assert held is not None
+    return held
+
+
+def with_outer_record(state: TrainState, held: Outer) -> TrainState:
+    """Return the state in which local updates keep this."""
+    return state.replace(slots=with_outer(state.slots, held))
+
+
+def outer_state(state: TrainState, fragment: int) -> TrainState:
+    """Return the state whose optimizer is the outer rule, with what it keeps of a fragment."""
+    return state.replace(
+        optimizer=outer_of(state).optimizers[fragment],
+        setup=as_inner(state.setup),
+        slots=with_outer(state.slots, None),
+    )
+
+
+def outer_owners(setup: Setup, numbers: Sequence[int]) -> Owners | None:
+    """Return who owns what of the anchors of a fragment; None if each rank steps its parts."""
+    owners = owners_of(as_inner(setup))
+    own = None if owners is None else owners.of(numbers)
+    return own if own is not None and own.positions else None
+
+
+def outer_pieces(setup: Setup, numbers: Sequence[int]) -> list[Piece]:
+    """Return which elements of the flats of a fragment belong to which leaf."""
+    own = frozenset(numbers)
+    return [piece for piece in pieces_of(setup) if piece.index in own]
+
+
+def anchor_of(state: TrainState, index: int) -> Tensor:
+    """Return this rank's part of the anchors of group `index`, in the dtype of the parameters.
+
+    Of a state with local updates, and a group that learns.
+    """
+    flat = outer_of(state).anchors.flats[state.setup.layout.trainable.index(index)]
+    return to_device(flat, state.device, state.params.flats[index].dtype)
+
+
+# An update.
+
+
+def after_local_update(state: TrainState, *, general: bool) -> TrainState:
+    """Return the state after an update of the replica, and the outer one if it is due.
+
+    general: whether the update is differentiated, mapped or traced. A collective of all replicas
+    if it is due.
+    """
+    held = state.outer
+    if held is None:
+        return state
+    held, due = outer.saw_update(held)
+    state = with_outer_record(state, held)
+    with torch.set_grad_enabled(general and torch.is_grad_enabled()):
+        for one in due:
+            does = _departed if isinstance(one, outer.Departure) else _arrived
+            state = does(state, one.fragment, general)
+    return state
+
+
+def _departed(state: TrainState, due: int, general: bool) -> TrainState:
+    """Return the state with the mean move of a fragment, which comes. A collective."""
+    held, setup = outer_of(state), state.setup
+    stepped = [to_device(x, state.device) for x in stepped_parts(state)]
+    who = agreed(held, due, stepped, general=general)
+    numbers = held.local.numbers_in(due, len(stepped))
+    anchors, coming = held.anchors.flats, list(held.coming)
+    if who.count:
+        pairs = ((to_device(anchors[k], state.device), stepped[k]) for k in numbers)
+        moved = [a - x.to(a.dtype) if who.own else torch.zeros_like(a) for a, x in pairs]
+        if general and setup.reduction.codec is not None:
+            raise not_differentiable("gradients", setup.reduction.codec)
+        sums = sum_over_replicas(setup, moved, held.mesh.replicas)
+        coming[due] = replace(coming[due], flats=tuple(x / who.count for x in sums))
+    weight = held.weight.clone()
+    weight[due] = 1.0
+    state = with_outer_record(state, replace(held, weight=weight, coming=tuple(coming)))
+    values = {} if who.count else {k: anchors[k] for k in numbers}  # nobody has moved: back
+    if not who.all_finite:  # all replicas write, for virtual ranks make the same collectives
+        values = dict(enumerate(stepped if who.finite else anchors)) | values
+    if not who.finite:  # other fragments are not either, or would not be after the next update
+        state = with_new_slots(state, stepped_parts(state))
+    owned = donates(state) and not general
+    return _written(state, values, owned=owned) if values else state
+
+
+_FINITE, _COUNTS = 1, 2  # bits of what a replica tells the others
+
+
+class Counted(NamedTuple):
+    """Who is in the mean of an outer update."""
+
+    own: bool  # this replica
+    count: int
+    finite: bool = True  # whether this replica's values are
+    all_finite: bool = True  # whether those of all replicas are
+
+
+def agreed(held: Outer, due: int, stepped: Sequence[Tensor], *, general: bool) -> Counted:
+    """Ask all replicas whether they are in the mean: those of finite values that want to be.
+
+    The host reads one number. Under a transform, in a trace and without values all replicas are.
+    """
+    size, shards = held.mesh.replicas.size, held.mesh.size // held.mesh.replicas.size
+    if general:
+        return Counted(own=True, count=size)
+    flag = _FINITE | _COUNTS
+    if not any(map(has_no_values, stepped)):
+        good = [torch.isfinite(x).all() for x in stepped if x.numel()]
+        flag = _FINITE * (not good or bool(torch.stack(good).all()))
+        flag += _COUNTS * bool(held.weight[due])
+    performer = performer_of(held.mesh)
+    name = f"the outer update of fragment {due}"
+    rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
+    by_replica = [rows[i : i + shards] for i in range(0, len(rows), shards)]
+    finite = [all(row[0] & _FINITE for row in some) for some in by_replica]
+    counts = [
+        good and all(row[0] & _COUNTS for row in some)
+        for good, some in zip(finite, by_replica, strict=True)
+    ]
+    if not all(finite):
+        bad = [i for i, x in enumerate(finite) if not x]
+        rest = "the mean is that of the others" if len(bad) < size else "the anchors stay"
+        text = explain(
+            f"replicas {bad} of {size} have parameters that are not finite: {rest}. They go on "
+            "from the anchors, with optimizer states of zeros.",
+            cause="a learning rate that is too large, or an overflow without a loss scale.",
+            fix="lower the rate, or clip (fzero.clip); fzero.check_finite raises at once.",
+        )
+        warnings.warn(text, UserWarning, stacklevel=2)
+    own = held.mesh.rank // shards
+    return Counted(counts[own], sum(counts), finite=finite[own], all_finite=all(finite))
+
+
+def sum_over_replicas(setup: Setup, moved: Sequence[Tensor], replicas: Axis) -> list[Tensor]:
+    """sum_r(moved_r), on every replica: [n] -> [n] each. A collective.
+
+        linear codec    x [n] -> encode -> reduced as it is -> decode
+        another one     x [n] -> rows [R, m] -> encode -> all-to-all -> decode, sum [m]
+                        sum [m] -> encode -> all-gather -> decode [R m] -> [n]
+
+    All replicas decode the same, so their anchors stay equal, bit for bit. Nothing is kept of what
+    encoding loses: the next outer update starts from the anchors that were made of it.
+    """
+    codec, ordered = setup.reduction.codec, setup.reduction.ordered
+    if codec is None or replicas.size == 1:
+        return reduce_many(moved, replicas, ordered=ordered)
+
+    def add(x: Tensor) -> Tensor:
+        if codec.linear:
+            buffer, form = encoded(codec, x.view(1, -1))
+            total = reduce_many([buffer], replicas, ordered=ordered)[0]
+            return decoded(codec, total, form, x.dtype).reshape(-1)
+        rows = torch.nn.functional.pad(x, (0, -x.numel() % replicas.size)).view(replicas.size, -1)
+        buffer, form = encoded(codec, rows)
+        (received,) = start_all_to_all([buffer.reshape(-1)], replicas).wait()
+        own = sum_of(codec, form.rows_of(received), form, x.dtype)
+        buffer, form = encoded(codec, own.view(1, -1))
+        (received,) = start_gather([buffer.reshape(-1)], replicas).wait()
+        return decoded(codec, form.rows_of(received), form, x.dtype).reshape(-1)[: x.numel()]
+
+    return [add(x) for x in moved]
+
+
+def _arrived(state: TrainState, due: int, general: bool) -> TrainState:
+    """Make the outer update of a fragment by the mean move that has come, if any has."""
+    held, setup, offload = outer_of(state), state.setup, state.setup.offload
+    if not held.coming[due].held:
+        return state
+    means = [to_device(x, state.device) for x in held.coming[due].flats]
+    numbers = held.local.numbers_in(due, len(held.anchors.flats))
+    anchors, rules, coming = list(held.anchors.flats), list(held.optimizers), list(held.coming)
+    options: dict[str, Any] = {"differentiable": general}
+    if not offload.neutral:
+        options["device"] = state.device
+    if (owners := outer_owners(setup, numbers)) is not None:
+        options["owners"] = owners.at((), state.device)
+    given = {k: x for k, x in zip(numbers, means, strict=True)}
+    new, rules[due] = setup.layout.options.outer.advance(
+        masked(anchors, numbers),
+        [given.get(k, x.new_empty(0)) for k, x in enumerate(anchors)],
+        rules[due],
+        outer_pieces(setup, numbers),
+        **options,
+    )
+    home = None if general else offload.optimizer
+    for k in numbers:
+        anchors[k] = offloaded(home, new[k], offload)
+    coming[due] = replace(coming[due], flats=())
+    after = replace(
+        held,
+        anchors=replace(held.anchors, flats=tuple(anchors)),
+        optimizers=tuple(rules),
+        coming=tuple(coming),
+    )
+    values = {k: anchors[k] for k in numbers}
+    if share := held.local.mixing:
+        stepped = stepped_parts(state)
+        for k, anchor in values.items():
+            x = to_device(anchor, state.device)
+            own = to_device(stepped[k], state.device, x.dtype)
+            values[k] = share * own + (1 - share) * x
+    return _written(with_outer_record(state, after), values, owned=donates(state) and not general)
+
+
+def _written(state: TrainState, values: dict[int, Tensor], *, owned: bool) -> TrainState:
+    """Return the state whose parameters and masters have these values: of an `owned` one in place.
+
+    values: {number of a group among those that learn: this rank's part}. A collective of the
+    replica where its ranks hold parameters of each other.
+    """
+    setup, learning = state.setup, state.setup.layout.trainable
+    part, whole = setup.optimizer_state, setup.params
+    if not owned:
+        new = {k: to_device(x, state.device).clone() for k, x in values.items()}
+        return with_stepped(state, new, part)
+    for k, master in enumerate(masters_of(state)):
+        if k in values and master.numel():
+            write_back(master, to_device(values[k], state.device, master.dtype))
+    fulls = [state.params.flats[learning[k]] for k in values]
+    for full, x in zip(fulls, values.values(), strict=True):
+        own = cut(setup, full, whole, part)
+        write_back(own, to_device(x, state.device, own.dtype))
+    if part is not whole and setup.axis.size > 1:
+        gather_parts_in_place(setup, [full for full in fulls if full.numel()], part, whole)
+    return state
+
+
+def with_new_slots(state: TrainState, stepped: Sequence[Tensor]) -> TrainState:
+    """Return the state with zeros for what its optimizer keeps, but for masters and counters.
+
+    A rule of which owners keep something begins as before its first step, counters too: a basis of
+    zeros is none. stepped: what the optimizer steps, this rank's part.
+    """
+    slots = state.setup.optimizer.slots(state.optimizer)
+    new: dict[int, Tensor] = {}
+    for name in (name for name in slots if name != MASTERS):
+        for group, x in zip(state.setup.layout.trainable, slots[name], strict=True):
+            codec, zeros = codec_in(state.setup, group, name), torch.zeros_like(x)
+            new[id(x)] = zeros if codec is None or not x.numel() else codec.fill(zeros)
+    state = with_tensors(state, new)
+    setup, owners = state.setup, owners_of(state.setup)
+    if owners is None:
+        return state
+    rule: Any = setup.optimizer
+    home, given = setup.offload.optimizer, dict[str, Any](owners=owners)
+    if home is not None:
+        given["place"] = lambda x: offloaded(home, x, setup.offload)
+    fresh = rule.init(stepped, pieces_of(setup), **given)
+    return state.replace(optimizer=rule.restarted(state.optimizer, fresh))
+
+
+# What does not go with it.
+
+
+def _codec_in_a_replica(asked: Requested) -> str:
+    codec, over = _codec_of(asked)
+    there = codec is not None and over != "replicas"
+    return f"compress: gradients={codec}, over={over!r} with local updates." if there else ""
+
+
+def _codec_with_memory(asked: Requested) -> str:
+    codec = _codec_of(asked)[0]
+    there = codec is not None and codec.memory is not False
+    return f"compress: gradients={codec}, with a memory, with local updates." if there else ""
+
+
+def _codec_of(asked: Requested) -> tuple[Any, str]:
+    """Return the codec of gradients beside local updates, and for which ranks; None for none."""
+    options = asked.options
+    if options.local is None or options.compress is None:
+        return None, "all"
+    return options.compress.gradients, options.compress.over
+
+
+def _rule_of_all(known: tuple[Any, Any]) -> str:
+    rule, options = known
+    there = options.local is not None and not (rule.elementwise or rule.leafwise)
+    return f"local updates with {rule!r}, which needs all parameters at once." if there else ""
+
+
+NO_WRITES = Excludes(
+    beside="a write of a parameter of an engine",
+    when="write",
+    seen=lambda _: " of an engine with local updates.",
+    cause="new values for a model that replicas train apart: the next outer update would "
+    "take them for a move away from the anchors, which stay as they are.",
+    fix="write into the module before Engine(...), or load a checkpoint of "
+    "fzero.checkpoint.save into the engine: both are where all replicas start.",
+)
+"""Of writes after which anchors and parameters would be of two models."""
+
+_EXCLUDES = (
+    NO_WRITES,
+    Excludes(
+        beside='optimizer_over="all"',
+        when="options",
+        seen=lambda options: (
+            f"optimizer_over={options.optimizer_over!r} with local updates."
+            if options.local is not None and options.optimizer_over != "shard"
+            else ""
+        ),
+        cause="replicas that train apart have optimizer states of their own, which no other "
+        "replica can hold a part of.",
+        fix="leave optimizer_over out: the ranks of each replica share its optimizer state.",
+    ),
+    Excludes(
+        beside='a codec of gradients with over="all"',
+        when="ranks",
+        seen=_codec_in_a_replica,
+        cause="what crosses replicas is how far they have moved; gradients stay in a replica.",
+        fix='give over="replicas": the codec then encodes what crosses them.',
+    ),
+    Excludes(
+        beside="a codec of gradients with a memory",
+        when="ranks",
+        seen=_codec_with_memory,
+        cause="error feedback is for gradients; a replica that has met the others starts anew "
+        "from the anchors.",
+        fix="give the codec memory=False.",
+    ),
+    Excludes(
+        beside="a rule that needs all parameters",
+        when="rule",
+        seen=_rule_of_all,
+        cause="a norm over all parameters (a clip in the rule, Prodigy), random numbers, or a "
+        "foreign (init, update) pair that is not elementwise: what it keeps belongs to no "
+        "parameter, and is not kept by replica.",
+        fix="use a rule that needs an element (AdamW) or a matrix (fzero.optim.muon, soap, "
+        "from_torch(..., needs='matrix')), or leave local updates out.",
+    ),
+)
+
+LOCAL = Builtin(
+    name=NAME,
+    slots=tuple((slot.removeprefix(f"{NAME}/"), form) for slot, form in outer.FORMS.items()),
+    acts=lambda state: outer.ANCHORS in state.slots,
+    updated=lambda running, new: after_local_update(new, general=running.general),
+    excludes=_EXCLUDES,
+)
+"""Local updates, at the points of a step."""

@@ -28,9 +28,8 @@ from fzero.optim.counters import COUNT, COUNTERS, STEP, counters_of, with_counte
 from fzero.optim.entries import RULE, rule_entries, with_rule_entries
 from fzero.state import Form, Outer, Placement, TrainState
 from fzero.state.entry import Entry
-from fzero.state.outer import with_outer
 from fzero.state.setup import MASTERS
-from fzero.transforms.local import outer_state
+from fzero.transforms.local import outer_of, outer_state, with_outer_record
 
 _OUTER, _ANCHORS, _COMING = "outer/", "outer/anchors", "outer/coming"
 
@@ -42,7 +41,7 @@ def base_entries(state: TrainState, rank: int) -> list[Entry]:
     """
     setup, learning, flats = state.setup, state.setup.layout.trainable, state.params.flats
     held, own = (setup.part(x, rank) for x in (setup.optimizer_state, Placement.OVER_ALL))
-    anchors = dict(zip(learning, _held(state).anchors.flats, strict=True))
+    anchors = dict(zip(learning, outer_of(state).anchors.flats, strict=True))
     parts = {i: part_of(x, held, own) for i, x in anchors.items()}
     form = Form(placement=Placement.OVER_ALL)
     masters = {
@@ -61,7 +60,7 @@ def base_entries(state: TrainState, rank: int) -> list[Entry]:
 
 def shared_entries(state: TrainState, rank: int) -> list[Entry]:
     """Return what replicas keep for the outer update, the same on all of them."""
-    outer, setup = _held(state), state.setup
+    outer, setup = outer_of(state), state.setup
     learning, form = setup.layout.trainable, Form(placement=setup.optimizer_state)
     even: dict[str, dict[int, Tensor]] = {
         _ANCHORS: dict(zip(learning, outer.anchors.flats, strict=True))
@@ -84,7 +83,7 @@ def shared_entries(state: TrainState, rank: int) -> list[Entry]:
 
 def with_shared(state: TrainState, entries: Sequence[Entry]) -> TrainState:
     """Return the state in which its shared entries have these values."""
-    outer, made = _held(state), {one.key: one.values for one in entries}
+    outer, made = outer_of(state), {one.key: one.values for one in entries}
     rules, coming = list[Any](), list(outer.coming)
     for fragment, rule in enumerate(_rule_states(state)):
         own, new = _leaves_in(state, fragment), list[Entry]()
@@ -102,7 +101,7 @@ def with_shared(state: TrainState, entries: Sequence[Entry]) -> TrainState:
     if anchors is not None:
         flats = tuple(anchors[i] for i in state.setup.layout.trainable)
         outer = replace(outer, anchors=replace(outer.anchors, flats=flats))
-    return _with(state, replace(outer, optimizers=tuple(rules), coming=tuple(coming)))
+    return with_outer_record(state, replace(outer, optimizers=tuple(rules), coming=tuple(coming)))
 
 
 # What a manifest says.
@@ -110,12 +109,12 @@ def with_shared(state: TrainState, entries: Sequence[Entry]) -> TrainState:
 
 def replica_facts(state: TrainState, counters: Any) -> dict[str, Any]:
     """Return what a replica says of itself. counters: as a manifest has them."""
-    return {"counters": counters, "counts": bool(_held(state).weight.all())}
+    return {"counters": counters, "counts": bool(outer_of(state).weight.all())}
 
 
 def common_facts(state: TrainState, replicas: Sequence[Any]) -> dict[str, Any]:
     """Return what a manifest says of all replicas; of each what `replica_facts` gives."""
-    outer = _held(state)
+    outer = outer_of(state)
     coming = {"fragments": _coming_in(outer), "timing": _timing(outer)}
     return {
         "replicas": replicas,
@@ -147,7 +146,7 @@ def facts_form(counters: DictForm) -> DictForm:
 
 def are_as_many(state: TrainState, facts: Mapping[str, Any]) -> bool:
     """Whether as many replicas were saved as this state has."""
-    return len(facts["replicas"]) == _held(state).mesh.replicas.size
+    return len(facts["replicas"]) == outer_of(state).mesh.replicas.size
 
 
 def with_facts(state: TrainState, like: TrainState, facts: Mapping[str, Any], replica: int) -> Any:
@@ -155,8 +154,8 @@ def with_facts(state: TrainState, like: TrainState, facts: Mapping[str, Any], re
 
     like: has an outer record. replica: of this state, among as many as were saved; else -1.
     """
-    state = _with(state, _held(like))
-    outer, old = _held(state), [{COUNT: count, STEP: count} for count in facts["outer_updates"]]
+    state = with_outer_record(state, outer_of(like))
+    outer, old = outer_of(state), [{COUNT: count, STEP: count} for count in facts["outer_updates"]]
     counters, count = facts.get("outer_counters", old), len(outer.anchors.flats)
     if len(counters) != outer.local.fragments:
         counters = [max(counters, key=lambda one: one[COUNT])] * outer.local.fragments
@@ -174,7 +173,7 @@ def with_facts(state: TrainState, like: TrainState, facts: Mapping[str, Any], re
             flats = tuple(empty_where(outer.anchors.flats[k]) for k in numbers)
             coming[fragment] = replace(outer.anchors, flats=flats)
     after = {"coming": tuple(coming), "weight": weight, "updates": updates}
-    return _with(state, replace(outer, optimizers=tuple(made), **after))
+    return with_outer_record(state, replace(outer, optimizers=tuple(made), **after))
 
 
 def require_facts(state: TrainState, facts: Mapping[str, Any], where: object, name: str) -> None:
@@ -212,25 +211,15 @@ def require_facts(state: TrainState, facts: Mapping[str, Any], where: object, na
         warnings.warn(seen, UserWarning, stacklevel=2)
 
 
-def _held(state: TrainState) -> Outer:
-    outer = state.outer
-    assert outer is not None
-    return outer
-
-
-def _with(state: TrainState, outer: Outer) -> TrainState:
-    return state.replace(slots=with_outer(state.slots, outer))
-
-
 def _rule_states(state: TrainState) -> list[TrainState]:
     """Return, for each fragment, a state whose optimizer is the outer rule."""
-    return [outer_state(state, fragment) for fragment in range(_held(state).local.fragments)]
+    return [outer_state(state, fragment) for fragment in range(outer_of(state).local.fragments)]
 
 
 def _leaves_in(state: TrainState, fragment: int) -> set[str]:
     """Return the names of the leaves in a fragment."""
     layout, names = state.setup.layout, leaf_paths(state.setup.layout)
-    numbers = _held(state).local.numbers_in(fragment, len(layout.trainable))
+    numbers = outer_of(state).local.numbers_in(fragment, len(layout.trainable))
     return {names[leaf] for k in numbers for leaf in layout.groups[layout.trainable[k]].leaves}
 
 
@@ -250,7 +239,7 @@ def _coming_in(outer: Outer) -> list[int]:
 
 def _coming_of(state: TrainState, fragment: int) -> dict[int, Tensor]:
     """Return {group: the mean move} of a fragment whose outer update is to come."""
-    outer, learning = _held(state), state.setup.layout.trainable
+    outer, learning = outer_of(state), state.setup.layout.trainable
     groups = [learning[k] for k in outer.local.numbers_in(fragment, len(learning))]
     return dict(zip(groups, outer.coming[fragment].flats, strict=True))
 

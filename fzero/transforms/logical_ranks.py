@@ -69,7 +69,8 @@ def call_given(
         return GivenCall(name, weight)
     count = len(setup.carried(setup.axis.rank))
     check_axes(in_axes, name)
-    if sizes is not None and not _are_counts(sizes, count):
+    good = isinstance(sizes, list | tuple) and len(sizes) == count
+    if sizes is not None and not (good and all(is_count(size, 0) for size in sizes)):
         raise LayoutError(
             f"{name}: sizes={sizes!r}.",
             cause="sizes of all logical ranks, or of another rank.",
@@ -78,11 +79,6 @@ def call_given(
     for one in _weights(name, weight, count) if not callable(weight) else ():
         GivenCall(name, one)
     return GivenCall(name, None if weight is None else 1.0)
-
-
-def _are_counts(sizes: Any, count: int) -> bool:
-    good = isinstance(sizes, list | tuple) and len(sizes) == count
-    return good and all(is_count(size, 0) for size in sizes)
 
 
 def _weights(name: str, weight: Any, count: int) -> Sequence[Any]:
@@ -118,8 +114,8 @@ def each_call(
     """Return (args, kwargs, weight) of the call of each logical rank that is here."""
     count = len(setup.carried(setup.axis.rank))
     args, kwargs = arguments
-    parts = parts_of(fn, args, kwargs, count, in_axes, name=name, sizes=sizes)
-    parts = [_each_as_alone(part) for part in parts]
+    parts: Any = parts_of(fn, args, kwargs, count, in_axes, name=name, sizes=sizes)
+    parts = [optree.tree_map(_as_alone, part, namespace=NAMESPACE) for part in parts]
     if weight is None:
         return [(*part, None) for part in parts]
     if not callable(weight):
@@ -131,10 +127,6 @@ def each_call(
         GivenCall(name, one)
         found.append((args, kwargs, one))
     return found
-
-
-def _each_as_alone(part: Any) -> Any:
-    return optree.tree_map(_as_alone, part, namespace=NAMESPACE)
 
 
 def _as_alone(x: Any) -> Any:
@@ -249,9 +241,8 @@ def call_logical_ranks(
     some, and `aux` has a first dim of those of this rank.
     """
     chosen = [one for one, by in zip(states, learns, strict=True) if by]
-    setup = setup_of(chosen)
-    run = _RowRun if setup.carries_several else _OneRun
-    return run(call, states, chosen[0], weights).made()
+    setup_of(chosen)
+    return _LogicalCall(call, states, chosen[0]).made(weights)
 
 
 def parts_of_batch(
@@ -267,35 +258,36 @@ def parts_of_batch(
     return [args[0] for args, _, _ in each]
 
 
-class _OneRun:
-    """A call in which each rank carries one logical rank."""
+class _LogicalCall:
+    """A call that each rank makes once for each logical rank that it carries."""
 
-    runs = Runs.IN_TURN
-
-    def __init__(
-        self,
-        call: Call,
-        states: Sequence[TrainState],
-        first: TrainState,
-        weights: Sequence[Weight | None],
-    ) -> None:
-        self.call, self.states, self.first = call, list(states), first
-        self.weights = weights
-        self.setup = first.setup
+    def __init__(self, call: Call, states: Sequence[TrainState], first: TrainState) -> None:
+        self.call, self.states, self.first, self.setup = call, states, first, first.setup
         assert self.setup.logical is not None
         self.logical = self.setup.logical
         self.ranks = self.setup.carried(self.setup.axis.rank)
 
-    def made(self) -> tuple[list[TrainState], Result]:
+    def made(self, weights: Sequence[Weight | None]) -> tuple[list[TrainState], Result]:
         """Return the states, and the result of all logical ranks."""
+        if not self.setup.carries_several:
+            with raises_together(self.setup.axis):
+                new, result = self._of(0, self.states)
+            if any(one.window.is_open for one in self.states):
+                self._come("in a window")
+            return new, self._joined([result], weights)
         with raises_together(self.setup.axis):
-            new, result = self._of(0, self.states)
-        if any(one.window.is_open for one in self.states):
-            self._come("in a window")
-        return new, self._joined([result])
+            try:
+                rows, results = self._in_turn()
+            except MetInLoss:
+                rows = None
+            if rows is None:  # what the first run held is free
+                rows, results = self._together()
+        self._come("which are several on some ranks")
+        return [one.made(1) for one in rows], self._joined(results, weights)
 
     def _of(self, place: int, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
-        carried = Carried(self.logical.ranks, self.ranks, self.ranks[place], self.runs)
+        runs = Runs.FIRST_IN_TURN if self.setup.carries_several else Runs.IN_TURN
+        carried = Carried(self.logical.ranks, self.ranks, self.ranks[place], runs)
         with carrying(carried), self._drawn(place):
             return self.call(place, states)
 
@@ -313,40 +305,20 @@ class _OneRun:
         """Wait for all ranks: this one serves the gathers of those that carry more."""
         gathers = any(one.setup.gathers_by_unit for one in self.states)
         serves = gathers and self.setup.carries_several
-        serving = (
-            passes_of(self.states, functional_of(self.states, "grad_and_reduce"))[0]
-            if serves
-            else []
-        )
+        form = functional_of(self.states, "grad_and_reduce")
+        serving = passes_of(self.states, form)[0] if serves else []
         try:
             agree(f"grad_and_reduce of logical ranks, {how}", self.states)
         finally:
             for one in serving:
                 one.close()
 
-    def _joined(self, results: Sequence[Result]) -> Result:
+    def _joined(self, results: Sequence[Result], weights: Sequence[Weight | None]) -> Result:
         rows = torch.stack([one.value for one in results])
-        aux = [one.aux for one in results]
-        value = _mean(rows, self.setup.axis, self.logical.ranks, _row_of(self.weights, rows))
-        return Result(grads=(), value=value, aux=_stacked(aux))
-
-
-class _RowRun(_OneRun):
-    """A call in which some ranks carry several logical ranks."""
-
-    runs = Runs.FIRST_IN_TURN
-
-    def made(self) -> tuple[list[TrainState], Result]:
-        """Return the states, and the result of all logical ranks."""
-        with raises_together(self.setup.axis):
-            try:
-                rows, results = self._in_turn()
-            except MetInLoss:
-                rows = None
-            if rows is None:  # what the first run held is free
-                rows, results = self._together()
-        self._come("which are several on some ranks")
-        return [one.made(1) for one in rows], self._joined(results)
+        known = [torch.as_tensor(w, dtype=torch.float64) for w in weights if w is not None]
+        row = torch.stack([w.to(rows.device) for w in known]) if known else None
+        value = _mean(rows, self.setup.axis, self.logical.ranks, row)
+        return Result(grads=(), value=value, aux=_stacked([one.aux for one in results]))
 
     def _in_turn(self) -> tuple[list[Rows], list[Result]]:
         rows = [Rows(one) for one in self.states]
@@ -416,12 +388,12 @@ class Rows:
         assert state.setup.logical is not None
         self._everywhere = state.setup.logical.ranks // state.setup.axis.size
         self._nodes: list[Nodes] = []  # of each call
-        self._rows: list[Sequence[Tensor]] = []
+        self._rows: list[Tensor] = []  # of a window of the user's, [k, W l] of each group
         self._slots: list[dict[str, Slot]] = []
         self._nonfinite, self._used = state.progress.nonfinite, state.progress.used
         self.weighted = state.setup.reduction.weighted
         self._unweighted = False  # whether a logical rank made calls without weights
-        self._now = state.replace(slots=_common_slots(state))
+        self._now = state.replace(slots=_slots(state, own=False))
 
     def view(self, place: int) -> TrainState:
         """Return the state as one logical rank has it, with an open window."""
@@ -449,7 +421,13 @@ class Rows:
         return self._now.replace(
             window=kept,
             progress=state.progress,
-            slots={**self._now.slots, **_slots_at(state, place)},
+            slots={
+                **self._now.slots,
+                **{
+                    name: dataclasses.replace(one, value=one.value[place])
+                    for name, one in _slots(state, own=True).items()
+                },
+            },
             setup=dataclasses.replace(setup, policy=policy),
         )
 
@@ -478,22 +456,18 @@ class Rows:
             raise by_some("a logical rank", "another one")
         self._nonfinite = self._nonfinite or made.progress.nonfinite
         self._used |= made.progress.used
-        self._slots.append(_own_slots(made))
+        self._slots.append(_slots(made, own=True))
         if self.waits and made.window.pending.held:
-            self._put_row(place, made.window.pending.flats)
+            flats, count = made.window.pending.flats, len(self._ranks)
+            self._rows = self._rows or [x.new_zeros(count, *x.shape) for x in flats]
+            for rows, flat in zip(self._rows, flats, strict=True):
+                rows[place] = flat
         if place >= self._everywhere:  # what other ranks have served is known to this one alone
             made = made.replace(schedule=self._now.schedule)
         self._now = made.replace(
-            slots=_common_slots(made),
+            slots=_slots(made, own=False),
             window=dataclasses.replace(made.window, pending=progress.CLOSED.pending),
         )
-
-    def _put_row(self, place: int, flats: Sequence[Tensor]) -> None:
-        if not self._rows:
-            count = len(self._ranks)
-            self._rows = [[x.new_zeros(count, *x.shape) for x in flats]]
-        for rows, flat in zip(self._rows[0], flats, strict=True):
-            rows[place] = flat
 
     def made(self, calls: int, *, weighted: bool = False) -> TrainState:
         """Return the state that has all of it. A collective, unless it waits in a window.
@@ -517,7 +491,10 @@ class Rows:
             progress=counted,
         )
         if self.waits:
-            pending = self._pending()
+            offload, pending = state.setup.offload, state.window.pending
+            if self._rows:
+                flats = tuple(offloaded(offload.gradients, x, offload) for x in self._rows)
+                pending = Buffers(flats=flats, placement=Placement.PARTIAL)
             return new.replace(window=dataclasses.replace(now.window, pending=pending))
         if not calls:
             return new.replace(window=state.window)
@@ -529,13 +506,6 @@ class Rows:
             new = new.replace(progress=progress.saw_reduction(new.progress))
         self._nodes.clear()
         return new
-
-    def _pending(self) -> Buffers:
-        offload = self.state.setup.offload
-        if not self._rows:
-            return self.state.window.pending
-        flats = tuple(offloaded(offload.gradients, x, offload) for x in self._rows[0])
-        return Buffers(flats=flats, placement=Placement.PARTIAL)
 
 
 # Values.
@@ -659,14 +629,6 @@ def _weighted_mean(rows: Tensor, axis: Axis, places: int, weights: Tensor) -> Te
     return torch.where(same, first, mean).to(rows.dtype).reshape(rows.shape[1:])
 
 
-def _row_of(weights: Sequence[Weight | None], like: Tensor) -> Tensor | None:
-    """Return the weights of the logical ranks of this rank, [k] fp64; None without any."""
-    known = [one for one in weights if one is not None]
-    if not known:
-        return None
-    return torch.stack([torch.as_tensor(w, dtype=torch.float64, device=like.device) for w in known])
-
-
 def _stacked(auxes: Sequence[Any]) -> Any:
     """Return what the losses of logical ranks gave beside their values, with a first dim of them.
 
@@ -701,24 +663,10 @@ def _stacked_leaf(*leaves: Any) -> Any:
     )
 
 
-# Slots of which each logical rank has its own.
-
-
-def _own_slots(state: TrainState) -> dict[str, Slot]:
+def _slots(state: TrainState, *, own: bool) -> dict[str, Slot]:
+    """Return the slots of which each logical rank has its own, or those that all have in common."""
     found = state.slots.items()
-    return {name: one for name, one in found if one.form.placement is Placement.PARTIAL}
-
-
-def _common_slots(state: TrainState) -> dict[str, Slot]:
-    own = _own_slots(state)
-    return {name: one for name, one in state.slots.items() if name not in own}
-
-
-def _slots_at(state: TrainState, place: int) -> dict[str, Slot]:
-    return {
-        name: dataclasses.replace(one, value=one.value[place])
-        for name, one in _own_slots(state).items()
-    }
+    return {k: one for k, one in found if (one.form.placement is Placement.PARTIAL) == own}
 
 
 def _joined_slots(slots: Sequence[dict[str, Slot]]) -> dict[str, Slot]:

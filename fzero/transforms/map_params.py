@@ -262,15 +262,14 @@ def _of_leaves(
     other: TrainState, layout: Layout, index: int, held: Mapping[int, Tensor]
 ) -> dict[int, Tensor]:
     """Return {group: its whole flat} of those groups of another state that have these leaves."""
-    setup = other.setup
+    setup, found = other.setup, dict[int, Tensor]()
     wanted = {leaf_numbers(setup.layout)[layout.names[i]] for i in layout.groups[index].leaves}
-    found = {}
     for k, group in enumerate(setup.layout.groups):
-        if wanted.intersection(group.leaves):
+        if k in held and wanted.intersection(group.leaves):
+            found[k] = held[k]
+        elif wanted.intersection(group.leaves):
             here = to_device(other.params.flats[k], other.device)
-            found[k] = held.get(k)
-            if found[k] is None:
-                found[k] = gather_parts(setup, [here], setup.params, Placement.REPLICATED)[0]
+            found[k] = gather_parts(setup, [here], setup.params, Placement.REPLICATED)[0]
     return found
 
 
@@ -415,7 +414,15 @@ def slots(state: TrainState, name: str) -> dict[str, Any]:
     require_state("slots", state)
     check_alive(state)
     if name != "optimizer":
-        found = _of_transform(state, name)
+        prefix, kept = f"{name}/", state.slots.items()
+        found = {k.removeprefix(prefix): x for k, x in kept if k.startswith(prefix)}
+        if not found:
+            known = sorted({"optimizer", *(key.partition("/")[0] for key in state.slots)})
+            raise LayoutError(
+                f"slots: the state keeps nothing for {name!r}; it does for {', '.join(known)}.",
+                cause="another name, or a state that was made without the transform.",
+                fix="make it by the init of the step, or with transforms=[...].",
+            )
         agree(f"slots of {name}", [state])
         return {k: whole(state, x) for k, x in found.items() if x.form.leaves != "record"}
     kept = _of_optimizer(state)
@@ -424,19 +431,6 @@ def slots(state: TrainState, name: str) -> dict[str, Any]:
         slot: _shaped(state, {k: x for one in some for k, x in whole(state, one).items()})
         for slot, some in kept.items()
     }
-
-
-def _of_transform(state: TrainState, name: str) -> dict[str, Slot]:
-    prefix = f"{name}/"
-    found = {k.removeprefix(prefix): x for k, x in state.slots.items() if k.startswith(prefix)}
-    if not found:
-        known = sorted({"optimizer", *(key.partition("/")[0] for key in state.slots)})
-        raise LayoutError(
-            f"slots: the state keeps nothing for {name!r}; it does for {', '.join(known)}.",
-            cause="another name, or a state that was made without the transform.",
-            fix="make it by the init of the step, or with transforms=[...].",
-        )
-    return found
 
 
 def _of_optimizer(state: TrainState) -> dict[str, list[Slot]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import PhaseError
@@ -14,27 +14,10 @@ from fzero.machine.offload import at_home
 from fzero.state import TrainState
 from fzero.state.setup import Home, Offload, as_offload
 from fzero.transforms.models import map_states
-from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.pipeline import Step, Transform, transform, transform_function
 
 
-@overload
-def offload(
-    fn: Callable[P, R],
-    /,
-    *,
-    optimizer: Home = None,
-    gradients: Home = None,
-    params: Home = None,
-    folder: str | Path | None = None,
-) -> Step[P, R]: ...
-@overload
-def offload(
-    *,
-    optimizer: Home = None,
-    gradients: Home = None,
-    params: Home = None,
-    folder: str | Path | None = None,
-) -> Transform: ...
+@transform_function
 @called_as('offload(step, optimizer="cpu")', any_of=("optimizer", "gradients", "params"))
 def offload(
     fn: Callable[..., Any] | None = None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast, overload
 
 import torch
 
@@ -16,6 +16,7 @@ from fzero.transforms import donation
 
 P = ParamSpec("P")  # the arguments of a step
 R = TypeVar("R")  # what it returns
+Options = ParamSpec("Options")  # the options of a transform
 S = TypeVar("S")  # the state, or a pytree of states, that it is given
 ParamsT = TypeVar("ParamsT")  # the pytree of parameters of a state
 Around = Callable[..., Any]  # (inner, state, *args, **kwargs) -> what inner returns
@@ -146,6 +147,24 @@ class Transform(Protocol):
     def __call__(self, fn: Callable[P, R], /) -> Step[P, R]:
         """Return the step."""
         ...
+
+
+class TransformFunction(Protocol[Options]):
+    """A function such as `clip`: of a step, or of its options alone, when it makes a decorator."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[P, R], /, *args: Options.args, **options: Options.kwargs
+    ) -> Step[P, R]: ...
+    @overload
+    def __call__(self, *args: Options.args, **options: Options.kwargs) -> Transform: ...
+
+
+def transform_function(
+    fn: Callable[Concatenate[Any, Options], Any],
+) -> TransformFunction[Options]:
+    """Tell type checkers in which two ways a transform is called. `fn` is returned as it is."""
+    return cast("Any", fn)
 
 
 def describe_function(fn: Any) -> str:

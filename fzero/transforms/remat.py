@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 import optree
 import torch
@@ -94,16 +94,10 @@ def _leaf(x: Tensor) -> Tensor:
 _STEPS = ("shard", "coalesce", "accumulate", "clip", "simulate")
 
 
-class _Decorator(Protocol):
-    """The type of `remat()`: a decorator that keeps its function's signature."""
-
-    def __call__(self, fn: Callable[P, R], /) -> Callable[P, R]: ...
-
-
 @overload
 def remat(fn: Callable[P, R], /) -> Callable[P, R]: ...
 @overload
-def remat() -> _Decorator: ...
+def remat() -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 def remat(fn: Callable[..., Any] | None = None, /) -> Any:
     """Return `fn` with its activations recomputed in backward: y = fn(x), saving x only.
 
@@ -164,7 +158,10 @@ def remat(fn: Callable[..., Any] | None = None, /) -> Any:
 
 
 def _recomputed(fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    if _forward_over_forward():
+    # Where a jvp is inside another, what `_Remat` saved has lost the outer tangent. Forward mode
+    # keeps no activations, so that there is nothing to compute again for it.
+    levels = get_interpreter_stack() or []
+    if sum(level.key() == TransformType.Jvp for level in levels) > 1:
         return fn(*args, **kwargs)
     call = _Call(fn, (args, kwargs))
     tensors = call.tensors
@@ -186,15 +183,6 @@ def _owner(fn: Callable[..., Any]) -> nn.Module | None:
     """The module whose parameters are arguments of `fn`."""
     owner = getattr(fn, "__self__", fn)
     return owner if isinstance(owner, nn.Module) else None
-
-
-def _forward_over_forward() -> bool:
-    """Whether a jvp is inside another: what `_Remat` saved has then lost the outer tangent.
-
-    Forward mode keeps no activations, so that there is nothing to compute again for it.
-    """
-    levels = get_interpreter_stack() or []
-    return sum(level.key() == TransformType.Jvp for level in levels) > 1
 
 
 class _Held(nn.Module):
@@ -231,7 +219,14 @@ class _Call:
         if owner is None:
             self._run: Callable[..., Any] = lambda args, kwargs: fn(*args, **kwargs)
         else:
-            _refuse_updates(owner)
+            for name, part in owner.named_modules():
+                if tracks(part) and part.training:
+                    raise LayoutError(
+                        f"remat: {name or 'the module'} ({type(part).__name__}) updates its "
+                        "running statistics, and would do so again when it is recomputed.",
+                        cause="a batch norm in train mode inside remat.",
+                        fix="leave it out of remat, or put it in eval mode.",
+                    )
             held = _Held(owner, fn)
             self._run = held.call_with
             args = dict(held.named_parameters()), *args
@@ -374,17 +369,6 @@ class _Remat(torch.autograd.Function):
         outputs = _Remat.apply(mapped, *tensors)
         tokens = len(call.block.calls)
         return outputs, (*[0] * (len(outputs) - tokens), *[None] * tokens)
-
-
-def _refuse_updates(module: nn.Module) -> None:
-    for name, part in module.named_modules():
-        if tracks(part) and part.training:
-            raise LayoutError(
-                f"remat: {name or 'the module'} ({type(part).__name__}) updates its running "
-                "statistics, and would do so again when it is recomputed.",
-                cause="a batch norm in train mode inside remat.",
-                fix="leave it out of remat, or put it in eval mode.",
-            )
 
 
 def _smooth(y: Tensor) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, Unpack, overload
+from typing import Any, Unpack
 
 from torch import Tensor
 
@@ -23,23 +23,17 @@ from fzero.transforms.local import mesh_for
 from fzero.transforms.logical_ranks import carried_by, drawn_in_losses_alone
 from fzero.transforms.models import axes_of_loss, flatten_states, map_states, meshes_of, stages_of
 from fzero.transforms.pipeline import (
-    P,
-    R,
     Step,
     Transform,
     init_options_of,
     returned_pair,
     transform,
+    transform_function,
 )
 from fzero.transforms.update import apply_gradients
 
 
-@overload
-def shard(
-    fn: Callable[P, R], /, *, stage: Stages, **options: Unpack[StepOptions]
-) -> Step[P, R]: ...
-@overload
-def shard(*, stage: Stages, **options: Unpack[StepOptions]) -> Transform: ...
+@transform_function
 @takes("shard", "shard(step, stage=2)")
 def shard(  # noqa: D417 {options}
     fn: Callable[..., Any] | None = None,
@@ -122,30 +116,31 @@ def shard(  # noqa: D417 {options}
             except RuntimeError as error:
                 if not str(error).startswith("element 0 of tensors does not require grad"):
                     raise
-                raise _no_backward() from error
+                raise PhaseError(
+                    "backward() of a value in a step: it has no graph.",
+                    cause="loss.backward() after grad_and_reduce, which has made the gradients "
+                    "already.",
+                    fix="leave it out: state, loss = fzero.grad_and_reduce(loss_fn, state)(batch), "
+                    "then state = fzero.apply_gradients(state). With backward() trains "
+                    "fzero.adapter.Engine.",
+                ) from error
         leftovers.saw(inner, states, flatten_states("shard", state)[0])
         return map_states("shard", lambda one: _donating(one, False), state), aux
 
     def init_of(inner: Any) -> Callable[..., Any]:
         return functools.partial(init, stage=stage, **of_init, **init_options_of(inner))
 
+    # A pipeline prints the options that differ from their defaults.
+    hidden = {"mesh", "units", "trainable"}
+    shown = {k: x for k, x in of_init.items() if k not in hidden and x != OPTIONS[k].default}
     return transform(
         "shard",
         fn,
         around,
         never_around=("shard", "simulate"),
         right="fzero.simulate(fzero.shard(step, stage=...), world_size=...), with one shard",
-        options=_shown(stage, donate, of_init),
+        options={"stage": stage, **shown, **({"donate": True} if donate else {})},
         init_of=init_of,
-    )
-
-
-def _no_backward() -> PhaseError:
-    return PhaseError(
-        "backward() of a value in a step: it has no graph.",
-        cause="loss.backward() after grad_and_reduce, which has made the gradients already.",
-        fix="leave it out: state, loss = fzero.grad_and_reduce(loss_fn, state)(batch), then "
-        "state = fzero.apply_gradients(state). With backward() trains fzero.adapter.Engine.",
     )
 
 
@@ -184,20 +179,12 @@ def asked_of(step: Any) -> dict[str, Any]:
         >>> asked_of(fzero.shard(lambda s: (s, 0), stage=2, ordered=True))
         {'ordered': True}
     """
-    made: Any = step.find_init() if isinstance(step, Step) else None
     while isinstance(step, Step) and step.name == "simulate":
         step = step.inner
-        made = step.find_init() if isinstance(step, Step) else None
+    made: Any = step.find_init() if isinstance(step, Step) else None
     if made is None:
         return {}
     return {name: x for name, x in made.keywords.items() if name not in ("stage", "mesh")}
-
-
-def _shown(stage: Any, donate: bool, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a pipeline prints: the stage, and those that differ from their defaults."""
-    hidden = {"mesh", "units", "trainable"}
-    rest = {k: x for k, x in options.items() if k not in hidden and x != OPTIONS[k].default}
-    return {"stage": stage, **rest, **({"donate": True} if donate else {})}
 
 
 def _donating(state: TrainState, donate: bool) -> TrainState:
@@ -241,7 +228,9 @@ def _check_state(state: TrainState, stage: int, axis: Axis, where: str) -> None:
             "takes the mesh of the step; or give the step the mesh of the state: "
             "fzero.shard(step, mesh=...).",
         )
-    _warn_of_graph(state)
+    flats = state.params.flats  # under a transform it is meant that they have a graph
+    if not in_transform() and not is_recorded(flats) and any(x.grad_fn is not None for x in flats):
+        warnings.warn(_GRAPH, UserWarning, stacklevel=4 + DISABLED_FRAMES)
 
 
 class _Leftovers:
@@ -253,14 +242,14 @@ class _Leftovers:
     """
 
     def __init__(self) -> None:
-        self._told = False
+        self._warned = False
         self._left: set[int] = set()  # virtual ranks whose calls have left gradients
 
     def saw(
         self, step: Callable[..., Any], before: Sequence[TrainState], after: Sequence[TrainState]
     ) -> None:
         """A call of the step was given states, and returned others."""
-        if self._told or in_transform() or len(before) != len(after):
+        if self._warned or in_transform() or len(before) != len(after):
             return
         pairs = [
             (x.progress.backwards, y.progress.backwards) for x, y in zip(before, after, strict=True)
@@ -270,7 +259,7 @@ class _Leftovers:
             return
         rank = before[0].setup.axis.rank
         if rank in self._left and any(0 < old < new for old, new in pairs):
-            self._told = True
+            self._warned = True
             if is_recorded([x.step for x in before]) or any(int(x.step) for x in before):
                 return
             if not _names(step, apply_gradients):
@@ -315,14 +304,6 @@ _LEFTOVERS = explain(
     "fzero.apply_gradients after the last of them (or fzero.accumulate, which is one call): this "
     "is said once, and not after an update.",
 )
-
-
-def _warn_of_graph(state: TrainState) -> None:
-    """Warn of parameters that keep all earlier steps alive; under a transform that is meant."""
-    flats = state.params.flats
-    if in_transform() or is_recorded(flats) or all(flat.grad_fn is None for flat in flats):
-        return
-    warnings.warn(_GRAPH, UserWarning, stacklevel=5 + DISABLED_FRAMES)
 
 
 _GRAPH = explain(

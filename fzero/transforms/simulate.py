@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import optree
 import torch
@@ -22,13 +22,10 @@ from fzero.state import NAMESPACE
 from fzero.state.train_state import stack_ranks
 from fzero.transforms.donation import empty, require_unwritten, returned
 from fzero.transforms.models import is_state
-from fzero.transforms.pipeline import P, R, Step, Transform, init_of_object, transform
+from fzero.transforms.pipeline import Step, Transform, init_of_object, transform, transform_function
 
 
-@overload
-def simulate(fn: Callable[P, R], /, *, world_size: int) -> Step[P, R]: ...
-@overload
-def simulate(*, world_size: int) -> Transform: ...
+@transform_function
 @called_as("simulate(step, world_size=2)")
 def simulate(
     fn: Callable[..., Any] | None = None, /, *, world_size: int
@@ -99,8 +96,11 @@ def simulate(
             if len({*ends}) > 1:
                 raise mismatch(ends)
             return _stack(results)
-        finally:  # also when a rank raised after its update
-            _use_up(leaves, per_rank)
+        finally:  # a rank has written into what it has donated, also one that raised after that
+            for i, leaf in enumerate(leaves):
+                here = isinstance(leaf, Tensor) and leaf.numel()
+                if here and any(not views[i].numel() for views in per_rank):
+                    empty(leaf, leaf.new_empty(len(leaf), 0))
 
     def one_by_one(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         with _one_at_a_time():
@@ -186,15 +186,6 @@ def require_stacked(name: str, arguments: Any, world_size: int) -> None:
             )
 
 
-def _use_up(leaves: list[Any], per_rank: list[list[Any]]) -> None:
-    """Use up a stacked buffer that a rank has donated: that rank wrote into it."""
-    for i, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor) or not leaf.numel():
-            continue
-        if any(not views[i].numel() for views in per_rank):
-            empty(leaf, leaf.new_empty(len(leaf), 0))
-
-
 def _stack(results: Sequence[Any]) -> Any:
     flat = [optree.tree_flatten(result, namespace=NAMESPACE) for result in results]
     treespec = flat[0][1]
@@ -202,9 +193,14 @@ def _stack(results: Sequence[Any]) -> Any:
         if other != treespec:
             raise _unlike(rank, results[rank], results[0])
     columns = [list(column) for column in zip(*(leaves for leaves, _ in flat), strict=True)]
+    of_states = [
+        is_state(part)
+        for part in _parts(results[0])
+        for _ in optree.tree_leaves(part, namespace=NAMESPACE)
+    ]
     stacked = [
         _stack_of_states(column) if of_state else _stack_leaf(column)
-        for column, of_state in zip(columns, _of_states(results[0]), strict=True)
+        for column, of_state in zip(columns, of_states, strict=True)
     ]
     made: Any = optree.tree_unflatten(treespec, stacked)
     returned([*filter(is_state, _parts(made))])
@@ -216,30 +212,13 @@ def _parts(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree, is_leaf=is_state, namespace=NAMESPACE)
 
 
-def _of_states(result: Any) -> list[bool]:
-    """Whether each leaf of a result belongs to a state."""
-    return [
-        is_state(part)
-        for part in _parts(result)
-        for _ in optree.tree_leaves(part, namespace=NAMESPACE)
-    ]
-
-
 def _stack_of_states(column: list[Any]) -> Any:
-    if _is_one_number(column):
-        return column[0]
-    return stack_ranks(column) if _is_kept_by_some(column) else _stack_leaf(column)
-
-
-def _is_kept_by_some(column: list[Any]) -> bool:
-    """Whether some ranks keep a tensor for all: they own a parameter, and the others do not."""
+    if all(isinstance(x, int | float) and x == column[0] for x in column):
+        return column[0]  # a foreign optimizer counts on with a Python number
     tensors = all(isinstance(x, Tensor) for x in column)
-    return tensors and len({x.shape for x in column if x.numel()}) == 1
-
-
-def _is_one_number(column: list[Any]) -> bool:
-    """Whether all ranks have the same Python number: a foreign optimizer counts on with it."""
-    return all(isinstance(x, int | float) and x == column[0] for x in column)
+    if tensors and len({x.shape for x in column if x.numel()}) == 1:
+        return stack_ranks(column)  # those that own a parameter keep it, and the others nothing
+    return _stack_leaf(column)
 
 
 def _stack_leaf(column: list[Any]) -> Any:

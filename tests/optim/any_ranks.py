@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from math import lcm
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -45,7 +46,9 @@ PLACES = (
 @contextmanager
 def blocks() -> Generator[None]:
     """Leaves and shards of whole blocks, as logical ranks have them."""
-    with mock.patch.object(sys.modules["fzero.transforms.init"], "block_of", lambda given: BLOCK):
+    with mock.patch.object(
+        sys.modules["fzero.transforms.init"], "lcm", lambda *sizes: lcm(BLOCK, *sizes)
+    ):
         yield
 
 

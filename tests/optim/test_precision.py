@@ -15,9 +15,8 @@ import fzero
 from fzero import Compress
 from fzero.adapter import Engine
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.codecs import cast
+from fzero.machine.codecs import cast, rounded
 from fzero.optim.precision import REFUSED, Precision, require_precision
-from fzero.optim.rules import rounded
 from fzero.state import Reduction
 from tests.descends import descends
 

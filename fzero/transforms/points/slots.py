@@ -28,6 +28,7 @@ from fzero.machine.named_shards import (
 from fzero.machine.offload import offloaded, to_device
 from fzero.machine.owners import Owners, every_leaf_owned
 from fzero.machine.packing import gather_parts, part_of
+from fzero.optim.entries import with_tensors
 from fzero.optim.precision import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.layout import as_complex, as_real
@@ -44,7 +45,6 @@ from fzero.transforms.points.context import (
     whole_parts,
 )
 from fzero.transforms.points.cut import KeptContext, accused
-from fzero.transforms.reset_optimizer_state import with_tensors
 
 # Whole leaves on the ranks that own them, for transforms that need matrices.
 #

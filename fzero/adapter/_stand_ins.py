@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -55,14 +55,24 @@ class StandIns:
         """Put the stand-ins in their places: the engine holds gradients now."""
         self._begun = self.standing = True
         self.gradients.arrived()
-        if self._graph:
-            with torch.enable_grad():
-                leads: Any = _NoGraph.apply(torch.zeros(()), *(p for p, _ in self._of.values()))
-                for _, held in self._of.values():
-                    if not held.requires_grad:
-                        _NoGraph.apply(held, leads)
         for p, held in self._of.values():
             p.grad = held
+        if self._graph:
+            with torch.enable_grad():
+                self._without_graph([one for _, one in self._of.values() if not one.requires_grad])
+
+    def _without_graph(self, values: Iterable[Tensor]) -> None:
+        """Let a loss of these values of gradients raise where it is differentiated."""
+        leads: Any = _NoGraph.apply(torch.zeros(()), *(p for p, _ in self._of.values()))
+        for x in values:
+            _NoGraph.apply(x, leads)
+
+    def read(self, values: Tensor) -> Tensor:
+        """Return values of gradients, a copy; after create_graph=True a loss of them raises."""
+        values = values.clone()
+        if self._graph and torch.is_grad_enabled():
+            self._without_graph([values])
+        return values
 
     def stand_for(self, p: Tensor, task: int) -> None:
         """Put the stand-in of one parameter in its place: its gradient was taken, or refused.

@@ -32,7 +32,7 @@ from fzero.adapter.param_grad import HeldGradient
 from fzero.adapter.writes import Writes
 from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
-from fzero.machine.placeholder import not_for_jit, placeholders
+from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
@@ -169,11 +169,7 @@ class Driver:
         self.events.backwards.watch([loss])
 
     def forward_begins(self) -> None:
-        """A root forward begins. Raises `PhaseError` in torch.jit.trace of what has no memory."""
-        if torch._C._get_tracing_state() is not None:
-            setup = self.state.setup
-            if any(map(setup.is_read_lazily, range(len(setup.layout.groups)))):
-                raise not_for_jit("a module at stage 3, or with encoded parameters")
+        """A root forward begins."""
         self.drop_unfinished()
         self.events.backwards.reset()
         self.writes.begin_forward()

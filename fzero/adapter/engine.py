@@ -446,7 +446,7 @@ class Engine(NamesOfModule):
             rank 0's values, buffers too; later each rank's buffers are its own.
         optimizer: a torch.optim optimizer of module.parameters(), in any param groups; or its class
             or a factory, called with what learns; or a rule of `fzero.optim`; None for a model that
-            is not stepped. `engine.step()` runs it; `optimizer.step()` alone raises.
+            is not stepped. `engine.step()` runs it; `optimizer.step()` does the same.
         {options}
 
     Raises:
@@ -487,9 +487,14 @@ class Engine(NamesOfModule):
         self.module = module
         params = ModuleParameters(module, setup.layout, self.options.module.own, initializer)
         first = begun_state(params, setup, local, scale_of(self.options.updating.loss_scale, setup))
-        self._driver = Driver(params, first)
+        self._goes_on_with(Driver(params, first))
         # No backward of its losses follows: the graphs that it keeps would keep its module.
         weakref.finalize(self, self._driver.losses.end).atexit = False
+
+    def _goes_on_with(self, driver: Driver) -> None:
+        self._driver = driver
+        if not driver.closed:
+            driver.guard.engine_step = weakref.WeakMethod(self.step)
 
     @property
     def stage(self) -> int:
@@ -623,7 +628,7 @@ class Engine(NamesOfModule):
             PhaseError: inside a window, a forward or a backward.
             LayoutError, AxisError: as `fzero.reshard`. Nothing was changed.
         """
-        self._driver = reshard(self._driver, stage, mesh)
+        self._goes_on_with(reshard(self._driver, stage, mesh))
 
     @torch._disable_dynamo
     def step(self, closure: None = None) -> bool:

@@ -366,7 +366,11 @@ class Events:
         self._running.append(_Forward(entered, is_own, sys.exc_info()[1]))
         if is_own:
             with torch.inference_mode(False), torch.no_grad():  # what waits is for training
-                self._on.forward_begins()
+                try:
+                    self._on.forward_begins()
+                except BaseException:  # torch.export calls no hook after it
+                    self._leave_forwards()
+                    raise
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         if not self._running:  # the forward raised, and was abandoned before this hook

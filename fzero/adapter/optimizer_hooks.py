@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from types import MethodType
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
@@ -78,24 +80,32 @@ TRAINERS = (
 
 
 class Guard:
-    """While an engine has an optimizer, its step, state_dict and load_state_dict raise.
+    """While an engine has an optimizer, its state_dict and load_state_dict raise.
 
-    So does what looks into its `state`. The engine alone runs it, by `update`.
+    So does what looks into its `state`. The engine alone runs it, by `update`: `optimizer.step()`
+    is `engine.step()`, which is what a GradScaler that is not enabled calls.
 
     optimizer: of torch.optim, if there is one. clear: what `optimizer.state.clear()` does. norm: of
     the gradients of the last update, if it clipped. was_empty: whether its total weight was 0.
+    engine_step: `engine.step`, once there is the engine. steps: whether that runs.
     """
+
+    engine_step: WeakMethod[Callable[..., Any]] | None = None
 
     def __init__(self, optimizer: Optimizer | None, clear: WeakMethod[Callable[[], None]]) -> None:
         self.optimizer = optimizer
         self.norm: Tensor | None = None
         self.was_empty = False
-        self._steps = False
+        self.steps = False
         self._shown, self._own = OptimizerStateOfEngine(clear), getattr(optimizer, "state", None)
         self._handles: list[Any] = []
         self._members = _members(optimizer)
+        self._step: Any = None  # in the place of `optimizer.step`, and what was there
         if optimizer is not None:
-            optimizer.state = self._shown  # type: ignore[assignment]
+            self._step_before = vars(optimizer).get("step")
+            self._step = MethodType(_step_of(self, optimizer.step), optimizer)
+            self._show(self._shown)
+            self._put_step(self._step_before, self._step)
             self._handles = [
                 optimizer.register_step_pre_hook(self._require_engine),
                 optimizer.register_state_dict_pre_hook(_refuse_state_dict),
@@ -127,11 +137,13 @@ class Guard:
             self.was_empty = state.setup.reduction.weighted and bool((new.step == state.step).all())
             end(new)
 
-        self._steps = True
+        self.steps = True
+        self._put_step(self._step, self._step_before)
         try:
             _, self.norm = update(state, unused, begin=begins, end=ends)
         finally:
-            self._steps = False
+            self.steps = False
+            self._put_step(self._step_before, self._step)
             self._show(self._shown)
 
     def require_same_groups(self) -> None:
@@ -164,6 +176,8 @@ class Guard:
     def remove(self) -> None:
         """It is an ordinary optimizer again."""
         self._show(self._own)
+        self._put_step(self._step, self._step_before)
+        self.engine_step = None
         for handle in self._handles:
             handle.remove()
 
@@ -171,17 +185,37 @@ class Guard:
         if self.optimizer is not None:
             self.optimizer.state = state
 
+    def _put_step(self, old: Any, new: Any) -> None:
+        """Let `optimizer.step` be `new`, None as its class has it, where it is `old`."""
+        entries = {} if self.optimizer is None else vars(self.optimizer)
+        if entries.get("step") is old:
+            entries.pop("step", None)
+            entries.update({} if new is None else {"step": new})
+
     def _require_engine(self, *_: Any) -> None:
-        if not self._steps:
+        if not self.steps:
             raise PhaseError(
-                "optimizer.step() of an optimizer that an engine runs.",
-                cause="the training loop of before the engine; a Trainer, Accelerator or Fabric "
-                "that was given the engine's optimizer; or torch's get_state_dict(), "
-                "which makes a step, and has set the learning rates to 0 for it.",
-                fix="call engine.step(), after the forward and backward of a closure, if there is "
-                "one; a scheduler's step() stays as it is. Save with "
-                f"fzero.checkpoint.save(path, engine.state). {TRAINERS}",
+                f"{type(self.optimizer).__name__}.step(optimizer) of an optimizer that an engine "
+                "runs.",
+                cause="a `step = optimizer.step` that was taken before the Engine was made, or an "
+                "engine that nobody holds any more.",
+                fix="call engine.step(), or optimizer.step() as it is now.",
             )
+
+
+def _step_of(guard: Guard, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `optimizer.step` is for an engine; `plain`: what it was, and is inside of it."""
+
+    @functools.wraps(plain)  # torch's schedulers look for what they have noted there
+    def step(_: Optimizer, closure: Any = None) -> Any:
+        of_engine = None if guard.engine_step is None else guard.engine_step()
+        given = [] if closure is None else [closure]
+        if guard.steps or of_engine is None:
+            return plain(*given)
+        of_engine(*given)
+        return None
+
+    return step
 
 
 def _members(optimizer: Optimizer | None) -> list[list[int]]:

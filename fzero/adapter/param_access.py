@@ -423,13 +423,15 @@ def full_gradients(driver: Driver) -> dict[str, Tensor]:
     for number, index in enumerate(layout.trainable):
         leaves = leaves_of(state, index, used(state, state.gradients.flats[number]))
         found.update(zip(layout.groups[index].leaves, leaves, strict=True))
-    return {leaf.path: found[i].clone() for i, leaf in enumerate(layout.leaves) if leaf.trainable}
+    every, read = enumerate(layout.leaves), driver.stand_ins.read
+    return {leaf.path: read(found[i]) for i, leaf in every if leaf.trainable}
 
 
 def full_gradient(driver: Driver, path: str) -> Tensor:
     """`full_gradients()[path]`, gathering only its group."""
     place = find_learning(driver, path)
-    return whole_gradient(driver.with_gradients("full_gradient()", path), place)
+    driver.with_gradients("full_gradient()", path)
+    return whole_gradient(driver, place)
 
 
 def set_full_gradient(driver: Driver, path: str, value: Tensor) -> None:
@@ -451,7 +453,7 @@ def local_gradient(driver: Driver, path: str) -> Tensor:
     driver.wait()
     place, state = find_learning(driver, path), driver.state
     flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
-    return used(state, place.piece(state, place.flat_of(state, flats)))
+    return driver.stand_ins.read(used(state, place.piece(state, place.flat_of(state, flats))))
 
 
 def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
@@ -480,7 +482,7 @@ def global_grad_norm(driver: Driver) -> Tensor | None:
     if not driver.reduced("global_grad_norm"):
         return driver.guard.norm
     state = driver.state
-    return averaged(state, norm_of_state(state, state.gradients))
+    return driver.stand_ins.read(averaged(state, norm_of_state(state, state.gradients)))
 
 
 # Parameters.
@@ -647,10 +649,11 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
     begin(driver, path)
 
 
-def whole_gradient(state: TrainState, place: ParameterPlace) -> Tensor:
-    """The gradient of one parameter. A collective."""
+def whole_gradient(driver: Driver, place: ParameterPlace) -> Tensor:
+    """The gradient of one parameter, of those that are reduced. A collective."""
+    state = driver.state
     flat = used(state, place.flat_of(state, state.gradients.flats))
-    return place.whole(state, flat).clone()
+    return driver.stand_ins.read(place.whole(state, flat))
 
 
 def used(state: TrainState, gradient: Tensor) -> Tensor:

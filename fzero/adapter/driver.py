@@ -29,7 +29,7 @@ from fzero.adapter.losses import Losses
 from fzero.adapter.module import ModuleParameters
 from fzero.adapter.optimizer_hooks import Guard, optimizer_of
 from fzero.adapter.param_grad import HeldGradient
-from fzero.adapter.writes import Writes
+from fzero.adapter.writes import Writes, masters_follow
 from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
 from fzero.machine.placeholder import placeholders
@@ -78,7 +78,7 @@ class Driver:
         gradients = Gradients(self, [leaf for _, leaf in learning])
         self.stand_ins = StandIns(gradients, [(p, leaves[leaf].path) for p, leaf in learning])
         self.events = Events(module, learning, Region(setup.policy.autocast, state.device), self)
-        self.writes = Writes(self.params, setup, alone=performer is None)
+        self.writes = Writes(self.params, state, alone=performer is None)
         anew = weakref.WeakMethod(self.begin_anew)  # who has the optimizer holds no engine
         self.guard = Guard(optimizer_of(setup, self.params.at), anew)
         OWNERS.update((id(p), self) for p in self.params.all_objects)
@@ -138,7 +138,7 @@ class Driver:
         # A graph from before the update must not be differentiated with the new values: autograd
         # then says so, as it does for an optimizer that writes to the parameters themselves.
         torch.autograd.graph.increment_version(self.params.all_objects)
-        self.writes.published()
+        self.writes.published(self.state)
         self.losses.updated()
 
     def take_back(self) -> None:
@@ -161,7 +161,7 @@ class Driver:
         """`gathered(modify=True)` has written these units of stage 3."""
         table = self.running.gatherer.table
         groups = [index for unit in units for index in table.units[unit]]
-        self.writes.masters.take(self.state, groups)
+        masters_follow(self.state, groups)
 
     # What the events lead to.
 
@@ -364,7 +364,8 @@ class Driver:
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
         name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
-        written, running = self.writes.since if updates else bool, self.running
+        running, since = self.running, self.writes.since
+        written = (lambda: since(self.state)) if updates else bool
         return agree(
             name,
             running.states,

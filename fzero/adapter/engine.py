@@ -531,7 +531,7 @@ class Engine(NamesOfModule):
         driver.require_not_closed()
         if driver.stand_ins.gone and not in_backward():
             driver.drop_if_user_did()
-        driver.writes.masters.follow(driver.state)  # what was written since the last update
+        driver.writes.follow(driver.state)  # what was written since the last update
         return driver.state
 
     @state.setter

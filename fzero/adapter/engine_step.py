@@ -63,7 +63,7 @@ def _step(driver: Driver) -> None:
     with raises_together(driver.axis):
         driver.guard.require_same_groups()
     if said.written:
-        driver.writes.compare(driver.running.performer)
+        driver.writes.compare(driver.state, driver.running.performer)
     if error := refused([driver.state], None, [said]):
         raise error
     state = reduce_agreed(driver.state, said, used=0)

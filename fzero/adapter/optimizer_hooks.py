@@ -100,9 +100,9 @@ class Guard:
         self._shown, self._own = OptimizerStateOfEngine(clear), getattr(optimizer, "state", None)
         self._handles: list[Any] = []
         self._members = _members(optimizer)
-        self._step: Any = None  # in the place of `optimizer.step`, and what was there
+        self._step: Any = None  # in the place of `optimizer.step`
+        self._step_before: Any = vars(optimizer).get("step") if optimizer is not None else None
         if optimizer is not None:
-            self._step_before = vars(optimizer).get("step")
             self._step = MethodType(_step_of(self, optimizer.step), optimizer)
             self._show(self._shown)
             self._put_step(self._step_before, self._step)

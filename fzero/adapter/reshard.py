@@ -131,8 +131,8 @@ def _settled(driver: Driver) -> TrainState:
     """Return the state of an engine with what was written to it, and all gradients reduced."""
     said = driver.agreed("reshard()", updates=True)
     if said.written:
-        driver.writes.compare(driver.running.performer)
-    driver.writes.masters.follow(driver.state)
+        driver.writes.compare(driver.state, driver.running.performer)
+    driver.writes.follow(driver.state)
     if said.held:
         driver.put(reduce_agreed(driver.state, said, used=0))
     return driver.state
@@ -364,7 +364,7 @@ def _give_back(driver: Driver) -> None:
     if isinstance(rule, TorchOptimizer):
         for path, own in rule.held.items():  # of parameters that were frozen meanwhile
             rule.instance.state[driver.params.at(path)] = own
-    driver.writes.masters.follow(state)
+    driver.writes.follow(state)
     for index in range(len(state.setup.layout.groups)):
         _give_parameters(driver, index)
         keep(driver.params, state, index)

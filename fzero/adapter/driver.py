@@ -21,14 +21,13 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter._region import Region
-from fzero.adapter._stand_ins import StandIns
-from fzero.adapter.gradients import Gradients
+from fzero.adapter.gradients import StandIns
 from fzero.adapter.hooks import Events, current_graph_task, in_backward, weakly
 from fzero.adapter.logical_batches import Loops
 from fzero.adapter.losses import Losses
 from fzero.adapter.module import ModuleParameters
 from fzero.adapter.optimizer_hooks import Guard, optimizer_of
-from fzero.adapter.param_grad import HeldGradient
+from fzero.adapter.param_grad import ShardedGrad
 from fzero.adapter.writes import Writes, masters_follow
 from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
@@ -74,9 +73,8 @@ class Driver:
         self.params.remember()
         self.losses = Losses(self.running, weakly(self._watch))
         self.loops = Loops(self.running, module, params.own)
-        learning, leaves = self.params.learning, setup.layout.leaves
-        gradients = Gradients(self, [leaf for _, leaf in learning])
-        self.stand_ins = StandIns(gradients, [(p, leaves[leaf].path) for p, leaf in learning])
+        learning = self.params.learning
+        self.stand_ins = StandIns(self, learning)
         self.events = Events(module, learning, Region(setup.policy.autocast, state.device), self)
         self.writes = Writes(self.params, state, alone=performer is None)
         anew = weakref.WeakMethod(self.begin_anew)  # who has the optimizer holds no engine
@@ -226,7 +224,7 @@ class Driver:
                 self.loops.require_open()
                 if self.running.phase.silent:
                     self.running.first_gradient()
-            if isinstance(p.grad, HeldGradient):
+            if isinstance(p.grad, ShardedGrad):
                 p.grad = p.grad.taken()
                 if p.grad is None:
                     return
@@ -296,11 +294,6 @@ class Driver:
             self.stand_ins.drop()
             self.clear()
 
-    @property
-    def user_dropped(self) -> bool:
-        """Whether somebody has set every `p.grad` to None."""
-        return self.stand_ins.removed
-
     # What all ranks make together.
 
     def call(self, name: str) -> None:
@@ -363,7 +356,7 @@ class Driver:
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
-        name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
+        name = f"{name} of engine {self.number}{self.stand_ins.gradients.says}"
         running, since = self.running, self.writes.since
         written = (lambda: since(self.state)) if updates else bool
         return agree(

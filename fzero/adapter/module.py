@@ -357,7 +357,7 @@ def _keep_from_jit() -> None:
 
     TorchScript would read their memory, which they have not, and end the process.
     """
-    recursive: Any = torch.jit._recursive
+    recursive: Any = vars(torch.jit)["_recursive"]
     before = recursive.check_module_initialized
 
     @functools.wraps(before)

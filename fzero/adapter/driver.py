@@ -20,7 +20,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._region import Region
 from fzero.adapter.gradients import StandIns
 from fzero.adapter.hooks import Events, current_graph_task, in_backward, weakly
 from fzero.adapter.logical_batches import Loops
@@ -65,7 +64,8 @@ class Driver:
         setup, performer = state.setup, performer_of(state.setup.axis)
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)
-        self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)
+        raised = lambda: self.events.backwards.drop_unfinished()  # noqa: E731
+        self.running = Pass(form, [state], on_written=written, drop_raised=raised)
         held = None if setup.gathers_by_unit else self.running.held[0]
         reader = self.running.reader if held is None else held
         for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
@@ -75,7 +75,7 @@ class Driver:
         self.loops = Loops(self.running, module, params.own)
         learning = self.params.learning
         self.stand_ins = StandIns(self, learning)
-        self.events = Events(module, learning, Region(setup.policy.autocast, state.device), self)
+        self.events = Events(module, learning, setup.policy.autocast, state.device, self)
         self.writes = Writes(self.params, state, alone=performer is None)
         anew = weakref.WeakMethod(self.begin_anew)  # who has the optimizer holds no engine
         self.guard = Guard(optimizer_of(setup, self.params.at), anew)
@@ -94,14 +94,9 @@ class Driver:
         return self.state.setup.axis
 
     @property
-    def number(self) -> int:
-        """The number of this engine, the same on every rank."""
-        return self.running.form.number
-
-    @property
     def closed(self) -> bool:
         """Whether the module and the optimizer were given back: the protocol has it no more."""
-        return self.number not in self.running.performer.protocol.models
+        return self.running.form.number not in self.running.performer.protocol.models
 
     # The state.
 
@@ -300,7 +295,7 @@ class Driver:
         """Wait until every rank makes this call."""
         self.require_not_closed()
         self.loops.require_none(name)
-        self.running.performer.call(f"{name} of engine {self.number}")
+        self.running.performer.call(f"{name} of engine {self.running.form.number}")
 
     def with_gradients(self, name: str, path: str = "", *, begins: bool = False) -> TrainState:
         """Reduce what waits on any rank; return the state, which holds all gradients then.
@@ -344,6 +339,8 @@ class Driver:
         What the user has put into `p.grad` is written to the gradients: a collective, then.
         """
         self.wait()
+        if not self.stand_ins.touched:
+            return
         given = self.stand_ins.taken()
         with raises_together(self.axis):
             self.drop_if_user_did()
@@ -356,7 +353,7 @@ class Driver:
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
-        name = f"{name} of engine {self.number}{self.stand_ins.gradients.says}"
+        name = f"{name} of engine {self.running.form.number}{self.stand_ins.gradients.says}"
         running, since = self.running, self.writes.since
         written = (lambda: since(self.state)) if updates else bool
         return agree(
@@ -379,11 +376,8 @@ class Driver:
 
     def drop_unfinished(self) -> None:
         """Drop a plain backward that raised, of any engine on these ranks."""
-        self._drop_raised()
-        self.running.performer.drop_raised()
-
-    def _drop_raised(self) -> None:
         self.events.backwards.drop_unfinished()
+        self.running.performer.drop_raised()
 
     def require_not_closed(self) -> None:
         """Raise `PhaseError` for an engine that was closed."""
@@ -392,6 +386,26 @@ class Driver:
                 "a closed engine was used.",
                 cause="engine.close() gave the module and the optimizer back.",
                 fix="use those as ordinary ones, or make a new Engine of the module.",
+            )
+
+    def require_outside(self, name: str) -> None:
+        """Raise `PhaseError` inside a backward, or a loop over parts."""
+        self.require_not_closed()
+        self.loops.require_none(name)
+        if in_backward():
+            raise PhaseError(
+                f"{name} inside a backward.",
+                cause="a hook on a tensor or parameter called it.",
+                fix="call it after loss.backward() has returned.",
+            )
+
+    def require_no_forward(self, name: str) -> None:
+        """Raise `PhaseError` inside a forward of the module: its graph is of these parameters."""
+        if self.events.in_forward:
+            raise PhaseError(
+                f"{name} inside a forward of the engine's module.",
+                cause="a hook on the forward of the module, or of a part of it, called it.",
+                fix="note there that it is due, and call it between steps: after engine.step().",
             )
 
     def require_no_window(self, name: str) -> None:

@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from fzero.adapter import engine_step, param_access
 from fzero.adapter.driver import Driver, of_driver
-from fzero.adapter.engine_step import require_no_forward
 from fzero.adapter.full_params import gathered
 from fzero.adapter.gradients import as_held
 from fzero.adapter.hooks import ModuleHook, in_backward
@@ -280,7 +279,7 @@ def load_state_dict(
             fix="leave assign out: the values are copied into the engine's own memory.",
         )
     require_no_anchors(driver, "load_state_dict()")
-    require_no_forward(driver, "load_state_dict()")
+    driver.require_no_forward("load_state_dict()")
     _require_fit(driver.module, state_dict, strict=strict)
     with gathered(driver.module, modify=True, mesh=driver.axis):
         return driver.module.load_state_dict(state_dict, strict=strict)
@@ -647,8 +646,7 @@ class Engine(NamesOfModule):
                 ranks have thrown their gradients away. Nothing was changed.
             NonFiniteError: with `check_finite`, on every rank; `zero_grad()` drops what raises it.
         """
-        engine_step.require_no_closure(closure)
-        return engine_step.call_step(self._driver, self.options.updating.micro_batches)
+        return engine_step.step(self._driver, self.options.updating.micro_batches, closure)
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -117,6 +117,14 @@ class StandIns:
 
     # What the user did to `p.grad`.
 
+    @property
+    def touched(self) -> bool:
+        """Whether the user has put anything else there, or set any to zero."""
+        every = self._of.values()
+        return bool(self.gradients.zeroed) or any(
+            p.grad is not (held if self.standing else None) for p, held in every
+        )
+
     def taken(self) -> dict[int, Tensor]:
         """Return the tensors that the user has put into `p.grad`, by the id of p; take them out."""
         given = {}

@@ -13,32 +13,29 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
-from typing import Any, NamedTuple, ParamSpec, Protocol
+from typing import Any, NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._region import Region
 from fzero.adapter.module import refuse_load
-from fzero.context.modes import for_training, in_transform
+from fzero.context.modes import computed_in, for_training, in_transform, other_autocast
 from fzero.errors import PhaseError
 from fzero.machine.placeholder import not_for_jit
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
 from fzero.state.hooks import HookState
-
-# What an engine asks of torch's hooks: which graph task runs, when it ends, who is first.
+from fzero.transforms.autocast import around_message
 
 P = ParamSpec("P")
 
-
-def current_graph_task() -> int:
-    """Return the id of the graph task that runs in this thread; -1 outside of every backward."""
-    return torch._C._current_graph_task_id()
+current_graph_task = torch._C._current_graph_task_id
+"""The id of the graph task that runs in this thread; -1 outside of every backward."""
 
 
 def in_backward() -> bool:
@@ -105,40 +102,16 @@ def _nothing(*_: Any) -> None:
     """What a copied hook does."""
 
 
-class TakesGradients(Protocol):
-    """Whoever acts on what a backward does."""
-
-    def backward_begins(self, first: Tensor | None) -> None:
-        """A backward begins; `first`: the parameter that has its gradient, if no output had one."""
-        ...
-
-    def received(
-        self, leaf: int, p: Any, task: int, around: int | None, *, first: bool = False
-    ) -> None:
-        """Parameter `p`, which is `leaf`, has its gradient: see `Driver.received`."""
-        ...
-
-    def backward_ends(self) -> None:
-        """The backward is over, and has not raised."""
-        ...
-
-    def drop(self) -> None:
-        """The backward has raised: nothing of it counts."""
-        ...
-
-
 class Backwards:
     """The hooks of an engine's outputs and parameters, and the record of what they have seen.
 
-    learning: the parameter objects that learn, each with the leaf that it is. in_forward: whether a
-    root forward is running: a backward inside of one begins nothing.
+    learning: the parameter objects that learn, each with the leaf that it is. on: the driver, which
+    acts on what a backward does. in_forward: whether a root forward is running: a backward inside
+    of one begins nothing.
     """
 
     def __init__(
-        self,
-        learning: Sequence[tuple[Tensor, int]],
-        on: TakesGradients,
-        in_forward: Callable[[], bool],
+        self, learning: Sequence[tuple[Tensor, int]], on: Any, in_forward: Callable[[], bool]
     ) -> None:
         self._on, self._in_forward = on, in_forward
         self._hooks = HookState()
@@ -170,10 +143,9 @@ class Backwards:
 
     @torch._disable_dynamo
     def _on_output(self, gradient: Tensor) -> None:
-        task = current_graph_task()
-        if self.hooks.backward_active_depth and task == self._task_of_record:
-            return
-        self._enter(task, None)
+        task, seen = current_graph_task(), self.hooks
+        if not seen.backward_active_depth or task != seen.post_backward_callback_graph_task_id:
+            self._enter(task, None)
 
     def _enter(self, task: int, first: Tensor | None) -> None:
         """A backward begins; one that is still open has raised, and is dropped."""
@@ -204,10 +176,11 @@ class Backwards:
             return
         if not self.hooks.backward_active_depth and not self._in_forward():
             self._enter(task, p)  # it came by another way than an output
-        self._on.received(leaf, p, task, self._task_of_record, first=True)
+        around = self.hooks.post_backward_callback_graph_task_id
+        self._on.received(leaf, p, task, around, first=True)
         state = self.hooks
         inside = state.backward_active_depth > 0
-        if inside and task != self._task_of_record:
+        if inside and task != state.post_backward_callback_graph_task_id:
             # It runs inside of that one (reentrant checkpointing), or that one has raised.
             if task != self._nested:
                 self._nested = task
@@ -271,28 +244,12 @@ class Backwards:
                 case DropBackward():
                     self._on.drop()
 
-    @property
-    def _task_of_record(self) -> int | None:
-        return self.hooks.post_backward_callback_graph_task_id
-
 
 # Hooks of an engine's module -> events: a root forward begins, and is over.
 #
 # What its outputs' gradients and those of the parameters lead to is in `_backwards`.
 
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
-
-
-class Reacts(TakesGradients, Protocol):
-    """Whoever acts on the forwards and backwards of a module."""
-
-    def forward_begins(self) -> None:
-        """A root forward begins."""
-        ...
-
-    def forward_ends(self, *, trains: bool, raised: BaseException | None) -> None:
-        """A root forward is over; `trains`: a backward may come from its outputs."""
-        ...
 
 
 class _Forward(NamedTuple):
@@ -306,18 +263,19 @@ class _Forward(NamedTuple):
 class Events:
     """Registers the hooks of one engine, and takes them off.
 
-    learning: the parameter objects that learn, each with the leaf that it is. region: what a
-    forward runs in.
+    learning: the parameter objects that learn, each with the leaf that it is. autocast: the dtype
+    of the one that forwards run in, if any. on: the driver, which acts on forwards and backwards.
     """
 
     def __init__(
         self,
         module: nn.Module,
         learning: Sequence[tuple[Tensor, int]],
-        region: Region,
-        on: Reacts,
+        autocast: torch.dtype | None,
+        device: torch.device,
+        on: Any,
     ) -> None:
-        self._on, self._region = on, region
+        self._on, self._autocast, self._device, self._warned = on, autocast, device, False
         self._running: list[_Forward] = []
         self._calls = 0  # of the module that are under way, its hooks of forwards among them
         self._stands_in = _stands_in(module)
@@ -361,7 +319,13 @@ class Events:
         self._calls += 1
         if next(reversed(module._forward_hooks)) != self._last.id:  # the user's hooks come before
             module._forward_hooks.move_to_end(self._last.id)
-        entered.enter_context(self._region.entered(outermost=outermost))
+        if outermost and self._autocast is not None and not self._warned:
+            other = other_autocast(self._autocast, self._device)
+            if other is not None:
+                self._warned = True
+                warnings.warn(around_message(self._autocast, other), UserWarning, stacklevel=2)
+        # A checkpoint that recomputes a forward in backward comes here, too.
+        entered.enter_context(computed_in(self._autocast, self._device))
         is_own = outermost and not (in_transform() or self._stands_in() or in_backward())
         self._running.append(_Forward(entered, is_own, sys.exc_info()[1]))
         if is_own:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any, NoReturn
 from weakref import WeakMethod
@@ -14,8 +15,7 @@ from torch.optim import Optimizer
 from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
 from fzero.optim.step_hooks import has_pre_hooks
-from fzero.state import Setup, TrainState
-from fzero.transforms.update import update
+from fzero.state import Setup
 
 # What `optimizer.state` is while an engine has the optimizer: it holds nothing, and says so.
 
@@ -82,8 +82,8 @@ TRAINERS = (
 class Guard:
     """While an engine has an optimizer, its state_dict and load_state_dict raise.
 
-    So does what looks into its `state`. The engine alone runs it, by `update`: `optimizer.step()`
-    is `engine.step()`, which is what a GradScaler that is not enabled calls.
+    So does what looks into its `state`. The engine alone runs it: `optimizer.step()` is
+    `engine.step()`, which is what a GradScaler that is not enabled calls.
 
     optimizer: of torch.optim, if there is one. clear: what `optimizer.state.clear()` does. norm: of
     the gradients of the last update, if it clipped. was_empty: whether its total weight was 0.
@@ -104,7 +104,7 @@ class Guard:
         self._step_before: Any = vars(optimizer).get("step") if optimizer is not None else None
         if optimizer is not None:
             self._step = MethodType(_step_of(self, optimizer.step), optimizer)
-            self._show(self._shown)
+            self.show_state(own=False)
             self._put_step(self._step_before, self._step)
             self._handles = [
                 optimizer.register_step_pre_hook(self._require_engine),
@@ -112,45 +112,36 @@ class Guard:
                 optimizer.register_load_state_dict_pre_hook(_refuse_load),
             ]
 
-    def update(
-        self,
-        state: TrainState,
-        unused: Sequence[int],
-        begin: Callable[[], TrainState],
-        end: Callable[[TrainState], None],
-    ) -> None:
-        """Make one update of a state, as `transforms.update.update` says, between its hooks.
-
-        These see the optimizer as it is between updates. Raises `PhaseError` if the optimizer has
-        another `state` than it was given.
-        """
-        if self.optimizer is not None and self.optimizer.state is not self._shown:
-            raise _other_state()
-
-        def begins() -> TrainState:
-            now = begin()
-            self._show(self._own)
-            return now
-
-        def ends(new: TrainState) -> None:
-            self._show(self._shown)
-            self.was_empty = state.setup.reduction.weighted and bool((new.step == state.step).all())
-            end(new)
-
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The block is a step of the engine, in which the optimizer has the `step` of its own."""
         self.steps = True
         self._put_step(self._step, self._step_before)
         try:
-            _, self.norm = update(state, unused, begin=begins, end=ends)
+            yield
         finally:
             self.steps = False
             self._put_step(self._step_before, self._step)
-            self._show(self._shown)
+            self.show_state(own=False)
 
-    def require_same_groups(self) -> None:
-        """Raise `PhaseError` if the param groups have other parameters than the engine was made of.
+    def show_state(self, *, own: bool) -> None:
+        """Let the optimizer have its own state, as for an update, or that of an engine's."""
+        if self.optimizer is not None:
+            self.optimizer.state = self._own if own else self._shown  # type: ignore[assignment]
+
+    def require_same(self) -> None:
+        """Raise `PhaseError` if `state` was replaced, or param groups have other parameters.
 
         What was added would not be stepped, and what was taken out would.
         """
+        if self.optimizer is not None and self.optimizer.state is not self._shown:
+            raise PhaseError(
+                "optimizer.state of an optimizer that an engine runs was replaced.",
+                cause="a momentum reset or a resume by an assignment: what the optimizer keeps is "
+                "in engine.state, and would not have changed.",
+                fix="optimizer.state.clear() begins anew; engine.set_full_optimizer_state(path, "
+                "name, value) writes whole values.",
+            )
         now = _members(self.optimizer)
         if now != self._members:
             before = [len(some) for some in self._members]
@@ -169,21 +160,13 @@ class Guard:
         """Whether the user has put anything before a step, which may write to gradients."""
         return self.optimizer is not None and has_pre_hooks(self.optimizer, but=1)
 
-    def forget_norm(self) -> None:
-        """The gradients of the last update are of no interest any more."""
-        self.norm = None
-
     def remove(self) -> None:
         """It is an ordinary optimizer again."""
-        self._show(self._own)
+        self.show_state(own=True)
         self._put_step(self._step, self._step_before)
         self.engine_step = None
         for handle in self._handles:
             handle.remove()
-
-    def _show(self, state: Any) -> None:
-        if self.optimizer is not None:
-            self.optimizer.state = state
 
     def _put_step(self, old: Any, new: Any) -> None:
         """Let `optimizer.step` be `new`, None as its class has it, where it is `old`."""
@@ -221,16 +204,6 @@ def _step_of(guard: Guard, plain: Callable[..., Any]) -> Callable[..., Any]:
 def _members(optimizer: Optimizer | None) -> list[list[int]]:
     """Which parameters are in each param group."""
     return [] if optimizer is None else [[*map(id, g["params"])] for g in optimizer.param_groups]
-
-
-def _other_state() -> PhaseError:
-    return PhaseError(
-        "optimizer.state of an optimizer that an engine runs was replaced.",
-        cause="a momentum reset or a resume by an assignment: what the optimizer keeps is in "
-        "engine.state, and would not have changed.",
-        fix="optimizer.state.clear() begins anew; engine.set_full_optimizer_state(path, name, "
-        "value) writes whole values.",
-    )
 
 
 def _refuse_state_dict(optimizer: Optimizer) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fzero.adapter import param_access
 from fzero.adapter.driver import Driver
-from fzero.adapter.engine_step import require_no_forward, require_outside
 from fzero.adapter.module import ModuleParameters, first_state, on_own_group
 from fzero.adapter.writes import own_part
 from fzero.checkpoint.collective import Ranks
@@ -54,7 +53,7 @@ from fzero.transforms.points import begun_slots
 def adopt(driver: Driver, state: TrainState) -> None:
     """Write the values of another state into the buffers of this one."""
     driver.require_not_closed()
-    require_no_forward(driver, "engine.state = ...")
+    driver.require_no_forward("engine.state = ...")
     require_not_donated(state)
     own = driver.state
     if _form(state) != _form(own):
@@ -103,8 +102,8 @@ def reshard(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
 
 
 def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
-    require_outside(driver, "reshard()")
-    require_no_forward(driver, "reshard()")
+    driver.require_outside("reshard()")
+    driver.require_no_forward("reshard()")
     driver.require_no_window("reshard()")
     driver.loops.require_settled("reshard()")
     driver.drop_what_user_dropped()
@@ -341,7 +340,7 @@ def close(driver: Driver) -> None:
     """
     if driver.closed:
         return
-    require_no_forward(driver, "close()")
+    driver.require_no_forward("close()")
     driver.wait()
     driver.call("close()")
     _give_back(driver)

@@ -132,7 +132,7 @@ class Driver:
         # then says so, as it does for an optimizer that writes to the parameters themselves.
         torch.autograd.graph.increment_version(self.params.all_objects)
         self.writes.published(self.state)
-        self.losses.updated()
+        self.losses.calls.tokens.clear()  # no graph from before it is differentiated any more
 
     def take_back(self) -> None:
         """Give what `p.data = x` has moved away a part of the engine's buffers again.
@@ -201,7 +201,7 @@ class Driver:
         weighed = self.losses.begin(task := current_graph_task())
         # One that is made on all ranks alike is told to all, whether it brings gradients here or
         # not: its weight counts.
-        silent = not self.losses.is_of_all(task)
+        silent = task != self.losses.task_of_all
         said = come_to(self.losses.calls)
         self.running.begin_backward(silent=silent, dropped=dropped, weighed=weighed, said=said)
 
@@ -220,7 +220,7 @@ class Driver:
                 if self.running.phase.silent:
                     self.running.first_gradient()
             if isinstance(p.grad, ShardedGrad):
-                p.grad = p.grad.taken()
+                p.grad = p.grad.arrived
                 if p.grad is None:
                     return
             self.running.take(0, leaf, p)

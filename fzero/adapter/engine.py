@@ -1,7 +1,8 @@
 """The engine: an nn.Module, a torch.optim optimizer and loss.backward(), over many ranks.
 
 What users call is here by name, much of it a function of the engine's driver. What events lead to
-is in `driver`, what all ranks do together in `boundary`, reading and writing by path in `access`.
+is in `driver`, what all ranks do together in `engine_step`, reading and writing by path in
+`param_access`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from fzero.adapter.driver import Driver, of_driver
 from fzero.adapter.full_params import gathered
 from fzero.adapter.gradients import as_held
 from fzero.adapter.hooks import ModuleHook, in_backward
+from fzero.adapter.logical_batches import parts
 from fzero.adapter.module import ModuleParameters
 from fzero.adapter.optimizer_hooks import TRAINERS
-from fzero.adapter.param_access import parts, require_no_anchors
+from fzero.adapter.param_access import require_no_anchors
 from fzero.adapter.reshard import adopt, begun_state, close, reshard
 from fzero.adapter.setup import OLDER, options_of, planned, scale_of
 from fzero.context.modes import explains_inference
@@ -38,7 +40,7 @@ from fzero.optim import require_ordered
 from fzero.optim.precision import masters_of
 from fzero.options import EngineOptions, documents, takes
 from fzero.ranks.mesh import Axis, MeshLike, refuse_part
-from fzero.state import NAMESPACE, HookState, TrainState, Window, progress
+from fzero.state import NAMESPACE, HookState, TrainState, progress
 from fzero.state.train_state import Weight
 from fzero.transforms.backward_pass import Pass
 from fzero.transforms.clip import norm_of_state
@@ -47,377 +49,9 @@ from fzero.transforms.local import mesh_for
 from fzero.transforms.loss_scale import next_scale
 from fzero.transforms.weights import averaged
 
-# Methods of an engine by which users scale its losses.
-
-
-def scale(driver: Driver, loss: Tensor, *, weight: Weight | None = None) -> Tensor:
-    """Return loss x `loss_scale`: the loss itself without one.
-
-    weight: of the backward that begins here, as in `backward`; the value stays as it is.
-
-    With a scale every backward comes from here, or is made by `backward(loss)`, which scales by
-    itself: a plain loss.backward() raises `PhaseError` before any gradient is used. So does
-    this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
-    """
-    driver.require_not_closed()
-    return driver.losses.learned_by_all(loss, weight)
-
-
-def scale_if_loss(driver: Driver, x: Any) -> Any:
-    """Return `scale(x)` of a loss that was not scaled yet; anything else as it is."""
-    return scale(driver, x) if driver.losses.is_plain(x) else x
-
-
-def needs_scaler(driver: Driver) -> bool:
-    """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
-    return driver.losses.are_others
-
-
-# What an engine holds, in bytes.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryReport:
-    """Bytes of one rank, each {dtype: bytes}; nothing is counted twice.
-
-    `parameters`: the module's own (stages 0 to 2), or this rank's shards (stage 3).
-    `live_parameters`: full parameters that are gathered now (stage 3). `gradients`: those that
-    wait, those that are reduced, and what encoding has lost. `masters`: fp32 copies.
-    `optimizer`: its state. `slots`: what transforms keep.
-    """
-
-    parameters: dict[torch.dtype, int]
-    live_parameters: dict[torch.dtype, int]
-    gradients: dict[torch.dtype, int]
-    masters: dict[torch.dtype, int]
-    optimizer: dict[torch.dtype, int]
-    slots: dict[torch.dtype, int] = field(default_factory=dict)
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it."""
-        return sum(sum(kind.values()) for _, kind in self._kinds())
-
-    def _kinds(self) -> list[tuple[str, dict[torch.dtype, int]]]:
-        return [
-            ("parameters", self.parameters),
-            ("live parameters", self.live_parameters),
-            ("gradients", self.gradients),
-            ("masters", self.masters),
-            ("optimizer", self.optimizer),
-            *([("slots", self.slots)] if self.slots else []),
-        ]
-
-    def __str__(self) -> str:
-        """One line for each kind."""
-        lines = []
-        for name, kind in self._kinds():
-            text = ", ".join(f"{str(d).removeprefix('torch.')} {n:,}" for d, n in kind.items())
-            lines.append(f"{name:<16}{text or 'nothing'}")
-        return "\n".join([*lines, f"{'total':<16}{self.total_bytes:,} bytes"])
-
-
-def report(state: TrainState, running: Pass) -> MemoryReport:
-    """Add up what a state, and the gatherer of a pass, hold."""
-    masters = masters_of(state)
-    apart = set(map(id, masters))
-    kept = [*optree.tree_leaves(state.optimizer, namespace=NAMESPACE), *_slots(state, "optimizer")]
-    return MemoryReport(
-        parameters=_bytes(state.params.flats),
-        live_parameters=_bytes(x for full in running.gatherer.held.values() for x in full.flats),
-        gradients=_bytes(
-            [
-                *state.gradients.flats,
-                *_waiting(state.window),
-                *_slots(state, "gradients"),
-                *_slots(state, "window"),
-            ]
-        ),
-        masters=_bytes(masters),
-        optimizer=_bytes(x for x in kept if id(x) not in apart),
-        slots=_bytes(_slots(state, "slots")),
-    )
-
-
-def _slots(state: TrainState, kind: str) -> list[Any]:
-    """Return the tensors of slots that are counted under a kind."""
-    held: Any = [slot for slot in state.slots.values() if slot.form.kind == kind]
-    return optree.tree_leaves(held, namespace=NAMESPACE)
-
-
-def _waiting(window: Window) -> list[Tensor]:
-    return list(window.pending.flats)
-
-
-def _bytes(values: Iterable[Any]) -> dict[torch.dtype, int]:
-    found: Counter[torch.dtype] = Counter()
-    for x in values:
-        if isinstance(x, Tensor) and x.numel():
-            found[x.dtype] += x.numel() * x.element_size()
-    return dict(found)
-
-
-def described(module: nn.Module, state: TrainState) -> str:
-    """Return the line that an engine is shown as."""
-    layout, axis = state.setup.layout, state.setup.axis
-    return (
-        f"Engine({type(module).__name__}, stage={state.stage}, {axis}, "
-        f"{sum(x.numel for x in layout.leaves):,} parameters in {len(layout.groups)} groups, "
-        f"{state.setup.optimizer!r}, {int(state.step)} updates, "
-        f"{state.progress.backwards} backwards since)"
-    )
-
-
-# What one calls on a wrapped module, as on DistributedDataParallel: served by the module.
-
-_DTYPES = {
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
-    "bfloat16": torch.bfloat16,
-}
-_CONVERT = frozenset({"to", "cuda", "cpu", "xpu", "type", "to_empty", "share_memory", *_DTYPES})
-_OF_MODULE = frozenset(
-    {
-        "parameters",
-        "named_parameters",
-        "modules",
-        "children",
-        "named_children",
-        "named_modules",
-        "buffers",
-        "named_buffers",
-        "get_parameter",
-        "get_submodule",
-        "get_buffer",
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-    }
-)
-"""What is as well called on the module."""
-
-
-_INSTEAD = {
-    "ranks may have other numbers of rows: one without any calls engine.backward(loss, weight=0) "
-    "until no rank has, and fzero.data.batches gives it empty batches": "join",
-    "Engine(..., compress=fzero.Compress(gradients=codec)) encodes what crosses ranks; a function "
-    "of your own is transforms=[fzero.transform(...)]": "register_comm_hook",
-    "fzero.adapter.gathered(module), or engine.full_state_dict()": "unshard "
-    "summon_full_params consolidated_16bit_state_dict save_16bit_model set_state_dict_type",
-    "fzero.checkpoint.save(path, engine), fzero.checkpoint.load(path, engine)": "load_checkpoint "
-    "save_checkpoint optim_state_dict full_optim_state_dict",
-    "engine.no_sync() or engine.coalesce() around all but the last": "set_is_last_backward "
-    "set_requires_gradient_sync is_gradient_accumulation_boundary",
-}
-"""{what to do: the names of DDP, FSDP and DeepSpeed for it}."""
-
-
-class NamesOfModule:
-    """The names of nn.Module that an engine has, too."""
-
-    module: nn.Module
-    _driver: Driver
-
-    @property
-    def training(self) -> bool:
-        """The module's own mode."""
-        return self.module.training
-
-    def train(self, mode: bool = True) -> Self:
-        """Set the module's mode, as `module.train` does."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Set the module to evaluation, as `module.eval` does."""
-        return self.train(False)
-
-    def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Freeze the module, as `module.requires_grad_` does, or let it learn again."""
-        self.module.requires_grad_(requires_grad)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
-        """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
-        driver = self._driver
-        require_no_anchors(driver, "apply()")
-        with gathered(driver.module, modify=True, mesh=driver.axis):
-            driver.module.apply(fn)
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        """What else nn.Module has: names of its parts, hooks, conversions."""
-        return looked_up(self, name)
-
-
-def load_state_dict(
-    driver: Driver, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-) -> Any:
-    """`module.load_state_dict` with whole values, at every stage. A collective.
-
-    Parameters take the values that rank 0 has, buffers those of each rank. Masters in fp32
-    follow; what the optimizer keeps stays.
-
-    Raises:
-        LayoutError: with names or shapes that are not the module's, before anything changes;
-            for `assign`, which would put other tensors into the place of the engine's.
-
-    Example:
-        >>> import torch
-        >>> from fzero.adapter import Engine
-        >>> model = torch.nn.Linear(2, 1)
-        >>> engine = Engine(model, torch.optim.SGD(model.parameters()), stage=2)
-        >>> engine.load_state_dict(torch.nn.Linear(2, 1).state_dict())
-        <All keys matched successfully>
-    """
-    if assign:
-        raise LayoutError(
-            "engine.load_state_dict(assign=True).",
-            cause="a habit of large models, to spare a copy.",
-            fix="leave assign out: the values are copied into the engine's own memory.",
-        )
-    require_no_anchors(driver, "load_state_dict()")
-    driver.require_no_forward("load_state_dict()")
-    _require_fit(driver.module, state_dict, strict=strict)
-    with gathered(driver.module, modify=True, mesh=driver.axis):
-        return driver.module.load_state_dict(state_dict, strict=strict)
-
-
-def looked_up(engine: Any, name: str) -> Any:
-    """Return what nn.Module has by a name that an engine has not: hooks, parts, conversions.
-
-    Conversions return the engine if there is nothing to convert, else they raise `LayoutError`.
-    """
-    if "module" not in vars(engine):
-        raise AttributeError(name)
-    if name in ("__prepare_scriptable__", "_jit_override_qualname"):
-        raise not_for_jit("an engine")
-    if name.startswith("_"):
-        raise AttributeError(
-            f"{type(engine).__name__} has no attribute {name!r}: it is no nn.Module, and has one, "
-            f"engine.module. {TRAINERS}",
-            name=name,
-        )
-    module = engine.module
-    if name in _OF_MODULE:
-        return getattr(module, name)
-    if name not in _CONVERT:
-        hint = f"; its module has: engine.module.{name}" if hasattr(module, name) else ""
-        for fix, names in _INSTEAD.items():
-            hint = f". Fix: {fix}." if name in names.split() else hint
-        raise AttributeError(f"{type(engine).__name__} has no attribute {name!r}{hint}", name=name)
-
-    def convert(*args: Any, **kwargs: Any) -> Any:
-        _require_converted(module, name, args, kwargs)
-        return engine
-
-    return convert
-
-
-def _require_converted(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
-    """Raise `LayoutError` if module.name(*args, **kwargs) would convert or move anything."""
-    held = [*module.parameters(), *module.buffers()]
-    here = {x.device for x in held}
-    device, dtype = None, None
-    if name == "to":
-        parse: Any = vars(torch._C)["_nn"]._parse_to  # as nn.Module.to reads its arguments
-        device, dtype, *_ = parse(*args, **kwargs)
-    elif name == "cpu":
-        device = torch.device("cpu")
-    elif name == "cuda":
-        index = args[0] if args else kwargs.get("device")
-        device = torch.device("cuda", index) if isinstance(index, int) else torch.device("cuda")
-    else:
-        dtype = _DTYPES.get(name)
-    moves = device is not None and any(_is_elsewhere(device, x) for x in here)
-    casts = dtype is not None and any(x.is_floating_point() and x.dtype != dtype for x in held)
-    if (device is not None or dtype is not None) and not moves and not casts:
-        return
-    raise LayoutError(
-        f"engine.{name}(): the parameters are {sorted({str(x.dtype) for x in held})} on "
-        f"{sorted(map(str, here))}.",
-        cause="a module that is moved or converted after the engine was made: its parameters are "
-        "in the engine's buffers.",
-        fix="call it on the module before Engine(module, ...); or engine.close(), convert, and "
-        "make another engine.",
-    )
-
-
-def _is_elsewhere(device: torch.device, held: torch.device) -> bool:
-    return device.type != held.type or (device.index is not None and device.index != held.index)
-
-
-def _has_load_hooks(module: nn.Module) -> bool:
-    """Whether a user, or a library, has hooks on what a module loads, beside the engine's own."""
-    hooks = (x for part in module.modules() for x in part._load_state_dict_pre_hooks.values())
-    return any(not isinstance(getattr(x, "hook", x), ModuleHook) for x in hooks)
-
-
-def _require_fit(module: nn.Module, given: Mapping[str, Any], *, strict: bool) -> None:
-    """Raise `LayoutError` for a state dict that is not this module's."""
-    if _has_load_hooks(module):
-        return  # they give names and values their form: torch checks them then
-    held = module.state_dict()
-    wrong = [f"no {name}" for name in held if name not in given] if strict else []
-    wrong += [f"an unknown {name}" for name in given if name not in held] if strict else []
-    for name, value in given.items():
-        mine = held.get(name)
-        if isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape != value.shape:
-            wrong.append(f"{name} of shape {tuple(value.shape)}, {tuple(mine.shape)} here")
-    if wrong:
-        more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
-        raise LayoutError(
-            f"engine.load_state_dict: the state dict has {', '.join(wrong[:6])}{more}.",
-            cause="another model; or names of a wrapped one (`module.` of DDP, `_orig_mod.`).",
-            fix="load what this model has saved; torch.nn.modules.utils."
-            'consume_prefix_in_state_dict_if_present(state_dict, "module.") takes a prefix off; '
-            "strict=False takes what fits.",
-        )
-
-
-# Gradients of an engine, clipped by hand: what torch.nn.utils does to those of one process.
-
-
-def clip_grad_norm_(driver: Driver, max_norm: float) -> Tensor:
-    """Scale the gradients so that their global norm is at most `max_norm`; return it before.
-
-    g <- g min(1, max_norm / (|g| + 1e-6)). A collective. `max_norm=` of the engine does the
-    same at every update.
-    """
-    good = max_norm == float("inf") or (is_number(max_norm) and max_norm >= 0)
-    require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
-    held = driver.reduced(f"clip_grad_norm_({max_norm})")
-    state = driver.state
-    norm = averaged(state, norm_of_state(state, state.gradients))
-    if not held:  # as torch.nn.utils.clip_grad_norm_: nothing to scale
-        return norm
-    gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
-    driver.put(state.replace(gradients=gradients))
-    driver.stand_ins.gradients.changed()
-    return norm
-
-
-@torch.no_grad()
-def clip_grad_value_(driver: Driver, clip_value: float) -> None:
-    """Bound each element of the reduced gradients: g <- max(-clip_value, min(g, clip_value)).
-
-    What torch.nn.utils.clip_grad_value_ does to the gradients of one process: that works, too.
-    """
-    good = is_number(clip_value) and clip_value >= 0
-    name = "clip_grad_value_(): clip_value"
-    require(name, clip_value, lambda _: good, "a number of 0 or more")
-    require_ordered("clip_grad_value_()", driver.state.setup.layout.leaves)
-    state = driver.with_gradients(f"clip_grad_value_({clip_value})")
-    for index, flat in zip(state.setup.layout.trainable, state.gradients.flats, strict=True):
-        low, high = (as_held(state, index, bound) for bound in (-clip_value, clip_value))
-        change(flat, state.device, partial(Tensor.clamp_, min=low, max=high))
-    driver.stand_ins.gradients.changed()
-
 
 @documents
-class Engine(NamesOfModule):
+class Engine:
     """ZeRO stage 0 to 3 for a module whose loss is made and differentiated in the usual way.
 
     `loss.backward()` leaves each rank its part of mean_r(g_r), the mean of the ranks' gradients;
@@ -576,9 +210,25 @@ class Engine(NamesOfModule):
             self._driver.failed(error)
             raise
 
-    scale = of_driver(scale)
-    scale_if_loss = of_driver(scale_if_loss)
-    needs_scaler = of_driver(needs_scaler)
+    def scale(self, loss: Tensor, *, weight: Weight | None = None) -> Tensor:
+        """Return loss x `loss_scale`: the loss itself without one.
+
+        weight: of the backward that begins here, as in `backward`; the value stays as it is.
+
+        With a scale every backward comes from here, or is made by `backward(loss)`, which scales by
+        itself: a plain loss.backward() raises `PhaseError` before any gradient is used. So does
+        this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
+        """
+        self._driver.require_not_closed()
+        return self._driver.losses.learned_by_all(loss, weight)
+
+    def scale_if_loss(self, x: Any) -> Any:
+        """Return `scale(x)` of a loss that was not scaled yet; anything else as it is."""
+        return self.scale(x) if self._driver.losses.is_plain(x) else x
+
+    def needs_scaler(self) -> bool:
+        """Whether a plain loss.backward() raises: whether there is a loss scale but 1."""
+        return self._driver.losses.are_others
 
     @property
     def loss_scale(self) -> float:
@@ -604,9 +254,40 @@ class Engine(NamesOfModule):
     parts = of_driver(parts)
     coalesce = of_driver(engine_step.coalesce)
     no_sync = of_driver(engine_step.no_sync)
-    clip_grad_norm_ = of_driver(clip_grad_norm_)
-    clip_grad_value_ = of_driver(clip_grad_value_)
     close = of_driver(close)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their global norm is at most `max_norm`; return it before.
+
+        g <- g min(1, max_norm / (|g| + 1e-6)). A collective. `max_norm=` of the engine does the
+        same at every update.
+        """
+        good = max_norm == float("inf") or (is_number(max_norm) and max_norm >= 0)
+        require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
+        held = self._driver.reduced(f"clip_grad_norm_({max_norm})")
+        state = self._driver.state
+        norm = averaged(state, norm_of_state(state, state.gradients))
+        if held:  # without, as torch.nn.utils.clip_grad_norm_: nothing to scale
+            gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
+            self._driver.put(state.replace(gradients=gradients))
+            self._driver.stand_ins.gradients.changed()
+        return norm
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Bound each element of the reduced gradients: g <- max(-clip_value, min(g, clip_value)).
+
+        What torch.nn.utils.clip_grad_value_ does to the gradients of one process: that works, too.
+        """
+        good = is_number(clip_value) and clip_value >= 0
+        name = "clip_grad_value_(): clip_value"
+        require(name, clip_value, lambda _: good, "a number of 0 or more")
+        require_ordered("clip_grad_value_()", self._driver.state.setup.layout.leaves)
+        state = self._driver.with_gradients(f"clip_grad_value_({clip_value})")
+        for index, flat in zip(state.setup.layout.trainable, state.gradients.flats, strict=True):
+            low, high = (as_held(state, index, bound) for bound in (-clip_value, clip_value))
+            change(flat, state.device, partial(Tensor.clamp_, min=low, max=high))
+        self._driver.stand_ins.gradients.changed()
 
     @torch._disable_dynamo
     def reshard(self, stage: int | None = None, mesh: MeshLike = None) -> None:
@@ -660,6 +341,39 @@ class Engine(NamesOfModule):
         if message := progress.thrown_away(counted, every):
             warnings.warn(message, UserWarning, stacklevel=2 + DISABLED_FRAMES)
 
+    # What one calls on a wrapped module, as on DistributedDataParallel: served by the module.
+
+    @property
+    def training(self) -> bool:
+        """The module's own mode."""
+        return self.module.training
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module's mode, as `module.train` does."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Set the module to evaluation, as `module.eval` does."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Freeze the module, as `module.requires_grad_` does, or let it learn again."""
+        self.module.requires_grad_(requires_grad)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> Self:
+        """`module.apply(fn)`, which may write parameters: those of rank 0 count. A collective."""
+        driver = self._driver
+        require_no_anchors(driver, "apply()")
+        with gathered(driver.module, modify=True, mesh=driver.axis):
+            driver.module.apply(fn)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """What else nn.Module has: names of its parts, hooks, conversions."""
+        return looked_up(self, name)
+
     # Reading and writing by path, whole or this rank's: see `access`.
 
     full_gradients = of_driver(param_access.full_gradients)
@@ -679,7 +393,39 @@ class Engine(NamesOfModule):
     set_local_optimizer_state = of_driver(param_access.set_local_optimizer_state)
     full_state_dict = of_driver(param_access.full_state_dict)
     state_dict = of_driver(param_access.state_dict)
-    load_state_dict = of_driver(load_state_dict)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """`module.load_state_dict` with whole values, at every stage. A collective.
+
+        Parameters take the values that rank 0 has, buffers those of each rank. Masters in fp32
+        follow; what the optimizer keeps stays.
+
+        Raises:
+            LayoutError: with names or shapes that are not the module's, before anything changes;
+                for `assign`, which would put other tensors into the place of the engine's.
+
+        Example:
+            >>> import torch
+            >>> from fzero.adapter import Engine
+            >>> model = torch.nn.Linear(2, 1)
+            >>> engine = Engine(model, torch.optim.SGD(model.parameters()), stage=2)
+            >>> engine.load_state_dict(torch.nn.Linear(2, 1).state_dict())
+            <All keys matched successfully>
+        """
+        if assign:
+            raise LayoutError(
+                "engine.load_state_dict(assign=True).",
+                cause="a habit of large models, to spare a copy.",
+                fix="leave assign out: the values are copied into the engine's own memory.",
+            )
+        driver = self._driver
+        require_no_anchors(driver, "load_state_dict()")
+        driver.require_no_forward("load_state_dict()")
+        _require_fit(driver.module, state_dict, strict=strict)
+        with gathered(driver.module, modify=True, mesh=driver.axis):
+            return driver.module.load_state_dict(state_dict, strict=strict)
 
     @property
     def global_grad_norm(self) -> Tensor | None:
@@ -690,7 +436,15 @@ class Engine(NamesOfModule):
         return param_access.global_grad_norm(self._driver)
 
     def __repr__(self) -> str:
-        return "Engine(closed)" if self.closed else described(self.module, self.state)
+        if self.closed:
+            return "Engine(closed)"
+        state, layout = self.state, self.state.setup.layout
+        return (
+            f"Engine({type(self.module).__name__}, stage={state.stage}, {state.setup.axis}, "
+            f"{sum(x.numel for x in layout.leaves):,} parameters in {len(layout.groups)} groups, "
+            f"{state.setup.optimizer!r}, {int(state.step)} updates, "
+            f"{state.progress.backwards} backwards since)"
+        )
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this rank holds now, by kind and dtype. No collective."""
@@ -705,3 +459,219 @@ class Engine(NamesOfModule):
         """Close the engine: a collective. After an error on several ranks it stays open."""
         if kind is None or self.axis.size == 1:
             self.close()
+
+
+_DTYPES = {
+    "half": torch.float16,
+    "float": torch.float32,
+    "double": torch.float64,
+    "bfloat16": torch.bfloat16,
+}
+_CONVERT = frozenset({"to", "cuda", "cpu", "xpu", "type", "to_empty", "share_memory", *_DTYPES})
+_OF_MODULE = frozenset(
+    {
+        "parameters",
+        "named_parameters",
+        "modules",
+        "children",
+        "named_children",
+        "named_modules",
+        "buffers",
+        "named_buffers",
+        "get_parameter",
+        "get_submodule",
+        "get_buffer",
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    }
+)
+"""What is as well called on the module."""
+
+
+_INSTEAD = {
+    "ranks may have other numbers of rows: one without any calls engine.backward(loss, weight=0) "
+    "until no rank has, and fzero.data.batches gives it empty batches": "join",
+    "Engine(..., compress=fzero.Compress(gradients=codec)) encodes what crosses ranks; a function "
+    "of your own is transforms=[fzero.transform(...)]": "register_comm_hook",
+    "fzero.adapter.gathered(module), or engine.full_state_dict()": "unshard "
+    "summon_full_params consolidated_16bit_state_dict save_16bit_model set_state_dict_type",
+    "fzero.checkpoint.save(path, engine), fzero.checkpoint.load(path, engine)": "load_checkpoint "
+    "save_checkpoint optim_state_dict full_optim_state_dict",
+    "engine.no_sync() or engine.coalesce() around all but the last": "set_is_last_backward "
+    "set_requires_gradient_sync is_gradient_accumulation_boundary",
+}
+"""{what to do: the names of DDP, FSDP and DeepSpeed for it}."""
+
+
+def looked_up(engine: Any, name: str) -> Any:
+    """Return what nn.Module has by a name that an engine has not: hooks, parts, conversions.
+
+    Conversions return the engine if there is nothing to convert, else they raise `LayoutError`.
+    """
+    if "module" not in vars(engine):
+        raise AttributeError(name)
+    if name in ("__prepare_scriptable__", "_jit_override_qualname"):
+        raise not_for_jit("an engine")
+    if name.startswith("_"):
+        raise AttributeError(
+            f"{type(engine).__name__} has no attribute {name!r}: it is no nn.Module, and has one, "
+            f"engine.module. {TRAINERS}",
+            name=name,
+        )
+    module = engine.module
+    if name in _OF_MODULE:
+        return getattr(module, name)
+    if name not in _CONVERT:
+        hint = f"; its module has: engine.module.{name}" if hasattr(module, name) else ""
+        for fix, names in _INSTEAD.items():
+            hint = f". Fix: {fix}." if name in names.split() else hint
+        raise AttributeError(f"{type(engine).__name__} has no attribute {name!r}{hint}", name=name)
+
+    def convert(*args: Any, **kwargs: Any) -> Any:
+        _require_converted(module, name, args, kwargs)
+        return engine
+
+    return convert
+
+
+def _require_converted(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
+    """Raise `LayoutError` if module.name(*args, **kwargs) would convert or move anything."""
+    held = [*module.parameters(), *module.buffers()]
+    here = {x.device for x in held}
+    device, dtype = None, None
+    if name == "to":
+        parse: Any = vars(torch._C)["_nn"]._parse_to  # as nn.Module.to reads its arguments
+        device, dtype, *_ = parse(*args, **kwargs)
+    elif name == "cpu":
+        device = torch.device("cpu")
+    elif name == "cuda":
+        index = args[0] if args else kwargs.get("device")
+        device = torch.device("cuda", index) if isinstance(index, int) else torch.device("cuda")
+    else:
+        dtype = _DTYPES.get(name)
+    moves = device is not None and any(_is_elsewhere(device, x) for x in here)
+    casts = dtype is not None and any(x.is_floating_point() and x.dtype != dtype for x in held)
+    if (device is not None or dtype is not None) and not moves and not casts:
+        return
+    raise LayoutError(
+        f"engine.{name}(): the parameters are {sorted({str(x.dtype) for x in held})} on "
+        f"{sorted(map(str, here))}.",
+        cause="a module that is moved or converted after the engine was made: its parameters are "
+        "in the engine's buffers.",
+        fix="call it on the module before Engine(module, ...); or engine.close(), convert, and "
+        "make another engine.",
+    )
+
+
+def _is_elsewhere(device: torch.device, held: torch.device) -> bool:
+    return device.type != held.type or (device.index is not None and device.index != held.index)
+
+
+def _has_load_hooks(module: nn.Module) -> bool:
+    """Whether a user, or a library, has hooks on what a module loads, beside the engine's own."""
+    hooks = (x for part in module.modules() for x in part._load_state_dict_pre_hooks.values())
+    return any(not isinstance(getattr(x, "hook", x), ModuleHook) for x in hooks)
+
+
+def _require_fit(module: nn.Module, given: Mapping[str, Any], *, strict: bool) -> None:
+    """Raise `LayoutError` for a state dict that is not this module's."""
+    if _has_load_hooks(module):
+        return  # they give names and values their form: torch checks them then
+    held = module.state_dict()
+    wrong = [f"no {name}" for name in held if name not in given] if strict else []
+    wrong += [f"an unknown {name}" for name in given if name not in held] if strict else []
+    for name, value in given.items():
+        mine = held.get(name)
+        if isinstance(mine, Tensor) and isinstance(value, Tensor) and mine.shape != value.shape:
+            wrong.append(f"{name} of shape {tuple(value.shape)}, {tuple(mine.shape)} here")
+    if wrong:
+        more = f" and {len(wrong) - 6} more" if len(wrong) > 6 else ""
+        raise LayoutError(
+            f"engine.load_state_dict: the state dict has {', '.join(wrong[:6])}{more}.",
+            cause="another model; or names of a wrapped one (`module.` of DDP, `_orig_mod.`).",
+            fix="load what this model has saved; torch.nn.modules.utils."
+            'consume_prefix_in_state_dict_if_present(state_dict, "module.") takes a prefix off; '
+            "strict=False takes what fits.",
+        )
+
+
+# What an engine holds, in bytes.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReport:
+    """Bytes of one rank, each {dtype: bytes}; nothing is counted twice.
+
+    `parameters`: the module's own (stages 0 to 2), or this rank's shards (stage 3).
+    `live_parameters`: full parameters that are gathered now (stage 3). `gradients`: those that
+    wait, those that are reduced, and what encoding has lost. `masters`: fp32 copies.
+    `optimizer`: its state. `slots`: what transforms keep.
+    """
+
+    parameters: dict[torch.dtype, int]
+    live_parameters: dict[torch.dtype, int]
+    gradients: dict[torch.dtype, int]
+    masters: dict[torch.dtype, int]
+    optimizer: dict[torch.dtype, int]
+    slots: dict[torch.dtype, int] = field(default_factory=dict)
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(sum(kind.values()) for _, kind in self._kinds())
+
+    def _kinds(self) -> list[tuple[str, dict[torch.dtype, int]]]:
+        return [
+            ("parameters", self.parameters),
+            ("live parameters", self.live_parameters),
+            ("gradients", self.gradients),
+            ("masters", self.masters),
+            ("optimizer", self.optimizer),
+            *([("slots", self.slots)] if self.slots else []),
+        ]
+
+    def __str__(self) -> str:
+        """One line for each kind."""
+        lines = []
+        for name, kind in self._kinds():
+            text = ", ".join(f"{str(d).removeprefix('torch.')} {n:,}" for d, n in kind.items())
+            lines.append(f"{name:<16}{text or 'nothing'}")
+        return "\n".join([*lines, f"{'total':<16}{self.total_bytes:,} bytes"])
+
+
+def report(state: TrainState, running: Pass) -> MemoryReport:
+    """Add up what a state, and the gatherer of a pass, hold."""
+    masters = masters_of(state)
+    apart = set(map(id, masters))
+    kept = [*optree.tree_leaves(state.optimizer, namespace=NAMESPACE), *_slots(state, "optimizer")]
+    return MemoryReport(
+        parameters=_bytes(state.params.flats),
+        live_parameters=_bytes(x for full in running.gatherer.held.values() for x in full.flats),
+        gradients=_bytes(
+            [
+                *state.gradients.flats,
+                *state.window.pending.flats,
+                *_slots(state, "gradients"),
+                *_slots(state, "window"),
+            ]
+        ),
+        masters=_bytes(masters),
+        optimizer=_bytes(x for x in kept if id(x) not in apart),
+        slots=_bytes(_slots(state, "slots")),
+    )
+
+
+def _slots(state: TrainState, kind: str) -> list[Any]:
+    """Return the tensors of slots that are counted under a kind."""
+    held: Any = [slot for slot in state.slots.values() if slot.form.kind == kind]
+    return optree.tree_leaves(held, namespace=NAMESPACE)
+
+
+def _bytes(values: Iterable[Any]) -> dict[torch.dtype, int]:
+    found: Counter[torch.dtype] = Counter()
+    for x in values:
+        if isinstance(x, Tensor) and x.numel():
+            found[x.dtype] += x.numel() * x.element_size()
+    return dict(found)

@@ -90,7 +90,7 @@ class StandIns:
         self._begun = True
         self._graph = self._graph or torch.is_grad_enabled()
         p.grad = held = self._of[id(p)][1]
-        held.stand_for(task)
+        held.task, held.arrived = task, None
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there. The state has the gradients still."""
@@ -222,7 +222,8 @@ class GradGeneration:
         self._kept: TrainState | None = None  # with what they were when they ended
         self._are_reduced, self.edits = False, 0
         self._written: list[tuple[str, str, Sequence[Any]]] = []
-        self.forget()
+        self._norms: dict[float, dict[int, Tensor]] = {}
+        self.zeroed, self.removed = set[int](), set[int]()
 
     def arrived(self) -> None:
         """A backward has brought others: what is known of them holds no more."""
@@ -231,8 +232,7 @@ class GradGeneration:
 
     def changed(self) -> None:
         """They are others now: what is known of them holds no more."""
-        self._norms: dict[float, dict[int, Tensor]] = {}
-        self.zeroed = set[int]()
+        self._norms, self.zeroed = {}, set[int]()
         self.edits += 1
 
     def forget(self) -> None:
@@ -258,8 +258,8 @@ class GradGeneration:
         Raises `PhaseError` if nobody has them.
         """
         driver: Any = self._driver()
-        live = driver is not None and not self._ended
-        if live and driver.stand_ins.removed and not in_backward():
+        gone = driver is None
+        if not (gone or self._ended) and driver.stand_ins.removed and not in_backward():
             driver.drop_if_user_did()
         if self._ended and self._kept is None:
             raise PhaseError(
@@ -269,7 +269,7 @@ class GradGeneration:
                 fix="take a copy while it is there: engine.full_gradient(path), or p.grad.clone() "
                 "at stage 0.",
             )
-        if driver is None and not self._ended:
+        if gone and not self._ended:
             raise PhaseError(
                 "p.grad is the stand-in of an engine that is gone.",
                 cause="the engine was made in a function, and nothing holds it any more.",

@@ -74,7 +74,8 @@ class Losses:
         self._weighed: Weighed | None = None  # its weight, or that of engine.backward()
         self._weight: Weight | None = None  # of engine.backward(), while it runs
         self._connected = False  # whether collectives connect its losses with those of others
-        self._watch, self._task_of_all = watch, -1
+        self._watch = watch
+        self.task_of_all = -1  # of the latest backward that is made on all ranks alike
         self.calls = Scope()
         if running.states[0].setup.layout.trainable:
             open_scope(self.calls)
@@ -83,10 +84,6 @@ class Losses:
     def are_others(self) -> bool:
         """Whether the losses that are differentiated are others than those of the user."""
         return self.acts or factor_of(self._running.states[0]) is not None
-
-    def updated(self) -> None:
-        """An update: no graph from before it is differentiated any more."""
-        self.calls.tokens.clear()
 
     def end(self) -> None:
         """No backward will follow."""
@@ -115,7 +112,7 @@ class Losses:
         return made
 
     def _begins_on_all(self, _: Tensor) -> None:
-        self._task_of_all = current_graph_task()
+        self.task_of_all = current_graph_task()
 
     def learned(self, loss: Any, weight: Weight | None = None) -> Tensor:
         """Return the loss that is differentiated; that of the user if nothing makes another of it.
@@ -186,7 +183,7 @@ class Losses:
             roots = [self._as_root(x) for x in roots]
         else:
             for x in roots:
-                self._look_at(x, weight)
+                self._running.calls.loss(x, weight)
         self._roots, self._weight = {_mark_of(x) for x in roots}, weight
         if tokens and mark is not None:  # it began before
             roots[0] = tied_to(roots[0], tokens)
@@ -199,14 +196,6 @@ class Losses:
     def _as_root(self, x: Any) -> Any:
         floating = isinstance(x, Tensor) and x.is_floating_point()
         return self.learned(x) if floating and not self.is_learned(x) else x
-
-    def _look_at(self, loss: Any, weight: Weight | None) -> None:
-        """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
-        self._running.calls.loss(loss, weight)
-
-    def is_of_all(self, task: int) -> bool:
-        """Whether the backward in this graph task is made on all ranks alike."""
-        return task == self._task_of_all
 
     def begin(self, task: int) -> Weighed | None:
         """Return the weight of a backward that begins in a graph task; note it in the state.
@@ -265,7 +254,7 @@ class Losses:
         if mark.factor is not None:
             Losses.latest = (task, self)
         if self._running.calls.looks:
-            self._look_at(loss.detach(), own)
+            self._running.calls.loss(loss.detach(), own)
         connected = self._connected or mark.connects
         self._weighed = weighed(loss, own, connected=connected)
         by = with_weight(None, self._weighed)

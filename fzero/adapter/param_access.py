@@ -10,20 +10,19 @@ An `Engine` has these functions as methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.adapter.driver import Driver
-from fzero.adapter.hooks import in_backward
 from fzero.adapter.writes import own_part, take_values
 from fzero.collectives import broadcast, gather_objects
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.codecs import Blocks
 from fzero.machine.offload import to_device
-from fzero.machine.owners import OwnedLeaf, Owners, owners_of
+from fzero.machine.owners import Owners, owners_of
 from fzero.machine.packing import LeafRange, gather_parts, leaf_ranges, unpack
 from fzero.machine.partition import identity
 from fzero.machine.placeholder import LazyParam
@@ -35,7 +34,6 @@ from fzero.transforms.accumulate_grad import filled
 from fzero.transforms.backward_pass import raises_together
 from fzero.transforms.clip import norm_of_state
 from fzero.transforms.local import NO_WRITES
-from fzero.transforms.logical_ranks import parts_of_batch, told_of_errors
 from fzero.transforms.loss_scale import without_scale
 from fzero.transforms.recipe import times_factor
 from fzero.transforms.weights import averaged, unaveraged
@@ -70,13 +68,14 @@ def whole_values(state: TrainState, path: str) -> dict[str, Tensor]:
         return {}
     owners, number = found
     one, axis = owners.leaves[number], state.setup.axis
+    kept: Any = state.setup.optimizer.kept_of(one.leaf)
     told = gather_objects({name: (tuple(x.shape), x.dtype) for name, x in own.items()}, axis)
     made = {}
     for name, (shape, dtype) in told[one.owner].items():
-        mine = _is_owner(state, owners, one)
+        mine = owners.rank_of(axis.rank) == one.owner
         sent = own[name] if mine else torch.empty(shape, dtype=dtype, device=state.device)
         whole = broadcast([sent.detach().to(state.device)], axis, one.owner)[0]
-        made[name] = whole.view(one.leaf.shape) if name in _kept(state, one) else whole
+        made[name] = whole.view(one.leaf.shape) if name in kept else whole
     return made
 
 
@@ -96,7 +95,7 @@ def with_value(
             cause="a part of a value: what is kept of this parameter is whole, on its owner.",
             fix="give the full value, in the shape that full_optimizer_state(path, name) returns.",
         )
-    if not _is_owner(state, owners, one):
+    if owners.rank_of(state.setup.axis.rank) != one.owner:
         return state
     owned = {key: list(some) for key, some in rule.owned(state.optimizer).items()}
     old = owned[name][number]
@@ -104,14 +103,6 @@ def with_value(
     owned[name][number] = made.to(old.device, old.dtype if old.numel() else made.dtype).clone()
     made_of: Any = rule.with_owned(state.optimizer, {k: tuple(x) for k, x in owned.items()})
     return state.replace(optimizer=made_of)
-
-
-def _kept(state: TrainState, one: OwnedLeaf) -> Any:
-    return state.setup.optimizer.kept_of(one.leaf)
-
-
-def _is_owner(state: TrainState, owners: Owners, one: OwnedLeaf) -> bool:
-    return owners.rank_of(state.setup.axis.rank) == one.owner
 
 
 # One parameter in the flats of a state: where it is, and reading and writing it whole.
@@ -383,12 +374,6 @@ class Named(NamedTuple):
     owned: str = ""  # the path of a leaf whose owner alone has it
     row: tuple[Blocks, Tensor] | None = None  # where it is kept encoded: what is held is a copy
 
-    def wrote(self) -> None:
-        """Keep what was written into what is held."""
-        if self.row is not None:
-            codec, row = self.row
-            codec.write(row, self.held)
-
 
 def named_state(driver: Driver, path: str, name: str) -> Named:
     """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
@@ -504,12 +489,7 @@ def full_state_dict(driver: Driver) -> dict[str, Any]:
 
     At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
     """
-    held = _state_dict_of(driver, "full_state_dict()")
-    made: dict[Any, Any] = {}
-    for value in held.values():  # what is tied stays tied, and is saved once
-        if (key := _memory_of(value)) not in made:
-            made[key] = _whole_copy(value)
-    return {name: made[_memory_of(value)] for name, value in held.items()}
+    return _state_dict_of(driver, "full_state_dict()", _whole_copy)
 
 
 def state_dict(driver: Driver) -> dict[str, Any]:
@@ -522,11 +502,8 @@ def state_dict(driver: Driver) -> dict[str, Any]:
     """
     if driver.state.stage == 3:
         return full_state_dict(driver)
-    held, made = _state_dict_of(driver, "state_dict()"), dict[Any, Any]()
-    for name, value in held.items():  # what is tied is one object
-        key = _memory_of(value)
-        held[name] = made[key] if key in made else made.setdefault(key, _live(value))
-    return held
+    live: Callable[[Any], Any] = lambda x: _whole_copy(x) if isinstance(x, LazyParam) else x  # noqa: E731
+    return _state_dict_of(driver, "state_dict()", live)
 
 
 def full_parameter(driver: Driver, path: str) -> Tensor:
@@ -594,16 +571,30 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
     At stage 0, and of a scalar, every rank has to set the same.
     """
     named = named_state(driver, path, name)
-    place, held, alone, counts, owned, _ = named
-    if counts:
+    _write_state(driver, path, name, named, value, named.held, named.place.write_piece)
+
+
+def _write_state(
+    driver: Driver,
+    path: str,
+    name: str,
+    named: Named,
+    value: Tensor | float,
+    like: Tensor,
+    write: Callable[[TrainState, Tensor, Tensor], None],
+) -> None:
+    """Make `value` a state: by `write` where a group has it; `like` is what its owner has."""
+    if named.counts:
         count(driver, path, name, value)
-    elif owned:
-        driver.put(with_value(driver.state, owned, name, value, held))
-    elif alone:
-        write_whole(path, held, value)
+    elif named.owned:
+        driver.put(with_value(driver.state, named.owned, name, value, like))
+    elif named.alone:
+        write_whole(path, named.held, value)
     else:
-        place.write_piece(driver.state, held, torch.as_tensor(value))
-        named.wrote()
+        write(driver.state, named.held, torch.as_tensor(value))
+        if named.row is not None:
+            codec, row = named.row
+            codec.write(row, named.held)
     begin(driver, path)
 
 
@@ -634,19 +625,9 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
     keeps in its param group, which is that of all parameters of the group.
     """
     named = named_state(driver, path, name)
-    place, held, alone, counts, owned, _ = named
     driver.call(f"set_full_optimizer_state() {path} {name}")
-    if counts:
-        count(driver, path, name, value)
-    elif owned:
-        whole = whole_values(driver.state, owned)[name]
-        driver.put(with_value(driver.state, owned, name, value, whole))
-    elif alone:
-        write_whole(path, held, value)
-    else:
-        place.write(driver.state, held, torch.as_tensor(value))
-        named.wrote()
-    begin(driver, path)
+    like = whole_values(driver.state, named.owned)[name] if named.owned else named.held
+    _write_state(driver, path, name, named, value, like, named.place.write)
 
 
 def whole_gradient(driver: Driver, place: ParameterPlace) -> Tensor:
@@ -668,12 +649,21 @@ def _held(state: TrainState, gradient: Any) -> Any:
     return times_factor(state, [unaveraged(state, gradient)])[0]
 
 
-def _state_dict_of(driver: Driver, name: str) -> dict[str, Any]:
-    """Return that of the module, on every rank; raise on every rank for what the engine lacks."""
+def _state_dict_of(driver: Driver, name: str, take: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what `take` makes of that of the module, on every rank; what is tied is one object.
+
+    Raises on every rank for a parameter that the engine lacks.
+    """
     with raises_together(driver.axis):
         driver.params.require_none_added()
     driver.call(name)
-    return driver.module.state_dict()
+    held, made = driver.module.state_dict(), dict[Any, Any]()
+    for key, value in held.items():
+        memory = _memory_of(value)
+        if memory not in made:
+            made[memory] = take(value)
+        held[key] = made[memory]
+    return held
 
 
 def _memory_of(value: Any) -> Any:
@@ -683,88 +673,7 @@ def _memory_of(value: Any) -> Any:
     return identity(value) if isinstance(value, Tensor) else id(value)
 
 
-def _live(value: Any) -> Any:
-    return _whole_copy(value) if isinstance(value, LazyParam) else value
-
-
 def _whole_copy(value: Any) -> Any:
     if isinstance(value, LazyParam):
         value = value.full()
     return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-# `engine.parts`: a loop over the parts of a batch, one for each logical rank of this rank.
-
-
-def parts(  # noqa: D417
-    driver: Driver, batch: Any, *, in_axes: Any = 0, sizes: Sequence[int] | None = None
-) -> Iterator[Any]:
-    """Yield the part of a batch of each logical rank that this rank carries, in order.
-
-    In a turn of the loop `fzero.axis_index()`, `axis_size()`, torch's generators and the buffers of
-    the module are those of the logical rank. Each turn has its own forwards and backwards, as many
-    as the others; the update that follows is that of all logical ranks. Where each rank carries one
-    its gradients are reduced beside the backward; else when the loop ends, which is a collective.
-    Between two updates a logical rank goes on with its own buffers; at the update floating ones
-    become the mean of all, others those of logical rank 0.
-
-    The loop must come to its end: after a break or an exception `step()` raises until
-    `zero_grad()`. It may stand in a window. Without logical ranks the batch is the one part.
-
-    Args:
-        batch: of this rank: a pytree of tensors, with the rows of its logical ranks in order.
-        in_axes: which dim of them is cut, as in `torch.func.vmap`: an int, or a tree with the first
-            levels of the batch; None for what each part gets whole.
-        sizes: how many rows each of this rank's logical ranks has; default equal parts.
-
-    Raises:
-        LayoutError: for a batch that does not divide, and axes or sizes that do not fit.
-        PhaseError: inside of another such loop, of a forward or a backward.
-
-    Example:
-        >>> import torch
-        >>> from fzero.adapter import Engine
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> _ = torch.nn.init.ones_(model.weight)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> engine = Engine(model, optimizer, stage=2, logical_ranks=2)
-        >>> for part in engine.parts(torch.tensor([[1.0, 0.0], [0.0, 1.0]])):
-        ...     engine.backward(engine(part).sum())
-        >>> engine.step(), model.weight.data
-        (True, tensor([[0.7500, 0.7500]]))
-    """
-    driver.require_not_closed()
-    if in_backward() or driver.events.in_forward:
-        raise PhaseError(
-            "engine.parts() inside a forward or a backward.",
-            cause="a hook that called it.",
-            fix="begin the loop outside.",
-        )
-    driver.loops.require_none("engine.parts()")
-    setup = driver.state.setup
-    with told_of_errors(setup):  # the others wait at the end of their loops
-        made = parts_of_batch(setup, batch, in_axes, sizes)
-    return _each(driver, made)
-
-
-def _each(driver: Driver, made: Sequence[Any]) -> Iterator[Any]:
-    if driver.state.setup.logical is None:
-        yield from made
-        return
-    driver.wait()
-    driver.drop_if_user_did()
-    loop, whole = driver.loops.begin(), False
-    try:
-        for place, part in enumerate(made):
-            loop.begin(place)
-            yield part
-            driver.drop_unfinished()
-            loop.end()
-        driver.loops.end()
-        loop.close()
-        whole = True
-    finally:
-        if not whole:
-            driver.loops.leave(loop)
-            driver.events.abandon()
-    driver.show_gradients()

@@ -84,8 +84,8 @@ class ShardedGrad(Memoryless):
     number: int  # of its parameter, among those that learn
     generation: Any  # the `GradGeneration` whose gradient it is
     leaf_shape: torch.Size
-    arrived: Tensor | None = None
     task: int = -1  # the graph task that brought the last one: what writes in it is a user's hook
+    arrived: Tensor | None = None  # what a backward has added since
     views: tuple[_View, ...] = ()
     whole: bool = True  # it has each element of the gradient once
     own: Tensor | None = None
@@ -128,10 +128,6 @@ class ShardedGrad(Memoryless):
             if isinstance(x, cls):
                 x.begin_write(func)
         return _run_on_values(func, args, kwargs)
-
-    def stand_for(self, task: int) -> None:
-        """Stand for a gradient that graph task `task` has brought."""
-        self.task, self.arrived = task, None
 
     @property
     def by(self) -> Any:
@@ -237,11 +233,6 @@ class ShardedGrad(Memoryless):
         if self.generation.at_hand and current_graph_task() == -1:
             shown = repr(self.values())
         return f"ShardedGrad({self.path}, {shown})"
-
-    def taken(self) -> Tensor | None:
-        """Return what a backward has added, and forget it."""
-        arrived, self.arrived = self.arrived, None
-        return arrived
 
 
 def _norms(func: Any, args: Any, kwargs: Any) -> Any:

@@ -5,7 +5,7 @@
     a parameter's gradient    goes into its bucket
     the epilogue              the state has what the backward brought
 
-What all ranks make together (an update, the end of a window) is in `boundary`.
+What all ranks make together (an update, the end of a window) is in `engine_step`.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ class Driver:
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
-        name = f"{name} of engine {self.running.form.number}{self.stand_ins.gradients.says}"
+        name = f"{name} of engine {self.running.form.number}{self.stand_ins.gradients.summary}"
         running, since = self.running, self.writes.since
         written = (lambda: since(self.state)) if updates else bool
         return agree(
@@ -439,7 +439,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def of_driver(function: Callable[Concatenate[Driver, P], R]) -> Callable[Concatenate[Any, P], R]:
+def as_method(function: Callable[Concatenate[Driver, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return the method of an engine that calls `function` with the engine's driver."""
 
     @functools.wraps(function)

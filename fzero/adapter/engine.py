@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fzero.adapter import engine_step, param_access
-from fzero.adapter.driver import Driver, of_driver
+from fzero.adapter.driver import Driver, as_method
 from fzero.adapter.full_params import gathered
 from fzero.adapter.gradients import as_held
 from fzero.adapter.hooks import ModuleHook, in_backward
@@ -251,10 +251,10 @@ class Engine:
 
     # Windows, updates, and the end.
 
-    parts = of_driver(parts)
-    coalesce = of_driver(engine_step.coalesce)
-    no_sync = of_driver(engine_step.no_sync)
-    close = of_driver(close)
+    parts = as_method(parts)
+    coalesce = as_method(engine_step.coalesce)
+    no_sync = as_method(engine_step.no_sync)
+    close = as_method(close)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale the gradients so that their global norm is at most `max_norm`; return it before.
@@ -374,25 +374,25 @@ class Engine:
         """What else nn.Module has: names of its parts, hooks, conversions."""
         return looked_up(self, name)
 
-    # Reading and writing by path, whole or this rank's: see `access`.
+    # Reading and writing by path, whole or this rank's: see `param_access`.
 
-    full_gradients = of_driver(param_access.full_gradients)
-    full_gradient = of_driver(param_access.full_gradient)
-    set_full_gradient = of_driver(param_access.set_full_gradient)
-    local_gradient = of_driver(param_access.local_gradient)
-    set_local_gradient = of_driver(param_access.set_local_gradient)
-    full_parameters = of_driver(param_access.full_parameters)
-    full_parameter = of_driver(param_access.full_parameter)
-    set_full_parameter = of_driver(param_access.set_full_parameter)
-    local_parameter = of_driver(param_access.local_parameter)
-    set_local_parameter = of_driver(param_access.set_local_parameter)
-    full_optimizer_states = of_driver(param_access.full_optimizer_states)
-    full_optimizer_state = of_driver(param_access.full_optimizer_state)
-    set_full_optimizer_state = of_driver(param_access.set_full_optimizer_state)
-    local_optimizer_state = of_driver(param_access.local_optimizer_state)
-    set_local_optimizer_state = of_driver(param_access.set_local_optimizer_state)
-    full_state_dict = of_driver(param_access.full_state_dict)
-    state_dict = of_driver(param_access.state_dict)
+    full_gradients = as_method(param_access.full_gradients)
+    full_gradient = as_method(param_access.full_gradient)
+    set_full_gradient = as_method(param_access.set_full_gradient)
+    local_gradient = as_method(param_access.local_gradient)
+    set_local_gradient = as_method(param_access.set_local_gradient)
+    full_parameters = as_method(param_access.full_parameters)
+    full_parameter = as_method(param_access.full_parameter)
+    set_full_parameter = as_method(param_access.set_full_parameter)
+    local_parameter = as_method(param_access.local_parameter)
+    set_local_parameter = as_method(param_access.set_local_parameter)
+    full_optimizer_states = as_method(param_access.full_optimizer_states)
+    full_optimizer_state = as_method(param_access.full_optimizer_state)
+    set_full_optimizer_state = as_method(param_access.set_full_optimizer_state)
+    local_optimizer_state = as_method(param_access.local_optimizer_state)
+    set_local_optimizer_state = as_method(param_access.set_local_optimizer_state)
+    full_state_dict = as_method(param_access.full_state_dict)
+    state_dict = as_method(param_access.state_dict)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

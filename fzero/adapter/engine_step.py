@@ -54,14 +54,14 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
         if (error := driver.writes.error()) is not None:
             raise error
         driver.put(begun(driver.state))
-    said = driver.agreed("step()", updates=True)
+    agreed = driver.agreed("step()", updates=True)
     with raises_together(driver.axis):
         guard.require_same()  # on this rank as before; ranks have compared their options
-    if said.written:
+    if agreed.written:
         driver.writes.compare(driver.state, driver.running.performer)
-    if error := refused([driver.state], None, [said]):
+    if error := refused([driver.state], None, [agreed]):
         raise error
-    state = reduce_agreed(driver.state, said, used=0)
+    state = reduce_agreed(driver.state, agreed, used=0)
     driver.put(state)  # if the optimizer raises, this is what the engine has
     if not driver.stand_ins.standing:  # other ranks had a backward
         driver.show_gradients()
@@ -83,7 +83,7 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
         driver.published()
 
     with guard.stepping():
-        _, guard.norm = update(state, said.unused, begin=begin, end=end)
+        _, guard.norm = update(state, agreed.unused, begin=begin, end=end)
     if driver.loops.buffers is not None:
         driver.loops.buffers.merge(driver.state.setup, driver.running.performer)
     return True
@@ -93,7 +93,7 @@ def zero_grad(driver: Driver) -> progress.Progress:
     """Throw away every gradient; return the progress from before. No collective in a window."""
     driver.require_not_closed()
     driver.loops.require_none("zero_grad()")
-    driver.loops.forget()
+    driver.loops.left = False
     if not in_backward():
         driver.events.abandon()  # the gradients of a backward that raised are thrown away
         driver.running.put_aside()  # and those that came inside of a forward
@@ -119,9 +119,9 @@ def coalesce(driver: Driver) -> Iterator[None]:
     """
     with _window(driver, "coalesce()"):
         yield
-    said = driver.agreed("the end of coalesce()")
-    if said.waits:
-        driver.put(reduce_agreed(driver.state, said, used=0))
+    agreed = driver.agreed("the end of coalesce()")
+    if agreed.waits:
+        driver.put(reduce_agreed(driver.state, agreed, used=0))
         driver.show_gradients()
 
 

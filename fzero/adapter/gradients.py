@@ -252,7 +252,7 @@ class GradGeneration:
             self._kept = state.replace(params=nothing, optimizer=())
         self._ended = True
 
-    def asked(self, path: str) -> GradGeneration:
+    def current(self, path: str) -> GradGeneration:
         """Return these gradients, to ask for one; drop them first if the user has dropped them.
 
         Raises `PhaseError` if nobody has them.
@@ -288,7 +288,7 @@ class GradGeneration:
         return driver.state.gradients.held and not _waits(driver.state)
 
     @property
-    def says(self) -> str:
+    def summary(self) -> str:
         """What was written to `p.grad` since the update, for ranks to compare; usually nothing.
 
         Factors are compared to three digits: other hardware may sum a norm in another order. Of
@@ -345,16 +345,16 @@ class GradGeneration:
             state = state if self.at_hand else self._reduced("reading p.grad")
             return self._addresses[held.number].values(state).to(held.dtype)
 
-    def told(self, operands: Sequence[Any]) -> list[Any]:
+    def compared(self, operands: Sequence[Any]) -> list[Any]:
         """Return what ranks compare of the operands of an operator: numbers, and digests."""
         if self._alone:
             return []
-        given = [x.told if isinstance(x, ShardedGrad) else (x,) for x in operands]
+        given = [x.compared if isinstance(x, ShardedGrad) else (x,) for x in operands]
         every = [x for some in given for x in some if not isinstance(x, Memoryless)]
         return [hashed(x) if isinstance(x, Tensor) and x.numel() != 1 else x for x in every]
 
     def write(
-        self, held: ShardedGrad, name: str, told: Sequence[Any], run: Callable[[Tensor], Tensor]
+        self, held: ShardedGrad, name: str, operands: Sequence[Any], run: Callable[[Tensor], Tensor]
     ) -> None:
         """Make this rank's elements of a gradient what `run` makes of them. A collective."""
         self._require_live(held, name)
@@ -365,7 +365,7 @@ class GradGeneration:
             change(address.flat(state), state.device, lambda home: home.copy_(kept))
         elif made.any():
             raise held.refusal(f"{name}, of a second parameter on one memory")
-        self._note(held, name, told)
+        self._note(held, name, operands)
         self.zeroed.discard(held.number)
 
     def zero(self, held: ShardedGrad) -> None:
@@ -394,8 +394,8 @@ class GradGeneration:
         with torch.inference_mode(False), torch.no_grad():
             driver.put_each(cleared)
 
-    def _note(self, held: ShardedGrad, name: str, told: Sequence[Any]) -> None:
-        self._written.append((held.path, name, told))
+    def _note(self, held: ShardedGrad, name: str, operands: Sequence[Any]) -> None:
+        self._written.append((held.path, name, operands))
         self._norms = {}
         self.edits += 1
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter.hooks import in_backward
 from fzero.collectives import Performer, broadcast
 from fzero.errors import AxisError, PhaseError
 from fzero.machine.module_buffers import is_own
@@ -70,39 +69,32 @@ def parts(  # noqa: D417
         >>> engine.step(), model.weight.data
         (True, tensor([[0.7500, 0.7500]]))
     """
-    driver.require_not_closed()
-    if in_backward() or driver.events.in_forward:
-        raise PhaseError(
-            "engine.parts() inside a forward or a backward.",
-            cause="a hook that called it.",
-            fix="begin the loop outside.",
-        )
-    driver.loops.require_none("engine.parts()")
+    driver.require_outside("engine.parts()")
+    driver.require_no_forward("engine.parts()")
     setup = driver.state.setup
     with told_of_errors(setup):  # the others wait at the end of their loops
         made = parts_of_batch(setup, batch, in_axes, sizes)
-    return _each(driver, made)
+    return iter(made) if setup.logical is None else _each(driver, made)
 
 
 def _each(driver: Any, made: Sequence[Any]) -> Iterator[Any]:
-    if driver.state.setup.logical is None:
-        yield from made
-        return
     driver.wait()
     driver.drop_if_user_did()
-    loop, whole = driver.loops.begin(), False
+    loops = driver.loops
+    loop, whole = loops.begin(), False
     try:
         for place, part in enumerate(made):
             loop.begin(place)
             yield part
             driver.drop_unfinished()
             loop.end()
-        driver.loops.end()
+        loops.open = None
         loop.close()
         whole = True
     finally:
-        if not whole:
-            driver.loops.leave(loop)
+        if not whole:  # nothing of it counts, and other ranks are told
+            loops.open, loops.left = None, True
+            loop.leave()
             driver.events.abandon()
     driver.show_gradients()
 
@@ -116,18 +108,10 @@ class Loops:
     def __init__(self, running: Pass, module: nn.Module, own: Collection[str]) -> None:
         self._running = running
         self.open: Loop | None = None
-        self._left = False  # one was left before its end, since gradients were thrown away
+        self.left = False  # one was left before its end, since gradients were thrown away
         self._made: dict[int, int] = {}  # backwards of each logical rank since the update
-        has = self._setup.logical is not None
+        has = running.states[0].setup.logical is not None
         self.buffers = _Buffers(module, own) if has else None
-
-    @property
-    def _setup(self) -> Setup:
-        return self._running.states[0].setup
-
-    def forget(self) -> None:
-        """All gradients are thrown away."""
-        self._left = False
 
     def begin(self) -> Loop:
         """Begin a loop."""
@@ -135,21 +119,13 @@ class Loops:
         self.require_whole("engine.parts()")
         if not self._running.states[0].progress.backwards:
             self._made.clear()
+        assert self.buffers is not None
         self.open = Loop(self._running, self.buffers, self._made)
         return self.open
 
-    def end(self) -> None:
-        """The loop has come to its end."""
-        self.open = None
-
-    def leave(self, loop: Loop) -> None:
-        """The loop was left before its end: nothing of it counts, and other ranks are told."""
-        self.open, self._left = None, True
-        loop.leave()
-
     def require_open(self) -> None:
         """Raise `PhaseError` for a backward outside of a loop, where logical ranks are."""
-        if self._setup.logical is not None and self.open is None:
+        if self.buffers is not None and self.open is None:
             raise PhaseError(
                 "a backward outside of engine.parts(), and the engine has logical ranks.",
                 cause="engine(batch) with the batch of this rank, of which each logical rank has "
@@ -177,7 +153,7 @@ class Loops:
 
     def require_whole(self, name: str) -> None:
         """Raise `PhaseError` after a loop that was left."""
-        if self._left:
+        if self.left:
             raise PhaseError(
                 f"{name} after a loop over engine.parts() that was left before its end.",
                 cause="break, return, or an exception that was caught outside of the loop: some "
@@ -189,7 +165,7 @@ class Loops:
 class Loop:
     """One loop: which logical rank runs, and what they have brought."""
 
-    def __init__(self, running: Pass, buffers: _Buffers | None, made: dict[int, int]) -> None:
+    def __init__(self, running: Pass, buffers: _Buffers, made: dict[int, int]) -> None:
         self._running, self._buffers, self._made = running, buffers, made
         self._first = running.states[0]
         setup = self._first.setup
@@ -210,8 +186,7 @@ class Loop:
         if self._rows is not None:
             self._running.put(0, self._rows.view(place))
         rank = self.ranks[place]
-        if self._buffers is not None:
-            self._buffers.load(rank)
+        self._buffers.load(rank)
         self._entered.enter_context(running_on(self._axis))
         carried = Carried(self._logical.ranks, self.ranks, rank)
         self._entered.enter_context(carrying(carried))
@@ -248,8 +223,7 @@ class Loop:
         self._made[rank] = before + self._call
         self._most = max(self._most, self._call)
         self._exit()
-        if self._buffers is not None:
-            self._buffers.save(self.ranks[self._place])
+        self._buffers.save(rank)
         if self._rows is not None:
             held = self._state.window.pending.held and not self._rows.waits
             if held and (self._call or not self._first.window.pending.held):
@@ -269,8 +243,7 @@ class Loop:
 
     def close(self) -> None:
         """All logical ranks of this rank are done: reduce what they have brought. A collective."""
-        if self._buffers is not None:
-            self._buffers.restore()
+        self._buffers.restore()
         if self._rows is None:
             return
         performer = self._running.performer
@@ -283,8 +256,7 @@ class Loop:
     def leave(self) -> None:
         """The loop was left."""
         self._exit()
-        if self._buffers is not None:
-            self._buffers.restore()
+        self._buffers.restore()
         if self._rows is not None:
             now = self._state
             self._running.put(0, self._first.replace(schedule=now.schedule))

@@ -75,9 +75,9 @@ class ShardedGrad(Memoryless):
     """Stands in `p.grad`: it has the parameter's shape, and no values of its own.
 
     leaf_shape: of the parameter. views: what it is a view of that by. own: if it was computed of
-    gradients at stages 1 to 3, this rank's elements of it, [n] in the order of the leaf. told: what
-    ranks compare of the operands that it was computed with. edits: `GradGeneration.edits` when it
-    was copied; -1 if it is no copy.
+    gradients at stages 1 to 3, this rank's elements of it, [n] in the order of the leaf. compared:
+    what ranks compare of the operands that it was computed with. edits: `GradGeneration.edits` when
+    it was copied; -1 if it is no copy.
     """
 
     path: str
@@ -89,7 +89,7 @@ class ShardedGrad(Memoryless):
     views: tuple[_View, ...] = ()
     whole: bool = True  # it has each element of the gradient once
     own: Tensor | None = None
-    told: tuple[Any, ...] = ()
+    compared: tuple[Any, ...] = ()
     edits: int = -1
 
     @staticmethod
@@ -132,7 +132,7 @@ class ShardedGrad(Memoryless):
     @property
     def by(self) -> Any:
         """The generation that has the gradient. Raises `PhaseError` if that has it no more."""
-        return self.generation.asked(self.path)
+        return self.generation.current(self.path)
 
     def _in_backward(self, func: Any, args: Any, task: int) -> Any:
         """What autograd adds is taken. A hook of the user's finds nothing that it may use yet."""
@@ -164,12 +164,12 @@ class ShardedGrad(Memoryless):
         """Another one of the same elements, as it is seen in `like`."""
         made = ShardedGrad(like, self.number, self.path, self.generation)
         made.leaf_shape, made.views, made.whole = self.leaf_shape, self.views, self.whole
-        made.own, made.told, made.edits = self.own, self.told, self.edits
+        made.own, made.compared, made.edits = self.own, self.compared, self.edits
         return made
 
-    def also_tell(self, operands: Sequence[Any]) -> None:
+    def note_operands(self, operands: Sequence[Any]) -> None:
         """Note operands of an edit of what it holds itself, which ranks compare."""
-        self.told, self.edits = (*self.told, *operands), -1
+        self.compared, self.edits = (*self.compared, *operands), -1
 
     def seen_in(self, whole: Tensor) -> Tensor:
         """Return what this is of a tensor in the shape of its leaf: a view."""
@@ -349,17 +349,17 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     operands = [x for x in every if x is not None and all(x is not one for one in written)]
     with torch.inference_mode(False), torch.no_grad():
-        told = by.told(operands)
+        operands = by.compared(operands)
         if written and held.own is None:
-            by.write(held, name, told, run)
+            by.write(held, name, operands, run)
         elif written:
             run(held.own)
-            held.also_tell(told)
+            held.note_operands(operands)
         else:
             made = held.beside(shown[0])
             copies = held.own is None and name in ("clone", "_to_copy")
             made.edits = by.edits if copies else -1
-            made.own, made.told = run(None).to(made.dtype), tuple(told)
+            made.own, made.compared = run(None).to(made.dtype), tuple(operands)
             return made
     return written[0]
 

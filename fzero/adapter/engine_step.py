@@ -77,13 +77,15 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
     def end(new: TrainState) -> None:
         """Before the step post hooks, which read the new parameters."""
         guard.show_state(own=False)
-        guard.was_empty = state.setup.reduction.weighted and bool((new.step == state.step).all())
+        weighted = state.setup.reduction.weighted
+        guard.note(guard.norm, was_empty=weighted and bool((new.step == state.step).all()))
         driver.stand_ins.drop()
         driver.put(new)
         driver.published()
 
     with guard.stepping():
-        _, guard.norm = update(state, agreed.unused, begin=begin, end=end)
+        _, norm = update(state, agreed.unused, begin=begin, end=end)
+    guard.note(norm, was_empty=guard.was_empty)
     if driver.loops.buffers is not None:
         driver.loops.buffers.merge(driver.state.setup, driver.running.performer)
     return True
@@ -93,11 +95,11 @@ def zero_grad(driver: Driver) -> progress.Progress:
     """Throw away every gradient; return the progress from before. No collective in a window."""
     driver.require_not_closed()
     driver.loops.require_none("zero_grad()")
-    driver.loops.left = False
+    driver.loops.end()
     if not in_backward():
         driver.events.abandon()  # the gradients of a backward that raised are thrown away
         driver.running.put_aside()  # and those that came inside of a forward
-    driver.guard.norm = None
+    driver.guard.note(None, was_empty=driver.guard.was_empty)
     if not driver.state.window.is_open:
         driver.call("zero_grad()")
         driver.put(forgotten(driver.state))

@@ -90,7 +90,7 @@ class StandIns:
         self._begun = True
         self._graph = self._graph or torch.is_grad_enabled()
         p.grad = held = self._of[id(p)][1]
-        held.task, held.arrived = task, None
+        held.stand_for(task)
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there. The state has the gradients still."""
@@ -209,14 +209,14 @@ class GradGeneration:
 
     driver: of the engine. The garbage collector does not look into `p.grad`, so it is held weakly,
     and nothing else leads to the engine or its optimizer.
-    shows: whether each rank has all elements. edits: how often they have changed. zeroed, removed:
-    the numbers of those that somebody has set to zero, and to None.
+    edits: how often they have changed. zeroed, removed: the numbers of those that somebody has set
+    to zero, and to None.
     """
 
     def __init__(self, driver: Any, addresses: Sequence[GradientAddress]) -> None:
         self._driver, self._addresses = weakref.ref(driver), addresses
         state = driver.state
-        self.device, self.stage, self.shows = state.device, state.stage, state.stage == 0
+        self.device, self.stage = state.device, state.stage
         self._layout, self._alone = state.setup.layout, state.setup.axis.size == 1
         self._ended = False
         self._kept: TrainState | None = None  # with what they were when they ended
@@ -224,6 +224,11 @@ class GradGeneration:
         self._written: list[tuple[str, str, Sequence[Any]]] = []
         self._norms: dict[float, dict[int, Tensor]] = {}
         self.zeroed, self.removed = set[int](), set[int]()
+
+    @property
+    def shows(self) -> bool:
+        """Whether each rank has all elements."""
+        return self.stage == 0
 
     def arrived(self) -> None:
         """A backward has brought others: what is known of them holds no more."""

@@ -88,12 +88,12 @@ def _each(driver: Any, made: Sequence[Any]) -> Iterator[Any]:
             yield part
             driver.drop_unfinished()
             loop.end()
-        loops.open = None
+        loops.end()
         loop.close()
         whole = True
     finally:
         if not whole:  # nothing of it counts, and other ranks are told
-            loops.open, loops.left = None, True
+            loops.end(left=True)
             loop.leave()
             driver.events.abandon()
     driver.show_gradients()
@@ -122,6 +122,10 @@ class Loops:
         assert self.buffers is not None
         self.open = Loop(self._running, self.buffers, self._made)
         return self.open
+
+    def end(self, *, left: bool = False) -> None:
+        """The loop has come to its end, or was `left`; or all gradients are thrown away."""
+        self.open, self.left = None, left
 
     def require_open(self) -> None:
         """Raise `PhaseError` for a backward outside of a loop, where logical ranks are."""

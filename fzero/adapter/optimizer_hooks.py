@@ -73,6 +73,10 @@ class Guard:
         if self.optimizer is not None:
             self.optimizer.state = self._own if own else self._shown  # type: ignore[assignment]
 
+    def note(self, norm: Tensor | None, *, was_empty: bool) -> None:
+        """Keep what users ask about the last update."""
+        self.norm, self.was_empty = norm, was_empty
+
     def require_same(self) -> None:
         """Raise `PhaseError` if `state` was replaced, or param groups have other parameters.
 

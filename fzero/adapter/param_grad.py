@@ -129,6 +129,10 @@ class ShardedGrad(Memoryless):
                 x.begin_write(func)
         return _run_on_values(func, args, kwargs)
 
+    def stand_for(self, task: int) -> None:
+        """Stand for a gradient that graph task `task` has brought."""
+        self.task, self.arrived = task, None
+
     @property
     def by(self) -> Any:
         """The generation that has the gradient. Raises `PhaseError` if that has it no more."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fzero.adapter import engine_step
+from fzero.adapter.engine_step import step
 from fzero.checkpoint.elements import slots_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.integrations.deepspeed._checkpoint import CheckpointedEngine
@@ -244,7 +244,7 @@ class DeepSpeedEngine(CheckpointedEngine):
         count = self.gradient_accumulation_steps()
         every = {None: count, True: 1, False: sys.maxsize}[self._is_boundary]
         self._was_due, backwards = False, self.state.progress.backwards
-        self._was_due = engine_step.step(self._driver, every, closure)
+        self._was_due = step(self._driver, every, closure)
         self.micro_steps += 1
         if self._was_due:
             self.global_steps += 1

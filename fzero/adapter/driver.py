@@ -5,7 +5,7 @@
     a parameter's gradient    goes into its bucket
     the epilogue              the state has what the backward brought
 
-What all ranks make together (an update, the end of a window) is in `boundary`.
+What all ranks make together (an update, the end of a window) is in `engine_step`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fzero.adapter._region import Region
-from fzero.adapter._stand_ins import StandIns
-from fzero.adapter.gradients import Gradients
+from fzero.adapter.gradients import StandIns
 from fzero.adapter.hooks import Events, current_graph_task, in_backward, weakly
 from fzero.adapter.logical_batches import Loops
 from fzero.adapter.losses import Losses
 from fzero.adapter.module import ModuleParameters
 from fzero.adapter.optimizer_hooks import Guard, optimizer_of
-from fzero.adapter.param_grad import HeldGradient
-from fzero.adapter.writes import Writes
+from fzero.adapter.param_grad import ShardedGrad
+from fzero.adapter.writes import Writes, masters_follow
 from fzero.collectives import come_to, performer_of
 from fzero.errors import PhaseError, explain
-from fzero.machine.placeholder import not_for_jit, placeholders
+from fzero.machine.placeholder import placeholders
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState, progress
 from fzero.state.layout import as_bits
@@ -66,7 +64,8 @@ class Driver:
         setup, performer = state.setup, performer_of(state.setup.axis)
         form = of_engine(performer.number() if performer is not None else 0)
         written = weakly(self._written)
-        self.running = Pass(form, [state], on_written=written, drop_raised=self._drop_raised)
+        raised = lambda: self.events.backwards.drop_unfinished()  # noqa: E731
+        self.running = Pass(form, [state], on_written=written, drop_raised=raised)
         held = None if setup.gathers_by_unit else self.running.held[0]
         reader = self.running.reader if held is None else held
         for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
@@ -74,11 +73,10 @@ class Driver:
         self.params.remember()
         self.losses = Losses(self.running, weakly(self._watch))
         self.loops = Loops(self.running, module, params.own)
-        learning, leaves = self.params.learning, setup.layout.leaves
-        gradients = Gradients(self, [leaf for _, leaf in learning])
-        self.stand_ins = StandIns(gradients, [(p, leaves[leaf].path) for p, leaf in learning])
-        self.events = Events(module, learning, Region(setup.policy.autocast, state.device), self)
-        self.writes = Writes(self.params, setup, alone=performer is None)
+        learning = self.params.learning
+        self.stand_ins = StandIns(self, learning)
+        self.events = Events(module, learning, setup.policy.autocast, state.device, self)
+        self.writes = Writes(self.params, state, alone=performer is None)
         anew = weakref.WeakMethod(self.begin_anew)  # who has the optimizer holds no engine
         self.guard = Guard(optimizer_of(setup, self.params.at), anew)
         OWNERS.update((id(p), self) for p in self.params.all_objects)
@@ -96,14 +94,9 @@ class Driver:
         return self.state.setup.axis
 
     @property
-    def number(self) -> int:
-        """The number of this engine, the same on every rank."""
-        return self.running.form.number
-
-    @property
     def closed(self) -> bool:
         """Whether the module and the optimizer were given back: the protocol has it no more."""
-        return self.number not in self.running.performer.protocol.models
+        return self.running.form.number not in self.running.performer.protocol.models
 
     # The state.
 
@@ -138,8 +131,8 @@ class Driver:
         # A graph from before the update must not be differentiated with the new values: autograd
         # then says so, as it does for an optimizer that writes to the parameters themselves.
         torch.autograd.graph.increment_version(self.params.all_objects)
-        self.writes.published()
-        self.losses.updated()
+        self.writes.published(self.state)
+        self.losses.calls.tokens.clear()  # no graph from before it is differentiated any more
 
     def take_back(self) -> None:
         """Give what `p.data = x` has moved away a part of the engine's buffers again.
@@ -161,7 +154,7 @@ class Driver:
         """`gathered(modify=True)` has written these units of stage 3."""
         table = self.running.gatherer.table
         groups = [index for unit in units for index in table.units[unit]]
-        self.writes.masters.take(self.state, groups)
+        masters_follow(self.state, groups)
 
     # What the events lead to.
 
@@ -169,11 +162,7 @@ class Driver:
         self.events.backwards.watch([loss])
 
     def forward_begins(self) -> None:
-        """A root forward begins. Raises `PhaseError` in torch.jit.trace of what has no memory."""
-        if torch._C._get_tracing_state() is not None:
-            setup = self.state.setup
-            if any(map(setup.is_read_lazily, range(len(setup.layout.groups)))):
-                raise not_for_jit("a module at stage 3, or with encoded parameters")
+        """A root forward begins."""
         self.drop_unfinished()
         self.events.backwards.reset()
         self.writes.begin_forward()
@@ -212,7 +201,7 @@ class Driver:
         weighed = self.losses.begin(task := current_graph_task())
         # One that is made on all ranks alike is told to all, whether it brings gradients here or
         # not: its weight counts.
-        silent = not self.losses.is_of_all(task)
+        silent = task != self.losses.task_of_all
         said = come_to(self.losses.calls)
         self.running.begin_backward(silent=silent, dropped=dropped, weighed=weighed, said=said)
 
@@ -230,8 +219,8 @@ class Driver:
                 self.loops.require_open()
                 if self.running.phase.silent:
                     self.running.first_gradient()
-            if isinstance(p.grad, HeldGradient):
-                p.grad = p.grad.taken()
+            if isinstance(p.grad, ShardedGrad):
+                p.grad = p.grad.arrived
                 if p.grad is None:
                     return
             self.running.take(0, leaf, p)
@@ -300,18 +289,13 @@ class Driver:
             self.stand_ins.drop()
             self.clear()
 
-    @property
-    def user_dropped(self) -> bool:
-        """Whether somebody has set every `p.grad` to None."""
-        return self.stand_ins.removed
-
     # What all ranks make together.
 
     def call(self, name: str) -> None:
         """Wait until every rank makes this call."""
         self.require_not_closed()
         self.loops.require_none(name)
-        self.running.performer.call(f"{name} of engine {self.number}")
+        self.running.performer.call(f"{name} of engine {self.running.form.number}")
 
     def with_gradients(self, name: str, path: str = "", *, begins: bool = False) -> TrainState:
         """Reduce what waits on any rank; return the state, which holds all gradients then.
@@ -355,6 +339,8 @@ class Driver:
         What the user has put into `p.grad` is written to the gradients: a collective, then.
         """
         self.wait()
+        if not self.stand_ins.touched:
+            return
         given = self.stand_ins.taken()
         with raises_together(self.axis):
             self.drop_if_user_did()
@@ -367,8 +353,9 @@ class Driver:
 
     def agreed(self, name: str, *, updates: bool = False) -> Agreed:
         """Ask all ranks what they hold of gradients; for an update, also which leaves they used."""
-        name = f"{name} of engine {self.number}{self.stand_ins.gradients.said}"
-        written, running = self.writes.since if updates else bool, self.running
+        name = f"{name} of engine {self.running.form.number}{self.stand_ins.gradients.summary}"
+        running, since = self.running, self.writes.since
+        written = (lambda: since(self.state)) if updates else bool
         return agree(
             name,
             running.states,
@@ -389,11 +376,8 @@ class Driver:
 
     def drop_unfinished(self) -> None:
         """Drop a plain backward that raised, of any engine on these ranks."""
-        self._drop_raised()
-        self.running.performer.drop_raised()
-
-    def _drop_raised(self) -> None:
         self.events.backwards.drop_unfinished()
+        self.running.performer.drop_raised()
 
     def require_not_closed(self) -> None:
         """Raise `PhaseError` for an engine that was closed."""
@@ -402,6 +386,26 @@ class Driver:
                 "a closed engine was used.",
                 cause="engine.close() gave the module and the optimizer back.",
                 fix="use those as ordinary ones, or make a new Engine of the module.",
+            )
+
+    def require_outside(self, name: str) -> None:
+        """Raise `PhaseError` inside a backward, or a loop over parts."""
+        self.require_not_closed()
+        self.loops.require_none(name)
+        if in_backward():
+            raise PhaseError(
+                f"{name} inside a backward.",
+                cause="a hook on a tensor or parameter called it.",
+                fix="call it after loss.backward() has returned.",
+            )
+
+    def require_no_forward(self, name: str) -> None:
+        """Raise `PhaseError` inside a forward of the module: its graph is of these parameters."""
+        if self.events.in_forward:
+            raise PhaseError(
+                f"{name} inside a forward of the engine's module.",
+                cause="a hook on the forward of the module, or of a part of it, called it.",
+                fix="note there that it is due, and call it between steps: after engine.step().",
             )
 
     def require_no_window(self, name: str) -> None:
@@ -435,7 +439,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def of_driver(function: Callable[Concatenate[Driver, P], R]) -> Callable[Concatenate[Any, P], R]:
+def as_method(function: Callable[Concatenate[Driver, P], R]) -> Callable[Concatenate[Any, P], R]:
     """Return the method of an engine that calls `function` with the engine's driver."""
 
     @functools.wraps(function)

@@ -13,7 +13,7 @@ from typing import Any
 
 from fzero.adapter.driver import Driver
 from fzero.adapter.hooks import in_backward
-from fzero.errors import CallError, PhaseError
+from fzero.errors import CallError
 from fzero.optim import NoOptimizer
 from fzero.optim.optimizer import without_optimizer
 from fzero.state import Placement, TrainState, buffers, progress
@@ -21,28 +21,14 @@ from fzero.state.progress import CLOSED, open_window
 from fzero.transforms.backward_pass import raises_together, reduce_agreed, refused
 from fzero.transforms.points import renewed
 from fzero.transforms.recipe import begun, forgotten
+from fzero.transforms.update import update
 
 
-def call_step(driver: Driver, every: int) -> bool:
-    """Count a call of `step()`; update at every `every`-th one. Return whether it was due."""
-    require_outside(driver, "step()")
-    require_no_forward(driver, "step()")
-    driver.require_no_window("step()")
-    driver.loops.require_whole("step()")
-    driver.say_dropped()
-    if isinstance(driver.state.setup.optimizer, NoOptimizer):
-        raise without_optimizer()
-    driver.drop_what_user_dropped()
-    counted, due = progress.call_step(driver.state.progress, every)
-    if due:
-        _step(driver)
-    else:
-        driver.put(driver.state.replace(progress=counted))
-    return due
+def step(driver: Driver, every: int, closure: Any = None) -> bool:
+    """Count a call; at every `every`-th one update the parameters, and clear the gradients.
 
-
-def require_no_closure(closure: Any) -> None:
-    """Raise `CallError` for an argument of `step()`."""
+    Returns whether it was due.
+    """
     if closure is not None:
         raise CallError(
             f"engine.step() was given a {type(closure).__name__}.",
@@ -50,54 +36,70 @@ def require_no_closure(closure: Any) -> None:
             fix="call `loss = closure()`, whose backward brings the gradients, then engine.step() "
             "without an argument. LBFGS, which calls its closure several times, is not for ranks.",
         )
-
-
-def _step(driver: Driver) -> None:
-    """Update the parameters from the gradients, and clear those."""
+    driver.require_outside("step()")
+    driver.require_no_forward("step()")
+    driver.require_no_window("step()")
+    driver.loops.require_whole("step()")
+    driver.say_dropped()
+    if isinstance(driver.state.setup.optimizer, NoOptimizer):
+        raise without_optimizer()
+    driver.drop_what_user_dropped()
+    counted, due = progress.call_step(driver.state.progress, every)
+    if not due:
+        driver.put(driver.state.replace(progress=counted))
+        return False
+    guard = driver.guard
     with raises_together(driver.axis):
         driver.params.require_same()
         if (error := driver.writes.error()) is not None:
             raise error
         driver.put(begun(driver.state))
-    said = driver.agreed("step()", updates=True)
+    agreed = driver.agreed("step()", updates=True)
     with raises_together(driver.axis):
-        driver.guard.require_same_groups()
-    if said.written:
-        driver.writes.compare(driver.running.performer)
-    if error := refused([driver.state], None, [said]):
+        guard.require_same()  # on this rank as before; ranks have compared their options
+    if agreed.written:
+        driver.writes.compare(driver.state, driver.running.performer)
+    if error := refused([driver.state], None, [agreed]):
         raise error
-    state = reduce_agreed(driver.state, said, used=0)
+    state = reduce_agreed(driver.state, agreed, used=0)
     driver.put(state)  # if the optimizer raises, this is what the engine has
     if not driver.stand_ins.standing:  # other ranks had a backward
         driver.show_gradients()
 
     def begin() -> TrainState:
         """After the step pre hooks, which may write to gradients and to parameters."""
-        if driver.guard.has_pre_hooks:
+        if guard.has_pre_hooks:
             driver.stand_ins.require_none_replaced()
         driver.writes.follow(driver.state)
+        guard.show_state(own=True)
         return driver.state
 
     def end(new: TrainState) -> None:
         """Before the step post hooks, which read the new parameters."""
+        guard.show_state(own=False)
+        weighted = state.setup.reduction.weighted
+        guard.note(guard.norm, was_empty=weighted and bool((new.step == state.step).all()))
         driver.stand_ins.drop()
         driver.put(new)
         driver.published()
 
-    driver.guard.update(state, said.unused, begin, end)
+    with guard.stepping():
+        _, norm = update(state, agreed.unused, begin=begin, end=end)
+    guard.note(norm, was_empty=guard.was_empty)
     if driver.loops.buffers is not None:
         driver.loops.buffers.merge(driver.state.setup, driver.running.performer)
+    return True
 
 
 def zero_grad(driver: Driver) -> progress.Progress:
     """Throw away every gradient; return the progress from before. No collective in a window."""
     driver.require_not_closed()
     driver.loops.require_none("zero_grad()")
-    driver.loops.forget()
+    driver.loops.end()
     if not in_backward():
         driver.events.abandon()  # the gradients of a backward that raised are thrown away
         driver.running.put_aside()  # and those that came inside of a forward
-    driver.guard.forget_norm()
+    driver.guard.note(None, was_empty=driver.guard.was_empty)
     if not driver.state.window.is_open:
         driver.call("zero_grad()")
         driver.put(forgotten(driver.state))
@@ -119,9 +121,9 @@ def coalesce(driver: Driver) -> Iterator[None]:
     """
     with _window(driver, "coalesce()"):
         yield
-    said = driver.agreed("the end of coalesce()")
-    if said.waits:
-        driver.put(reduce_agreed(driver.state, said, used=0))
+    agreed = driver.agreed("the end of coalesce()")
+    if agreed.waits:
+        driver.put(reduce_agreed(driver.state, agreed, used=0))
         driver.show_gradients()
 
 
@@ -139,7 +141,7 @@ def no_sync(driver: Driver) -> Iterator[None]:
 @contextmanager
 def _window(driver: Driver, name: str) -> Iterator[None]:
     """Gradients of the block wait, unreduced. One that raises leaves what was there before."""
-    require_outside(driver, name)
+    driver.require_outside(name)
     driver.require_no_window(name)
     driver.wait()
     opened = open_window(replace(driver.state.window, pending=CLOSED.pending))
@@ -183,28 +185,3 @@ def _without_block(now: TrainState, before: TrainState) -> TrainState:
         setup=replace(now.setup, reduction=before.setup.reduction),
         slots={**before.slots, **alike},
     )
-
-
-# What raises.
-
-
-def require_outside(driver: Driver, name: str) -> None:
-    """Raise `PhaseError` inside a backward."""
-    driver.require_not_closed()
-    driver.loops.require_none(name)
-    if in_backward():
-        raise PhaseError(
-            f"{name} inside a backward.",
-            cause="a hook on a tensor or parameter called it.",
-            fix="call it after loss.backward() has returned.",
-        )
-
-
-def require_no_forward(driver: Driver, name: str) -> None:
-    """Raise `PhaseError` inside a forward of the module: its graph would be of other parameters."""
-    if driver.events.in_forward:
-        raise PhaseError(
-            f"{name} inside a forward of the engine's module.",
-            cause="a hook on the forward of the module, or of a part of it, called it.",
-            fix="note there that it is due, and call it between steps: after engine.step().",
-        )

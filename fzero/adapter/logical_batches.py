@@ -10,8 +10,9 @@ A loop that is left before its end brings nothing, and `step()` says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,81 @@ from fzero.errors import AxisError, PhaseError
 from fzero.machine.module_buffers import is_own
 from fzero.ranks.mesh import Carried, carrying, running_on
 from fzero.state import Setup, TrainState
-from fzero.transforms.backward_pass import Pass
-from fzero.transforms.logical_ranks import Rows, generators_of, mean_of_rows
+from fzero.transforms.backward_pass import Pass, raises_together
+from fzero.transforms.logical_ranks import (
+    Rows,
+    generators_of,
+    mean_of_rows,
+    parts_of_batch,
+)
+
+
+def parts(  # noqa: D417
+    driver: Any, batch: Any, *, in_axes: Any = 0, sizes: Sequence[int] | None = None
+) -> Iterator[Any]:
+    """Yield the part of a batch of each logical rank that this rank carries, in order.
+
+    In a turn of the loop `fzero.axis_index()`, `axis_size()`, torch's generators and the buffers of
+    the module are those of the logical rank. Each turn has its own forwards and backwards, as many
+    as the others; the update that follows is that of all logical ranks. Where each rank carries one
+    its gradients are reduced beside the backward; else when the loop ends, which is a collective.
+    Between two updates a logical rank goes on with its own buffers; at the update floating ones
+    become the mean of all, others those of logical rank 0.
+
+    The loop must come to its end: after a break or an exception `step()` raises until
+    `zero_grad()`. It may stand in a window. Without logical ranks the batch is the one part.
+
+    Args:
+        batch: of this rank: a pytree of tensors, with the rows of its logical ranks in order.
+        in_axes: which dim of them is cut, as in `torch.func.vmap`: an int, or a tree with the first
+            levels of the batch; None for what each part gets whole.
+        sizes: how many rows each of this rank's logical ranks has; default equal parts.
+
+    Raises:
+        LayoutError: for a batch that does not divide, and axes or sizes that do not fit.
+        PhaseError: inside of another such loop, of a forward or a backward.
+
+    Example:
+        >>> import torch
+        >>> from fzero.adapter import Engine
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        >>> engine = Engine(model, optimizer, stage=2, logical_ranks=2)
+        >>> for part in engine.parts(torch.tensor([[1.0, 0.0], [0.0, 1.0]])):
+        ...     engine.backward(engine(part).sum())
+        >>> engine.step(), model.weight.data
+        (True, tensor([[0.7500, 0.7500]]))
+    """
+    driver.require_outside("engine.parts()")
+    driver.require_no_forward("engine.parts()")
+    setup = driver.state.setup
+    # The others wait at the end of their loops.
+    with raises_together(None if setup.logical is None else setup.axis):
+        made = parts_of_batch(setup, batch, in_axes, sizes)
+    return iter(made) if setup.logical is None else _each(driver, made)
+
+
+def _each(driver: Any, made: Sequence[Any]) -> Iterator[Any]:
+    driver.wait()
+    driver.drop_if_user_did()
+    loops = driver.loops
+    loop, whole = loops.begin(), False
+    try:
+        for place, part in enumerate(made):
+            loop.begin(place)
+            yield part
+            driver.drop_unfinished()
+            loop.end()
+        loops.end()
+        loop.close()
+        whole = True
+    finally:
+        if not whole:  # nothing of it counts, and other ranks are told
+            loops.end(left=True)
+            loop.leave()
+            driver.events.abandon()
+    driver.show_gradients()
 
 
 class Loops:
@@ -34,18 +108,10 @@ class Loops:
     def __init__(self, running: Pass, module: nn.Module, own: Collection[str]) -> None:
         self._running = running
         self.open: Loop | None = None
-        self._left = False  # one was left before its end, since gradients were thrown away
+        self.left = False  # one was left before its end, since gradients were thrown away
         self._made: dict[int, int] = {}  # backwards of each logical rank since the update
-        has = self._setup.logical is not None
+        has = running.states[0].setup.logical is not None
         self.buffers = _Buffers(module, own) if has else None
-
-    @property
-    def _setup(self) -> Setup:
-        return self._running.states[0].setup
-
-    def forget(self) -> None:
-        """All gradients are thrown away."""
-        self._left = False
 
     def begin(self) -> Loop:
         """Begin a loop."""
@@ -53,21 +119,17 @@ class Loops:
         self.require_whole("engine.parts()")
         if not self._running.states[0].progress.backwards:
             self._made.clear()
+        assert self.buffers is not None
         self.open = Loop(self._running, self.buffers, self._made)
         return self.open
 
-    def end(self) -> None:
-        """The loop has come to its end."""
-        self.open = None
-
-    def leave(self, loop: Loop) -> None:
-        """The loop was left before its end: nothing of it counts, and other ranks are told."""
-        self.open, self._left = None, True
-        loop.leave()
+    def end(self, *, left: bool = False) -> None:
+        """The loop has come to its end, or was `left`; or all gradients are thrown away."""
+        self.open, self.left = None, left
 
     def require_open(self) -> None:
         """Raise `PhaseError` for a backward outside of a loop, where logical ranks are."""
-        if self._setup.logical is not None and self.open is None:
+        if self.buffers is not None and self.open is None:
             raise PhaseError(
                 "a backward outside of engine.parts(), and the engine has logical ranks.",
                 cause="engine(batch) with the batch of this rank, of which each logical rank has "
@@ -95,7 +157,7 @@ class Loops:
 
     def require_whole(self, name: str) -> None:
         """Raise `PhaseError` after a loop that was left."""
-        if self._left:
+        if self.left:
             raise PhaseError(
                 f"{name} after a loop over engine.parts() that was left before its end.",
                 cause="break, return, or an exception that was caught outside of the loop: some "
@@ -107,7 +169,7 @@ class Loops:
 class Loop:
     """One loop: which logical rank runs, and what they have brought."""
 
-    def __init__(self, running: Pass, buffers: _Buffers | None, made: dict[int, int]) -> None:
+    def __init__(self, running: Pass, buffers: _Buffers, made: dict[int, int]) -> None:
         self._running, self._buffers, self._made = running, buffers, made
         self._first = running.states[0]
         setup = self._first.setup
@@ -128,8 +190,7 @@ class Loop:
         if self._rows is not None:
             self._running.put(0, self._rows.view(place))
         rank = self.ranks[place]
-        if self._buffers is not None:
-            self._buffers.load(rank)
+        self._buffers.load(rank)
         self._entered.enter_context(running_on(self._axis))
         carried = Carried(self._logical.ranks, self.ranks, rank)
         self._entered.enter_context(carrying(carried))
@@ -166,8 +227,7 @@ class Loop:
         self._made[rank] = before + self._call
         self._most = max(self._most, self._call)
         self._exit()
-        if self._buffers is not None:
-            self._buffers.save(self.ranks[self._place])
+        self._buffers.save(rank)
         if self._rows is not None:
             held = self._state.window.pending.held and not self._rows.waits
             if held and (self._call or not self._first.window.pending.held):
@@ -187,8 +247,7 @@ class Loop:
 
     def close(self) -> None:
         """All logical ranks of this rank are done: reduce what they have brought. A collective."""
-        if self._buffers is not None:
-            self._buffers.restore()
+        self._buffers.restore()
         if self._rows is None:
             return
         performer = self._running.performer
@@ -201,8 +260,7 @@ class Loop:
     def leave(self) -> None:
         """The loop was left."""
         self._exit()
-        if self._buffers is not None:
-            self._buffers.restore()
+        self._buffers.restore()
         if self._rows is not None:
             now = self._state
             self._running.put(0, self._first.replace(schedule=now.schedule))

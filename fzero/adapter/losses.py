@@ -73,7 +73,8 @@ class Losses:
         self._weighed: Weighed | None = None  # its weight, or that of engine.backward()
         self._weight: Weight | None = None  # of engine.backward(), while it runs
         self._connected = False  # whether collectives connect its losses with those of others
-        self._watch, self._task_of_all = watch, -1
+        self._watch = watch
+        self.task_of_all = -1  # of the latest backward that is made on all ranks alike
         self.calls = Scope()
         if running.states[0].setup.layout.trainable:
             open_scope(self.calls)
@@ -82,10 +83,6 @@ class Losses:
     def are_others(self) -> bool:
         """Whether the losses that are differentiated are others than those of the user."""
         return self.acts or factor_of(self._running.states[0]) is not None
-
-    def updated(self) -> None:
-        """An update: no graph from before it is differentiated any more."""
-        self.calls.tokens.clear()
 
     def end(self) -> None:
         """No backward will follow."""
@@ -114,7 +111,7 @@ class Losses:
         return made
 
     def _begins_on_all(self, _: Tensor) -> None:
-        self._task_of_all = current_graph_task()
+        self.task_of_all = current_graph_task()
 
     def learned(self, loss: Any, weight: Weight | None = None) -> Tensor:
         """Return the loss that is differentiated; that of the user if nothing makes another of it.
@@ -204,10 +201,6 @@ class Losses:
         """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
         for part in self._running.parts.values():
             part.loss(loss, weight)
-
-    def is_of_all(self, task: int) -> bool:
-        """Whether the backward in this graph task is made on all ranks alike."""
-        return task == self._task_of_all
 
     def begin(self, task: int) -> Weighed | None:
         """Return the weight of a backward that begins in a graph task; note it in the state.

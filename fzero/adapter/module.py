@@ -8,6 +8,7 @@ encoded         a parameter is a placeholder at every stage
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -23,7 +24,7 @@ from fzero.collectives import broadcast, performer_of
 from fzero.errors import LayoutError
 from fzero.machine.module_buffers import is_own
 from fzero.machine.packing import unpack, with_own_storage
-from fzero.machine.placeholder import LazyParam
+from fzero.machine.placeholder import LazyParam, not_for_jit
 from fzero.options import Initializer
 from fzero.state import Layout, Local, Setup, TrainState
 from fzero.state.scale import ScalePolicy
@@ -309,6 +310,8 @@ def in_place_of(old: Tensor, value: Tensor) -> nn.Parameter:
     so the caller assigns the result in any case. Hooks, attributes and the gradient of `old` move
     to it; its class, too, which a placeholder keeps for its successor.
     """
+    if isinstance(value, LazyParam):
+        _keep_from_jit()
     kind = vars(old).pop(_CLASS, nn.Parameter if isinstance(old, LazyParam) else type(old))
     if isinstance(value, LazyParam) or kind is nn.Parameter:
         new = nn.Parameter(value, requires_grad=old.requires_grad)
@@ -346,6 +349,24 @@ def _swap(a: Any, b: Any) -> None:
         setattr(a, name, theirs)
         setattr(b, name, mine)
     torch._C._swap_tensor_impl(a, b)
+
+
+@functools.cache
+def _keep_from_jit() -> None:
+    """Let torch.jit refuse a module, or a part of one, whose parameters are placeholders.
+
+    TorchScript would read their memory, which they have not, and end the process.
+    """
+    recursive: Any = vars(torch.jit)["_recursive"]
+    before = recursive.check_module_initialized
+
+    @functools.wraps(before)
+    def check(module: Any) -> None:
+        before(module)
+        if any(isinstance(p, LazyParam) for p in module.parameters()):
+            raise not_for_jit("a module at stage 3, or with encoded parameters")
+
+    recursive.check_module_initialized = check
 
 
 # module.load_state_dict of an engine's module: one error where it cannot be, before it begins.

@@ -1,8 +1,11 @@
-"""Keeps a torch.optim optimizer to the engine that runs it, by its public hooks."""
+"""A torch.optim optimizer while an engine runs it: its hooks, its `step`, and its `state`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from types import MethodType
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
@@ -12,10 +15,163 @@ from torch.optim import Optimizer
 from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
 from fzero.optim.step_hooks import has_pre_hooks
-from fzero.state import Setup, TrainState
-from fzero.transforms.update import update
+from fzero.state import Setup
 
-# What `optimizer.state` is while an engine has the optimizer: it holds nothing, and says so.
+TRAINERS = (
+    "Under a trainer no Engine is made: fzero.integrations has sharded(Trainer(...), stage=2) of "
+    "transformers, FzeroAccelerator of accelerate, and FzeroStrategy of Fabric, which make it."
+)
+
+
+class Guard:
+    """While an engine has an optimizer, its state_dict and load_state_dict raise.
+
+    So does what looks into its `state`. The engine alone runs it: `optimizer.step()` is
+    `engine.step()`, which is what a GradScaler that is not enabled calls.
+
+    optimizer: of torch.optim, if there is one. clear: what `optimizer.state.clear()` does. norm: of
+    the gradients of the last update, if it clipped. was_empty: whether its total weight was 0.
+    engine_step: `engine.step`, once there is the engine. steps: whether that runs.
+    """
+
+    engine_step: WeakMethod[Callable[..., Any]] | None = None
+
+    def __init__(self, optimizer: Optimizer | None, clear: WeakMethod[Callable[[], None]]) -> None:
+        self.optimizer = optimizer
+        self.norm: Tensor | None = None
+        self.was_empty = False
+        self.steps = False
+        self._shown, self._own = OptimizerStateOfEngine(clear), getattr(optimizer, "state", None)
+        self._handles: list[Any] = []
+        self._members = _members(optimizer)
+        self._step: Any = None  # in the place of `optimizer.step`
+        self._step_before: Any = vars(optimizer).get("step") if optimizer is not None else None
+        if optimizer is not None:
+            self._step = MethodType(_step_of(self, optimizer.step), optimizer)
+            self.show_state(own=False)
+            self._put_step(self._step_before, self._step)
+            self._handles = [
+                optimizer.register_step_pre_hook(self._require_engine),
+                optimizer.register_state_dict_pre_hook(_refuse_state_dict),
+                optimizer.register_load_state_dict_pre_hook(_refuse_load),
+            ]
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """The block is a step of the engine, in which the optimizer has the `step` of its own."""
+        self.steps = True
+        self._put_step(self._step, self._step_before)
+        try:
+            yield
+        finally:
+            self.steps = False
+            self._put_step(self._step_before, self._step)
+            self.show_state(own=False)
+
+    def show_state(self, *, own: bool) -> None:
+        """Let the optimizer have its own state, as for an update, or that of an engine's."""
+        if self.optimizer is not None:
+            self.optimizer.state = self._own if own else self._shown  # type: ignore[assignment]
+
+    def note(self, norm: Tensor | None, *, was_empty: bool) -> None:
+        """Keep what users ask about the last update."""
+        self.norm, self.was_empty = norm, was_empty
+
+    def require_same(self) -> None:
+        """Raise `PhaseError` if `state` was replaced, or param groups have other parameters.
+
+        What was added would not be stepped, and what was taken out would.
+        """
+        if self.optimizer is not None and self.optimizer.state is not self._shown:
+            raise PhaseError(
+                "optimizer.state of an optimizer that an engine runs was replaced.",
+                cause="a momentum reset or a resume by an assignment: what the optimizer keeps is "
+                "in engine.state, and would not have changed.",
+                fix="optimizer.state.clear() begins anew; engine.set_full_optimizer_state(path, "
+                "name, value) writes whole values.",
+            )
+        now = _members(self.optimizer)
+        if now != self._members:
+            before = [len(some) for some in self._members]
+            raise PhaseError(
+                f"the engine's optimizer has {len(now)} param groups, of {[*map(len, now)]} "
+                f"parameters, and had {len(before)}, of {before}, when the engine was made.",
+                cause="a new head by add_param_group(), or a parameter that was appended to a "
+                "group or taken out of one.",
+                fix="engine.close(), then the head, add_param_group(), and a new Engine of both, "
+                "which goes on from what the optimizer keeps. To freeze a part, requires_grad_("
+                "False) is enough.",
+            )
+
+    @property
+    def has_pre_hooks(self) -> bool:
+        """Whether the user has put anything before a step, which may write to gradients."""
+        return self.optimizer is not None and has_pre_hooks(self.optimizer, but=1)
+
+    def remove(self) -> None:
+        """It is an ordinary optimizer again."""
+        self.show_state(own=True)
+        self._put_step(self._step, self._step_before)
+        self.engine_step = None
+        for handle in self._handles:
+            handle.remove()
+
+    def _put_step(self, old: Any, new: Any) -> None:
+        """Let `optimizer.step` be `new`, None as its class has it, where it is `old`."""
+        entries = {} if self.optimizer is None else vars(self.optimizer)
+        if entries.get("step") is old:
+            entries.pop("step", None)
+            entries.update({} if new is None else {"step": new})
+
+    def _require_engine(self, *_: Any) -> None:
+        if not self.steps:
+            raise PhaseError(
+                f"{type(self.optimizer).__name__}.step(optimizer) of an optimizer that an engine "
+                "runs.",
+                cause="a `step = optimizer.step` that was taken before the Engine was made, or an "
+                "engine that nobody holds any more.",
+                fix="call engine.step(), or optimizer.step() as it is now.",
+            )
+
+
+def _step_of(guard: Guard, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what `optimizer.step` is for an engine; `plain`: what it was, and is inside of it."""
+
+    @functools.wraps(plain)  # torch's schedulers look for what they have noted there
+    def step(_: Optimizer, closure: Any = None) -> Any:
+        of_engine = None if guard.engine_step is None else guard.engine_step()
+        given = [] if closure is None else [closure]
+        if guard.steps or of_engine is None:
+            return plain(*given)
+        of_engine(*given)
+        return None
+
+    return step
+
+
+def _members(optimizer: Optimizer | None) -> list[list[int]]:
+    """Which parameters are in each param group."""
+    return [] if optimizer is None else [[*map(id, g["params"])] for g in optimizer.param_groups]
+
+
+def _refuse_state_dict(optimizer: Optimizer) -> None:
+    raise PhaseError(
+        "optimizer.state_dict() of an optimizer that an engine runs.",
+        cause="saving it in the usual way: its state is sharded over the ranks, in "
+        "engine.state, and one rank's part is no checkpoint. Or Accelerator.prepare(), or a "
+        "Trainer(optimizers=...), that was given the engine's optimizer.",
+        fix="save with fzero.checkpoint.save(path, engine.state), or take whole values: "
+        f"engine.full_optimizer_states(). {TRAINERS}",
+    )
+
+
+def _refuse_load(optimizer: Optimizer, _: Any) -> None:
+    raise PhaseError(
+        "optimizer.load_state_dict() of an optimizer that an engine runs.",
+        cause="resuming in the usual way: its state is sharded, in engine.state.",
+        fix="load what fzero.checkpoint.save has saved with fzero.checkpoint.load; or write "
+        "whole values with engine.set_full_optimizer_state(path, name, value).",
+    )
 
 
 class OptimizerStateOfEngine(MutableMapping[Any, Any]):
@@ -68,154 +224,6 @@ def _is_elsewhere(seen: str) -> PhaseError:
         fix="engine.full_optimizer_state(path, name) gives a whole value, full_optimizer_states() "
         "all of them, set_full_optimizer_state(path, name, value) writes one, each on all ranks; "
         "optimizer.state.clear() begins anew. fzero.checkpoint.save(path, engine.state) saves.",
-    )
-
-
-TRAINERS = (
-    "Under a trainer no Engine is made: fzero.integrations has sharded(Trainer(...), stage=2) of "
-    "transformers, FzeroAccelerator of accelerate, and FzeroStrategy of Fabric, which make it."
-)
-
-
-class Guard:
-    """While an engine has an optimizer, its step, state_dict and load_state_dict raise.
-
-    So does what looks into its `state`. The engine alone runs it, by `update`.
-
-    optimizer: of torch.optim, if there is one. clear: what `optimizer.state.clear()` does. norm: of
-    the gradients of the last update, if it clipped. was_empty: whether its total weight was 0.
-    """
-
-    def __init__(self, optimizer: Optimizer | None, clear: WeakMethod[Callable[[], None]]) -> None:
-        self.optimizer = optimizer
-        self.norm: Tensor | None = None
-        self.was_empty = False
-        self._steps = False
-        self._shown, self._own = OptimizerStateOfEngine(clear), getattr(optimizer, "state", None)
-        self._handles: list[Any] = []
-        self._members = _members(optimizer)
-        if optimizer is not None:
-            optimizer.state = self._shown  # type: ignore[assignment]
-            self._handles = [
-                optimizer.register_step_pre_hook(self._require_engine),
-                optimizer.register_state_dict_pre_hook(_refuse_state_dict),
-                optimizer.register_load_state_dict_pre_hook(_refuse_load),
-            ]
-
-    def update(
-        self,
-        state: TrainState,
-        unused: Sequence[int],
-        begin: Callable[[], TrainState],
-        end: Callable[[TrainState], None],
-    ) -> None:
-        """Make one update of a state, as `transforms.update.update` says, between its hooks.
-
-        These see the optimizer as it is between updates. Raises `PhaseError` if the optimizer has
-        another `state` than it was given.
-        """
-        if self.optimizer is not None and self.optimizer.state is not self._shown:
-            raise _other_state()
-
-        def begins() -> TrainState:
-            now = begin()
-            self._show(self._own)
-            return now
-
-        def ends(new: TrainState) -> None:
-            self._show(self._shown)
-            self.was_empty = state.setup.reduction.weighted and bool((new.step == state.step).all())
-            end(new)
-
-        self._steps = True
-        try:
-            _, self.norm = update(state, unused, begin=begins, end=ends)
-        finally:
-            self._steps = False
-            self._show(self._shown)
-
-    def require_same_groups(self) -> None:
-        """Raise `PhaseError` if the param groups have other parameters than the engine was made of.
-
-        What was added would not be stepped, and what was taken out would.
-        """
-        now = _members(self.optimizer)
-        if now != self._members:
-            before = [len(some) for some in self._members]
-            raise PhaseError(
-                f"the engine's optimizer has {len(now)} param groups, of {[*map(len, now)]} "
-                f"parameters, and had {len(before)}, of {before}, when the engine was made.",
-                cause="a new head by add_param_group(), or a parameter that was appended to a "
-                "group or taken out of one.",
-                fix="engine.close(), then the head, add_param_group(), and a new Engine of both, "
-                "which goes on from what the optimizer keeps. To freeze a part, requires_grad_("
-                "False) is enough.",
-            )
-
-    @property
-    def has_pre_hooks(self) -> bool:
-        """Whether the user has put anything before a step, which may write to gradients."""
-        return self.optimizer is not None and has_pre_hooks(self.optimizer, but=1)
-
-    def forget_norm(self) -> None:
-        """The gradients of the last update are of no interest any more."""
-        self.norm = None
-
-    def remove(self) -> None:
-        """It is an ordinary optimizer again."""
-        self._show(self._own)
-        for handle in self._handles:
-            handle.remove()
-
-    def _show(self, state: Any) -> None:
-        if self.optimizer is not None:
-            self.optimizer.state = state
-
-    def _require_engine(self, *_: Any) -> None:
-        if not self._steps:
-            raise PhaseError(
-                "optimizer.step() of an optimizer that an engine runs.",
-                cause="the training loop of before the engine; a Trainer, Accelerator or Fabric "
-                "that was given the engine's optimizer; or torch's get_state_dict(), "
-                "which makes a step, and has set the learning rates to 0 for it.",
-                fix="call engine.step(), after the forward and backward of a closure, if there is "
-                "one; a scheduler's step() stays as it is. Save with "
-                f"fzero.checkpoint.save(path, engine.state). {TRAINERS}",
-            )
-
-
-def _members(optimizer: Optimizer | None) -> list[list[int]]:
-    """Which parameters are in each param group."""
-    return [] if optimizer is None else [[*map(id, g["params"])] for g in optimizer.param_groups]
-
-
-def _other_state() -> PhaseError:
-    return PhaseError(
-        "optimizer.state of an optimizer that an engine runs was replaced.",
-        cause="a momentum reset or a resume by an assignment: what the optimizer keeps is in "
-        "engine.state, and would not have changed.",
-        fix="optimizer.state.clear() begins anew; engine.set_full_optimizer_state(path, name, "
-        "value) writes whole values.",
-    )
-
-
-def _refuse_state_dict(optimizer: Optimizer) -> None:
-    raise PhaseError(
-        "optimizer.state_dict() of an optimizer that an engine runs.",
-        cause="saving it in the usual way: its state is sharded over the ranks, in "
-        "engine.state, and one rank's part is no checkpoint. Or Accelerator.prepare(), or a "
-        "Trainer(optimizers=...), that was given the engine's optimizer.",
-        fix="save with fzero.checkpoint.save(path, engine.state), or take whole values: "
-        f"engine.full_optimizer_states(). {TRAINERS}",
-    )
-
-
-def _refuse_load(optimizer: Optimizer, _: Any) -> None:
-    raise PhaseError(
-        "optimizer.load_state_dict() of an optimizer that an engine runs.",
-        cause="resuming in the usual way: its state is sharded, in engine.state.",
-        fix="load what fzero.checkpoint.save has saved with fzero.checkpoint.load; or write "
-        "whole values with engine.set_full_optimizer_state(path, name, value).",
     )
 
 

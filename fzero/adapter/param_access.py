@@ -10,20 +10,19 @@ An `Engine` has these functions as methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.adapter.driver import Driver
-from fzero.adapter.hooks import in_backward
 from fzero.adapter.writes import own_part, take_values
 from fzero.collectives import broadcast, gather_objects
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.blocks import Blocks
 from fzero.machine.offload import to_device
-from fzero.machine.owners import OwnedLeaf, Owners, owners_of
+from fzero.machine.owners import Owners, owners_of
 from fzero.machine.packing import LeafRange, gather_parts, leaf_ranges, unpack
 from fzero.machine.partition import identity
 from fzero.machine.placeholder import LazyParam
@@ -35,10 +34,294 @@ from fzero.transforms.accumulate_grad import filled
 from fzero.transforms.backward_pass import raises_together
 from fzero.transforms.clip import norm_of_state
 from fzero.transforms.local import NO_WRITES
-from fzero.transforms.logical_ranks import parts_of_batch
 from fzero.transforms.loss_scale import without_scale
 from fzero.transforms.recipe import times_factor
 from fzero.transforms.weights import averaged, unaveraged
+
+# Gradients.
+
+
+def full_gradients(driver: Driver) -> dict[str, Tensor]:
+    """{path: mean_r(g_r)} of every parameter that learns, in the accumulation dtype.
+
+    Reduces what waits first; zeros for a parameter that got none. Raises `PhaseError` when
+    there are no gradients at all, and inside a window (which they would break up).
+    """
+    state = driver.with_gradients("full_gradients()")
+    layout, found = state.setup.layout, {}
+    for number, index in enumerate(layout.trainable):
+        leaves = leaves_of(state, index, used(state, state.gradients.flats[number]))
+        found.update(zip(layout.groups[index].leaves, leaves, strict=True))
+    every, read = enumerate(layout.leaves), driver.stand_ins.read
+    return {leaf.path: read(found[i]) for i, leaf in every if leaf.trainable}
+
+
+def full_gradient(driver: Driver, path: str) -> Tensor:
+    """`full_gradients()[path]`, gathering only its group."""
+    place = find_learning(driver, path)
+    driver.with_gradients("full_gradient()", path)
+    return whole_gradient(driver, place)
+
+
+def set_full_gradient(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` (the same on every rank) the gradient that the update will use.
+
+    Where no backward has brought any, it is the only one: an update steps what was set.
+    """
+    place = find_learning(driver, path)
+    state = driver.with_gradients("set_full_gradient()", path, begins=True)
+    place.write(state, place.flat_of(state, state.gradients.flats), _held(state, value))
+    driver.wrote_gradient(place.leaf.path, place.number)
+
+
+def local_gradient(driver: Driver, path: str) -> Tensor:
+    """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
+
+    At stage 0 that is all of it. No collective, so only what has been reduced already.
+    """
+    driver.wait()
+    place, state = find_learning(driver, path), driver.state
+    flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
+    return driver.stand_ins.read(used(state, place.piece(state, place.flat_of(state, flats))))
+
+
+def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` this rank's piece of the gradient that the update will use.
+
+    No collective; at stage 0 every rank has to set the same. Raises `PhaseError` if nothing
+    has been reduced yet.
+    """
+    driver.wait()
+    place, state = find_learning(driver, path), driver.state
+    if not state.gradients.held:
+        raise PhaseError(
+            f"set_local_gradient() {path}: there are no reduced gradients.",
+            cause="no backward ran since the last update, or it ran in a window.",
+            fix="call it between the backward and step(), outside of a window.",
+        )
+    place.write_piece(state, place.flat_of(state, state.gradients.flats), _held(state, value))
+    driver.wrote_gradient(place.leaf.path, place.number)
+
+
+def global_grad_norm(driver: Driver) -> Tensor | None:
+    """|g|, before clipping, of what an update would use now. A collective.
+
+    Without gradients, that of the last update if `max_norm` was given, else None.
+    """
+    if not driver.reduced("global_grad_norm"):
+        return driver.guard.norm
+    state = driver.state
+    return driver.stand_ins.read(averaged(state, norm_of_state(state, state.gradients)))
+
+
+# Parameters.
+
+
+def full_parameters(driver: Driver) -> dict[str, Tensor]:
+    """{path: values} of all parameters, frozen ones too: copies, masters where there are."""
+    driver.call("full_parameters()")
+    state = driver.state
+    layout, found = state.setup.layout, {}
+    for index, group in enumerate(layout.groups):
+        leaves = leaves_of(state, index, stepped(state, index))
+        found.update(zip(group.leaves, [x.clone() for x in leaves], strict=True))
+    return {leaf.path: found[i] for i, leaf in enumerate(layout.leaves)}
+
+
+def full_state_dict(driver: Driver) -> dict[str, Any]:
+    """module.state_dict() with whole values, buffers too: copies, to save or to load.
+
+    At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
+    """
+    return _state_dict_of(driver, "full_state_dict()", _whole_copy)
+
+
+def state_dict(driver: Driver) -> dict[str, Any]:
+    """module.state_dict(): below stage 3 live, as the module's; at stage 3 a copy. A collective.
+
+    Below stage 3 what is written into a value, the same on every rank, is written to the parameter,
+    and masters follow. At stage 3 the values are whole, those of `full_state_dict()`, and writes
+    into them are lost: `load_state_dict()` or `set_full_parameter(path, value)` write. The same is
+    true of an encoded parameter at every stage.
+    """
+    if driver.state.stage == 3:
+        return full_state_dict(driver)
+    live: Callable[[Any], Any] = lambda x: _whole_copy(x) if isinstance(x, LazyParam) else x  # noqa: E731
+    return _state_dict_of(driver, "state_dict()", live)
+
+
+def full_parameter(driver: Driver, path: str) -> Tensor:
+    """`full_parameters()[path]`, gathering only its group."""
+    place = find(driver, path)
+    driver.call(f"full_parameter() {path}")
+    return place.whole(driver.state, stepped(driver.state, place.group)).clone()
+
+
+@torch.no_grad()
+def set_full_parameter(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` (the same on every rank) the parameter, and that of its master copy."""
+    require_no_anchors(driver, "set_full_parameter()")
+    place = find(driver, path)
+    driver.call(f"set_full_parameter() {path}")
+    for part in values_of(driver.state, place.group):
+        place.write(driver.state, part, value)
+    driver.running.changed()
+
+
+def local_parameter(driver: Driver, path: str) -> Tensor:
+    """This rank's piece of the parameter, as the optimizer steps it: 1-D. No collective."""
+    place, state = find(driver, path), driver.state
+    return place.piece(state, stepped(state, place.group)).clone()
+
+
+@torch.no_grad()
+def set_local_parameter(driver: Driver, path: str, value: Tensor) -> None:
+    """Make `value` this rank's piece of the parameter, and that of its master copy. Stage 3.
+
+    Every rank calls it, each with a piece of its own. Raises `LayoutError` below stage 3, where
+    each rank has all of the parameter, and the ranks would differ.
+    """
+    require_no_anchors(driver, "set_local_parameter()")
+    place = find(driver, path)
+    driver.wait()
+    if driver.state.stage != 3:
+        raise LayoutError(
+            f"set_local_parameter() {path} at stage {driver.state.stage}.",
+            cause="a call for stage 3; below it each rank has the whole parameter.",
+            fix="call set_full_parameter() on every rank.",
+        )
+    for part in values_of(driver.state, place.group):
+        place.write_piece(driver.state, part, value)
+    driver.running.changed()
+
+
+# Optimizer state.
+
+
+def local_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
+    """This rank's piece of state `name`: 1-D, empty if it has none. No collective.
+
+    A scalar ("step") as it is. Of a parameter that is updated whole, its owner has all.
+    """
+    place, held, alone, *_ = named_state(driver, path, name)
+    piece = held if alone else place.piece(driver.state, held)
+    return piece.clone()
+
+
+@torch.no_grad()
+def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` this rank's piece of state `name`. Every rank calls it; no collective.
+
+    At stage 0, and of a scalar, every rank has to set the same.
+    """
+    named = named_state(driver, path, name)
+    _write_state(driver, path, name, named, value, named.held, named.place.write_piece)
+
+
+def _write_state(
+    driver: Driver,
+    path: str,
+    name: str,
+    named: Named,
+    value: Tensor | float,
+    like: Tensor,
+    write: Callable[[TrainState, Tensor, Tensor], None],
+) -> None:
+    """Make `value` a state: by `write` where a group has it; `like` is what its owner has."""
+    if named.counts:
+        count(driver, path, name, value)
+    elif named.owned:
+        driver.put(with_value(driver.state, named.owned, name, value, like))
+    elif named.alone:
+        write_whole(path, named.held, value)
+    else:
+        write(driver.state, named.held, torch.as_tensor(value))
+        if named.row is not None:
+            codec, row = named.row
+            codec.write(row, named.held)
+    begin(driver, path)
+
+
+def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
+    """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
+    place, held, alone, _, owned, _ = named_state(driver, path, name)
+    driver.call(f"full_optimizer_state() {path} {name}")
+    if owned:
+        return whole_values(driver.state, owned)[name]
+    return (held if alone else place.whole(driver.state, held)).clone()
+
+
+def full_optimizer_states(driver: Driver) -> dict[str, dict[str, Any]]:
+    """{path: {name: value}} of every parameter that the optimizer steps."""
+    driver.call("full_optimizer_states()")
+    layout = driver.state.setup.layout
+    found: dict[str, dict[str, Any]] = {}
+    for index in layout.trainable:
+        found.update(states_of_group(driver, index))
+    return {leaf.path: found[leaf.path] for leaf in layout.leaves if leaf.path in found}
+
+
+@torch.no_grad()
+def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
+    """Make `value` (the same on every rank) state `name` of the parameter at `path`.
+
+    A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
+    keeps in its param group, which is that of all parameters of the group.
+    """
+    named = named_state(driver, path, name)
+    driver.call(f"set_full_optimizer_state() {path} {name}")
+    like = whole_values(driver.state, named.owned)[name] if named.owned else named.held
+    _write_state(driver, path, name, named, value, like, named.place.write)
+
+
+def whole_gradient(driver: Driver, place: ParameterPlace) -> Tensor:
+    """The gradient of one parameter, of those that are reduced. A collective."""
+    state = driver.state
+    flat = used(state, place.flat_of(state, state.gradients.flats))
+    return driver.stand_ins.read(place.whole(state, flat))
+
+
+def used(state: TrainState, gradient: Tensor) -> Tensor:
+    """A gradient that a state holds as an update uses it."""
+    return averaged(state, without_scale(state, gradient))
+
+
+def _held(state: TrainState, gradient: Any) -> Any:
+    """The other way round; what is no tensor is refused where it is written."""
+    if not isinstance(gradient, Tensor):
+        return gradient
+    return times_factor(state, [unaveraged(state, gradient)])[0]
+
+
+def _state_dict_of(driver: Driver, name: str, take: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what `take` makes of that of the module, on every rank; what is tied is one object.
+
+    Raises on every rank for a parameter that the engine lacks.
+    """
+    with raises_together(driver.axis):
+        driver.params.require_none_added()
+    driver.call(name)
+    held, made = driver.module.state_dict(), dict[Any, Any]()
+    for key, value in held.items():
+        memory = _memory_of(value)
+        if memory not in made:
+            made[memory] = take(value)
+        held[key] = made[memory]
+    return held
+
+
+def _memory_of(value: Any) -> Any:
+    """What is equal for values of one memory."""
+    if isinstance(value, LazyParam) and not value.views:
+        return id(value.reader), value.where
+    return identity(value) if isinstance(value, Tensor) else id(value)
+
+
+def _whole_copy(value: Any) -> Any:
+    if isinstance(value, LazyParam):
+        value = value.full()
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
 
 # What the owner of a parameter keeps of it, by path: on the owner alone, or on every rank.
 
@@ -70,13 +353,14 @@ def whole_values(state: TrainState, path: str) -> dict[str, Tensor]:
         return {}
     owners, number = found
     one, axis = owners.leaves[number], state.setup.axis
+    kept: Any = state.setup.optimizer.kept_of(one.leaf)
     told = gather_objects({name: (tuple(x.shape), x.dtype) for name, x in own.items()}, axis)
     made = {}
     for name, (shape, dtype) in told[one.owner].items():
-        mine = _is_owner(state, owners, one)
+        mine = owners.rank_of(axis.rank) == one.owner
         sent = own[name] if mine else torch.empty(shape, dtype=dtype, device=state.device)
         whole = broadcast([sent.detach().to(state.device)], axis, one.owner)[0]
-        made[name] = whole.view(one.leaf.shape) if name in _kept(state, one) else whole
+        made[name] = whole.view(one.leaf.shape) if name in kept else whole
     return made
 
 
@@ -96,7 +380,7 @@ def with_value(
             cause="a part of a value: what is kept of this parameter is whole, on its owner.",
             fix="give the full value, in the shape that full_optimizer_state(path, name) returns.",
         )
-    if not _is_owner(state, owners, one):
+    if owners.rank_of(state.setup.axis.rank) != one.owner:
         return state
     owned = {key: list(some) for key, some in rule.owned(state.optimizer).items()}
     old = owned[name][number]
@@ -104,14 +388,6 @@ def with_value(
     owned[name][number] = made.to(old.device, old.dtype if old.numel() else made.dtype).clone()
     made_of: Any = rule.with_owned(state.optimizer, {k: tuple(x) for k, x in owned.items()})
     return state.replace(optimizer=made_of)
-
-
-def _kept(state: TrainState, one: OwnedLeaf) -> Any:
-    return state.setup.optimizer.kept_of(one.leaf)
-
-
-def _is_owner(state: TrainState, owners: Owners, one: OwnedLeaf) -> bool:
-    return owners.rank_of(state.setup.axis.rank) == one.owner
 
 
 # One parameter in the flats of a state: where it is, and reading and writing it whole.
@@ -383,12 +659,6 @@ class Named(NamedTuple):
     owned: str = ""  # the path of a leaf whose owner alone has it
     row: tuple[Blocks, Tensor] | None = None  # where it is kept encoded: what is held is a copy
 
-    def wrote(self) -> None:
-        """Keep what was written into what is held."""
-        if self.row is not None:
-            codec, row = self.row
-            codec.write(row, self.held)
-
 
 def named_state(driver: Driver, path: str, name: str) -> Named:
     """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
@@ -407,362 +677,3 @@ def named_state(driver: Driver, path: str, name: str) -> Named:
     codec = None if alone else codec_in(driver.state.setup, place.group, name)
     row = None if codec is None else (codec, slots_of_group(driver.state, place.group)[name])
     return Named(place, scalars[name] if alone else slots[name], alone, counts, owned, row)
-
-
-# Gradients.
-
-
-def full_gradients(driver: Driver) -> dict[str, Tensor]:
-    """{path: mean_r(g_r)} of every parameter that learns, in the accumulation dtype.
-
-    Reduces what waits first; zeros for a parameter that got none. Raises `PhaseError` when
-    there are no gradients at all, and inside a window (which they would break up).
-    """
-    state = driver.with_gradients("full_gradients()")
-    layout, found = state.setup.layout, {}
-    for number, index in enumerate(layout.trainable):
-        leaves = leaves_of(state, index, used(state, state.gradients.flats[number]))
-        found.update(zip(layout.groups[index].leaves, leaves, strict=True))
-    return {leaf.path: found[i].clone() for i, leaf in enumerate(layout.leaves) if leaf.trainable}
-
-
-def full_gradient(driver: Driver, path: str) -> Tensor:
-    """`full_gradients()[path]`, gathering only its group."""
-    place = find_learning(driver, path)
-    return whole_gradient(driver.with_gradients("full_gradient()", path), place)
-
-
-def set_full_gradient(driver: Driver, path: str, value: Tensor) -> None:
-    """Make `value` (the same on every rank) the gradient that the update will use.
-
-    Where no backward has brought any, it is the only one: an update steps what was set.
-    """
-    place = find_learning(driver, path)
-    state = driver.with_gradients("set_full_gradient()", path, begins=True)
-    place.write(state, place.flat_of(state, state.gradients.flats), _held(state, value))
-    driver.wrote_gradient(place.leaf.path, place.number)
-
-
-def local_gradient(driver: Driver, path: str) -> Tensor:
-    """This rank's piece of the gradient: 1-D, empty if the rank has none of it.
-
-    At stage 0 that is all of it. No collective, so only what has been reduced already.
-    """
-    driver.wait()
-    place, state = find_learning(driver, path), driver.state
-    flats = state.gradients.flats or filled(state, {}, state.setup.gradients)
-    return used(state, place.piece(state, place.flat_of(state, flats)))
-
-
-def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
-    """Make `value` this rank's piece of the gradient that the update will use.
-
-    No collective; at stage 0 every rank has to set the same. Raises `PhaseError` if nothing
-    has been reduced yet.
-    """
-    driver.wait()
-    place, state = find_learning(driver, path), driver.state
-    if not state.gradients.held:
-        raise PhaseError(
-            f"set_local_gradient() {path}: there are no reduced gradients.",
-            cause="no backward ran since the last update, or it ran in a window.",
-            fix="call it between the backward and step(), outside of a window.",
-        )
-    place.write_piece(state, place.flat_of(state, state.gradients.flats), _held(state, value))
-    driver.wrote_gradient(place.leaf.path, place.number)
-
-
-def global_grad_norm(driver: Driver) -> Tensor | None:
-    """|g|, before clipping, of what an update would use now. A collective.
-
-    Without gradients, that of the last update if `max_norm` was given, else None.
-    """
-    if not driver.reduced("global_grad_norm"):
-        return driver.guard.norm
-    state = driver.state
-    return averaged(state, norm_of_state(state, state.gradients))
-
-
-# Parameters.
-
-
-def full_parameters(driver: Driver) -> dict[str, Tensor]:
-    """{path: values} of all parameters, frozen ones too: copies, masters where there are."""
-    driver.call("full_parameters()")
-    state = driver.state
-    layout, found = state.setup.layout, {}
-    for index, group in enumerate(layout.groups):
-        leaves = leaves_of(state, index, stepped(state, index))
-        found.update(zip(group.leaves, [x.clone() for x in leaves], strict=True))
-    return {leaf.path: found[i] for i, leaf in enumerate(layout.leaves)}
-
-
-def full_state_dict(driver: Driver) -> dict[str, Any]:
-    """module.state_dict() with whole values, buffers too: copies, to save or to load.
-
-    At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
-    """
-    held = _state_dict_of(driver, "full_state_dict()")
-    made: dict[Any, Any] = {}
-    for value in held.values():  # what is tied stays tied, and is saved once
-        if (key := _memory_of(value)) not in made:
-            made[key] = _whole_copy(value)
-    return {name: made[_memory_of(value)] for name, value in held.items()}
-
-
-def state_dict(driver: Driver) -> dict[str, Any]:
-    """module.state_dict(): below stage 3 live, as the module's; at stage 3 a copy. A collective.
-
-    Below stage 3 what is written into a value, the same on every rank, is written to the parameter,
-    and masters follow. At stage 3 the values are whole, those of `full_state_dict()`, and writes
-    into them are lost: `load_state_dict()` or `set_full_parameter(path, value)` write. The same is
-    true of an encoded parameter at every stage.
-    """
-    if driver.state.stage == 3:
-        return full_state_dict(driver)
-    held, made = _state_dict_of(driver, "state_dict()"), dict[Any, Any]()
-    for name, value in held.items():  # what is tied is one object
-        key = _memory_of(value)
-        held[name] = made[key] if key in made else made.setdefault(key, _live(value))
-    return held
-
-
-def full_parameter(driver: Driver, path: str) -> Tensor:
-    """`full_parameters()[path]`, gathering only its group."""
-    place = find(driver, path)
-    driver.call(f"full_parameter() {path}")
-    return place.whole(driver.state, stepped(driver.state, place.group)).clone()
-
-
-@torch.no_grad()
-def set_full_parameter(driver: Driver, path: str, value: Tensor) -> None:
-    """Make `value` (the same on every rank) the parameter, and that of its master copy."""
-    require_no_anchors(driver, "set_full_parameter()")
-    place = find(driver, path)
-    driver.call(f"set_full_parameter() {path}")
-    for part in values_of(driver.state, place.group):
-        place.write(driver.state, part, value)
-    driver.running.changed()
-
-
-def local_parameter(driver: Driver, path: str) -> Tensor:
-    """This rank's piece of the parameter, as the optimizer steps it: 1-D. No collective."""
-    place, state = find(driver, path), driver.state
-    return place.piece(state, stepped(state, place.group)).clone()
-
-
-@torch.no_grad()
-def set_local_parameter(driver: Driver, path: str, value: Tensor) -> None:
-    """Make `value` this rank's piece of the parameter, and that of its master copy. Stage 3.
-
-    Every rank calls it, each with a piece of its own. Raises `LayoutError` below stage 3, where
-    each rank has all of the parameter, and the ranks would differ.
-    """
-    require_no_anchors(driver, "set_local_parameter()")
-    place = find(driver, path)
-    driver.wait()
-    if driver.state.stage != 3:
-        raise LayoutError(
-            f"set_local_parameter() {path} at stage {driver.state.stage}.",
-            cause="a call for stage 3; below it each rank has the whole parameter.",
-            fix="call set_full_parameter() on every rank.",
-        )
-    for part in values_of(driver.state, place.group):
-        place.write_piece(driver.state, part, value)
-    driver.running.changed()
-
-
-# Optimizer state.
-
-
-def local_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
-    """This rank's piece of state `name`: 1-D, empty if it has none. No collective.
-
-    A scalar ("step") as it is. Of a parameter that is updated whole, its owner has all.
-    """
-    place, held, alone, *_ = named_state(driver, path, name)
-    piece = held if alone else place.piece(driver.state, held)
-    return piece.clone()
-
-
-@torch.no_grad()
-def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
-    """Make `value` this rank's piece of state `name`. Every rank calls it; no collective.
-
-    At stage 0, and of a scalar, every rank has to set the same.
-    """
-    named = named_state(driver, path, name)
-    place, held, alone, counts, owned, _ = named
-    if counts:
-        count(driver, path, name, value)
-    elif owned:
-        driver.put(with_value(driver.state, owned, name, value, held))
-    elif alone:
-        write_whole(path, held, value)
-    else:
-        place.write_piece(driver.state, held, torch.as_tensor(value))
-        named.wrote()
-    begin(driver, path)
-
-
-def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
-    """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-    place, held, alone, _, owned, _ = named_state(driver, path, name)
-    driver.call(f"full_optimizer_state() {path} {name}")
-    if owned:
-        return whole_values(driver.state, owned)[name]
-    return (held if alone else place.whole(driver.state, held)).clone()
-
-
-def full_optimizer_states(driver: Driver) -> dict[str, dict[str, Any]]:
-    """{path: {name: value}} of every parameter that the optimizer steps."""
-    driver.call("full_optimizer_states()")
-    layout = driver.state.setup.layout
-    found: dict[str, dict[str, Any]] = {}
-    for index in layout.trainable:
-        found.update(states_of_group(driver, index))
-    return {leaf.path: found[leaf.path] for leaf in layout.leaves if leaf.path in found}
-
-
-@torch.no_grad()
-def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
-    """Make `value` (the same on every rank) state `name` of the parameter at `path`.
-
-    A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
-    keeps in its param group, which is that of all parameters of the group.
-    """
-    named = named_state(driver, path, name)
-    place, held, alone, counts, owned, _ = named
-    driver.call(f"set_full_optimizer_state() {path} {name}")
-    if counts:
-        count(driver, path, name, value)
-    elif owned:
-        whole = whole_values(driver.state, owned)[name]
-        driver.put(with_value(driver.state, owned, name, value, whole))
-    elif alone:
-        write_whole(path, held, value)
-    else:
-        place.write(driver.state, held, torch.as_tensor(value))
-        named.wrote()
-    begin(driver, path)
-
-
-def whole_gradient(state: TrainState, place: ParameterPlace) -> Tensor:
-    """The gradient of one parameter. A collective."""
-    flat = used(state, place.flat_of(state, state.gradients.flats))
-    return place.whole(state, flat).clone()
-
-
-def used(state: TrainState, gradient: Tensor) -> Tensor:
-    """A gradient that a state holds as an update uses it."""
-    return averaged(state, without_scale(state, gradient))
-
-
-def _held(state: TrainState, gradient: Any) -> Any:
-    """The other way round; what is no tensor is refused where it is written."""
-    if not isinstance(gradient, Tensor):
-        return gradient
-    return times_factor(state, [unaveraged(state, gradient)])[0]
-
-
-def _state_dict_of(driver: Driver, name: str) -> dict[str, Any]:
-    """Return that of the module, on every rank; raise on every rank for what the engine lacks."""
-    with raises_together(driver.axis):
-        driver.params.require_none_added()
-    driver.call(name)
-    return driver.module.state_dict()
-
-
-def _memory_of(value: Any) -> Any:
-    """What is equal for values of one memory."""
-    if isinstance(value, LazyParam) and not value.views:
-        return id(value.reader), value.where
-    return identity(value) if isinstance(value, Tensor) else id(value)
-
-
-def _live(value: Any) -> Any:
-    return _whole_copy(value) if isinstance(value, LazyParam) else value
-
-
-def _whole_copy(value: Any) -> Any:
-    if isinstance(value, LazyParam):
-        value = value.full()
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-# `engine.parts`: a loop over the parts of a batch, one for each logical rank of this rank.
-
-
-def parts(  # noqa: D417
-    driver: Driver, batch: Any, *, in_axes: Any = 0, sizes: Sequence[int] | None = None
-) -> Iterator[Any]:
-    """Yield the part of a batch of each logical rank that this rank carries, in order.
-
-    In a turn of the loop `fzero.axis_index()`, `axis_size()`, torch's generators and the buffers of
-    the module are those of the logical rank. Each turn has its own forwards and backwards, as many
-    as the others; the update that follows is that of all logical ranks. Where each rank carries one
-    its gradients are reduced beside the backward; else when the loop ends, which is a collective.
-    Between two updates a logical rank goes on with its own buffers; at the update floating ones
-    become the mean of all, others those of logical rank 0.
-
-    The loop must come to its end: after a break or an exception `step()` raises until
-    `zero_grad()`. It may stand in a window. Without logical ranks the batch is the one part.
-
-    Args:
-        batch: of this rank: a pytree of tensors, with the rows of its logical ranks in order.
-        in_axes: which dim of them is cut, as in `torch.func.vmap`: an int, or a tree with the first
-            levels of the batch; None for what each part gets whole.
-        sizes: how many rows each of this rank's logical ranks has; default equal parts.
-
-    Raises:
-        LayoutError: for a batch that does not divide, and axes or sizes that do not fit.
-        PhaseError: inside of another such loop, of a forward or a backward.
-
-    Example:
-        >>> import torch
-        >>> from fzero.adapter import Engine
-        >>> model = torch.nn.Linear(2, 1, bias=False)
-        >>> _ = torch.nn.init.ones_(model.weight)
-        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> engine = Engine(model, optimizer, stage=2, logical_ranks=2)
-        >>> for part in engine.parts(torch.tensor([[1.0, 0.0], [0.0, 1.0]])):
-        ...     engine.backward(engine(part).sum())
-        >>> engine.step(), model.weight.data
-        (True, tensor([[0.7500, 0.7500]]))
-    """
-    driver.require_not_closed()
-    if in_backward() or driver.events.in_forward:
-        raise PhaseError(
-            "engine.parts() inside a forward or a backward.",
-            cause="a hook that called it.",
-            fix="begin the loop outside.",
-        )
-    driver.loops.require_none("engine.parts()")
-    setup = driver.state.setup
-    # The others wait at the end of their loops.
-    with raises_together(None if setup.logical is None else setup.axis):
-        made = parts_of_batch(setup, batch, in_axes, sizes)
-    return _each(driver, made)
-
-
-def _each(driver: Driver, made: Sequence[Any]) -> Iterator[Any]:
-    if driver.state.setup.logical is None:
-        yield from made
-        return
-    driver.wait()
-    driver.drop_if_user_did()
-    loop, whole = driver.loops.begin(), False
-    try:
-        for place, part in enumerate(made):
-            loop.begin(place)
-            yield part
-            driver.drop_unfinished()
-            loop.end()
-        driver.loops.end()
-        loop.close()
-        whole = True
-    finally:
-        if not whole:
-            driver.loops.leave(loop)
-            driver.events.abandon()
-    driver.show_gradients()

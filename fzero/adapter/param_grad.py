@@ -12,19 +12,16 @@ in which nobody touches `p.grad` does nothing of this.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
 from fzero.adapter.hooks import current_graph_task
-from fzero.collectives import gather_many
 from fzero.errors import PhaseError
-from fzero.machine.packing import LeafRange, hashed, leaf_ranges
 from fzero.machine.placeholder import (
     ADDRESS,
     EXPORT,
@@ -37,163 +34,6 @@ from fzero.machine.placeholder import (
     tells_nothing,
     written_by,
 )
-from fzero.state import Buffers, Setup, TrainState
-from fzero.state.layout import as_complex, stored_dtype
-from fzero.transforms.loss_scale import without_scale
-from fzero.transforms.weights import averaged
-
-# One life of an engine's gradients: from the backward that brings the first to what drops them.
-#
-# A stand-in that somebody keeps belongs to its life. When that is over, it shows what it showed
-# last,
-# as a gradient of torch does after `zero_grad()`, or raises: never the next gradient.
-
-
-class Serves(Protocol):
-    """Whoever has the gradients that stand-ins stand for.
-
-    device: where they are. stage: of the engine. shows: whether every rank has all of them.
-    at_hand: whether it shows them now without a collective. edits: how often they have changed.
-    """
-
-    device: torch.device
-    stage: int
-    shows: bool
-    edits: int
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether this rank has the gradient."""
-        ...
-
-    def norm(self, held: Any, order: float) -> Tensor:
-        """Return the norm of a whole gradient. A collective."""
-        ...
-
-    def range(self, held: Any) -> tuple[int, int]:
-        """Return which elements of a gradient this rank has: the first, and the one behind."""
-        ...
-
-    def piece(self, held: Any, name: str) -> Tensor:
-        """Return those, as an update would use them: [n], a copy. A collective."""
-        ...
-
-    def told(self, operands: Sequence[Any]) -> list[Any]:
-        """Return what ranks compare of the operands of an operator."""
-        ...
-
-    def write(
-        self, held: Any, name: str, told: Sequence[Any], run: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Make this rank's elements of a gradient what `run` makes of them. A collective."""
-        ...
-
-    def zero(self, held: Any) -> None:
-        """Set a gradient to zero."""
-        ...
-
-    def values(self, held: Any) -> Tensor:
-        """Return the elements of a gradient, a copy. Only where this `shows` them."""
-        ...
-
-    def require_no_window(self, name: str) -> None:
-        """Raise `PhaseError` inside of a window, where they are not reduced."""
-        ...
-
-
-class HoldsState(Protocol):
-    """Whoever has the state that the gradients are in."""
-
-    @property
-    def state(self) -> TrainState:
-        """The state now."""
-        ...
-
-    @property
-    def closed(self) -> bool:
-        """Whether it is used no more."""
-        ...
-
-    @property
-    def user_dropped(self) -> bool:
-        """Whether the user has set every `p.grad` to None since."""
-        ...
-
-    def drop_if_user_did(self) -> None:
-        """Forget the gradients if so."""
-        ...
-
-    def require_not_closed(self) -> None:
-        """Raise `PhaseError` if it is used no more."""
-        ...
-
-    def require_no_window(self, name: str) -> None:
-        """Raise `PhaseError` inside a window."""
-        ...
-
-    def call(self, name: str) -> None:
-        """Wait until every rank makes this call."""
-        ...
-
-    def with_gradients(self, name: str) -> TrainState:
-        """Return the state with all gradients reduced, for a call of this name. A collective."""
-        ...
-
-    def put_each(self, change: Callable[[TrainState], TrainState]) -> None:
-        """Change the state, and that from before a window."""
-        ...
-
-
-class Lives(Serves, Protocol):
-    """Whoever has them now."""
-
-    def notice(self) -> None:
-        """Drop them if the user has dropped them."""
-        ...
-
-
-class Life:
-    """One life of gradients. `end` ends it, and says who has them from then on, if anybody has."""
-
-    def __init__(self, by: Lives) -> None:
-        self._by = weakref.ref(by)  # weak: the garbage collector does not look into p.grad
-        self.device = by.device
-        self._over = False
-        self._left: Serves | None = None
-
-    def end(self, left: Serves | None) -> None:
-        """They are dropped; `left` has what they were."""
-        self._over, self._left = True, left
-
-    def by(self, path: str) -> Serves:
-        """Return who has the gradients of this life. Raises `PhaseError` if nobody has."""
-        by = self._by()
-        if by is not None and not self._over:
-            by.notice()
-        if self._left is not None:
-            return self._left
-        if self._over:
-            raise PhaseError(
-                f"a gradient of {path} from before it was dropped or used.",
-                cause="a p.grad that was kept over zero_grad() or step(). It was never reduced, as "
-                "in a window; or the update has scaled it in place (max_norm, a loss scale).",
-                fix="take a copy while it is there: engine.full_gradient(path), or p.grad.clone() "
-                "at stage 0.",
-            )
-        if by is None:
-            raise PhaseError(
-                "p.grad is the stand-in of an engine that is gone.",
-                cause="the engine was made in a function, and nothing holds it any more.",
-                fix="keep the engine for as long as its module is used, or close() it.",
-            )
-        return by
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether elements are there without a collective."""
-        by = self._left if self._over else self._by()
-        return by is not None and by.at_hand
-
 
 _ATEN = torch.ops.aten
 _NORMS = (_ATEN.linalg_vector_norm.default, _ATEN._foreach_norm.Scalar)
@@ -231,32 +71,33 @@ class _View(NamedTuple):
         return seen if self.at is None else seen[self.at]
 
 
-class HeldGradient(Memoryless):
+class ShardedGrad(Memoryless):
     """Stands in `p.grad`: it has the parameter's shape, and no values of its own.
 
     leaf_shape: of the parameter. views: what it is a view of that by. own: if it was computed of
-    gradients at stages 1 to 3, this rank's elements of it, [n] in the order of the leaf. told: what
-    ranks compare of the operands that it was computed with. edits: `Serves.edits` when it was
-    copied; -1 if it is no copy.
+    gradients at stages 1 to 3, this rank's elements of it, [n] in the order of the leaf. compared:
+    what ranks compare of the operands that it was computed with. edits: `GradGeneration.edits` when
+    it was copied; -1 if it is no copy.
     """
 
     path: str
     number: int  # of its parameter, among those that learn
-    life: Life
+    generation: Any  # the `GradGeneration` whose gradient it is
     leaf_shape: torch.Size
-    arrived: Tensor | None = None
     task: int = -1  # the graph task that brought the last one: what writes in it is a user's hook
+    arrived: Tensor | None = None  # what a backward has added since
     views: tuple[_View, ...] = ()
     whole: bool = True  # it has each element of the gradient once
     own: Tensor | None = None
-    told: tuple[Any, ...] = ()
+    compared: tuple[Any, ...] = ()
     edits: int = -1
 
     @staticmethod
-    def __new__(cls, like: Tensor, number: int, path: str, life: Life) -> HeldGradient:
+    def __new__(cls, like: Tensor, number: int, path: str, generation: Any) -> ShardedGrad:
         """Make the stand-in for a gradient in the shape of `like`."""
-        made = memoryless(cls, like, life.device)
-        made.number, made.path, made.life, made.leaf_shape = number, path, life, like.shape
+        made = memoryless(cls, like, generation.device)
+        made.number, made.path, made.leaf_shape = number, path, like.shape
+        made.generation = generation
         return made
 
     @classmethod
@@ -293,9 +134,9 @@ class HeldGradient(Memoryless):
         self.task, self.arrived = task, None
 
     @property
-    def by(self) -> Serves:
-        """Who has the gradient. Raises `PhaseError` if nobody has it any more."""
-        return self.life.by(self.path)
+    def by(self) -> Any:
+        """The generation that has the gradient. Raises `PhaseError` if that has it no more."""
+        return self.generation.current(self.path)
 
     def _in_backward(self, func: Any, args: Any, task: int) -> Any:
         """What autograd adds is taken. A hook of the user's finds nothing that it may use yet."""
@@ -312,7 +153,7 @@ class HeldGradient(Memoryless):
         meta = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
         shown = func(meta, *args, **kwargs)
 
-        def view(like: Tensor, at: int | None) -> HeldGradient:
+        def view(like: Tensor, at: int | None) -> ShardedGrad:
             made = self.beside(like)
             made.views = (*self.views, _View(func, args, kwargs, at))
             same = like.numel() == self.numel() and func is not _ATEN.as_strided.default
@@ -323,16 +164,16 @@ class HeldGradient(Memoryless):
             return [view(x, i) for i, x in enumerate(shown)]
         return view(shown, None)
 
-    def beside(self, like: Tensor) -> HeldGradient:
+    def beside(self, like: Tensor) -> ShardedGrad:
         """Another one of the same elements, as it is seen in `like`."""
-        made = HeldGradient(like, self.number, self.path, self.life)
+        made = ShardedGrad(like, self.number, self.path, self.generation)
         made.leaf_shape, made.views, made.whole = self.leaf_shape, self.views, self.whole
-        made.own, made.told, made.edits = self.own, self.told, self.edits
+        made.own, made.compared, made.edits = self.own, self.compared, self.edits
         return made
 
-    def also_tell(self, operands: Sequence[Any]) -> None:
+    def note_operands(self, operands: Sequence[Any]) -> None:
         """Note operands of an edit of what it holds itself, which ranks compare."""
-        self.told, self.edits = (*self.told, *operands), -1
+        self.compared, self.edits = (*self.compared, *operands), -1
 
     def seen_in(self, whole: Tensor) -> Tensor:
         """Return what this is of a tensor in the shape of its leaf: a view."""
@@ -393,14 +234,9 @@ class HeldGradient(Memoryless):
 
     def __repr__(self, **_: Any) -> str:
         shown = f"shape={tuple(self.shape)}"
-        if self.life.at_hand and current_graph_task() == -1:
+        if self.generation.at_hand and current_graph_task() == -1:
             shown = repr(self.values())
-        return f"HeldGradient({self.path}, {shown})"
-
-    def taken(self) -> Tensor | None:
-        """Return what a backward has added, and forget it."""
-        arrived, self.arrived = self.arrived, None
-        return arrived
+        return f"ShardedGrad({self.path}, {shown})"
 
 
 def _norms(func: Any, args: Any, kwargs: Any) -> Any:
@@ -429,7 +265,7 @@ def _zeroed(held: Any) -> Any:
 
 def _are_in_place(held: Any) -> bool:
     """Whether they are gradients as they stand in p.grad, or seen whole in another shape."""
-    return all(isinstance(x, HeldGradient) and x.whole and x.own is None for x in flat([held]))
+    return all(isinstance(x, ShardedGrad) and x.whole and x.own is None for x in flat([held]))
 
 
 def _reads_nothing(func: Any) -> bool:
@@ -476,7 +312,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """
     of_call: Any = (args, {k: x for k, x in kwargs.items() if k not in ("device", "pin_memory")})
     every, written = flat((args, [*kwargs.values()])), written_by(func, args, kwargs)
-    held: HeldGradient = next(x for x in written or every if isinstance(x, HeldGradient))
+    held: ShardedGrad = next(x for x in written or every if isinstance(x, ShardedGrad))
     metas: Any = optree.tree_map(_as_meta, of_call)
     shown = flat([func(*metas[0], **metas[1])])
     shown = written_by(func, *metas) if written else shown
@@ -491,7 +327,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
             return [part(one, own) for one in x]
         if own is not None and x is held:
             return own
-        if isinstance(x, HeldGradient) and not x.by.shows:
+        if isinstance(x, ShardedGrad) and not x.by.shows:
             if (x.number, x.views) != (held.number, held.views):
                 raise x.refusal(f"{func}, with the gradient of {held.path}", _READ)
             return (x.by.piece(x, name) if x.own is None else x.own).to(x.dtype)
@@ -517,17 +353,17 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
 
     operands = [x for x in every if x is not None and all(x is not one for one in written)]
     with torch.inference_mode(False), torch.no_grad():
-        told = by.told(operands)
+        operands = by.compared(operands)
         if written and held.own is None:
-            by.write(held, name, told, run)
+            by.write(held, name, operands, run)
         elif written:
             run(held.own)
-            held.also_tell(told)
+            held.note_operands(operands)
         else:
             made = held.beside(shown[0])
             copies = held.own is None and name in ("clone", "_to_copy")
             made.edits = by.edits if copies else -1
-            made.own, made.told = run(None).to(made.dtype), tuple(told)
+            made.own, made.compared = run(None).to(made.dtype), tuple(operands)
             return made
     return written[0]
 
@@ -539,7 +375,7 @@ def _as_meta(x: Any) -> Any:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
 
-def _cut(held: HeldGradient, x: Tensor, start: int, stop: int) -> Tensor:
+def _cut(held: ShardedGrad, x: Tensor, start: int, stop: int) -> Tensor:
     """[..] -> [n]: elements `start` to `stop` of a leaf, of what has the shape of a gradient of it.
 
     Where that is a view, the others are 0. What is broadcast is made for the rows in question.
@@ -559,10 +395,10 @@ def _cut(held: HeldGradient, x: Tensor, start: int, stop: int) -> Tensor:
 
 def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on the values of gradients. Raises `PhaseError` if it has written to them."""
-    found: list[tuple[HeldGradient, Tensor]] = []
+    found: list[tuple[ShardedGrad, Tensor]] = []
 
     def fill(x: Any) -> Any:
-        if not isinstance(x, HeldGradient):
+        if not isinstance(x, ShardedGrad):
             return x
         found.append((x, x.values()))
         return found[-1][1]
@@ -576,204 +412,3 @@ def _run_on_values(func: Any, args: Any, kwargs: Any) -> Any:
     for i in before:
         raise found[i][0].refusal(str(func), _WRITE)
     return result
-
-
-# Where the gradient of each parameter is in a state: its elements, and the norms of all.
-
-
-class GradientAddress(NamedTuple):
-    """Where the gradient of one parameter object is in a state."""
-
-    leads: bool  # of several objects on one memory, which are one leaf, the first has its gradient
-    number: int  # of its group among those that learn
-    index: int  # of its group
-    here: LeafRange  # what this rank's part has of it
-
-    def norm(self, norms: Mapping[int, Tensor]) -> Tensor:
-        """Its own of the norms by leaf."""
-        norm = norms[self.here.leaf].clone()
-        return norm if self.leads else torch.zeros_like(norm)
-
-    def range(self, state: TrainState) -> tuple[int, int]:
-        """Which of its elements this rank has, of a state with gradients."""
-        by = 2 if state.setup.layout.leaves[self.here.leaf].dtype.is_complex else 1
-        return self.here.start // by, self.here.stop // by
-
-    def flat(self, state: TrainState) -> Tensor:
-        """What this rank holds of it: a view."""
-        return self.here.of(state.gradients.flats[self.number])
-
-    def piece(self, state: TrainState) -> Tensor:
-        """This rank's elements of it as an update would use them: [n], a copy."""
-        found = averaged(state, without_scale(state, self.flat(state)))
-        found = found if self.leads else torch.zeros_like(found)
-        is_complex = state.setup.layout.leaves[self.here.leaf].dtype.is_complex
-        return as_complex(found) if is_complex else found
-
-    def values(self, state: TrainState) -> Tensor:
-        """All of its elements, of a state that has them on each rank."""
-        return self.piece(state).view(state.setup.layout.leaves[self.here.leaf].shape)
-
-
-def addresses_of(setup: Setup, learning: Sequence[int]) -> list[GradientAddress]:
-    """Return where the gradients of these leaves are, one for each parameter object."""
-    layout, part = setup.layout, setup.part(setup.gradients, setup.axis.rank)
-    first = {leaf: i for i, leaf in reversed([*enumerate(learning)])}
-    where: dict[int, tuple[int, int, LeafRange]] = {}
-    for number, index in enumerate(layout.trainable):
-        here = {one.leaf: one for one in leaf_ranges(layout, index, part)}
-        for position, leaf in enumerate(layout.groups[index].leaves):
-            nothing = LeafRange(position, leaf, 0, 0, 0)
-            where[leaf] = number, index, here.get(leaf, nothing)
-    return [GradientAddress(first[leaf] == i, *where[leaf]) for i, leaf in enumerate(learning)]
-
-
-def pieces_of(state: TrainState, address: GradientAddress) -> Iterator[Tensor]:
-    """What this rank holds of a gradient: reduced, and not yet."""
-    if state.gradients.held:
-        yield address.here.of(state.gradients.flats[address.number])
-    pending, layout = state.window.pending, state.setup.layout
-    if pending.held:
-        begin = layout.groups[address.index].offsets[address.here.position]
-        yield pending.flats[address.number][begin : begin + layout.leaves[address.here.leaf].numel]
-
-
-def norms_of(state: TrainState, order: float) -> dict[int, Tensor]:
-    """Return the norm of the gradient of every leaf that learns, on every rank. One collective."""
-    setup, layout = state.setup, state.setup.layout
-    found: dict[int, Tensor] = {}
-    for number, index in enumerate(layout.trainable):
-        flat = without_scale(state, state.gradients.flats[number])
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        for one in leaf_ranges(layout, index, setup.part(setup.gradients, setup.axis.rank)):
-            own = one.of(wide)
-            own = as_complex(own) if layout.leaves[one.leaf].dtype.is_complex else own
-            found[one.leaf] = torch.linalg.vector_norm(own, order)
-    nothing = torch.tensor(0.0 if order >= 0 else float("inf"), device=state.device)
-    learning = [leaf for index in layout.trainable for leaf in layout.groups[index].leaves]
-    row = torch.stack([found.get(leaf, nothing).double() for leaf in learning])
-    rows = gather_many([row], setup.over(setup.gradients))[0].view(-1, len(learning))
-    total = row
-    if len(rows) > 1:
-        total = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
-    if order != 0:
-        total = averaged(state, total)
-    stored = [stored_dtype(layout.leaves[i].dtype) for i in learning]
-    dtypes = [torch.promote_types(dtype, torch.float32) for dtype in stored]
-    return {leaf: norm.to(dtype) for leaf, norm, dtype in zip(learning, total, dtypes, strict=True)}
-
-
-def notes_of(operands: Iterable[Any], *, alone: bool) -> list[Any]:
-    """Return what ranks compare of the operands of an operator on gradients: numbers, and digests.
-
-    alone: there are no other ranks.
-    """
-    found: list[Any] = []
-    for x in () if alone else operands:
-        large = isinstance(x, Tensor) and x.numel() != 1
-        if not isinstance(x, Memoryless):
-            found.append(hashed(x) if large else x)
-    return found
-
-
-def require_unweighted(state: TrainState) -> None:
-    """Raise `PhaseError` where all ranks must be asked for what a gradient is divided by."""
-    setup = state.setup
-    if setup.reduction.weighted and setup.axis.size > 1:
-        raise PhaseError(
-            "p.grad was read; the gradients are sums of w g, and their total weight is known "
-            "when all ranks are asked.",
-            cause="engine.backward(loss, weight=), and code that looks at p.grad.",
-            fix="engine.full_gradient(path), on every rank, divides by the total.",
-        )
-
-
-# Gradients of an engine that were dropped, for the stand-ins that somebody has kept.
-
-
-class Earlier:
-    """Gradients that were dropped, as they were then: their values and norms, to read."""
-
-    def __init__(
-        self,
-        holder: HoldsState,
-        state: TrainState,
-        addresses: Sequence[GradientAddress],
-        edits: int,
-    ) -> None:
-        self._holder, self.edits = weakref.ref(holder), edits
-        self.device, self.stage = state.device, state.stage
-        self.shows = self.stage == 0
-        nothing = Buffers(flats=(torch.empty(0, device=state.device),))
-        self._state, self._addresses = state.replace(params=nothing, optimizer=()), addresses
-        self._norms: dict[float, dict[int, Tensor]] = {}
-
-    @property
-    def at_hand(self) -> bool:
-        """Whether this rank has all of them."""
-        holder = self._holder()
-        return self.shows and holder is not None and not holder.closed
-
-    def norm(self, held: HeldGradient, order: float) -> Tensor:
-        """Return the norm of one of them. A collective for the first one."""
-        if order not in self._norms:
-            with torch.inference_mode(False), torch.no_grad():
-                self._open().call(f"p.grad.norm({order:g}) of an earlier gradient")
-                self._norms[order] = norms_of(self._state, order)
-        return self._addresses[held.number].norm(self._norms[order])
-
-    def values(self, held: HeldGradient) -> Tensor:
-        """Return the elements of one of them."""
-        self._open()
-        require_unweighted(self._state)
-        with torch.inference_mode(False), torch.no_grad():
-            return self._addresses[held.number].values(self._state).to(held.dtype)
-
-    def range(self, held: HeldGradient) -> tuple[int, int]:
-        """Return which elements of one of them this rank has."""
-        return self._addresses[held.number].range(self._state)
-
-    def piece(self, held: HeldGradient, name: str) -> Tensor:
-        """Return this rank's elements of one of them."""
-        self._open()
-        return self._addresses[held.number].piece(self._state)
-
-    def told(self, operands: Sequence[Any]) -> list[Any]:
-        """Return what ranks compare of operands."""
-        return notes_of(operands, alone=self._state.setup.axis.size == 1)
-
-    def write(
-        self, held: HeldGradient, name: str, told: Sequence[Any], run: Callable[[Tensor], Tensor]
-    ) -> None:
-        """Raise `PhaseError`: the engine has them no more."""
-        raise PhaseError(
-            f"p.grad.{name} of an earlier gradient of {held.path}, which was dropped since.",
-            cause="a p.grad that was kept over zero_grad() or step(); p.grad is another one now.",
-            fix="write to p.grad as it is now, or to a copy: at stage 0 g.clone(), at each stage "
-            "engine.full_gradient(path) while the engine has it.",
-        )
-
-    def zero(self, held: HeldGradient) -> None:
-        """Raise `PhaseError`, as any write."""
-        self.write(held, "zero_", (), torch.zero_)
-
-    def require_no_window(self, name: str) -> None:
-        """They were reduced."""
-
-    def _open(self) -> HoldsState:
-        holder = self._holder()
-        if holder is None:
-            raise PhaseError(
-                "an earlier gradient of an engine that is gone.",
-                cause="a p.grad that was kept, and nothing holds the engine any more.",
-                fix="keep the engine for as long as its gradients are used, or copies of them.",
-            )
-        holder.require_not_closed()
-        return holder
-
-
-def is_used_up(state: TrainState) -> bool:
-    """Whether an update has scaled the gradients in place, and taken them from the state."""
-    layout = state.setup.layout
-    pairs = zip(layout.trainable, state.gradients.flats, strict=True)
-    return any(layout.groups[index].shard_numel and not flat.numel() for index, flat in pairs)

@@ -1,4 +1,10 @@
-"""`engine.state = state`: the values of another state, in the buffers of the engine's own."""
+"""An engine gets another state, other ranks or another stage, and gives its module back.
+
+engine.state = state    the values of another state, in the buffers of the engine's own
+reshard                 new buffers for the same module, on other ranks or at another stage
+close                   module and optimizer are ordinary ones again, group by group; masters in
+                        fp32 stay with the parameters, for the next engine of the module
+"""
 
 from __future__ import annotations
 
@@ -11,7 +17,6 @@ from torch import Tensor
 
 from fzero.adapter import param_access
 from fzero.adapter.driver import Driver
-from fzero.adapter.engine_step import require_no_forward, require_outside
 from fzero.adapter.module import ModuleParameters, first_state, on_own_group
 from fzero.adapter.writes import own_part
 from fzero.checkpoint.collective import Ranks
@@ -54,7 +59,7 @@ from fzero.transforms.points import begun_slots
 def adopt(driver: Driver, state: TrainState) -> None:
     """Write the values of another state into the buffers of this one."""
     driver.require_not_closed()
-    require_no_forward(driver, "engine.state = ...")
+    driver.require_no_forward("engine.state = ...")
     require_not_donated(state)
     own = driver.state
     if _form(state) != _form(own):
@@ -103,8 +108,8 @@ def reshard(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
 
 
 def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
-    require_outside(driver, "reshard()")
-    require_no_forward(driver, "reshard()")
+    driver.require_outside("reshard()")
+    driver.require_no_forward("reshard()")
     driver.require_no_window("reshard()")
     driver.loops.require_settled("reshard()")
     driver.drop_what_user_dropped()
@@ -115,30 +120,30 @@ def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
     where = mesh_transition(driver.state.mesh, mesh)
     state = first_on_old(where, driver.state.mesh, lambda: _settled(driver))
     meshes = Ranks(axis=where.axis).tell(global_ranks(state.mesh))
-    home = _home(meshes)
-    held, comes = held_here(state), global_ranks(state.mesh) != home
+    source_ranks = _source_ranks(meshes)
+    held, comes = held_here(state), global_ranks(state.mesh) != source_ranks
     like = structure_of(held) if comes else None
     new = moved(None if comes else held, where, stage, like)
     size = 0 if new is None else new.mesh.size
-    if max(Ranks(axis=where.axis).tell(size)) != len(home):
-        _share(driver, where, meshes.index(home), changes=new is not None)
+    if max(Ranks(axis=where.axis).tell(size)) != len(source_ranks):
+        _share_buffers(driver, where, meshes.index(source_ranks), changes=new is not None)
         if new is not None:  # a rank that comes has made its engine with options of its own
             assert_same_everywhere(facts(new.setup), new.setup.axis, what=COMPARED)
-    return _gone(driver) if new is None else _installed(driver, new)
+    return _leave(driver) if new is None else _installed(driver, new)
 
 
 def _settled(driver: Driver) -> TrainState:
     """Return the state of an engine with what was written to it, and all gradients reduced."""
-    said = driver.agreed("reshard()", updates=True)
-    if said.written:
-        driver.writes.compare(driver.running.performer)
-    driver.writes.masters.follow(driver.state)
-    if said.held:
-        driver.put(reduce_agreed(driver.state, said, used=0))
+    agreed = driver.agreed("reshard()", updates=True)
+    if agreed.written:
+        driver.writes.compare(driver.state, driver.running.performer)
+    driver.writes.follow(driver.state)
+    if agreed.held:
+        driver.put(reduce_agreed(driver.state, agreed, used=0))
     return driver.state
 
 
-def _home(meshes: Sequence[list[int]]) -> list[int]:
+def _source_ranks(meshes: Sequence[list[int]]) -> list[int]:
     """Return the ranks that have the values, of the meshes of all engines that take part."""
     several = [ranks for ranks in meshes if len(ranks) > 1]
     others = [ranks for ranks in several if ranks != several[0]]
@@ -152,7 +157,7 @@ def _home(meshes: Sequence[list[int]]) -> list[int]:
     return several[0] if several else meshes[0]
 
 
-def _share(driver: Driver, where: MeshTransition, source: int, *, changes: bool) -> None:
+def _share_buffers(driver: Driver, where: MeshTransition, source: int, *, changes: bool) -> None:
     """Give ranks the buffers and options that one has, as a load on other ranks does."""
     buffers = buffers_of(driver.module)
     forms = [f"{path} {tuple(x.shape)} {x.dtype}" for path, x in buffers.items()]
@@ -172,7 +177,7 @@ def _installed(driver: Driver, state: TrainState) -> Driver:
     state = state.replace(setup=on_own_group(state.setup))
     setup = state.setup
     params = ModuleParameters(driver.module, setup.layout, driver.params.own)
-    _let_go(driver)
+    _remove_hooks(driver)
     for index, flat in enumerate(state.params.flats):
         params.follow(setup, index, flat)
     made = Driver(params, state)
@@ -180,9 +185,9 @@ def _installed(driver: Driver, state: TrainState) -> Driver:
     return made
 
 
-def _gone(driver: Driver) -> Driver:
+def _leave(driver: Driver) -> Driver:
     """Close the engine of a rank that leaves; of stage 3 its parameters are NaN, without memory."""
-    _let_go(driver)
+    _remove_hooks(driver)
     params, setup = driver.params, driver.state.setup
     for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
         leaves = [setup.layout.leaves[i] for i in setup.layout.groups[index].leaves]
@@ -196,7 +201,7 @@ def _nothing(leaf: Leaf, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=leaf.dtype, device=device).expand(leaf.shape)
 
 
-def _let_go(driver: Driver) -> None:
+def _remove_hooks(driver: Driver) -> None:
     """Take the hooks of an engine off its module and its optimizer."""
     # A graph from before would lose its gradients: autograd then says so.
     torch.autograd.graph.increment_version(driver.params.all_objects)
@@ -210,8 +215,7 @@ def _let_go(driver: Driver) -> None:
 # fp32 masters between two engines of a module: each rank keeps its part with the parameters.
 #
 # An engine that is closed leaves 16-bit parameters, which are rounded masters. The next engine of
-# the
-# same objects, at any stage, with any optimizer, goes on from the masters. An element that was
+# the same objects, at any stage, with any optimizer, goes on from the masters. An element that was
 # written in between goes on from what was written, as between two steps.
 
 _NAME = "_fzero_master"
@@ -254,12 +258,12 @@ def begun_state(
     A collective, as `first_state` is.
     """
     state = first_state(params, setup, local, scale)
-    _take_kept(params, state)
+    _go_on_from_kept(params, state)
     return state
 
 
 @torch.no_grad()
-def _take_kept(params: ModuleParameters, state: TrainState) -> None:
+def _go_on_from_kept(params: ModuleParameters, state: TrainState) -> None:
     """Let new masters go on from those that were kept. A collective.
 
     Of an element that several ranks have, the value of the first one counts. Replicas that train
@@ -269,16 +273,16 @@ def _take_kept(params: ModuleParameters, state: TrainState) -> None:
     if not masters or state.outer is not None:
         return
     groups = zip(layout.trainable, masters, strict=True)
-    mine = _taken(params, [i for index, _ in groups for i in layout.groups[index].leaves])
+    mine = _take_masters_of(params, [i for index, _ in groups for i in layout.groups[index].leaves])
     performer = performer_of(state.mesh)
     spans = {leaf: (kept.start, kept.stop) for leaf, kept in mine.items()}
-    said: list[dict[int, Span]] = [spans] if performer is None else performer.tell(spans)
-    known = {leaf for one in said for leaf in one}
+    spans_of: list[dict[int, Span]] = [spans] if performer is None else performer.tell(spans)
+    known = {leaf for one in spans_of for leaf in one}
     for index, master in zip(layout.trainable, masters, strict=True):
         leaves = layout.groups[index].leaves
         if known.isdisjoint(leaves):
             continue
-        made = [_of_leaf(layout.leaves[i].numel, i, said, state, mine.get(i)) for i in leaves]
+        made = [_own_bits(layout.leaves[i].numel, i, spans_of, state, mine.get(i)) for i in leaves]
         flat, has = (pack(layout, index, some) for some in zip(*made, strict=True))
         flat = reduce_many([flat], state.mesh)[0]
         if master.numel():
@@ -289,7 +293,7 @@ def _take_kept(params: ModuleParameters, state: TrainState) -> None:
             )
 
 
-def _taken(params: ModuleParameters, leaves: Sequence[int]) -> dict[int, KeptMaster]:
+def _take_masters_of(params: ModuleParameters, leaves: Sequence[int]) -> dict[int, KeptMaster]:
     """Return what this rank has of each of these leaves; nobody else will find it."""
     found: dict[int, KeptMaster] = {}
     for leaf in leaves:
@@ -300,10 +304,10 @@ def _taken(params: ModuleParameters, leaves: Sequence[int]) -> dict[int, KeptMas
     return found
 
 
-def _of_leaf(
+def _own_bits(
     numel: int,
     leaf: int,
-    said: Sequence[dict[int, Span]],
+    spans_of: Sequence[dict[int, Span]],
     state: TrainState,
     kept: KeptMaster | None,
 ) -> tuple[Tensor, Tensor]:
@@ -313,7 +317,7 @@ def _of_leaf(
     """
     bits = torch.zeros(numel, dtype=torch.int32, device=state.device)
     has = torch.zeros(numel, dtype=torch.bool, device=state.device)
-    for rank, spans in enumerate(said):
+    for rank, spans in enumerate(spans_of):
         start, stop = spans.get(leaf, (0, 0))
         if rank == state.mesh.rank and kept is not None:
             values = to_device(kept.values, state.device).view(torch.int32)
@@ -341,7 +345,7 @@ def close(driver: Driver) -> None:
     """
     if driver.closed:
         return
-    require_no_forward(driver, "close()")
+    driver.require_no_forward("close()")
     driver.wait()
     driver.call("close()")
     _give_back(driver)
@@ -364,7 +368,7 @@ def _give_back(driver: Driver) -> None:
     if isinstance(rule, TorchOptimizer):
         for path, own in rule.held.items():  # of parameters that were frozen meanwhile
             rule.instance.state[driver.params.at(path)] = own
-    driver.writes.masters.follow(state)
+    driver.writes.follow(state)
     for index in range(len(state.setup.layout.groups)):
         _give_parameters(driver, index)
         keep(driver.params, state, index)

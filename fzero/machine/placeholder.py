@@ -283,7 +283,7 @@ class LazyParam(Memoryless):
             "share_memory(), an averaged copy of a module of stage 3, or of one with encoded "
             "parameters, or a count of parameters by their storages (count them by themselves).",
             fix="engine.full_state_dict() has whole values on every rank, to save; make a copy "
-            "before the Engine, or after engine.close(), and load them into it.",
+            "before the Engine, and load them into it; or engine.close() first, to export.",
         )
 
     # What torch.compile makes of it: see fzero/machine/placeholder.py.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine
-from fzero.adapter.param_grad import HeldGradient
+from fzero.adapter.param_grad import ShardedGrad
 
 STAGES = (0, 1, 2, 3)
 LR = 0.25
@@ -175,7 +175,7 @@ def same(
 def is_idle(engine: Engine) -> bool:
     """Whether no backward is running, and `p.grad` is nothing or the engine's stand-in."""
     gradients = [p.grad for p in engine.module.parameters()]
-    known = all(gradient is None or isinstance(gradient, HeldGradient) for gradient in gradients)
+    known = all(gradient is None or isinstance(gradient, ShardedGrad) for gradient in gradients)
     return known and engine.hooks.backward_active_depth == 0
 
 

@@ -20,9 +20,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fzero
 from fzero.adapter import Engine, gathered
-from fzero.errors import FzeroError, LayoutError, PhaseError
+from fzero.errors import FzeroError, LayoutError, MismatchError, PhaseError
 from tests.adapter.nets import Net
-from tests.adapter.on_ranks import STAGES, on_ranks, virtually
+from tests.adapter.on_ranks import STAGES, Place, on_ranks, virtually
 from tests.adapter.plain import Draw, Reference, back, engine_of, same
 
 Tensors = list[Any]
@@ -171,6 +171,54 @@ def test_masters_follow_values_that_one_rank_has_written_and_sent_to_the_others(
         assert e.full_parameter("weight").tolist() == [[1.5] * 3] * 2
         assert module.weight.tolist() == [[1.5] * 3] * 2
         e.close()
+
+
+UNCOUNTED: dict[str, Callable[[Any, float], Any]] = {
+    "add_": lambda p, by: p.data.add_(by),
+    "noise": lambda p, by: p.data.mul_(1 + by * torch.rand(p.shape, dtype=p.dtype)),
+    "detach": lambda p, by: p.detach().numpy().__iadd__(by),
+    "load": lambda p, by: p.data.copy_(torch.full_like(p, by)),
+}
+
+
+@virtually(1, 2, 3)
+@pytest.mark.parametrize("way", UNCOUNTED)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_writes_that_torch_does_not_count_are_compared(at: Place, stage: int, way: str) -> None:
+    e, plain = Place(at.rank, at.ranks, stage).both(Net)
+    names = ("a.weight", "c.bias")
+    for number in range(2):
+        wanted = plain.run(back, number)
+        back(e, at.draw(number))
+        for of, by in ((e.module, 0.25 * (at.rank + 1)), (plain.module, 0.25)):
+            torch.manual_seed(1)
+            for name in names[:number]:
+                UNCOUNTED[way](of.get_parameter(name), by)
+        if number and at.ranks > 1:
+            with pytest.raises(MismatchError, match=r"parameter a\.weight"):
+                e.step()
+            with gathered(e.module, modify=True):
+                pass
+        if number and way == "load":  # alike
+            for name in names:
+                e.module.get_parameter(name).data.fill_(0.5)
+                plain.module.get_parameter(name).data.fill_(0.5)
+        assert e.step()
+        same(e.full_parameters(), plain.step(wanted))
+    e.close()
+
+
+@virtually(1, 2)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_masters_follow_writes_that_torch_does_not_count(at: Place, stage: int) -> None:
+    module = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    e = Engine(module, torch.optim.SGD(module.parameters(), lr=1.0), stage=stage)
+    for _ in range(2):
+        module.weight.data.fill_(2.0)
+        e(torch.full((1, 3), 0.5, dtype=torch.bfloat16)).sum().backward()
+        assert e.step()
+        assert e.full_parameter("weight").tolist() == [[1.5] * 3] * 2
+    e.close()
 
 
 # Other libraries, and operators of one's own.

@@ -86,7 +86,11 @@ def test_reading_or_writing_a_gradient_through_p_grad_raises_and_names_the_engin
             assert "a.weight" in str(caught.value), f"{name}: {caught.value}"
         for p in params(e):  # the shape may be asked for
             assert p.grad is not None
-            assert p.grad.shape == p.shape and p.grad.dtype == p.dtype and "Held" in repr(p.grad)
+            assert (
+                p.grad.shape == p.shape
+                and p.grad.dtype == p.dtype
+                and "ShardedGrad" in repr(p.grad)
+            )
 
     update(e, plain, at.rank, 0, tried)
     assert all(p.grad is None for p in params(e))

@@ -30,12 +30,11 @@ def test_a_closure_is_called_by_its_owner(stage: int) -> None:
         return loss
 
     before = e.full_parameters()
-    for refused in (lambda: e.step(closure), lambda: e.step(closure=closure)):  # type: ignore
+    for refused in (e.step, e.optimizer.step):
         with pytest.raises(CallError, match=r"(?s)function.*Fix: call `loss = closure\(\)`"):
-            refused()
-    assert e.optimizer is not None
-    with pytest.raises(PhaseError, match=r"(?s)Fix: call engine.step\(\), after .* closure"):
-        e.optimizer.step(closure)  # type: ignore
+            refused(closure)  # type: ignore
+        with pytest.raises(CallError):
+            refused(closure=closure)  # type: ignore
     same(e.full_parameters(), before, 0.0)
     assert closure().requires_grad and e.step()
     same(e.full_parameters(), plain.step(plain.run(back, 0)))
@@ -52,6 +51,26 @@ def test_parameters_of_stage_3_are_counted_by_themselves() -> None:
         with pytest.raises(LayoutError, match=r"(?s)count .*module.parameters\(\)"):
             count()
     assert sum(p.numel() for p in some) == sum(p.numel() for p in Net().parameters())
+
+
+MADE_OF: dict[str, Callable[[Any], Any]] = {
+    "trace": lambda m: torch.jit.trace(m, torch.ones(2, 3).double()),
+    "script": lambda m: torch.jit.script(m),
+    "export": lambda m: torch.export.export(m, (torch.ones(2, 3).double(),)),
+}
+
+
+@virtually(2)
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("way", MADE_OF)
+def test_programs_of_torch_are_made_of_a_closed_engine(at: Place, way: str) -> None:
+    e, plain = Place(at.rank, 2, 3).both(Net)
+    for of in (lambda: e.module, lambda: e.module.a):
+        with pytest.raises((PhaseError, LayoutError, AttributeError), match=r"close\(\)"):
+            MADE_OF[way](of())
+    update(e, plain, at.rank, 0)
+    e.close()
+    assert MADE_OF[way](e.module.a) is not None
 
 
 @virtually(2)
@@ -102,9 +121,8 @@ def test_trainers_are_sent_to_what_is_made_for_them() -> None:
     optimizer: Any = e.optimizer
     back(e, Draw(0, 0))
     names = r"(?s)sharded\(Trainer.*FzeroAccelerator.*FzeroStrategy"
-    for refused in (optimizer.state_dict, optimizer.step):  # as Accelerator.prepare(), a Trainer
-        with pytest.raises(PhaseError, match=names):
-            refused()
+    with pytest.raises(PhaseError, match=names):
+        optimizer.state_dict()  # as Accelerator.prepare(), a Trainer
     with pytest.raises(AttributeError, match=names):  # a Trainer of an engine
         vars(nn.Module)["named_children"](e).__next__()
     with pytest.raises(PhaseError, match="a Trainer or an Accelerator"):  # with its own optimizer

@@ -18,14 +18,19 @@ from tests.adapter.nets import Net, linear
 from tests.adapter.on_ranks import each_stage
 from tests.adapter.plain import Draw, Reference, back, engine_of, same
 
-Loss = Callable[[nn.Module], Any]
+X = torch.ones(2, 3, dtype=torch.float64)
+Loss = Callable[[nn.Module, Engine], Any]
 SECOND: dict[str, Loss] = {
-    "a norm": lambda m: m.get_parameter("a.weight").grad.norm(),
-    "elements": lambda m: m.get_parameter("a.weight").grad.pow(2).sum(),
-    "by another": lambda m: torch.autograd.grad(
+    "a norm": lambda m, e: m.get_parameter("a.weight").grad.norm(),
+    "elements": lambda m, e: m.get_parameter("a.weight").grad.pow(2).sum(),
+    "by another": lambda m, e: torch.autograd.grad(
         m.get_parameter("a.weight").grad.norm() + m.get_parameter("b.bias").sum(),
         m.get_parameter("b.bias"),
     )[0].sum(),
+    "full_gradient": lambda m, e: e.full_gradient("a.weight").norm(),
+    "full_gradients": lambda m, e: sum(g.norm() for g in e.full_gradients().values()),
+    "local_gradient": lambda m, e: e.local_gradient("a.weight").norm() + e(X).sum(),
+    "global_grad_norm": lambda m, e: e.global_grad_norm,
 }  # fmt: skip
 
 
@@ -36,7 +41,7 @@ def test_a_second_loss_of_p_grad_raises_and_names_the_way(stage: int) -> None:
     for loss in SECOND.values():
         e(Draw(0, 0)(2, 3)).square().sum().backward(create_graph=True)
         with pytest.raises(PhaseError, match=r"torch\.autograd\.grad\("):
-            loss(e.module).backward()
+            loss(e.module, e).backward()
         e.zero_grad()
     wanted = plain.run(back, 0)
     e(Draw(0, 0)(2, 3)).square().sum().backward(create_graph=True)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
@@ -17,8 +19,10 @@ from torch.func import functional_call, grad, jacfwd, jvp, vmap
 
 import fzero
 from fzero.adapter import Engine
+from fzero.errors import CallError
 from tests.adapter.nets import F64, Net
 from tests.adapter.on_ranks import Place, at_places
+from tests.adapter.plain import same
 
 Model = Callable[[Tensor], Tensor]
 LR = 0.1
@@ -70,6 +74,63 @@ def test_gradients_through_torch_func_around_the_model_are_those_of_one_process(
             for path, value in engine.full_gradients().items():
                 torch.testing.assert_close(value, wanted[path])
             engine.zero_grad()
+
+
+def scheduler_of(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("synced", "scheduled"), [("each", "before"), ("last", "after"), ("no scaler", "no")]
+)
+@at_places(1, 2)
+def test_the_loop_of_nano_gpt_is_that_of_one_process(
+    at: Place, synced: str, scheduled: str
+) -> None:
+    """`scaler.step(optimizer)` of a scaler that is not enabled is `optimizer.step()`."""
+
+    def train(model: Any, optimizer: Any, no_sync: Any, x: list[Tensor]) -> list[int]:
+        seen = list[int]()
+        optimizer.register_step_pre_hook(lambda *_: seen.append(1))
+        optimizer.register_step_post_hook(lambda *_: seen.append(2))
+        scaler: Any = torch.amp.GradScaler("cpu", enabled=False)
+        scheduler = known.get(id(optimizer)) or scheduler_of(optimizer)
+        for step in range(3):
+            for micro_step in range(2):
+                with no_sync() if micro_step == 0 and synced == "last" else nullcontext():
+                    losses = [model(rows * (1 + step)).square().mean() for rows in x]
+                    scaler.scale(torch.stack(losses).mean() / 2).backward()
+            if synced != "no scaler":
+                scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            if synced == "no scaler":
+                assert optimizer.step() is None
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            if scheduled != "no":
+                scheduler.step()
+        return seen
+
+    known, module = dict[int, Any](), Net()
+    plain = copy.deepcopy(module)
+    ours, theirs = (torch.optim.AdamW(m.parameters(), lr=LR) for m in (module, plain))
+    if scheduled == "before":
+        known[id(ours)] = scheduler_of(ours)
+    engine = Engine(module, ours, stage=at.stage)
+    seen = train(engine, ours, engine.no_sync, [batch(at.rank)])
+    train(plain, theirs, nullcontext, [batch(rank) for rank in range(at.ranks)])
+    assert seen == [1, 2] * 3
+    same(engine.full_parameters(), dict(plain.named_parameters()))
+    with pytest.raises(CallError, match="given a function"):
+        ours.step(lambda: torch.zeros(()))
+    ours.step()  # without gradients, as in torch
+    same(engine.full_parameters(), dict(plain.named_parameters()))
+    engine.close()
+    module(batch(0)).square().sum().backward()
+    ours.step()  # an ordinary one again
+    assert not torch.equal(module.b.weight, plain.b.weight)
 
 
 @at_places(2)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from fzero.adapter.engine import Engine
+from fzero.adapter.writes import masters_follow
 from fzero.checkpoint import load_with_extra, save
 from fzero.checkpoint.collective import Ranks, from_first
 from fzero.checkpoint.engine_state import idle, options_of, set_options
@@ -143,7 +144,7 @@ class CheckpointedEngine(Engine):
             step = loaded.step if more else before.step
             self.state = loaded.replace(optimizer=before.optimizer, slots=slots, step=step)
             state = self._driver.state
-            self._driver.writes.masters.take(state, range(len(state.setup.layout.groups)))
+            masters_follow(state, state.setup.layout.trainable)
             set_options(self.optimizer, options)
         position = extra.get("lr_scheduler")
         if load_lr_scheduler_states and more and None not in (self.lr_scheduler, position):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from fzero.adapter.engine_step import call_step, require_no_closure
+from fzero.adapter.engine_step import step
 from fzero.checkpoint.elements import slots_of
 from fzero.errors import LayoutError, PhaseError, explain
 from fzero.integrations.deepspeed._checkpoint import CheckpointedEngine
@@ -241,11 +241,10 @@ class DeepSpeedEngine(CheckpointedEngine):
     @torch._disable_dynamo
     def step(self, closure: None = None) -> bool:
         """Call `Engine.step` at a boundary; count a micro-batch elsewhere."""
-        require_no_closure(closure)
         count = self.gradient_accumulation_steps()
         every = {None: count, True: 1, False: sys.maxsize}[self._is_boundary]
         self._was_due, backwards = False, self.state.progress.backwards
-        self._was_due = call_step(self._driver, every)
+        self._was_due = step(self._driver, every, closure)
         self.micro_steps += 1
         if self._was_due:
             self.global_steps += 1

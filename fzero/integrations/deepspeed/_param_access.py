@@ -62,7 +62,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if driver.state.window.is_open:
         return _pending(driver, place)
     held = driver.reduced("safe_get_full_grad()", path)
-    return whole_gradient(driver.state, place) if held else None
+    return whole_gradient(driver, place) if held else None
 
 
 def _pending(driver: Driver, place: ParameterPlace) -> Tensor | None:

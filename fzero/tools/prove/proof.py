@@ -36,7 +36,6 @@ from fzero.machine.placeholder import LazyParam
 from fzero.optim.recorded import SCHEDULES
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.progress import Phase
-from fzero.state.slots import Slot
 from fzero.tools.prove.gradient import AGAIN, GRADIENT, again, marked
 from fzero.tools.prove.read import (
     BufferPlace,
@@ -942,24 +941,25 @@ def prove(
         )
     require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
     budget = Budget(budget_s, len(ranks_of(world)))
-    if own := [name for x in states for name, one in x.slots.items() if _is_own(one)]:
-        claim = Claim(tensor=f"state.slots[{own[0]!r}]", leaf="", why=_OWN)
-        return Proof(
-            step=describe_function(inner), world=world, ranks=(), ops=(0, 0), claims=(claim,)
-        )
+    if claim := next((x for one in states for x in _out_of_reach(one)), None):
+        named = describe_function(inner)
+        return Proof(step=named, world=world, ranks=(), ops=(0, 0), claims=(claim,))
     with AsFound("prove", inner, state, given) as found:
         recorder = ProgramRecorder(inner, state, given, budget, found)
         return _Attempt(describe_function(inner), recorder, world, budget).proof()
 
 
-_OWN = "each rank has its own (Placement.PARTIAL, OWNER): it is no part of a state of one rank"
-
-
-def _is_own(slot: Slot) -> bool:
-    return slot.form.lifetime == "run" and slot.form.placement in (
-        Placement.PARTIAL,
-        Placement.OWNER,
-    )
+def _out_of_reach(state: TrainState) -> Iterator[Claim]:
+    """Yield what no program of a rank shows, before one is recorded."""
+    for name, slot in state.slots.items():
+        own = slot.form.placement in (Placement.PARTIAL, Placement.OWNER)
+        if slot.form.lifetime == "run" and own:
+            why = "each rank has its own (Placement.PARTIAL, OWNER): it is no part of a state of "
+            yield Claim(tensor=f"state.slots[{name!r}]", leaf="", why=f"{why}one rank")
+    for one in state.setup.policy.points:
+        if getattr(one, "whole", False):
+            why = f"{one.name} looks at whole leaves (needs=), each on its owner: a rank has the "
+            yield Claim(tensor="state", leaf="", why=f"{why}program of its own leaves")
 
 
 @dataclass(frozen=True, slots=True)

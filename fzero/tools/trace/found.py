@@ -114,10 +114,11 @@ def _judge(ref: weakref.ref[Tensor], outcome: Any) -> None:
     """Raise if what a step returns was left by a record; if it raises, say what was left."""
     if not isinstance(outcome, Exception):
         require_no_left("the end of the step", outcome)
-    elif not isinstance(outcome, FzeroError):
-        if (x := ref()) is not None and (holder := _holder(x)):
-            tool = getattr(x, "fake_mode", LeftOver).tool
-            outcome.add_note(f"(fzero.{tool} left a tensor without values in {holder})")
+    elif isinstance(outcome, FzeroError):
+        return
+    elif (x := ref()) is not None and (holder := _holder(x)):
+        tool = getattr(x, "fake_mode", LeftOver).tool
+        outcome.add_note(f"(fzero.{tool} left a tensor without values in {holder})")
 
 
 def require_no_left(func: Any, tree: Any) -> None:

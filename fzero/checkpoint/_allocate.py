@@ -37,7 +37,7 @@ from fzero.checkpoint._pieces import (
     put_common,
     whole_pieces,
 )
-from fzero.checkpoint._process_states import Held
+from fzero.checkpoint._process_states import LocalStates
 from fzero.checkpoint.manifest import Manifest
 from fzero.errors import LayoutError, explain
 from fzero.machine.offload import empty_where
@@ -311,7 +311,7 @@ def begin_entries(
     return with_entries(state, copies)
 
 
-def finalize_states(held: Held, rooms: Sequence[NewState]) -> list[TrainState]:
+def finalize_states(held: LocalStates, rooms: Sequence[NewState]) -> list[TrainState]:
     """Return the states that were read, made whole. A collective."""
     begins = {key for room in rooms for key in room.begins}
     make_whole(held, [room.state for room in rooms], lambda entry: entry.key not in begins)
@@ -334,7 +334,7 @@ def on_ranks(size: int, do: Callable[[int], Any]) -> list[Any]:
 Choice = Callable[[Entry], bool]
 
 
-def make_whole(held: Held, states: Sequence[TrainState], reads: Choice) -> None:
+def make_whole(held: LocalStates, states: Sequence[TrainState], reads: Choice) -> None:
     """Fill in what other ranks have read, one flat at a time: of each replica by itself.
 
     states: one for each of `held.ranks`, each with its own part of every flat. reads: which entries
@@ -387,7 +387,7 @@ def with_room(state: TrainState, rank: int, reads: Choice, *, copies: bool = Fal
 
 
 def read_leaves(
-    held: Held,
+    held: LocalStates,
     states: Sequence[TrainState],
     reads: Choice,
     values: Callable[[int, str], Tensor | None],
@@ -436,7 +436,7 @@ def are_alike(saved: torch.dtype, own: torch.dtype) -> bool:
     return alike or saved is own
 
 
-def begun_slots(held: Held, states: Sequence[TrainState], where: str) -> list[TrainState]:
+def begun_slots(held: LocalStates, states: Sequence[TrainState], where: str) -> list[TrainState]:
     """Return states in which all begins anew that files of another format have no place for.
 
     A collective, where there is such a thing. where: the call and what was read, for a warning.

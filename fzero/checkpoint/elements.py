@@ -5,8 +5,8 @@ For tools that take states of other ranks apart as a checkpoint does.
 
 from fzero.checkpoint._load import fill_module as fill_module
 from fzero.checkpoint._load import read_whole as read_whole
-from fzero.checkpoint._process_states import Held as Held
-from fzero.checkpoint._process_states import held_by as held_by
+from fzero.checkpoint._process_states import LocalStates as LocalStates
+from fzero.checkpoint._process_states import local_states as local_states
 from fzero.checkpoint._process_states import stack_of as stack_of
 from fzero.checkpoint._process_states import state_of_rank as state_of_rank
 from fzero.checkpoint._process_states import states_of_ranks as states_of_ranks

@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.checkpoint._allocate import NewState, on_ranks
 from fzero.checkpoint._pieces import TensorPiece, Texts, form_in, pieces_of_rank, place_of
-from fzero.checkpoint._process_states import Held, facts_of_replicas, held_by, stack_of
-from fzero.checkpoint.collective import Ranks, everywhere
+from fzero.checkpoint._process_states import LocalStates, facts_of_replicas, local_states, stack_of
+from fzero.checkpoint.collective import Ranks, run_on_all_ranks
 from fzero.checkpoint.manifest import (
     Manifest,
     facts_of_state,
@@ -286,17 +286,20 @@ def first_on_old(where: MeshTransition, old: Axis | None, do: Callable[[], T]) -
     return on_all(where.axis, do)
 
 
-def held_here(state: TrainState) -> Held:
+def held_here(state: TrainState) -> LocalStates:
     """Return the state of this rank, of a process or a virtual one, as what it holds."""
     if current_ranks() is None:
-        return held_by("reshard", state, apart=True)
+        return local_states("reshard", state, apart=True)
     require_not_donated(state)
     axis = state.mesh
-    return Held(processes=Ranks(axis=axis), ranks=(axis.rank,), states=(state,))
+    return LocalStates(processes=Ranks(axis=axis), ranks=(axis.rank,), states=(state,))
 
 
 def moved(
-    held: Held | None, where: MeshTransition, stage: int | None, like: Structure | None = None
+    held: LocalStates | None,
+    where: MeshTransition,
+    stage: int | None,
+    like: Structure | None = None,
 ) -> TrainState | None:
     """Return the state at a stage on the new mesh; None on a rank outside of it. A collective.
 
@@ -347,7 +350,7 @@ def _structure_everywhere(
     return on_all(ranks.axis, lambda: as_received(sent) if known is None else known)
 
 
-def moved_stack(held: Held, stage: int | None, mesh: MeshLike, size: int) -> TrainState:
+def moved_stack(held: LocalStates, stage: int | None, mesh: MeshLike, size: int) -> TrainState:
     """`moved` of the stacked state of all virtual ranks, to `size` of them."""
     pairs = [*zip(held.states, held.ranks, strict=True)]
     facts = [facts_of_rank(state, rank, rank < size, "") for state, rank in pairs]
@@ -472,7 +475,7 @@ def on_all(axis: Axis, do: Callable[[], T]) -> T:
                 "state is as it was.",
             ) from error
 
-    return everywhere(Ranks(axis=axis), run, what="reshard")
+    return run_on_all_ranks(Ranks(axis=axis), run, what="reshard")
 
 
 class MeshTransition(NamedTuple):
@@ -603,7 +606,7 @@ class Structure:
         return max(sizes.values(), default=0)
 
 
-def structure_of(held: Held) -> Structure:
+def structure_of(held: LocalStates) -> Structure:
     """Return what the held state is. With replicas that train apart, a collective of its ranks."""
     state = held.states[0]
     manifest = facts_of_state(state)
@@ -877,10 +880,10 @@ def _of_stack(state: Any, stage: int | None, mesh: MeshLike) -> TrainState:
     _require(state, stage)
     refuse_part(mesh, "reshard")
     mesh = state.mesh if mesh is None else mesh
-    held = held_by("reshard", state, apart=True)
+    held = local_states("reshard", state, apart=True)
     if any(one.window.pending.held for one in held.states):
         reduced = simulate(_reduced, world_size=state.mesh.size)(state)
-        held = held_by("reshard", reduced, apart=True)
+        held = local_states("reshard", reduced, apart=True)
     return moved_stack(held, stage, mesh, _size_of(state.mesh, mesh))
 
 

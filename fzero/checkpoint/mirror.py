@@ -39,7 +39,7 @@ from torch import Tensor
 
 from fzero.checkpoint._load import LoadPlan, finished, planned
 from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
-from fzero.checkpoint._process_states import Held, held_by
+from fzero.checkpoint._process_states import LocalStates, local_states
 from fzero.checkpoint._save import (
     AsyncSave,
     Draft,
@@ -54,11 +54,11 @@ from fzero.checkpoint.collective import (
     CheckpointError,
     Ranks,
     damaged,
-    everywhere,
     from_first,
     results_of_ranks,
+    run_on_all_ranks,
 )
-from fzero.checkpoint.engine_state import Driven, buffer_pieces, form_of, rng_file
+from fzero.checkpoint.engine_state import EngineLike, buffer_pieces, form_of, rng_file
 from fzero.checkpoint.folders import PathLike, as_path, read_text, require_whole
 from fzero.checkpoint.manifest import Manifest, read_manifest, require_tensors
 from fzero.collectives import assert_same_everywhere, exchange_beside
@@ -392,7 +392,9 @@ class Mirror:
         self._complete = 0  # the last one that is whole on all ranks
         self._flight: _Flight | None = None
 
-    def update(self, state: TrainState | Driven, *, extra: Mapping[str, Any] | None = None) -> None:
+    def update(
+        self, state: TrainState | EngineLike, *, extra: Mapping[str, Any] | None = None
+    ) -> None:
         """Copy every k-th update that it is called after; otherwise return at once.
 
         Call it on all ranks after each update; the first and each k-th call are collectives. All
@@ -414,7 +416,7 @@ class Mirror:
         """
         updates = self._updates + 1
         if self._home is None:
-            self._open(held_by("Mirror.update", state, apart=True), _require_empty)
+            self._open(local_states("Mirror.update", state, apart=True), _require_empty)
         if updates % self._every == 0:
             self._copy(state, extra, updates)
         elif self._flight is not None:
@@ -423,7 +425,7 @@ class Mirror:
 
     def _copy(self, thing: Any, extra: Mapping[str, Any] | None, update: int) -> None:
         home, flight = self._home, self._flight
-        held = held_by("Mirror.update", thing, apart=True)
+        held = local_states("Mirror.update", thing, apart=True)
         assert home is not None
         if held.processes.axis != home.ranks.axis:
             raise AxisError(
@@ -448,7 +450,7 @@ class Mirror:
         )
         nbytes = _bytes_of(draft.pieces) + len(json.dumps(draft.manifest.extra))
         what = f"write {home.folder}"
-        everywhere(home.ranks, lambda: _make_room(home, copy, nbytes), what=what)
+        run_on_all_ranks(home.ranks, lambda: _make_room(home, copy, nbytes), what=what)
         self._flight = _start(home, copy, draft)
 
     def restore(self, like: Thing) -> tuple[Thing, dict[str, Any]]:
@@ -472,7 +474,7 @@ class Mirror:
                 memory.
             PhaseError: inside a coalesced step.
         """
-        held = held_by("Mirror.restore", like, apart=True)
+        held = local_states("Mirror.restore", like, apart=True)
         found = self._open(held, lambda home: _restored(home, held))
         assert self._home is not None
         _WRITERS[self._home.folder] = self._home.attempt
@@ -494,12 +496,12 @@ class Mirror:
         if home is None:
             return
         land = (lambda: None) if flight is None else flight.handle.result
-        everywhere(home.ranks, land, what="wait for the copies")
+        run_on_all_ranks(home.ranks, land, what="wait for the copies")
         if home.hosts.leads:
             _remove_all(home.folder)
         let_go(home.folder.parent)
 
-    def _open(self, held: Held, begin: Callable[[_Home], T]) -> T:
+    def _open(self, held: LocalStates, begin: Callable[[_Home], T]) -> T:
         """Make the folders, as a new attempt; return what it begins with. A collective."""
         _wait_for_copies()
         self._forget()
@@ -628,7 +630,7 @@ class _Home:
     free: int  # for them when the mirror was made
 
 
-def _open_home(given: Path | None, every: int, copies: int, held: Held) -> _Home:
+def _open_home(given: Path | None, every: int, copies: int, held: LocalStates) -> _Home:
     """Make the folder of each host, and see that there is room in it. A collective."""
     ranks = held.processes
 
@@ -877,7 +879,7 @@ def _require_empty(home: _Home) -> None:
                 "give each Mirror a folder= of its own.",
             )
 
-    everywhere(home.ranks, look, what=f"list {home.folder}")
+    run_on_all_ranks(home.ranks, look, what=f"list {home.folder}")
 
 
 def _require_writer(home: _Home) -> None:
@@ -908,7 +910,7 @@ def _start(home: _Home, copy: RankCopy, draft: Draft) -> _Flight:
     def run() -> None:
         if not home.hosts.held:
             return write()
-        everywhere(home.beside, write, what=f"write {home.folder}")
+        run_on_all_ranks(home.beside, write, what=f"write {home.folder}")
         every = range(copy.ranks)
         pairs = [(rank, keeper) for rank in every for keeper in home.hosts.keepers(rank)]
         _send(home, [(rank, keeper, copy._replace(rank=rank)) for rank, keeper in pairs])
@@ -962,13 +964,13 @@ def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
                     values: Any = x.numpy()
                     (folder / file).write_bytes(values)
 
-    everywhere(home.beside, write, what=what)
+    run_on_all_ranks(home.beside, write, what=what)
 
 
 # Copies to a state.
 
 
-def _restored(home: _Home, held: Held) -> tuple[Any, int, dict[str, Any]] | None:
+def _restored(home: _Home, held: LocalStates) -> tuple[Any, int, dict[str, Any]] | None:
     """Return what is held with the values of the newest whole update, its number and `extra`.
 
     None without copies. A collective. Raises `CheckpointError` where there are copies and no update
@@ -990,11 +992,11 @@ def _restored(home: _Home, held: Held) -> tuple[Any, int, dict[str, Any]] | None
         read_pieces(plan.pieces, where, replace(saved, files=here), (-1, 1))
 
     with torch.no_grad():
-        plan = everywhere(home.ranks, prepare, what=f"read {where}")
+        plan = run_on_all_ranks(home.ranks, prepare, what=f"read {where}")
         chunks = (chunk for piece in plan.pieces for chunk, *_ in chunks_of(saved, piece))
         needed = {chunk.file.partition("/")[0] for chunk in chunks}
         _send(home, [*_missing_on_hosts(home.hosts, [*found], home.ranks.tell(needed))])
-        everywhere(home.ranks, read, what=f"read {where}")
+        run_on_all_ranks(home.ranks, read, what=f"read {where}")
         thing = finished(held, saved, plan)
     _remove_earlier(home, [*found])
     return thing, next(iter(found)).update, saved.extra

@@ -26,9 +26,9 @@ from fzero.checkpoint.collective import (
     CheckpointError,
     Ranks,
     damaged,
-    everywhere,
     from_first,
     results_of_ranks,
+    run_on_all_ranks,
 )
 from fzero.checkpoint.elements import Draft, rng_text, write_draft
 from fzero.checkpoint.folders import (
@@ -218,7 +218,7 @@ class Recording:
         """
         path, ranks = Path(folder), self.processes or Ranks(axis=Axis(size=1))
         what, first = f"write {path}", ranks.axis.rank == 0
-        part = everywhere(ranks, lambda: self._plain_part(path), what=what)
+        part = run_on_all_ranks(ranks, lambda: self._plain_part(path), what=what)
         try:
             with ExitStack() as until_written:
 

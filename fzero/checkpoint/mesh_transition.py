@@ -59,209 +59,125 @@ from fzero.transforms.state_entries import (
     require_movable,
 )
 
-# From the pieces that ranks hold to those that they are to hold: all-to-alls, batch by batch.
-#
-#     has     this rank's own part of all that there is: what it gives to others
-#     holds   what it can copy for itself; `has`, and what other ranks hold, too
-#     wants   pieces of new memory, to be filled
-#
-# Every rank says what it has for the others, and what it lacks. From that each of them knows all
-# batches, and what goes from any rank to any other in each of them.
 
-Named = dict[str, list[TensorPiece]]
+def reshard(
+    state: TrainState | None, stage: int | None = None, mesh: MeshLike = None
+) -> TrainState | None:
+    """Return the same state at another stage, or on other ranks. A collective of both meshes.
 
+    reshard(s) = load(save(s)), bit for bit, and no file is written: parameters, what the optimizer
+    keeps, fp32 masters, counters, the loss scale, what a codec has lost (the residual), anchors of
+    local updates. Reduced gradients stay, and those that wait in a window are reduced first, so it
+    may be called between two gradients. The schedule of stage 3 is recorded anew. `state` stays as
+    it is. A step from `fzero.shard` is made anew for another stage or mesh.
 
-def copied(holds: Sequence[TensorPiece], wants: Sequence[TensorPiece]) -> Stock:
-    """Fill what this rank wants and holds itself; return what it lacks then."""
-    sources, own = by_name(holds), spans_of(holds)
-    for want in wants:
-        start, stop = want.start, want.start + want.values.numel()
-        for held in sources.get(want.name, ()):
-            low, high = max(start, held.start), min(stop, held.start + held.values.numel())
-            if low < high:
-                _of(want, low, high).copy_(_of(held, low, high), non_blocking=True)
-    left = {name: without(spans, own.get(name, ())) for name, spans in spans_of(wants).items()}
-    lacks = {name: spans for name, spans in left.items() if spans}
-    itemsizes = {want.name: want.values.dtype.itemsize for want in wants if want.name in lacks}
-    return Stock({}, lacks, itemsizes)
+    All ranks of the larger mesh call it: one of the two has all ranks of the other. A rank outside
+    of the old mesh passes None, and learns from a member what the state is; a rank outside of the
+    new one gets None. A rank takes from itself what it has, and gets the rest in all-to-alls, each
+    of one unit at most, the largest: beside the old parts and the new ones it holds what it
+    sends and what it gets in one of them.
 
+    Args:
+        state: of this rank; None where the old mesh does not have it. With virtual ranks the stack
+            of all of them, outside of `fzero.simulate`; or inside, where their number stays.
+        stage: 0 to 3; None: as it is.
+        mesh: as for `init`; None: as it is. Of virtual ranks, the sizes (replicas, shards), or
+            names and sizes, of any number of ranks.
 
-def redistribute(
-    has: Sequence[TensorPiece],
-    wants: Sequence[TensorPiece],
-    stocks: Sequence[Stock],
-    axis: Axis,
-    device: torch.device,
-    *,
-    batch_bytes: int,
-) -> None:
-    """Fill what ranks lack from what others have: one all-to-all for each batch. A collective.
+    Returns:
+        The new state, or None.
 
-    stocks: of every rank of the axis. device: where this rank communicates from.
-    batch_bytes: what a rank sends at once, and what it receives at once, is no more.
-    """
-    sources, targets, rank = by_name(has), by_name(wants), axis.rank
-
-    def nbytes(crossing: Crossing) -> int:
-        itemsize = targets[crossing.name][0].values.dtype.itemsize
-        return (crossing.stop - crossing.start) * itemsize
-
-    def exchange(batch: Mapping[str, Span]) -> None:
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        packed: dict[tuple[Crossing, ...], Tensor] = {(): nothing}
-        sent, arriving = list[Tensor](), list[list[Crossing]]()
-        for r, other in enumerate(stocks):
-            away = r != rank
-            going = tuple(crossings(other.lacks, stocks[rank].has, batch)) if away else ()
-            if going not in packed:  # what several ranks lack is packed once
-                packed[going] = _packed(sources, going, device)
-            sent.append(packed[going])
-            arriving.append([*crossings(stocks[rank].lacks, other.has, batch)] if away else [])
-        sizes = [sum(map(nbytes, some)) for some in arriving]
-        total = sum(stop - start for start, stop in batch.values())
-        flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
-        for some, received in zip(arriving, flight.wait(), strict=True):
-            chunks = received.split([*map(nbytes, some)]) if some else ()
-            for one, chunk in zip(some, chunks, strict=True):
-                for piece, low, high in _inside(targets[one.name], one):
-                    itemsize = piece.values.dtype.itemsize
-                    own = chunk[(low - one.start) * itemsize : (high - one.start) * itemsize]
-                    _as_bytes(_of(piece, low, high)).copy_(own, non_blocking=True)
-
-    for batch in batches_of(stocks, batch_bytes):
-        exchange(batch)  # nothing of a batch outlives it
-
-
-def by_name(pieces: Sequence[TensorPiece]) -> Named:
-    """Return the pieces of each logical tensor."""
-    found: Named = {}
-    for piece in pieces:
-        found.setdefault(piece.name, []).append(piece)
-    return found
-
-
-def _packed(sources: Named, going: Sequence[Crossing], device: torch.device) -> Tensor:
-    """Return the bytes of what goes to another rank: a view of what is held, if it is one range."""
-    parts = [
-        to_device(_as_bytes(_of(piece, low, high)), device)
-        for one in going
-        for piece, low, high in _inside(sources[one.name], one)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _inside(pieces: Sequence[TensorPiece], one: Crossing) -> Iterator[tuple[TensorPiece, int, int]]:
-    """Yield (piece, first, behind the last) of the elements that cross, in their order."""
-    for piece in sorted(pieces, key=lambda piece: piece.start):
-        low = max(piece.start, one.start)
-        high = min(piece.start + piece.values.numel(), one.stop)
-        if low < high:
-            yield piece, low, high
-
-
-def _of(piece: TensorPiece, start: int, stop: int) -> Tensor:
-    return piece.values[start - piece.start : stop - piece.start]
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    real = torch.view_as_real(x) if x.is_complex() else x
-    return real.reshape(-1).view(torch.uint8)
-
-
-Span = tuple[int, int]
-"""The first of some elements, and the one behind the last."""
-Spans = dict[str, list[Span]]
-"""{logical tensor: its elements}, in ascending order."""
-
-
-class Stock(NamedTuple):
-    """What one rank has, and lacks."""
-
-    has: Spans  # for others: of all ranks together, each element once
-    lacks: Spans  # of what it is to hold
-    itemsizes: dict[str, int]  # bytes of an element of what it lacks
-
-
-class Crossing(NamedTuple):
-    """Elements `start` to `stop` of the logical tensor `name`, which go to another rank."""
-
-    name: str
-    start: int
-    stop: int
-
-
-def spans_of(pieces: Iterable[TensorPiece]) -> Spans:
-    """Return which elements the pieces hold."""
-    found: Spans = {}
-    for piece in pieces:
-        if numel := piece.values.numel():
-            found.setdefault(piece.name, []).append((piece.start, piece.start + numel))
-    return {name: sorted(some) for name, some in found.items()}
-
-
-def without(some: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
-    """Return the elements that are in `some` and not in `taken`.
+    Raises:
+        LayoutError: for options that the stage, or the mesh, cannot have; for a state that cannot
+            be described to a rank without one, as its options have functions without a name.
+        AxisError: if no mesh has all ranks of the other, or no rank has a state; if ranks ask for
+            other stages or meshes.
+        PhaseError: inside a transform of torch.func; between the gradient and the update of a
+            step whose codec has a memory.
+        DonatedError: for a used-up state.
 
     Example:
-        >>> without([(0, 9)], [(2, 4), (6, 7)])
-        [(0, 2), (4, 6), (7, 9)]
+        >>> import torch, fzero
+        >>> step = fzero.shard(lambda state: (state, None), stage=1)
+        >>> init = fzero.simulate(step, world_size=2).init
+        >>> state = init({"w": torch.arange(6.0)}, fzero.optim.adam(0.1))
+        >>> whole = fzero.reshard(state, stage=3, mesh=(1, 3))
+        >>> whole.stage, whole.params.flats[0].shape
+        (3, torch.Size([3, 4]))
     """
-    left = list(some)
-    for start, stop in taken:
-        cut = ((low, min(high, start), max(low, stop), high) for low, high in left)
-        both = [span for a, b, c, d in cut for span in ((a, b), (c, d))]
-        left = [(low, high) for low, high in both if low < high]
-    return left
+    if state is not None and not isinstance(state, TrainState):
+        raise LayoutError(
+            f"reshard: expected a TrainState or None, got a {type(state).__name__}.",
+            cause="an engine, parameters, or a pytree of states.",
+            fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
+        )
+    took([] if state is None else [state])
+    refuse_part(None if state is None else state.mesh, "reshard")
+    is_stack = state is not None and tuple(state.step.shape) == (state.mesh.size,)
+    new = for_training(_of_stack if is_stack else _of_process, state, stage, mesh)
+    if new is not None:
+        returned([new])
+    return new
 
 
-def batches_of(stocks: Sequence[Stock], batch_bytes: int) -> Iterator[dict[str, Span]]:
-    """Yield the elements of each batch: of all that any rank lacks, at most so many bytes.
-
-    Example:
-        >>> lacking = Stock({}, {"w": [(0, 5)], "b": [(0, 2)]}, {"w": 4, "b": 4})
-        >>> list(batches_of([lacking], 16))
-        [{'w': (0, 4)}, {'w': (4, 5), 'b': (0, 2)}]
-    """
-    batch: dict[str, Span] = {}
-    left = batch_bytes
-    for name in dict.fromkeys(name for stock in stocks for name in stock.lacks):
-        itemsize = next(stock.itemsizes[name] for stock in stocks if name in stock.lacks)
-        for start, stop in _union(span for stock in stocks for span in stock.lacks.get(name, ())):
-            while start < stop:
-                if left < itemsize:
-                    yield batch
-                    batch, left = {}, batch_bytes
-                end = min(stop, start + max(left, itemsize) // itemsize)
-                batch[name] = batch.get(name, (start, end))[0], end
-                left -= (end - start) * itemsize
-                start = end
-    if batch:
-        yield batch
+def _of_process(state: TrainState | None, stage: int | None, mesh: MeshLike) -> TrainState | None:
+    old = None if state is None else state.mesh
+    where = mesh_transition(old, mesh)
+    on_all(where.axis, lambda: _require(state, stage))
+    state = first_on_old(where, old, lambda: None if state is None else _reduced(state))
+    return moved(None if state is None else held_here(state), where, stage)
 
 
-def crossings(
-    lacks: Mapping[str, Sequence[Span]],
-    has: Mapping[str, Sequence[Span]],
-    batch: Mapping[str, Span],
-) -> Iterator[Crossing]:
-    """Yield what goes in a batch from a rank that has these elements to one that lacks those."""
-    for name, (first, last) in batch.items():
-        for low, high in lacks.get(name, ()):
-            for start, stop in has.get(name, ()):
-                start, stop = max(start, low, first), min(stop, high, last)
-                if start < stop:
-                    yield Crossing(name, start, stop)
+def _of_stack(state: Any, stage: int | None, mesh: MeshLike) -> TrainState:
+    _require(state, stage)
+    refuse_part(mesh, "reshard")
+    mesh = state.mesh if mesh is None else mesh
+    held = local_states("reshard", state, apart=True)
+    if any(one.window.pending.held for one in held.states):
+        reduced = simulate(_reduced, world_size=state.mesh.size)(state)
+        held = local_states("reshard", reduced, apart=True)
+    return moved_stack(held, stage, mesh, _size_of(state.mesh, mesh))
 
 
-def _union(spans: Iterable[Span]) -> list[Span]:
-    """Return the elements that are in any of the spans, in ascending order."""
-    found: list[Span] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], stop)
-        else:
-            found.append((start, stop))
-    return found
+def _require(state: TrainState | None, stage: Any) -> None:
+    """Raise for what is no stage, and for a state whose graph would be lost."""
+    if stage is not None:
+        check_stage(stage, "reshard")
+    if state is None:
+        return
+    require_not_donated(state)
+    flats = state.params.flats
+    if in_transform() or is_recorded(flats) or wants_graph(flats):
+        raise PhaseError(
+            "reshard of a state that is differentiated, mapped or traced.",
+            cause="a transform of torch.func, or a trace, around it; or updates that keep a graph.",
+            fix="call it outside, between two steps.",
+        )
+
+
+def _reduced(state: TrainState) -> TrainState:
+    """Return the state with all gradients of its ranks reduced, if any rank has some."""
+    (agreed,) = agree("reshard()", [state])
+    return reduce_agreed(state, agreed) if agreed.held else state
+
+
+def _size_of(old: Axis, mesh: Any) -> int:
+    """Return how many virtual ranks a mesh means."""
+    virtual = isinstance(mesh, Axis) and (mesh.runtime is Runtime.VIRTUAL or mesh.size == 1)
+    if virtual:
+        return mesh.size
+    if isinstance(mesh, Mapping | Mesh):
+        named = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
+        mesh = mesh if named.device_mesh is not None else (1, prod(n for _, n in named.axes))
+    sizes = mesh if isinstance(mesh, tuple) else ()
+    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
+        raise AxisError(
+            f"reshard of the stacked state of {old.size} virtual ranks: mesh={mesh!r}.",
+            cause="a mesh of processes, or a number of ranks.",
+            fix="give its sizes, (replicas, shards): (1, 4) for 4 ranks in one dim; or names and "
+            'sizes, {"data": 2, "seq": 2}.',
+        )
+    return prod(sizes)
 
 
 # A live state to another stage, or to other ranks: as if it was saved and loaded, with no file.
@@ -503,8 +419,18 @@ def mesh_transition(old: Axis | None, mesh: MeshLike) -> MeshTransition:
                 fix="give the new mesh on every rank: mesh=fzero.world() for all ranks.",
             )
         return MeshTransition(replace(old, dims=None), old, True, f"{old}")
-    if current_ranks() is not None:
-        return _between_virtual(old, mesh)
+    if current_ranks() is not None:  # virtual ranks, each with a state before and after
+        new, here = axis_of(mesh), world()
+        if old is None or not new.size == old.size == here.size:
+            before = "no state" if old is None else f"a state of {old.size} ranks"
+            raise AxisError(
+                f"reshard inside of {here.size} virtual ranks: of {before}, to {new.size} ranks.",
+                cause="virtual ranks that come and go inside of fzero.simulate, whose tensors have "
+                "one row for each rank.",
+                fix="call it outside, with the stacked state: fzero.reshard(state, mesh=(1, W)) "
+                "for W ranks in one dim gives a state for fzero.simulate(..., world_size=W).",
+            )
+        return MeshTransition(replace(new, dims=None), new, True, f"{new}")
     ours = global_ranks(old)
     theirs = _ranks_of_mesh(mesh)
     mine = dist.get_rank() if theirs is not None and dist.is_initialized() else 0
@@ -529,21 +455,6 @@ def mesh_transition(old: Axis | None, mesh: MeshLike) -> MeshTransition:
     if is_in:
         on_all(axis_of(mesh), refuse)  # the others of the new mesh wait for this one
     refuse()
-
-
-def _between_virtual(old: Axis | None, mesh: MeshLike) -> MeshTransition:
-    """Inside `fzero.simulate` all ranks have a state before, and after."""
-    new, here = axis_of(mesh), world()
-    if old is None or not new.size == old.size == here.size:
-        before = "no state" if old is None else f"a state of {old.size} ranks"
-        raise AxisError(
-            f"reshard inside of {here.size} virtual ranks: of {before}, to {new.size} ranks.",
-            cause="virtual ranks that come and go inside of fzero.simulate, whose tensors have "
-            "one row for each rank.",
-            fix="call it outside, with the stacked state: fzero.reshard(state, mesh=(1, W)) for W "
-            "ranks in one dim, which gives a state for fzero.simulate(..., world_size=W).",
-        )
-    return MeshTransition(replace(new, dims=None), new, True, f"{new}")
 
 
 def global_ranks(axis: Axis | None) -> list[int]:
@@ -808,121 +719,206 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def reshard(
-    state: TrainState | None, stage: int | None = None, mesh: MeshLike = None
-) -> TrainState | None:
-    """Return the same state at another stage, or on other ranks. A collective of both meshes.
+# From the pieces that ranks hold to those that they are to hold: all-to-alls, batch by batch.
+#
+#     has     this rank's own part of all that there is: what it gives to others
+#     holds   what it can copy for itself; `has`, and what other ranks hold, too
+#     wants   pieces of new memory, to be filled
+#
+# Every rank says what it has for the others, and what it lacks. From that each of them knows all
+# batches, and what goes from any rank to any other in each of them.
 
-    reshard(s) = load(save(s)), bit for bit, and no file is written: parameters, what the optimizer
-    keeps, fp32 masters, counters, the loss scale, what a codec has lost (the residual), anchors of
-    local updates. Reduced gradients stay, and those that wait in a window are reduced first, so it
-    may be called between two gradients. The schedule of stage 3 is recorded anew. `state` stays as
-    it is. A step from `fzero.shard` is made anew for another stage or mesh.
+Named = dict[str, list[TensorPiece]]
 
-    All ranks of the larger mesh call it: one of the two has all ranks of the other. A rank outside
-    of the old mesh passes None, and learns from a member what the state is; a rank outside of the
-    new one gets None. A rank takes from itself what it has, and gets the rest in all-to-alls, each
-    of one unit at most, the largest: beside the old parts and the new ones it holds what it
-    sends and what it gets in one of them.
 
-    Args:
-        state: of this rank; None where the old mesh does not have it. With virtual ranks the stack
-            of all of them, outside of `fzero.simulate`; or inside, where their number stays.
-        stage: 0 to 3; None: as it is.
-        mesh: as for `init`; None: as it is. Of virtual ranks, the sizes (replicas, shards), or
-            names and sizes, of any number of ranks.
+def copied(holds: Sequence[TensorPiece], wants: Sequence[TensorPiece]) -> Stock:
+    """Fill what this rank wants and holds itself; return what it lacks then."""
+    sources, own = by_name(holds), spans_of(holds)
+    for want in wants:
+        start, stop = want.start, want.start + want.values.numel()
+        for held in sources.get(want.name, ()):
+            low, high = max(start, held.start), min(stop, held.start + held.values.numel())
+            if low < high:
+                _of(want, low, high).copy_(_of(held, low, high), non_blocking=True)
+    left = {name: without(spans, own.get(name, ())) for name, spans in spans_of(wants).items()}
+    lacks = {name: spans for name, spans in left.items() if spans}
+    itemsizes = {want.name: want.values.dtype.itemsize for want in wants if want.name in lacks}
+    return Stock({}, lacks, itemsizes)
 
-    Returns:
-        The new state, or None.
 
-    Raises:
-        LayoutError: for options that the stage, or the mesh, cannot have; for a state that cannot
-            be described to a rank without one, as its options have functions without a name.
-        AxisError: if no mesh has all ranks of the other, or no rank has a state; if ranks ask for
-            other stages or meshes.
-        PhaseError: inside a transform of torch.func; between the gradient and the update of a
-            step whose codec has a memory.
-        DonatedError: for a used-up state.
+def redistribute(
+    has: Sequence[TensorPiece],
+    wants: Sequence[TensorPiece],
+    stocks: Sequence[Stock],
+    axis: Axis,
+    device: torch.device,
+    *,
+    batch_bytes: int,
+) -> None:
+    """Fill what ranks lack from what others have: one all-to-all for each batch. A collective.
+
+    stocks: of every rank of the axis. device: where this rank communicates from.
+    batch_bytes: what a rank sends at once, and what it receives at once, is no more.
+    """
+    sources, targets, rank = by_name(has), by_name(wants), axis.rank
+
+    def nbytes(crossing: Crossing) -> int:
+        itemsize = targets[crossing.name][0].values.dtype.itemsize
+        return (crossing.stop - crossing.start) * itemsize
+
+    def exchange(batch: Mapping[str, Span]) -> None:
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        packed: dict[tuple[Crossing, ...], Tensor] = {(): nothing}
+        sent, arriving = list[Tensor](), list[list[Crossing]]()
+        for r, other in enumerate(stocks):
+            away = r != rank
+            going = tuple(crossings(other.lacks, stocks[rank].has, batch)) if away else ()
+            if going not in packed:  # what several ranks lack is packed once
+                packed[going] = _packed(sources, going, device)
+            sent.append(packed[going])
+            arriving.append([*crossings(stocks[rank].lacks, other.has, batch)] if away else [])
+        sizes = [sum(map(nbytes, some)) for some in arriving]
+        total = sum(stop - start for start, stop in batch.values())
+        flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
+        for some, received in zip(arriving, flight.wait(), strict=True):
+            chunks = received.split([*map(nbytes, some)]) if some else ()
+            for one, chunk in zip(some, chunks, strict=True):
+                for piece, low, high in _inside(targets[one.name], one):
+                    itemsize = piece.values.dtype.itemsize
+                    own = chunk[(low - one.start) * itemsize : (high - one.start) * itemsize]
+                    _as_bytes(_of(piece, low, high)).copy_(own, non_blocking=True)
+
+    for batch in batches_of(stocks, batch_bytes):
+        exchange(batch)  # nothing of a batch outlives it
+
+
+def by_name(pieces: Sequence[TensorPiece]) -> Named:
+    """Return the pieces of each logical tensor."""
+    found: Named = {}
+    for piece in pieces:
+        found.setdefault(piece.name, []).append(piece)
+    return found
+
+
+def _packed(sources: Named, going: Sequence[Crossing], device: torch.device) -> Tensor:
+    """Return the bytes of what goes to another rank: a view of what is held, if it is one range."""
+    parts = [
+        to_device(_as_bytes(_of(piece, low, high)), device)
+        for one in going
+        for piece, low, high in _inside(sources[one.name], one)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _inside(pieces: Sequence[TensorPiece], one: Crossing) -> Iterator[tuple[TensorPiece, int, int]]:
+    """Yield (piece, first, behind the last) of the elements that cross, in their order."""
+    for piece in sorted(pieces, key=lambda piece: piece.start):
+        low = max(piece.start, one.start)
+        high = min(piece.start + piece.values.numel(), one.stop)
+        if low < high:
+            yield piece, low, high
+
+
+def _of(piece: TensorPiece, start: int, stop: int) -> Tensor:
+    return piece.values[start - piece.start : stop - piece.start]
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    real = torch.view_as_real(x) if x.is_complex() else x
+    return real.reshape(-1).view(torch.uint8)
+
+
+Span = tuple[int, int]
+"""The first of some elements, and the one behind the last."""
+Spans = dict[str, list[Span]]
+"""{logical tensor: its elements}, in ascending order."""
+
+
+class Stock(NamedTuple):
+    """What one rank has, and lacks."""
+
+    has: Spans  # for others: of all ranks together, each element once
+    lacks: Spans  # of what it is to hold
+    itemsizes: dict[str, int]  # bytes of an element of what it lacks
+
+
+class Crossing(NamedTuple):
+    """Elements `start` to `stop` of the logical tensor `name`, which go to another rank."""
+
+    name: str
+    start: int
+    stop: int
+
+
+def spans_of(pieces: Iterable[TensorPiece]) -> Spans:
+    """Return which elements the pieces hold."""
+    found: Spans = {}
+    for piece in pieces:
+        if numel := piece.values.numel():
+            found.setdefault(piece.name, []).append((piece.start, piece.start + numel))
+    return {name: sorted(some) for name, some in found.items()}
+
+
+def without(some: Sequence[Span], taken: Sequence[Span]) -> list[Span]:
+    """Return the elements that are in `some` and not in `taken`.
 
     Example:
-        >>> import torch, fzero
-        >>> step = fzero.shard(lambda state: (state, None), stage=1)
-        >>> init = fzero.simulate(step, world_size=2).init
-        >>> state = init({"w": torch.arange(6.0)}, fzero.optim.adam(0.1))
-        >>> whole = fzero.reshard(state, stage=3, mesh=(1, 3))
-        >>> whole.stage, whole.params.flats[0].shape
-        (3, torch.Size([3, 4]))
+        >>> without([(0, 9)], [(2, 4), (6, 7)])
+        [(0, 2), (4, 6), (7, 9)]
     """
-    if state is not None and not isinstance(state, TrainState):
-        raise LayoutError(
-            f"reshard: expected a TrainState or None, got a {type(state).__name__}.",
-            cause="an engine, parameters, or a pytree of states.",
-            fix="call engine.reshard(...) of an engine, and reshard each state of a pytree.",
-        )
-    took([] if state is None else [state])
-    refuse_part(None if state is None else state.mesh, "reshard")
-    is_stack = state is not None and tuple(state.step.shape) == (state.mesh.size,)
-    new = for_training(_of_stack if is_stack else _of_process, state, stage, mesh)
-    if new is not None:
-        returned([new])
-    return new
+    left = list(some)
+    for start, stop in taken:
+        cut = ((low, min(high, start), max(low, stop), high) for low, high in left)
+        both = [span for a, b, c, d in cut for span in ((a, b), (c, d))]
+        left = [(low, high) for low, high in both if low < high]
+    return left
 
 
-def _of_process(state: TrainState | None, stage: int | None, mesh: MeshLike) -> TrainState | None:
-    old = None if state is None else state.mesh
-    where = mesh_transition(old, mesh)
-    on_all(where.axis, lambda: _require(state, stage))
-    state = first_on_old(where, old, lambda: None if state is None else _reduced(state))
-    return moved(None if state is None else held_here(state), where, stage)
+def batches_of(stocks: Sequence[Stock], batch_bytes: int) -> Iterator[dict[str, Span]]:
+    """Yield the elements of each batch: of all that any rank lacks, at most so many bytes.
+
+    Example:
+        >>> lacking = Stock({}, {"w": [(0, 5)], "b": [(0, 2)]}, {"w": 4, "b": 4})
+        >>> list(batches_of([lacking], 16))
+        [{'w': (0, 4)}, {'w': (4, 5), 'b': (0, 2)}]
+    """
+    batch: dict[str, Span] = {}
+    left = batch_bytes
+    for name in dict.fromkeys(name for stock in stocks for name in stock.lacks):
+        itemsize = next(stock.itemsizes[name] for stock in stocks if name in stock.lacks)
+        for start, stop in _union(span for stock in stocks for span in stock.lacks.get(name, ())):
+            while start < stop:
+                if left < itemsize:
+                    yield batch
+                    batch, left = {}, batch_bytes
+                end = min(stop, start + max(left, itemsize) // itemsize)
+                batch[name] = batch.get(name, (start, end))[0], end
+                left -= (end - start) * itemsize
+                start = end
+    if batch:
+        yield batch
 
 
-def _of_stack(state: Any, stage: int | None, mesh: MeshLike) -> TrainState:
-    _require(state, stage)
-    refuse_part(mesh, "reshard")
-    mesh = state.mesh if mesh is None else mesh
-    held = local_states("reshard", state, apart=True)
-    if any(one.window.pending.held for one in held.states):
-        reduced = simulate(_reduced, world_size=state.mesh.size)(state)
-        held = local_states("reshard", reduced, apart=True)
-    return moved_stack(held, stage, mesh, _size_of(state.mesh, mesh))
+def crossings(
+    lacks: Mapping[str, Sequence[Span]],
+    has: Mapping[str, Sequence[Span]],
+    batch: Mapping[str, Span],
+) -> Iterator[Crossing]:
+    """Yield what goes in a batch from a rank that has these elements to one that lacks those."""
+    for name, (first, last) in batch.items():
+        for low, high in lacks.get(name, ()):
+            for start, stop in has.get(name, ()):
+                start, stop = max(start, low, first), min(stop, high, last)
+                if start < stop:
+                    yield Crossing(name, start, stop)
 
 
-def _require(state: TrainState | None, stage: Any) -> None:
-    """Raise for what is no stage, and for a state whose graph would be lost."""
-    if stage is not None:
-        check_stage(stage, "reshard")
-    if state is None:
-        return
-    require_not_donated(state)
-    flats = state.params.flats
-    if in_transform() or is_recorded(flats) or wants_graph(flats):
-        raise PhaseError(
-            "reshard of a state that is differentiated, mapped or traced.",
-            cause="a transform of torch.func, or a trace, around it; or updates that keep a graph.",
-            fix="call it outside, between two steps.",
-        )
-
-
-def _reduced(state: TrainState) -> TrainState:
-    """Return the state with all gradients of its ranks reduced, if any rank has some."""
-    (agreed,) = agree("reshard()", [state])
-    return reduce_agreed(state, agreed) if agreed.held else state
-
-
-def _size_of(old: Axis, mesh: Any) -> int:
-    """Return how many virtual ranks a mesh means."""
-    virtual = isinstance(mesh, Axis) and (mesh.runtime is Runtime.VIRTUAL or mesh.size == 1)
-    if virtual:
-        return mesh.size
-    if isinstance(mesh, Mapping | Mesh):
-        named = mesh if isinstance(mesh, Mesh) else Mesh(mesh)
-        mesh = mesh if named.device_mesh is not None else (1, prod(n for _, n in named.axes))
-    sizes = mesh if isinstance(mesh, tuple) else ()
-    if len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
-        raise AxisError(
-            f"reshard of the stacked state of {old.size} virtual ranks: mesh={mesh!r}.",
-            cause="a mesh of processes, or a number of ranks.",
-            fix="give its sizes, (replicas, shards): (1, 4) for 4 ranks in one dim; or names and "
-            'sizes, {"data": 2, "seq": 2}.',
-        )
-    return prod(sizes)
+def _union(spans: Iterable[Span]) -> list[Span]:
+    """Return the elements that are in any of the spans, in ascending order."""
+    found: list[Span] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = found[-1][0], max(found[-1][1], stop)
+        else:
+            found.append((start, stop))
+    return found

@@ -81,7 +81,7 @@ def test_every_rule_and_schedule_of_fzero_is_told(name: str, optimizer: Any) -> 
 
 def codecs() -> dict[str, Any]:
     codecs = fzero.codecs
-    found = {name: getattr(codecs, name) for name in dir(codecs) if not name.startswith("_")}
+    found = {name: getattr(codecs, name) for name in dir(codecs) if name[0].islower()}
     kinds = {name: x for name, x in found.items() if inspect.isclass(x)}
     return {
         name: x for name, x in kinds.items() if issubclass(x, codecs.Codec) and x != codecs.Codec

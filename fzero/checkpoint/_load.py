@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fzero.checkpoint._allocate import (
     NewState,
-    allocate_state,
     finalize_states,
     on_ranks,
     read_leaves,
@@ -329,7 +328,7 @@ def planned(
     frozen = not any(text.endswith(LEFT_OUT) for text in saved.leaves.values())
     each = zip(held.states, held.ranks, partials or [None] * len(held.ranks), strict=True)
     rooms = [
-        allocate_state(state.without_gradients(), saved, rank, frozen=frozen, partial=partial)
+        NewState(state.without_gradients(), saved, rank, frozen=frozen, partial=partial)
         for state, rank, partial in each
     ]
     rooms[0].warn(where, "load")

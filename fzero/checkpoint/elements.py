@@ -20,12 +20,4 @@ from fzero.checkpoint._safetensors import write_values as write_values
 from fzero.checkpoint._save import Draft as Draft
 from fzero.checkpoint._save import draft_of as draft_of
 from fzero.checkpoint._save import write_draft as write_draft
-from fzero.checkpoint.engine_state import generators as generators
-from fzero.checkpoint.engine_state import rng_setter as rng_setter
-from fzero.checkpoint.engine_state import rng_text as rng_text
-from fzero.optim.counters import counters_of as counters_of
-from fzero.optim.counters import unstepped_of as unstepped_of
-from fzero.optim.counters import with_counters as with_counters
-from fzero.optim.entries import RuleSlot as RuleSlot
-from fzero.optim.entries import slots_across as slots_across
 from fzero.optim.entries import slots_of as slots_of

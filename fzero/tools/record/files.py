@@ -30,7 +30,8 @@ from fzero.checkpoint.collective import (
     results_of_ranks,
     run_on_all_ranks,
 )
-from fzero.checkpoint.elements import Draft, rng_text, write_draft
+from fzero.checkpoint.elements import Draft, write_draft
+from fzero.checkpoint.engine_state import rng_text
 from fzero.checkpoint.folders import (
     LOCK,
     Kind,

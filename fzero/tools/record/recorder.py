@@ -22,10 +22,7 @@ from fzero.checkpoint.collective import Ranks
 from fzero.checkpoint.elements import (
     LocalStates,
     draft_of,
-    generators,
     local_states,
-    rng_setter,
-    rng_text,
     stack_of,
     state_of_rank,
     write_draft,
@@ -33,7 +30,10 @@ from fzero.checkpoint.elements import (
 from fzero.checkpoint.engine_state import (
     EngineLike,
     buffers_of,
+    generators,
     options_of,
+    rng_setter,
+    rng_text,
     set_buffers,
     set_options,
 )

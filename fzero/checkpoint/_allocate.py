@@ -1,6 +1,6 @@
 """New states with room for saved values, and how they become whole. Nothing of a file is read here.
 
-    allocate_state    a state like one that is given, with the saved numbers; and pieces: views of
+    NewState          a state like one that is given, with the saved numbers; and pieces: views of
                       it, to be filled. Where each entry comes from, its form says:
                           cut     the elements that this rank has
                           sum     on as many ranks its own summand; else its part of the sum, and 0
@@ -37,7 +37,7 @@ from fzero.checkpoint._pieces import (
     put_common,
     whole_pieces,
 )
-from fzero.checkpoint._process_states import Held
+from fzero.checkpoint._process_states import LocalStates
 from fzero.checkpoint.manifest import Manifest
 from fzero.errors import LayoutError, explain
 from fzero.machine.offload import empty_where
@@ -65,27 +65,6 @@ from fzero.transforms.state_entries import (
 )
 
 
-def allocate_state(
-    like: TrainState,
-    saved: Manifest,
-    rank: int,
-    *,
-    frozen: bool = True,
-    partial: Partial | None = None,
-) -> NewState:
-    """Return a new state like one that is given, with the saved numbers, and room for the values.
-
-    rank: of the mesh. frozen: False: parameters that do not learn are not read, and are copies of
-    the state's. partial: what has a place in it; else all has.
-    """
-    return NewState(like, saved, rank, frozen=frozen, partial=partial)
-
-
-def zeros_where(x: Tensor) -> Tensor:
-    """Return zeros like `x` that live where `x` does."""
-    return empty_where(x).zero_()
-
-
 class NewState:
     """A new state of one rank that is to be filled, and what of it comes from where."""
 
@@ -99,8 +78,10 @@ class NewState:
         partial: Partial | None = None,
         moves: Sequence[Entry] | None = None,
     ) -> None:
-        """See `allocate_state`.
+        """Make a state like one that is given, with the saved numbers, and room for the values.
 
+        rank: of the mesh. frozen: False: parameters that do not learn are not read, and are copies
+            of the state's. partial: what has a place in it; else all has.
         moves: of a state that moves to other ranks: `like` is blank, and becomes the new one; it
             reads all that it holds, not only its own part, and what lives until the update, too:
             slots of `like`, and these entries of zeros.
@@ -155,7 +136,7 @@ class NewState:
             texts = self._saved.slots.get(name.replace(RULE, "", 1), {})
         if self._partial is not None:
             return self._partial.room(setup, entry, self._own, texts)
-        zero = Tensor.zero_ if self._moves else zeros_where
+        zero = Tensor.zero_ if self._moves else lambda x: empty_where(x).zero_()
         all_read = not (self._moves or is_slot(entry)) and entry.per_leaf
         for key, x in entry.values.items():
             if entry.placement is Placement.OWNER:
@@ -311,7 +292,7 @@ def begin_entries(
     return with_entries(state, copies)
 
 
-def finalize_states(held: Held, rooms: Sequence[NewState]) -> list[TrainState]:
+def finalize_states(held: LocalStates, rooms: Sequence[NewState]) -> list[TrainState]:
     """Return the states that were read, made whole. A collective."""
     begins = {key for room in rooms for key in room.begins}
     make_whole(held, [room.state for room in rooms], lambda entry: entry.key not in begins)
@@ -334,7 +315,7 @@ def on_ranks(size: int, do: Callable[[int], Any]) -> list[Any]:
 Choice = Callable[[Entry], bool]
 
 
-def make_whole(held: Held, states: Sequence[TrainState], reads: Choice) -> None:
+def make_whole(held: LocalStates, states: Sequence[TrainState], reads: Choice) -> None:
     """Fill in what other ranks have read, one flat at a time: of each replica by itself.
 
     states: one for each of `held.ranks`, each with its own part of every flat. reads: which entries
@@ -377,7 +358,7 @@ def with_room(state: TrainState, rank: int, reads: Choice, *, copies: bool = Fal
     def room(entry: Entry, i: Any, x: Tensor) -> Tensor:
         if copies:
             return empty_where(x).copy_(x)
-        zeros = zeros_where(x)  # padding stays zero
+        zeros = empty_where(x).zero_()  # padding stays zero
         return entry.codecs[i].fill(zeros) if i in entry.codecs else zeros
 
     some = [entry for entry in entries_of(state, rank) if entry.per_leaf and reads(entry)]
@@ -387,7 +368,7 @@ def with_room(state: TrainState, rank: int, reads: Choice, *, copies: bool = Fal
 
 
 def read_leaves(
-    held: Held,
+    held: LocalStates,
     states: Sequence[TrainState],
     reads: Choice,
     values: Callable[[int, str], Tensor | None],
@@ -436,7 +417,7 @@ def are_alike(saved: torch.dtype, own: torch.dtype) -> bool:
     return alike or saved is own
 
 
-def begun_slots(held: Held, states: Sequence[TrainState], where: str) -> list[TrainState]:
+def begun_slots(held: LocalStates, states: Sequence[TrainState], where: str) -> list[TrainState]:
     """Return states in which all begins anew that files of another format have no place for.
 
     A collective, where there is such a thing. where: the call and what was read, for a warning.

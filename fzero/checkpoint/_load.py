@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fzero.checkpoint._allocate import (
     NewState,
-    allocate_state,
     finalize_states,
     on_ranks,
     read_leaves,
@@ -29,13 +28,13 @@ from fzero.checkpoint._mesh_coordinates import (
 )
 from fzero.checkpoint._partial import LoadReport, Partial, Rename, partial_of, renamed, with_begun
 from fzero.checkpoint._pieces import TensorPiece, overlap
-from fzero.checkpoint._process_states import Held, held_by, require_closed
+from fzero.checkpoint._process_states import LocalStates, local_states, require_closed
 from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._storage import read_pieces, tensor_files
-from fzero.checkpoint.collective import damaged, everywhere, from_first
+from fzero.checkpoint.collective import damaged, from_first, run_on_all_ranks
 from fzero.checkpoint.engine_state import (
     Buffers,
-    Driven,
+    EngineLike,
     blank_buffers,
     buffers_of,
     group_names,
@@ -234,7 +233,7 @@ def _read(
     rename: Rename | None = None,
 ) -> tuple[Thing, dict[str, Any], LoadReport]:
     """Load one checkpoint. data: the name of its data folder, where others of its save name it."""
-    held = held_by("load", state, apart=True)
+    held = local_states("load", state, apart=True)
     ranks = held.processes
     where = path_everywhere(ranks, "load", path)
     assert_same_everywhere([f"path {where}"], ranks.axis, what="the checkpoint")
@@ -266,11 +265,11 @@ def _read(
                 )
 
         with torch.no_grad():
-            plan, named = everywhere(ranks, prepare, what=f"read {where}")
+            plan, named = run_on_all_ranks(ranks, prepare, what=f"read {where}")
             if rename is not None:
                 names = [f"{name} {text}" for name, text in named.leaves.items()]
                 assert_same_everywhere(names, axis, what="the names of rename=")
-            everywhere(ranks, read, what=f"read {folder}")
+            run_on_all_ranks(ranks, read, what=f"read {folder}")
             made: Any = finished(held, named, plan)
     is_state: bool = isinstance(made, TrainState)
     if is_state:
@@ -292,7 +291,7 @@ class LoadPlan:
 
 
 def planned(
-    held: Held,
+    held: LocalStates,
     saved: Manifest,
     where: Path,
     *,
@@ -329,7 +328,7 @@ def planned(
     frozen = not any(text.endswith(LEFT_OUT) for text in saved.leaves.values())
     each = zip(held.states, held.ranks, partials or [None] * len(held.ranks), strict=True)
     rooms = [
-        allocate_state(state.without_gradients(), saved, rank, frozen=frozen, partial=partial)
+        NewState(state.without_gradients(), saved, rank, frozen=frozen, partial=partial)
         for state, rank, partial in each
     ]
     rooms[0].warn(where, "load")
@@ -345,7 +344,7 @@ def planned(
     )
 
 
-def _partials(held: Held, saved: Manifest, where: Path) -> list[Partial]:
+def _partials(held: LocalStates, saved: Manifest, where: Path) -> list[Partial]:
     """Return what of a checkpoint goes where in each state; nothing where all is alike."""
     state = held.states[0]
     module = None if held.engine is None else held.engine.module
@@ -362,7 +361,7 @@ def _partials(held: Held, saved: Manifest, where: Path) -> list[Partial]:
     return [with_begun(one, like, new, rank, where) for like, new, rank in pairs]
 
 
-def _read_resized(held: Held, plan: LoadPlan, read: Callable[[TensorPiece], None]) -> None:
+def _read_resized(held: LocalStates, plan: LoadPlan, read: Callable[[TensorPiece], None]) -> None:
     """Read whole tensors of another shape, or name, one at a time: what is in both is set."""
     partial, layout = plan.partials[0], held.setup.layout
     names, tensors = leaf_paths(layout), partial.saved.tensors
@@ -411,7 +410,7 @@ def _read_resized(held: Held, plan: LoadPlan, read: Callable[[TensorPiece], None
 
 
 @torch.no_grad()
-def finished(held: Held, saved: Manifest, plan: LoadPlan) -> Any:
+def finished(held: LocalStates, saved: Manifest, plan: LoadPlan) -> Any:
     """Return the state or engine with what was read into the pieces of a plan. A collective."""
     made = held.returned(finalize_states(held, plan.rooms), plan.buffers)
     if held.engine is not None:
@@ -447,7 +446,7 @@ def read_extra(path: PathLike) -> dict[str, Any]:
     return read_manifest(where).extra
 
 
-def fill_module(path: PathLike, engine: Driven, rank: int, size: int) -> None:
+def fill_module(path: PathLike, engine: EngineLike, rank: int, size: int) -> None:
     """Give an engine the buffers and the param-group options of a checkpoint; not its state.
 
     rank: whose buffers, of `size` ranks. For engines of virtual ranks, whose states are loaded as

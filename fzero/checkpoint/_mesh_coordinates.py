@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from fzero.checkpoint._process_states import held_by, stack_of, state_of_rank
-from fzero.checkpoint.collective import CheckpointError, Ranks, everywhere, from_first
+from fzero.checkpoint._process_states import local_states, stack_of, state_of_rank
+from fzero.checkpoint.collective import CheckpointError, Ranks, from_first, run_on_all_ranks
 from fzero.checkpoint.folders import (
     LOCK,
     Kind,
@@ -66,13 +66,13 @@ def in_each_place(name: str, state: TrainState, do: Do) -> TrainState:
     if tuple(state.step.shape) == (mesh.size,) and mesh.runtime is not Runtime.PROCESSES:
         return _of_stack(state, mesh, do)
     if mesh.runtime is Runtime.VIRTUAL:
-        held_by(name, _on(state, mesh))  # it refuses the state of one virtual rank
+        local_states(name, _on(state, mesh))  # it refuses the state of one virtual rank
     assert_same_everywhere([f"{name} at step {int(state.step)}"], mesh, what="the checkpoint")
     own = axis
     if axis.runtime is Runtime.PROCESSES:
         group = axis.group().group_name
         own = Axis(name=axis.name, size=axis.size, runtime=axis.runtime, group_name=group)
-    made = everywhere(
+    made = run_on_all_ranks(
         Ranks(axis=mesh),
         lambda: do(axis.place, _on(state, replace(own, mesh=None))),
         what=f"{name} the state at {axis.place}",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fzero.checkpoint._pieces import Texts
 from fzero.checkpoint.collective import Ranks, results_of_ranks
-from fzero.checkpoint.engine_state import Buffers, Driven, buffers_of, set_buffers
+from fzero.checkpoint.engine_state import Buffers, EngineLike, buffers_of, set_buffers
 from fzero.checkpoint.manifest import named_texts
 from fzero.errors import AxisError, LayoutError, PhaseError
 from fzero.machine.offload import to_device, wait_for_copies
@@ -36,13 +36,13 @@ from fzero.transforms.state_entries import (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class LocalStates:
     """A process has one rank's state; with virtual ranks, all of them (views of the stack)."""
 
     processes: Ranks  # that save or load together
     ranks: tuple[int, ...]
     states: tuple[TrainState, ...]
-    engine: Driven | None = None  # that the state is of
+    engine: EngineLike | None = None  # that the state is of
     is_stack: bool = False  # all ranks are here, as fzero.simulate returns them
 
     @property
@@ -65,7 +65,7 @@ class Held:
         return self.engine
 
 
-def held_by(name: str, thing: Any, *, apart: bool = False) -> Held:
+def local_states(name: str, thing: Any, *, apart: bool = False) -> LocalStates:
     """Return what this process has of `thing`, a state or an engine.
 
     name: of the call. apart: whether it has room for replicas that train apart.
@@ -87,10 +87,12 @@ def held_by(name: str, thing: Any, *, apart: bool = False) -> Held:
         )
     if tuple(state.step.shape) == (axis.size,):
         states, ranks = states_of_ranks(state, axis.size), tuple(range(axis.size))
-        held = Held(processes=Ranks(axis=Axis(size=1)), ranks=ranks, states=states, is_stack=True)
+        held = LocalStates(
+            processes=Ranks(axis=Axis(size=1)), ranks=ranks, states=states, is_stack=True
+        )
     elif axis.runtime is not Runtime.VIRTUAL:
         processes = Ranks(axis=axis)
-        held = Held(processes=processes, ranks=(axis.rank,), states=(state,), engine=engine)
+        held = LocalStates(processes=processes, ranks=(axis.rank,), states=(state,), engine=engine)
     else:
         raise AxisError(
             f"{name}: a state of one virtual rank.",
@@ -131,7 +133,7 @@ def require_closed(state: TrainState) -> None:
 
 
 def whole_leaves(
-    held: Held, index: int, flats: Sequence[Tensor], placement: Placement
+    held: LocalStates, index: int, flats: Sequence[Tensor], placement: Placement
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (number of the leaf, whole values) of a group. A collective if it is cut.
 
@@ -147,10 +149,10 @@ def whole_leaves(
     yield from zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True)
 
 
-def _state_of(name: str, thing: Any) -> tuple[TrainState, Driven | None]:
+def _state_of(name: str, thing: Any) -> tuple[TrainState, EngineLike | None]:
     if isinstance(thing, TrainState):
         return thing, None
-    if isinstance(thing, Driven) and isinstance(thing.state, TrainState):
+    if isinstance(thing, EngineLike) and isinstance(thing.state, TrainState):
         return thing.state, thing
     raise LayoutError(
         f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
@@ -196,7 +198,7 @@ def states_of_ranks(stack: TrainState, size: int) -> tuple[TrainState, ...]:
     return tuple(of_rank(rank) for rank in range(size))
 
 
-def facts_of_replicas(held: Held) -> dict[str, Any]:
+def facts_of_replicas(held: LocalStates) -> dict[str, Any]:
     """Return what a manifest says of replicas that train apart; {} without. A collective."""
     first, ranks = held.states[0], held.setup.axis.size
     if not trains_apart(first):
@@ -206,7 +208,7 @@ def facts_of_replicas(held: Held) -> dict[str, Any]:
     return {APART: common_facts(first, told[::ranks])}
 
 
-def texts_of_ranks(held: Held, *, what: str) -> list[Texts]:
+def texts_of_ranks(held: LocalStates, *, what: str) -> list[Texts]:
     """Return what ranks alone know of named tensors: of all ranks. A collective, if there are any.
 
     what: is being done, for an error.

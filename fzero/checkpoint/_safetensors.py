@@ -26,17 +26,17 @@ from torch import Tensor, nn
 from fzero.checkpoint._allocate import are_alike, make_whole, read_leaves, require_equal, with_room
 from fzero.checkpoint._partial import LoadReport, Rename, new_name, require_one, require_some
 from fzero.checkpoint._pieces import overlap
-from fzero.checkpoint._process_states import Held, held_by, require_closed, whole_leaves
+from fzero.checkpoint._process_states import LocalStates, local_states, require_closed, whole_leaves
 from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._storage import bytes_of
 from fzero.checkpoint.collective import (
     CheckpointError,
     damaged,
-    everywhere,
     from_first,
+    run_on_all_ranks,
     written_by_first,
 )
-from fzero.checkpoint.engine_state import Driven, buffers_of
+from fzero.checkpoint.engine_state import EngineLike, buffers_of
 from fzero.checkpoint.folders import (
     PathLike,
     as_path,
@@ -293,7 +293,7 @@ _OWN = re.compile(r"model(-[0-9a-f]{8})?-[0-9]{5}-of-[0-9]{5}\.safetensors")
 
 
 def export_safetensors(
-    folder: PathLike, state: TrainState | Driven, *, max_shard_bytes: int = 5 * 10**9
+    folder: PathLike, state: TrainState | EngineLike, *, max_shard_bytes: int = 5 * 10**9
 ) -> None:
     """Write all parameters to model-0000i-of-0000N.safetensors, as Hugging Face reads them.
 
@@ -330,7 +330,7 @@ def export_safetensors(
                 [1., 1.]])
     """
     wait_for_earlier(raises=False)
-    held = held_by("export_safetensors", state)
+    held = local_states("export_safetensors", state)
     ranks, layout, buffers = held.processes, held.setup.layout, held.buffers
     where = path_everywhere(ranks, "export_safetensors", folder)
     facts = [f"path {where}", f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
@@ -375,7 +375,9 @@ def export_safetensors(
         _remove_others(where)
 
 
-def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> dict[str, Tensor]:
+def state_dict(
+    state: TrainState | EngineLike, module: nn.Module | None = None
+) -> dict[str, Tensor]:
     """Return {name: whole values}, on the CPU, which `module.load_state_dict` takes. A collective.
 
     Each unit is gathered, copied to the CPU, and let go. The names are those of
@@ -402,7 +404,7 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
         >>> module.load_state_dict(fzero.checkpoint.state_dict(state, module))
         <All keys matched successfully>
     """
-    held = held_by("state_dict", state)
+    held = local_states("state_dict", state)
     facts = [f"step {int(held.states[0].step)}"]
     assert_same_everywhere(facts, held.processes.axis, what="state_dict")
     by_path = values_by_path(held)
@@ -424,7 +426,7 @@ def state_dict(state: TrainState | Driven, module: nn.Module | None = None) -> d
     return result | {name: x.cpu().clone() for name, x in buffers_of(of).items()}
 
 
-def values_by_path(held: Held, paths: Collection[str] | None = None) -> dict[str, Tensor]:
+def values_by_path(held: LocalStates, paths: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return {path: whole values} on the CPU, a tied leaf at each of its paths. A collective.
 
     paths: of the leaves that are wanted; by default all of them.
@@ -437,7 +439,9 @@ def values_by_path(held: Held, paths: Collection[str] | None = None) -> dict[str
     return found
 
 
-def whole_parameters(held: Held, wanted: Set[int] | None = None) -> Iterator[tuple[int, Tensor]]:
+def whole_parameters(
+    held: LocalStates, wanted: Set[int] | None = None
+) -> Iterator[tuple[int, Tensor]]:
     """Yield (number of the leaf, whole values), gathered group by group. A collective.
 
     wanted: the leaves; by default all of them. Groups without any are not gathered.
@@ -611,7 +615,7 @@ def import_safetensors(
         >>> fzero.full_params(two)
         [tensor([1., 1.])]
     """
-    held = held_by("import_safetensors", state)
+    held = local_states("import_safetensors", state)
     where = path_everywhere(held.processes, "import_safetensors", folder)
     assert_same_everywhere([f"path {where}"], held.processes.axis, what="the import")
 
@@ -672,7 +676,7 @@ def import_safetensors(
     with torch.no_grad(), until_read:
         what = f"read {where}"
         index = from_first(held.processes, begin, what=what)  # the same one on all ranks
-        states, buffers, report = everywhere(held.processes, lambda: read(index), what=what)
+        states, buffers, report = run_on_all_ranks(held.processes, lambda: read(index), what=what)
         make_whole(held, states, has_values)
         made = held.returned(states, buffers)
     return made if strict else (made, report)

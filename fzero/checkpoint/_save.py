@@ -27,17 +27,17 @@ from torch import Tensor
 from fzero.checkpoint._mesh_coordinates import in_each_place, is_in_places, saved_together
 from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
 from fzero.checkpoint._process_states import (
-    Held,
+    LocalStates,
     facts_of_replicas,
-    held_by,
+    local_states,
     require_idle,
     texts_of_ranks,
 )
 from fzero.checkpoint._storage import write_pieces
-from fzero.checkpoint.collective import Ranks, everywhere, from_first, results_of_ranks
+from fzero.checkpoint.collective import Ranks, from_first, results_of_ranks, run_on_all_ranks
 from fzero.checkpoint.engine_state import (
     Buffers,
-    Driven,
+    EngineLike,
     buffer_pieces,
     differing_buffers,
     facts_of,
@@ -93,7 +93,7 @@ class Draft:
 
 def save(
     path: PathLike,
-    state: TrainState | Driven,
+    state: TrainState | EngineLike,
     *,
     extra: Mapping[str, Any] | None = None,
     rng: bool = True,
@@ -152,7 +152,7 @@ def save(
     """
     wait_for_earlier()
 
-    def write(path: PathLike, state: TrainState | Driven, data: str = "") -> None:
+    def write(path: PathLike, state: TrainState | EngineLike, data: str = "") -> None:
         where, held = _place(path, state)
         draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=False)
         write_draft(draft, where, data)
@@ -170,7 +170,7 @@ def save(
 
 def save_async(
     path: PathLike,
-    state: TrainState | Driven,
+    state: TrainState | EngineLike,
     *,
     extra: Mapping[str, Any] | None = None,
     rng: bool = True,
@@ -220,16 +220,16 @@ def save_async(
     return handle
 
 
-def _place(path: PathLike, thing: TrainState | Driven) -> tuple[Path, Held]:
+def _place(path: PathLike, thing: TrainState | EngineLike) -> tuple[Path, LocalStates]:
     """Return where to write, the same on every rank, and what this process has. A collective."""
-    held = held_by("save", thing, apart=True)
+    held = local_states("save", thing, apart=True)
     where = path_everywhere(held.processes, "save", path)
     assert_same_everywhere([f"path {where}"], held.processes.axis, what="the checkpoint")
     return where, held
 
 
 def draft_of(
-    held: Held,
+    held: LocalStates,
     extra: Mapping[str, Any] | None,
     *,
     rng: bool = True,
@@ -264,17 +264,17 @@ def draft_of(
         )
 
     doing = "prepare the checkpoint"
-    draft = everywhere(ranks, prepare, what=doing)
+    draft = run_on_all_ranks(ranks, prepare, what=doing)
     facts = facts_of_replicas(held)
     draft.manifest.origin.update(facts)
     note_texts(draft.manifest, texts_of_ranks(held, what=doing))
-    everywhere(ranks, lambda: require_readable(draft.manifest), what=doing)
+    run_on_all_ranks(ranks, lambda: require_readable(draft.manifest), what=doing)
     step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
     assert_same_everywhere([f"step {facts or step}"], ranks.axis, what="the checkpoint")
     return draft
 
 
-def pieces_of(held: Held, *, frozen: bool = True) -> list[TensorPiece]:
+def pieces_of(held: LocalStates, *, frozen: bool = True) -> list[TensorPiece]:
     """Return what this process writes of its states, as views; buffers are not among it."""
     pairs = zip(held.states, held.ranks, strict=True)
     return [piece for one, rank in pairs for piece in pieces_of_rank(one, rank, frozen=frozen)]

@@ -35,10 +35,10 @@ import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint._allocate import warn_of_left_out
-from fzero.checkpoint._process_states import Held, held_by, require_idle, whole_leaves
+from fzero.checkpoint._process_states import LocalStates, local_states, require_idle, whole_leaves
 from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint.collective import CheckpointError, damaged, written_by_first
-from fzero.checkpoint.engine_state import Buffers, Driven, group_names, plain_options
+from fzero.checkpoint.engine_state import Buffers, EngineLike, group_names, plain_options
 from fzero.checkpoint.folders import (
     PathLike,
     is_there,
@@ -333,7 +333,9 @@ _LAYOUT = "0.19.8"  # the DeepSpeed whose layout this is: its loader asks for a 
 _VERSION = 0.4  # of the universal layout
 
 
-def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | None = None) -> None:
+def save_universal(
+    folder: PathLike, state: TrainState | EngineLike, *, tag: str | None = None
+) -> None:
     """Write a state or an engine to folder/tag as DeepSpeed's universal checkpoint. A collective.
 
     For each parameter a folder: fp32.pt (its master, where it has one), what the optimizer keeps
@@ -375,7 +377,7 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
         >>> folder.cleanup()
     """
     wait_for_earlier(raises=False)
-    held = held_by("save_universal", state)
+    held = local_states("save_universal", state)
     ranks, names = held.processes, leaf_paths(held.setup.layout)
     where = path_everywhere(ranks, "save_universal", folder)
     first, step = held.states[0], int(held.states[0].step)
@@ -425,7 +427,7 @@ def save_universal(folder: PathLike, state: TrainState | Driven, *, tag: str | N
     )
 
 
-def _whole_values(held: Held) -> Iterator[tuple[str, int, Tensor]]:
+def _whole_values(held: LocalStates) -> Iterator[tuple[str, int, Tensor]]:
     """Yield (fp32 or slot, number of the leaf, whole values), one flat at a time. A collective."""
     setup = held.setup
     kept: dict[int, dict[str, list[Tensor]]] = {}

@@ -22,7 +22,7 @@ from fzero.checkpoint._allocate import (
     require_equal,
     with_room,
 )
-from fzero.checkpoint._process_states import held_by, require_closed
+from fzero.checkpoint._process_states import local_states, require_closed
 from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._universal import (
     FP32,
@@ -40,10 +40,16 @@ from fzero.checkpoint._universal import (
     require_places,
     require_sound,
 )
-from fzero.checkpoint.collective import CheckpointError, Ranks, damaged, everywhere, from_first
+from fzero.checkpoint.collective import (
+    CheckpointError,
+    Ranks,
+    damaged,
+    from_first,
+    run_on_all_ranks,
+)
 from fzero.checkpoint.engine_state import (
     Buffers,
-    Driven,
+    EngineLike,
     buffers_of,
     options_by_name,
     plain_options,
@@ -116,7 +122,7 @@ def load_universal(
         [tensor([1., 1.])]
     """
     wait_for_earlier(raises=False)
-    held = held_by("load_universal", state)
+    held = local_states("load_universal", state)
     ranks, given = held.processes, held.states[0]
     where = path_everywhere(ranks, "load_universal", folder)
     facts = [f"path {where}", f"tag {tag}", f"{optimizer=}"]
@@ -136,10 +142,10 @@ def load_universal(
         return [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
 
     doing = f"read {where}"
-    keys = everywhere(ranks, begin, what=doing)
+    keys = run_on_all_ranks(ranks, begin, what=doing)
     name = from_first(ranks, lambda: latest(where) if tag is None else tag, what=doing)
     source = Folder(where / name)
-    names = everywhere(ranks, lambda: _sound_names(source, given, keys, ranks), what=doing)
+    names = run_on_all_ranks(ranks, lambda: _sound_names(source, given, keys, ranks), what=doing)
     shared = from_first(
         ranks, lambda: _shared_facts(source, names, given, held.engine, optimizer), what=doing
     )
@@ -165,7 +171,7 @@ def load_universal(
         return made
 
     with torch.no_grad():
-        states = everywhere(ranks, fill, what=doing)
+        states = run_on_all_ranks(ranks, fill, what=doing)
         make_whole(held, states, reads)
         states = begun_slots(held, states, f"load_universal: {where / name}")
     made = held.returned(states, shared.buffers)
@@ -224,7 +230,7 @@ def _shared_facts(
     source: Folder,
     names: Sequence[str],
     state: TrainState,
-    engine: Driven | None,
+    engine: EngineLike | None,
     optimizer: bool,
 ) -> SharedFacts:
     """Read and check it. Raises `CheckpointError`, naming the file, for what is wrong."""
@@ -307,7 +313,7 @@ def _scale(file: Path, found: Mapping[str, Any]) -> dict[str, float]:
     return {"scale": float(scale)}
 
 
-def _buffers(source: Folder, engine: Driven) -> Buffers:
+def _buffers(source: Folder, engine: EngineLike) -> Buffers:
     """Return the buffers of the module that the checkpoint has, those of rank 0."""
     states = source.states()
     saved = states[0].get("module") if states else None

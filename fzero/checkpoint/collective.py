@@ -58,7 +58,7 @@ def damaged(what: object, seen: str) -> CheckpointError:
     )
 
 
-def everywhere(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+def run_on_all_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
     """`at_once`, of ranks that may wait for their disks: no longer than the timeout."""
     try:
         return at_once(ranks, do, what=what)
@@ -97,8 +97,8 @@ def at_once(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
 
 
 def results_of_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
-    """Return what `do()` returned on every rank, in rank order; raise as `everywhere` does."""
-    return ranks.tell(everywhere(ranks, do, what=what))
+    """Return what `do()` returned on each rank, in rank order; raise as `run_on_all_ranks`."""
+    return ranks.tell(run_on_all_ranks(ranks, do, what=what))
 
 
 def written_by_first(
@@ -117,8 +117,8 @@ def written_by_first(
     write: called on rank 0, with that path and each of the values.
     finish: called on rank 0, with that path: gives what is there its place.
 
-    Raises as `everywhere` does, when all values were gathered: the other ranks are on their way to
-    the next one while rank 0 writes.
+    Raises as `run_on_all_ranks` does, when all values were gathered: the other ranks are on their
+    way to the next one while rank 0 writes.
     """
     partial, first = folder / f".partial-{secrets.token_hex(8)}", ranks.axis.rank == 0
     problem: list[Exception] = []
@@ -130,20 +130,20 @@ def written_by_first(
             finish(partial)
 
     try:
-        everywhere(ranks, lambda: begin(partial), what=f"write {folder}")
+        run_on_all_ranks(ranks, lambda: begin(partial), what=f"write {folder}")
         for value in values:
             if first and not problem:
                 try:
                     write(partial, value)
                 except Exception as error:
                     problem.append(error)
-        everywhere(ranks, end, what=f"write {folder}")
+        run_on_all_ranks(ranks, end, what=f"write {folder}")
     finally:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
 
 
 def from_first(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
-    """Call `do()` on rank 0; return its result on every rank. Raises as `everywhere` does."""
-    mine = everywhere(ranks, lambda: [do()] if ranks.axis.rank == 0 else [], what=what)
+    """Call `do()` on rank 0; return its result on every rank. Raises as `run_on_all_ranks` does."""
+    mine = run_on_all_ranks(ranks, lambda: [do()] if ranks.axis.rank == 0 else [], what=what)
     return ranks.tell(mine)[0][0]

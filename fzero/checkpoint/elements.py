@@ -5,8 +5,8 @@ For tools that take states of other ranks apart as a checkpoint does.
 
 from fzero.checkpoint._load import fill_module as fill_module
 from fzero.checkpoint._load import read_whole as read_whole
-from fzero.checkpoint._process_states import Held as Held
-from fzero.checkpoint._process_states import held_by as held_by
+from fzero.checkpoint._process_states import LocalStates as LocalStates
+from fzero.checkpoint._process_states import local_states as local_states
 from fzero.checkpoint._process_states import stack_of as stack_of
 from fzero.checkpoint._process_states import state_of_rank as state_of_rank
 from fzero.checkpoint._process_states import states_of_ranks as states_of_ranks
@@ -20,12 +20,4 @@ from fzero.checkpoint._safetensors import write_values as write_values
 from fzero.checkpoint._save import Draft as Draft
 from fzero.checkpoint._save import draft_of as draft_of
 from fzero.checkpoint._save import write_draft as write_draft
-from fzero.checkpoint.engine_state import generators as generators
-from fzero.checkpoint.engine_state import rng_setter as rng_setter
-from fzero.checkpoint.engine_state import rng_text as rng_text
-from fzero.optim.counters import counters_of as counters_of
-from fzero.optim.counters import unstepped_of as unstepped_of
-from fzero.optim.counters import with_counters as with_counters
-from fzero.optim.entries import RuleSlot as RuleSlot
-from fzero.optim.entries import slots_across as slots_across
 from fzero.optim.entries import slots_of as slots_of

@@ -33,7 +33,7 @@ _PLAIN = (bool, int, float, str)
 
 
 @runtime_checkable
-class Driven(Protocol):
+class EngineLike(Protocol):
     """The interface of an engine that a checkpoint needs: state, module, optimizer."""
 
     module: nn.Module
@@ -52,7 +52,7 @@ class Driven(Protocol):
         ...
 
 
-def idle(engine: Driven) -> Driven:
+def idle(engine: EngineLike) -> EngineLike:
     """Return a view of an engine, to be saved, without gradients that wait for an update."""
     state = engine.state.without_gradients()
     view: Any = SimpleNamespace(module=engine.module, optimizer=engine.optimizer, state=state)

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from fzero.checkpoint._load import LoadPlan, finished, planned
 from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
-from fzero.checkpoint._process_states import Held, held_by
+from fzero.checkpoint._process_states import LocalStates, local_states
 from fzero.checkpoint._save import (
     AsyncSave,
     Draft,
@@ -54,11 +54,11 @@ from fzero.checkpoint.collective import (
     CheckpointError,
     Ranks,
     damaged,
-    everywhere,
     from_first,
     results_of_ranks,
+    run_on_all_ranks,
 )
-from fzero.checkpoint.engine_state import Driven, buffer_pieces, form_of, rng_file
+from fzero.checkpoint.engine_state import EngineLike, buffer_pieces, form_of, rng_file
 from fzero.checkpoint.folders import PathLike, as_path, read_text, require_whole
 from fzero.checkpoint.manifest import Manifest, read_manifest, require_tensors
 from fzero.collectives import assert_same_everywhere, exchange_beside
@@ -67,234 +67,6 @@ from fzero.errors.check import is_count, require
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState
 
-# Folders in the memory of this host, of this user alone: they outlive their processes.
-#
-# Who can write to a folder can make a file of the name that is read next, or a link, through which
-# a
-# program would write to another file of its own user. So a folder is used only if nobody else can
-# write there, nor put another one in its place.
-#
-# Nobody else frees what is in memory. So each folder has a lock, which its processes hold as long
-# as
-# they live, and which may name one more process, that would start them again. When the lock is free
-# and that process is gone, the next program of the same user removes the folder.
-
-SHARED_MEMORY = Path("/dev/shm")
-LOCK = ".lock"
-MIRROR, REPLAY = "fzero-mirror", "fzero-replay"
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_HELD: dict[Path, int] = {}
-"""{folder: its lock, open}, of this process."""
-
-
-def new_folder(kind: str) -> Path:
-    """Return a new folder in memory, which this process holds; sweep those of programs gone.
-
-    On a system without a file system in memory, it is among the temporary files.
-    """
-    sweep_gone()
-    folder = _memory_folder() / f"{kind}-{os.geteuid()}-{secrets.token_hex(8)}"
-    hold(folder, kind)
-    return folder
-
-
-def hold(folder: Path, name: str, keeper: str = "") -> None:
-    """Make a folder for this user alone, and hold it until the end of this process.
-
-    name: of the call, for an error. keeper: a process that keeps it, too, as `process_of` says it.
-
-    Raises `LayoutError` for a folder of others.
-    """
-    import fcntl  # not on Windows, where fzero can be imported all the same
-
-    while not _is_held(folder):
-        try:
-            make_private(folder, name)
-            opened = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
-        except FileNotFoundError:
-            continue  # swept just now, by another program of this user that saw no lock in it
-        fcntl.flock(opened, fcntl.LOCK_SH)
-        let_go(folder)
-        _HELD[folder] = opened  # unless it was swept before the lock was there
-    if keeper:
-        os.pwrite(_HELD[folder], keeper.encode(), 0)
-
-
-def _is_held(folder: Path) -> bool:
-    opened = _HELD.get(folder)
-    try:
-        return opened is not None and os.path.samestat(os.fstat(opened), os.lstat(folder / LOCK))
-    except OSError:
-        return False
-
-
-def let_go(folder: Path) -> None:
-    """Hold a folder no longer."""
-    if (opened := _HELD.pop(folder, None)) is not None:
-        os.close(opened)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder in memory, and hold it no longer."""
-    shutil.rmtree(folder, ignore_errors=True)
-    let_go(folder)
-
-
-def sweep_gone() -> None:
-    """Remove this user's folders in memory whose programs are gone."""
-    for kind in (MIRROR, REPLAY):
-        for folder in _memory_folder().glob(f"{kind}-{os.geteuid()}-*"):
-            if not why_not_private(folder) and not _is_held(folder):
-                _sweep(folder)
-
-
-def _sweep(folder: Path) -> None:
-    import fcntl
-
-    try:
-        opened = os.open(folder / LOCK, os.O_RDWR | _NO_LINK)
-    except FileNotFoundError:
-        with suppress(OSError):
-            folder.rmdir()  # of a program that has ended, or will make it again
-        return
-    except OSError:
-        return
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_gone(os.read(opened, 1024).decode(errors="replace")):
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        pass  # somebody holds it
-    finally:
-        os.close(opened)
-
-
-def process_of(pid: int) -> str:
-    """Return what tells a process from all others, also from one that has its number later.
-
-    The boot of the machine, the namespaces in which its number and the time of its start are what
-    they are, both of these; "unknown" where the system does not say.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        spaces = ",".join(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "time"))
-        return f"{boot} {spaces} {pid} {_state_and_start(pid)[1]}"
-    except OSError:
-        return "unknown"
-
-
-def _is_gone(keeper: str) -> bool:
-    """Whether the process that keeps a folder has surely ended: of another container none has."""
-    here, said = process_of(os.getpid()).split(), keeper.split()
-    if not said:
-        return True  # nobody keeps it
-    if len(said) != 4 or len(here) != 4 or not said[2].isdigit():
-        return False
-    if said[0] != here[0]:
-        return True  # memory does not outlive a boot, nor processes
-    if said[1] != here[1]:
-        return False
-    try:
-        state, start = _state_and_start(int(said[2]))
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    except OSError:
-        return False
-    return state in "ZX" or start != said[3]
-
-
-def _state_and_start(pid: int) -> tuple[str, str]:
-    """Return the state of a process, and when it has started, in ticks since the boot."""
-    text = Path(f"/proc/{pid}/stat").read_text()
-    fields = text.rpartition(")")[2].split()  # the name before may have anything in it
-    return fields[0], fields[19]
-
-
-def _memory_folder() -> Path:
-    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-
-
-# Whose a folder is.
-
-
-def make_private(folder: Path, name: str) -> None:
-    """Make a folder for this user alone, and those above it that are not there.
-
-    name: of the call, for an error.
-
-    Raises `LayoutError` for one that is another user's, that others can write to, or that others
-    could put another one in the place of.
-    """
-    for each in (*reversed(folder.parents), folder):
-        if not each.exists():
-            with suppress(FileExistsError):
-                each.mkdir(mode=0o700)
-    trusted = (os.geteuid(), *_roots())
-    found = [(folder, why_not_private(folder))]
-    found += [(each, _seen(each, trusted, is_above=True)) for each in _way_to(folder)]
-    for each, seen in found:
-        if seen:
-            raise LayoutError(
-                f"{name}: {each} {seen}.",
-                cause="a folder of another user's program, or one that several users share: "
-                "whoever writes there could have this run read copies of his, or write through a "
-                "link of his.",
-                fix=f"give a folder of your own, as folder=/dev/shm/$USER/run, or chmod 700 {each} "
-                "if it is yours.",
-            )
-
-
-def why_not_private(folder: Path) -> str:
-    """Return why a folder is not this user's alone; "" if it is. What is above it is not seen."""
-    return _seen(folder, (os.geteuid(),), is_above=False)
-
-
-def _way_to(folder: Path) -> Iterator[Path]:
-    """Yield the folders above one, and those above of what they are links to."""
-    for each in folder.parents:
-        yield each
-        if each.is_symlink():
-            yield each.resolve()
-            yield from _way_to(each.resolve())
-
-
-def _seen(folder: Path, users: tuple[int, ...], *, is_above: bool) -> str:
-    """Return what is wrong with a folder. is_above: others may write there as in /tmp."""
-    found = folder.lstat()
-    if stat.S_ISLNK(found.st_mode):
-        foreign = f"is a link of {_user(found.st_uid)}" if found.st_uid not in users else ""
-        return foreign if is_above else "is a link"
-    if not stat.S_ISDIR(found.st_mode):
-        return "is no folder"
-    if found.st_uid not in users:
-        return f"belongs to {_user(found.st_uid)}"
-    if found.st_mode & _OTHERS and not (is_above and found.st_mode & stat.S_ISVTX):
-        return f"can be written by others ({stat.filemode(found.st_mode)})"
-    return ""
-
-
-def _roots() -> Iterator[int]:
-    """Yield the users that root appears as here: another one in some containers."""
-    yield 0
-    with suppress(OSError, ValueError):
-        maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-        if not any(int(first) == 0 for first, _, _ in maps):
-            yield int(Path("/proc/sys/kernel/overflowuid").read_text())
-
-
-def _user(uid: int) -> str:
-    with suppress(ImportError, KeyError):
-        import pwd
-
-        return f"the user {pwd.getpwuid(uid).pw_name}"
-    return f"the user {uid}"
-
-
-Thing = TypeVar("Thing")
-T = TypeVar("T")
-
-SLOTS = 2  # of each part on a host: the last whole update, and the one that is written
 _WRITING = "writing-"  # how a folder is named that is no copy yet, or no more
 _ENDED = "ended-"  # how a folder is named that says, with the rank, that its process has ended well
 _TEXTS, _OF_PIECE = 2**17, 2**11  # bytes of a copy beside its values: at most, and of each piece
@@ -392,7 +164,9 @@ class Mirror:
         self._complete = 0  # the last one that is whole on all ranks
         self._flight: _Flight | None = None
 
-    def update(self, state: TrainState | Driven, *, extra: Mapping[str, Any] | None = None) -> None:
+    def update(
+        self, state: TrainState | EngineLike, *, extra: Mapping[str, Any] | None = None
+    ) -> None:
         """Copy every k-th update that it is called after; otherwise return at once.
 
         Call it on all ranks after each update; the first and each k-th call are collectives. All
@@ -414,7 +188,7 @@ class Mirror:
         """
         updates = self._updates + 1
         if self._home is None:
-            self._open(held_by("Mirror.update", state, apart=True), _require_empty)
+            self._open(local_states("Mirror.update", state, apart=True), _require_empty)
         if updates % self._every == 0:
             self._copy(state, extra, updates)
         elif self._flight is not None:
@@ -423,7 +197,7 @@ class Mirror:
 
     def _copy(self, thing: Any, extra: Mapping[str, Any] | None, update: int) -> None:
         home, flight = self._home, self._flight
-        held = held_by("Mirror.update", thing, apart=True)
+        held = local_states("Mirror.update", thing, apart=True)
         assert home is not None
         if held.processes.axis != home.ranks.axis:
             raise AxisError(
@@ -448,7 +222,7 @@ class Mirror:
         )
         nbytes = _bytes_of(draft.pieces) + len(json.dumps(draft.manifest.extra))
         what = f"write {home.folder}"
-        everywhere(home.ranks, lambda: _make_room(home, copy, nbytes), what=what)
+        run_on_all_ranks(home.ranks, lambda: _make_room(home, copy, nbytes), what=what)
         self._flight = _start(home, copy, draft)
 
     def restore(self, like: Thing) -> tuple[Thing, dict[str, Any]]:
@@ -472,7 +246,7 @@ class Mirror:
                 memory.
             PhaseError: inside a coalesced step.
         """
-        held = held_by("Mirror.restore", like, apart=True)
+        held = local_states("Mirror.restore", like, apart=True)
         found = self._open(held, lambda home: _restored(home, held))
         assert self._home is not None
         _WRITERS[self._home.folder] = self._home.attempt
@@ -494,12 +268,12 @@ class Mirror:
         if home is None:
             return
         land = (lambda: None) if flight is None else flight.handle.result
-        everywhere(home.ranks, land, what="wait for the copies")
+        run_on_all_ranks(home.ranks, land, what="wait for the copies")
         if home.hosts.leads:
             _remove_all(home.folder)
         let_go(home.folder.parent)
 
-    def _open(self, held: Held, begin: Callable[[_Home], T]) -> T:
+    def _open(self, held: LocalStates, begin: Callable[[_Home], T]) -> T:
         """Make the folders, as a new attempt; return what it begins with. A collective."""
         _wait_for_copies()
         self._forget()
@@ -559,6 +333,248 @@ def mirror_bytes(part_bytes: int, copies: int) -> int:
     A host keeps as many parts of other hosts' ranks as others keep of its own.
     """
     return SLOTS * (1 + copies) * part_bytes
+
+
+# A state to copies: beside the steps that follow.
+
+
+def _start(home: _Home, copy: RankCopy, draft: Draft) -> _Flight:
+    """Write what this process has into the memory of this host, and send it to other hosts."""
+    written, alone = threading.Event(), Ranks(axis=Axis(size=1), beside=True)
+
+    def write() -> None:
+        try:
+            with _new_copy(home, copy) as folder:
+                write_draft(replace(draft, ranks=alone), folder)
+        finally:
+            written.set()
+
+    def run() -> None:
+        if not home.hosts.held:
+            return write()
+        run_on_all_ranks(home.beside, write, what=f"write {home.folder}")
+        every = range(copy.ranks)
+        pairs = [(rank, keeper) for rank in every for keeper in home.hosts.keepers(rank)]
+        _send(home, [(rank, keeper, copy._replace(rank=rank)) for rank, keeper in pairs])
+
+    handle = run_beside(run, what=f"Mirror: the copies of update {copy.update}")
+    _FLIGHTS[:] = [handle]
+    return _Flight(copy.update, written, handle)
+
+
+def _wait_for_copies() -> None:
+    """Wait until nothing is on its way from this process, of any mirror; errors are its own."""
+    for handle in _FLIGHTS:
+        with suppress(Exception):
+            handle.result()
+
+
+def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
+    """Send copies from host to host: (sender, receiver, what). A collective.
+
+    An error of one rank is raised on all: nobody waits for a copy that does not come.
+    """
+    me, what = home.hosts.rank, f"write {home.folder}"
+
+    def look() -> dict[str, dict[str, int]]:
+        found = {}
+        for name in {copy.name for sender, _, copy in moves if sender == me}:
+            files = [x for x in (home.folder / name).rglob("*") if x.is_file() and x.name != LOCK]
+            sizes = {os.fspath(x.relative_to(home.folder / name)): x.stat().st_size for x in files}
+            found[name] = dict(sorted(sizes.items()))
+        return found
+
+    told = results_of_ranks(home.beside, look, what=f"list {home.folder}")
+    sent, got = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
+    taken = defaultdict[RankCopy, dict[str, Tensor]](dict)
+    for sender, receiver, copy in moves:
+        for file, size in told[sender][copy.name].items():
+            if sender == me:
+                path = os.fspath(home.folder / copy.name / file)
+                sent.append((receiver, torch.from_file(path, size=size, dtype=torch.uint8)))
+            if receiver == me:
+                taken[copy][file] = torch.empty(size, dtype=torch.uint8, device="cpu")
+                got.append((sender, taken[copy][file]))
+    exchange_beside(sent, got, home.beside.axis)
+
+    def write() -> None:
+        for copy, files in taken.items():
+            _make_room(home, copy, sum(x.nbytes for x in files.values()))
+            with _new_copy(home, copy) as folder:
+                for file, x in files.items():
+                    (folder / file).parent.mkdir(mode=0o700, exist_ok=True)
+                    values: Any = x.numpy()
+                    (folder / file).write_bytes(values)
+
+    run_on_all_ranks(home.beside, write, what=what)
+
+
+# Copies to a state.
+
+
+def _restored(home: _Home, held: LocalStates) -> tuple[Any, int, dict[str, Any]] | None:
+    """Return what is held with the values of the newest whole update, its number and `extra`.
+
+    None without copies. A collective. Raises `CheckpointError` where there are copies and no update
+    is whole, and as `load`.
+    """
+    if (found := _newest(home)) is None:
+        return None
+    where, saved = home.folder, _joined(found)
+    texts = {copy.rank: part.rng for copy, part in found.items()}
+
+    def prepare() -> LoadPlan:
+        plan = planned(held, saved, where, rng=texts.get(home.hosts.rank))
+        require_tensors(saved, plan.pieces, where)
+        return plan
+
+    def read() -> None:
+        here = {k: x for k, x in saved.files.items() if k.partition("/")[0] in needed}
+        # No other file is checked: all were, before.
+        read_pieces(plan.pieces, where, replace(saved, files=here), (-1, 1))
+
+    with torch.no_grad():
+        plan = run_on_all_ranks(home.ranks, prepare, what=f"read {where}")
+        chunks = (chunk for piece in plan.pieces for chunk, *_ in chunks_of(saved, piece))
+        needed = {chunk.file.partition("/")[0] for chunk in chunks}
+        _send(home, [*_missing_on_hosts(home.hosts, [*found], home.ranks.tell(needed))])
+        run_on_all_ranks(home.ranks, read, what=f"read {where}")
+        thing = finished(held, saved, plan)
+    _remove_earlier(home, [*found])
+    return thing, next(iter(found)).update, saved.extra
+
+
+class _Part(NamedTuple):
+    """What a good copy says."""
+
+    manifest: Manifest
+    rng: str  # the random generators of its rank
+
+
+def _newest(home: _Home) -> dict[RankCopy, _Part] | None:
+    """Return the good copies of the newest update that is whole. A collective."""
+
+    def look() -> list[RankCopy]:
+        return copies_in(home.folder) if home.hosts.leads else []
+
+    told = results_of_ranks(home.ranks, look, what=f"list {home.folder}")
+    copies, bad = [one for some in told for one in some], list[str]()
+    for some in whole_updates(copies):
+        found = results_of_ranks(
+            home.ranks, lambda some=some: _checked(home, some), what=f"read {home.folder}"
+        )
+        checked = {one: part for parts in found for one, part in parts.items()}
+        bad += [part for part in checked.values() if isinstance(part, str)]
+        good = {one: part for one, part in checked.items() if not isinstance(part, str)}
+        if good and not missing([*good]):
+            return good
+    if not copies:
+        if home.hosts.rank == 0 and _restarts()[0]:
+            _warn_begins_anew(home, "torchrun has started the ranks again, and there are no copies")
+        return None
+    newest = max((one.update, one.attempt) for one in copies)
+    last = [one for one in copies if (one.update, one.attempt) == newest]
+    lost = ", ".join(map(str, missing(last)))
+    if bad or any(one.complete for one in copies):
+        lines = [f"\n  update {newest[0]}: no copy of rank {lost}"] if lost else []
+        raise CheckpointError(
+            f"Mirror.restore: no update is whole in {home.folder.parent}:"
+            f"{''.join(lines + [f'{chr(10)}  {text}' for text in bad[:8]])}",
+            cause="a host that is gone with the only copy of a rank, copies that were removed when "
+            "a rank had ended, or memory that another program wrote to.",
+            fix="load a checkpoint of fzero.checkpoint.save, and remove the folder on all hosts; "
+            "with copies=1 and more hosts than one, one of them may go. Nothing was changed.",
+        )
+    if home.hosts.rank == 0:
+        seen = f"of update {newest[0]}, the first one, rank {lost} has no copy"
+        _warn_begins_anew(home, seen)
+    _remove_earlier(home)
+    return None
+
+
+def whole_updates(copies: Sequence[RankCopy]) -> list[list[RankCopy]]:
+    """Return the copies of each update of which all ranks have one, the newest update first.
+
+    Example:
+        >>> here, there = RankCopy("a", 8, 0, 2, 4, "x"), RankCopy("b", 8, 1, 2, 4, "y")
+        >>> len(whole_updates([here, there])), len(whole_updates([here, here._replace(rank=1)]))
+        (0, 1)
+    """
+    updates: dict[Any, list[RankCopy]] = defaultdict(list)
+    for one in sorted(copies):
+        updates[one.update, one.attempt, one.ranks].append(one)
+    newest = sorted(updates, reverse=True)
+    return [updates[key] for key in newest if not missing(updates[key])]
+
+
+def missing(copies: Sequence[RankCopy]) -> list[int]:
+    """Return the ranks of one update of which there is no copy."""
+    there = {one.rank for one in copies}
+    return [rank for rank in range(copies[0].ranks) if rank not in there]
+
+
+def _checked(home: _Home, copies: Sequence[RankCopy]) -> dict[RankCopy, _Part | str]:
+    """Return what the copies on this host say, or what is wrong with them; its ranks share them."""
+    own, ranks = home.hosts.own, home.hosts.ranks_on(home.hosts.own)
+    found: dict[RankCopy, _Part | str] = {}
+    here = [one for one in copies if one.host == own]
+    for one in here[ranks.index(home.hosts.rank) :: len(ranks)]:
+        path = home.folder / one.name
+        try:
+            if seen := why_not_private(path):
+                raise damaged(path, seen)
+            saved = read_manifest(path)
+            require_whole(path / saved.data, saved.files)
+            found[one] = _Part(saved, read_text(path / saved.data / rng_file(0)))
+        except CheckpointError as error:
+            found[one] = str(error).splitlines()[0]
+    return found
+
+
+def _joined(found: Mapping[RankCopy, _Part]) -> Manifest:
+    """Return the manifest of all copies of an update as one of a checkpoint, in their folder."""
+    tensors: dict[str, Any] = {}
+    buffers: dict[str, dict[str, str]] = defaultdict(dict)
+    files: dict[str, list[int]] = {}
+    manifests = {copy.rank: (copy.name, part.manifest) for copy, part in found.items()}
+    for rank, (folder, one) in sorted(manifests.items()):
+        files |= {f"{folder}/{one.data}/{file}": digest for file, digest in one.files.items()}
+        for name, entry in one.tensors.items():
+            own = re.sub("^buffers/0/", f"buffers/{rank}/", name)  # each rank has its own
+            whole = tensors.setdefault(own, {"dtype": entry["dtype"], "chunks": []})
+            for start, numel, file, *place in entry["chunks"]:
+                whole["chunks"].append([start, numel, f"{folder}/{one.data}/{file}", *place])
+        for path, forms in one.module["buffers"].items():
+            buffers[path][str(rank)] = forms["0"]
+    first = manifests[0][1]
+    module = {**first.module, "buffers": dict(buffers)}
+    return replace(first, tensors=tensors, files=files, module=module)
+
+
+def _missing_on_hosts(
+    hosts: Hosts, copies: Sequence[RankCopy], needed: Sequence[set[str]]
+) -> Iterator[tuple[int, int, RankCopy]]:
+    """Yield (sender, receiver, copy) for each copy that a host needs and has not.
+
+    needed: the names that each rank reads. The ranks of a host take turns.
+    """
+    for host in hosts.names:
+        there = {one.name for one in copies if one.host == host}
+        for name in sorted({x for rank in hosts.ranks_on(host) for x in needed[rank]} - there):
+            source = next(one for one in copies if one.name == name)
+            pair = (hosts.ranks_on(one) for one in (source.host, host))
+            sender, receiver = (ranks[source.rank % len(ranks)] for ranks in pair)
+            yield sender, receiver, source
+
+
+def _warn_begins_anew(home: _Home, seen: str) -> None:
+    text = explain(
+        f"Mirror.restore: {seen} in {home.folder.parent}: training begins anew.",
+        cause="a rank that died before the first copies were whole; or ranks that ended with "
+        "sys.exit(n), outside of a `with` block of the mirror.",
+        fix="a smaller every= has the first copies earlier; `with Mirror(...) as mirror:`.",
+    )
+    warnings.warn(text, UserWarning, stacklevel=5)
 
 
 # Which ranks share a host, who keeps whose copy, and where.
@@ -628,7 +644,7 @@ class _Home:
     free: int  # for them when the mirror was made
 
 
-def _open_home(given: Path | None, every: int, copies: int, held: Held) -> _Home:
+def _open_home(given: Path | None, every: int, copies: int, held: LocalStates) -> _Home:
     """Make the folder of each host, and see that there is room in it. A collective."""
     ranks = held.processes
 
@@ -877,7 +893,7 @@ def _require_empty(home: _Home) -> None:
                 "give each Mirror a folder= of its own.",
             )
 
-    everywhere(home.ranks, look, what=f"list {home.folder}")
+    run_on_all_ranks(home.ranks, look, what=f"list {home.folder}")
 
 
 def _require_writer(home: _Home) -> None:
@@ -891,243 +907,229 @@ def _require_writer(home: _Home) -> None:
         )
 
 
-# A state to copies: beside the steps that follow.
+# Folders in the memory of this host, of this user alone: they outlive their processes.
+#
+# Who can write to a folder can make a file of the name that is read next, or a link, through which
+# a program would write to another file of its own user. So a folder is used only if nobody else can
+# write there, nor put another one in its place.
+#
+# Nobody else frees what is in memory. So each folder has a lock, which its processes hold as long
+# as they live, and which may name one more process, that would start them again. When the lock is
+# free and that process is gone, the next program of the same user removes the folder.
+
+SHARED_MEMORY = Path("/dev/shm")
+LOCK = ".lock"
+MIRROR, REPLAY = "fzero-mirror", "fzero-replay"
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_HELD: dict[Path, int] = {}
+"""{folder: its lock, open}, of this process."""
 
 
-def _start(home: _Home, copy: RankCopy, draft: Draft) -> _Flight:
-    """Write what this process has into the memory of this host, and send it to other hosts."""
-    written, alone = threading.Event(), Ranks(axis=Axis(size=1), beside=True)
+def new_folder(kind: str) -> Path:
+    """Return a new folder in memory, which this process holds; sweep those of programs gone.
 
-    def write() -> None:
+    On a system without a file system in memory, it is among the temporary files.
+    """
+    sweep_gone()
+    folder = _memory_folder() / f"{kind}-{os.geteuid()}-{secrets.token_hex(8)}"
+    hold(folder, kind)
+    return folder
+
+
+def hold(folder: Path, name: str, keeper: str = "") -> None:
+    """Make a folder for this user alone, and hold it until the end of this process.
+
+    name: of the call, for an error. keeper: a process that keeps it, too, as `process_of` says it.
+
+    Raises `LayoutError` for a folder of others.
+    """
+    import fcntl  # not on Windows, where fzero can be imported all the same
+
+    while not _is_held(folder):
         try:
-            with _new_copy(home, copy) as folder:
-                write_draft(replace(draft, ranks=alone), folder)
-        finally:
-            written.set()
-
-    def run() -> None:
-        if not home.hosts.held:
-            return write()
-        everywhere(home.beside, write, what=f"write {home.folder}")
-        every = range(copy.ranks)
-        pairs = [(rank, keeper) for rank in every for keeper in home.hosts.keepers(rank)]
-        _send(home, [(rank, keeper, copy._replace(rank=rank)) for rank, keeper in pairs])
-
-    handle = run_beside(run, what=f"Mirror: the copies of update {copy.update}")
-    _FLIGHTS[:] = [handle]
-    return _Flight(copy.update, written, handle)
+            make_private(folder, name)
+            opened = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | _NO_LINK, 0o600)
+        except FileNotFoundError:
+            continue  # swept just now, by another program of this user that saw no lock in it
+        fcntl.flock(opened, fcntl.LOCK_SH)
+        let_go(folder)
+        _HELD[folder] = opened  # unless it was swept before the lock was there
+    if keeper:
+        os.pwrite(_HELD[folder], keeper.encode(), 0)
 
 
-def _wait_for_copies() -> None:
-    """Wait until nothing is on its way from this process, of any mirror; errors are its own."""
-    for handle in _FLIGHTS:
-        with suppress(Exception):
-            handle.result()
+def _is_held(folder: Path) -> bool:
+    opened = _HELD.get(folder)
+    try:
+        return opened is not None and os.path.samestat(os.fstat(opened), os.lstat(folder / LOCK))
+    except OSError:
+        return False
 
 
-def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
-    """Send copies from host to host: (sender, receiver, what). A collective.
+def let_go(folder: Path) -> None:
+    """Hold a folder no longer."""
+    if (opened := _HELD.pop(folder, None)) is not None:
+        os.close(opened)
 
-    An error of one rank is raised on all: nobody waits for a copy that does not come.
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder in memory, and hold it no longer."""
+    shutil.rmtree(folder, ignore_errors=True)
+    let_go(folder)
+
+
+def sweep_gone() -> None:
+    """Remove this user's folders in memory whose programs are gone."""
+    for kind in (MIRROR, REPLAY):
+        for folder in _memory_folder().glob(f"{kind}-{os.geteuid()}-*"):
+            if not why_not_private(folder) and not _is_held(folder):
+                _sweep(folder)
+
+
+def _sweep(folder: Path) -> None:
+    import fcntl
+
+    try:
+        opened = os.open(folder / LOCK, os.O_RDWR | _NO_LINK)
+    except FileNotFoundError:
+        with suppress(OSError):
+            folder.rmdir()  # of a program that has ended, or will make it again
+        return
+    except OSError:
+        return
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_gone(os.read(opened, 1024).decode(errors="replace")):
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:
+        pass  # somebody holds it
+    finally:
+        os.close(opened)
+
+
+def process_of(pid: int) -> str:
+    """Return what tells a process from all others, also from one that has its number later.
+
+    The boot of the machine, the namespaces in which its number and the time of its start are what
+    they are, both of these; "unknown" where the system does not say.
     """
-    me, what = home.hosts.rank, f"write {home.folder}"
-
-    def look() -> dict[str, dict[str, int]]:
-        found = {}
-        for name in {copy.name for sender, _, copy in moves if sender == me}:
-            files = [x for x in (home.folder / name).rglob("*") if x.is_file() and x.name != LOCK]
-            sizes = {os.fspath(x.relative_to(home.folder / name)): x.stat().st_size for x in files}
-            found[name] = dict(sorted(sizes.items()))
-        return found
-
-    told = results_of_ranks(home.beside, look, what=f"list {home.folder}")
-    sent, got = list[tuple[int, Tensor]](), list[tuple[int, Tensor]]()
-    taken = defaultdict[RankCopy, dict[str, Tensor]](dict)
-    for sender, receiver, copy in moves:
-        for file, size in told[sender][copy.name].items():
-            if sender == me:
-                path = os.fspath(home.folder / copy.name / file)
-                sent.append((receiver, torch.from_file(path, size=size, dtype=torch.uint8)))
-            if receiver == me:
-                taken[copy][file] = torch.empty(size, dtype=torch.uint8, device="cpu")
-                got.append((sender, taken[copy][file]))
-    exchange_beside(sent, got, home.beside.axis)
-
-    def write() -> None:
-        for copy, files in taken.items():
-            _make_room(home, copy, sum(x.nbytes for x in files.values()))
-            with _new_copy(home, copy) as folder:
-                for file, x in files.items():
-                    (folder / file).parent.mkdir(mode=0o700, exist_ok=True)
-                    values: Any = x.numpy()
-                    (folder / file).write_bytes(values)
-
-    everywhere(home.beside, write, what=what)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        spaces = ",".join(os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "time"))
+        return f"{boot} {spaces} {pid} {_state_and_start(pid)[1]}"
+    except OSError:
+        return "unknown"
 
 
-# Copies to a state.
+def _is_gone(keeper: str) -> bool:
+    """Whether the process that keeps a folder has surely ended: of another container none has."""
+    here, said = process_of(os.getpid()).split(), keeper.split()
+    if not said:
+        return True  # nobody keeps it
+    if len(said) != 4 or len(here) != 4 or not said[2].isdigit():
+        return False
+    if said[0] != here[0]:
+        return True  # memory does not outlive a boot, nor processes
+    if said[1] != here[1]:
+        return False
+    try:
+        state, start = _state_and_start(int(said[2]))
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return state in "ZX" or start != said[3]
 
 
-def _restored(home: _Home, held: Held) -> tuple[Any, int, dict[str, Any]] | None:
-    """Return what is held with the values of the newest whole update, its number and `extra`.
+def _state_and_start(pid: int) -> tuple[str, str]:
+    """Return the state of a process, and when it has started, in ticks since the boot."""
+    text = Path(f"/proc/{pid}/stat").read_text()
+    fields = text.rpartition(")")[2].split()  # the name before may have anything in it
+    return fields[0], fields[19]
 
-    None without copies. A collective. Raises `CheckpointError` where there are copies and no update
-    is whole, and as `load`.
+
+def _memory_folder() -> Path:
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
+# Whose a folder is.
+
+
+def make_private(folder: Path, name: str) -> None:
+    """Make a folder for this user alone, and those above it that are not there.
+
+    name: of the call, for an error.
+
+    Raises `LayoutError` for one that is another user's, that others can write to, or that others
+    could put another one in the place of.
     """
-    if (found := _newest(home)) is None:
-        return None
-    where, saved = home.folder, _joined(found)
-    texts = {copy.rank: part.rng for copy, part in found.items()}
-
-    def prepare() -> LoadPlan:
-        plan = planned(held, saved, where, rng=texts.get(home.hosts.rank))
-        require_tensors(saved, plan.pieces, where)
-        return plan
-
-    def read() -> None:
-        here = {k: x for k, x in saved.files.items() if k.partition("/")[0] in needed}
-        # No other file is checked: all were, before.
-        read_pieces(plan.pieces, where, replace(saved, files=here), (-1, 1))
-
-    with torch.no_grad():
-        plan = everywhere(home.ranks, prepare, what=f"read {where}")
-        chunks = (chunk for piece in plan.pieces for chunk, *_ in chunks_of(saved, piece))
-        needed = {chunk.file.partition("/")[0] for chunk in chunks}
-        _send(home, [*_missing_on_hosts(home.hosts, [*found], home.ranks.tell(needed))])
-        everywhere(home.ranks, read, what=f"read {where}")
-        thing = finished(held, saved, plan)
-    _remove_earlier(home, [*found])
-    return thing, next(iter(found)).update, saved.extra
+    for each in (*reversed(folder.parents), folder):
+        if not each.exists():
+            with suppress(FileExistsError):
+                each.mkdir(mode=0o700)
+    trusted = (os.geteuid(), *_roots())
+    found = [(folder, why_not_private(folder))]
+    found += [(each, _seen(each, trusted, is_above=True)) for each in _way_to(folder)]
+    for each, seen in found:
+        if seen:
+            raise LayoutError(
+                f"{name}: {each} {seen}.",
+                cause="a folder of another user's program, or one that several users share: "
+                "whoever writes there could have this run read copies of his, or write through a "
+                "link of his.",
+                fix=f"give a folder of your own, as folder=/dev/shm/$USER/run, or chmod 700 {each} "
+                "if it is yours.",
+            )
 
 
-class _Part(NamedTuple):
-    """What a good copy says."""
-
-    manifest: Manifest
-    rng: str  # the random generators of its rank
+def why_not_private(folder: Path) -> str:
+    """Return why a folder is not this user's alone; "" if it is. What is above it is not seen."""
+    return _seen(folder, (os.geteuid(),), is_above=False)
 
 
-def _newest(home: _Home) -> dict[RankCopy, _Part] | None:
-    """Return the good copies of the newest update that is whole. A collective."""
-
-    def look() -> list[RankCopy]:
-        return copies_in(home.folder) if home.hosts.leads else []
-
-    told = results_of_ranks(home.ranks, look, what=f"list {home.folder}")
-    copies, bad = [one for some in told for one in some], list[str]()
-    for some in whole_updates(copies):
-        found = results_of_ranks(
-            home.ranks, lambda some=some: _checked(home, some), what=f"read {home.folder}"
-        )
-        checked = {one: part for parts in found for one, part in parts.items()}
-        bad += [part for part in checked.values() if isinstance(part, str)]
-        good = {one: part for one, part in checked.items() if not isinstance(part, str)}
-        if good and not missing([*good]):
-            return good
-    if not copies:
-        if home.hosts.rank == 0 and _restarts()[0]:
-            _warn_begins_anew(home, "torchrun has started the ranks again, and there are no copies")
-        return None
-    newest = max((one.update, one.attempt) for one in copies)
-    last = [one for one in copies if (one.update, one.attempt) == newest]
-    lost = ", ".join(map(str, missing(last)))
-    if bad or any(one.complete for one in copies):
-        lines = [f"\n  update {newest[0]}: no copy of rank {lost}"] if lost else []
-        raise CheckpointError(
-            f"Mirror.restore: no update is whole in {home.folder.parent}:"
-            f"{''.join(lines + [f'{chr(10)}  {text}' for text in bad[:8]])}",
-            cause="a host that is gone with the only copy of a rank, copies that were removed when "
-            "a rank had ended, or memory that another program wrote to.",
-            fix="load a checkpoint of fzero.checkpoint.save, and remove the folder on all hosts; "
-            "with copies=1 and more hosts than one, one of them may go. Nothing was changed.",
-        )
-    if home.hosts.rank == 0:
-        seen = f"of update {newest[0]}, the first one, rank {lost} has no copy"
-        _warn_begins_anew(home, seen)
-    _remove_earlier(home)
-    return None
+def _way_to(folder: Path) -> Iterator[Path]:
+    """Yield the folders above one, and those above of what they are links to."""
+    for each in folder.parents:
+        yield each
+        if each.is_symlink():
+            yield each.resolve()
+            yield from _way_to(each.resolve())
 
 
-def whole_updates(copies: Sequence[RankCopy]) -> list[list[RankCopy]]:
-    """Return the copies of each update of which all ranks have one, the newest update first.
-
-    Example:
-        >>> here, there = RankCopy("a", 8, 0, 2, 4, "x"), RankCopy("b", 8, 1, 2, 4, "y")
-        >>> len(whole_updates([here, there])), len(whole_updates([here, here._replace(rank=1)]))
-        (0, 1)
-    """
-    updates: dict[Any, list[RankCopy]] = defaultdict(list)
-    for one in sorted(copies):
-        updates[one.update, one.attempt, one.ranks].append(one)
-    newest = sorted(updates, reverse=True)
-    return [updates[key] for key in newest if not missing(updates[key])]
-
-
-def missing(copies: Sequence[RankCopy]) -> list[int]:
-    """Return the ranks of one update of which there is no copy."""
-    there = {one.rank for one in copies}
-    return [rank for rank in range(copies[0].ranks) if rank not in there]
+def _seen(folder: Path, users: tuple[int, ...], *, is_above: bool) -> str:
+    """Return what is wrong with a folder. is_above: others may write there as in /tmp."""
+    found = folder.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        foreign = f"is a link of {_user(found.st_uid)}" if found.st_uid not in users else ""
+        return foreign if is_above else "is a link"
+    if not stat.S_ISDIR(found.st_mode):
+        return "is no folder"
+    if found.st_uid not in users:
+        return f"belongs to {_user(found.st_uid)}"
+    if found.st_mode & _OTHERS and not (is_above and found.st_mode & stat.S_ISVTX):
+        return f"can be written by others ({stat.filemode(found.st_mode)})"
+    return ""
 
 
-def _checked(home: _Home, copies: Sequence[RankCopy]) -> dict[RankCopy, _Part | str]:
-    """Return what the copies on this host say, or what is wrong with them; its ranks share them."""
-    own, ranks = home.hosts.own, home.hosts.ranks_on(home.hosts.own)
-    found: dict[RankCopy, _Part | str] = {}
-    here = [one for one in copies if one.host == own]
-    for one in here[ranks.index(home.hosts.rank) :: len(ranks)]:
-        path = home.folder / one.name
-        try:
-            if seen := why_not_private(path):
-                raise damaged(path, seen)
-            saved = read_manifest(path)
-            require_whole(path / saved.data, saved.files)
-            found[one] = _Part(saved, read_text(path / saved.data / rng_file(0)))
-        except CheckpointError as error:
-            found[one] = str(error).splitlines()[0]
-    return found
+def _roots() -> Iterator[int]:
+    """Yield the users that root appears as here: another one in some containers."""
+    yield 0
+    with suppress(OSError, ValueError):
+        maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if not any(int(first) == 0 for first, _, _ in maps):
+            yield int(Path("/proc/sys/kernel/overflowuid").read_text())
 
 
-def _joined(found: Mapping[RankCopy, _Part]) -> Manifest:
-    """Return the manifest of all copies of an update as one of a checkpoint, in their folder."""
-    tensors: dict[str, Any] = {}
-    buffers: dict[str, dict[str, str]] = defaultdict(dict)
-    files: dict[str, list[int]] = {}
-    manifests = {copy.rank: (copy.name, part.manifest) for copy, part in found.items()}
-    for rank, (folder, one) in sorted(manifests.items()):
-        files |= {f"{folder}/{one.data}/{file}": digest for file, digest in one.files.items()}
-        for name, entry in one.tensors.items():
-            own = re.sub("^buffers/0/", f"buffers/{rank}/", name)  # each rank has its own
-            whole = tensors.setdefault(own, {"dtype": entry["dtype"], "chunks": []})
-            for start, numel, file, *place in entry["chunks"]:
-                whole["chunks"].append([start, numel, f"{folder}/{one.data}/{file}", *place])
-        for path, forms in one.module["buffers"].items():
-            buffers[path][str(rank)] = forms["0"]
-    first = manifests[0][1]
-    module = {**first.module, "buffers": dict(buffers)}
-    return replace(first, tensors=tensors, files=files, module=module)
+def _user(uid: int) -> str:
+    with suppress(ImportError, KeyError):
+        import pwd
+
+        return f"the user {pwd.getpwuid(uid).pw_name}"
+    return f"the user {uid}"
 
 
-def _missing_on_hosts(
-    hosts: Hosts, copies: Sequence[RankCopy], needed: Sequence[set[str]]
-) -> Iterator[tuple[int, int, RankCopy]]:
-    """Yield (sender, receiver, copy) for each copy that a host needs and has not.
+Thing = TypeVar("Thing")
+T = TypeVar("T")
 
-    needed: the names that each rank reads. The ranks of a host take turns.
-    """
-    for host in hosts.names:
-        there = {one.name for one in copies if one.host == host}
-        for name in sorted({x for rank in hosts.ranks_on(host) for x in needed[rank]} - there):
-            source = next(one for one in copies if one.name == name)
-            pair = (hosts.ranks_on(one) for one in (source.host, host))
-            sender, receiver = (ranks[source.rank % len(ranks)] for ranks in pair)
-            yield sender, receiver, source
-
-
-def _warn_begins_anew(home: _Home, seen: str) -> None:
-    text = explain(
-        f"Mirror.restore: {seen} in {home.folder.parent}: training begins anew.",
-        cause="a rank that died before the first copies were whole; or ranks that ended with "
-        "sys.exit(n), outside of a `with` block of the mirror.",
-        fix="a smaller every= has the first copies earlier; `with Mirror(...) as mirror:`.",
-    )
-    warnings.warn(text, UserWarning, stacklevel=5)
+SLOTS = 2  # of each part on a host: the last whole update, and the one that is written

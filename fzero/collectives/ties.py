@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import product
@@ -73,11 +73,22 @@ class Scope:
 
 
 class _Book:
-    """What a rank knows of its calls: how many there were on each set of ranks, and the scopes."""
+    """What a rank knows of its calls: how many there were on each set of ranks, and the scopes.
+
+    own: by level of a torch.func.grad (or vjp) of the user's, the nodes of the calls that it
+    follows, and a tensor that shows whether it is still that one: the numbers of levels come again.
+    """
 
     def __init__(self) -> None:
         self.counts = Counter[Axis]()
         self.scopes = weakref.WeakSet[Scope]()  # one of an engine goes with it
+        self.own = dict[int, tuple[Tensor, dict[UsersCall, weakref.ref[Any]]]]()
+
+    def calls_of(self, level: int) -> dict[UsersCall, weakref.ref[Any]]:
+        """Return the calls that a torch.func.grad of the user's follows, which is going on."""
+        if level not in self.own or not modes.is_alive(self.own[level][0]):
+            self.own[level] = modes.made_at(level), {}
+        return self.own[level][1]
 
 
 _BOOK = _Book()
@@ -109,8 +120,13 @@ def connected(call: UsersCall, token: Tensor, *, backward: bool) -> None:
         if run.tokens is not None:
             run.tokens[call] = token
             return
-    for scope in _book().scopes:
+    book = _book()
+    for scope in book.scopes:
         scope.add(call, token, backward=backward)
+    for level in {*modes.levels_of_backwards()} - {scope.level for scope in book.scopes}:
+        if (own := modes.at_level(token, level)).requires_grad:
+            book.calls_of(level)[call] = weakref.ref(own.grad_fn)
+            _take_part_in_derivatives()
 
 
 def differentiated(call: UsersCall) -> None:
@@ -189,44 +205,37 @@ class _Stop(Exception):
     """Ends a graph task in which nothing has run."""
 
 
-class _Probe(torch.autograd.Function):
-    """Asks at the beginning of a graph task which nodes it will run, and ends it."""
-
-    @staticmethod
-    def forward(ctx: Any, nodes: list[Any], found: list[bool], *roots: Tensor) -> Tensor:
-        ctx.nodes, ctx.found = nodes, found
-        return torch.zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *dys: Tensor) -> Any:
-        ctx.found += map(_AUTOGRAD._will_engine_execute_node, ctx.nodes)
-        raise _Stop
-
-
 def _reached(
-    roots: Sequence[Tensor], tokens: Tokens, inputs: Sequence[Any] = (), *, accumulate: bool = True
+    roots: Sequence[Tensor],
+    nodes: Mapping[UsersCall, Any],
+    inputs: Sequence[Any] = (),
+    *,
+    accumulate: bool = True,
 ) -> set[UsersCall]:
     """Return the calls that a backward from these roots comes to; by `inputs` alone, if given."""
     found = list[bool]()
-    with torch.enable_grad():
-        nodes = [token.grad_fn for token in tokens.values()]
-        probe: Any = cast(Any, _Probe).apply(nodes, found, *roots)
-    if not probe.requires_grad:
+    probe = tied_to(torch.zeros(()), roots)
+    if probe.grad_fn is None:
         return set()
+
+    def ask(_: Any) -> None:  # at the beginning of a graph task it is known what it will run
+        found.extend(map(_AUTOGRAD._will_engine_execute_node, nodes.values()))
+        raise _Stop
+
+    probe.grad_fn.register_prehook(ask)
     with suppress(_Stop):
-        given = (probe,), (torch.ones(()),), False, False, tuple(inputs), True, accumulate
+        given = (probe,), (torch.zeros_like(probe),), False, False, tuple(inputs), True, accumulate
         _TORCHS_ENGINE.run_backward(*given)
     if not found:  # nothing behind these roots is one of the inputs
         return set()
-    reached = {call for call, is_on in zip(tokens, found, strict=True) if is_on}
+    reached = {call for call, is_on in zip(nodes, found, strict=True) if is_on}
     # Where what a call gave is an input itself, its node is asked for the gradient, but not run.
     taken = (
         [] if accumulate else [x.node if isinstance(x, GradientEdge) else x.grad_fn for x in inputs]
     )
-    for call in [call for call in reached if any(tokens[call].grad_fn is node for node in taken)]:
-        pairs = zip(inputs, taken, strict=True)
-        rest = [x for x, node in pairs if node is not tokens[call].grad_fn]
-        if not (rest and _reached(roots, {call: tokens[call]}, rest, accumulate=False)):
+    for call in [call for call in reached if any(nodes[call] is node for node in taken)]:
+        rest = [x for x, node in zip(inputs, taken, strict=True) if node is not nodes[call]]
+        if not (rest and _reached(roots, {call: nodes[call]}, rest, accumulate=False)):
             reached.remove(call)
     return reached
 
@@ -262,21 +271,17 @@ def shared(
     ways = ("used", "leads") if inputs else ("used",)
     mine: set[tuple[UsersCall, str]] | None = None
     everyone, unlike = set[tuple[UsersCall, str]](), bool(tokens)
+    nodes = {call: token.grad_fn for call, token in tokens.items()}
     while unlike:
         known = [[tokens[call] for call in tokens if (call, way) in everyone] for way in ways]
-        used = _reached([*roots, *known[0]], tokens)
+        used = _reached([*roots, *known[0]], nodes)
         found: set[tuple[UsersCall, str]] = {(call, "used") for call in used}
         if inputs:
             by = [*inputs, *map(_edge_behind, known[1])]
-            leads = _reached([*tokens.values()], tokens, by, accumulate=accumulate)
+            leads = _reached([*tokens.values()], nodes, by, accumulate=accumulate)
             found |= {(call, "leads") for call in leads}
         mine = found if mine is None else mine
-        everyone, unlike = set[tuple[UsersCall, str]](), False
-        # In one order on all ranks: axes of one size in that of their calls, and not of a hash.
-        for axis in sorted(dict.fromkeys(c.axis for c in tokens), key=lambda axis: axis.size):
-            calls = [call for call in tokens if call.axis == axis]
-            some, differ = _of_all_ranks(calls, ways, found, axis, inside=inside)
-            everyone, unlike = everyone | some, unlike or differ
+        everyone, unlike = _of_all_ranks(tokens, ways, found, inside=inside)
     mine = mine or set()
     to = [call for call in tokens if all((call, way) in everyone for way in ways)]
     return Shared(
@@ -293,31 +298,35 @@ def _edge_behind(token: Tensor) -> GradientEdge:
 
 
 def _of_all_ranks(
-    calls: Sequence[UsersCall],
+    known: Collection[UsersCall],
     ways: Sequence[str],
     found: Collection[tuple[UsersCall, str]],
-    axis: Axis,
     *,
     inside: bool,
 ) -> tuple[set[tuple[UsersCall, str]], bool]:
     """Return what of the calls any rank has found, and whether some rank has not."""
     everyone, unlike, full = set[tuple[UsersCall, str]](), False, 2**WORD - 1
-    pairs = [*product(calls, ways)]
-    for start in range(0, len(pairs), WORD * WORDS):
-        some = pairs[start : start + WORD * WORDS]
-        words = [some[i : i + WORD] for i in range(0, len(some), WORD)]
-        bits = [sum(1 << i for i, one in enumerate(word) if one in found) for word in words]
-        said = *bits, *(full ^ x for x in bits)
-        if inside:
-            name = f"torch.autograd.grad in a loss that has called {_shown(calls)}"
-            call = UserCall(name, "", _AUTOGRAD._current_graph_task_id() >= 0, said)
-            heard = before_collective(axis, call)
-        else:
-            heard = agreed(f"the backward of a loss that has called {_shown(calls)}", said, axis)
-        count = len(words)
-        for word, any_on, any_off in zip(words, heard[:count], heard[count:], strict=True):
-            everyone.update(one for i, one in enumerate(word) if any_on >> i & 1)
-            unlike = unlike or bool(any_on & any_off)
+    # In one order on all ranks: axes of one size in that of their calls, and not of a hash.
+    for axis in sorted(dict.fromkeys(call.axis for call in known), key=lambda axis: axis.size):
+        calls = [call for call in known if call.axis == axis]
+        pairs = [*product(calls, ways)]
+        for start in range(0, len(pairs), WORD * WORDS):
+            some = pairs[start : start + WORD * WORDS]
+            words = [some[i : i + WORD] for i in range(0, len(some), WORD)]
+            bits = [sum(1 << i for i, one in enumerate(word) if one in found) for word in words]
+            said = *bits, *(full ^ x for x in bits)
+            if inside:
+                name = f"torch.autograd.grad in a loss that has called {_shown(calls)}"
+                call = UserCall(name, "", _AUTOGRAD._current_graph_task_id() >= 0, said)
+                heard = before_collective(axis, call)
+            else:
+                heard = agreed(
+                    f"the backward of a loss that has called {_shown(calls)}", said, axis
+                )
+            count = len(words)
+            for word, any_on, any_off in zip(words, heard[:count], heard[count:], strict=True):
+                everyone.update(one for i, one in enumerate(word) if any_on >> i & 1)
+                unlike = unlike or bool(any_on & any_off)
     return everyone, unlike
 
 
@@ -363,13 +372,16 @@ class _Engine(_AUTOGRAD._ImperativeEngine):
         given, torchs = accumulate_grad, super()
         if tokens and not all(isinstance(x, Tensor) for x in tensors):
             raise of_an_edge("torch.autograd.grad")
+        if not tokens:
+            _require_alike(tensors, inputs)
         same = shared(tensors, tokens, inputs, accumulate=given, inside=True)
         if not (same.ties or same.edges):
             by = tuple(inputs), allow_unreachable, accumulate_grad
             return torchs.run_backward(tuple(tensors), tuple(grad_tensors), *options, *by)
         if same.ties:  # of a root of its own; one of the user's may be a constant
             roots = [pair for pair in roots if pair[0].requires_grad]
-            roots.append((tied_to(torch.zeros(0), same.ties), torch.zeros(0)))
+            tie = tied_to(torch.zeros(0), same.ties)
+            roots.append((tie, torch.zeros_like(tie)))
         of, dys = zip(*roots, strict=True)
         by = (*inputs, *same.edges), True, accumulate_grad
         found = torchs.run_backward(of, dys, *options, *by)
@@ -401,16 +413,42 @@ def _tokens_of_derivative(*, accumulate: bool) -> Tokens:
     accumulate: of a backward.
     """
     book, in_backward = _book(), _AUTOGRAD._current_graph_task_id() >= 0
-    if not book.scopes or maybe_current_level() is not None or (in_backward and accumulate):
+    if not book.scopes or (in_backward and accumulate):
         return {}
     for run in reversed(runs()):
         if run.tokens:
             return run.tokens
     if in_backward:
         return {}
-    scopes = [one for one in book.scopes if not one.level and one.in_loss]
+    level = maybe_current_level() or 0
+    scopes = [one for one in book.scopes if one.level == level and one.in_loss]
     known = {call: token for one in scopes for call, token in one.tokens.items()}
     return {call: known[call] for call in sorted(known, key=lambda call: call.number)}
+
+
+def _require_alike(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Raise `MismatchError` on all ranks if a derivative at a level of the user's own differs.
+
+    In a torch.func.grad (or vjp) of the user's it comes to the calls to which this rank has a way:
+    to none where one rank uses what a call gave, and another has the inputs behind it.
+    """
+    level = maybe_current_level()
+    if level is None or _AUTOGRAD._current_graph_task_id() >= 0:
+        return
+    if not (calls := _book().calls_of(level)):
+        return
+    nodes = {call: node for call, made in calls.items() if (node := made()) is not None}
+    used, run = _reached(roots, nodes), _reached(roots, nodes, inputs, accumulate=False)
+    found = {(call, "used") for call in used} | {(call, "run") for call in run}
+    if _of_all_ranks(calls, ("used", "run"), found, inside=True)[1]:
+        raise MismatchError(
+            "a derivative inside of a torch.func.grad (or vjp) of your own comes to other "
+            f"collectives on each rank, of {_shown([*calls])}.",
+            cause="ranks use what other calls gave, or differentiate by what is behind others: the "
+            "adjoints would come to some ranks only, or to none.",
+            fix="leave the outer derivative to fzero.grad_and_reduce, whose adjoints come to all "
+            "ranks; or use each sum on every rank, loss + 0 * y.sum().",
+        )
 
 
 def of_an_edge(name: str) -> LayoutError:

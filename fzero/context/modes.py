@@ -353,6 +353,22 @@ def _lowered(level: Any) -> Generator[None]:
         yield
 
 
+def levels_of_backwards() -> list[int]:
+    """Return the levels of torch.func around this call at which a backward is taken."""
+    return [one.level() for one in _levels() if one.key() == TransformType.Grad]
+
+
+def made_at(level: int) -> Tensor:
+    """Return a tensor without elements of a level around this call, see `is_alive`."""
+    with _lowered(next(one for one in _levels() if one.level() == level)), torch.no_grad():
+        return torch.zeros(0)
+
+
+def is_alive(x: Tensor) -> bool:
+    """Whether the level of torch.func at which this tensor was made is still going on."""
+    return maybe_get_level(x) >= 0
+
+
 def at_level(x: Tensor, level: int) -> Tensor:
     """Return what `x` is at a level: without the wrappers of those inside of it."""
     while is_functorch_wrapped_tensor(x) and not 0 <= maybe_get_level(x) <= level:

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero import checkpoint
 from fzero.adapter import Engine, gathered
-from fzero.checkpoint.elements import fill_module, held_by, values_by_path
+from fzero.checkpoint.elements import fill_module, local_states, values_by_path
 from fzero.checkpoint.engine_state import buffers_of, idle, options_of, set_buffers, set_options
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
@@ -208,7 +208,7 @@ def whole(engine: Engine | None, *, modify: bool = False) -> Iterator[None]:
             some = [p for name, p in named if names is None or name in names]
             stack.enter_context(gathered(some, modify=True))
         elif engine is not None and any(isinstance(p, LazyParam) for p in engine.parameters()):
-            names, held = _adapters_of(engine.module), held_by("save", engine)
+            names, held = _adapters_of(engine.module), local_states("save", engine)
             assert_same_everywhere(
                 [f"of {names and sorted(names)}"], held.processes.axis, what="whole"
             )

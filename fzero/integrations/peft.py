@@ -23,11 +23,11 @@ from peft.utils.other import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from peft.utils.save_and_load import get_peft_model_state_dict
 from torch import Tensor, nn
 
-from fzero.checkpoint.collective import Ranks, everywhere, written_by_first
+from fzero.checkpoint.collective import Ranks, run_on_all_ranks, written_by_first
 from fzero.checkpoint.elements import (
     TensorForm,
     begin_file,
-    held_by,
+    local_states,
     read_file,
     read_values,
     whole_parameters,
@@ -177,7 +177,7 @@ def save_adapter(folder: PathLike, state: TrainState, apply: AdaptedApply) -> No
         >>> all(torch.equal(again[name], x) for name, x in params.items())
         True
     """
-    held = held_by("save_adapter", state)
+    held = local_states("save_adapter", state)
     if held.engine is not None:
         raise LayoutError(
             "save_adapter: an engine.",
@@ -263,7 +263,7 @@ def load_adapter(folder: PathLike, apply: AdaptedApply) -> dict[str, Tensor]:
         _require_alike(f"load_adapter: {where}", forms, {k: x.form for k, x in found.items()})
         return {key: read_values(found[key]).to(form.dtype) for key, form in apply.forms.items()}
 
-    return everywhere(ranks, read, what=f"read {where}")
+    return run_on_all_ranks(ranks, read, what=f"read {where}")
 
 
 def _require_plain(model: nn.Module, config: Any) -> None:

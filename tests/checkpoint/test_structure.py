@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fzero
-from fzero.checkpoint.elements import held_by
+from fzero.checkpoint.elements import local_states
 from fzero.checkpoint.mesh_transition import as_received, as_sent, structure_of
 from fzero.errors import LayoutError
 from fzero.optim import schedules
@@ -66,7 +66,7 @@ def sent(optimizer: Any, **options: Any) -> Any:
     made = fzero.simulate(
         lambda: fzero.init({"w": torch.ones(4, 4)}, optimizer, stage=2, **options), world_size=2
     )
-    structure = structure_of(held_by("reshard", made(), apart=True))
+    structure = structure_of(local_states("reshard", made(), apart=True))
     return structure, as_received(as_sent(structure))
 
 
@@ -81,7 +81,7 @@ def test_every_rule_and_schedule_of_fzero_is_told(name: str, optimizer: Any) -> 
 
 def codecs() -> dict[str, Any]:
     codecs = fzero.codecs
-    found = {name: getattr(codecs, name) for name in dir(codecs) if not name.startswith("_")}
+    found = {name: getattr(codecs, name) for name in dir(codecs) if name[0].islower()}
     kinds = {name: x for name, x in found.items() if inspect.isclass(x)}
     return {
         name: x for name, x in kinds.items() if issubclass(x, codecs.Codec) and x != codecs.Codec

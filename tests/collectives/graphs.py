@@ -177,7 +177,7 @@ def _formula(step: Step, xs: list[Tensor]) -> list[Tensor]:
     size = len(xs)
     total = sum(xs[1:], xs[0])
     if step.op in ("psum", "pmean"):
-        return [total / (size if step.op == "pmean" else 1)] * size
+        return [total / (size if step.op == "pmean" else 1) for _ in xs]  # each rank has its own
     if step.op == "all_gather":
         return [torch.cat(xs)] * size
     if step.op == "psum_scatter":

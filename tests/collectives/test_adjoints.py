@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis.strategies import booleans, integers
+from hypothesis.strategies import booleans, integers, sampled_from
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +18,6 @@ from fzero.errors import AxisError, MismatchError, PhaseError
 from fzero.state.logical import carried
 from tests.collectives.graphs import (
     OPS,
-    Graph,
     graph_of,
     in_one_process,
     on_rank,
@@ -136,24 +135,34 @@ def test_a_reentrant_checkpoint_of_a_collective_is_refused(op: Any) -> None:
         fzero.simulate(step, world_size=2)(XS)
 
 
-def _gradients(graph: Graph, params: dict[str, Tensor], stage: int, xs: Tensor) -> Any:
+UNDER: dict[str, Any] = {
+    "": lambda step, x: step(x),
+    "vmap": lambda step, x: {name: g[0] for name, g in torch.func.vmap(step)(x[None]).items()},
+    "jvp": lambda step, x: torch.func.jvp(step, (x,), (x,))[0],
+}
+"""What a step is called under."""
+
+
+def _gradients(
+    loss: Any, params: dict[str, Tensor], stage: int, xs: Tensor, under: str = ""
+) -> Any:
     def step(x: Tensor) -> Any:
         state = fzero.init(params, fzero.optim.sgd(0.1), stage=stage, bucket_bytes=16)
-        return fzero.full_gradients(fzero.grad_and_reduce(on_rank(graph), state)(x)[0])
+        return fzero.full_gradients(fzero.grad_and_reduce(loss, state)(x)[0])
 
-    return fzero.simulate(step, world_size=graph.ranks)(xs)
+    return fzero.simulate(lambda x: UNDER[under](step, x), world_size=len(xs))(xs)
 
 
-@settings(max_examples=40)
-@given(seed=seeds, stage=stages, inner=booleans())
+@settings(max_examples=60)
+@given(seed=seeds, stage=stages, inner=booleans(), under=sampled_from(sorted(UNDER)))
 def test_random_losses_have_the_gradients_of_one_process(
-    seed: int, stage: int, inner: bool
+    seed: int, stage: int, inner: bool, under: str
 ) -> None:
     """inner: with torch.autograd.grad in the loss, by other values and of other uses by rank."""
     random = Random(seed)
     graph = graph_of(random, inner=inner)
     params, xs = params_of(graph, random)
-    got = _gradients(graph, params, stage, xs)
+    got = _gradients(on_rank(graph), params, stage, xs, under)
     for name, wanted in right(graph, params, xs).items():
         torch.testing.assert_close(got[name], wanted.expand(graph.ranks, -1))
 
@@ -236,8 +245,14 @@ def test_the_gradient_of_a_tangent_of_three_ranks() -> None:
     assert torch.equal(got, torch.full((3, 2), 6.0))
 
 
-@pytest.mark.parametrize("by", [torch.autograd.grad, torch.func.grad])
-def test_a_derivative_of_ones_own_that_differs_by_rank_raises_by_name(by: Any) -> None:
+@pytest.mark.parametrize(
+    ("by", "says"),
+    [
+        (torch.autograd.grad, r"in the backward of call 1[\s\S]*engine.backward"),
+        (torch.func.grad, r"of your own comes to other[\s\S]*grad_and_reduce"),
+    ],
+)
+def test_a_derivative_of_ones_own_that_differs_by_rank_raises_by_name(by: Any, says: str) -> None:
     def one(x: Tensor) -> Tensor:
         y = fzero.psum(x * 2)
         return y.sum() if fzero.axis_index() == 0 else x.sum() + y.detach().sum()
@@ -248,7 +263,7 @@ def test_a_derivative_of_ones_own_that_differs_by_rank_raises_by_name(by: Any) -
         x = x.clone().requires_grad_()
         return by(one(x), x)[0]
 
-    with pytest.raises(AxisError, match=r"in the backward of call 1[\s\S]*engine.backward"):
+    with pytest.raises(AxisError, match=says):
         fzero.simulate(body, world_size=2)(XS)
 
 
@@ -269,6 +284,28 @@ def test_a_derivative_in_a_loss_that_only_some_ranks_take_raises_on_all(stage: i
 
     with pytest.raises(MismatchError, match=r"torch\.autograd\.grad in a loss that has called 1"):
         fzero.simulate(step, world_size=2)(XS)
+
+
+def _uses_or_gives(p: dict[str, Tensor], x: Tensor) -> Tensor:
+    """One rank uses a sum, the other differentiates by what it gave: neither has a way there."""
+    image, text = p["image"] * x, p["text"] * x
+    total = fzero.psum(image)
+    used = fzero.axis_index() == 0
+    root = (text * text + total * total if used else image * image).sum()
+    return (torch.autograd.grad(root, text if used else image, create_graph=True)[0] * x).sum()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("under", sorted(UNDER))
+def test_a_derivative_to_which_no_rank_alone_has_a_way(under: str, stage: int) -> None:
+    got = _gradients(_uses_or_gives, PAIR, stage, XS, under)
+    assert torch.equal(got["image"], torch.tensor([[21.0, 60.0]] * 2))
+    assert torch.equal(got["text"], torch.tensor([[1.0, 4.0]] * 2))
+
+
+def test_in_a_func_grad_of_ones_own_it_raises_on_all_ranks() -> None:
+    with pytest.raises(MismatchError, match=r"inside of a torch\.func\.grad"):
+        fzero.simulate(lambda x: torch.func.grad(_uses_or_gives)(PAIR, x), world_size=2)(XS)
 
 
 def test_a_func_grad_of_ones_own_of_which_some_ranks_give_the_input_raises() -> None:

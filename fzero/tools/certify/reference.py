@@ -8,6 +8,7 @@ the parameters; the next gradient at such parameters carries it on.
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -251,7 +252,9 @@ def _norm(gradient: Tensors) -> float:
 
 def _mixes(optimizer: OptimizerOf, tensors: Tensors) -> bool:
     """Whether a rule looks at a parameter as a whole, as far as fzero finds that by its trial."""
-    with suppress(LayoutError):  # one that fzero does not take, for an engine that does
+    # Suppressed: one that fzero does not take, for an engine that does. The steps that use it warn.
+    with suppress(LayoutError), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return not from_torch(optimizer).bind(tensors).elementwise
     return False
 

@@ -138,11 +138,9 @@ def _extent(x: Tensor) -> int:
 # What a step reads besides its arguments: a graph is right as long as all of that is as it was.
 #
 # Which functions run is noted while a step is recorded. What their code names is then looked up
-# from
-# the step on: globals, free variables, defaults, attributes of objects, classes and modules, and
-# all
-# entries of containers. What is there becomes a flat list of places; a later call looks at each of
-# them again, by identity, and by value where a value cannot change.
+# from the step on: globals, free variables, defaults, attributes of objects, classes and modules,
+# and all entries of containers. What is there becomes a flat list of places; a later call looks at
+# each of them again, by identity, and by value where a value cannot change.
 
 MOST = 4096
 """Containers of more entries are not followed: they would cost time in each call."""

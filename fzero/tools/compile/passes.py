@@ -49,9 +49,9 @@ from fzero.tools.trace.program import (
 # Random numbers in a graph: each op that draws knows the state of its generator before and after.
 #
 # A draw of a recorded step computes nothing, so that a generator would stay as it is. Here every
-# draw
-# leaves its generator in a state that nobody else has: where a later draw starts from is then read
-# off the generator itself, by whatever way it was put back (`fork_rng`, a checkpoint, `set_state`).
+# draw leaves its generator in a state that nobody else has: where a later draw starts from is then
+# read off the generator itself, by whatever way it was put back (`fork_rng`, a checkpoint,
+# `set_state`).
 
 State = int | Tensor
 """The state of a generator: that after a draw by its number, or one that is the same each time."""

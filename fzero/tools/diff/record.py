@@ -23,20 +23,14 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from fzero.checkpoint.elements import (
-    RuleSlot,
-    counters_of,
-    slots_across,
-    slots_of,
-    unstepped_of,
-    with_counters,
-)
 from fzero.context.current_rank import current_ranks
 from fzero.context.modes import in_transform
 from fzero.errors import LayoutError
 from fzero.machine.compress import coarseness
 from fzero.machine.owners import owners_of
 from fzero.machine.packing import cut, leaf_ranges, pack, part_of
+from fzero.optim.counters import counters_of, unstepped_of, with_counters
+from fzero.optim.entries import RuleSlot, slots_across, slots_of
 from fzero.state import NAMESPACE, Buffers, Part, Placement, Setup, TrainState
 from fzero.state.layout import as_real
 from fzero.state.scale import with_slot

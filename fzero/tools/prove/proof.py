@@ -36,7 +36,6 @@ from fzero.machine.placeholder import LazyParam
 from fzero.optim.recorded import SCHEDULES
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.progress import Phase
-from fzero.state.slots import Slot
 from fzero.tools.prove.gradient import AGAIN, GRADIENT, again, marked
 from fzero.tools.prove.read import (
     BufferPlace,
@@ -69,6 +68,153 @@ from fzero.tools.trace.program import RATE, UPDATE, RecordedStep, record_step, r
 from fzero.transforms.models import flatten_states, map_states
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.simulate import require_stacked
+
+
+def prove(
+    step: Callable[..., Any],
+    state: Any,
+    args: Any = (),
+    *,
+    world: int | None = None,
+    budget_s: float = DEFAULT_S,
+) -> Proof:
+    """Prove, for all values: new state on W ranks = update(state, (1 / W) sum_r gradient(b_r)).
+
+    `update` and `gradient` are what the step does on one rank alone, b_r is the batch of rank r.
+
+    Programs are recorded as `fzero.trace` does it: of one rank alone, and of ranks among W. Each
+    value is read as an expression over parameters, slots and batches: whole, each rank's part of a
+    whole, made of a rank's own batch, or a sum over ranks. Where both programs make the same
+    expression of every leaf of the new state the theorem holds over the reals, and prints with
+    what it assumes. A leaf that is not shown is named, with the line of the graph at which the
+    ranks begin to do what one rank does not explain; it may be right all the same.
+
+    Args:
+        step: (state, *args) -> (state, aux) with a `fzero.shard`; or `fzero.simulate` of one.
+        state: as the step is given it, between two updates. No value of it is read.
+        args: the further arguments, a tuple; what is no tuple is the only one. Of a simulated step
+            stacked ones, of which rank 0's are read.
+        world: W, any number of ranks; default that of the state.
+        budget_s: CPU seconds for each rank whose program is recorded. Where they are spent the step
+            is not proved, and the op is named at which they were; autograd is let finish first.
+
+    Returns:
+        A `Proof`; true if all is shown. Not a collective.
+
+    Raises:
+        LayoutError: for a step without `fzero.shard`, a `world` that is no count, batches that are
+            not stacked.
+        AxisError: for a mesh of two dims, and for local updates.
+        PhaseError: for a state with gradients; in a trace or transform; and as `fzero.trace` does,
+            for a step that reads values, and an optimizer that cannot be traced.
+
+    Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.
+
+    Example:
+        >>> import torch, fzero
+        >>> def step_fn(state, x):
+        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
+        ...     return fzero.apply_gradients(state), loss
+        >>> step = fzero.shard(step_fn, stage=2)
+        >>> state = step.init({"w": torch.ones(5)}, fzero.optim.sgd(1.0))
+        >>> fzero.prove(step, state, torch.ones(5), world=1024).proved
+        True
+    """
+    inner: Any = step.inner if isinstance(step, Step) and step.name == "simulate" else step
+    if not isinstance(inner, Step) or inner.find_init() is None:
+        raise LayoutError(
+            f"prove: there is no fzero.shard in {describe_function(step)}.",
+            cause="the function that shard is put around, or a step that was called already.",
+            fix="fzero.prove(fzero.shard(step_fn, stage=2), state, batch).",
+        )
+    one, *_ = states = flatten_states("prove", state)[0]
+    world = one.setup.axis.size if world is None else world
+    require("prove: world", world, is_count, "at least 1")
+    if any(x.setup.replicas > 1 or x.outer is not None for x in states):
+        raise AxisError(
+            f"prove: a state on {one.mesh}, with replicas or local updates.",
+            cause="a mesh of two dims, or fzero.local.",
+            fix="prove the step on one dim of ranks; try the other with fzero.certify.",
+        )
+    if in_transform() or is_recorded(()) or any(x.phase is not Phase.IDLE for x in states):
+        raise PhaseError(
+            "prove: inside of a trace or a transform, or with a state that has gradients.",
+            cause="a call within a step.",
+            fix="call it between two updates.",
+        )
+    require_recordable("prove", inner, states)
+    given: Any = args if isinstance(args, tuple) else (args,)
+    if inner is not step:
+        require_stacked("prove", given, one.setup.axis.size)
+        given = optree.tree_map(
+            lambda x: x[0] if isinstance(x, Tensor) else x, given, namespace=NAMESPACE
+        )
+    require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
+    budget = Budget(budget_s, len(ranks_of(world)))
+    if claim := next((x for one in states for x in _out_of_reach(one)), None):
+        named = describe_function(inner)
+        return Proof(step=named, world=world, ranks=(), ops=(0, 0), claims=(claim,))
+    with AsFound("prove", inner, state, given) as found:
+        recorder = ProgramRecorder(inner, state, given, budget, found)
+        return _Attempt(describe_function(inner), recorder, world, budget).proof()
+
+
+def _out_of_reach(state: TrainState) -> Iterator[Claim]:
+    """Yield what no program of a rank shows, before one is recorded."""
+    for name, slot in state.slots.items():
+        own = slot.form.placement in (Placement.PARTIAL, Placement.OWNER)
+        if slot.form.lifetime == "run" and own:
+            why = "each rank has its own (Placement.PARTIAL, OWNER): it is no part of a state of "
+            yield Claim(tensor=f"state.slots[{name!r}]", leaf="", why=f"{why}one rank")
+    for one in state.setup.policy.points:
+        if getattr(one, "whole", False):
+            why = f"{one.name} looks at whole leaves (needs=), each on its owner: a rank has the "
+            yield Claim(tensor="state", leaf="", why=f"{why}program of its own leaves")
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One proof: the programs are recorded, compared and read, and what is outside is looked at."""
+
+    step: str
+    recorder: ProgramRecorder
+    world: int
+    budget: Budget
+
+    def proof(self) -> Proof:
+        try:
+            return self._tried()
+        except OutOfBudget as error:
+            return self._refused(f"{error}")
+        except Exception as error:
+            if isinstance(error, FzeroError) or not (noted := self.recorder.watch.noted):
+                raise
+            return self._refused("; ".join(noted))  # of which torch says something else
+
+    def _tried(self) -> Proof:
+        record = self.recorder.of
+        alone = record(1, 0)
+        ranks = (record(self.world, rank) for rank in ranks_of(self.world))
+        proof = prove_programs(self.step, alone, ranks, self.world, budget=self.budget)
+        if not proof:
+            return proof
+        # The ranks' programs were compared with each other; that of one rank with that of a later
+        # call, in which torch has looked up what it wants to know.
+        if (node := same_program(alone, record(1, 0))) is not None:
+            return self._refused("a later call has another program", line_of(node))
+        noted = self.recorder.watch.noted
+        local = tuple(sorted(self.recorder.local))
+        return self._refused("; ".join(noted)) if noted else replace(proof, local=local)
+
+    def _refused(self, why: str, line: str = "") -> Proof:
+        return Proof(
+            step=self.step,
+            world=self.world,
+            ranks=(),
+            ops=(0, 0),
+            claims=(Claim(tensor="state", leaf="", why=why, line=line),),
+        )
+
 
 # What is proved of a step, as a record that prints as a theorem.
 
@@ -209,6 +355,329 @@ def line_of(node: fx.Node) -> str:
 def _shown(x: object) -> str:
     text = f"[{', '.join(map(_shown, x))}]" if isinstance(x, list | tuple) else str(x)
     return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+# Record the programs of a step on one rank alone and on ranks among W.
+
+MOST = 64
+"""Of so many ranks all are recorded."""
+
+
+def ranks_of(world: int) -> tuple[int, ...]:
+    """Return the ranks whose programs are recorded: all up to 64, else 16 among them.
+
+    Example:
+        >>> ranks_of(3), ranks_of(1024)[:4], ranks_of(1024)[-2:]
+        ((0, 1, 2), (0, 1, 2, 3), (1022, 1023))
+    """
+    if world <= MOST:
+        return tuple(range(world))
+    inner = (i * world // 12 for i in range(1, 11))
+    return (0, 1, 2, 3, *inner, world - 2, world - 1)
+
+
+class ProgramRecorder:
+    """Records ranks of worlds, from new states with parameters of the shapes of `state`.
+
+    watch: has noted what the step uses beside its arguments. local: the transforms that act before
+    gradients cross ranks.
+    """
+
+    def __init__(self, step: Any, state: Any, args: Any, budget: Budget, found: AsFound) -> None:
+        self._step, self._args, self._budget, self._found = step, args, budget, found
+        self._given, self._treespec = flatten_states("prove", state)
+        setups = [one.setup.optimizer for one in self._given]
+        self._optimizers: Any = optree.tree_unflatten(self._treespec, setups)
+        self._schedules: dict[int, list[Any]] = {}
+        self.watch, self.local = Watch(), set[str]()
+
+    def of(self, world: int, rank: int) -> RecordedStep:
+        """Return the program of a rank among `world`. On one rank gradients are marked."""
+        mode = self._found.mode()
+        params: Any = optree.tree_unflatten(
+            self._treespec, [_params(mode, one) for one in self._given]
+        )
+        with self.watch, abstract_rank(rank, world):
+            new = self._step.init(
+                params, self._optimizers, initializer=lambda _, leaf: torch.empty_like(leaf)
+            )
+        if known := list(self._schedules.get(world, ())):  # that of the first rank is that of all
+            new = map_states("prove", lambda one: one.replace(schedule=known.pop(0)), new)
+        states = flatten_states("prove", new)[0]
+        step = marked(self._step, len(states), self.local) if world == 1 else self._step
+        with self.watch:
+            warm = world in self._schedules  # torch looks up much as it first records
+            watched = self.watch.around(self._again(step), self._budget.of_one(), warm=warm)
+            made = record_step(watched, (new, *self._args), states[0].setup.axis, rank, self._found)
+        self.watch.compare_draws()
+        if any(new.setup != old.setup for new, old in zip(_after(made), made.states, strict=True)):
+            self.watch.note("the new state has other options than the old one")
+        self._schedules.setdefault(world, [one.schedule for one in made.states])
+        return made
+
+    def _again(self, step: Any) -> Any:
+        """Return the step; where a call keeps something for the next one, that one follows."""
+
+        def twice(*args: Any) -> Any:
+            given: Any = args
+            leaves, treespec = optree.tree_flatten(given, namespace=NAMESPACE)
+            one = step(*optree.tree_unflatten(treespec, leaves))
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                self.watch.call_ends()
+                if not self._found.changed():
+                    return one
+                kept = AsFound("prove", *self._found.roots)
+                kept.look()
+            self.watch.call_begins()
+            again(next(x for x in leaves if isinstance(x, Tensor)))
+            other = step(*optree.tree_unflatten(treespec, leaves))
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                self.watch.call_ends()
+                if where := kept.changed():
+                    self.watch.note(f"a call writes {where}, which the next call may read")
+            return one[0], other[0]
+
+        return twice
+
+
+def _after(program: RecordedStep) -> list[TrainState]:
+    """Return the states that come out, without numbers."""
+    leaves: Any = [0] * program.result.num_leaves
+    returned: Any = optree.tree_unflatten(program.result, leaves)
+    return flatten_states("prove", returned[0])[0]
+
+
+def record(
+    step: Any, state: Any, args: Any, world: int, ranks: Sequence[int]
+) -> list[RecordedStep]:
+    """Record ranks of a world."""
+    with AsFound("prove", step, state, args) as found:
+        recorder = ProgramRecorder(step, state, args, Budget(ranks=len(ranks)), found)
+        return [recorder.of(world, rank) for rank in ranks]
+
+
+def _params(mode: FakeTensorMode, state: TrainState) -> Any:
+    made: dict[int, Tensor] = {}
+    for i, leaf in enumerate(state.setup.layout.leaves):
+        meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+        fake = FakeTensor(mode, meta, torch.device("cpu"))
+        made[i] = fake if leaf.trainable else torch.nn.Parameter(fake, requires_grad=False)
+    return assemble(state.setup.layout, made)
+
+
+# What a step uses beside its arguments, while it is recorded: noted where that is cheap.
+#
+# Noted are reads of the environment and of torch.distributed's rank and world size, seeds, values
+# of tensors that a step asked for and did without, and what a call leaves changed in the variables,
+# attributes and containers that the step reaches.
+
+
+class Watch:
+    """Watches this thread while it is entered.
+
+    noted: what was seen, once each. warm: whether what libraries look up once is known to them.
+    inside: whether the step runs now, and not what records it.
+    """
+
+    def __init__(self) -> None:
+        self.noted: dict[str, None] = {}
+        self.warm = self.inside = False
+        self._rates: dict[int, Any] = {}
+        self._random: Tensor = torch.default_generator.get_state()  # before a call
+        one = torch.Generator()
+        torch.rand(1, generator=one.manual_seed(_SEED))  # no seed leaves a generator here
+        self._body = bytes_of(one.get_state())[8:]
+        self._seeds: list[int] = []  # of this call: where the generator stood, draw by draw
+        self._draws: list[str] = []  # of this call: what was drawn, and when a state was put back
+        self._first_draws: list[str] | None = None
+
+    def note(self, what: str) -> None:
+        """Keep what was seen."""
+        self.noted.setdefault(what)
+
+    def notes(self, what: str) -> None:
+        """Keep what this thread does inside of the step."""
+        if self.inside and threading.get_ident() == self._thread:
+            self.note(what)
+
+    def asks_for_rate(self, number: int) -> None:
+        """A schedule is asked now: what it reads must be the same whenever it is."""
+        facts = facts_of(SCHEDULES[number])
+        if self._rates.setdefault(number, facts) != facts:
+            self.note("the option lr reads other values, or is another function, in another call")
+
+    def call_begins(self) -> None:
+        """The step runs from here on; let the generator stand where no program puts it."""
+        self.inside, self._seeds = True, []
+        self._moves()
+
+    def call_ends(self) -> None:
+        """It does no longer. Put the generator back, and note where it was left."""
+        self.inside = False
+        self._stands()
+        torch.default_generator.set_state(self._random)
+
+    def draws(self, what: str) -> None:
+        """A random number is drawn: a record moves no generator, so it is moved here."""
+        if self.inside:
+            self._stands()
+            self._draws.append(what)
+            self._moves()
+
+    def _stands(self) -> None:
+        """Note whether the generator stands where the last draw has left it."""
+        seed = torch.default_generator.initial_seed()
+        if seed not in self._seeds or _state_now()[8:] != self._body:
+            self.note("it seeds the random numbers of torch")
+        elif seed != self._seeds[-1]:
+            self._draws.append(f"set to {self._seeds.index(seed)}")
+
+    def _moves(self) -> None:
+        self._seeds.append(_SEED + len(self._seeds))
+        state = bytearray(self._seeds[-1].to_bytes(8, "little") + self._body)
+        torch.default_generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
+
+    def compare_draws(self) -> None:
+        """Note a program whose states are put back elsewhere among the draws than another's."""
+        first = self._draws if self._first_draws is None else self._first_draws
+        self._first_draws = first
+        if first != self._draws and any(x.startswith("set") for x in (*first, *self._draws)):
+            self.note("it sets the state of random numbers in other places than on one rank")
+
+    def __enter__(self) -> Watch:
+        self._thread = threading.get_ident()
+        self._watching = _watching(self)
+        self._watching.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._watching.__exit__(*error)
+
+    def around(self, step: Callable[..., Any], budget: Budget, *, warm: bool) -> Callable[..., Any]:
+        """Return the step, watched op by op, within a budget.
+
+        warm: torch has looked up what it needs; who reads the environment now is the step.
+        """
+
+        def watched(*args: Any) -> Any:
+            self.warm, self._draws = warm, []
+            self.call_begins()
+            try:
+                with _EachOp(self, budget), _EachCall(self):
+                    return step(*args)
+            finally:
+                self.inside = False
+                torch.default_generator.set_state(self._random)
+
+        return watched
+
+
+def _state_now() -> bytes:
+    with torch._C.DisableTorchFunction():  # and no op: modes and transforms are at work
+        state = torch.default_generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
+
+
+_SEED = 2**61 + 0x5EED  # that nobody else sows
+
+
+@contextmanager
+def _watching(watch: Watch) -> Iterator[None]:
+    """Put what says what it is asked in the place of what a step may ask."""
+    environment, swap = os._Environ, torch.utils.swap_tensors
+    reads = {name: getattr(environment, name) for name in ("__getitem__", "__iter__", "__len__")}
+
+    def reader(name: str) -> Any:
+        def read(self: Any, *key: Any) -> Any:
+            if watch.warm:
+                asked = (
+                    f"[{os.fsdecode(key[0])!r}]" if key and isinstance(key[0], str | bytes) else ""
+                )
+                watch.notes(f"it reads os.environ{asked}")
+            return reads[name](self, *key)
+
+        return read
+
+    def swapped(*tensors: Any) -> Any:
+        watch.notes("it swaps the memory of tensors, which is in no program")
+        return swap(*tensors)
+
+    groups = c10d._world
+    try:
+        for name in reads:
+            setattr(environment, name, reader(name))
+        torch.utils.swap_tensors, c10d._world = swapped, _Groups(watch, groups)
+        yield
+    finally:
+        for name, read in reads.items():
+            setattr(environment, name, read)
+        torch.utils.swap_tensors, c10d._world = swap, groups
+
+
+class _Groups:
+    """What torch.distributed knows of groups of ranks, which says who asks."""
+
+    def __init__(self, watch: Watch, of: Any) -> None:
+        vars(self).update(_watch=watch, _of=of)
+
+    def __getattr__(self, name: str) -> Any:
+        self._watch.notes("it asks torch.distributed for its rank or for the number of ranks")
+        return getattr(self._of, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._of, name, value)
+
+
+_ESCAPES: dict[Any, str] = {
+    Tensor.data.__set__: "sets `.data` of a tensor",  # type: ignore[attr-defined]
+    Tensor.numpy: "asks for `.numpy()`",
+    Tensor.__array__: "asks for `.numpy()`",
+    Tensor.tolist: "asks for `.tolist()`",
+    Tensor.data_ptr: "asks for `.data_ptr()`",
+    Tensor.untyped_storage: "asks for `.untyped_storage()`",
+    Tensor.storage: "asks for `.storage()`",
+    Tensor.__dlpack__: "asks for `.__dlpack__()`",
+}
+"""What is done to a tensor beside the ops of a program, and so is in no graph."""
+
+
+def _has_values(x: Any) -> bool:
+    return type(x) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x)
+
+
+class _EachCall(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (what := _ESCAPES.get(func)) is not None and not _has_values(args[0]):
+            self._watch.notes(f"it {what}, which is in no program")
+        return func(*args, **(kwargs or {}))
+
+
+class _EachOp(TorchDispatchMode):
+    def __init__(self, watch: Watch, budget: Budget) -> None:
+        super().__init__()
+        self._watch, self._budget = watch, budget
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, LazyParam) for kind in types):
+            return NotImplemented  # a placeholder handles it first; the ops it calls come back
+        # An error where torch asks for a device, or inside of autograd, would end the process.
+        aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
+        computes = aten and not func.is_view
+        if computes and torch._C._current_autograd_node() is None:
+            self._budget.check(f", at {func}")
+        if aten and torch.Tag.nondeterministic_seeded in func.tags:
+            self._watch.draws(str(func))
+        if func is RATE:
+            self._watch.asks_for_rate(args[1])
+        try:
+            return func(*args, **(kwargs or {}))
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            self._watch.note(f"it asks for a value ({func}) and goes on without")
+            raise
 
 
 # Are the programs of ranks one program, but for which part of a whole each takes?
@@ -535,472 +1004,3 @@ def _where(reading: Interpretation, wanted: _Side, found: _Side, ends: Sequence[
     explained = Explained(reading, made, wanted.outputs.items(), by)
     node = first_unexplained(found.read, explained, found.inputs, ends)
     return line_of(node or ends[0]) if ends else ""
-
-
-# What a step uses beside its arguments, while it is recorded: noted where that is cheap.
-#
-# Noted are reads of the environment and of torch.distributed's rank and world size, seeds, values
-# of
-# tensors that a step asked for and did without, and what a call leaves changed in the variables,
-# attributes and containers that the step reaches.
-
-
-class Watch:
-    """Watches this thread while it is entered.
-
-    noted: what was seen, once each. warm: whether what libraries look up once is known to them.
-    inside: whether the step runs now, and not what records it.
-    """
-
-    def __init__(self) -> None:
-        self.noted: dict[str, None] = {}
-        self.warm = self.inside = False
-        self._rates: dict[int, Any] = {}
-        self._random: Tensor = torch.default_generator.get_state()  # before a call
-        one = torch.Generator()
-        torch.rand(1, generator=one.manual_seed(_SEED))  # no seed leaves a generator here
-        self._body = bytes_of(one.get_state())[8:]
-        self._seeds: list[int] = []  # of this call: where the generator stood, draw by draw
-        self._draws: list[str] = []  # of this call: what was drawn, and when a state was put back
-        self._first_draws: list[str] | None = None
-
-    def note(self, what: str) -> None:
-        """Keep what was seen."""
-        self.noted.setdefault(what)
-
-    def notes(self, what: str) -> None:
-        """Keep what this thread does inside of the step."""
-        if self.inside and threading.get_ident() == self._thread:
-            self.note(what)
-
-    def asks_for_rate(self, number: int) -> None:
-        """A schedule is asked now: what it reads must be the same whenever it is."""
-        facts = facts_of(SCHEDULES[number])
-        if self._rates.setdefault(number, facts) != facts:
-            self.note("the option lr reads other values, or is another function, in another call")
-
-    def call_begins(self) -> None:
-        """The step runs from here on; let the generator stand where no program puts it."""
-        self.inside, self._seeds = True, []
-        self._moves()
-
-    def call_ends(self) -> None:
-        """It does no longer. Put the generator back, and note where it was left."""
-        self.inside = False
-        self._stands()
-        torch.default_generator.set_state(self._random)
-
-    def draws(self, what: str) -> None:
-        """A random number is drawn: a record moves no generator, so it is moved here."""
-        if self.inside:
-            self._stands()
-            self._draws.append(what)
-            self._moves()
-
-    def _stands(self) -> None:
-        """Note whether the generator stands where the last draw has left it."""
-        seed = torch.default_generator.initial_seed()
-        if seed not in self._seeds or _state_now()[8:] != self._body:
-            self.note("it seeds the random numbers of torch")
-        elif seed != self._seeds[-1]:
-            self._draws.append(f"set to {self._seeds.index(seed)}")
-
-    def _moves(self) -> None:
-        self._seeds.append(_SEED + len(self._seeds))
-        state = bytearray(self._seeds[-1].to_bytes(8, "little") + self._body)
-        torch.default_generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
-
-    def compare_draws(self) -> None:
-        """Note a program whose states are put back elsewhere among the draws than another's."""
-        first = self._draws if self._first_draws is None else self._first_draws
-        self._first_draws = first
-        if first != self._draws and any(x.startswith("set") for x in (*first, *self._draws)):
-            self.note("it sets the state of random numbers in other places than on one rank")
-
-    def __enter__(self) -> Watch:
-        self._thread = threading.get_ident()
-        self._watching = _watching(self)
-        self._watching.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._watching.__exit__(*error)
-
-    def around(self, step: Callable[..., Any], budget: Budget, *, warm: bool) -> Callable[..., Any]:
-        """Return the step, watched op by op, within a budget.
-
-        warm: torch has looked up what it needs; who reads the environment now is the step.
-        """
-
-        def watched(*args: Any) -> Any:
-            self.warm, self._draws = warm, []
-            self.call_begins()
-            try:
-                with _EachOp(self, budget), _EachCall(self):
-                    return step(*args)
-            finally:
-                self.inside = False
-                torch.default_generator.set_state(self._random)
-
-        return watched
-
-
-def _state_now() -> bytes:
-    with torch._C.DisableTorchFunction():  # and no op: modes and transforms are at work
-        state = torch.default_generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-_SEED = 2**61 + 0x5EED  # that nobody else sows
-
-
-@contextmanager
-def _watching(watch: Watch) -> Iterator[None]:
-    """Put what says what it is asked in the place of what a step may ask."""
-    environment, swap = os._Environ, torch.utils.swap_tensors
-    reads = {name: getattr(environment, name) for name in ("__getitem__", "__iter__", "__len__")}
-
-    def reader(name: str) -> Any:
-        def read(self: Any, *key: Any) -> Any:
-            if watch.warm:
-                asked = (
-                    f"[{os.fsdecode(key[0])!r}]" if key and isinstance(key[0], str | bytes) else ""
-                )
-                watch.notes(f"it reads os.environ{asked}")
-            return reads[name](self, *key)
-
-        return read
-
-    def swapped(*tensors: Any) -> Any:
-        watch.notes("it swaps the memory of tensors, which is in no program")
-        return swap(*tensors)
-
-    groups = c10d._world
-    try:
-        for name in reads:
-            setattr(environment, name, reader(name))
-        torch.utils.swap_tensors, c10d._world = swapped, _Groups(watch, groups)
-        yield
-    finally:
-        for name, read in reads.items():
-            setattr(environment, name, read)
-        torch.utils.swap_tensors, c10d._world = swap, groups
-
-
-class _Groups:
-    """What torch.distributed knows of groups of ranks, which says who asks."""
-
-    def __init__(self, watch: Watch, of: Any) -> None:
-        vars(self).update(_watch=watch, _of=of)
-
-    def __getattr__(self, name: str) -> Any:
-        self._watch.notes("it asks torch.distributed for its rank or for the number of ranks")
-        return getattr(self._of, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._of, name, value)
-
-
-_ESCAPES: dict[Any, str] = {
-    Tensor.data.__set__: "sets `.data` of a tensor",  # type: ignore[attr-defined]
-    Tensor.numpy: "asks for `.numpy()`",
-    Tensor.__array__: "asks for `.numpy()`",
-    Tensor.tolist: "asks for `.tolist()`",
-    Tensor.data_ptr: "asks for `.data_ptr()`",
-    Tensor.untyped_storage: "asks for `.untyped_storage()`",
-    Tensor.storage: "asks for `.storage()`",
-    Tensor.__dlpack__: "asks for `.__dlpack__()`",
-}
-"""What is done to a tensor beside the ops of a program, and so is in no graph."""
-
-
-def _has_values(x: Any) -> bool:
-    return type(x) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(x)
-
-
-class _EachCall(TorchFunctionMode):
-    def __init__(self, watch: Watch) -> None:
-        super().__init__()
-        self._watch = watch
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (what := _ESCAPES.get(func)) is not None and not _has_values(args[0]):
-            self._watch.notes(f"it {what}, which is in no program")
-        return func(*args, **(kwargs or {}))
-
-
-class _EachOp(TorchDispatchMode):
-    def __init__(self, watch: Watch, budget: Budget) -> None:
-        super().__init__()
-        self._watch, self._budget = watch, budget
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, LazyParam) for kind in types):
-            return NotImplemented  # a placeholder handles it first; the ops it calls come back
-        # An error where torch asks for a device, or inside of autograd, would end the process.
-        aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-        computes = aten and not func.is_view
-        if computes and torch._C._current_autograd_node() is None:
-            self._budget.check(f", at {func}")
-        if aten and torch.Tag.nondeterministic_seeded in func.tags:
-            self._watch.draws(str(func))
-        if func is RATE:
-            self._watch.asks_for_rate(args[1])
-        try:
-            return func(*args, **(kwargs or {}))
-        except (DataDependentOutputException, DynamicOutputShapeException):
-            self._watch.note(f"it asks for a value ({func}) and goes on without")
-            raise
-
-
-# Record the programs of a step on one rank alone and on ranks among W.
-
-MOST = 64
-"""Of so many ranks all are recorded."""
-
-
-def ranks_of(world: int) -> tuple[int, ...]:
-    """Return the ranks whose programs are recorded: all up to 64, else 16 among them.
-
-    Example:
-        >>> ranks_of(3), ranks_of(1024)[:4], ranks_of(1024)[-2:]
-        ((0, 1, 2), (0, 1, 2, 3), (1022, 1023))
-    """
-    if world <= MOST:
-        return tuple(range(world))
-    inner = (i * world // 12 for i in range(1, 11))
-    return (0, 1, 2, 3, *inner, world - 2, world - 1)
-
-
-class ProgramRecorder:
-    """Records ranks of worlds, from new states with parameters of the shapes of `state`.
-
-    watch: has noted what the step uses beside its arguments. local: the transforms that act before
-    gradients cross ranks.
-    """
-
-    def __init__(self, step: Any, state: Any, args: Any, budget: Budget, found: AsFound) -> None:
-        self._step, self._args, self._budget, self._found = step, args, budget, found
-        self._given, self._treespec = flatten_states("prove", state)
-        setups = [one.setup.optimizer for one in self._given]
-        self._optimizers: Any = optree.tree_unflatten(self._treespec, setups)
-        self._schedules: dict[int, list[Any]] = {}
-        self.watch, self.local = Watch(), set[str]()
-
-    def of(self, world: int, rank: int) -> RecordedStep:
-        """Return the program of a rank among `world`. On one rank gradients are marked."""
-        mode = self._found.mode()
-        params: Any = optree.tree_unflatten(
-            self._treespec, [_params(mode, one) for one in self._given]
-        )
-        with self.watch, abstract_rank(rank, world):
-            new = self._step.init(
-                params, self._optimizers, initializer=lambda _, leaf: torch.empty_like(leaf)
-            )
-        if known := list(self._schedules.get(world, ())):  # that of the first rank is that of all
-            new = map_states("prove", lambda one: one.replace(schedule=known.pop(0)), new)
-        states = flatten_states("prove", new)[0]
-        step = marked(self._step, len(states), self.local) if world == 1 else self._step
-        with self.watch:
-            warm = world in self._schedules  # torch looks up much as it first records
-            watched = self.watch.around(self._again(step), self._budget.of_one(), warm=warm)
-            made = record_step(watched, (new, *self._args), states[0].setup.axis, rank, self._found)
-        self.watch.compare_draws()
-        if any(new.setup != old.setup for new, old in zip(_after(made), made.states, strict=True)):
-            self.watch.note("the new state has other options than the old one")
-        self._schedules.setdefault(world, [one.schedule for one in made.states])
-        return made
-
-    def _again(self, step: Any) -> Any:
-        """Return the step; where a call keeps something for the next one, that one follows."""
-
-        def twice(*args: Any) -> Any:
-            given: Any = args
-            leaves, treespec = optree.tree_flatten(given, namespace=NAMESPACE)
-            one = step(*optree.tree_unflatten(treespec, leaves))
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                self.watch.call_ends()
-                if not self._found.changed():
-                    return one
-                kept = AsFound("prove", *self._found.roots)
-                kept.look()
-            self.watch.call_begins()
-            again(next(x for x in leaves if isinstance(x, Tensor)))
-            other = step(*optree.tree_unflatten(treespec, leaves))
-            with _disable_current_modes(), torch._C.DisableTorchFunction():
-                self.watch.call_ends()
-                if where := kept.changed():
-                    self.watch.note(f"a call writes {where}, which the next call may read")
-            return one[0], other[0]
-
-        return twice
-
-
-def _after(program: RecordedStep) -> list[TrainState]:
-    """Return the states that come out, without numbers."""
-    leaves: Any = [0] * program.result.num_leaves
-    returned: Any = optree.tree_unflatten(program.result, leaves)
-    return flatten_states("prove", returned[0])[0]
-
-
-def record(
-    step: Any, state: Any, args: Any, world: int, ranks: Sequence[int]
-) -> list[RecordedStep]:
-    """Record ranks of a world."""
-    with AsFound("prove", step, state, args) as found:
-        recorder = ProgramRecorder(step, state, args, Budget(ranks=len(ranks)), found)
-        return [recorder.of(world, rank) for rank in ranks]
-
-
-def _params(mode: FakeTensorMode, state: TrainState) -> Any:
-    made: dict[int, Tensor] = {}
-    for i, leaf in enumerate(state.setup.layout.leaves):
-        meta = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-        fake = FakeTensor(mode, meta, torch.device("cpu"))
-        made[i] = fake if leaf.trainable else torch.nn.Parameter(fake, requires_grad=False)
-    return assemble(state.setup.layout, made)
-
-
-def prove(
-    step: Callable[..., Any],
-    state: Any,
-    args: Any = (),
-    *,
-    world: int | None = None,
-    budget_s: float = DEFAULT_S,
-) -> Proof:
-    """Prove, for all values: new state on W ranks = update(state, (1 / W) sum_r gradient(b_r)).
-
-    `update` and `gradient` are what the step does on one rank alone, b_r is the batch of rank r.
-
-    Programs are recorded as `fzero.trace` does it: of one rank alone, and of ranks among W. Each
-    value is read as an expression over parameters, slots and batches: whole, each rank's part of a
-    whole, made of a rank's own batch, or a sum over ranks. Where both programs make the same
-    expression of every leaf of the new state the theorem holds over the reals, and prints with
-    what it assumes. A leaf that is not shown is named, with the line of the graph at which the
-    ranks begin to do what one rank does not explain; it may be right all the same.
-
-    Args:
-        step: (state, *args) -> (state, aux) with a `fzero.shard`; or `fzero.simulate` of one.
-        state: as the step is given it, between two updates. No value of it is read.
-        args: the further arguments, a tuple; what is no tuple is the only one. Of a simulated step
-            stacked ones, of which rank 0's are read.
-        world: W, any number of ranks; default that of the state.
-        budget_s: CPU seconds for each rank whose program is recorded. Where they are spent the step
-            is not proved, and the op is named at which they were; autograd is let finish first.
-
-    Returns:
-        A `Proof`; true if all is shown. Not a collective.
-
-    Raises:
-        LayoutError: for a step without `fzero.shard`, a `world` that is no count, batches that are
-            not stacked.
-        AxisError: for a mesh of two dims, and for local updates.
-        PhaseError: for a state with gradients; in a trace or transform; and as `fzero.trace` does,
-            for a step that reads values, and an optimizer that cannot be traced.
-
-    Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 5.
-
-    Example:
-        >>> import torch, fzero
-        >>> def step_fn(state, x):
-        ...     state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).sum(), state)(x)
-        ...     return fzero.apply_gradients(state), loss
-        >>> step = fzero.shard(step_fn, stage=2)
-        >>> state = step.init({"w": torch.ones(5)}, fzero.optim.sgd(1.0))
-        >>> fzero.prove(step, state, torch.ones(5), world=1024).proved
-        True
-    """
-    inner: Any = step.inner if isinstance(step, Step) and step.name == "simulate" else step
-    if not isinstance(inner, Step) or inner.find_init() is None:
-        raise LayoutError(
-            f"prove: there is no fzero.shard in {describe_function(step)}.",
-            cause="the function that shard is put around, or a step that was called already.",
-            fix="fzero.prove(fzero.shard(step_fn, stage=2), state, batch).",
-        )
-    one, *_ = states = flatten_states("prove", state)[0]
-    world = one.setup.axis.size if world is None else world
-    require("prove: world", world, is_count, "at least 1")
-    if any(x.setup.replicas > 1 or x.outer is not None for x in states):
-        raise AxisError(
-            f"prove: a state on {one.mesh}, with replicas or local updates.",
-            cause="a mesh of two dims, or fzero.local.",
-            fix="prove the step on one dim of ranks; try the other with fzero.certify.",
-        )
-    if in_transform() or is_recorded(()) or any(x.phase is not Phase.IDLE for x in states):
-        raise PhaseError(
-            "prove: inside of a trace or a transform, or with a state that has gradients.",
-            cause="a call within a step.",
-            fix="call it between two updates.",
-        )
-    require_recordable("prove", inner, states)
-    given: Any = args if isinstance(args, tuple) else (args,)
-    if inner is not step:
-        require_stacked("prove", given, one.setup.axis.size)
-        given = optree.tree_map(
-            lambda x: x[0] if isinstance(x, Tensor) else x, given, namespace=NAMESPACE
-        )
-    require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
-    budget = Budget(budget_s, len(ranks_of(world)))
-    if own := [name for x in states for name, one in x.slots.items() if _is_own(one)]:
-        claim = Claim(tensor=f"state.slots[{own[0]!r}]", leaf="", why=_OWN)
-        return Proof(
-            step=describe_function(inner), world=world, ranks=(), ops=(0, 0), claims=(claim,)
-        )
-    with AsFound("prove", inner, state, given) as found:
-        recorder = ProgramRecorder(inner, state, given, budget, found)
-        return _Attempt(describe_function(inner), recorder, world, budget).proof()
-
-
-_OWN = "each rank has its own (Placement.PARTIAL, OWNER): it is no part of a state of one rank"
-
-
-def _is_own(slot: Slot) -> bool:
-    return slot.form.lifetime == "run" and slot.form.placement in (
-        Placement.PARTIAL,
-        Placement.OWNER,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One proof: the programs are recorded, compared and read, and what is outside is looked at."""
-
-    step: str
-    recorder: ProgramRecorder
-    world: int
-    budget: Budget
-
-    def proof(self) -> Proof:
-        try:
-            return self._tried()
-        except OutOfBudget as error:
-            return self._refused(f"{error}")
-        except Exception as error:
-            if isinstance(error, FzeroError) or not (noted := self.recorder.watch.noted):
-                raise
-            return self._refused("; ".join(noted))  # of which torch says something else
-
-    def _tried(self) -> Proof:
-        record = self.recorder.of
-        alone = record(1, 0)
-        ranks = (record(self.world, rank) for rank in ranks_of(self.world))
-        proof = prove_programs(self.step, alone, ranks, self.world, budget=self.budget)
-        if not proof:
-            return proof
-        # The ranks' programs were compared with each other; that of one rank with that of a later
-        # call, in which torch has looked up what it wants to know.
-        if (node := same_program(alone, record(1, 0))) is not None:
-            return self._refused("a later call has another program", line_of(node))
-        noted = self.recorder.watch.noted
-        local = tuple(sorted(self.recorder.local))
-        return self._refused("; ".join(noted)) if noted else replace(proof, local=local)
-
-    def _refused(self, why: str, line: str = "") -> Proof:
-        return Proof(
-            step=self.step,
-            world=self.world,
-            ranks=(),
-            ops=(0, 0),
-            claims=(Claim(tensor="state", leaf="", why=why, line=line),),
-        )

@@ -16,10 +16,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.elements import slots_of
 from fzero.machine.named_shards import leaf_paths
 from fzero.machine.offload import to_device
 from fzero.machine.packing import leaf_ranges
+from fzero.optim.entries import slots_of
 from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
 
 Digest = Callable[[Tensor, int], Tensor]

@@ -26,11 +26,12 @@ from fzero.checkpoint.collective import (
     CheckpointError,
     Ranks,
     damaged,
-    everywhere,
     from_first,
     results_of_ranks,
+    run_on_all_ranks,
 )
-from fzero.checkpoint.elements import Draft, rng_text, write_draft
+from fzero.checkpoint.elements import Draft, write_draft
+from fzero.checkpoint.engine_state import rng_text
 from fzero.checkpoint.folders import (
     LOCK,
     Kind,
@@ -218,7 +219,7 @@ class Recording:
         """
         path, ranks = Path(folder), self.processes or Ranks(axis=Axis(size=1))
         what, first = f"write {path}", ranks.axis.rank == 0
-        part = everywhere(ranks, lambda: self._plain_part(path), what=what)
+        part = run_on_all_ranks(ranks, lambda: self._plain_part(path), what=what)
         try:
             with ExitStack() as until_written:
 

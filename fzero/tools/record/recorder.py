@@ -20,17 +20,23 @@ from torch import Tensor
 from fzero import checkpoint
 from fzero.checkpoint.collective import Ranks
 from fzero.checkpoint.elements import (
-    Held,
+    LocalStates,
     draft_of,
-    generators,
-    held_by,
-    rng_setter,
-    rng_text,
+    local_states,
     stack_of,
     state_of_rank,
     write_draft,
 )
-from fzero.checkpoint.engine_state import Driven, buffers_of, options_of, set_buffers, set_options
+from fzero.checkpoint.engine_state import (
+    EngineLike,
+    buffers_of,
+    generators,
+    options_of,
+    rng_setter,
+    rng_text,
+    set_buffers,
+    set_options,
+)
 from fzero.errors import DonatedError, LayoutError, MismatchError
 from fzero.errors.check import check_flags, is_count, require
 from fzero.state import NAMESPACE, Phase, Placement
@@ -162,7 +168,7 @@ class Recorder:
     @torch._disable_dynamo
     def __call__(self, thing: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the step. One that raises is not recorded; the state before the next one is kept."""
-        held = held_by("record", thing, apart=True)
+        held = local_states("record", thing, apart=True)
         self._begin(held, thing, (args, kwargs))
         try:
             with bits_are_compared():
@@ -189,7 +195,7 @@ class Recorder:
             )
         updates, last = self._calls[-1].updates, None
         with suppress(DonatedError):  # another step has used it up
-            held = held_by("record", self._after, apart=True)
+            held = local_states("record", self._after, apart=True)
             updates, last = int(held.states[0].step), self._digests(held)
         return Recording(
             form=self._form,
@@ -205,7 +211,7 @@ class Recorder:
 
     # Before a call.
 
-    def _begin(self, held: Held, thing: Any, inputs: Inputs) -> None:
+    def _begin(self, held: LocalStates, thing: Any, inputs: Inputs) -> None:
         if self._origin is None or self._origin.setup.layout is not held.setup.layout:
             self._look_at(held)
         state, number, self._number = held.states[0], self._number, self._number + 1
@@ -233,7 +239,7 @@ class Recorder:
             )
         self._calls.append(call)
 
-    def _look_at(self, held: Held) -> None:
+    def _look_at(self, held: LocalStates) -> None:
         """Note the form of the first state; a later one must have it, too."""
         form = form_of(held.states[0], "step" if held.engine is None else "engine")
         if self._form is None:
@@ -253,13 +259,13 @@ class Recorder:
         self._origin = pattern_of(held.states[0])
         self._ranks = held.processes
 
-    def _digests(self, held: Held, digest: Digest = words) -> Tensor | None:
+    def _digests(self, held: LocalStates, digest: Digest = words) -> Tensor | None:
         if not self._asked.digests:
             return None
         pairs = zip(held.states, self._where.values(), strict=True)
         return torch.stack([digests_of(one, where, digest) for one, where in pairs])
 
-    def _keep(self, held: Held, thing: Any, call: RecordedCall) -> None:
+    def _keep(self, held: LocalStates, thing: Any, call: RecordedCall) -> None:
         """Keep the state, drop the oldest, compare what ranks have in common. A collective."""
         draft = draft_of(held, None, rng=False, copies=self._asked.folder is None)
         rows = self._digests(held, places)
@@ -286,7 +292,7 @@ class Recorder:
             raise error
         warnings.warn(str(error), stacklevel=4)
 
-    def _bound(self, held: Held, call: RecordedCall) -> None:
+    def _bound(self, held: LocalStates, call: RecordedCall) -> None:
         """Say when the next state is kept, and drop the oldest, as bytes and `keep` want it."""
         ranks, asked = held.processes, self._asked
         most = ahead = 0
@@ -318,7 +324,7 @@ class Recorder:
             self._calls = [one for one in self._calls if one.number >= self._kept[0].call]
 
 
-def _of_ranks(held: Held, inputs: Inputs) -> tuple[Inputs, ...]:
+def _of_ranks(held: LocalStates, inputs: Inputs) -> tuple[Inputs, ...]:
     """Copy the inputs of each rank to host memory: of virtual ones, slices of what is stacked."""
 
     def copied(x: Any) -> Any:
@@ -414,7 +420,7 @@ def _wrong_ranks(
     kept: Snapshot,
     calls: Sequence[RecordedCall],
     form: RecordedForm,
-    digests: Callable[[Held], Tensor | None],
+    digests: Callable[[LocalStates], Tensor | None],
 ) -> _Wrong | None:
     """Make calls again from a state that was kept. A collective, which leaves `thing` as it is.
 
@@ -436,7 +442,7 @@ def _wrong_ranks(
             args, kwargs = moved
             result = fn(made, *args, **kwargs)
             made = made if held.engine is not None else state_in(result)
-            rows = digests(held_by("record", made, apart=True))
+            rows = digests(local_states("record", made, apart=True))
             if rows is None or after.words is None or after.number != call.number + 1:
                 return None
             differ = (rows != after.words).nonzero().tolist()
@@ -446,7 +452,7 @@ def _wrong_ranks(
                 return _Wrong(after.updates, form.names[leaf], tuple(sorted({r for r, _ in odd})))
         return None
 
-    held = held_by("record", thing, apart=True)
+    held = local_states("record", thing, apart=True)
     own = rng_setter(rng_text(generators()), "this process")
     put_back = None if held.engine is None else _putting_back(held.engine)
     try:
@@ -461,7 +467,7 @@ def _wrong_ranks(
         own()
 
 
-def _putting_back(engine: Driven) -> Callable[[], None]:
+def _putting_back(engine: EngineLike) -> Callable[[], None]:
     """Return what gives an engine its present state again, of this rank: its calls change it."""
     tree: Any = engine.state
     state: Any = optree.tree_map(

@@ -13,13 +13,11 @@ from torch import Tensor
 from fzero import checkpoint
 from fzero.checkpoint.elements import (
     fill_module,
-    generators,
-    rng_setter,
-    rng_text,
     stack_of,
     state_of_rank,
     states_of_ranks,
 )
+from fzero.checkpoint.engine_state import generators, rng_setter, rng_text
 from fzero.errors import LayoutError
 from fzero.ranks.mesh import axis_index
 from fzero.state import NAMESPACE, Setup, TrainState

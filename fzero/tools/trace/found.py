@@ -114,11 +114,11 @@ def _judge(ref: weakref.ref[Tensor], outcome: Any) -> None:
     """Raise if what a step returns was left by a record; if it raises, say what was left."""
     if not isinstance(outcome, Exception):
         require_no_left("the end of the step", outcome)
-    elif not isinstance(outcome, FzeroError):
-        gc.collect()  # garbage and what has no name have nothing to do with the error
-        if (x := ref()) is not None and (holder := _holder(x)):
-            tool = getattr(x, "fake_mode", LeftOver).tool
-            outcome.add_note(f"(fzero.{tool} left a tensor without values in {holder})")
+    elif isinstance(outcome, FzeroError):
+        return
+    elif (x := ref()) is not None and (holder := _holder(x)):
+        tool = getattr(x, "fake_mode", LeftOver).tool
+        outcome.add_note(f"(fzero.{tool} left a tensor without values in {holder})")
 
 
 def require_no_left(func: Any, tree: Any) -> None:
@@ -144,6 +144,7 @@ _NAMELESS = (dict, list, tuple, set, frozenset, deque, types.CellType, types.Gen
 
 def _holder(x: Any) -> str:
     """Return where a tensor is held, for an error: by the first that has a name, or ""."""
+    gc.collect()  # the graph of a record that is over, and other garbage, say nothing
     rest, seen = deque([(x, "")]), {id(x)}
     while rest and len(seen) < 500:
         of, path = rest.popleft()
@@ -158,7 +159,8 @@ def _holder(x: Any) -> str:
             if isinstance(one, dict) and "__spec__" in one:
                 return f"{one['__name__']}{key}{path}"
             if not isinstance(one, _NAMELESS):
-                named: Any = one if hasattr(one, "__qualname__") else type(one)
+                is_named = hasattr(one, "__qualname__") and hasattr(one, "__module__")
+                named: Any = one if is_named else type(one)
                 return f"{named.__module__}.{named.__qualname__}{key}{path}"
             rest.append((one, f"{key}{path}"))
     return ""

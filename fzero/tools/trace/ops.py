@@ -35,12 +35,10 @@ from fzero.tools.trace.program import (
 # Count the floating-point operations of an op, for traces and for plans.
 #
 # Counted are matrix products, convolutions and attention; a multiplication and the addition that
-# goes
-# with it are two. For products of matrices and for convolutions torch has formulas
+# goes with it are two. For products of matrices and for convolutions torch has formulas
 # (`torch.utils.flop_counter`). Here are those of ops that it leaves out (the fused attention of
-# CPUs,
-# products with vectors, ops that write into an argument), or that it counts for as many heads of
-# queries as of keys only. A recurrent layer is counted as its products: see `_recurrent`.
+# CPUs, products with vectors, ops that write into an argument), or that it counts for as many heads
+# of queries as of keys only. A recurrent layer is counted as its products: see `_recurrent`.
 
 _aten = torch.ops.aten
 

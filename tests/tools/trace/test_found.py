@@ -108,7 +108,7 @@ def test_a_compiled_step_makes_its_own_tables_and_leaves_those_of_the_program(
         lambda rows, table: rows.sum() * table.sum(),
     ],
 )
-@pytest.mark.parametrize("tool", [traced, planned])
+@pytest.mark.parametrize("tool", [traced, planned, proved])
 def test_what_is_left_where_nobody_looks_is_named_where_it_is_met(
     tool: Any, met: Any, request: pytest.FixtureRequest
 ) -> None:
@@ -125,7 +125,7 @@ def test_what_is_left_where_nobody_looks_is_named_where_it_is_met(
     state = step.init(PARAMS, fzero.optim.sgd(0.5))
     with contextlib.suppress(fzero.PhaseError):  # a second record, or the plan's second step
         tool(step, state)
-    name = {"traced": "trace", "planned": "plan"}[tool.__name__]
+    name = {"traced": "trace", "planned": "plan", "proved": "prove"}[tool.__name__]
     with pytest.raises(fzero.PhaseError, match=rf"fzero\.{name} left in logging\.Logger\.table"):
         step(state, X)
     del logger.table

@@ -341,9 +341,9 @@ def _tree_bytes(tree: Any) -> int:
 
 def _step(state: Any) -> str:
     # Under a torch.func transform, or with a leading rank dim, it is not one number.
-    kind: Any = type(state.step)
-    plain = kind is Tensor and not is_functorch_wrapped_tensor(state.step)
-    return str(state.step.tolist()) if plain else "?"
+    step: Tensor = state.step
+    plain = step.__class__ is Tensor and not is_functorch_wrapped_tensor(step)
+    return str(step.tolist()) if plain else "?"
 
 
 # The values of all virtual ranks as one tensor.

@@ -341,8 +341,8 @@ def _tree_bytes(tree: Any) -> int:
 
 def _step(state: Any) -> str:
     # Under a torch.func transform, or with a leading rank dim, it is not one number.
-    step: Tensor = state.step
-    plain = step.__class__ is Tensor and not is_functorch_wrapped_tensor(step)
+    step: Any = state.step
+    plain = type(step) is Tensor and not is_functorch_wrapped_tensor(step)
     return str(step.tolist()) if plain else "?"
 
 

@@ -341,9 +341,11 @@ def _tree_bytes(tree: Any) -> int:
 
 def _step(state: Any) -> str:
     # Under a torch.func transform, or with a leading rank dim, it is not one number.
-    step: Any = state.step
-    plain = type(step) is Tensor and not is_functorch_wrapped_tensor(step)
-    return str(step.tolist()) if plain else "?"
+    return str(state.step.tolist()) if _is_plain(state.step) else "?"
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) is Tensor and not is_functorch_wrapped_tensor(x)
 
 
 # The values of all virtual ranks as one tensor.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, NoReturn, Self, cast
 
 import optree
 import torch
@@ -341,11 +341,9 @@ def _tree_bytes(tree: Any) -> int:
 
 def _step(state: Any) -> str:
     # Under a torch.func transform, or with a leading rank dim, it is not one number.
-    return str(state.step.tolist()) if _is_plain(state.step) else "?"
-
-
-def _is_plain(x: Any) -> bool:
-    return type(x) is Tensor and not is_functorch_wrapped_tensor(x)
+    step = state.step
+    plain = type(step) is Tensor and not is_functorch_wrapped_tensor(step)
+    return str(cast(Any, step).tolist()) if plain else "?"
 
 
 # The values of all virtual ranks as one tensor.

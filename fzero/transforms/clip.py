@@ -24,7 +24,7 @@ from fzero.transforms.grad import require_learner
 from fzero.transforms.leaf_slices import Prepared, clip_factor
 from fzero.transforms.loss_scale import without_scale
 from fzero.transforms.models import flatten_states, under_policy
-from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.pipeline import P, R, Step, Transform, transform, transform_function
 from fzero.transforms.points import Running
 from fzero.transforms.weights import divided, total_weight
 
@@ -202,10 +202,7 @@ def _with_clip(own: Builtin, others: tuple[Any, ...]) -> tuple[Any, ...]:
 # `check_finite`: a loss or a gradient that is no finite number stops a step before its update.
 
 
-@overload
-def check_finite(fn: Callable[P, R], /) -> Step[P, R]: ...
-@overload
-def check_finite() -> Transform: ...
+@transform_function
 @called_as("check_finite(step)")
 def check_finite(fn: Callable[..., Any] | None = None, /) -> Step[..., Any] | Transform:
     """Let `apply_gradients` raise if a loss L_r, or a gradient dL_r/dp, in `fn` is not finite.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any
 
 from fzero.errors import PhaseError
 from fzero.errors.check import called_as
@@ -14,24 +14,12 @@ from fzero.state.codec import Codec, Compress, Over, cast
 from fzero.state.points import Builtin, Excludes
 from fzero.transforms.accumulate_grad import NOT_DIFFERENTIABLE
 from fzero.transforms.models import flatten_states
-from fzero.transforms.pipeline import P, R, Step, Transform, transform
+from fzero.transforms.pipeline import Step, Transform, transform, transform_function
 from fzero.transforms.points import CallPart
 from fzero.transforms.together import Requested
 
 
-@overload
-def compress(
-    fn: Callable[P, R],
-    /,
-    *,
-    gradients: Codec | None = None,
-    parameters: Codec | None = None,
-    over: Over = "all",
-) -> Step[P, R]: ...
-@overload
-def compress(
-    *, gradients: Codec | None = None, parameters: Codec | None = None, over: Over = "all"
-) -> Transform: ...
+@transform_function
 @called_as("compress(step, gradients=fzero.codecs.int8())", any_of=("gradients", "parameters"))
 def compress(
     fn: Callable[..., Any] | None = None,

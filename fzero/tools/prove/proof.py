@@ -447,15 +447,6 @@ def _after(program: RecordedStep) -> list[TrainState]:
     return flatten_states("prove", returned[0])[0]
 
 
-def record(
-    step: Any, state: Any, args: Any, world: int, ranks: Sequence[int]
-) -> list[RecordedStep]:
-    """Record ranks of a world."""
-    with AsFound("prove", step, state, args) as found:
-        recorder = ProgramRecorder(step, state, args, Budget(ranks=len(ranks)), found)
-        return [recorder.of(world, rank) for rank in ranks]
-
-
 def _params(mode: FakeTensorMode, state: TrainState) -> Any:
     made: dict[int, Tensor] = {}
     for i, leaf in enumerate(state.setup.layout.leaves):

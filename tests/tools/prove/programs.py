@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.tools.prove.proof import Proof, prove_programs, ranks_of, record
+from fzero.tools.prove.proof import ProgramRecorder, Proof, prove_programs, ranks_of
+from fzero.tools.prove.terms import Budget
+from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.program import RecordedStep
 from tests.tools.trace.steps import model
 
@@ -79,5 +81,7 @@ def recorded(name: str, stage: int, world: int) -> Recorded:
         options = {k: x for k, x in options.items() if k != "bucket_bytes"}
     step = fzero.shard(step_fn, stage=stage, **options)
     state, x = step.init(given, optimizer), torch.zeros(ROWS, 5)
-    (one_rank,) = record(step, state, (x,), 1, (0,))
-    return Recorded(one_rank, record(step, state, (x,), world, ranks_of(world)), world)
+    with AsFound("prove", step, state, (x,)) as found:
+        recorder = ProgramRecorder(step, state, (x,), Budget(ranks=len(ranks_of(world))), found)
+        one_rank = recorder.of(1, 0)
+        return Recorded(one_rank, [recorder.of(world, r) for r in ranks_of(world)], world)

@@ -62,6 +62,7 @@ EXCEPT: dict[str, dict[str, str]] = {
     "transforms/grad.py": {"weight": _ARGUMENT},
     "transforms/autograd.py": {"weight": _ARGUMENT},
     "adapter/losses.py": {"weight": _ARGUMENT},
+    "adapter/engine_step.py": {"weighted": "an update without any token has no norm"},
 }
 """{file: {a word that it may have: why}}."""
 
@@ -73,6 +74,8 @@ NAMES_OF_OTHERS = {
     "dpi_scale_trans",
     "clip_on",
     "grad_scale",  # of the fused kernels of torch.optim
+    "LocalStates",  # these two: the states of the ranks of this process
+    "local_states",
     "receive_local",  # these two: a rank's own gradients, before they are reduced
     "pop_local",
 }

@@ -292,9 +292,11 @@ class LocalGradients:
             numel = setup.layout.full_numel(index)
             gradient = torch.zeros(numel, dtype=dtype, device=self._device)
             return gradient if encoder is None else encoder.sent(index, gradient, mine=mine)
-        if encoder is None:
-            return setup.sent(index, gradient)
-        return encoder.sent(index, gradient)
+        if encoder is not None:
+            return encoder.sent(index, gradient)
+        plain = setup.reduction.gradient_predivide_factor == 1.0
+        as_it_is = plain and gradient.dtype == setup.communication_dtype(index)
+        return gradient if as_it_is else setup.sent(index, gradient)
 
     def add_sum(self, index: int, got: Tensor) -> None:
         """Divide a sum over ranks by W, unless packing did; add it to the mean of the group."""
@@ -336,10 +338,18 @@ class LocalGradients:
         for index, total in totals.items():
             self.buckets[index].pop_into(total, factor)
 
-    def pop_means(self) -> dict[int, Tensor]:
-        """Remove and return the means: {group: this rank's part of it}."""
+    def pop_means(self) -> list[Tensor]:
+        """Remove and return the means, this rank's part of each group that learns; [] without any.
+
+        Zeros for a group of which nothing was reduced.
+        """
         means, self.means = self.means, {}
-        return means
+        setup = self.setup
+        for index in setup.layout.trainable if means else ():
+            if index not in means:
+                numel, dtype = setup.numel(index, setup.gradients), setup.accumulate_dtype(index)
+                means[index] = torch.zeros(numel, dtype=dtype, device=self._device)
+        return [means[index] for index in setup.layout.trainable if means]
 
     def pop_used(self) -> int:
         """Remove and return the leaves that got a gradient, as bits; `ALL` if all did."""

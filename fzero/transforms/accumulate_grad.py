@@ -39,7 +39,8 @@ def receive(
     """
     waits = state.window.is_open
     state = _counted(state, waits, used)
-    flats = part_of_update(state, flats, reduced=reduced)
+    if state.setup.gradient_share != 1.0:
+        flats = part_of_update(state, flats, reduced=reduced)
     return put(state, flats) if waits else add_means(state, flats)
 
 
@@ -137,8 +138,7 @@ def reduce_window(state: TrainState) -> TrainState:
     else:
         local = dict(zip(state.setup.layout.trainable, flats, strict=False))
         del flats, pending  # a bucket is freed when it is reduced
-        state, found = means_over_ranks(state, local, owned=owned)
-        means = filled(state, found, state.setup.gradients)
+        state, means = means_over_ranks(state, local, owned=owned)
     state = add_means(state, means)
     return state.replace(progress=progress.saw_reduction(state.progress))
 
@@ -165,8 +165,8 @@ def mean_of_nodes(state: TrainState, nodes: Nodes) -> list[Tensor]:
 
 def means_over_ranks(
     state: TrainState, local: dict[int, Tensor], *, owned: bool
-) -> tuple[TrainState, dict[int, Tensor]]:
-    """mean_r(local_r), bucket by bucket: {group: [W l]} -> {group: its part of a gradient}.
+) -> tuple[TrainState, list[Tensor]]:
+    """mean_r(local_r), bucket by bucket: {group: [W l]} -> the part of each group that learns.
 
     `local` is used up: the full gradient of a bucket is freed when it has been reduced; it is
     written to only if it is `owned`. The state that comes back knows what was lost, if gradients
@@ -174,7 +174,7 @@ def means_over_ranks(
     """
     setup, performer = state.setup, performer_of(state.setup.axis)
     if performer is None:
-        return state, local
+        return state, filled(state, local, setup.gradients)
     plan = ReductionPlan([setup], [performer.over(setup.axis)])
     reducer = Reducer(plan, [state.device])
     if (encoder := reducer.encoder(0)) is not None:

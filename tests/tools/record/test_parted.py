@@ -59,7 +59,7 @@ def test_a_step_that_cannot_be_made_again_is_told_without_a_guess() -> None:
 
 def engine_that_flips(rank: int, ranks: int, recorded: bool) -> tuple[str, Any, Any]:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+    module = nn.Sequential(nn.Linear(3, 24), nn.BatchNorm1d(24), nn.Dropout(0.5), nn.Linear(24, 1))
     engine = Engine(module, torch.optim.AdamW(module.parameters(), 0.1), stage=0)
     step = fzero.record(train_step, every=3, parted="warn") if recorded else train_step
     torch.manual_seed(rank)
@@ -67,7 +67,9 @@ def engine_that_flips(rank: int, ranks: int, recorded: bool) -> tuple[str, Any, 
         warnings.simplefilter("always")
         for number in range(5):
             if rank and number == 2:
-                flip(engine.state.params.flats[0])
+                flip(
+                    engine.state.params.flats[0][1:]
+                )  # an element that the engine's sample has not
             step(engine, batch(number)[rank].float())
     buffers = {name: x.clone() for name, x in module.named_buffers()}
     return " ".join(str(one.message) for one in told), engine.full_parameters(), buffers

@@ -78,29 +78,31 @@ def _replaced(means: Any) -> Iterator[_Gradients]:
     """Replace what backwards of `grad_and_reduce` make."""
     gradients, leaves_of = _Gradients(means), list[Any]()
 
-    def listen(leaves: Any, *rest: Any) -> None:
-        call = gradients.next(len(leaves))
-        for i, leaf in enumerate(leaves.values()):
-            leaf.register_hook(lambda g, i=i: gradients.give(call, i, g))
-        old_listen(leaves, *rest)
-
     def leaves_in(*args: Any) -> Any:
         made = old_leaves(*args)
-        leaves_of.extend(made[1].values())
+        leaves_of.append(made[1])
         return made
 
     def loss_and_aux(*args: Any, **kwargs: Any) -> Any:
         loss, aux = old_loss(*args, **kwargs)  # each leaf is used, so that each has a gradient
-        for leaf in leaves_of:
+        for leaf in (leaf for leaves in leaves_of for leaf in leaves.values()):
             loss = loss + _nothing(leaf)
-        leaves_of.clear()
         return loss, aux
 
-    old_listen, old_leaves, old_loss = module._listen, module._leaves, module.loss_and_aux
+    def loss_learned(states: Any, loss: Tensor) -> Tensor:
+        learned = old_learned(states, loss)
+        for leaves in leaves_of[-len(states) :]:
+            call = gradients.next(len(leaves))
+            for i, leaf in enumerate(leaves.values()):
+                leaf.register_hook(lambda g, i=i, call=call: gradients.give(call, i, g))
+        del leaves_of[-len(states) :]
+        return learned
+
+    old_leaves, old_loss, old_learned = module._leaves, module.loss_and_aux, module.loss_learned
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_listen", listen)
         patch.setattr(module, "_leaves", leaves_in)
         patch.setattr(module, "loss_and_aux", loss_and_aux)
+        patch.setattr(module, "loss_learned", loss_learned)
         _UNDER_WAY.append(gradients)
         try:
             yield gradients

@@ -235,12 +235,12 @@ class _Batches(Dataset[Any]):
             if self._dims is None and len(parts) > 1:
                 ids = next((ids for ids in parts if ids), [0])
                 self._dims = rows_of(*self._once_and_twice(ids), len(ids))
-            found: list[Any] = []
+            found, stacks = list[Any](), self._stacks
             for rank, ids in zip(self.ranks, parts, strict=True):
                 torch.default_generator.manual_seed(fold_in(place, rank))
                 rows = self._rows(ids) if ids else []
-                found.append(rows if self._stacks else self._collated(rows))
-            if self._stacks:
+                found.append(rows if stacks else self._collated(rows))
+            if stacks:
                 try:  # with the same result, and much faster
                     return default_collate([row for rows in found for row in rows])
                 except (RuntimeError, IndexError):  # other shapes, or no row at all

@@ -131,7 +131,8 @@ class Mirror:
         folder: in a file system in memory, on each host; one run at a time uses it. Each host has a
             folder of its name in it. Default: one in /dev/shm, named after the user and the launch
             of torchrun; without torchrun only this process finds it again.
-        every: k: the updates from one copy to the next. A restart repeats at most k of them.
+        every: k: the updates from one copy to the next. A restart repeats at most k of them; where
+            a host or its memory is gone at most 2 k, for copies are sent beside the steps.
         copies: on how many other hosts each part is kept, too; on all others, if there are fewer:
             so on one host there are none.
 
@@ -169,7 +170,8 @@ class Mirror:
     ) -> None:
         """Copy every k-th update that it is called after; otherwise return at once.
 
-        Call it on all ranks after each update; the first and each k-th call are collectives. All
+        Call it on all ranks after each update; the first, each k-th call and the one after it are
+        collectives. All
         that `fzero.checkpoint.save` saves is copied: also random generators, buffers of an engine's
         module, options of its optimizer. With virtual ranks, give the stacked state.
 
@@ -189,10 +191,14 @@ class Mirror:
         updates = self._updates + 1
         if self._home is None:
             self._open(local_states("Mirror.update", state, apart=True), _require_empty)
+        home = self._home
+        assert home is not None
         if updates % self._every == 0:
             self._copy(state, extra, updates)
-        elif self._flight is not None:
-            self._flight.written.wait()  # so that a restart repeats no more than k updates
+        elif self._flight is not None and updates % self._every == 1:
+            # On all ranks, so that a restart repeats no more than k updates: one that is slow to
+            # write may have taken part in this step, too.
+            run_on_all_ranks(home.ranks, self._flight.written.wait, what="wait")
         self._updates = updates
 
     def _copy(self, thing: Any, extra: Mapping[str, Any] | None, update: int) -> None:

@@ -103,9 +103,10 @@ def survivors(
 ) -> list[tuple[float, bool, str]]:
     """How every other rank ended: seconds after the victim, whether by AxisError, its text.
 
-    By torchrun where the end of a program is what is tried: a forked process has none.
+    By torchrun where the end of a program is what is tried, or the timeout of a group that fzero
+    begins: a forked process has neither.
     """
-    if where in ("between", "exit"):
+    if where in ("between", "exit", "stop"):
         monkeypatch.setenv("FZERO_TIMEOUT_S", str(TIMEOUT_S))
         script = tmp_path / "killed.py"
         script.write_text(SCRIPT)

@@ -171,9 +171,9 @@ class Mirror:
         """Copy every k-th update that it is called after; otherwise return at once.
 
         Call it on all ranks after each update; the first, each k-th call and the one after it are
-        collectives. All
-        that `fzero.checkpoint.save` saves is copied: also random generators, buffers of an engine's
-        module, options of its optimizer. With virtual ranks, give the stacked state.
+        collectives. All that `fzero.checkpoint.save` saves is copied: also random generators,
+        buffers of an engine's module, options of its optimizer. With virtual ranks, give the
+        stacked state.
 
         Args:
             state: one state or engine, idle, of the same ranks each time.
@@ -198,7 +198,7 @@ class Mirror:
         elif self._flight is not None and updates % self._every == 1:
             # On all ranks, so that a restart repeats no more than k updates: one that is slow to
             # write may have taken part in this step, too.
-            run_on_all_ranks(home.ranks, self._flight.written.wait, what="wait")
+            run_on_all_ranks(home.ranks, self._flight.written.wait, what="wait for the copies")
         self._updates = updates
 
     def _copy(self, thing: Any, extra: Mapping[str, Any] | None, update: int) -> None:

@@ -294,8 +294,7 @@ class LocalGradients:
             return gradient if encoder is None else encoder.sent(index, gradient, mine=mine)
         if encoder is not None:
             return encoder.sent(index, gradient)
-        plain = setup.reduction.gradient_predivide_factor == 1.0
-        as_it_is = plain and gradient.dtype == setup.communication_dtype(index)
+        as_it_is = setup.sends_as_it_is(index, gradient.dtype)
         return gradient if as_it_is else setup.sent(index, gradient)
 
     def add_sum(self, index: int, got: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from fzero.adapter.module import in_place_of
 from fzero.collectives import broadcast
 from fzero.context.modes import for_training
 from fzero.errors.check import require
-from fzero.machine import Gatherer, GroupShard, Reader, UnitTable
+from fzero.machine import Gatherer, GroupShard, UnitTable
 from fzero.machine.packing import pack
 from fzero.machine.partition import plan_layout, require_classes, require_own_memory, shard_of
 from fzero.machine.placeholder import LazyParam, placeholders
@@ -63,7 +64,7 @@ class _UnownedUnits:
             self._gatherer.free(unit)
 
 
-class _Unowned(Reader):
+class _Unowned(Gatherer):
     """Parameters between their construction and their engine: a unit each, always writable.
 
     A write (an initializer) gathers the parameter, runs on the full values, and leaves each rank
@@ -71,9 +72,8 @@ class _Unowned(Reader):
     """
 
     def __init__(self, axis: Axis, dtype: torch.dtype | None) -> None:
-        gatherer = Gatherer(UnitTable([], []))
-        self._units = _UnownedUnits(gatherer)
-        super().__init__(gatherer, self._units)
+        self._units = _UnownedUnits(weakref.proxy(self))  # no cycle: shards go with the last user
+        super().__init__(UnitTable([], []), self._units)
         self.axis, self.dtype = axis, dtype
         self.made: dict[int, nn.Module] = {}  # modules with parameters of the block
         self._written: set[int] = set()  # groups that are gathered for one write
@@ -101,8 +101,8 @@ class _Unowned(Reader):
         layout = plan_layout(OrderedDict({name: p}), ranks=shards.size, bucket_bytes=2**62)
         flat = broadcast([pack(layout, 0, [p.detach()])], self.axis, 0)[0]
         own = shard_of(flat, shards.size, shards.rank).clone()
-        self.gatherer.groups.append(GroupShard(layout, 0, own, own.device))
-        number = self.gatherer.table.add(layout, self.axis)
+        self.groups.append(GroupShard(layout, 0, own, own.device))
+        number = self.table.add(layout, self.axis)
         # Whoever holds `p` already (`init(p)` follows) then holds the placeholder.
         return in_place_of(p, placeholders(self, number)[0])
 

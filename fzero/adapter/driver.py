@@ -67,7 +67,7 @@ class Driver:
         raised = lambda: self.events.backwards.drop_unfinished()  # noqa: E731
         self.running = Pass(form, [state], on_written=written, drop_raised=raised)
         held = None if setup.gathers_by_unit else self.running.held[0]
-        reader = self.running.reader if held is None else held
+        reader = self.running.gatherer if held is None else held
         for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
             self.params.place(index, placeholders(reader, index))
         self.params.remember()

@@ -1,8 +1,8 @@
 """Collectives that are each other's exact adjoint, and their lowering by backend.
 
-In: tensors and an `Axis`. Out: tensors, or an `InFlight` that is waited for. `Channel` carries
-rounds of messages between ranks, `Performer` does the effects of the protocol one after another,
-and `CollectiveLog` counts calls and bytes.
+In: tensors and an `Axis`. Out: tensors, or an `InFlight` that is waited for. `Performer`
+carries rounds of messages between ranks, and does the effects of the protocol one after another;
+`CollectiveLog` counts calls and bytes.
 This room alone calls torch.distributed.
 """
 
@@ -44,7 +44,6 @@ from fzero.collectives.lowering import start_scatter as start_scatter
 from fzero.collectives.lowering import start_uneven_all_to_all as start_uneven_all_to_all
 from fzero.collectives.performer import EVALUATION as EVALUATION
 from fzero.collectives.performer import FUNCTIONAL as FUNCTIONAL
-from fzero.collectives.performer import Channel as Channel
 from fzero.collectives.performer import Performer as Performer
 from fzero.collectives.performer import assert_same_everywhere as assert_same_everywhere
 from fzero.collectives.performer import broadcast as broadcast

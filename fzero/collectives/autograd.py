@@ -322,7 +322,7 @@ _OPS = {
     "permute": "ppermute",
 }
 
-_BEGIN: dict[str, Callable[..., lowering.Started]] = {
+_BEGIN: dict[str, Callable[..., lowering.InFlight]] = {
     "gather": lowering.begin_all_gather,
     "scatter": lowering.begin_reduce_scatter,
     "reduce": lowering.begin_all_reduce,

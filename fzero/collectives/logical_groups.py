@@ -26,7 +26,6 @@ from fzero.collectives.autograd import gather_many
 from fzero.collectives.log import note
 from fzero.collectives.lowering import (
     InFlight,
-    Started,
     Told,
     any_of,
     given,
@@ -77,15 +76,15 @@ def start_tree_sum(
         if axis.runtime is Runtime.LOCAL:
             (nodes,) = over.nodes
             pairs = zip(held, dtypes, strict=True)
-            return InFlight(given([_fold(nodes, some, over, d) for some, d in pairs], axis), {})
+            return given([_fold(nodes, some, over, d) for some, d in pairs], axis)
         for some in held:
             numel = some[0].numel()
             away = len(some) * (numel - numel // axis.size)
             note("all_to_all", axis, len(some) * numel, some[0].dtype, sends=away)
-        return InFlight(_begin(held, over, dtypes), {})
+        return _begin(held, over, dtypes)
 
 
-def _begin(held: Sequence[Sequence[Tensor]], over: Over, dtypes: Sequence[torch.dtype]) -> Started:
+def _begin(held: Sequence[Sequence[Tensor]], over: Over, dtypes: Sequence[torch.dtype]) -> InFlight:
     axis, nodes = over.axis, [node for some in over.nodes for node in some]
     if axis.runtime is Runtime.VIRTUAL and not is_abstract():
 
@@ -123,7 +122,7 @@ def _begin(held: Sequence[Sequence[Tensor]], over: Over, dtypes: Sequence[torch.
     for chunks, into in zip(sent, got, strict=True):
         if chunks[0].numel() and not is_abstract():
             works += lowering.exchange_chunks(chunks, into, axis)[0]
-    return Started("all_to_all", axis, works, finish, [x for s in sent for x in s])
+    return InFlight("all_to_all", axis, works, finish, [x for s in sent for x in s])
 
 
 def _part(flat: Tensor, over: Over, rank: int) -> Tensor:

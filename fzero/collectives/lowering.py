@@ -1,8 +1,8 @@
 """How a collective runs: on virtual ranks, on gloo, on nccl; started here, waited for later.
 
 Every function takes a list of buffers and starts all of them before it waits for the first, for a
-collective costs its latency whatever its size. `begin_*` stops there and returns what is `Started`,
-`start_*` what is `InFlight`. None of them knows about autograd.
+collective costs its latency whatever its size. `begin_*` and `start_*` stop there, and return what
+is `InFlight`. None of them knows about autograd.
 
     flights = [start_scatter(fulls, axis) for fulls in buckets]    # on the wire from here on
     ...                                                            # compute something else
@@ -23,8 +23,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,28 +48,35 @@ from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import Codec, WireForm, decoded, encoded
 
 
+@dataclass(slots=True)
 class InFlight:
-    """What a started collective will give.
+    """What a started collective will give: its works, and what is left to do once they are over.
 
     Holds every buffer of it until `wait` has returned, and then the outputs only. On a GPU, wait on
     the stream that it was started from: the memory that is then let go belongs to that stream.
+
+    Attributes:
+        op: its name in errors.
+        finish: what it gives: tensors; of an exchange the rows of all ranks.
+        held: what the works read, which must live as long as they do.
+        rest: {position: output} of what was never sent.
     """
 
-    __slots__ = ("_error", "_outs", "_rest", "_started")
-
-    def __init__(self, started: Started, rest: Mapping[int, Tensor]) -> None:
-        """Take what is under way, and {position: output} of what was never sent."""
-        self._started: Started | None = started
-        self._rest = rest
-        self._outs: list[Tensor] = []
-        self._error: Exception | None = None
+    op: str
+    axis: Axis
+    works: Sequence[Any]
+    finish: Callable[[], list[Any]]
+    held: Sequence[Tensor] = ()
+    rest: Mapping[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _outs: list[Any] | None = None
+    _error: Exception | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether `wait` would find all collectives of it over."""
-        return self._started is None or self._started.is_over
+        """Whether `wait` would find all works of it over."""
+        return all(work.is_completed() for work in self.works)
 
-    def wait(self) -> list[Tensor]:
+    def wait(self) -> list[Any]:
         """Return the outputs, in the order of the inputs; again the same list if asked again.
 
         On a GPU the current stream waits, not the caller. Raises `AxisError`, every time, when
@@ -76,19 +84,23 @@ class InFlight:
         """
         if self._error is not None:
             raise self._error
-        if self._started is not None:
+        if self._outs is None:
             try:
-                self._started.join()
-                finish, self._started = self._started.finish, None  # what was sent goes here
+                if self.works:  # virtual ranks have none, and wait often
+                    with explained(self.op, self.axis):
+                        for work in self.works:
+                            work.wait()
+                finish, self.finish = self.finish, list  # what was sent goes here
+                self.works = self.held = ()
                 with torch.no_grad():
                     outs = finish()
             except Exception as error:
                 # Not to be tried again: its second half may be on the wire already.
                 self._error = error
                 raise
-            for at, out in sorted(self._rest.items()):
+            for at, out in sorted(self.rest.items()):
                 outs.insert(at, out)
-            self._outs, self._rest = outs, dict[int, Tensor]()
+            self._outs, self.rest = outs, {}
         return self._outs
 
 
@@ -105,7 +117,7 @@ def start_gather(
 
 def _begin_encoded_gather(
     shards: Sequence[Tensor], axis: Axis, codecs: Sequence[Codec | None]
-) -> Started:
+) -> InFlight:
     pairs = [*zip(codecs, shards, strict=True)]
     made = [None if codec is None else encoded(codec, x.view(1, -1)) for codec, x in pairs]
     sent = [x if one is None else one[0].reshape(-1) for x, one in zip(shards, made, strict=True)]
@@ -120,10 +132,11 @@ def _begin_encoded_gather(
             return out
         return decoded(codec, form.rows_of(out), form, dtype).reshape(-1)
 
-    def finish() -> list[Tensor]:
-        return [received(out, *form) for out, form in zip(started.finish(), forms, strict=True)]
-
-    return started._replace(finish=finish)
+    gathered = started.finish
+    return replace(
+        started,
+        finish=lambda: [received(out, *x) for out, x in zip(gathered(), forms, strict=True)],
+    )
 
 
 def start_all_to_all(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
@@ -158,7 +171,7 @@ def start_reduce(values: Sequence[Tensor], axis: Axis, *, ordered: bool = False)
     See the top of this file for the order of waits, which matters here most.
     """
 
-    def begin(xs: Sequence[Tensor], axis: Axis) -> Started:
+    def begin(xs: Sequence[Tensor], axis: Axis) -> InFlight:
         owned = [x.contiguous() for x in xs]  # a backend cannot write into anything else
         return begin_all_reduce(owned, axis, ordered=ordered, owned=True)
 
@@ -172,25 +185,26 @@ def start_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
     """
     fulls = [full.detach() for full in fulls]
     if axis.runtime is Runtime.LOCAL:
-        return InFlight(given(fulls, axis), {})
+        return given(fulls, axis)
     with torch.no_grad():
         # With the empty ones, which are counted, and not sent.
-        return InFlight(begin_gather_in_place(fulls, axis), {})
+        return begin_gather_in_place(fulls, axis)
 
 
 def _start(
     kind: str,
-    begin: Callable[[Sequence[Tensor], Axis], Started],
+    begin: Callable[[Sequence[Tensor], Axis], InFlight],
     xs: Sequence[Tensor],
     axis: Axis,
 ) -> InFlight:
     xs = [x.detach() for x in xs]
     if axis.runtime is Runtime.LOCAL:
-        return InFlight(given(xs, axis), {})
+        return given(xs, axis)
     with torch.no_grad():
         wanted = [x for x in xs if x.numel()]
+        started = begin(wanted, axis) if wanted else given([], axis)
         rest = {at: of_nothing(kind, axis, x) for at, x in enumerate(xs) if not x.numel()}
-        return InFlight(begin(wanted, axis) if wanted else given([], axis), rest)
+        return replace(started, rest=rest) if rest else started
 
 
 _TORCH: Any = torch  # what it has no types for
@@ -208,15 +222,15 @@ def of_nothing(kind: str, axis: Axis, x: Tensor) -> Tensor:
 # said: of a user's call, what virtual ranks compare when they exchange values.
 
 
-def begin_all_gather(shards: Sequence[Tensor], axis: Axis, *, said: str = "") -> Started:
+def begin_all_gather(shards: Sequence[Tensor], axis: Axis, *, said: str = "") -> InFlight:
     """Start to give each [l, *t] -> [r l, *t], the ranks' shards in rank order."""
     shards = [shard.contiguous() for shard in shards]
     if is_abstract():
         outs = _as_op("all_gather", shards, axis)
-        started = Started("all_gather", axis, (), lambda: outs, shards)
+        started = InFlight("all_gather", axis, (), lambda: outs, shards)
     elif axis.runtime is Runtime.VIRTUAL:
         outs = _swap(said or "all_gather", shards, axis, torch.cat)
-        started = Started("all_gather", axis, (), lambda: [out.clone() for out in outs])
+        started = InFlight("all_gather", axis, (), lambda: [out.clone() for out in outs])
     else:
         outs = [shard.new_empty(axis.size * shard.shape[0], *shard.shape[1:]) for shard in shards]
         started = begin_gather_into(outs, shards, axis)
@@ -227,35 +241,37 @@ def begin_all_gather(shards: Sequence[Tensor], axis: Axis, *, said: str = "") ->
 
 def begin_reduce_scatter(
     fulls: Sequence[Tensor], axis: Axis, ordered: bool, *, said: str = ""
-) -> Started:
+) -> InFlight:
     """Start to give each [r l, *t] -> [l, *t]: this rank's shard of the sum over ranks."""
     fulls = [full.contiguous() for full in fulls]
     for full in fulls:
         note("reduce_scatter", axis, full.numel(), full.dtype)
-    if _is_op(fulls):
-        return given(_as_op("reduce_scatter", fulls, axis, ordered), axis)
     if swaps(axis):
         sums = _swap(said or "reduce_scatter", fulls, axis, sum_in_order)
         return given([_own_rows(x, axis).clone() for x in sums], axis)
+    if _is_op(fulls):
+        return given(_as_op("reduce_scatter", fulls, axis, ordered), axis)
     if ordered or any(is_gloo(axis, full.device) for full in fulls):
         return begin_scatter_by_exchange(fulls, axis, "reduce_scatter")
     outs = [full.new_empty(full.shape[0] // axis.size, *full.shape[1:]) for full in fulls]
     works = in_one_go("reduce_scatter", list(zip(outs, fulls, strict=True)), axis)
-    return Started("reduce_scatter", axis, works, lambda: outs, fulls)
+    return InFlight("reduce_scatter", axis, works, lambda: outs, fulls)
 
 
-def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis, *, said: str = "") -> Started:
+def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis, *, said: str = "") -> InFlight:
     """Start to give each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
     for full in fulls:
         note("all_to_all", axis, full.numel(), full.dtype)
-    if _is_op(fulls):
-        return given(_as_op("all_to_all", fulls, axis), axis)
     if swaps(axis):
         every = _swap(said or "all_to_all", fulls, axis, torch.stack)  # [from, to l]
-        mine = [_cut(x, axis)[:, axis.rank] for x in every]
-        form = torch.contiguous_format
+        size, form = axis.size, torch.contiguous_format
+        mine = [x.unflatten(1, (size, x.shape[1] // size))[:, axis.rank] for x in every]
         return given([x.clone(memory_format=form).flatten(0, 1) for x in mine], axis)
-    return begin_all_to_all_by_exchange([full.contiguous() for full in fulls], axis)
+    if _is_op(fulls):
+        return given(_as_op("all_to_all", fulls, axis), axis)
+    fulls = [full.contiguous() for full in fulls]
+    works, received = _all_to_all(fulls, axis)
+    return InFlight("all_to_all", axis, works, lambda: received, fulls)
 
 
 def begin_uneven_all_to_all(
@@ -265,7 +281,7 @@ def begin_uneven_all_to_all(
     received: Sequence[int],
     *,
     said: str = "",
-) -> Started:
+) -> InFlight:
     """Start to give each [sum(sent), *t] -> [sum(received), *t].
 
     sent[r] rows go to rank r, in order; received[r] rows come from it, in rank order.
@@ -275,15 +291,23 @@ def begin_uneven_all_to_all(
         width = x[0].numel() if len(x) else x.new_empty(1, *x.shape[1:], device="meta").numel()
         away = sum(sent) - sent[axis.rank]
         note("all_to_all", axis, x.numel(), x.dtype, sends=away * width)
-    if _is_op(xs):
-        return given(_as_op("uneven_all_to_all", xs, axis, list(sent), list(received)), axis)
     if swaps(axis):
         shapes = shapes_of(xs, ragged=True)
         parts = [
             swap_parts(said or "all_to_all", torch.split(x, list(sent)), axis, shapes) for x in xs
         ]
         return given([torch.cat(some) for some in parts], axis)
-    return begin_uneven_by_exchange(xs, axis, sent, received)
+    if _is_op(xs):
+        return given(_as_op("uneven_all_to_all", xs, axis, list(sent), list(received)), axis)
+    works, outs = list[Any](), [x.new_empty(sum(received), *x.shape[1:]) for x in xs]
+    for x, out in zip(xs, outs, strict=True) if not is_abstract() else ():
+        if is_gloo(axis, x.device):
+            own, got = torch.split(x, list(sent)), torch.split(out, list(received))
+            works += sends_between(own, got, axis)
+            got[axis.rank].copy_(own[axis.rank])
+        else:
+            works.append(_single(out, x, received, sent, axis, "all_to_all"))
+    return InFlight("all_to_all", axis, works, lambda: outs, xs)
 
 
 def begin_permute(
@@ -293,7 +317,7 @@ def begin_permute(
     destinations: Sequence[int],
     *,
     said: str = "",
-) -> Started:
+) -> InFlight:
     """Start to give each [*t] -> [*t]: what the source of this rank has; zeros if it has none."""
     mine = axis.rank
     source = dict(zip(destinations, sources, strict=True)).get(mine)
@@ -302,8 +326,6 @@ def begin_permute(
     for x in xs:
         away = x.numel() if target not in (None, mine) else 0
         note("ppermute", axis, x.numel(), x.dtype, sends=away if x.numel() else None)
-    if _is_op(xs):
-        return given(_as_op("ppermute", xs, axis, list(sources), list(destinations)), axis)
     if swaps(axis):
         pairs = dict(zip(destinations, sources, strict=True))
 
@@ -318,10 +340,28 @@ def begin_permute(
             for got, x in zip(every, xs, strict=True)
         ]
         return given(outs, axis)
-    return begin_permute_by_exchange(xs, axis, source, target)
+    if _is_op(xs):
+        return given(_as_op("ppermute", xs, axis, list(sources), list(destinations)), axis)
+    works, ranks = list[Any](), range(axis.size)
+    outs = [torch.zeros_like(x) if source is None else torch.empty_like(x) for x in xs]
+    for x, out in zip(xs, outs, strict=True) if not is_abstract() else ():
+        if source == mine:
+            out.copy_(x)
+        nothing = x.new_empty(0)
+        own = [x if r == target and r != mine else nothing for r in ranks]
+        got = [out if r == source and r != mine else nothing for r in ranks]
+        if is_gloo(axis, x.device):
+            works += sends_between(own, got, axis, "ppermute")
+            continue
+        # As an all_to_all, of which every rank of the group is a part: ranks without a pair too.
+        comes, goes = ([piece.numel() for piece in some] for some in (got, own))
+        into = out.view(-1) if any(comes) else nothing
+        outof = x.view(-1) if any(goes) else nothing
+        works.append(_single(into, outof, comes, goes, axis, "ppermute"))
+    return InFlight("ppermute", axis, works, lambda: outs, xs)
 
 
-def begin_extremum(values: Sequence[Tensor], axis: Axis, op: str) -> Started:
+def begin_extremum(values: Sequence[Tensor], axis: Axis, op: str) -> InFlight:
     """Start to give each [*t] -> [*t]: the largest ("pmax") or smallest ("pmin") of all ranks'.
 
     A NaN of any rank is the result, on every backend: it is gathered by exchange, as gloo and nccl
@@ -348,7 +388,7 @@ def begin_all_reduce(
     *,
     owned: bool = False,
     said: str = "",
-) -> Started:
+) -> InFlight:
     """Start to give each [*t] -> [*t]: the sum over ranks, on every rank.
 
     It may write into values that are `owned`. Summed by exchange, its gather is communicated when
@@ -356,11 +396,11 @@ def begin_all_reduce(
     """
     for value in values:
         note("all_reduce", axis, value.numel(), value.dtype)
-    if _is_op(values):
-        return given(_as_op("all_reduce", values, axis, ordered), axis)
     if swaps(axis):
         sums = _swap(said or "all_reduce", values, axis, sum_in_order)
         return given([x.clone() for x in sums], axis)
+    if _is_op(values):
+        return given(_as_op("all_reduce", values, axis, ordered), axis)
     if ordered or any(v.dtype in SIXTEEN_BIT and is_gloo(axis, v.device) for v in values):
         return begin_reduce_by_exchange(values, axis)
     outs = list(values)
@@ -369,10 +409,10 @@ def begin_all_reduce(
     if is_abstract():
         return given(outs, axis)
     works = [PARTLY_TYPED.all_reduce(out, group=axis.group(), async_op=True) for out in outs]
-    return Started("all_reduce", axis, works, lambda: outs)
+    return InFlight("all_reduce", axis, works, lambda: outs)
 
 
-def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> Started:
+def begin_gather_in_place(fulls: Sequence[Tensor], axis: Axis) -> InFlight:
     """Each [r l], right in the shard of this rank: start to fill in the others. Gives `fulls`."""
     for full in fulls:
         note("all_gather", axis, full.numel(), full.dtype)
@@ -404,8 +444,7 @@ def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]
     works: list[Any] = [
         dist.broadcast(as_bytes(out), root, group=group, async_op=True) for out in outs
     ]
-    wait_for(works, "broadcast", axis)
-    return outs
+    return InFlight("broadcast", axis, works, lambda: outs).wait()
 
 
 def begin_exchange(
@@ -415,7 +454,7 @@ def begin_exchange(
     *,
     width: int,
     said: str = "",
-) -> Started:
+) -> InFlight:
     """Start to give one value, `read([r, width])`: of every rank's `codes`, filled up with zeros.
 
     Virtual ranks share it. `axis` is one of fzero's own, over gloo: so no rank waits for its GPU.
@@ -435,7 +474,7 @@ def begin_exchange(
     with explained("agree", axis):
         work = PARTLY_TYPED.all_to_all_single(out, mine, group=axis.group(), async_op=True)
     rows: Any = out.view(axis.size, width)  # tolist() has no types
-    return Started("agree", axis, [work], lambda: [read(rows.tolist())], [mine])
+    return InFlight("agree", axis, [work], lambda: [read(rows.tolist())], [mine])
 
 
 def gather_objects(
@@ -467,12 +506,9 @@ def _swap(
     def made(everyone: list[Sequence[Tensor]]) -> list[Tensor]:
         return [make(list(per_rank)) for per_rank in zip(*everyone, strict=True)]
 
-    return on_virtual_ranks(op, _detached(values), axis, made, shapes_of(values))
-
-
-def _detached(values: Sequence[Tensor]) -> list[Tensor]:
-    """Return what another rank reads: under `remat` it would take a gradient of it for lost."""
-    return [value.detach() for value in values]
+    # Under `remat` another rank would take a gradient of what it reads for lost.
+    given = [value.detach() for value in values]
+    return on_virtual_ranks(op, given, axis, made, shapes_of(values))
 
 
 def shapes_of(values: Sequence[Tensor], *, ragged: bool = False) -> str:
@@ -497,12 +533,7 @@ def swap_parts(op: str, sent: Sequence[Tensor], axis: Axis, shapes: str = "") ->
             [everyone[s][r] if r == s else everyone[s][r].clone() for s in ranks] for r in ranks
         ]
 
-    return on_virtual_ranks(op, _detached(sent), axis, made, shapes)[axis.rank]
-
-
-def _cut(every: Tensor, axis: Axis) -> Tensor:
-    """[from, to l, *t] -> [from, to, l, *t]: a view."""
-    return torch.unflatten(every, 1, (axis.size, every.shape[1] // axis.size))
+    return on_virtual_ranks(op, [x.detach() for x in sent], axis, made, shapes)[axis.rank]
 
 
 def _own_rows(full: Tensor, axis: Axis) -> Tensor:
@@ -592,7 +623,7 @@ Combine = Callable[..., Tensor]
 
 def begin_scatter_by_exchange(
     fulls: Sequence[Tensor], axis: Axis, op: str, combine: Combine | None = None
-) -> Started:
+) -> InFlight:
     """Reduce-scatter: every rank sends each other rank its shard, and adds up what it gets.
 
     On gloo by single sends: an all_to_all would also copy a rank's own shard to itself, which takes
@@ -602,61 +633,15 @@ def begin_scatter_by_exchange(
     if not all(is_gloo(axis, full.device) for full in fulls):
         works, received = _all_to_all(fulls, axis)
         parts = [got.chunk(axis.size) if got.numel() else [got] for got in received]
-        return Started(op, axis, works, lambda: [combine(some) for some in parts], fulls)
-    works, sent = _sends(fulls, axis, op)
-
-    def finish() -> list[Tensor]:
-        return [combine(some, axis.rank) for some in sent]
-
-    return Started(op, axis, works, finish, fulls)
-
-
-def begin_all_to_all_by_exchange(fulls: Sequence[Tensor], axis: Axis) -> Started:
-    """Each [r l] -> [r l]: chunk s is what rank s has as its chunk for this rank."""
-    works, received = _all_to_all(fulls, axis)
-    return Started("all_to_all", axis, works, lambda: received, fulls)
-
-
-def begin_uneven_by_exchange(
-    xs: Sequence[Tensor], axis: Axis, sent: Sequence[int], received: Sequence[int]
-) -> Started:
-    """Each [sum(sent)] -> [sum(received)]: sent[r] rows to rank r, received[r] rows from it."""
-    works, outs = list[Any](), [x.new_empty(sum(received), *x.shape[1:]) for x in xs]
-    for x, out in zip(xs, outs, strict=True):
-        if is_abstract():
-            continue
-        if is_gloo(axis, x.device):
-            own, got = torch.split(x, list(sent)), torch.split(out, list(received))
-            works += sends_between(own, got, axis)
-            got[axis.rank].copy_(own[axis.rank])
-        else:
-            works.append(_single(out, x, received, sent, axis, "all_to_all"))
-    return Started("all_to_all", axis, works, lambda: outs, xs)
-
-
-def begin_permute_by_exchange(
-    xs: Sequence[Tensor], axis: Axis, source: int | None, target: int | None
-) -> Started:
-    """Each [*t] -> [*t]: send it to the target, get the source's; zeros without a source."""
-    mine, works = axis.rank, list[Any]()
-    outs = [torch.zeros_like(x) if source is None else torch.empty_like(x) for x in xs]
-    for x, out in zip(xs, outs, strict=True):
-        if is_abstract():
-            continue
-        if source == mine:
-            out.copy_(x)
-        nothing = x.new_empty(0)
-        own = [x if r == target and r != mine else nothing for r in range(axis.size)]
-        got = [out if r == source and r != mine else nothing for r in range(axis.size)]
-        if is_gloo(axis, x.device):
-            works += sends_between(own, got, axis, "ppermute")
-            continue
-        # As an all_to_all, of which every rank of the group is a part: ranks without a pair too.
-        comes, goes = ([piece.numel() for piece in some] for some in (got, own))
-        into = out.view(-1) if any(comes) else nothing
-        outof = x.view(-1) if any(goes) else nothing
-        works.append(_single(into, outof, comes, goes, axis, "ppermute"))
-    return Started("ppermute", axis, works, lambda: outs, xs)
+        return InFlight(op, axis, works, lambda: [combine(some) for some in parts], fulls)
+    works, parts = list[Any](), list[list[Tensor]]()
+    for full in fulls:  # to each other rank its shard
+        own = list(full.chunk(axis.size)) if full.numel() else [full] * axis.size
+        got = [x if r == axis.rank else torch.empty_like(x) for r, x in enumerate(own)]
+        parts.append(got)
+        if full.numel() and not is_abstract():
+            works += sends_between(own, got, axis, op)
+    return InFlight(op, axis, works, lambda: [combine(x, axis.rank) for x in parts], fulls)
 
 
 def _single(
@@ -683,18 +668,6 @@ def sends_between(
     return works
 
 
-def _sends(fulls: Sequence[Tensor], axis: Axis, op: str) -> tuple[list[Any], list[list[Tensor]]]:
-    """Send each other rank its shard: the works, and of each full the shards that come here."""
-    pieces = [list(full.chunk(axis.size)) if full.numel() else [full] * axis.size for full in fulls]
-    works, parts = list[Any](), list[list[Tensor]]()
-    for own in pieces:
-        got = [x if r == axis.rank else torch.empty_like(x) for r, x in enumerate(own)]
-        parts.append(got)
-        if own[0].numel() and not is_abstract():
-            works += sends_between(own, got, axis, op)
-    return works, parts
-
-
 def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Tensor]]:
     received = [torch.empty_like(full) for full in fulls]
     if is_abstract():
@@ -711,7 +684,7 @@ def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Te
 
 def begin_reduce_by_exchange(
     values: Sequence[Tensor], axis: Axis, *, op: str = "all_reduce", combine: Combine | None = None
-) -> Started:
+) -> InFlight:
     """All-reduce as a scatter and a gather, so that each element is summed in rank order.
 
     combine: what is done to the parts of all ranks in the place of the sum.
@@ -721,20 +694,21 @@ def begin_reduce_by_exchange(
         flat = value.reshape(-1)
         fulls.append(torch.nn.functional.pad(flat, (0, -flat.numel() % axis.size)))
     first = begin_scatter_by_exchange(fulls, axis, op, combine)
+    combined = first.finish
 
     def finish() -> list[Tensor]:
         outs = [torch.empty_like(full) for full in fulls]
-        second = begin_gather_into(outs, first.finish(), axis)
-        second._replace(op=op).wait()
+        second = begin_gather_into(outs, combined(), axis)
+        replace(second, op=op).wait()
         return [out[: v.numel()].view(v.shape) for out, v in zip(outs, values, strict=True)]
 
-    return first._replace(finish=finish)
+    return replace(first, finish=finish)
 
 
-def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis) -> Started:
+def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Axis) -> InFlight:
     """Gather each [l] into its [r l], which it may be a part of: on gloo one broadcast a rank."""
     if is_abstract():
-        return Started("all_gather", axis, (), lambda: list(outs), shards)
+        return InFlight("all_gather", axis, (), lambda: list(outs), shards)
     group = axis.group()
     works, native = list[Any](), list[tuple[Tensor, Tensor]]()
     for out, shard in zip(outs, shards, strict=True):
@@ -750,7 +724,7 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
             works.append(dist.broadcast(as_bytes(piece), source, group=group, async_op=True))
     if native:
         works += in_one_go("all_gather", native, axis)
-    return Started("all_gather", axis, works, lambda: list(outs), shards)
+    return InFlight("all_gather", axis, works, lambda: list(outs), shards)
 
 
 def sum_in_order(parts: Sequence[Tensor], own: int | None = None) -> Tensor:
@@ -783,11 +757,16 @@ def start_uneven_all_to_all(
     elements that cross ranks in all; where that is 0, none communicates.
     """
     if axis.runtime is Runtime.LOCAL or not total:
-        return InFlight(given(list(sent), axis), {})
+        return given(sent, axis)
     mine = axis.rank
     away = sum(x.numel() for r, x in enumerate(sent) if r != mine)
     note("all_to_all", axis, away, sent[mine].dtype, sends=away)
-    return InFlight(_begin_uneven(list(sent), sizes, axis), {})
+    if swaps(axis):
+        return given(swap_parts("all_to_all", list(sent), axis), axis)
+    pairs = zip(sent, sizes, strict=True)
+    got = [x if r == mine else x.new_empty(size) for r, (x, size) in enumerate(pairs)]
+    works, held = ([], sent) if is_abstract() else exchange_chunks(sent, got, axis)
+    return InFlight("all_to_all", axis, works, lambda: got, held)
 
 
 def exchange_beside(
@@ -807,18 +786,6 @@ def exchange_beside(
         for work in works:
             assert work is not None  # this rank is in the group
             work.wait()
-
-
-def _begin_uneven(sent: list[Tensor], sizes: Sequence[int], axis: Axis) -> Started:
-    mine = axis.rank
-    if axis.runtime is Runtime.VIRTUAL and not is_abstract():
-        return given(swap_parts("all_to_all", sent, axis), axis)
-    pairs = zip(sent, sizes, strict=True)
-    got = [x if r == mine else x.new_empty(size) for r, (x, size) in enumerate(pairs)]
-    if is_abstract():
-        return Started("all_to_all", axis, (), lambda: got, sent)
-    works, held = exchange_chunks(sent, got, axis)
-    return Started("all_to_all", axis, works, lambda: got, held)
 
 
 def exchange_chunks(
@@ -842,41 +809,9 @@ PARTLY_TYPED: Any = dist
 """torch.distributed, for its functions that are private, or whose annotations lack types."""
 
 
-class Started(NamedTuple):
-    """A collective under way: its works, and what is left to do on this rank once they are over."""
-
-    op: str
-    axis: Axis
-    works: Sequence[Any]
-    finish: Callable[[], list[Any]]  # what it gives: tensors; of an exchange the rows of all ranks
-    held: Sequence[Tensor] = ()  # what the works read, which must live as long as they do
-
-    def wait(self) -> list[Any]:
-        """Wait for the works, then finish; once only, for finishing may communicate again."""
-        self.join()
-        return self.finish()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether `join` would return, or raise, at once."""
-        return all(work.is_completed() for work in self.works)
-
-    def join(self) -> None:
-        """Wait for the works: what they read may go."""
-        wait_for(self.works, self.op, self.axis)
-
-
-def given(outs: Sequence[Any], axis: Axis) -> Started:
-    """Wrap finished tensors as a started collective."""
-    return Started("nothing", axis, (), lambda: list(outs))
-
-
-def wait_for(works: Sequence[Any], op: str, axis: Axis) -> None:
-    """Wait for every work. Raises `AxisError` as `explained` does."""
-    if works:  # virtual ranks have none, and wait often
-        with explained(op, axis):
-            for work in works:
-                work.wait()
+def given(outs: Sequence[Any], axis: Axis) -> InFlight:
+    """Wrap what is finished as a started collective."""
+    return InFlight("nothing", axis, (), lambda: list(outs))
 
 
 ENDED = "another rank ended or raised, or did not come within the timeout."
@@ -888,7 +823,7 @@ def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Generator[None]:
     try:
         yield
     except RuntimeError as error:
-        found = liveness.what_became_of(_ranks_of(axis))
+        found = liveness.what_became_of(ranks_of(axis))
         who = "; ".join(f"rank {rank} {what}" for rank, what in found.items())
         fault = f"{who}. So " if who else ""
         first = f"rank {next(iter(found))}'s output" if found else "the ranks' outputs"
@@ -906,10 +841,11 @@ def explained(op: str, axis: Axis, *, cause: str = ENDED) -> Generator[None]:
         ) from error
 
 
-def _ranks_of(axis: Axis) -> list[int]:
-    with suppress(AxisError):  # the group is gone
-        return dist.get_process_group_ranks(axis.group())
-    return []
+def ranks_of(axis: Axis) -> tuple[int, ...]:
+    """Return the processes of an axis, by their ranks in the world; () if its group is gone."""
+    with suppress(AxisError):
+        return tuple(dist.get_process_group_ranks(axis.group()))
+    return ()
 
 
 def is_gloo(axis: Axis, device: torch.device) -> bool:

@@ -1,7 +1,7 @@
 """The rounds of a rank with the others of its axis: states and engines on them share one performer.
 
-    an event -> advance -> effects, one after another -> channel, gatherers, reducers
-                  ^------- what the channel brings -------'
+    an event -> advance -> effects, one after another -> rounds, gatherers, reducers
+                  ^-------- what the rounds bring --------'
 
 A round is one small all_to_all: every rank posts one `Message`, and gets those of all ranks. It
 goes over a gloo group whatever the backend of the axis is, so no rank waits for a GPU. The
@@ -11,7 +11,6 @@ collectives of the user's, come to the same place by it.
 
 from __future__ import annotations
 
-import hashlib
 import re
 import sys
 import weakref
@@ -28,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fzero.collectives import liveness, lowering
-from fzero.collectives.lowering import explained
+from fzero.collectives.lowering import explained, ranks_of
 from fzero.collectives.recompute import keeping
 from fzero.context.current_rank import Here, current_ranks, is_abstract
 from fzero.context.modes import for_training
@@ -61,7 +60,7 @@ from fzero.state.protocol import (
     SyncPoint,
     Units,
 )
-from fzero.state.rounds import CODES, Message, Round, row_of
+from fzero.state.rounds import CODES, Round, row_of
 
 _TORCH: Any = torch  # what it has no types for
 
@@ -80,18 +79,22 @@ _BY = "_fzero_raised_by"
 
 
 class Performer:
-    """The protocol of one rank on an axis, and the parties that perform its effects."""
+    """The protocol of one rank on an axis, its rounds, and the parties that perform its effects.
 
-    def __init__(self, channel: Channel) -> None:
-        self.channel, self.protocol = channel, rank.Protocol()
+    Every rank makes the same rounds in the same order.
+
+    Attributes:
+        axis: the ranks, for rounds.
+        data: the same, for gathers and reductions; see `over`.
+        rounds: how many were posted.
+    """
+
+    def __init__(self, axis: Axis, data: Axis) -> None:
+        self.axis, self.data, self.protocol, self.rounds = axis, data, rank.Protocol(), 0
+        self._posted = lowering.given((), axis)  # the last round
         self._parties: dict[int, weakref.ref[Any]] = {}
         self._running: dict[int, Any] = {}  # those in a pass live until it is over
         self._joined = 0
-
-    @property
-    def axis(self) -> Axis:
-        """The ranks."""
-        return self.channel.axis
 
     def over(self, axis: Axis) -> Axis:
         """Return the axis that gathers and reductions of the states on `axis` go over.
@@ -99,7 +102,7 @@ class Performer:
         The same ranks with groups of fzero's own, also of its two dims if it has them. A collective
         at first.
         """
-        own = replace(self.channel.data, name=axis.name, dims=axis.dims, named=axis.named)
+        own = replace(self.data, name=axis.name, dims=axis.dims, named=axis.named)
         for part in (own.replicas, own.shards) if own.dims is not None else ():
             if part.runtime is Runtime.PROCESSES:
                 with explained("making the groups of the mesh", axis):
@@ -174,9 +177,37 @@ class Performer:
         try:
             self._advance(event, todo)
             while todo:
-                answer = self._perform(todo.popleft())
-                if answer is not None:
-                    self._advance(answer, todo)
+                match effect := todo.popleft():
+                    case WaitForReductions():
+                        # A reduction may communicate again when it is waited for. So no rank waits
+                        # for one alone, while another waits for it in a round.
+                        for number in sorted(self._parties):
+                            party = self._parties[number]()
+                            if party is not None:
+                                party.perform(effect)
+                    case Look(number):
+                        has_room = self._party(number).perform(effect)
+                        self._advance(Answer(() if has_room else None), todo)
+                    case Post(message):  # nobody waits, but for the round before
+                        self._posted.wait()
+                        row, self.rounds = row_of(message), self.rounds + 1
+                        self._posted = lowering.begin_exchange(
+                            row, self.axis, Round, width=4 + CODES, said=message.text
+                        )
+                    case Read(waits):
+                        is_here = waits or self._posted.is_over
+                        said: Round | None = self._posted.wait()[0] if is_here else None
+                        self._advance(Answer(said), todo)
+                    case Exchange(value):
+                        values = tuple(lowering.gather_objects(value, self.axis, each_once))
+                        if value is not None:
+                            self._advance(Answer(values), todo)
+                    case Raise(failed):
+                        raise self._error(failed)
+                    case _:
+                        # Another rank may ask, inside of a transform here.
+                        with _TORCH._C._DisableFuncTorch():
+                            self._party(effect.model).perform(effect)
         except BaseException as error:
             self._advance(Broke(tuple(todo)), todo)
             if not hasattr(error, _BY):
@@ -193,32 +224,6 @@ class Performer:
         todo.extend(effects)
         if self.protocol.running is not before.running or isinstance(event, _DEFERRING):
             self._running = {number: self._party(number) for number in self.protocol.under_way}
-
-    def _perform(self, effect: Effect) -> Answer | None:
-        match effect:
-            case WaitForReductions():
-                # A reduction may communicate again when it is waited for. So no rank waits for one
-                # alone, while another waits for it in a round.
-                for number in sorted(self._parties):
-                    party = self._parties[number]()
-                    if party is not None:
-                        party.perform(effect)
-            case Look(number):
-                return Answer(() if self._party(number).perform(effect) else None)
-            case Post(message):
-                self.channel.post(message)
-            case Read(waits):
-                is_here = waits or self.channel.is_answered
-                return Answer(self.channel.read() if is_here else None)
-            case Exchange(value):
-                values = tuple(lowering.gather_objects(value, self.axis, each_once))
-                return None if value is None else Answer(values)
-            case Raise(failed):
-                raise self._error(failed)
-            case _:
-                with _TORCH._C._DisableFuncTorch():  # another rank asks, inside of a transform here
-                    self._party(effect.model).perform(effect)
-        return None
 
     def _error(self, failed: tuple[int, ...]) -> Exception:
         """What all ranks raise. A collective if they make different calls."""
@@ -287,16 +292,17 @@ def performer_of(axis: Axis) -> Performer | None:
         place = Performer, axis.size, axis.stride  # all of them, or those of a replica
         if place not in here.kept:
             whole = axis.plain
-            here.kept[place] = Performer(Channel(whole, whole))
+            here.kept[place] = Performer(whole, whole)
         return here.kept[place]
-    processes = _ranks_of(axis), dist.get_backend_config(axis.group())
+    group = axis.group()
+    processes = tuple(dist.get_process_group_ranks(group)), dist.get_backend_config(group)
     found = _OPEN.get(processes)
-    if found is None or not _is_alive(found):
+    if found is None or not ranks_of(found.axis):  # torch.distributed may have been restarted
         liveness.start_signs()
         whole = axis.plain
         with explained("the first call of fzero", axis, cause=_ALONE):
-            channel = Channel(own_group(whole, backend="gloo"), own_group(whole))
-        found = _OPEN[processes] = Performer(channel)
+            found = Performer(own_group(whole, backend="gloo"), own_group(whole))
+        _OPEN[processes] = found
     return found
 
 
@@ -304,18 +310,6 @@ _ALONE = (
     "init, an Engine or a collective under `if rank == 0:`, which every rank must call; or a rank "
     "that raised or ended before, or did not come within the timeout."
 )
-
-
-def _ranks_of(axis: Axis) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(axis.group()))
-
-
-def _is_alive(performer: Performer) -> bool:
-    """Whether the axis's process group exists: torch.distributed may have been restarted."""
-    with suppress(AxisError):
-        performer.axis.group()
-        return True
-    return False
 
 
 class UserCall(NamedTuple):
@@ -394,7 +388,8 @@ def _rows_of_call(
         performer = met
         met.call_with(SYNC, lambda: (*codes, performer.protocol.reducible))
     heard = met.protocol.heard
-    if not _go_together([values[:2] for values in heard], axis):
+    shapes = axis.parts([values[1] for values in heard]).values()
+    if len({values[0] for values in heard}) > 1 or any(len({*some}) > 1 for some in shapes):
         before = sys.exception()  # in a `finally`, or where an error is handled
         after = "" if before is None else f" after {type(before).__name__}: {before}"
         texts = met.tell(f"{call}{f' over {axis.name!r}' if axis.whole else ''}{after}")
@@ -429,22 +424,18 @@ def rows_of_ranks(what: str, row: Sequence[int], axis: Axis) -> list[list[int]]:
     All ranks of the mesh call it, and come to this place together. The host waits for them.
     """
     kept, _ = keeping(f"{what} {list(row)}")
-    return _rows(what, row, axis) if kept is None else kept.values(lambda: _rows(what, row, axis))
-
-
-def _rows(what: str, row: Sequence[int], axis: Axis) -> list[list[int]]:
     whole = axis.whole or axis
-    before_collective(axis, UserCall(what, f"({len(row)},)"))
-    performer = performer_of(whole)
-    if performer is None:
-        return [list(row)]
-    over = replace(performer.axis, name=whole.name)
 
-    def every(rows: list[list[int]]) -> list[list[int]]:
-        return rows
+    def exchanged() -> list[list[int]]:
+        before_collective(axis, UserCall(what, f"({len(row)},)"))
+        performer = performer_of(whole)
+        if performer is None:
+            return [list(row)]
+        over, width = replace(performer.axis, name=whole.name), len(row)
+        rows = lowering.begin_exchange(row, over, lambda rows: rows, width=width, said=what).wait()
+        return axis.parts(rows[0])[axis.first(whole.rank)]
 
-    rows = lowering.begin_exchange(row, over, every, width=len(row), said=what).wait()[0]
-    return axis.parts(rows)[axis.first(whole.rank)]
+    return exchanged() if kept is None else kept.values(exchanged)
 
 
 def _in_a_pass(whole: Axis) -> list[Performer]:
@@ -453,15 +444,8 @@ def _in_a_pass(whole: Axis) -> list[Performer]:
     if here is not None:
         return [one for one in here.kept.values() if isinstance(one, Performer)]
     running = [place for place, one in _OPEN.items() if one.protocol.inside]
-    ours = set(_ranks_of(whole) if running else ())
+    ours = set(ranks_of(whole) if running else ())
     return [_OPEN[place] for place in running if ours.issuperset(place[0])]
-
-
-def _go_together(heard: Sequence[tuple[int, ...]], axis: Axis) -> bool:
-    """Whether all ranks make one call, and those that it is over give the same shapes."""
-    if len({codes[:1] for codes in heard}) > 1:
-        return False
-    return all(len(set(some)) == 1 for some in axis.parts(list(heard)).values())
 
 
 def digest(text: str) -> int:
@@ -485,47 +469,9 @@ def gather_objects(value: Any, axis: Axis) -> list[Any]:
 def gather_objects_beside(value: Any, axis: Axis) -> list[Any]:
     """`gather_objects` over the group of `axis` itself: for a thread that has it to itself.
 
-    The channel's rounds are those of the thread that trains; a second thread would mix with them.
+    The performer's rounds are those of the thread that trains; a second thread would mix with them.
     """
     return lowering.gather_objects(value, axis)
-
-
-class Channel:
-    """The rounds of one axis. Every rank makes the same rounds in the same order.
-
-    axis: for rounds. data: for gathers and reductions, see `Performer.over`.
-    """
-
-    def __init__(self, axis: Axis, data: Axis) -> None:
-        self.axis, self.data = axis, data
-        self._posted: lowering.Started | None = None
-        self._unread: Round | None = None
-        self.rounds = 0
-
-    def post(self, message: Message) -> None:
-        """Say something to all ranks; nobody waits, but for the round before."""
-        self._complete()
-        self._posted = lowering.begin_exchange(
-            row_of(message), self.axis, Round, width=4 + CODES, said=message.text
-        )
-        self._unread = None
-        self.rounds += 1
-
-    def read(self) -> Round:
-        """Return what every rank said in the last round."""
-        self._complete()
-        assert self._unread is not None
-        return self._unread
-
-    def _complete(self) -> None:
-        posted, self._posted = self._posted, None
-        if posted is not None:
-            (self._unread,) = posted.wait()
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether every rank has posted this round, so that `read` need not wait for them."""
-        return self._posted is None or self._posted.is_over
 
 
 def each_once(values: Sequence[Any]) -> list[Any]:
@@ -594,9 +540,7 @@ def assert_same_everywhere(
         return
     performer = performer_of(axis)
     assert performer is not None
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()
-    number = int.from_bytes(digest[:7], "big")
-    if len(performer.call(SETUP_OR_CHECKPOINT, number)) == 1:
+    if len(performer.call(SETUP_OR_CHECKPOINT, digest("\n".join(lines)))) == 1:
         return
     raise disagreement(performer.tell(list(lines)), what=what, explains=explains)
 

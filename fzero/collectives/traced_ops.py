@@ -18,7 +18,7 @@ Ints = list[int]
 
 def _op(
     name: str,
-    begin: Callable[[list[Tensor], Axis, bool], lowering.Started],
+    begin: Callable[[list[Tensor], Axis, bool], lowering.InFlight],
     shape: Callable[[Tensor, int, bool], Tensor],
 ) -> Any:
     """Make an op that is given whether sums are made in rank order."""
@@ -31,7 +31,7 @@ def _op(
 
 def _op_between(
     name: str,
-    begin: Callable[[list[Tensor], Axis, Ints, Ints], lowering.Started],
+    begin: Callable[[list[Tensor], Axis, Ints, Ints], lowering.InFlight],
     shape: Callable[[Tensor, int, Ints, Ints], Tensor],
 ) -> Any:
     """Make an op that is given a number for each rank, of two kinds: of rows, or of ranks."""

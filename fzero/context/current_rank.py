@@ -173,10 +173,10 @@ def is_planned() -> bool:
 @contextmanager
 def unseen() -> Iterator[None]:
     """Hide tensors that only describe others from what watches an abstract rank."""
-    if not is_planned():
-        yield
-        return
-    with _disable_current_modes():
+    if is_abstract() and get_proxy_mode() is None:
+        with _disable_current_modes():
+            yield
+    else:
         yield
 
 

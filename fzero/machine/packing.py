@@ -77,9 +77,7 @@ def unpack(layout: Layout, index: int, flat: Tensor) -> list[Tensor]:
     if len(leaves) == 1 and leaves[0].numel == layout.full_numel(index):
         same = tuple(flat.shape) == leaves[0].shape is leaves[0].stored_shape
         return [flat if same else leaves[0].of(flat)]  # a view would cost a copy in backward
-    pieces = _pieces(layout, index)
-    cut = zip(flat.split([numel for numel, _ in pieces]), pieces, strict=True)
-    return [leaf.of(x) for x, (_, leaf) in cut if leaf is not None]
+    return [leaf.of(x) for leaf, x in stored_leaves(layout, index, flat)]
 
 
 def stored_leaves(layout: Layout, index: int, flat: Tensor) -> list[tuple[Leaf, Tensor]]:
@@ -186,12 +184,9 @@ def pack_copied(
         return as_real(like).reshape(-1)
     recorded = is_recorded([like])  # whoever compiles that makes one pass of it
     given = [t for t in tensors if t is not None and (recorded or t.is_contiguous())]
-    pieces, left = _pieces(layout, index), iter(tensors)
     if len(given) == len(tensors) and divisor in (None, 1.0) and not alone:
-        reals = [as_real(x) if x.is_complex() else x for x in given]
-        padding, left = reals[0].new_zeros, iter(reals)
-        flats = [padding(n) if leaf is None else next(left).reshape(-1) for n, leaf in pieces]
-        return torch.cat(flats)
+        return pack(layout, index, given)
+    pieces, left = _pieces(layout, index), iter(tensors)
     flat = as_real(like).new_empty(layout.full_numel(index))
     for x, (_, leaf) in zip(flat.split([numel for numel, _ in pieces]), pieces, strict=True):
         tensor = None if leaf is None else next(left)

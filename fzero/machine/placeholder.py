@@ -18,7 +18,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
 import optree
 import torch
@@ -313,9 +313,13 @@ class LazyParam(Memoryless):
         for placeholder in written:
             placeholder.begin_write(func)
         # Forward mode insists that a view and its base share storage, so there it must gather.
-        if _is_view(func) and isinstance(args[0], cls) and not in_forward_mode():
+        is_view = func.is_view or func is torch.ops.aten.detach.default
+        if is_view and isinstance(args[0], cls) and not in_forward_mode():
             first, rest = args[0], args[1:]
-            meta = _meta_of(first, func, rest, kwargs)
+            # A graph that is traced is not to have its shape and strides.
+            modes = _disable_current_modes if isinstance(first.reader, Traced) else unseen
+            with modes():
+                meta: Any = func(first.meta, *rest, **kwargs)
             if isinstance(meta, list | tuple):  # split, unbind, chunk
                 return [first._seen(x, _Replay(func, rest, kwargs, i)) for i, x in enumerate(meta)]
             same = func is torch.ops.aten.detach.default  # of values that have no graph
@@ -327,18 +331,16 @@ class LazyParam(Memoryless):
             with unseen():
                 return args[0]._seen(args[0].meta.to(cast.dtype), cast)
         found: list[tuple[LazyParam, Tensor]] = []
-
-        def fill(x: Any) -> Any:
-            if isinstance(x, cls):
-                found.append((x, x.full()))
-            return found[-1][1] if isinstance(x, cls) else x
-
         of_call: Any = (args, kwargs)
-        given, options = optree.tree_map(fill, of_call)
-
-        def call() -> Any:
-            return run_as_called(func, given, options, lower) if lower else func(*given, **options)
-
+        leaves, treespec = optree.tree_flatten(of_call)
+        for i, x in enumerate(leaves):
+            if isinstance(x, cls):
+                leaves[i] = x.full()
+                found.append((x, leaves[i]))
+        given, options = optree.tree_unflatten(treespec, leaves)
+        call = functools.partial(func, *given, **options)
+        if lower:
+            call = functools.partial(run_as_called, func, given, options, lower)
         result = _watched(func, call, found) if tells_nothing(func) else call()
         for placeholder in written:
             values = next(x for one, x in found if one is placeholder)
@@ -379,15 +381,6 @@ def _traced(inner: Any, context: Any, shape: Any, stride: Any) -> LazyParam:
     return LazyParam(Traced(inner["token"], meta, device), (0, 0), meta)
 
 
-def _meta_of(placeholder: LazyParam, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the shape and strides of a view of it; a graph that is traced is not to have this."""
-    if not isinstance(placeholder.reader, Traced):
-        with unseen():
-            return func(placeholder.meta, *args, **kwargs)
-    with _disable_current_modes():
-        return func(placeholder.meta, *args, **kwargs)
-
-
 def _by_autocast(x: Any, options: Any, lower: Mapping[str, torch.dtype]) -> bool:
     """Whether this copy is what autocast makes of a parameter for an operator.
 
@@ -419,21 +412,17 @@ def _watched(func: Any, call: Callable[[], Any], found: Sequence[tuple[LazyParam
     return result
 
 
-class _Replay:
+class _Replay(NamedTuple):
     """A view op with its arguments, to be applied to the gathered values; one view of several."""
 
-    __slots__ = ("args", "at", "func", "kwargs")
-
-    def __init__(self, func: Any, args: Any, kwargs: Any, at: int | None = None) -> None:
-        self.func, self.args, self.kwargs, self.at = func, args, kwargs, at
+    func: Any
+    args: Any
+    kwargs: Any
+    at: int | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
         seen = self.func(x, *self.args, **self.kwargs)
         return seen if self.at is None else seen[self.at]
-
-
-def _is_view(func: Any) -> bool:
-    return func.is_view or func is torch.ops.aten.detach.default
 
 
 def refuse_part(placeholder: LazyParam, func: Any) -> None:

@@ -29,6 +29,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,14 +99,11 @@ class Reducer:
         """
         unit, index, position = self.plan.where[state][leaf]
         one = self.states[state]
-        bucket = one.buckets[index]
-        if times is None:
-            bucket.add(position, _popped(p))
-        else:
-            bucket.add(position, times(_popped(p), one.setup.accumulate_dtype(index)))
+        dtype = None if times is None else one.setup.accumulate_dtype(index)
+        is_full = one.buckets[index].pop_grad(position, p, times, dtype)
         one.used.add(leaf)
         self.received += 1
-        if self._on_full is None or one.keeps or not bucket.is_full:
+        if self._on_full is None or one.keeps or not is_full:
             return
         if len(self._units[unit][1]) == 1 or self.is_complete(unit):
             self._on_full(unit)
@@ -136,14 +134,14 @@ class Reducer:
         one = self.states[number]
         if not indices or (mine and one.keeps):
             return
-        while self.plan.bounded[unit] and len(self._flights) >= IN_FLIGHT:
-            self._wait_for_oldest()
+        if self.plan.bounded[unit]:
+            self.wait(IN_FLIGHT - 1)
         local = [one.sent(i, mine=mine) for i in indices]
-        with about(lambda: one.setup.layout.paths(indices)):
+        with about(partial(one.setup.layout.paths, indices)):
             flight = one.route[0].start(local, indices)
         self._flights.append((unit, flight))
         if not one.setup.reduction.overlap:
-            self.wait_all()
+            self.wait()
 
     @property
     def has_room(self) -> bool:
@@ -153,36 +151,29 @@ class Reducer:
         flights = [flight for _, flight in self._flights] + [one for *_, one in self._rest]
         return all(flight.is_over for flight in flights)
 
-    def _wait_for_oldest(self) -> None:
-        """Wait for the first hop of the oldest reduction; its others go on beside the next one."""
-        # In the order of the starts: what is waited for may communicate again.
-        self._wait_for_rest()
-        unit, flight = self._flights.popleft()
-        self._go_on(unit, 0, flight)
+    def wait(self, first: int | None = None) -> None:
+        """Wait for all that was started, hop by hop of each route. All ranks are at one place.
 
-    def _wait_for_rest(self) -> None:
-        while self._rest:
-            self._go_on(*self._rest.popleft())
-
-    def _go_on(self, unit: int, hop: int, flight: InFlight) -> None:
-        """Wait for one collective of a route, and start the next; after the last add the sums."""
-        number, indices = self._units[unit]
-        one, received = self.states[number], flight.wait()
-        if hop + 1 == len(one.route):
-            for index, got in zip(indices, received, strict=True):
-                one.add_sum(index, got)
-            return
-        after = one.route[hop + 1]
-        if after.sent is not None:
-            received = [after.sent(i, got) for i, got in zip(indices, received, strict=True)]
-        with about(lambda: one.setup.layout.paths(indices)):
-            self._rest.append((unit, hop + 1, after.start(received, indices)))
-
-    def wait_all(self) -> None:
-        """Wait for all that was started. All ranks are at one place."""
-        while self._flights:
-            self._wait_for_oldest()
-        self._wait_for_rest()
+        first: only until so many reductions are in the first hop of theirs: the other hops of the
+        last one go on beside the next reduction.
+        """
+        while len(self._flights) > (first or 0) or (self._rest and first is None):
+            # In the order of the starts: what is waited for may communicate again.
+            if self._rest:
+                unit, hop, flight = self._rest.popleft()
+            else:
+                (unit, flight), hop = self._flights.popleft(), 0
+            number, indices = self._units[unit]
+            one, received = self.states[number], flight.wait()
+            if hop + 1 == len(one.route):
+                for index, got in zip(indices, received, strict=True):
+                    one.add_sum(index, got)
+                continue
+            after = one.route[hop + 1]
+            if after.sent is not None:
+                received = [after.sent(i, got) for i, got in zip(indices, received, strict=True)]
+            with about(partial(one.setup.layout.paths, indices)):
+                self._rest.append((unit, hop + 1, after.start(received, indices)))
 
     # The end of a backward.
 
@@ -223,7 +214,7 @@ class Reducer:
         self.discard_own()
         while self._flights or self._rest:
             with suppress(AxisError):
-                self.wait_all()
+                self.wait()
         for one in self.states:
             one.discard()
 
@@ -232,13 +223,6 @@ def waits_in_step(plan: ReductionPlan) -> bool:
     """Whether each reduction waits for the other ranks where it starts."""
     virtual = any(axis.runtime is Runtime.VIRTUAL for axis in plan.axes) and not is_abstract()
     return virtual or not all(one.reduction.overlap for one in plan.setups)
-
-
-def _popped(p: Tensor) -> Tensor:
-    """Take `p.grad` away. No frame keeps it: a bucket's gradients go as soon as it is packed."""
-    gradient, p.grad = p.grad, None
-    assert gradient is not None
-    return gradient.detach() if gradient.requires_grad else gradient
 
 
 class LocalGradients:
@@ -257,7 +241,10 @@ class LocalGradients:
     ) -> None:
         self.setup, self.axis, self._device = setup, axis, device
         layout, contiguous = setup.layout, setup.reduction.contiguous_gradients
-        self.buckets = {i: Bucket(layout, i, contiguous=contiguous) for i in layout.trainable}
+        self.buckets = {
+            i: Bucket(layout, i, contiguous and len(layout.groups[i].leaves) > 1)
+            for i in layout.trainable
+        }
         self.encoder: GradientEncoder | None = None
         if route is None:
             kind = FactorEncoder if isinstance(setup.codec, powersgd) else Encoder
@@ -282,20 +269,16 @@ class LocalGradients:
         setup, encoder = self.setup, self.encoder
         if setup.reduction.over == "replicas":
             encoder = None  # until it is reduced over the shards
-        gradient, bucket = None, self.buckets[index]
-        if mine and self._in_place:
-            gradient = bucket.pop_owned(setup.divides_first(index), self._device)
-        elif mine:
-            gradient = bucket.pop(device=self._device)
+        gradient = None
+        if mine:
+            divisor = setup.divides_first(index) if self._in_place else None
+            gradient = self.buckets[index].pop(self._device, divisor=divisor)
         if gradient is None:
             dtype = setup.communication_dtype(index)
             numel = setup.layout.full_numel(index)
             gradient = torch.zeros(numel, dtype=dtype, device=self._device)
             return gradient if encoder is None else encoder.sent(index, gradient, mine=mine)
-        if encoder is not None:
-            return encoder.sent(index, gradient)
-        as_it_is = setup.sends_as_it_is(index, gradient.dtype)
-        return gradient if as_it_is else setup.sent(index, gradient)
+        return setup.sent(index, gradient) if encoder is None else encoder.sent(index, gradient)
 
     def add_sum(self, index: int, got: Tensor) -> None:
         """Divide a sum over ranks by W, unless packing did; add it to the mean of the group."""
@@ -327,7 +310,7 @@ class LocalGradients:
         written = set[int]() if to_write else None
         found = {}
         for index, bucket in self.buckets.items():
-            flat = bucket.pop(written)
+            flat = bucket.pop(written=written)
             if flat is not None:
                 found[index] = flat.to(self.setup.accumulate_dtype(index))
         return found
@@ -337,18 +320,10 @@ class LocalGradients:
         for index, total in totals.items():
             self.buckets[index].pop_into(total, factor)
 
-    def pop_means(self) -> list[Tensor]:
-        """Remove and return the means, this rank's part of each group that learns; [] without any.
-
-        Zeros for a group of which nothing was reduced.
-        """
+    def pop_means(self) -> dict[int, Tensor]:
+        """Remove and return the means of what was reduced: {group: this rank's part}."""
         means, self.means = self.means, {}
-        setup = self.setup
-        for index in setup.layout.trainable if means else ():
-            if index not in means:
-                numel, dtype = setup.numel(index, setup.gradients), setup.accumulate_dtype(index)
-                means[index] = torch.zeros(numel, dtype=dtype, device=self._device)
-        return [means[index] for index in setup.layout.trainable if means]
+        return means
 
     def pop_used(self) -> int:
         """Remove and return the leaves that got a gradient, as bits; `ALL` if all did."""
@@ -370,45 +345,50 @@ class LocalGradients:
             self.encoder.discard()
 
 
+@dataclass(slots=True)
 class Bucket:
-    """The gradients of one group that this backward has produced and that are not yet reduced."""
+    """The gradients of one group that this backward has produced and that are not yet reduced.
 
-    __slots__ = (
-        "_contiguous",
-        "_flat",
-        "_gradients",
-        "_owned",
-        "_views",
-        "_waited",
-        "index",
-        "layout",
-    )
+    contiguous: each is copied to its place in one buffer as it comes.
+    """
 
-    def __init__(self, layout: Layout, index: int, *, contiguous: bool) -> None:
-        self.layout, self.index = layout, index
-        self._contiguous = contiguous and len(layout.groups[index].leaves) > 1
-        self._gradients: dict[int, Tensor] = {}
-        self._flat: Tensor | None = None
-        self._views: list[Tensor] = []
-        self._waited: Tensor | None = None
-        self._owned = False
+    layout: Layout
+    index: int
+    contiguous: bool
+    _waited: Tensor | None = None
+    _owned: bool = False
+    _gradients: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    _flat: Tensor | None = None
+    _views: list[Tensor] = field(default_factory=list[Tensor])
 
-    def add(self, position: int, gradient: Tensor) -> None:
-        """Add the gradient of one leaf."""
-        if self._contiguous:
-            gradient = self._copied(position, gradient)
+    def pop_grad(
+        self,
+        position: int,
+        p: Tensor,
+        times: Callable[[Tensor, torch.dtype], Tensor] | None,
+        dtype: torch.dtype | None,
+    ) -> bool:
+        """Take `p.grad`, the gradient of one leaf, away from `p`; return whether all are here.
+
+        No other frame keeps it: a bucket's gradients go as soon as it is packed.
+        """
+        gradient, p.grad = p.grad, None
+        assert gradient is not None
+        if gradient.requires_grad:
+            gradient = gradient.detach()
+        if times is not None and dtype is not None:
+            gradient = times(gradient, dtype)
+        if self.contiguous:  # so that autograd's tensor can be freed
+            if self._flat is None:
+                self._flat = as_real(gradient).new_zeros(self.layout.full_numel(self.index))
+                self._views = unpack(self.layout, self.index, self._flat)
+            gradient = self._views[position].add_(gradient)
         elif position in self._gradients:
             gradient = self._gradients[position] + gradient
         self._gradients[position] = gradient
+        return len(self._gradients) == len(self.layout.groups[self.index].leaves)
 
-    def _copied(self, position: int, gradient: Tensor) -> Tensor:
-        """Copy a gradient to its place in one buffer, so that autograd's tensor can be freed."""
-        if self._flat is None:
-            self._flat = as_real(gradient).new_zeros(self.layout.full_numel(self.index))
-            self._views = unpack(self.layout, self.index, self._flat)
-        return self._views[position].add_(gradient)
-
-    def add_waiting(self, flat: Tensor, *, owned: bool = False) -> None:
+    def add_waiting(self, flat: Tensor, *, owned: bool) -> None:
         """Add gradients [W l] of earlier backwards. They are written to only if `owned`."""
         self._waited, self._owned = flat, owned
 
@@ -423,25 +403,38 @@ class Bucket:
         return bool(self._gradients) or self._waited is not None
 
     def pop(
-        self, written: set[int] | None = None, device: torch.device | None = None
+        self,
+        device: torch.device | None = None,
+        *,
+        divisor: float | None = None,
+        written: set[int] | None = None,
     ) -> Tensor | None:
         """Remove and return the flat gradient [W l]; None if the bucket is empty.
 
         device: where it is wanted; None: where it is, for what has waited may be offloaded.
-        Autograd may hand out one memory for two parameters, in views of it. So where gradients are
-        written to later, the second one in the same memory is copied: `written` says where the
-        others are.
+
+        divisor: divide by it, in memory of its own: the rest of the backward may still read the
+        memory of what it has brought. The division is made as gradients are copied, for a pass over
+        memory of its own would cost as much again.
+
+        written: Autograd may hand out one memory for two parameters, in views of it. So where
+        gradients are written to later, the second one in the same memory is copied; this says where
+        the others are.
         """
         gradients, flat, waited = self._emptied()
         if gradients is not None:
-            flat = pack_copied(self.layout, self.index, gradients)
+            flat = pack_copied(self.layout, self.index, gradients, divisor=divisor)
             if written is not None and _is_shared(flat, written):
                 flat = flat.clone()
+        elif flat is not None and divisor not in (None, 1.0):
+            flat.div_(divisor)
         if waited is None:
             return flat
-        if flat is None:
-            return waited if device is None else to_device(waited, device)
-        return to_device(waited, flat.device) + flat
+        if flat is not None:
+            return torch.add(flat, to_device(waited, flat.device), alpha=1 / (divisor or 1.0))
+        if divisor is not None:
+            waited = waited.div_(divisor) if self._owned else waited / divisor
+        return waited if device is None else to_device(waited, device)
 
     def pop_into(self, total: Tensor, factor: float) -> None:
         """total += factor * gradients, leaf by leaf, without a flat between; empty the bucket."""
@@ -455,23 +448,6 @@ class Bucket:
             ):
                 if gradient is not None:
                     place.add_(_times(gradient, place.dtype, factor))
-
-    def pop_owned(self, divisor: float, device: torch.device) -> Tensor | None:
-        """Remove and return the flat gradient [W l] / divisor, in memory of its own on a device.
-
-        The rest of the backward may still read the memory of what it has brought. The division is
-        made as gradients are copied, for a pass over memory of its own would cost as much again.
-        """
-        gradients, flat, waited = self._emptied()
-        if gradients is not None:
-            flat = pack_copied(self.layout, self.index, gradients, divisor=divisor)
-        elif flat is not None and divisor != 1.0:
-            flat.div_(divisor)
-        if waited is None:
-            return flat
-        if flat is None:
-            return to_device(waited.div_(divisor) if self._owned else waited / divisor, device)
-        return torch.add(flat, to_device(waited, flat.device), alpha=1 / divisor)
 
     def _emptied(self) -> tuple[list[Tensor | None] | None, Tensor | None, Tensor | None]:
         """Empty the bucket: (leaves to pack, or the buffer they are in, earlier gradients)."""

@@ -8,7 +8,6 @@ Nothing here communicates, reads a clock or holds a handle.
 
 from fzero.state import effects as effects
 from fzero.state import hooks as hooks
-from fzero.state import pass_state as pass_state
 from fzero.state import protocol as protocol
 from fzero.state import replay as replay
 from fzero.state import residency as residency
@@ -30,7 +29,6 @@ from fzero.state.layout import Leaf as Leaf
 from fzero.state.layout import Part as Part
 from fzero.state.outer import Local as Local
 from fzero.state.outer import Outer as Outer
-from fzero.state.pass_state import PassState as PassState
 from fzero.state.progress import Phase as Phase
 from fzero.state.progress import Progress as Progress
 from fzero.state.progress import Window as Window

@@ -75,7 +75,8 @@ def use(replay: Replay, r: Residency, unit: int) -> Next | None:
         >>> [(type(effect).__name__, effect.unit) for effect in to_sync_point(replay, here)[2]]
         [('Free', 0), ('Reduce', 1), ('Reduce', 0)]
     """
-    place, sync_point = replay.plan.next_use(unit, replay.at), _next_sync_point(replay)
+    place = replay.plan.next_use(unit, replay.at)
+    sync_point = replay.plan.next_use(replay.sync_point, replay.at)
     if place is None or (sync_point is not None and place > sync_point):
         return None
     if place != replay.at + 1 and unit in r.gathered:
@@ -83,31 +84,28 @@ def use(replay: Replay, r: Residency, unit: int) -> Next | None:
     return _walk(replay, r, place)
 
 
-def complete(replay: Replay, units: Collection[int]) -> Replay:
-    """The gradients of these units are complete on this rank."""
-    return replaced(replay, ready=replay.ready.union(units)) if units else replay
+def start_ready(
+    replay: Replay, r: Residency, complete: Collection[int] = (), most: int | None = None
+) -> Next:
+    """Start the reductions of this step that are ready, in its order, `most` of them.
 
-
-def reducible(replay: Replay) -> int:
-    """Return how many reductions of this step have started or can."""
-    return replay.started + len(_ready_now(replay))
-
-
-def start_ready(replay: Replay, r: Residency, most: int | None = None) -> Next:
-    """Start the reductions of this step that are ready, in its order, `most` of them."""
-    units = _ready_now(replay)[:most]
-    if not units:
-        return replay, r, ()
-    started, ready = replay.started + len(units), replay.ready.difference(units)
-    effects = tuple(Reduce(r.model, unit) for unit in units)
-    return replaced(replay, started=started, ready=ready), r, effects
+    complete: units whose gradients are complete on this rank from here on.
+    """
+    ready = replay.ready.union(complete) if complete else replay.ready
+    units: list[int] = []
+    if not replay.waits:  # the next ones of this step, up to the first one that is not ready
+        units = list(takewhile(ready.__contains__, _rest(replay)))[:most]
+    if units or complete:
+        started = replay.started + len(units)
+        replay = replaced(replay, started=started, ready=ready.difference(units))
+    return replay, r, tuple(Reduce(r.model, unit) for unit in units)
 
 
 def to_sync_point(replay: Replay, r: Residency) -> tuple[Replay | None, Residency, Effects]:
     """Go to the next sync point, or to the end of the plan, which leaves None."""
     if replay.waits:
         return replay, r, ()
-    sync_point = _next_sync_point(replay)
+    sync_point = replay.plan.next_use(replay.sync_point, replay.at)
     if sync_point is not None:
         return _walk(replay, r, sync_point)
     replay, r, effects = _walk(replay, r, len(replay.plan.steps) - 1)
@@ -138,10 +136,6 @@ def free_beside(replay: Replay, r: Residency) -> Next:
     return replaced(replay, gathered_here=()), r, frees
 
 
-def _next_sync_point(replay: Replay) -> int | None:
-    return replay.plan.next_use(replay.sync_point, replay.at)
-
-
 def _walk(replay: Replay, r: Residency, place: int) -> Next:
     collected: list[Effect] = []
     for at in range(replay.at + 1, place + 1):
@@ -161,10 +155,3 @@ def _walk(replay: Replay, r: Residency, place: int) -> Next:
 def _rest(replay: Replay) -> tuple[int, ...]:
     """Units of this step whose reductions have not started, ready or not."""
     return replay.plan.steps[replay.at].reduces[replay.started :]
-
-
-def _ready_now(replay: Replay) -> list[int]:
-    """The next of them, up to the first one that is not ready."""
-    if replay.waits:
-        return []
-    return list(takewhile(replay.ready.__contains__, _rest(replay)))

@@ -104,14 +104,6 @@ def wait(r: Residency, units: Iterable[int]) -> Next:
     return new, tuple(Wait(r.model, unit) for unit in coming)
 
 
-def touch(r: Residency, unit: int) -> Residency:
-    """Mark a unit most recently used."""
-    if unit in r.gathered:
-        others = (u for u in r.gathered if u != unit)
-        return replaced(r, gathered=(*others, unit), current=unit)
-    return replaced(r, current=unit)
-
-
 def free(r: Residency, units: Iterable[int]) -> Next:
     """Free units that are gathered or in flight, except pinned ones."""
     gone = tuple(unit for unit in units if r.has(unit) and unit not in r.pinned)
@@ -148,18 +140,6 @@ def drop_inexact(r: Residency, units: Collection[int]) -> Next:
     """Free units whose gathered values are rounded."""
     rounded = [unit for unit in units if unit in r.inexact]
     return unpin(r, rounded) if rounded else (r, ())
-
-
-def carried(model: int, units: Units, whole: Collection[int]) -> Residency:
-    """Begin with the units that a window has gathered; they are pinned."""
-    return Residency(
-        model=model,
-        units=units,
-        gathered=(*whole,),
-        pinned=frozenset(whole),
-        inexact=units.rounds.intersection(whole),
-        seen=frozenset(whole),
-    )
 
 
 def end_backward(r: Residency) -> Next:

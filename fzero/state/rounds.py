@@ -12,7 +12,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from enum import IntEnum
-from functools import cached_property
 from typing import NamedTuple
 
 CODES = 8
@@ -113,56 +112,31 @@ class Round:
     """What all ranks said in one round: a row of numbers from each, in rank order.
 
     Virtual ranks share it: what a round means is found out once, and not by each of them.
+
+    Attributes:
+        kinds: the kinds of what was said.
+        failed: the ranks that raised.
+        is_same: whether the announcements of all ranks are compatible.
+        is_in_order: whether all ranks expect the same order of collectives.
+        is_served: whether ranks that make a call take part in the pass of every other.
+        asked: the collectives that ranks ask for, each once, in one order.
+        values: the numbers that each rank gives with its call, in rank order.
+        is_over: whether no rank is in a pass any more.
+        has_asked: whether a rank that ends its pass has asked for a collective in it.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        self._messages = [
+        said = [
             Row(MessageKind(kind), digest, hint, served, tuple(code - 1 for code in codes if code))
             for kind, digest, hint, served, *codes in rows
         ]
-
-    @cached_property
-    def failed(self) -> list[int]:
-        """The ranks that raised."""
-        return [r for r, message in enumerate(self._messages) if message.kind is MessageKind.FAILED]
-
-    @cached_property
-    def kinds(self) -> frozenset[MessageKind]:
-        """What was said."""
-        return frozenset(message.kind for message in self._messages)
-
-    @cached_property
-    def is_same(self) -> bool:
-        """Whether the announcements of all ranks are compatible."""
-        return len({message.digest for message in self._messages}) == 1
-
-    @cached_property
-    def is_in_order(self) -> bool:
-        """Whether all ranks expect the same order of collectives."""
-        return len({message.hint for message in self._messages}) == 1
-
-    @cached_property
-    def is_served(self) -> bool:
-        """Whether ranks that make a call take part in the pass of every other."""
-        return all(message.served for message in self._messages)
-
-    @cached_property
-    def asked(self) -> list[Asked]:
-        """The collectives that ranks ask for, each once, in one order."""
-        codes = {c for m in self._messages if m.kind is MessageKind.ASK for c in m.codes}
-        return [as_asked(code) for code in sorted(codes)]
-
-    @cached_property
-    def values(self) -> tuple[tuple[int, ...], ...]:
-        """The numbers that each rank gives with its call, in rank order."""
-        return tuple([message.codes for message in self._messages])
-
-    @cached_property
-    def is_over(self) -> bool:
-        """Whether no rank is in a pass any more."""
-        return self.kinds.isdisjoint((MessageKind.ASK, MessageKind.PASS))
-
-    @cached_property
-    def has_asked(self) -> bool:
-        """Whether a rank that ends its pass has asked for a collective in it."""
-        return any(message.hint for message in self._messages if message.kind is MessageKind.DONE)
+        self.kinds = frozenset(row.kind for row in said)
+        self.failed = [r for r, row in enumerate(said) if row.kind is MessageKind.FAILED]
+        self.is_same = len({row.digest for row in said}) == 1
+        self.is_in_order = len({row.hint for row in said}) == 1
+        self.is_served = all(row.served for row in said)
+        asks = {code for row in said if row.kind is MessageKind.ASK for code in row.codes}
+        self.asked = [as_asked(code) for code in sorted(asks)]
+        self.values = tuple([row.codes for row in said])
+        self.is_over = self.kinds.isdisjoint((MessageKind.ASK, MessageKind.PASS))
+        self.has_asked = any(row.hint for row in said if row.kind is MessageKind.DONE)

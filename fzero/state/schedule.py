@@ -25,8 +25,11 @@ Events = tuple[int, ...]
 """`u` is a use of unit u, `~u` (negative) the reduction of its gradient."""
 
 
+FORWARD, BACKWARD = 0, 1
+"""The phases of a pass."""
+
 Place = tuple[int, int]
-"""(number of a pass since the last update, its phase: 0 forward, 1 backward)"""
+"""(number of a pass since the last update, its phase)"""
 
 Phases = Mapping[Place, Events]
 """What one rank did in each phase."""

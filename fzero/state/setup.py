@@ -322,18 +322,11 @@ class Setup:
 
     def sent(self, index: int, gradient: Tensor) -> Tensor:
         """What is summed over ranks in the place of this rank's gradient of group `index`."""
-        if self.sends_as_it_is(index, gradient.dtype):
+        if self.axis.size == 1 and self.logical is None:  # nothing crosses
             return gradient
         factor = self.reduction.gradient_predivide_factor
         divided = gradient if factor == 1.0 else gradient / factor
         return divided.to(self.communication_dtype(index))
-
-    def sends_as_it_is(self, index: int, dtype: torch.dtype) -> bool:
-        """Whether `sent` changes nothing of a gradient of group `index` in this dtype."""
-        if self.axis.size == 1 and self.logical is None:  # nothing crosses
-            return True
-        plain = self.reduction.gradient_predivide_factor == 1.0
-        return plain and dtype == self.communication_dtype(index)
 
     @cached_property
     def divisor(self) -> float:

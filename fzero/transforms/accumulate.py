@@ -102,10 +102,7 @@ def parts_of(
 
 def _names(fn: Callable[..., Any], count: int) -> list[str]:
     """The names of the positional arguments after the state, as `fn` calls them."""
-    try:
-        known = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin
-        known = ()
+    known = _parameters(fn)
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [one.name for one in known if one.kind in plain][1 : 1 + count]
     rest = next((x.name for x in known if x.kind is inspect.Parameter.VAR_POSITIONAL), "args")
@@ -125,7 +122,7 @@ def _axes(
         return [in_axes] * (len(args) + len(kwargs))
     if isinstance(in_axes, Mapping):
         given = [x.partition("[")[0] for x in names] + [*kwargs]
-        unknown = set(in_axes) - set(given) - set(_parameters(fn))
+        unknown = set(in_axes) - set(given) - {x.name for x in _parameters(fn)}
         if unknown:
             raise _misfit(name, in_axes, f"there is no argument {min(unknown)!r}, but {given}")
         return [in_axes.get(x, 0) for x in given]
@@ -134,10 +131,10 @@ def _axes(
     return [*in_axes, *(0 for _ in kwargs)]
 
 
-def _parameters(fn: Callable[..., Any]) -> list[str]:
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        return [*inspect.signature(fn).parameters]
-    except (TypeError, ValueError):
+        return [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):  # a builtin
         return []
 
 

@@ -38,9 +38,7 @@ def receive(
     `Reducer`.
     """
     waits = state.window.is_open
-    state = _counted(state, waits, used)
-    if state.setup.gradient_share != 1.0:
-        flats = part_of_update(state, flats, reduced=reduced)
+    state, flats = _counted(state, waits, used), part_of_update(state, flats, reduced=reduced)
     return put(state, flats) if waits else add_means(state, flats)
 
 
@@ -183,10 +181,10 @@ def means_over_ranks(
     local.clear()
     for unit in reversed(range(reducer.unit_count)):
         reducer.start(unit)
-    reducer.wait_all()
+    reducer.wait()
     if encoder is not None:
         state = with_memories(state, encoder.changed())
-    return state, reducer.states[0].pop_means()
+    return state, filled(state, reducer.states[0].pop_means(), setup.gradients)
 
 
 NOT_DIFFERENTIABLE = Excludes(

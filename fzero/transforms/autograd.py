@@ -225,23 +225,24 @@ def _cut(flat: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
     return parts
 
 
-def detached(x: Any) -> Any:
-    """Return a tensor without its graph; a placeholder as its values."""
-    if isinstance(x, LazyParam):  # outside of this call nobody could gather it any more
-        return x.full().detach().clone()
-    return x.detach() if isinstance(x, Tensor) else x
+def detached(result: Any, states: Sequence[TrainState]) -> Any:
+    """Return a result without its graph: placeholders as their values.
 
-
-def copy_views(result: Any, states: Sequence[TrainState]) -> Any:
-    """Copy the tensors in a result that are views of a state's buffer: that may be donated."""
+    Views of a buffer of a state are copied: that may be donated.
+    """
     flats = [flat for state in states for flat in state.params.flats if flat.numel()]
     ours = {_storage_id(flat) for flat in flats}
 
-    def copied(x: Any) -> Any:
+    def alone(x: Any) -> Any:
+        if isinstance(x, LazyParam):  # outside of this call nobody could gather it any more
+            return x.full().detach().clone()
+        if not isinstance(x, Tensor):
+            return x
+        x = x.detach()
         shared = type(x) is Tensor and x.numel() and _storage_id(x) in ours
         return x.clone() if shared else x
 
-    return optree.tree_map(copied, result, namespace=NAMESPACE)
+    return optree.tree_map(alone, result, namespace=NAMESPACE)
 
 
 # A gradient call under torch.func: all is gathered first, and the result is differentiable.

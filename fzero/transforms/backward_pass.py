@@ -19,18 +19,18 @@ from typing import Any
 import optree
 from torch import Tensor
 
-from fzero.collectives import FUNCTIONAL, Channel, Performer, note_call, performer_of
+from fzero.collectives import FUNCTIONAL, Performer, note_call, performer_of
 from fzero.context.current_rank import is_abstract
 from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import AxisError, MismatchError, PhaseError
-from fzero.machine import Gatherer, ProtocolClient, Reader, Reducer, UnitTable
+from fzero.machine import Gatherer, ProtocolClient, Reducer, UnitTable
 from fzero.machine.packing import unpack
 from fzero.machine.placeholder import placeholders
-from fzero.machine.reader import HeldReader, WritableReader
 from fzero.machine.reduce import ReductionPlan, waits_in_step
+from fzero.machine.unshard import HeldReader, WritableReader
 from fzero.optim.recorded import lacks_value
 from fzero.ranks.mesh import Axis, Runtime
-from fzero.state import Placement, Policy, Progress, TrainState, pass_state, progress, schedule
+from fzero.state import Placement, Policy, Progress, TrainState, progress, schedule
 from fzero.state.effects import (
     Discard,
     Drop,
@@ -45,10 +45,10 @@ from fzero.state.effects import (
     WaitForReductions,
 )
 from fzero.state.layout import from_bits
-from fzero.state.pass_state import PassState
 from fzero.state.protocol import (
     Announcement,
     Begin,
+    Course,
     EndForward,
     Failed,
     Finish,
@@ -59,7 +59,6 @@ from fzero.state.protocol import (
     Unpin,
 )
 from fzero.state.rounds import CODES
-from fzero.state.setup import Home
 from fzero.state.train_state import Weighed
 from fzero.transforms.accumulate_grad import (
     add_means,
@@ -108,7 +107,7 @@ def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
     groups = one.gatherer.table.groups[number]
     for i, group in enumerate(layout.groups):
         if state.setup.gathers_by_unit:
-            tensors: Sequence[Tensor] = placeholders(one.reader, groups[i])
+            tensors: Sequence[Tensor] = placeholders(one.gatherer, groups[i])
         elif (held := one.held[number]) is not None and group.encoded:
             tensors = placeholders(held, i)
         else:
@@ -139,15 +138,14 @@ class Pass:
     ) -> None:
         self.form, self.states, self.drop_raised = form, list(states), drop_raised
         axis = states[0].setup.axis
-        self.performer = performer_of(axis) or Performer(Channel(axis, axis))
+        self.performer = performer_of(axis) or Performer(axis, axis)
         self.owner, table, reductions, self.units = _plan_of(states, self.performer)
         self.client = ProtocolClient(self.performer, form.number)
         # The full values of units; the gradients of leaves; what is behind the placeholders.
         looks = [on_gathered for one in states for on_gathered in recipe_of(one).gathered]
         looks = [looks[0](states, weakref.ref(self))] if looks else [None]
-        self.gatherer = Gatherer(table, looks[0])
+        self.gatherer = Gatherer(table, self.client, looks[0], on_written)
         self.reducer = Reducer(reductions, [one.device for one in states], self.client.ready)
-        self.reader = Reader(self.gatherer, self.client, on_written)
         kind = HeldReader if on_written is None else WritableReader
         self.held = [
             kind(one.setup.layout, one.setup.axis, one.device, one.params.flats)
@@ -159,7 +157,7 @@ class Pass:
         self._changes: list[list[Changed]] = [[] for _ in states]
         adopted: tuple[int, ...] = ()
         if self.units.gathers:
-            self._hold_shards()
+            self.gatherer.hold_shards(self.states)
             if any(state.window.gathered for state in states):
                 adopted = self.gatherer.adopt([state.window.gathered for state in states])
         self.performer.join(self, self.units, form.number, adopted)
@@ -178,7 +176,7 @@ class Pass:
             case Reduce(_, unit, mine):
                 self.reducer.start(unit, mine=mine)
             case WaitForReductions():
-                self.reducer.wait_all()
+                self.reducer.wait()
             case Look():
                 return self.reducer.has_room
             case Receive():  # what other ranks reduced while this one served them is every rank's
@@ -191,9 +189,9 @@ class Pass:
         return True
 
     @property
-    def phase(self) -> PassState:
+    def phase(self) -> Course:
         """Where this rank is in its forward and backward."""
-        return self.client.record.phase
+        return self.client.record.course
 
     def close(self) -> None:
         """No pass will follow."""
@@ -220,8 +218,8 @@ class Pass:
         # What comes inside of it is put aside.
         self.reducer.begin([(state.setup, True) for state in self.states])
         if self.units.gathers:
-            self._hold_shards()
-        self.performer.send(self._begin(pass_state.FORWARD))
+            self.gatherer.hold_shards(self.states)
+        self.performer.send(self._begin(schedule.FORWARD))
 
     def end_forward(self) -> None:
         """End the forward: free its gathered units, unless the backward keeps them."""
@@ -247,7 +245,7 @@ class Pass:
         self.reducer.begin([(state.setup, state.window.is_open) for state in self.states])
         if not (silent := silent and not self.units.gathers):
             self._reduce_waiting()
-        begun = self._begin(pass_state.BACKWARD, dropped=dropped, said=said)
+        begun = self._begin(schedule.BACKWARD, dropped=dropped, said=said)
         self.performer.send(replace(begun, silent=silent))
 
     def first_gradient(self) -> None:
@@ -261,16 +259,20 @@ class Pass:
             if state.window.pending.held and not state.window.is_open:
                 self.reducer.add_waiting(number, waiting(state))
 
-    def hook(self, state: int, leaf: int) -> Callable[[Tensor], None]:
-        """Return a hook for a leaf: hands on its gradient as soon as autograd has made it."""
-
-        def on_gradient(p: Tensor) -> None:
-            if self.client.is_over:
-                raise kept_beyond(self.states[state].setup.layout.leaves[leaf].title)
-            if p.grad is not None:
-                self.take(state, leaf, p)
-
-        return on_gradient
+    def on_gradient(self, state: int, leaf: int, p: Tensor) -> None:
+        """Hand on the gradient of a leaf as soon as autograd has made it."""
+        if self.client.is_over:
+            path = self.states[state].setup.layout.leaves[leaf].title
+            raise PhaseError(
+                f"a backward brings a gradient to {path} of a call of grad_and_reduce that is "
+                "over.",
+                cause="a parameter that a loss was given, and that was kept (in a list, an "
+                "attribute) and read in another loss, or outside of one.",
+                fix="use the params that each loss is given; of those of another call keep "
+                "p.detach(), at stage 3 p.detach().clone().",
+            )
+        if p.grad is not None:
+            self.take(state, leaf, p)
 
     def take(self, state: int, leaf: int, p: Tensor) -> None:
         """Look at `p.grad`, the gradient of a leaf, and move it into its bucket."""
@@ -303,8 +305,9 @@ class Pass:
                 for part in self.parts.values():
                     state = part.put_aside(number, state)
                 flats = filled(state, found, Placement.PARTIAL)
-                used = progress.saw_use(state.progress, self._used(number))
-                state = state.replace(progress=used)
+                if self.form.uses:
+                    used = self.reducer.states[number].pop_used()
+                    state = state.replace(progress=progress.saw_use(state.progress, used))
                 self.put(number, put(state, part_of_update(state, flats)))
         self.reducer.settle()
 
@@ -332,9 +335,10 @@ class Pass:
                 state = part.reduced(number, state)
             for part in self.parts.values():
                 state = part.ends(number, state)
-            used = self._used(number)
+            used = self.reducer.states[number].pop_used() if self.form.uses else progress.ALL
             if means:
-                state = receive(state, means, used=used, reduced=True)
+                flats = filled(state, means, state.setup.gradients)
+                state = receive(state, flats, used=used, reduced=True)
             else:  # on one rank, or in a window
                 state = receive_local(state, self.reducer, number, used=used)
             new.append(state)
@@ -343,17 +347,14 @@ class Pass:
         self.reducer.settle()
         return new
 
-    def _used(self, number: int) -> int:
-        """Return, and forget, which leaves of a state got a gradient, bit by bit."""
-        return self.reducer.states[number].pop_used() if self.form.uses else progress.ALL
-
     def _with_served(self, number: int) -> TrainState:
         if not (means := self.reducer.states[number].pop_means()):
             return self.states[number]
         state = self.states[number]
         for part in self.parts.values():
             state = part.reduced(number, state)
-        return add_means(state, part_of_update(state, means, reduced=True))
+        flats = filled(state, means, state.setup.gradients)
+        return add_means(state, part_of_update(state, flats, reduced=True))
 
     def finish_forward(self) -> list[TrainState]:
         """End a forward that no backward follows: free what it gathered."""
@@ -373,7 +374,7 @@ class Pass:
     def changed(self) -> None:
         """The parameters changed: take the new shards, free the stale gathered units."""
         if self.units.gathers:
-            self._hold_shards()
+            self.gatherer.hold_shards(self.states)
             self.gatherer.changed()
             self.client.changed()
 
@@ -383,11 +384,6 @@ class Pass:
             self.performer.send(Unpin(self.form.number))
 
     # How.
-
-    def _hold_shards(self) -> None:
-        shards = [state.params.flats for state in self.states]
-        homes: list[Home] = [state.setup.offload.params for state in self.states]
-        self.gatherer.hold_shards(shards, [state.device for state in self.states], homes)
 
     def _begin(self, phase: int, *, dropped: bool = False, said: str = "") -> Begin:
         """Return the event of a phase, with what must be equal on all ranks, and what is `said`.
@@ -428,7 +424,6 @@ class Pass:
             sums=crosses and not all(in_window),
             stays=owner.setup.gathering.reshard_after_forward == "window" and in_window[self.owner],
             rounds=not form.exact,
-            dropped=dropped,
         )
 
     def _after_pass(self) -> None:
@@ -458,7 +453,7 @@ def _plan_of(
     """
     setups = [state.setup for state in states]
     kept = setups[0].recipes if len(setups) == 1 else {}
-    key = _plan_of, performer.channel.data, is_abstract()
+    key = _plan_of, performer.data, is_abstract()
     found = kept.get(key)
     if found is None:
         lazy = [i for i, setup in enumerate(setups) if setup.gathers_by_unit]
@@ -516,17 +511,6 @@ def of_engine(number: int) -> PassForm:
     """Return the form of an engine's passes."""
     name = f"a forward or backward of engine {number}"
     return PassForm(name=name, number=number, served=True, uses=True)
-
-
-def kept_beyond(path: str) -> PhaseError:
-    """Return the error of a parameter that was kept beyond its pass, and gets a gradient."""
-    return PhaseError(
-        f"a backward brings a gradient to {path} of a call of grad_and_reduce that is over.",
-        cause="a parameter that a loss was given, and that was kept (in a list, an attribute) and "
-        "read in another loss, or outside of one.",
-        fix="use the params that each loss is given; of those of another call keep p.detach(), at "
-        "stage 3 p.detach().clone().",
-    )
 
 
 # What all ranks say before they go on together with some states: one round, for both drivers.
@@ -773,7 +757,14 @@ def _together(state: TrainState, said: Sequence[Row], performer: Performer | Non
     flags = [row[0] for row in rows]
     if len({flag & _REDUCED for flag in flags}) > 1:
         held = [bool(row[0] & _REDUCED) for row in said]
-        raise _dropped_by_some(held.index(True), held.index(False))
+        raise MismatchError(
+            f"rank {held.index(True)} holds reduced gradients, and rank {held.index(False)} holds "
+            "none.",
+            cause="gradients that were thrown away on some ranks only: zero_grad() of the module "
+            "or the optimizer, p.grad = None, or engine.zero_grad() inside a window.",
+            fix="throw them away on every rank, with engine.zero_grad() outside of a window. "
+            "Nothing was changed.",
+        )
     for bit, _, one in _FLAGS if len(rows) > 1 else ():
         # A rank that has made no backward, and has served others, has reduced theirs as its own.
         have = [r for r, (flag, *_) in enumerate(said) if flag & bit]
@@ -803,13 +794,3 @@ def _unused_by_all(
         for others in performer.tell(bits):
             bits &= others
     return from_bits(bits)
-
-
-def _dropped_by_some(have: int, lack: int) -> MismatchError:
-    return MismatchError(
-        f"rank {have} holds reduced gradients, and rank {lack} holds none.",
-        cause="gradients that were thrown away on some ranks only: zero_grad() of the module or "
-        "the optimizer, p.grad = None, or engine.zero_grad() inside a window.",
-        fix="throw them away on every rank, with engine.zero_grad() outside of a window. Nothing "
-        "was changed.",
-    )

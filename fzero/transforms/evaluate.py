@@ -19,11 +19,11 @@ from fzero.machine.offload import to_device
 from fzero.machine.packing import unpack, unpack_groups
 from fzero.machine.partition import assemble
 from fzero.machine.placeholder import DISABLED_FRAMES, placeholders, without_dynamo
-from fzero.machine.reader import HeldReader
+from fzero.machine.unshard import HeldReader
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.schedule import Schedule
-from fzero.transforms.autograd import copy_views, detached, versions_of, with_full
+from fzero.transforms.autograd import detached, versions_of, with_full
 from fzero.transforms.backward_pass import Pass, PassForm, leaves_in_pass, passes_of
 from fzero.transforms.donation import check_alive
 from fzero.transforms.grad import as_read
@@ -165,8 +165,7 @@ def _by_unit(
         result = call([made[i] for i in range(len(states))])
         if versions_of(flats) != versions:
             raise PhaseError(_WROTE)
-        result: Any = optree.tree_map(detached, result, namespace=NAMESPACE)
-        result = copy_views(result, states)
+        result = detached(result, states)
         for one in passes:
             one.end_forward()
             one.finish_forward()

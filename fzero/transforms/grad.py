@@ -34,7 +34,6 @@ from fzero.transforms.autograd import (
     WROTE,
     GradientCall,
     Result,
-    copy_views,
     detached,
     explains_writes,
     grad_by_func,
@@ -272,14 +271,13 @@ def _by_autograd(
                 leaf.grad = None  # what a backward inside of the loss has left
                 if factor is not None:
                     leaf.register_hook(partial(_times, factor))
-                leaf.register_post_accumulate_grad_hook(passes[number].hook(position, index))
+                on_gradient = partial(passes[number].on_gradient, position, index)
+                leaf.register_post_accumulate_grad_hook(on_gradient)
         if versions_of(flats) != versions:
             raise PhaseError(WROTE)
         learning = any(leaves for _, leaves in made)
         _backward(learned, by, passes, learning=learning and not tokens)
-        aux = optree.tree_map(detached, aux, namespace=NAMESPACE)
-        # A view of a state's buffer is copied: that may be donated.
-        value, aux = copy_views((detached(loss), aux), states)
+        value, aux = detached((loss, aux), states)
         result = Result(grads=(), value=value, aux=aux)
         new = [one.finish() for one in passes]
     except MetInLoss as met:

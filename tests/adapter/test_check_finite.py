@@ -130,12 +130,11 @@ def test_a_step_has_as_many_rounds_as_without_it(stage: int) -> None:
         engine = Engine(Net(), torch.optim.AdamW, stage=stage, check_finite=check)
         performer = performer_of(engine.axis)
         assert performer is not None
-        channel = performer.channel
         for _ in range(3):
-            before = channel.rounds
+            before = performer.rounds
             _engines(engine, GOOD)
             engine.step()
-        rounds.append(channel.rounds - before)
+        rounds.append(performer.rounds - before)
         engine.close()
     assert rounds[0] == rounds[1] > 0
 

@@ -88,14 +88,14 @@ def test_ranks_that_announce_the_same_ask_no_more_and_the_others_each_time(
 ) -> None:
     def body(performer: Performer, rank: int) -> Any:
         party, number = joined(performer)
-        before = performer.channel.rounds
+        before = performer.rounds
         text, program = odd if rank == 1 else ("forward", (0, 1))
         begin(performer, number, text, program, served=served)
         performer.send(Use(number, 0))
         follows = performer.protocol.models[number].course.replay is not None
         performer.send(EndForward(number))
         performer.send(Finish(number))
-        return follows, performer.channel.rounds - before, party.seen
+        return follows, performer.rounds - before, party.seen
 
     found = on_ranks(body)
     assert [(follows, rounds) for follows, rounds, _ in found] == [(same, 2 if same else 3)] * RANKS

@@ -93,11 +93,10 @@ def no_cpu_backend_body(rank: int, world_size: int) -> list[Any]:
     axis = mesh.axis_of(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pair",)))
     performer = performer_of(axis)
     assert performer is not None
-    channel = performer.channel
     assert_same_everywhere(["the same"], axis, what="a test")
     with pytest.raises(fzero.AxisError, match="rank 0 has 0, rank 1 has 1"):
         assert_same_everywhere([str(rank)], axis, what="a test")
-    backends = [dist.get_backend_config(x.group()) for x in (channel.axis, channel.data)]
+    backends = [dist.get_backend_config(x.group()) for x in (performer.axis, performer.data)]
     assert "cpu:gloo" in backends[0].split(",") and backends[1] == "cuda:gloo"
     return [sorted(performer.call("a call", 7 + rank)), gather_objects({"rank": rank}, axis)]
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from typing import Any
 
 from fzero.state import schedule
-from fzero.state.pass_state import BACKWARD, FORWARD
 from fzero.state.protocol import SYNC as USERS
 from fzero.state.protocol import (
     Announcement,
@@ -30,6 +29,7 @@ from fzero.state.protocol import (
     Unpin,
     Use,
 )
+from fzero.state.schedule import BACKWARD, FORWARD
 from tests.state.rank import Rank, Value
 from tests.state.world import AllAstray, Dead, Fault, OwnError, PeersFailed, Steps, Sync, World
 
@@ -125,7 +125,7 @@ class Driver(Rank):
 
     def require_values(self, model: int, units: Iterable[int]) -> None:
         """What is read is here, of this update, and exact where it must be."""
-        exact = not self.protocol.models[model].rounds
+        exact = not self.protocol.models[model].residency.rounds
         for unit in units:
             value = self.here.get((model, unit))
             if value is None:
@@ -183,12 +183,12 @@ class Driver(Rank):
         """The end of a forward that a backward may follow."""
         yield from self.send(EndForward(model))
         record = self.protocol.models[model]
-        if record.rounds or record.phase.runs:
+        if record.residency.rounds or record.course.runs:
             raise Fault("a pass ends", f"rank {self.number}: {record}")
 
     def gradient(self, model: int, unit: int, *, complete: bool) -> Steps:
         """Autograd makes a gradient of a unit: the last one if it is `complete`."""
-        if self.protocol.models[model].phase.silent:
+        if self.protocol.models[model].course.silent:
             self._reduce_waiting(model)
             yield from self.send(FirstGradient(model))
         name = f"{self.number}.{self.named}"
@@ -233,8 +233,8 @@ class Driver(Rank):
     def _require_freed(self, model: int) -> None:
         """Between passes there is what is persistent, what blocks hold, and what a window keeps."""
         record = self.protocol.models[model]
-        phase, course = record.phase, record.course
-        if record.rounds or phase.runs or phase.announced or phase.silent:
+        course = record.course
+        if record.residency.rounds or course.runs or course.announced or course.silent:
             raise Fault("a pass ends", f"rank {self.number}: {record}")
         if course.did or course.place or course.asked or course.replay or course.left:
             raise Fault("a pass ends", f"rank {self.number}: {course}")
@@ -334,7 +334,7 @@ class Driver(Rank):
                 self.brought[-1][model].subtract(names)
                 self.brought[-1][model] = +self.brought[-1][model]
         if isinstance(error, OwnError):
-            crosses = any(self.protocol.models[model].phase.crosses for model in models)
+            crosses = any(self.protocol.models[model].course.crosses for model in models)
             error.crosses = error.crosses or crosses
         for model in models:
             with suppress(PeersFailed, Dead):

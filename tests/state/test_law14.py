@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from fzero.state.pass_state import BACKWARD, FORWARD
+from fzero.state.schedule import BACKWARD, FORWARD
 from tests.state.cases import (
     STEPS,
     Astray,

@@ -39,19 +39,19 @@ MUTANTS: dict[str, Edit] = {
     ),
     "the announcement is not read": Edit(
         "protocol.transitions",
-        "(p.then((heard_announcement, number)), (Read(),)) if p.open == number else (p, ())",
-        "(replaced(p, open=None), ())",
+        "    return p.then((heard_announcement, number), *tasks), (Read(),)",
+        "    return replaced(p, open=None).then(*tasks), ()",
     ),
     "a rank asks while another model's plan runs": Edit(
         "protocol.transitions",
-        "return p.then(*ends_of_others(p, number), (ask_now, number, what, units)), ()",
-        "return p.then((ask_now, number, what, units)), ()",
+        "        return p.then(*ends, (ask, number, what, units)), ()",
+        "        pass",
         ("in step", 1),
     ),
     "a pass begins while another model's plan runs": Edit(
         "protocol.transitions",
-        "p.then(*ends_of_others(p, number), (announce, number)) if",
-        "p.then((announce, number)) if",
+        "        return p.then(*ends, (announce, number)), ()",
+        "        pass",
         ("in step", 1),
     ),
     "a rank leaves before all are done": Edit(
@@ -61,24 +61,27 @@ MUTANTS: dict[str, Edit] = {
     ),
     "a plan ends on one rank only": Edit(
         "protocol.transitions",
-        "return p.then((read_announcement, number), (run_plan, number), (close_plan, number)), ()",
-        "return p, ()",
+        "    if p.open == number or course.due:\n",
+        "    if ends:\n"
+        "        p = replaced(p, open=None if p.open == number else p.open)\n"
+        "        return p.put(number, course=replaced(course, replay=None, due=())), ()\n"
+        "    if p.open == number or course.due:\n",
         ("all go on", 0),
     ),
     "a rank serves no reductions": Edit(
         "protocol.transitions",
-        "return p, (Reduce(number, unit, mine=mine),)",
-        "return p, (Reduce(number, unit, mine=mine),) * mine",
+        "            collected.append(Reduce(number, unit, mine=one in mine))",
+        "            collected += [Reduce(number, unit, mine=True)] * (one in mine)",
     ),
     "a rank hands in nothing that it asked for": Edit(
         "protocol.transitions",
-        "(Reduce(number, unit, mine=mine),)",
-        "(Reduce(number, unit, mine=False),)",
+        "collected.append(Reduce(number, unit, mine=one in mine))",
+        "collected.append(Reduce(number, unit, mine=False))",
     ),
     "what is left is forgotten": Edit(
         "protocol.transitions",
-        "    if not course.left:\n        return p, ()",
-        "    if True:\n        return p, ()",
+        "    if course.left:\n        p = p.put(",
+        "    if False:\n        p = p.put(",
     ),
     "a pinned unit is freed": Edit(
         "residency",
@@ -108,15 +111,15 @@ MUTANTS: dict[str, Edit] = {
         "        if True:\n            return",
     ),
     "a rank that raised tells nobody": Edit(
-        "pass_state",
-        "return in_step, in_step and not known",
-        "return in_step, False",
+        "protocol.transitions",
+        "tells = in_step and not p.known",
+        "tells = False",
         ("one fails", 0),
     ),
     "a rank that raised does not keep step": Edit(
-        "pass_state",
-        "return in_step, in_step and not known",
-        "return False, in_step and not known",
+        "protocol.transitions",
+        "end = ((run_plan, number, True),) if in_step else ()",
+        "end = ()",
         ("all go on", 0),
     ),
     "a unit that flies is gathered again": Edit(
@@ -127,14 +130,14 @@ MUTANTS: dict[str, Edit] = {
     ),
     "plans are not followed": Edit(
         "protocol.transitions",
-        "course=replaced(course, replay=place)), effects",
-        "course=course), effects",
+        "return p.put(number, course=replaced(course, replay=place)), effects",
+        "return p.put(number, course=course), effects",
         ("they repeat", 0),
     ),
     "nobody asks for what the plan lacks": Edit(
         "protocol.transitions",
-        "    if resident.has(unit):\n        return",
-        "    if True:\n        return",
+        "    if here.has(unit):\n        here, waits =",
+        "    if True:\n        here, waits =",
     ),
     "a pass that is given up leaves its announcement open": Edit(
         "protocol.transitions",
@@ -143,21 +146,22 @@ MUTANTS: dict[str, Edit] = {
         ("one fails", 4),
     ),
     "what a window brings is taken for exact": Edit(
-        "residency",
-        "inexact=units.rounds.intersection(whole)",
+        "protocol.transitions",
+        "inexact=event.units.rounds.intersection(whole)",
         "inexact=frozenset()",
         ("in step", 2),
     ),
     "gathers behind an effect that raised are lost": Edit(
-        "protocol",
+        "protocol.transitions",
         "kept = Gather | TakePart | Wait | Free | Reduce",
         "kept = Free | Reduce",
         ("all go on", 0),
     ),
     "a rank that has a unit of a block takes no part": Edit(
         "protocol.transitions",
-        "collected.append(TakePart(number, unit, exact=True))",
-        "pass",
+        "        if here.has(unit):\n"
+        "            collected.append(TakePart(number, unit, exact=True))\n",
+        "        if here.has(unit):\n",
         ("in step", 61),
     ),
     "stale units stay pinned": Edit(
@@ -186,8 +190,8 @@ MUTANTS: dict[str, Edit] = {
     ),
     "a window keeps a unit that is in flight": Edit(
         "protocol.transitions",
-        "residency.wait(here, sorted(here.pinned))",
-        "residency.wait(here, ())",
+        "    if here.stays:  # what a window keeps may be carried from here\n",
+        "    if False:\n",
         ("in step", 2),
     ),
     "the end of a window frees nothing": Edit(
@@ -209,8 +213,8 @@ MUTANTS: dict[str, Edit] = {
     ),
     "a rank waits for a reduction before a collective's backward": Edit(
         "protocol.transitions",
-        "    if model.may_not_wait:\n",
-        "    if False:\n",
+        "    waits = model.may_not_wait\n",
+        "    waits = False\n",
         ("in step", 126),
     ),
     "a rank that raised reduces what the others have not come to": Edit(
@@ -239,9 +243,9 @@ MUTANTS: dict[str, Edit] = {
         ("all go on", 582),
     ),
     "a backward beside another follows a plan": Edit(
-        "protocol.records",
-        "return not (alone or mine.units.gathers) and mine.phase.calls > 0",
-        "return False",
+        "protocol.transitions",
+        "    if beside and not model.units.gathers and not course.deferred:\n",
+        "    if False:\n",
         ("all go on", 27),
     ),
     "a collective that only a backward makes is waited for in a plan": Edit(
@@ -258,8 +262,8 @@ MUTANTS: dict[str, Edit] = {
     ),
     "each pass meets at a collective for itself": Edit(
         "protocol.transitions",
-        "return p.then(*ahead, *ends, (wait_at_sync, at, values), *away), ()",
-        "return p.then(*ahead, *ends, *[(wait_at_sync, at, values)] * len(at), *away), ()",
+        "return p.then(*ahead, *ends, (call, Call(SYNC, values), True), *away), ()",
+        "return p.then(*ahead, *ends, *[(call, Call(SYNC, values), True)] * len(at), *away), ()",
         ("in step", 1),
     ),
     "what was served of a pass that failed stays": Edit(
@@ -269,7 +273,7 @@ MUTANTS: dict[str, Edit] = {
         ("all go on", 51),
     ),
     "a rank that raised leaves an exchange to the others": Edit(
-        "protocol",
+        "protocol.transitions",
         "undone.append(Exchange(None))",
         "pass",
         ("all go on", 22),

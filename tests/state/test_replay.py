@@ -77,7 +77,7 @@ class Rank:
         """Use a unit, or complete the gradient of one."""
         assert self.place is not None
         if event < 0:
-            self.go(replay.start_ready(replay.complete(self.place, [~event]), self.record))
+            self.go(replay.start_ready(self.place, self.record, [~event]))
             return
         here, _ = residency.wait(self.record, [*self.record.flying])
         there = replay.use(self.place, here, event)
@@ -124,16 +124,16 @@ def test_a_gradient_is_reduced_when_it_is_complete_and_those_before_it_are() -> 
     there = replay.use(replay.begin(Program((0, ~2, ~1)), before()), before(), 0)
     assert there is not None
     place, here, _ = there
-    place, here, effects = replay.start_ready(replay.complete(place, [1]), here)
+    place, here, effects = replay.start_ready(place, here, [1])
     assert effects == ()
-    place, here, effects = replay.start_ready(replay.complete(place, [2]), here)
+    place, here, effects = replay.start_ready(place, here, [2])
     assert effects == (Reduce(1, 2), Reduce(1, 1))
     assert replay.start_ready(place, here) == (place, here, ())
 
 
 def test_what_is_gathered_beside_the_plan_at_a_sync_point_goes_when_all_ranks_have_come() -> None:
     place, here = replay.begin(Program((SYNC, ~0)), before()), before()
-    there, here, _ = replay.to_sync_point(replay.complete(place, [0]), here)
+    there, here, _ = replay.to_sync_point(replay.start_ready(place, here, [0], most=0)[0], here)
     assert there is not None and there.waits
     again = replay.to_sync_point(there, here)
     assert again == (there, here, ()), "the walk went on without the other ranks"

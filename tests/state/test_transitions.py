@@ -336,10 +336,10 @@ def test_a_collective_after_a_forward_counts_where_its_backward_will_come() -> N
     one.send(EndForward(1))
     for connects, wanted in ((False, 1), (True, 2), (False, 2)):
         one.send(SyncPoint(connects=connects))
-        assert one.protocol.calls == wanted
+        assert one.course.calls == wanted
     one.send(SyncPoint(connects=False))
     one.send(Met(connects=True))  # by what another rank gives
-    assert one.protocol.calls == 3
+    assert one.course.calls == 3
 
 
 def test_a_pass_knows_of_a_collective_that_another_has_made_before_it() -> None:
@@ -347,9 +347,10 @@ def test_a_pass_knows_of_a_collective_that_another_has_made_before_it() -> None:
     one.protocol, _ = advance(one.protocol, Join(2, TWO_BUCKETS))
     one.begin(*backwards(2).events)
     one.send(SyncPoint())
-    said = Announcement(text="another", place=(0, 0), program=backwards(2), served=True)
-    one.send(Begin(2, said, sums=True))
-    assert one.protocol.defers(2)
+    for phase in (0, 1):
+        said = Announcement(text="another", place=(0, phase), program=backwards(2), served=True)
+        assert one.send(Begin(2, said, sums=True)) == []
+    assert one.protocol.models[2].course.deferred
 
 
 def test_a_collective_that_only_a_backward_makes_is_expected_from_then_on() -> None:
@@ -532,7 +533,7 @@ def test_a_pass_that_followed_its_plan_asks_for_no_exchange() -> None:
     one.begin(0, phase=1)
     one.send(Use(1, 0))
     assert not has_asked(one)
-    assert one.course == Course()
+    assert one.course == Course(crosses=True)
 
 
 def test_a_sync_point_that_never_came_is_learned() -> None:
@@ -540,7 +541,7 @@ def test_a_sync_point_that_never_came_is_learned() -> None:
     one.begin(0, 1, phase=1)
     one.send(Use(1, 0))
     assert has_asked(one)
-    assert one.course == Course(learned={(0, 1): Program((0,))})
+    assert one.course == Course(crosses=True, learned={(0, 1): Program((0,))})
 
 
 def test_what_was_asked_before_a_sync_point_is_learned() -> None:
@@ -575,7 +576,7 @@ def test_what_was_learned_is_told_once() -> None:
     one.begin(0, phase=1)
     one.send(Use(1, 0))
     assert not has_asked(one)
-    assert one.course == Course()
+    assert one.course == Course(crosses=True)
 
 
 def test_what_was_learned_is_not_told_by_a_pass_of_which_nobody_heard() -> None:

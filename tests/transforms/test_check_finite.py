@@ -131,7 +131,7 @@ def test_no_exchange_is_added(stage: int) -> None:
                 state, _ = inner(state, x)
             performer = performer_of(fzero.world())
             assert performer is not None
-            return state, (len(log.of(fzero.axis_index())), performer.channel.rounds)
+            return state, (len(log.of(fzero.axis_index())), performer.rounds)
 
         inner = fzero.shard(fn, stage=stage)
         step = fzero.simulate(fzero.shard(fn, stage=stage), world_size=2)

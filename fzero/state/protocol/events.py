@@ -66,7 +66,6 @@ class Begin(ProtocolEvent):
         stays: what is gathered stays until the window ends.
         rounds: values may be rounded (autocast, int8 blocks).
         silent: a backward that is announced at its first gradient only.
-        dropped: this rank has just thrown its gradients away.
     """
 
     model: int
@@ -75,7 +74,6 @@ class Begin(ProtocolEvent):
     stays: bool = False
     rounds: bool = True
     silent: bool = False
-    dropped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +173,11 @@ class Call(ProtocolEvent):
     """A call that every rank makes together: one round, in which this rank serves the others.
 
     The values of all ranks are in `Protocol.heard`, when all make it; until then it is made again,
-    with the values of that moment. has_plan: whether this rank is at a sync point of a plan.
+    with the values of that moment.
     """
 
     text: str
     values: tuple[int, ...] = ()
-    has_plan: bool = False
 
 
 @dataclass(frozen=True, slots=True)

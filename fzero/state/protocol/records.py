@@ -7,19 +7,30 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fzero.state.effects import Effect, replaced
-from fzero.state.pass_state import FORWARD, PassState
 from fzero.state.protocol.events import Announcement
-from fzero.state.replay import Replay, complete, reducible
+from fzero.state.replay import Replay, start_ready
 from fzero.state.residency import Residency, Units
 from fzero.state.rounds import MANY, Message, What
-from fzero.state.schedule import Events, Place, Program
+from fzero.state.schedule import FORWARD, Events, Place, Program
 
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What a model has used and reduced in its pass, and its place in the plan.
+    """A model's pass on this rank: how far it is, what the others know of it, what it has done.
+
+    A pass concerns the other ranks if something of it crosses ranks: parameters that are gathered,
+    or gradients that are reduced. Such a phase is announced to them before anything crosses, and
+    ended with them, or they are told that it failed: nobody waits for a rank that has gone on.
 
     Attributes:
+        runs: a forward or a backward runs.
+        inside: a forward has begun, and the pass is not over.
+        crosses: something of the latest phase crosses ranks. An error on the way to its end, or
+            behind that, is theirs too.
+        announced: a phase was announced, and the ranks have not ended it.
+        silent: a backward has begun, and the other ranks were not told yet.
+        deferred: a backward is announced at its end only.
+        calls: collectives of the user's of which the backward has not come yet.
         announcement: of the latest phase.
         place: the phase in which uses and reductions are recorded; None between passes.
         did: what was done in each phase of this pass.
@@ -30,6 +41,13 @@ class Course:
         learned: what the phases of the last pass do from now on, if that is new.
     """
 
+    runs: bool = False
+    inside: bool = False
+    crosses: bool = False
+    announced: bool = False
+    silent: bool = False
+    deferred: bool = False
+    calls: int = 0
     announcement: Announcement | None = None
     place: Place | None = None
     did: Mapping[Place, Events] = field(default_factory=dict[Place, Events])
@@ -55,19 +73,9 @@ class Course:
 class Model:
     """One model of a rank: its units, and where it is."""
 
+    units: Units
     residency: Residency
-    phase: PassState = field(default_factory=PassState)
     course: Course = field(default_factory=Course)
-
-    @property
-    def units(self) -> Units:
-        """Static facts about its units."""
-        return self.residency.units
-
-    @property
-    def rounds(self) -> bool:
-        """Whether what is gathered now may be rounded."""
-        return self.residency.rounds
 
     @property
     def may_not_wait(self) -> bool:
@@ -76,12 +84,12 @@ class Model:
         Another rank may wait for this one in the backward of a collective of the user's, and make
         behind it the gradients that the reduction waits for.
         """
-        return self.phase.calls > 0 and bool(self.units.bounded) and not self.units.gathers
+        return self.course.calls > 0 and bool(self.units.bounded) and not self.units.gathers
 
     @property
     def gather(self) -> What:
         """How ranks ask for what is gathered now."""
-        return What.GATHER if self.rounds else What.GATHER_EXACT
+        return What.GATHER if self.residency.rounds else What.GATHER_EXACT
 
 
 class LocalCalls(NamedTuple):
@@ -147,35 +155,18 @@ class Protocol:
     def inside(self) -> tuple[int, ...]:
         """The models with a pass here that a collective of the user's comes in the middle of."""
         models = self.models.items()
-        return tuple(n for n, one in models if n in self.running or one.phase.inside)
+        return tuple(n for n, one in models if n in self.running or one.course.inside)
 
     @property
     def under_way(self) -> tuple[int, ...]:
         """The models with a pass here that other ranks are in, or will hear of when it ends."""
-        deferred = (n for n, one in self.models.items() if one.phase.deferred)
+        deferred = (n for n, one in self.models.items() if one.course.deferred)
         return *self.running, *(n for n in deferred if n not in self.running)
 
     @property
     def meeting(self) -> tuple[int, ...]:
         """Those of stage 3 that run: a collective of the user's is in their order, and is met."""
         return tuple(n for n in self.running if self.models[n].units.gathers)
-
-    @property
-    def calls(self) -> int:
-        """Collectives of the user's whose backward will come in the passes that run here."""
-        return max((one.phase.calls for one in self.models.values() if one.phase.inside), default=0)
-
-    def defers(self, number: int) -> bool:
-        """Whether a backward below stage 3 is announced at its end.
-
-        Plans run one at a time, and a rank that goes from one to another would wait in the middle
-        of a backward, see `may_not_wait`. So beside another pass there is no plan until all
-        collectives of the user's are over.
-        """
-        others = (one for n, one in self.models.items() if n != number)
-        mine = self.models[number]
-        alone = not any(one.phase.inside for one in others)
-        return not (alone or mine.units.gathers) and mine.phase.calls > 0
 
     @property
     def reducible(self) -> int:
@@ -189,17 +180,13 @@ class Protocol:
         model, course = self.models[number], self.models[number].course
         if not model.units.bounded or model.units.gathers or course.replay is None:
             return 0
-        count = reducible(complete(course.replay, course.due))
+        count = start_ready(course.replay, model.residency, course.due)[0].started
         return count and count + MANY * number
 
     def put(self, number: int, **changes: Any) -> Protocol:
         """Return the protocol with other values of some fields of a model."""
         model = replaced(self.models[number], **changes)
         return replaced(self, models={**self.models, number: model})
-
-    def holding(self, number: int, to: tuple[Residency, tuple[Effect, ...]]) -> Next:
-        """Return the protocol with another residency of a model, and the effects of that."""
-        return self.put(number, residency=to[0]), to[1]
 
     def then(self, *tasks: Task) -> Protocol:
         """Return the protocol that does these tasks next, in this order."""

@@ -122,13 +122,6 @@ class Performer:
         self._joined += 1
         return self._joined
 
-    def nested(self, first: int) -> int:
-        """Return the number of a pass that may run inside others of its kind.
-
-        first: the number of the outermost, `FUNCTIONAL` or `EVALUATION`.
-        """
-        return first + sum(first <= number < 2 * first for number in self.protocol.models)
-
     def join(self, party: Any, units: Units, number: int, gathered: tuple[int, ...] = ()) -> None:
         """Add a model by its number, which is the same on every rank; see `Join`.
 

@@ -16,6 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import product
 from typing import Any, NamedTuple, cast
@@ -42,6 +43,7 @@ WORD, WORDS = 60, 2
 """How many calls are told in one number, and how many such numbers in one round."""
 
 
+@dataclass(eq=False)
 class Scope:
     """Where calls are made that one backward may differentiate.
 
@@ -52,12 +54,11 @@ class Scope:
         tokens: of each call that any rank differentiates at this level, in their order.
     """
 
-    def __init__(
-        self, level: int = 0, anchor: Tensor | None = None, *, in_loss: bool = False
-    ) -> None:
-        self.level, self.anchor, self.in_loss = level, anchor, in_loss
-        self.tokens: Tokens = {}
-        self._task = _AUTOGRAD._current_graph_task_id()
+    level: int = 0
+    anchor: Tensor | None = None
+    in_loss: bool = False
+    tokens: Tokens = field(default_factory=dict[UsersCall, Tensor])
+    _task: int = field(default_factory=_AUTOGRAD._current_graph_task_id)
 
     def set_in_loss(self, in_loss: bool) -> None:
         """Say whether what runs now is the forward of an engine: of a loss on all ranks."""
@@ -72,6 +73,7 @@ class Scope:
             _take_part_in_derivatives()
 
 
+@dataclass(eq=False)
 class _Book:
     """What a rank knows of its calls: how many there were on each set of ranks, and the scopes.
 
@@ -79,10 +81,13 @@ class _Book:
     follows, and a tensor that shows whether it is still that one: the numbers of levels come again.
     """
 
-    def __init__(self) -> None:
-        self.counts = Counter[Axis]()
-        self.scopes = weakref.WeakSet[Scope]()  # one of an engine goes with it
-        self.own = dict[int, tuple[Tensor, dict[UsersCall, weakref.ref[Any]]]]()
+    counts: Counter[Axis] = field(default_factory=Counter[Axis])
+    scopes: weakref.WeakSet[Scope] = field(  # one of an engine goes with it
+        default_factory=weakref.WeakSet[Scope]
+    )
+    own: dict[int, tuple[Tensor, dict[UsersCall, weakref.ref[Any]]]] = field(
+        default_factory=dict[int, tuple[Tensor, dict[UsersCall, weakref.ref[Any]]]]
+    )
 
     def calls_of(self, level: int) -> dict[UsersCall, weakref.ref[Any]]:
         """Return the calls that a torch.func.grad of the user's follows, which is going on."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -343,14 +344,13 @@ class UnitTable:
         )
 
 
+@dataclass(slots=True, eq=False)
 class ProtocolClient:
     """One model of a performer's protocol."""
 
-    __slots__ = ("is_over", "number", "performer")
-
-    def __init__(self, performer: Performer, number: int) -> None:
-        self.performer, self.number = performer, number
-        self.is_over = False
+    performer: Performer
+    number: int
+    is_over: bool = False
 
     def leave(self) -> None:
         """No pass of the model will follow; a later one may have its number."""

@@ -39,7 +39,7 @@ def receive(
     """
     waits = state.window.is_open
     state, flats = _counted(state, waits, used), part_of_update(state, flats, reduced=reduced)
-    return put(state, flats) if waits else add_means(state, flats)
+    return accumulated(state, flats, waits=waits)
 
 
 def receive_local(
@@ -94,33 +94,30 @@ def waiting(state: TrainState) -> dict[int, Tensor]:
     return dict(zip(state.setup.layout.trainable, flats, strict=True))
 
 
-def put(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
-    """Add this rank's own gradients, [W l], to those that wait in the window."""
-    new = Buffers(flats=tuple(flats), placement=Placement.PARTIAL)
-    pending = _added(state, state.window.pending, new)
-    return state.replace(window=dataclasses.replace(state.window, pending=pending))
+def accumulated(state: TrainState, flats: Sequence[Tensor], *, waits: bool = False) -> TrainState:
+    """Return the state with means over ranks, [l] or [W l], added to its reduced gradients.
 
+    waits: these are this rank's own, [W l], and are added to those that wait in the window.
 
-def add_means(state: TrainState, flats: Sequence[Tensor]) -> TrainState:
-    """Return `state` with means over ranks, [l] or [W l], added to its reduced gradients."""
-    new = Buffers(flats=tuple(flats), placement=state.setup.gradients)
-    return state.replace(gradients=_added(state, state.gradients, new))
-
-
-def _added(state: TrainState, old: Buffers, new: Buffers) -> Buffers:
-    """old + new where gradients of this state live; in the memory of `old` if the state donates.
-
-    Under a transform they stay where they are.
+    They are added where gradients of this state live; in the memory of the old ones if the state
+    donates. Under a transform they stay where they are.
     """
-    offload, donated = state.setup.offload, old.held and donates(state)
+    setup, offload = state.setup, state.setup.offload
+    old = state.window.pending if waits else state.gradients
+    placement = Placement.PARTIAL if waits else setup.gradients
+    new, donated = Buffers(flats=tuple(flats), placement=placement), old.held and donates(state)
     if offload.gradients is None or in_transform() or is_recorded(new.flats):
-        return add_donated(old, new, None) if donated else buffers.add(old, new)
-    if donated:
-        return add_donated(old, new, offload.gradients)
-    here = tuple(to_device(flat, state.device) for flat in old.flats)
-    added = buffers.add(Buffers(flats=here, placement=old.placement), new)
-    flats = tuple(offloaded(offload.gradients, flat, offload) for flat in added.flats)
-    return Buffers(flats=flats, placement=added.placement)
+        total = add_donated(old, new, None) if donated else buffers.add(old, new)
+    elif donated:
+        total = add_donated(old, new, offload.gradients)
+    else:
+        here = tuple(to_device(flat, state.device) for flat in old.flats)
+        added = buffers.add(Buffers(flats=here, placement=old.placement), new)
+        moved = tuple(offloaded(offload.gradients, flat, offload) for flat in added.flats)
+        total = Buffers(flats=moved, placement=added.placement)
+    if waits:
+        return state.replace(window=dataclasses.replace(state.window, pending=total))
+    return state.replace(gradients=total)
 
 
 def reduce_window(state: TrainState) -> TrainState:
@@ -137,7 +134,7 @@ def reduce_window(state: TrainState) -> TrainState:
         local = dict(zip(state.setup.layout.trainable, flats, strict=False))
         del flats, pending  # a bucket is freed when it is reduced
         state, means = means_over_ranks(state, local, owned=owned)
-    state = add_means(state, means)
+    state = accumulated(state, means)
     return state.replace(progress=progress.saw_reduction(state.progress))
 
 

@@ -9,7 +9,7 @@ Both drivers use it: a functional step makes one for each gradient call, an engi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -61,10 +61,9 @@ from fzero.state.protocol import (
 from fzero.state.rounds import CODES
 from fzero.state.train_state import Weighed
 from fzero.transforms.accumulate_grad import (
-    add_means,
+    accumulated,
     filled,
     part_of_update,
-    put,
     receive,
     receive_local,
     reduce_window,
@@ -94,9 +93,12 @@ def passes_of(
     for performer, state in zip(performers, states, strict=True):
         places.append((list(by_ranks).index(performer), len(by_ranks[performer])))
         by_ranks[performer].append(state)
-    numbers = [form.number if one is None else one.nested(form.number) for one in by_ranks]
-    pairs = zip(numbers, by_ranks.values(), strict=True)
-    return [Pass(replace(form, number=number), some) for number, some in pairs], places
+    made, first = list[Pass](), form.number
+    for performer, some in by_ranks.items():
+        known = () if performer is None else performer.protocol.models
+        number = first + sum(first <= other < 2 * first for other in known)
+        made.append(Pass(replace(form, number=number), some))
+    return made, places
 
 
 def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
@@ -308,7 +310,8 @@ class Pass:
                 if self.form.uses:
                     used = self.reducer.states[number].pop_used()
                     state = state.replace(progress=progress.saw_use(state.progress, used))
-                self.put(number, put(state, part_of_update(state, flats)))
+                own = part_of_update(state, flats)
+                self.put(number, accumulated(state, own, waits=True))
         self.reducer.settle()
 
     def finish(self, *, counts: bool = True) -> list[TrainState]:
@@ -354,7 +357,7 @@ class Pass:
         for part in self.parts.values():
             state = part.reduced(number, state)
         flats = filled(state, means, state.setup.gradients)
-        return add_means(state, part_of_update(state, flats, reduced=True))
+        return accumulated(state, part_of_update(state, flats, reduced=True))
 
     def finish_forward(self) -> list[TrainState]:
         """End a forward that no backward follows: free what it gathered."""
@@ -648,7 +651,7 @@ def reduce_agreed(state: TrainState, said: Agreed, used: int = progress.ALL) -> 
         state = state.replace(window=progress.pop(state.window)[0])
     if state.gradients.held:
         return state
-    return add_means(state, filled(state, {}, state.setup.gradients))
+    return accumulated(state, filled(state, {}, state.setup.gradients))
 
 
 def refused(
@@ -778,18 +781,19 @@ def _together(state: TrainState, said: Sequence[Row], performer: Performer | Non
         written=any(flag & _WRITTEN for flag in flags),
         backwards=max(flag // _BACKWARDS for flag in flags),
         flags=frozenset(name for bit, name, _ in _FLAGS if any(flag & bit for flag in flags)),
-        unused=_unused_by_all(state, [row[1] for row in rows if len(row) > 1], performer),
+        unused=_unused_by_all(state, rows, performer) if len(said[0]) > 1 else (),
     )
 
 
 def _unused_by_all(
-    state: TrainState, digests: Sequence[int], performer: Performer | None
+    state: TrainState, rows: Collection[Row], performer: Performer | None
 ) -> tuple[int, ...]:
     """The leaves that no rank has used. An exchange if ranks have left out other ones."""
-    if not digests or not all(digests):
+    digests = {row[1] for row in rows}
+    if not all(digests):
         return ()
     bits = _unused(state)
-    if len(set(digests)) > 1:
+    if len(digests) > 1:
         assert performer is not None
         for others in performer.tell(bits):
             bits &= others

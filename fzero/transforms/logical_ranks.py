@@ -34,7 +34,7 @@ from fzero.state.logical import fold_in
 from fzero.state.slots import Slot
 from fzero.state.train_state import GivenCall, Weight
 from fzero.transforms.accumulate import InAxes, check_axes, parts_of
-from fzero.transforms.accumulate_grad import add_means, mean_of_nodes, part_of_update, waiting
+from fzero.transforms.accumulate_grad import accumulated, mean_of_nodes, part_of_update, waiting
 from fzero.transforms.autograd import Result, with_full
 from fzero.transforms.backward_pass import agree, functional_of, passes_of, raises_together
 from fzero.transforms.models import flatten_states
@@ -502,7 +502,7 @@ class Rows:
         for call in range(calls):
             nodes = self._nodes[call : call + 1] or [Nodes(new.setup, new.device)]
             flats = mean_of_nodes(new, nodes[0])
-            new = add_means(new, part_of_update(new, flats, reduced=True))
+            new = accumulated(new, part_of_update(new, flats, reduced=True))
             new = new.replace(progress=progress.saw_reduction(new.progress))
         self._nodes.clear()
         return new

@@ -6,7 +6,7 @@ effect or a task left out. The tests run in a child process with each of them; o
 is caught. Those that are not are printed, and the ratio.
 
     python -m tests.state.mutation                   all of them, about twenty minutes
-    python -m tests.state.mutation transitions residency   of these modules
+    python -m tests.state.mutation protocol residency   of these modules
     python -m tests.state.mutation --every 10        every tenth
 """
 
@@ -29,8 +29,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 ROOM = (
-    "fzero.state.protocol.transitions",
-    "fzero.state.protocol.records",
+    "fzero.state.protocol",
     "fzero.state.residency",
     "fzero.state.replay",
     "fzero.state.rounds",

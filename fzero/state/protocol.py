@@ -1,15 +1,29 @@
-"""What each event does: a pass from its beginning to its end, its plan, calls, rounds, errors.
+"""The protocol of a rank: one record and one transition, which decide when every collective starts.
 
-`advance` is the one entrance. The functions of events (`begin`, `use`, `ready`, `finish`, ...) come
-first in their part; what they leave to do stands below them. Where a plan must be read or ended
-first, an event is left to do once more behind that. `p` is the record, `number` that of a model.
+What comes in: events of a driver (`Begin`, `Use`, `Ready`, ...) and what the other ranks said
+(`Answer`). What goes out: the next record, and effects in the order in which they are done. A
+record has host integers, texts and tuples only; nothing here communicates, waits or holds a tensor.
+
+All ranks that announce the same program run its collectives in its order, whatever they use
+themselves (see `state.replay`). A rank that needs what the rest of the plan does not have runs the
+plan to its end, and asks there: every rank takes part in what any rank asks for. At stage 3 a
+program is recorded: what the ranks did before. Below stage 3 it is known: every bucket is reduced
+once, the last one first. One plan runs at a time on the same ranks: where a pass of another model
+begins in the middle of a pass, or asks, the plan of this one is run to its end first.
+
+The events come first, then the record, and then `advance`, with what each event does: a pass from
+its beginning to its end, its plan, calls, rounds, errors. The functions of events (`begin`, `use`,
+`ready`, `finish`, ...) come first in their part; what they leave to do stands below them. Where a
+plan must be read or ended first, an event is left to do once more behind that. `p` is the record,
+`number` that of a model, the same on every rank.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from fzero.state import replay, residency
 from fzero.state.effects import (
@@ -30,42 +44,418 @@ from fzero.state.effects import (
     WaitForReductions,
     replaced,
 )
-from fzero.state.protocol.events import (
-    Answer,
-    Begin,
-    Broke,
-    Call,
-    Changed,
-    EndForward,
-    Failed,
-    Finish,
-    FirstGradient,
-    GiveUp,
-    Join,
-    Leave,
-    Met,
-    Noted,
-    Pin,
-    ProtocolEvent,
-    Raised,
-    Ready,
-    SyncPoint,
-    Unpin,
-    Use,
-)
-from fzero.state.protocol.records import (
-    NO_LOCAL_CALLS,
-    Course,
-    LocalCalls,
-    Model,
-    Next,
-    Protocol,
-    Task,
-)
 from fzero.state.replay import Replay
 from fzero.state.residency import Residency
+from fzero.state.residency import Units as Units
 from fzero.state.rounds import MANY, Asked, Message, MessageKind, Round, What, asking
-from fzero.state.schedule import FORWARD, joined
+from fzero.state.schedule import FORWARD, Events, Place, Program, joined
+
+# The events: what the driver of a rank does, and what the other ranks answered.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Announcement:
+    """What a rank announces of a phase.
+
+    Attributes:
+        text: what must be equal on all ranks for their phases to go together.
+        place: which pass since the update, and which phase of it.
+        program: what the phase is expected to do; None if nothing was recorded.
+        served: ranks that make a call meanwhile take part in it.
+    """
+
+    text: str
+    place: Place
+    program: Program | None = None
+    served: bool = False
+
+
+class ProtocolEvent:
+    """What the driver of a rank, or its performer, tells the protocol."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Join(ProtocolEvent):
+    """Register a model; forget an earlier one of the same number.
+
+    gathered: units that a window has gathered, and brings.
+    """
+
+    model: int
+    units: Units
+    gathered: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(ProtocolEvent):
+    """No pass of the model will follow."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin(ProtocolEvent):
+    """A forward or a backward begins.
+
+    Attributes:
+        announcement: told to the others if anything of the phase crosses ranks.
+        sums: gradients are reduced, in this phase or in the backward that may follow.
+        stays: what is gathered stays until the window ends.
+        rounds: values may be rounded (autocast, int8 blocks).
+        silent: a backward that is announced at its first gradient only.
+    """
+
+    model: int
+    announcement: Announcement
+    sums: bool
+    stays: bool = False
+    rounds: bool = True
+    silent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FirstGradient(ProtocolEvent):
+    """A silent backward brings a gradient."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Use(ProtocolEvent):
+    """A kernel reads a unit: it must be gathered when the effects are done."""
+
+    model: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready(ProtocolEvent):
+    """The gradients of a unit are complete on this rank."""
+
+    model: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPoint(ProtocolEvent):
+    """A collective of the user's begins, in the middle of passes, or of their loss.
+
+    Attributes:
+        values: as of a `Call`: what the ranks compare of it.
+        backward: whether it is the backward of one that was made before.
+        connects: whether what it gives is differentiated: its backward comes, if there is one.
+    """
+
+    values: tuple[int, ...] = ()
+    backward: bool = False
+    connects: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Met(ProtocolEvent):
+    """All ranks have come to a collective of the user's: what can start on each of them starts.
+
+    Attributes:
+        reducible: `Protocol.reducible` of each rank, when it came.
+        connects: whether its backward comes by what another rank gives, and not by this one.
+    """
+
+    reducible: tuple[int, ...] = ()
+    connects: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EndForward(ProtocolEvent):
+    """A forward is over."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finish(ProtocolEvent):
+    """A backward is over on this rank, or a forward that no backward follows.
+
+    left: (unit, whether its gradients are complete) of units with gradients that were not reduced.
+    """
+
+    model: int
+    left: tuple[tuple[int, bool], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(ProtocolEvent):
+    """The pass of a model raised on this rank.
+
+    astray: the error came from the communication itself, after which ranks may not be at one place.
+    """
+
+    model: int
+    astray: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUp(ProtocolEvent):
+    """Forget the pass of a model, and all that it has gathered. No other rank hears of it."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Raised(ProtocolEvent):
+    """This rank raised outside of a pass, and the others come to a round."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call(ProtocolEvent):
+    """A call that every rank makes together: one round, in which this rank serves the others.
+
+    The values of all ranks are in `Protocol.heard`, when all make it; until then it is made again,
+    with the values of that moment.
+    """
+
+    text: str
+    values: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Noted(ProtocolEvent):
+    """A call in which nothing crosses ranks: they compare it in the next round that there is."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pin(ProtocolEvent):
+    """A `gathered()` block holds units, exactly, on all ranks. A call of all of them."""
+
+    model: int
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Unpin(ProtocolEvent):
+    """A block of these units ends; None: a window, which has kept what it gathered."""
+
+    model: int
+    units: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Changed(ProtocolEvent):
+    """The parameters changed: what was gathered of them is stale."""
+
+    model: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(ProtocolEvent):
+    """What every rank said in the round that was read, or the values that were exchanged.
+
+    None where a round was looked for, and some rank has not posted it; or where no reduction would
+    start at once. Of values those that differ, in the order of the ranks.
+    """
+
+    said: Round | tuple[Any, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Broke(ProtocolEvent):
+    """An effect raised; those after it were not done."""
+
+    undone: tuple[Effect, ...]
+
+
+# The record: where each model of a rank is in its pass, and which tasks remain.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A model's pass on this rank: how far it is, what the others know of it, what it has done.
+
+    A pass concerns the other ranks if something of it crosses ranks: parameters that are gathered,
+    or gradients that are reduced. Such a phase is announced to them before anything crosses, and
+    ended with them, or they are told that it failed: nobody waits for a rank that has gone on.
+
+    Attributes:
+        runs: a forward or a backward runs.
+        inside: a forward has begun, and the pass is not over.
+        crosses: something of the latest phase crosses ranks. An error on the way to its end, or
+            behind that, is theirs too.
+        announced: a phase was announced, and the ranks have not ended it.
+        silent: a backward has begun, and the other ranks were not told yet.
+        deferred: a backward is announced at its end only.
+        calls: collectives of the user's of which the backward has not come yet.
+        announcement: of the latest phase.
+        place: the phase in which uses and reductions are recorded; None between passes.
+        did: what was done in each phase of this pass.
+        asked: whether this rank has asked for a collective that the plan did not have.
+        replay: the place in the plan; None where ranks ask for each collective.
+        due: units whose gradients are complete, and not handed to a reduction yet.
+        left: (unit, whether complete) at the end of a backward, as far as no reduction has them.
+        learned: what the phases of the last pass do from now on, if that is new.
+    """
+
+    runs: bool = False
+    inside: bool = False
+    crosses: bool = False
+    announced: bool = False
+    silent: bool = False
+    deferred: bool = False
+    calls: int = 0
+    announcement: Announcement | None = None
+    place: Place | None = None
+    did: Mapping[Place, Events] = field(default_factory=dict[Place, Events])
+    asked: bool = False
+    replay: Replay | None = None
+    due: tuple[int, ...] = ()
+    left: tuple[tuple[int, bool], ...] = ()
+    learned: Mapping[Place, Program] = field(default_factory=dict[Place, Program])
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the latest phase is a backward."""
+        return self.announcement is not None and self.announcement.place[1] != FORWARD
+
+    def did_also(self, event: int) -> Course:
+        """Record a use or a reduction."""
+        if self.place is None:
+            return self
+        return replaced(self, did={**self.did, self.place: (*self.did[self.place], event)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One model of a rank: its units, and where it is."""
+
+    units: Units
+    residency: Residency
+    course: Course = field(default_factory=Course)
+
+    @property
+    def may_not_wait(self) -> bool:
+        """Whether this rank may not wait for a reduction in the middle of its backward.
+
+        Another rank may wait for this one in the backward of a collective of the user's, and make
+        behind it the gradients that the reduction waits for.
+        """
+        return self.course.calls > 0 and bool(self.units.bounded) and not self.units.gathers
+
+    @property
+    def gather(self) -> What:
+        """How ranks ask for what is gathered now."""
+        return What.GATHER if self.residency.rounds else What.GATHER_EXACT
+
+
+class LocalCalls(NamedTuple):
+    """The calls of a rank in which nothing crosses ranks: how many, a digest, and what is said.
+
+    said: a line of what ranks announce; none where there were no such calls.
+    """
+
+    calls: int = 0
+    digest: int = 0
+    said: str = ""
+
+
+NO_LOCAL_CALLS = LocalCalls()
+
+Task = tuple[Any, ...]
+"""What is still to do: a transition, and what it is given beside the protocol.
+
+One that a rank goes on with when the others have answered is given their answer, too, at the end.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """One rank among the ranks of an axis: everything that decides when a collective starts.
+
+    Attributes:
+        models: by their numbers, which are the same on every rank.
+        running: the models in a pass, in the order in which their passes began.
+        open: the model whose announcement was posted and not read; None if there is none.
+        posted: the last message of this rank.
+        served: models of which reductions run that another rank has asked for.
+        known: whether the last round ended in an error, on every rank.
+        heard: the values of each rank in the last call; () until all of them make it.
+        noted: calls in which nothing crosses ranks; each announcement says them.
+        late: models in whose passes a collective of the user's came that only a backward has made.
+        met: whether all ranks came to the last call by a plan, which is then the same, or none did.
+        agenda: what is still to do of the event that is handled, the next task first.
+        undone: effects that an error in another effect has prevented: the next event does them
+            first, unless the pass is given up.
+
+    Example:
+        >>> from fzero.state.protocol import Join, Use, Units, advance
+        >>> protocol, _ = advance(Protocol(), Join(1, Units(numels=(4, 4))))
+        >>> sorted(protocol.models), protocol.running
+        ([1], ())
+    """
+
+    models: Mapping[int, Model] = field(default_factory=dict[int, Model])
+    running: tuple[int, ...] = ()
+    open: int | None = None
+    posted: Message | None = None
+    served: tuple[int, ...] = ()
+    known: bool = False
+    heard: tuple[tuple[int, ...], ...] = ()
+    noted: LocalCalls = NO_LOCAL_CALLS
+    late: frozenset[int] = frozenset()
+    met: bool = True
+    agenda: tuple[Task, ...] = ()
+    undone: tuple[Effect, ...] = ()
+
+    @property
+    def inside(self) -> tuple[int, ...]:
+        """The models with a pass here that a collective of the user's comes in the middle of."""
+        models = self.models.items()
+        return tuple(n for n, one in models if n in self.running or one.course.inside)
+
+    @property
+    def under_way(self) -> tuple[int, ...]:
+        """The models with a pass here that other ranks are in, or will hear of when it ends."""
+        deferred = (n for n, one in self.models.items() if one.course.deferred)
+        return *self.running, *(n for n in deferred if n not in self.running)
+
+    @property
+    def meeting(self) -> tuple[int, ...]:
+        """Those of stage 3 that run: a collective of the user's is in their order, and is met."""
+        return tuple(n for n in self.running if self.models[n].units.gathers)
+
+    @property
+    def reducible(self) -> int:
+        """A code of how many reductions below stage 3 can start, and of which model; 0 for none.
+
+        See `common`.
+        """
+        if len(self.running) != 1:
+            return 0
+        (number,) = self.running
+        model, course = self.models[number], self.models[number].course
+        if not model.units.bounded or model.units.gathers or course.replay is None:
+            return 0
+        count = replay.start_ready(course.replay, model.residency, course.due)[0].started
+        return count and count + MANY * number
+
+    def put(self, number: int, **changes: Any) -> Protocol:
+        """Return the protocol with other values of some fields of a model."""
+        model = replaced(self.models[number], **changes)
+        return replaced(self, models={**self.models, number: model})
+
+    def then(self, *tasks: Task) -> Protocol:
+        """Return the protocol that does these tasks next, in this order."""
+        return replaced(self, agenda=(*tasks, *self.agenda))
+
+    def without(self, number: int) -> Protocol:
+        """Return the protocol with a model that is in no pass."""
+        return replaced(self, running=tuple(n for n in self.running if n != number))
+
+
+Next = tuple[Protocol, tuple[Effect, ...]]
+
+# What each event does.
 
 
 def advance(protocol: Protocol, event: ProtocolEvent) -> tuple[Protocol, tuple[Effect, ...]]:

@@ -265,7 +265,7 @@ def begin_all_to_all(fulls: Sequence[Tensor], axis: Axis, *, said: str = "") -> 
     if swaps(axis):
         every = _swap(said or "all_to_all", fulls, axis, torch.stack)  # [from, to l]
         size, form = axis.size, torch.contiguous_format
-        mine = [x.unflatten(1, (size, x.shape[1] // size))[:, axis.rank] for x in every]
+        mine = [torch.unflatten(x, 1, (size, x.shape[1] // size))[:, axis.rank] for x in every]
         return given([x.clone(memory_format=form).flatten(0, 1) for x in mine], axis)
     if _is_op(fulls):
         return given(_as_op("all_to_all", fulls, axis), axis)

@@ -495,11 +495,9 @@ def advance(protocol: Protocol, event: ProtocolEvent) -> tuple[Protocol, tuple[E
         p, effects = _STEPS[type(event)](p, event)
     collected += effects
     while p.agenda:
-        match effects:
-            case (*_, Read() | Look()):
-                break
-            case (*_, Exchange(value)) if value is not None:
-                break
+        last = effects[-1] if effects else None
+        if isinstance(last, Read | Look) or (isinstance(last, Exchange) and last.value is not None):
+            break  # it brings an answer, with which the next task goes on
         (step, *args), *rest = p.agenda
         p, effects = step(replaced(p, agenda=tuple(rest)), *args)
         collected += effects

@@ -244,9 +244,17 @@ def _by_autograd(
     try:
         for one in passes:
             one.begin_forward()
+        made = list[dict[int, Tensor]]()  # of each state, by index: what is differentiated by
+        params = list[Any]()
         with torch.enable_grad():
-            made = [_leaves(passes[number], position) for number, position in places]
-            params = [params for params, _ in made]
+            for number, position in places:
+                one, by_leaf = passes[number], leaves_in_pass(passes[number], position)
+                state = one.states[position]
+                learn = [i for i, x in enumerate(state.setup.layout.leaves) if x.trainable]
+                made.append({i: by_leaf[i].requires_grad_() for i in learn})
+                for looks in recipe_of(state).leaves:
+                    looks(state, made[-1])
+                params.append(assemble(state.setup.layout, by_leaf))
             with explains_writes(params), connecting() as calls:
                 loss, aux = loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
                 learned = loss_learned(states, loss)
@@ -266,7 +274,7 @@ def _by_autograd(
             one.begin_backward(weighed=how)
         by, rest = factors_of(states)
         by = by if how is None else with_weight(by, how)
-        for (_, leaves), (number, position), factor in zip(made, places, rest, strict=True):
+        for leaves, (number, position), factor in zip(made, places, rest, strict=True):
             for index, leaf in leaves.items():
                 leaf.grad = None  # what a backward inside of the loss has left
                 if factor is not None:
@@ -275,7 +283,7 @@ def _by_autograd(
                 leaf.register_post_accumulate_grad_hook(on_gradient)
         if versions_of(flats) != versions:
             raise PhaseError(WROTE)
-        learning = any(leaves for _, leaves in made)
+        learning = any(made)
         _backward(learned, by, passes, learning=learning and not tokens)
         value, aux = detached((loss, aux), states)
         result = Result(grads=(), value=value, aux=aux)
@@ -344,20 +352,6 @@ def _require_one_gathers(states: Sequence[TrainState]) -> None:
             cause="models that are sharded over other groups of ranks.",
             fix="make all but one of them at stages 0 to 2, or on the same mesh.",
         )
-
-
-def _leaves(one: Pass, number: int) -> tuple[Any, dict[int, Tensor]]:
-    """The pytree of one state for the loss, and by index its leaves to differentiate by."""
-    state = one.states[number]
-    layout, by_leaf = state.setup.layout, leaves_in_pass(one, number)
-    learning = {
-        index: by_leaf[index].requires_grad_()
-        for index, leaf in enumerate(layout.leaves)
-        if leaf.trainable
-    }
-    for looks in recipe_of(state).leaves:
-        looks(state, learning)
-    return assemble(layout, by_leaf), learning
 
 
 _BY_NOTHING = explain(

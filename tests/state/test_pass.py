@@ -9,6 +9,7 @@ from fzero.state.effects import Effect, Post
 from fzero.state.protocol import (
     Announcement,
     Begin,
+    Course,
     EndForward,
     Failed,
     Finish,
@@ -119,7 +120,7 @@ class OneRank(RuleBasedStateMachine):
         self.others_wait, self.at = False, "rest"
 
     @property
-    def course(self):  # type: ignore[no-untyped-def]
+    def course(self) -> Course:
         return self.protocol.models[1].course
 
     @invariant()

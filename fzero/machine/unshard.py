@@ -6,7 +6,7 @@
 
 placeholder read by a kernel -> Gatherer.leaf -> ProtocolClient.use -> the values are here
 
-When to gather and when to free is an effect of the protocol (fzero/state/protocol), in an order
+When to gather and when to free is an effect of the protocol (fzero/state/protocol.py), in an order
 that is the same on every rank.
 """
 

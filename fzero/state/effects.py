@@ -4,7 +4,7 @@ Whoever made the transition matches on the type and does what is asked; a test c
 Nothing here holds a tensor, a stream or a callable.
 
     of the hooks     RunEpilogue  QueueCallback  DropBackward      done by the engine
-    of the protocol  Post  Read  Exchange  Raise                   done by the channel
+    of the protocol  Post  Read  Exchange  Raise                   done by the performer
                      Gather  Wait  Free  TakePart                  done by the gatherer of a model
                      Look  Reduce  WaitForReductions               done by the reducers
                      Drop  Discard

@@ -58,10 +58,23 @@ def damaged(what: object, seen: str) -> CheckpointError:
     )
 
 
-def run_on_all_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
-    """`at_once`, of ranks that may wait for their disks: no longer than the timeout."""
+def results_of_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
+    """Return what `do()` returned on each rank, in rank order. A collective, and a barrier.
+
+    Raises what the first rank raised that failed, on all ranks: an fzero error as it is, any other
+    as a `CheckpointError` that says `what` was being done. Ranks may wait for their disks: no
+    longer than the timeout.
+    """
+    result: list[T] = []
+    problem: FzeroError | None = None
     try:
-        return at_once(ranks, do, what=what)
+        result.append(do())
+    except FzeroError as error:
+        problem = error
+    except Exception as error:  # whatever it is: the other ranks wait to hear of it
+        problem = could_not(what, error)
+    try:
+        outcomes = ranks.tell((problem, result))
     except LostRankError as error:
         if error.ranks and not error.late:
             raise
@@ -72,33 +85,25 @@ def run_on_all_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
             fix="give init_process_group a longer timeout (FZERO_TIMEOUT_S, of a group that fzero "
             "starts), and start again: the group is broken. What was saved before is still there.",
         ) from error
-
-
-def at_once(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
-    """Return `do()` once it has succeeded on every rank. A collective, and a barrier.
-
-    Raises what the first rank raised that failed, on all ranks: an fzero error as it is, any
-    other as a `CheckpointError` that says `what` was being done.
-    """
-    found: list[T] = []
-    problem: FzeroError | None = None
-    try:
-        found.append(do())
-    except FzeroError as error:
-        problem = error
-    except Exception as error:  # whatever it is: the other ranks wait to hear of it
-        problem = could_not(what, error)
-    for rank, one in enumerate(ranks.tell(problem)):
-        if one is not None:
+    for rank, (error, _) in enumerate(outcomes):
+        if error is not None:
             if ranks.axis.size > 1:
-                one.add_note(f"(raised on rank {rank} of {ranks.axis.size})")
-            raise one
+                error.add_note(f"(raised on rank {rank} of {ranks.axis.size})")
+            raise error
+    return [own[0] for _, own in outcomes]
+
+
+def run_on_all_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+    """Return `do()` once it has succeeded on every rank; raise as `results_of_ranks`."""
+    found: list[T] = []
+    results_of_ranks(ranks, lambda: found.append(do()), what=what)
     return found[0]
 
 
-def results_of_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
-    """Return what `do()` returned on each rank, in rank order; raise as `run_on_all_ranks`."""
-    return ranks.tell(run_on_all_ranks(ranks, do, what=what))
+def from_first(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+    """Call `do()` on rank 0; return its result on every rank. Raises as `results_of_ranks`."""
+    first: Any = results_of_ranks(ranks, lambda: None if ranks.axis.rank else do(), what=what)[0]
+    return first
 
 
 def written_by_first(
@@ -141,9 +146,3 @@ def written_by_first(
     finally:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def from_first(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
-    """Call `do()` on rank 0; return its result on every rank. Raises as `run_on_all_ranks` does."""
-    mine = run_on_all_ranks(ranks, lambda: [do()] if ranks.axis.rank == 0 else [], what=what)
-    return ranks.tell(mine)[0][0]

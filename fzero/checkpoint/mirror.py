@@ -649,7 +649,19 @@ def _open_home(given: Path | None, every: int, copies: int, held: LocalStates) -
     ranks = held.processes
 
     def say() -> tuple[str, str]:
-        return host_name(), os.fspath(_default_folder() if given is None else given)
+        if given is not None:
+            return host_name(), os.fspath(given)
+        if not SHARED_MEMORY.is_dir():
+            raise LayoutError(
+                f"Mirror: there is no {SHARED_MEMORY} on this system.",
+                cause="a system without a file system in memory, as macOS.",
+                fix="Mirror(folder=..., every=...), with a folder that outlives the processes.",
+            )
+        run, pid = _launch()  # each launch has another one
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:64]
+        digest = hashlib.sha256(f"{run} {pid} {process_of(pid)}".encode()).hexdigest()
+        folder = SHARED_MEMORY / f"{MIRROR}-{os.geteuid()}-{safe}-{digest[:16]}"
+        return host_name(), os.fspath(folder)
 
     told = results_of_ranks(ranks, say, what="make a Mirror")
     assert_same_everywhere([f"every={every}", f"copies={copies}"], ranks.axis, what="the Mirror")
@@ -734,23 +746,6 @@ def _launch() -> tuple[str, int]:
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     return ("process", os.getpid()) if run is None else (run, os.getppid())
-
-
-def _default_folder() -> Path:
-    """Return the folder of the mirror of a program that gives none: another one for each launch.
-
-    Raises `LayoutError` where there is no shared memory.
-    """
-    if not SHARED_MEMORY.is_dir():
-        raise LayoutError(
-            f"Mirror: there is no {SHARED_MEMORY} on this system.",
-            cause="a system without a file system in memory, as macOS.",
-            fix="Mirror(folder=..., every=...), with a folder that outlives the processes.",
-        )
-    run, pid = _launch()
-    safe = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:64]
-    digest = hashlib.sha256(f"{run} {pid} {process_of(pid)}".encode()).hexdigest()
-    return SHARED_MEMORY / f"{MIRROR}-{os.geteuid()}-{safe}-{digest[:16]}"
 
 
 def _restarts(name: str = "RESTART_COUNT") -> int:
@@ -955,30 +950,24 @@ def remove_folder(folder: Path) -> None:
 
 def sweep_gone() -> None:
     """Remove this user's folders in memory whose programs are gone."""
-    for kind in (MIRROR, REPLAY):
-        for folder in _memory_folder().glob(f"{kind}-{os.geteuid()}-*"):
-            if not why_not_private(folder) and not _is_held(folder):
-                _sweep(folder)
-
-
-def _sweep(folder: Path) -> None:
     import fcntl
 
-    try:
-        opened = os.open(folder / LOCK, os.O_RDWR | _NO_LINK)
-    except FileNotFoundError:
-        with suppress(OSError):
-            folder.rmdir()  # of a program that has ended, or will make it again
-        return
-    except OSError:
-        return
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_gone(os.read(opened, 1024).decode(errors="replace")):
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        pass  # somebody holds it
-    finally:
+    base, user = _memory_folder(), os.geteuid()
+    for folder in [x for kind in (MIRROR, REPLAY) for x in base.glob(f"{kind}-{user}-*")]:
+        if why_not_private(folder) or _is_held(folder):
+            continue
+        try:
+            opened = os.open(folder / LOCK, os.O_RDWR | _NO_LINK)
+        except FileNotFoundError:
+            with suppress(OSError):
+                folder.rmdir()  # of a program that has ended, or will make it again
+            continue
+        except OSError:
+            continue
+        with suppress(OSError):  # somebody holds it
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_gone(os.read(opened, 1024).decode(errors="replace")):
+                shutil.rmtree(folder, ignore_errors=True)
         os.close(opened)
 
 
@@ -1042,7 +1031,11 @@ def make_private(folder: Path, name: str) -> None:
         if not each.exists():
             with suppress(FileExistsError):
                 each.mkdir(mode=0o700)
-    trusted = (os.geteuid(), *_roots())
+    trusted = [os.geteuid(), 0]
+    with suppress(OSError, ValueError):  # in some containers root appears as another user
+        maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if not any(int(first) == 0 for first, _, _ in maps):
+            trusted.append(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     found = [(folder, why_not_private(folder))]
     found += [(each, _seen(each, trusted, is_above=True)) for each in _way_to(folder)]
     for each, seen in found:
@@ -1071,7 +1064,7 @@ def _way_to(folder: Path) -> Iterator[Path]:
             yield from _way_to(each.resolve())
 
 
-def _seen(folder: Path, users: tuple[int, ...], *, is_above: bool) -> str:
+def _seen(folder: Path, users: Sequence[int], *, is_above: bool) -> str:
     """Return what is wrong with a folder. is_above: others may write there as in /tmp."""
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode):
@@ -1084,15 +1077,6 @@ def _seen(folder: Path, users: tuple[int, ...], *, is_above: bool) -> str:
     if found.st_mode & _OTHERS and not (is_above and found.st_mode & stat.S_ISVTX):
         return f"can be written by others ({stat.filemode(found.st_mode)})"
     return ""
-
-
-def _roots() -> Iterator[int]:
-    """Yield the users that root appears as here: another one in some containers."""
-    yield 0
-    with suppress(OSError, ValueError):
-        maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-        if not any(int(first) == 0 for first, _, _ in maps):
-            yield int(Path("/proc/sys/kernel/overflowuid").read_text())
 
 
 def _user(uid: int) -> str:

@@ -298,6 +298,8 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
 
     Not by an executor: that takes no work at the end of a program, when a save may be on its way.
     """
+    if len(calls) == 1:
+        return [calls[0]()]
     found: dict[int, T] = {}
     errors: list[BaseException] = []
 

@@ -349,11 +349,7 @@ PLACE = re.compile(r"[^=,]+=[0-9]+of[0-9]+(,[^=,]+=[0-9]+of[0-9]+)*")
 """The name of the folder of one place of a mesh."""
 
 
-def _is_data(value: object) -> bool:
-    return isinstance(value, str) and DATA.fullmatch(value) is not None
-
-
-COMMIT_FORM = DictForm(must={"data": _is_data, "places": [text]})
+COMMIT_FORM = DictForm(must={"data": DATA, "places": [text]})
 """The body of checkpoint-<axes>.json, which says what all places of a mesh have saved together."""
 
 _CHUNK = (natural, integer(1, 2**63), text, natural, natural)
@@ -378,7 +374,7 @@ MANIFEST_FORM = DictForm(
             }
         ),
         "tensors": DictForm(others=DictForm(must={"dtype": text, "chunks": [_CHUNK]})),
-        "data": _is_data,
+        "data": DATA,
         # No folder, not . and not ..
         "files": DictForm(
             others=(natural, integer(0, 2**32)),
@@ -400,8 +396,8 @@ def _data_named_at(path: Path) -> str:
     if not is_there(file):
         return ""
     data: Any = read_sealed(file, "checkpoint").get("data")
-    if not _is_data(data):
-        raise damaged(file, f"names the data folder {data!r:.80}")
+    for wrong in problems(data, DATA, "its data folder"):
+        raise damaged(file, f"is no manifest: {wrong}")
     return data
 
 

@@ -696,7 +696,8 @@ def copied(holds: Sequence[TensorPiece], wants: Sequence[TensorPiece]) -> Stock:
         for held in sources.get(want.name, ()):
             low, high = max(start, held.start), min(stop, held.start + held.values.numel())
             if low < high:
-                _of(want, low, high).copy_(_of(held, low, high), non_blocking=True)
+                here = held.values[low - held.start : high - held.start]
+                want.values[low - start : high - start].copy_(here, non_blocking=True)
     left = {name: without(spans, own.get(name, ())) for name, spans in spans_of(wants).items()}
     lacks = {name: spans for name, spans in left.items() if spans}
     itemsizes = {want.name: want.values.dtype.itemsize for want in wants if want.name in lacks}
@@ -730,20 +731,21 @@ def redistribute(
         for r, other in enumerate(stocks):
             away = r != rank
             going = tuple(crossings(other.lacks, stocks[rank].has, batch)) if away else ()
-            if going not in packed:  # what several ranks lack is packed once
-                packed[going] = _packed(sources, going, device)
+            if going not in packed:  # what several ranks lack is packed once; one range is not
+                views = [x for one in going for _, x in _bytes_in(sources[one.name], one)]
+                parts = [to_device(x, device) for x in views]
+                packed[going] = parts[0] if len(parts) == 1 else torch.cat(parts)
             sent.append(packed[going])
             arriving.append([*crossings(stocks[rank].lacks, other.has, batch)] if away else [])
         sizes = [sum(map(nbytes, some)) for some in arriving]
         total = sum(stop - start for start, stop in batch.values())
         flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
         for some, received in zip(arriving, flight.wait(), strict=True):
-            chunks = received.split([*map(nbytes, some)]) if some else ()
-            for one, chunk in zip(some, chunks, strict=True):
-                for piece, low, high in _inside(targets[one.name], one):
-                    itemsize = piece.values.dtype.itemsize
-                    own = chunk[(low - one.start) * itemsize : (high - one.start) * itemsize]
-                    _as_bytes(_of(piece, low, high)).copy_(own, non_blocking=True)
+            at = 0
+            for one in some:
+                for begin, own in _bytes_in(targets[one.name], one):
+                    own.copy_(received[at + begin :][: own.numel()], non_blocking=True)
+                at += nbytes(one)
 
     for batch in batches_of(stocks, batch_bytes):
         exchange(batch)  # nothing of a batch outlives it
@@ -757,32 +759,18 @@ def by_name(pieces: Sequence[TensorPiece]) -> Named:
     return found
 
 
-def _packed(sources: Named, going: Sequence[Crossing], device: torch.device) -> Tensor:
-    """Return the bytes of what goes to another rank: a view of what is held, if it is one range."""
-    parts = [
-        to_device(_as_bytes(_of(piece, low, high)), device)
-        for one in going
-        for piece, low, high in _inside(sources[one.name], one)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _bytes_in(pieces: Sequence[TensorPiece], one: Crossing) -> Iterator[tuple[int, Tensor]]:
+    """Yield (where it begins, in bytes of all that crosses; the bytes: a view) of what pieces have.
 
-
-def _inside(pieces: Sequence[TensorPiece], one: Crossing) -> Iterator[tuple[TensorPiece, int, int]]:
-    """Yield (piece, first, behind the last) of the elements that cross, in their order."""
+    In the order of the elements that cross.
+    """
     for piece in sorted(pieces, key=lambda piece: piece.start):
         low = max(piece.start, one.start)
         high = min(piece.start + piece.values.numel(), one.stop)
         if low < high:
-            yield piece, low, high
-
-
-def _of(piece: TensorPiece, start: int, stop: int) -> Tensor:
-    return piece.values[start - piece.start : stop - piece.start]
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    real = torch.view_as_real(x) if x.is_complex() else x
-    return real.reshape(-1).view(torch.uint8)
+            x = piece.values[low - piece.start : high - piece.start]
+            real = torch.view_as_real(x) if x.is_complex() else x
+            yield (low - one.start) * x.dtype.itemsize, real.reshape(-1).view(torch.uint8)
 
 
 Span = tuple[int, int]

@@ -5,6 +5,7 @@ before it was found to have the form that is written. A form is one of
 
     a type            a value of it; `object` for any
     a range           an int in it
+    a pattern         a text that it matches, from its first letter to its last
     a function        value -> whether it is good
     [form]            a list, each item of that form
     (form, form)      a list of so many items
@@ -17,7 +18,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,8 @@ def problems(value: Any, form: Any, place: str) -> Iterator[str]:
         >>> list(problems({"step": -1, "names": ["a", 7]}, form, "it"))
         ['it/step is -1', 'it/names/1 is 7']
     """
-    kind: Any = type(value)
-    if kind is dict and isinstance(form, DictForm):
+    kind = type(value).__name__
+    if kind == "dict" and isinstance(form, DictForm):
         for name in form.must:
             if name not in value:
                 yield f"{place} lacks {name!r}"
@@ -52,10 +53,8 @@ def problems(value: Any, form: Any, place: str) -> Iterator[str]:
             else:
                 yield from problems(one, its, f"{place}/{name}")
         return
-    if kind is list and isinstance(form, list | tuple):
-        forms: Any = form
-        if isinstance(form, list):
-            forms = forms * len(value)
+    if kind == "list" and isinstance(form, list | tuple):
+        forms = cast("tuple[Any, ...]", form if isinstance(form, tuple) else (*form,) * len(value))
         if len(forms) != len(value):
             yield f"{place} is {value!r:.80}"
         for number, (one, its) in enumerate(zip(value, forms, strict=False)):
@@ -63,8 +62,10 @@ def problems(value: Any, form: Any, place: str) -> Iterator[str]:
         return
     if isinstance(form, type):
         good = isinstance(value, form)
+    elif isinstance(form, re.Pattern):
+        good = kind == "str" and cast("re.Pattern[str]", form).fullmatch(value) is not None
     elif isinstance(form, range):
-        good = kind is int and value in form
+        good = kind == "int" and value in form
     else:
         good = callable(form) and form(value)
     if not good:

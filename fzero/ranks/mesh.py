@@ -565,10 +565,9 @@ def axis_of(mesh: MeshLike) -> Axis:
                 f"(1, {axis.size}); for some of the ranks only, a DeviceMesh.",
             )
         return axis if mesh[0] == 1 else replace(axis, dims=Dims(mesh[0]))
-    given: object = mesh
-    if not isinstance(given, DeviceMesh):
+    if not isinstance(cast("object", mesh), DeviceMesh):
         raise AxisError(
-            f"mesh is a {type(given).__name__}.",
+            f"mesh is a {type(mesh).__name__}.",
             cause="a process group or a list of ranks was passed.",
             fix='pass a DeviceMesh, init_device_mesh("cpu", (4,), mesh_dim_names=("dp",)), the '
             "sizes (replicas, shards) of the world's two dims, or names and sizes, "

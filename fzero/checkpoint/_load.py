@@ -22,7 +22,7 @@ from fzero.checkpoint._pieces import TensorPiece, overlap
 from fzero.checkpoint._process_states import LocalStates, local_states, require_closed
 from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._storage import read_pieces, tensor_files
-from fzero.checkpoint.collective import damaged, from_first, run_on_all_ranks
+from fzero.checkpoint.collective import damaged, from_first, on_all_ranks
 from fzero.checkpoint.engine_state import RNG, Buffers, EngineLike
 from fzero.checkpoint.folders import PathLike
 from fzero.checkpoint.manifest import Manifest
@@ -189,7 +189,7 @@ def _loaded(
         return _loaded_in_places(path, state, rng=rng, strict=strict, rename=rename)
     held = local_states("load", state, apart=True)
     ranks, axis = held.processes, held.processes.axis
-    where = folders.path_everywhere(ranks, "load", path)
+    where = folders.shared_path(ranks, "load", path)
     with ExitStack() as until_read, torch.no_grad():
 
         def begin() -> Manifest:
@@ -199,7 +199,7 @@ def _loaded(
         saved = from_first(ranks, begin, what=f"read {where}")
         folder = where / saved.data
 
-        def prepare() -> tuple[LoadPlan, Manifest]:
+        with on_all_ranks(ranks, what=f"read {where}"):
             numbers, tensors = RNG.format(axis.rank), tensor_files(saved)
             others = [name for name in saved.files if name not in tensors]
             folders.require_whole(
@@ -211,20 +211,15 @@ def _loaded(
             text = folders.read_text(folder / numbers) if rng and numbers in saved.files else None
             plan = planned(held, named, where, rng=text, groups=groups, strict=strict)
             manifest.require_tensors(named, plan.pieces, where / manifest.MANIFEST)
-            return plan, named
-
-        def read() -> None:
+        if rename is not None:
+            names = [f"{name} {text}" for name, text in named.leaves.items()]
+            assert_same_everywhere(names, axis, what="the names of rename=")
+        with on_all_ranks(ranks, what=f"read {folder}"):
             read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size), named)
             if plan.partials:
                 _read_resized(
                     held, plan, lambda piece: read_pieces([piece], folder, saved, None, named)
                 )
-
-        plan, named = run_on_all_ranks(ranks, prepare, what=f"read {where}")
-        if rename is not None:
-            names = [f"{name} {text}" for name, text in named.leaves.items()]
-            assert_same_everywhere(names, axis, what="the names of rename=")
-        run_on_all_ranks(ranks, read, what=f"read {folder}")
         made: Any = finished(held, named, plan)
     if held.engine is None:
         returned([made])

@@ -36,7 +36,7 @@ def save_in_places(
     was there still counts.
     """
     ranks, places = _mesh_of(state)
-    where = folders.path_everywhere(ranks, "save", path)
+    where = folders.shared_path(ranks, "save", path)
     file, before = manifest.commit_file(where / places[0]), list[str]()
 
     def save_place(place: str, one: TrainState) -> TrainState:
@@ -92,8 +92,7 @@ def load_in_places(
     where places are of other updates.
     """
     ranks, places = _mesh_of(state)
-    look = lambda: folders.as_path("load", path)  # noqa: E731 - another one at each place, maybe
-    where = run_on_all_ranks(ranks, look, what="load: look at the path")
+    where = folders.path_everywhere(ranks, "load", path)  # maybe another one at each place
     with ExitStack() as until_read:
 
         def begin() -> Commit | None:

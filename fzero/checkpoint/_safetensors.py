@@ -310,7 +310,7 @@ def export_safetensors(
     wait_for_earlier(raises=False)
     held = local_states("export_safetensors", state)
     ranks, layout, buffers = held.processes, held.setup.layout, held.buffers
-    where = folders.path_everywhere(ranks, "export_safetensors", folder)
+    where = folders.shared_path(ranks, "export_safetensors", folder)
     facts = [f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
     assert_same_everywhere(facts, ranks.axis, what="the export")
     names = leaf_paths(layout)
@@ -570,7 +570,7 @@ def import_safetensors(
         [tensor([1., 1.])]
     """
     held = local_states("import_safetensors", state)
-    where = folders.path_everywhere(held.processes, "import_safetensors", folder)
+    where = folders.shared_path(held.processes, "import_safetensors", folder)
     until_read = ExitStack()
 
     def begin() -> dict[str, str]:

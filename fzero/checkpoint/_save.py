@@ -35,7 +35,7 @@ from fzero.checkpoint._process_states import (
     texts_of_ranks,
 )
 from fzero.checkpoint._storage import write_pieces
-from fzero.checkpoint.collective import Ranks, from_first, results_of_ranks, run_on_all_ranks
+from fzero.checkpoint.collective import Ranks, from_first, on_all_ranks, results_of_ranks
 from fzero.checkpoint.engine_state import RNG, Buffers, EngineLike
 from fzero.checkpoint.folders import PathLike
 from fzero.checkpoint.manifest import Manifest
@@ -174,7 +174,7 @@ def save_async(
     """
     wait_for_earlier()
     held = local_states("save", state, apart=True)
-    where = folders.path_everywhere(held.processes, "save", path)
+    where = folders.shared_path(held.processes, "save", path)
     draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=True)
 
     beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
@@ -187,7 +187,7 @@ def save_async(
 def _save(path: PathLike, state: TrainState | EngineLike, among: str = "", **how: Any) -> None:
     """Save to one path. among: as of `write_draft`."""
     held = local_states("save", state, apart=True)
-    where = folders.path_everywhere(held.processes, "save", path)
+    where = folders.shared_path(held.processes, "save", path)
     write_draft(draft_of(held, **how), where, among)
 
 
@@ -206,19 +206,19 @@ def draft_of(
     ready: is called first on each rank; an error of it is raised on all.
     """
     ranks, first, doing = held.processes, held.states[0], "prepare the checkpoint"
-
-    def prepare() -> Draft:
+    with on_all_ranks(ranks, what=doing):
         ready()
         for one in held.states:
             require_idle(one)
         facts = manifest.facts_of_state(first, frozen=frozen)
         if held.engine is not None:
             facts.module["options"] = engine_state.options_of(held.engine.optimizer)
-        pairs = zip(held.states, held.ranks, strict=True)
-        pieces = [x for one, rank in pairs for x in pieces_of_rank(one, rank, frozen=frozen)]
+        pieces = list[TensorPiece]()
+        for one, rank in zip(held.states, held.ranks, strict=True):
+            pieces += pieces_of_rank(one, rank, frozen=frozen)
         if copies:
             pieces = [replace(piece, values=_copied(piece.values)) for piece in pieces]
-        return Draft(
+        draft = Draft(
             ranks=ranks,
             manifest=replace(facts, extra=manifest.as_extra(extra)),
             pieces=pieces,
@@ -226,8 +226,14 @@ def draft_of(
             rng=engine_state.rng_text() if rng else "",
             groups=[] if held.engine is None else engine_state.group_names(first),
         )
-
-    def require_readable() -> None:
+    step = f"step {draft.manifest.counters['step']}"
+    own = held.ranks[0] % first.setup.axis.size
+    if trains_apart(first) or Placement.OWNER in {x.placement for x in entries_of(first, own)}:
+        of_replicas = facts_of_replicas(held)  # of which each skips updates of its own
+        draft.manifest.origin.update(of_replicas)
+        manifest.note_texts(draft.manifest, texts_of_ranks(held, what=doing))
+        step = f"step {of_replicas}" if of_replicas else step
+    with on_all_ranks(ranks, what=doing):
         body = {**draft.manifest.as_json(), "data": f"data-{'0' * 16}"}
         for wrong in problems(body, manifest.MANIFEST_FORM, "the manifest"):
             raise LayoutError(
@@ -235,16 +241,6 @@ def draft_of(
                 cause="a parameter, buffer or slot with a line break in its name.",
                 fix="give it another name: load would refuse this one. Nothing was written.",
             )
-
-    draft = run_on_all_ranks(ranks, prepare, what=doing)
-    step = f"step {draft.manifest.counters['step']}"
-    own = held.ranks[0] % first.setup.axis.size
-    if trains_apart(first) or Placement.OWNER in {x.placement for x in entries_of(first, own)}:
-        facts = facts_of_replicas(held)  # of which each skips updates of its own
-        draft.manifest.origin.update(facts)
-        manifest.note_texts(draft.manifest, texts_of_ranks(held, what=doing))
-        step = f"step {facts}" if facts else step
-    run_on_all_ranks(ranks, require_readable, what=doing)
     assert_same_everywhere([step], ranks.axis, what="the checkpoint")
     return draft
 

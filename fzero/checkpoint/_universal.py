@@ -129,7 +129,7 @@ def save_universal(
     wait_for_earlier(raises=False)
     held = local_states("save_universal", state)
     ranks, names = held.processes, leaf_paths(held.setup.layout)
-    where = folders.path_everywhere(ranks, "save_universal", folder)
+    where = folders.shared_path(ranks, "save_universal", folder)
     first, step = held.states[0], int(held.states[0].step)
     warn_of_left_out(first, held.ranks[0])
     assert_same_everywhere([f"tag {tag}", f"step {step}"], ranks.axis, what="the checkpoint")
@@ -307,7 +307,7 @@ def load_universal(
     wait_for_earlier(raises=False)
     held = local_states("load_universal", state)
     ranks, given = held.processes, held.states[0]
-    where = folders.path_everywhere(ranks, "load_universal", folder)
+    where = folders.shared_path(ranks, "load_universal", folder)
     assert_same_everywhere([f"tag {tag}", f"{optimizer=}"], ranks.axis, what="the checkpoint")
 
     def begin() -> list[str]:

@@ -35,7 +35,13 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
-from fzero.checkpoint.collective import CheckpointError, Ranks, damaged, run_on_all_ranks
+from fzero.checkpoint.collective import (
+    CheckpointError,
+    Ranks,
+    damaged,
+    on_all_ranks,
+    run_on_all_ranks,
+)
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 
@@ -72,8 +78,14 @@ def as_path(name: str, path: PathLike) -> Path:
 
 
 def path_everywhere(ranks: Ranks, name: str, path: PathLike) -> Path:
-    """Return `as_path` of the path that all ranks give; raise on all of them if one has none."""
-    found = run_on_all_ranks(ranks, lambda: as_path(name, path), what=f"{name}: look at the path")
+    """Return `as_path` of every rank's own path; raise on all of them if one has none."""
+    return run_on_all_ranks(ranks, lambda: as_path(name, path), what=f"{name}: look at the path")
+
+
+def shared_path(ranks: Ranks, name: str, path: PathLike) -> Path:
+    """Return `as_path` of the path that all ranks give; raise on all of them if one has another."""
+    with on_all_ranks(ranks, what=f"{name}: look at the path"):
+        found = as_path(name, path)
     assert_same_everywhere([f"path {found}"], ranks.axis, what="the checkpoint")
     return found
 

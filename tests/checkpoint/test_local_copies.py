@@ -30,7 +30,7 @@ def _from_own_copy(rank: int, size: int, folder: Path, stage: int, bad: int, old
         data[100] ^= 1
         file.write_bytes(data)
     # One path for all, which leads each rank to its own disk.
-    with mock.patch.object(folders, "path_everywhere", lambda *_: own):
+    with mock.patch.object(folders, "shared_path", lambda *_: own):
         into = make(blank(mixed()), stage=stage, ranks=0)
         with pytest.raises(CheckpointError) as raised:
             load(own, into)

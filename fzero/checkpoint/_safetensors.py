@@ -34,7 +34,7 @@ from fzero.checkpoint.collective import (
     CheckpointError,
     damaged,
     from_first,
-    run_on_all_ranks,
+    on_all_ranks,
     written_by_first,
 )
 from fzero.checkpoint.engine_state import EngineLike, buffers_of
@@ -577,62 +577,55 @@ def import_safetensors(
         until_read.enter_context(folders.locked(where, alone=False, file=""))
         return read_index(where)
 
-    def read(index: dict[str, str]) -> tuple[list[TrainState], dict[str, Tensor], LoadReport]:
-        for one in held.states:
-            require_closed(one)
-        places, taken = dict[str, Place](), dict[str, str]()
-        for name, place in places_in(where, index).items():
-            if (new := new_name(rename, name)) is not None:
-                require_one(taken, new, name)
-                places[new] = place
-        layout = held.setup.layout
-        report = LoadReport([], [], [])
+    layout, report = held.setup.layout, LoadReport([], [], [])
+    places, taken = dict[str, Place](), dict[str, str]()
 
-        def found(names: list[str], wanted: TensorForm) -> Place | None:
-            """Return where something is; None where nothing is that has to be."""
-            if strict or not {*names}.isdisjoint(places):
-                place = _found(places, names, wanted, resizes=not strict)
-                if place.form.shape != wanted.shape:
-                    report.resized.append(names[0])
-                return place
-            report.missing.append(names[0])
-            return None
+    def found(names: list[str], wanted: TensorForm) -> Place | None:
+        """Return where something is; None where nothing is that has to be."""
+        if strict or not {*names}.isdisjoint(places):
+            place = _found(places, names, wanted, resizes=not strict)
+            if place.form.shape != wanted.shape:
+                report.resized.append(names[0])
+            return place
+        report.missing.append(names[0])
+        return None
 
-        of_leaves = [
-            found(paths, TensorForm(leaf.shape, leaf.dtype))
-            for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
-        ]
-        for paths in all_paths(layout):
-            some = [path for path in dict.fromkeys(paths) if path in places]
-            require_equal(where, some, lambda name: read_values(places[name]))
-        buffers = {
-            name: x.detach().cpu().clone() for name, x in held.buffers.items() if name in places
-        }
-        for name, own in buffers.items():
-            place = found([name], TensorForm(tuple(own.shape), own.dtype))
-            assert place is not None
-            common = overlap(0, own.numel(), tuple(own.shape), place.form.shape)
-            common.fill(own.view(-1), read_values(place).view(-1))
-        if not strict:
-            known = {path for paths in all_paths(layout) for path in paths} | held.buffers.keys()
-            require_some("import_safetensors", where, places, known)
-            report.missing.extend(name for name in held.buffers if name not in buffers)
-            used = {place.name for name, place in places.items() if name in known}
-            left = (name for name in places.keys() - known if places[name].name not in used)
-            report.unexpected.extend(sorted(left))
-        pairs = zip(held.states, held.ranks, strict=True)
-        made = [with_room(one, rank, has_values, copies=not strict) for one, rank in pairs]
-
-        def values(leaf: int, _: str) -> Tensor | None:
-            return None if (place := of_leaves[leaf]) is None else read_values(place)
-
-        read_leaves(held, made, has_values, values)
-        return made, buffers, report
+    def values(leaf: int, _: str) -> Tensor | None:
+        return None if (place := of_leaves[leaf]) is None else read_values(place)
 
     with torch.no_grad(), until_read:
         what = f"read {where}"
         index = from_first(held.processes, begin, what=what)  # the same one on all ranks
-        states, buffers, report = run_on_all_ranks(held.processes, lambda: read(index), what=what)
+        with on_all_ranks(held.processes, what=what):
+            for one in held.states:
+                require_closed(one)
+            for name, place in places_in(where, index).items():
+                if (new := new_name(rename, name)) is not None:
+                    require_one(taken, new, name)
+                    places[new] = place
+            of_leaves = [
+                found(paths, TensorForm(leaf.shape, leaf.dtype))
+                for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
+            ]
+            for paths in all_paths(layout):
+                some = [path for path in dict.fromkeys(paths) if path in places]
+                require_equal(where, some, lambda name: read_values(places[name]))
+            buffers = {k: x.detach().cpu().clone() for k, x in held.buffers.items() if k in places}
+            for name, own in buffers.items():
+                place = found([name], TensorForm(tuple(own.shape), own.dtype))
+                assert place is not None
+                common = overlap(0, own.numel(), tuple(own.shape), place.form.shape)
+                common.fill(own.view(-1), read_values(place).view(-1))
+            if not strict:
+                known = {path for paths in all_paths(layout) for path in paths} | {*held.buffers}
+                require_some("import_safetensors", where, places, known)
+                report.missing.extend(name for name in held.buffers if name not in buffers)
+                used = {place.name for name, place in places.items() if name in known}
+                left = (name for name in places.keys() - known if places[name].name not in used)
+                report.unexpected.extend(sorted(left))
+            pairs = zip(held.states, held.ranks, strict=True)
+            states = [with_room(one, rank, has_values, copies=not strict) for one, rank in pairs]
+            read_leaves(held, states, has_values, values)
         make_whole(held, states, has_values)
         made = held.returned(states, buffers)
     return made if strict else (made, report)

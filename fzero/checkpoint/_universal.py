@@ -58,7 +58,7 @@ from fzero.checkpoint.collective import (
     Ranks,
     damaged,
     from_first,
-    run_on_all_ranks,
+    on_all_ranks,
     written_by_first,
 )
 from fzero.checkpoint.engine_state import Buffers, EngineLike
@@ -310,7 +310,8 @@ def load_universal(
     where = folders.shared_path(ranks, "load_universal", folder)
     assert_same_everywhere([f"tag {tag}", f"{optimizer=}"], ranks.axis, what="the checkpoint")
 
-    def begin() -> list[str]:
+    doing = f"read {where}"
+    with on_all_ranks(ranks, what=doing):
         if tag is not None and not (isinstance(tag, str) and is_name(tag)):
             raise LayoutError(
                 f"load_universal: the tag {tag!r:.80} is no name of a folder.",
@@ -321,13 +322,11 @@ def load_universal(
             require_closed(one)
         require_places("load_universal", given)
         slots = {slot.name for slot in slots_of(given) if RULE + slot.name not in VALUES}
-        return [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
-
-    doing = f"read {where}"
-    keys = run_on_all_ranks(ranks, begin, what=doing)
+        keys = [FP32, *([STEP, *sorted(slots)] if optimizer else [])]
     name = from_first(ranks, lambda: latest(where) if tag is None else tag, what=doing)
     source = Folder(where / name)
-    names = run_on_all_ranks(ranks, lambda: _sound_names(source, given, keys, ranks), what=doing)
+    with on_all_ranks(ranks, what=doing):
+        names = _sound_names(source, given, keys, ranks)
     shared = from_first(
         ranks, lambda: _shared_facts(source, names, given, held.engine, optimizer), what=doing
     )
@@ -335,25 +334,20 @@ def load_universal(
     def reads(entry: Entry) -> bool:
         return has_values(entry) or (optimizer and entry.name.startswith(RULE))
 
-    def fill() -> list[TrainState]:
-        """Return new states with the values of the files: of each flat, this rank's own shard."""
-        pairs = zip(held.states, held.ranks, strict=True)
-        made = [numbered(with_room(*pair, reads), shared.counters) for pair in pairs]
-
-        def values(number: int, kind: str) -> Tensor:
-            leaf, name = given.setup.layout.leaves[number], names[number]
-            key = FP32 if kind in VALUES else kind.removeprefix(RULE)
-            found = source.values(name, key, leaf.shape)
-            if not are_alike(found.dtype, leaf.dtype):
-                seen = f"has {name} as {found.dtype}, {leaf.dtype} in the state"
-                raise damaged(source.root / ZERO / name, seen)
-            return found
-
-        read_leaves(held, made, reads, values)
-        return made
+    def values(number: int, kind: str) -> Tensor:
+        leaf, name = given.setup.layout.leaves[number], names[number]
+        key = FP32 if kind in VALUES else kind.removeprefix(RULE)
+        found = source.values(name, key, leaf.shape)
+        if not are_alike(found.dtype, leaf.dtype):
+            seen = f"has {name} as {found.dtype}, {leaf.dtype} in the state"
+            raise damaged(source.root / ZERO / name, seen)
+        return found
 
     with torch.no_grad():
-        states = run_on_all_ranks(ranks, fill, what=doing)
+        with on_all_ranks(ranks, what=doing):  # of each flat of new states, this rank's own shard
+            pairs = zip(held.states, held.ranks, strict=True)
+            states = [numbered(with_room(*pair, reads), shared.counters) for pair in pairs]
+            read_leaves(held, states, reads, values)
         make_whole(held, states, reads)
         states = begun_slots(held, states, f"load_universal: {where / name}")
     made = held.returned(states, shared.buffers)

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._load import LoadPlan, finished, planned
+from fzero.checkpoint._load import finished, planned
 from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
 from fzero.checkpoint._process_states import LocalStates, local_states
 from fzero.checkpoint._save import (
@@ -53,6 +53,7 @@ from fzero.checkpoint.collective import (
     Ranks,
     damaged,
     from_first,
+    on_all_ranks,
     results_of_ranks,
     run_on_all_ranks,
 )
@@ -297,8 +298,9 @@ class Mirror:
         self._forget()
         if home is None:
             return
-        land = (lambda: None) if flight is None else flight.handle.result
-        run_on_all_ranks(home.ranks, land, what="wait for the copies")
+        with on_all_ranks(home.ranks, what="wait for the copies"):
+            if flight is not None:
+                flight.handle.result()
         if home.hosts.leads:
             _remove_all(home.folder)
         let_go(home.folder.parent)
@@ -381,7 +383,7 @@ def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
 
     An error of one rank is raised on all: nobody waits for a copy that does not come.
     """
-    me, what = home.hosts.rank, f"write {home.folder}"
+    me = home.hosts.rank
 
     def look() -> dict[str, dict[str, int]]:
         found = {}
@@ -404,7 +406,7 @@ def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
                 got.append((sender, taken[copy][file]))
     exchange_beside(sent, got, home.beside.axis)
 
-    def write() -> None:
+    with on_all_ranks(home.beside, what=f"write {home.folder}"):
         for copy, files in taken.items():
             _make_room(home, copy, sum(x.nbytes for x in files.values()))
             with _new_copy(home, copy) as folder:
@@ -412,8 +414,6 @@ def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
                     (folder / file).parent.mkdir(mode=0o700, exist_ok=True)
                     values: Any = x.numpy()
                     (folder / file).write_bytes(values)
-
-    run_on_all_ranks(home.beside, write, what=what)
 
 
 # Copies to a state.
@@ -430,18 +430,10 @@ def _restored(home: _Home, held: LocalStates) -> tuple[Any, int, dict[str, Any]]
     where, saved = home.folder, _joined(found)
     texts = {copy.rank: part.rng for copy, part in found.items()}
 
-    def prepare() -> LoadPlan:
-        plan = planned(held, saved, where, rng=texts.get(home.hosts.rank))
-        require_tensors(saved, plan.pieces, where)
-        return plan
-
-    def read() -> None:
-        here = {k: x for k, x in saved.files.items() if k.partition("/")[0] in needed}
-        # No other file is checked: all were, before.
-        read_pieces(plan.pieces, where, replace(saved, files=here), (-1, 1))
-
     with torch.no_grad():
-        plan = run_on_all_ranks(home.ranks, prepare, what=f"read {where}")
+        with on_all_ranks(home.ranks, what=f"read {where}"):
+            plan = planned(held, saved, where, rng=texts.get(home.hosts.rank))
+            require_tensors(saved, plan.pieces, where)
         chunks = (chunk for piece in plan.pieces for chunk, *_ in chunks_of(saved, piece))
         needed = {chunk.file.partition("/")[0] for chunk in chunks}
         hosts, of_ranks = home.hosts, home.ranks.tell(needed)
@@ -454,7 +446,10 @@ def _restored(home: _Home, held: LocalStates) -> tuple[Any, int, dict[str, Any]]
                 sender, receiver = (ranks[source.rank % len(ranks)] for ranks in pair)
                 moves.append((sender, receiver, source))
         _send(home, moves)
-        run_on_all_ranks(home.ranks, read, what=f"read {where}")
+        with on_all_ranks(home.ranks, what=f"read {where}"):
+            # No other file is checked: all were, before.
+            here = {k: x for k, x in saved.files.items() if k.partition("/")[0] in needed}
+            read_pieces(plan.pieces, where, replace(saved, files=here), (-1, 1))
         thing = finished(held, saved, plan)
     _remove_earlier(home, [*found])
     return thing, next(iter(found)).update, saved.extra
@@ -861,8 +856,7 @@ def _own_files(folder: Path) -> list[Path]:
 
 def _require_empty(home: _Home) -> None:
     """Raise `PhaseError` where copies are that nobody has asked for. A collective."""
-
-    def look() -> None:
+    with on_all_ranks(home.ranks, what=f"list {home.folder}"):
         if found := copies_in(home.folder):
             raise PhaseError(
                 f"Mirror.update: {home.folder} has copies that were not restored: "
@@ -872,8 +866,6 @@ def _require_empty(home: _Home) -> None:
                 fix="call mirror.restore(state) before the first update, or remove the folder; "
                 "give each Mirror a folder= of its own.",
             )
-
-    run_on_all_ranks(home.ranks, look, what=f"list {home.folder}")
 
 
 # Folders in the memory of this host, of this user alone: they outlive their processes.

@@ -8,7 +8,7 @@
                           anew    its own on the same ranks at the same stage; else it begins, and
                                   a warning says so
     make_whole        each rank has read its own part of all: the rest comes from the others
-    finalize_state    what has no saved value begins
+    finalize          what has no saved value begins
 
 The second half is for files of other formats, of which a rank reads one whole leaf at a time.
 """

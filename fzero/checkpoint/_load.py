@@ -1,4 +1,10 @@
-"""`load`: from a path into a state of any stage on any number of ranks, or into an engine."""
+"""`load`: from a path into a state of any stage on any number of ranks, or into an engine.
+
+read the manifest, on rank 0        one collective says it to all
+match leaves by name                `planned`: everything is checked, the new state allocated
+read this rank's ranges of leaves   `read_pieces`: each saved chunk once, with its checksum
+redistribute, finalize              `finished`: what other ranks have read, and what begins
+"""
 
 from __future__ import annotations
 
@@ -180,9 +186,6 @@ def _loaded(
     """Load, with `extra`, and the report of a partial load.
 
     data: the name of its data folder, where others of its save name it.
-
-        read the manifest -> agree on it -> match leaves by name, allocate the state -> read this
-        rank's ranges of each leaf, with checksums -> redistribute, finalize
     """
     wait_for_earlier(raises=False)
     if isinstance(state, TrainState) and state.mesh.mesh is not None:

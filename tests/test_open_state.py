@@ -58,7 +58,6 @@ _FORMAT = "the format of DeepSpeed has it by this name"
 EXCEPT: dict[str, dict[str, str]] = {
     "checkpoint/_partial.py": {"masters": "a master that a file lacks is made of its parameter"},
     "checkpoint/_universal.py": {"scale": _FORMAT, "masters": _FORMAT},
-    "checkpoint/_universal_load.py": {"scale": _FORMAT},
     "transforms/grad.py": {"weight": _ARGUMENT},
     "transforms/autograd.py": {"weight": _ARGUMENT},
     "adapter/losses.py": {"weight": _ARGUMENT},

@@ -25,8 +25,8 @@ from fzero.checkpoint._safetensors import state_dict as state_dict
 from fzero.checkpoint._save import AsyncSave as AsyncSave
 from fzero.checkpoint._save import save as save
 from fzero.checkpoint._save import save_async as save_async
+from fzero.checkpoint._universal import load_universal as load_universal
 from fzero.checkpoint._universal import save_universal as save_universal
-from fzero.checkpoint._universal_load import load_universal as load_universal
 from fzero.checkpoint.collective import CheckpointError as CheckpointError
 from fzero.checkpoint.mesh_transition import reshard as reshard
 from fzero.checkpoint.mirror import Mirror as Mirror

@@ -8,7 +8,7 @@
                           anew    its own on the same ranks at the same stage; else it begins, and
                                   a warning says so
     make_whole        each rank has read its own part of all: the rest comes from the others
-    finalize_state    what has no saved value begins
+    finalize          what has no saved value begins
 
 The second half is for files of other formats, of which a rank reads one whole leaf at a time.
 """
@@ -26,6 +26,7 @@ from torch import Tensor
 from fzero.checkpoint._partial import Partial
 from fzero.checkpoint._pieces import (
     TensorPiece,
+    blocks,
     cut_shards,
     form_in,
     held_part,
@@ -33,9 +34,7 @@ from fzero.checkpoint._pieces import (
     named_entries,
     numel_of,
     pieces_of,
-    place_of,
     put_common,
-    whole_pieces,
 )
 from fzero.checkpoint._process_states import LocalStates
 from fzero.checkpoint.manifest import Manifest
@@ -86,12 +85,13 @@ class NewState:
             reads all that it holds, not only its own part, and what lives until the update, too:
             slots of `like`, and these entries of zeros.
         """
-        setup, (replica, own), facts = like.setup, place_of(like, rank), saved.origin.get(APART)
+        setup, facts = like.setup, saved.origin.get(APART)
+        replica, own = divmod(rank, setup.axis.size)
         apart = trains_apart(like) and facts is not None
         same = apart and facts is not None and are_as_many(like, facts)
         self.pieces: list[TensorPiece] = []  # views of the state, and of `_sums`
         self.begins: set[tuple[str, str]] = set()  # keys of entries that have no saved value
-        self.notes: list[str] = []  # which of them, in words
+        self.notes: list[str] = []  # which of them, and what is left out, in words
         self._sums: list[tuple[Tensor, Tensor]] = []  # what is read is added to the first of each
         self._like, self._saved, self._partial, self._own = like, saved, partial, own
         self._moves = moves is not None
@@ -99,33 +99,49 @@ class NewState:
         before = saved.origin["stage"], saved.origin["ranks"]
         self._other_ranks = (setup.stage, like.mesh.size) != before
 
+        # Memory of its own, and the saved numbers.
         named = {x.key: (x, start if same else "") for x, start in named_entries(like, rank)}
-        made = [self._room(entry, start + entry.name) for entry, start in named.values()]
-        state = with_entries(like, made)
+        state = with_entries(like, [self._room(x, start + x.name) for x, start in named.values()])
         if not frozen and partial is None:
             for i in {*range(len(setup.layout.groups))} - {*setup.layout.trainable}:
                 state.params.flats[i].copy_(like.params.flats[i])
-        numbers = saved.counters
-        if same and facts is not None:
-            numbers = facts["replicas"][replica]["counters"]
-        state = numbered(without_shared(state), numbers)
+        numbers = facts["replicas"][replica]["counters"] if same and facts else saved.counters
+        state = numbered(without_shared(state) if trains_apart(like) else state, numbers)
         if moves is not None:  # its setup says what gradients are that it holds
             state = state.replace(setup=setup, slots={**without_shared(like).slots, **state.slots})
             state = with_entries(state, moves)
-        for entry in entries_of(state, own, live=True):  # as the state has them: they are filled
+
+        # What is read into it.
+        every = entries_of(state, own, live=True)  # as the state has them: they are filled
+        for entry in every:
             start = named[entry.key][1] if entry.key in named else ""
-            if same and entry.name == PARAMS:  # what does not learn, all replicas have in common
+            if is_slot(entry):
+                self._read_slot(entry, start)
+            elif entry.name != PARAMS:
+                self._cut(entry, start)
+            elif same:  # what does not learn, all replicas have in common
                 learns = learning(setup, entry, frozen=False)
                 others = {i: x for i, x in entry.values.items() if i not in learns.values}
-                self._read(learning(setup, replace(entry, values=others), frozen), "")
-                entry = learns
-            self._read(learning(setup, entry, frozen), start)
-        require_kept(state, own)
+                self._cut(learns, start)
+                self._cut(replace(entry, values=others if frozen else {}), "")
+            else:
+                self._cut(entry if frozen else learning(setup, entry, frozen), start)
+        if Placement.OWNER in {entry.placement for entry in every}:
+            require_kept(state, own)
         if apart and facts is not None:
             state = with_facts(state, like, facts, replica if same else -1)
             state = with_shared(state, [self._room(x, x.name) for x in shared_of(state, own)])
-            for entry in shared_of(state, own):
+            every += (shared := shared_of(state, own))
+            for entry in shared:
                 self._cut(entry, "")
+        elif trains_apart(state):
+            every += shared_of(state, own)
+        known = {entry.name for entry in every}
+        self.notes += [
+            f"it has {name}, which the state does not keep: it is left out"
+            for name, one in saved.kept.items()
+            if name not in known and not one["optional"] and not name.startswith("replica/")
+        ]
         self.state = state
 
     def _room(self, entry: Entry, name: str) -> Entry:
@@ -160,14 +176,12 @@ class NewState:
                 values[key] = zero(x)
         return replace(entry, values=values)
 
-    def _read(self, entry: Entry, start: str) -> None:
-        """Let an entry be read, or begin. start: what is before its name."""
+    def _read_slot(self, entry: Entry, start: str) -> None:
+        """Let what a transform keeps be read, or begin. start: what is before its name."""
         name, form, tensors = start + entry.name, entry.form, self._saved.tensors
         known = name in self._saved.kept or name in tensors
         known = known or any(x.startswith(f"{name}/") for x in tensors)
-        if not is_slot(entry):
-            self._cut(entry, start)
-        elif not known or not self._fits(entry, name):
+        if not known or not self._fits(entry, name):
             self.begins.add(entry.key)
             if known:
                 self.notes.append(f"{entry.name} has other shapes there than here")
@@ -244,23 +258,14 @@ class NewState:
                     read(cut_shards(layout, f"{name}/{word}", key, part, values), adds=True)
                 elif not own:  # of what has no parts, all is on the first rank
                     there = "/".join(filter(None, (f"{name}/{word}", key)))
-                    read(whole_pieces(there, x), adds=True)
+                    read(blocks(there, x.reshape(-1)), adds=True)
 
     def warn(self, where: object, call: str) -> None:
         """Warn, once for each, of what begins anew, and of what is left out.
 
         where: what is saved is.
         """
-        state, own = self.state, self._own
-        here = entries_of(state, own, live=True)
-        here += shared_of(state, own) if trains_apart(state) else []
-        known = {entry.name for entry in here}
-        left = [
-            f"it has {name}, which the state does not keep: it is left out"
-            for name, facts in self._saved.kept.items()
-            if name not in known and not facts["optional"] and not name.startswith("replica/")
-        ]
-        for seen in [*self.notes, *left]:
+        for seen in self.notes:
             text = explain(
                 f"{call}: of {where}, {seen}.",
                 cause="a transform that was added, or left out, since then; or other ranks.",
@@ -275,7 +280,9 @@ class NewState:
         """
         for total, part in self._sums:
             total += part
-        state = begun_apart(self.state, self._like)
+        state = self.state
+        if trains_apart(self._like):
+            state = begun_apart(state, self._like)
         return begin_entries(state, self._like, self._own, self.begins) if self.begins else state
 
 
@@ -290,15 +297,6 @@ def begin_entries(
         if entry.key in keys
     ]
     return with_entries(state, copies)
-
-
-def finalize_states(held: LocalStates, rooms: Sequence[NewState]) -> list[TrainState]:
-    """Return the states that were read, made whole. A collective."""
-    begins = {key for room in rooms for key in room.begins}
-    make_whole(held, [room.state for room in rooms], lambda entry: entry.key not in begins)
-    if not held.is_stack:
-        return [rooms[0].finalize()]
-    return on_ranks(len(rooms), lambda rank: rooms[rank].finalize())
 
 
 def on_ranks(size: int, do: Callable[[int], Any]) -> list[Any]:

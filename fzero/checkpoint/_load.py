@@ -1,4 +1,10 @@
-"""`load`: from a path into a state of any stage on any number of ranks, or into an engine."""
+"""`load`: from a path into a state of any stage on any number of ranks, or into an engine.
+
+read the manifest, on rank 0        one collective says it to all
+match leaves by name                `planned`: everything is checked, the new state allocated
+read this rank's ranges of leaves   `read_pieces`: each saved chunk once, with its checksum
+redistribute, finalize              `finished`: what other ranks have read, and what begins
+"""
 
 from __future__ import annotations
 
@@ -14,55 +20,18 @@ from typing import Any, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._allocate import (
-    NewState,
-    finalize_states,
-    on_ranks,
-    read_leaves,
-)
-from fzero.checkpoint._mesh_coordinates import (
-    in_each_place,
-    is_in_places,
-    read_together,
-    require_one_step,
-)
+from fzero.checkpoint import engine_state, folders, manifest
+from fzero.checkpoint._allocate import NewState, make_whole, on_ranks, read_leaves
+from fzero.checkpoint._mesh_coordinates import load_in_places
 from fzero.checkpoint._partial import LoadReport, Partial, Rename, partial_of, renamed, with_begun
 from fzero.checkpoint._pieces import TensorPiece, overlap
 from fzero.checkpoint._process_states import LocalStates, local_states, require_closed
 from fzero.checkpoint._save import wait_for_earlier
 from fzero.checkpoint._storage import read_pieces, tensor_files
-from fzero.checkpoint.collective import damaged, from_first, run_on_all_ranks
-from fzero.checkpoint.engine_state import (
-    Buffers,
-    EngineLike,
-    blank_buffers,
-    buffers_of,
-    group_names,
-    options_by_name,
-    require_options,
-    rng_file,
-    rng_setter,
-    set_buffers,
-    set_options,
-)
-from fzero.checkpoint.folders import (
-    PathLike,
-    as_path,
-    kept,
-    path_everywhere,
-    read_text,
-    require_whole,
-)
-from fzero.checkpoint.manifest import (
-    GROUPS,
-    LEFT_OUT,
-    MANIFEST,
-    Manifest,
-    facts_of_state,
-    read_manifest,
-    require_fit,
-    require_tensors,
-)
+from fzero.checkpoint.collective import damaged, from_first, on_all_ranks
+from fzero.checkpoint.engine_state import RNG, Buffers, EngineLike
+from fzero.checkpoint.folders import PathLike
+from fzero.checkpoint.manifest import Manifest
 from fzero.collectives import assert_same_everywhere
 from fzero.errors.json_form import problems, text
 from fzero.machine.named_shards import leaf_paths
@@ -205,25 +174,7 @@ def load_with_extra(
     return _loaded(path, state, rng=rng)[:2]
 
 
-def _loaded(path: PathLike, state: Thing, **how: Any) -> tuple[Thing, dict[str, Any], LoadReport]:
-    """Load; with `extra`, and the report of a partial load. how: as `_read` takes it."""
-    wait_for_earlier(raises=False)
-    if not is_in_places(state):
-        return _read(path, state, **how)
-    found: list[tuple[dict[str, Any], LoadReport]] = []
-    with read_together(path, state.mesh) as place_of:
-
-        def read(place: str, one: TrainState) -> TrainState:
-            where, data = place_of(place)
-            made, extra, report = _read(where, one, data, **how)
-            found.append((extra, report))
-            return made
-
-        made: Any = require_one_step(in_each_place("load", state, read))
-    return made, *found[-1]
-
-
-def _read(
+def _loaded(
     path: PathLike,
     state: Thing,
     data: str = "",
@@ -232,50 +183,65 @@ def _read(
     strict: bool = True,
     rename: Rename | None = None,
 ) -> tuple[Thing, dict[str, Any], LoadReport]:
-    """Load one checkpoint. data: the name of its data folder, where others of its save name it."""
+    """Load, with `extra`, and the report of a partial load.
+
+    data: the name of its data folder, where others of its save name it.
+    """
+    wait_for_earlier(raises=False)
+    if isinstance(state, TrainState) and state.mesh.mesh is not None:
+        return _loaded_in_places(path, state, rng=rng, strict=strict, rename=rename)
     held = local_states("load", state, apart=True)
-    ranks = held.processes
-    where = path_everywhere(ranks, "load", path)
-    assert_same_everywhere([f"path {where}"], ranks.axis, what="the checkpoint")
-    with ExitStack() as until_read:
+    ranks, axis = held.processes, held.processes.axis
+    where = folders.shared_path(ranks, "load", path)
+    with ExitStack() as until_read, torch.no_grad():
 
         def begin() -> Manifest:
-            until_read.enter_context(kept(where))
-            return read_manifest(where, data)
+            until_read.enter_context(folders.kept(where))
+            return manifest.read_manifest(where, data)
 
         saved = from_first(ranks, begin, what=f"read {where}")
-        folder, axis = where / saved.data, ranks.axis
+        folder = where / saved.data
 
-        def prepare() -> tuple[LoadPlan, Manifest]:
-            file, tensors = folder / rng_file(axis.rank), tensor_files(saved)
+        with on_all_ranks(ranks, what=f"read {where}"):
+            numbers, tensors = RNG.format(axis.rank), tensor_files(saved)
             others = [name for name in saved.files if name not in tensors]
-            mine = [*others[axis.rank :: axis.size], file.name, GROUPS]
-            require_whole(folder, saved.files, mine)
-            numbers = read_text(file) if rng and file.name in saved.files else None
-            named, groups = renamed(saved, _groups_in(folder, saved), rename, held.states[0])
-            plan = planned(held, named, where, rng=numbers, groups=groups, strict=strict)
-            require_tensors(named, plan.pieces, where / MANIFEST)
-            return plan, named
-
-        def read() -> None:
+            folders.require_whole(
+                folder, saved.files, [*others[axis.rank :: axis.size], numbers, manifest.GROUPS]
+            )
+            named, groups = saved, _groups_in(folder, saved)
+            if rename is not None or saved.tied:
+                named, groups = renamed(saved, groups, rename, held.states[0])
+            text = folders.read_text(folder / numbers) if rng and numbers in saved.files else None
+            plan = planned(held, named, where, rng=text, groups=groups, strict=strict)
+            manifest.require_tensors(named, plan.pieces, where / manifest.MANIFEST)
+        if rename is not None:
+            names = [f"{name} {text}" for name, text in named.leaves.items()]
+            assert_same_everywhere(names, axis, what="the names of rename=")
+        with on_all_ranks(ranks, what=f"read {folder}"):
             read_pieces(plan.pieces, folder, saved, (axis.rank, axis.size), named)
             if plan.partials:
                 _read_resized(
                     held, plan, lambda piece: read_pieces([piece], folder, saved, None, named)
                 )
-
-        with torch.no_grad():
-            plan, named = run_on_all_ranks(ranks, prepare, what=f"read {where}")
-            if rename is not None:
-                names = [f"{name} {text}" for name, text in named.leaves.items()]
-                assert_same_everywhere(names, axis, what="the names of rename=")
-            run_on_all_ranks(ranks, read, what=f"read {folder}")
-            made: Any = finished(held, named, plan)
-    is_state: bool = isinstance(made, TrainState)
-    if is_state:
+        made: Any = finished(held, named, plan)
+    if held.engine is None:
         returned([made])
     report = plan.partials[0].report if plan.partials else LoadReport([], [], [])
     return made, saved.extra, report
+
+
+def _loaded_in_places(
+    path: PathLike, state: TrainState, **how: Any
+) -> tuple[Any, dict[str, Any], LoadReport]:
+    found: list[tuple[dict[str, Any], LoadReport]] = []
+
+    def load_place(where: Path, one: TrainState, data: str) -> TrainState:
+        made, extra, report = _loaded(where, one, data, **how)
+        found.append((extra, report))
+        return made
+
+    made = load_in_places(path, state, load_place)
+    return made, *found[-1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -311,35 +277,38 @@ def planned(
     if partials:
         saved = partials[0].saved
     else:
-        require_fit(saved, facts_of_state(held.states[0]), where)
+        manifest.require_fit(saved, manifest.facts_of_state(held.states[0]), where)
     if (facts := saved.origin.get(APART)) is not None:
         require_facts(held.states[0], facts, where, "load")
-    buffers, pieces, options = {}, [], []
+    buffers, pieces, options = Buffers(), list[TensorPiece](), list[dict[str, Any]]()
     if engine is not None:
-        options = options_by_name(saved.module["options"], groups, held.states[0])
+        options = engine_state.options_by_name(saved.module["options"], groups, held.states[0])
         if partials:  # a group of new parameters has its own
             known = {name for some in groups for name in some}
-            pairs = zip(options, group_names(held.states[0]), strict=True)
+            pairs = zip(options, engine_state.group_names(held.states[0]), strict=True)
             options = [one if known & {*names} else {} for one, names in pairs]
-        same = saved.origin["ranks"] == axis.size
-        found, shapes = saved.module["buffers"], partials[0].shapes if partials else None
-        buffers, pieces = blank_buffers(engine.module, found, axis.rank, same, shapes)
-        require_options(engine.optimizer, options)
-    frozen = not any(text.endswith(LEFT_OUT) for text in saved.leaves.values())
+        engine_state.require_options(engine.optimizer, options)
+        if found := saved.module["buffers"]:
+            same = saved.origin["ranks"] == axis.size
+            shapes = partials[0].shapes if partials else None
+            buffers, pieces = engine_state.blank_buffers(
+                engine.module, found, axis.rank, same, shapes
+            )
+    frozen = not any(text.endswith(manifest.LEFT_OUT) for text in saved.leaves.values())
     each = zip(held.states, held.ranks, partials or [None] * len(held.ranks), strict=True)
     rooms = [
         NewState(state.without_gradients(), saved, rank, frozen=frozen, partial=partial)
         for state, rank, partial in each
     ]
-    rooms[0].warn(where, "load")
+    if rooms[0].notes:
+        rooms[0].warn(where, "load")
     pieces += [piece for room in rooms for piece in room.pieces]
-    set_rng = None if rng is None else rng_setter(rng, where)
     return LoadPlan(
         rooms=rooms,
         pieces=pieces,
         buffers=buffers,
         options=options,
-        set_rng=set_rng,
+        set_rng=None if rng is None else engine_state.rng_setter(rng, where),
         partials=partials,
     )
 
@@ -349,8 +318,8 @@ def _partials(held: LocalStates, saved: Manifest, where: Path) -> list[Partial]:
     state = held.states[0]
     module = None if held.engine is None else held.engine.module
     one = partial_of(saved, state, where, module)
-    leaves = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
-    if not any(one.report) and leaves == facts_of_state(state).leaves:
+    leaves = {name: text.removesuffix(manifest.LEFT_OUT) for name, text in saved.leaves.items()}
+    if not any(one.report) and leaves == manifest.facts_of_state(state).leaves:
         return []
     begun = [*held.states]
     if one.fresh and held.is_stack:
@@ -374,7 +343,7 @@ def _read_resized(held: LocalStates, plan: LoadPlan, read: Callable[[TensorPiece
         dtype = getattr(torch, tensors[name]["dtype"].removeprefix("torch."))
         values = torch.empty(numel, dtype=dtype, device="cpu")
         piece = TensorPiece(name=name, start=0, numel=numel, values=values)
-        require_tensors(partial.saved, [piece], name)
+        manifest.require_tensors(partial.saved, [piece], name)
         read(piece)
         return values
 
@@ -401,7 +370,7 @@ def _read_resized(held: LocalStates, plan: LoadPlan, read: Callable[[TensorPiece
                 common = overlap(0, own.numel(), shape_here, shape)
                 common.fill(own.view(-1), flat(name))
     if held.engine is not None:
-        for path, own in buffers_of(held.engine.module).items():
+        for path, own in engine_state.buffers_of(held.engine.module).items():
             there = plan.buffers.get(path, own)
             if there.shape != own.shape:
                 made = plan.buffers[path] = own.cpu().clone()
@@ -412,9 +381,16 @@ def _read_resized(held: LocalStates, plan: LoadPlan, read: Callable[[TensorPiece
 @torch.no_grad()
 def finished(held: LocalStates, saved: Manifest, plan: LoadPlan) -> Any:
     """Return the state or engine with what was read into the pieces of a plan. A collective."""
-    made = held.returned(finalize_states(held, plan.rooms), plan.buffers)
+    rooms = plan.rooms
+    begins = {key for room in rooms for key in room.begins}
+    make_whole(held, [room.state for room in rooms], lambda entry: entry.key not in begins)
+    if held.is_stack:
+        states = on_ranks(len(rooms), lambda rank: rooms[rank].finalize())
+    else:
+        states = [rooms[0].finalize()]
+    made = held.returned(states, plan.buffers)
     if held.engine is not None:
-        set_options(held.engine.optimizer, plan.options)
+        engine_state.set_options(held.engine.optimizer, plan.options)
     if plan.set_rng is not None:
         plan.set_rng()
     return made
@@ -441,9 +417,9 @@ def read_extra(path: PathLike) -> dict[str, Any]:
         ...     fzero.checkpoint.read_extra(folder)
         {'epoch': 3}
     """
-    where = as_path("read_extra", path)
+    where = folders.as_path("read_extra", path)
     wait_for_earlier(raises=False)
-    return read_manifest(where).extra
+    return manifest.read_manifest(where).extra
 
 
 def fill_module(path: PathLike, engine: EngineLike, rank: int, size: int) -> None:
@@ -452,18 +428,20 @@ def fill_module(path: PathLike, engine: EngineLike, rank: int, size: int) -> Non
     rank: whose buffers, of `size` ranks. For engines of virtual ranks, whose states are loaded as
     a stack. Raises as `load`.
     """
-    where = as_path("load", path)
-    with kept(where):
-        saved = read_manifest(where)
+    where = folders.as_path("load", path)
+    with folders.kept(where):
+        saved = manifest.read_manifest(where)
         same = saved.origin["ranks"] == size
         groups = _groups_in(where / saved.data, saved)
-        options = options_by_name(saved.module["options"], groups, engine.state)
-        require_options(engine.optimizer, options)
-        buffers, pieces = blank_buffers(engine.module, saved.module["buffers"], rank, same)
-        require_tensors(saved, pieces, where / MANIFEST)
+        options = engine_state.options_by_name(saved.module["options"], groups, engine.state)
+        engine_state.require_options(engine.optimizer, options)
+        buffers, pieces = engine_state.blank_buffers(
+            engine.module, saved.module["buffers"], rank, same
+        )
+        manifest.require_tensors(saved, pieces, where / manifest.MANIFEST)
         read_pieces(pieces, where / saved.data, saved)
-    set_buffers(engine.module, buffers)
-    set_options(engine.optimizer, options)
+    engine_state.set_buffers(engine.module, buffers)
+    engine_state.set_options(engine.optimizer, options)
 
 
 def read_whole(path: PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -471,9 +449,9 @@ def read_whole(path: PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     No collective; needs no engine. Raises as `read_extra`.
     """
-    where = as_path("load", path)
-    with kept(where):
-        saved = read_manifest(where)
+    where = folders.as_path("load", path)
+    with folders.kept(where):
+        saved = manifest.read_manifest(where)
         folder = where / saved.data
         flats = {
             name: torch.empty(
@@ -507,9 +485,9 @@ def read_whole(path: PathLike) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 def _groups_in(folder: Path, saved: Manifest) -> list[list[str]]:
     """Return the names in each param group; none of a state, or of a version before these were."""
-    if GROUPS not in saved.files:
+    if manifest.GROUPS not in saved.files:
         return []
-    found = json.loads(read_text(folder / GROUPS))
+    found = json.loads(folders.read_text(folder / manifest.GROUPS))
     for wrong in problems(found, [[text]], "the file"):
-        raise damaged(folder / GROUPS, f"is not what was written: {wrong}")
+        raise damaged(folder / manifest.GROUPS, f"is not what was written: {wrong}")
     return found

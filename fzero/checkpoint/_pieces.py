@@ -49,11 +49,6 @@ Texts = dict[str, dict[str, str]]
 """{entry: {leaf or name: its dtype; and its shape, unless it is that of the leaf}}."""
 
 
-def place_of(state: TrainState, rank: int) -> tuple[int, int]:
-    """Return which replica that trains apart a rank of the mesh is in, and its rank there."""
-    return divmod(rank, state.setup.axis.size) if trains_apart(state) else (0, rank)
-
-
 def pieces_of_rank(
     state: TrainState,
     rank: int,
@@ -67,7 +62,8 @@ def pieces_of_rank(
     shared: all that it holds, also what other ranks have, too.
     live: also what does not live for the run.
     """
-    setup, (replica, own) = state.setup, place_of(state, rank)
+    setup = state.setup
+    replica, own = divmod(rank, setup.axis.size)
     every = named_entries(state, rank, frozen=frozen, live=live)
     if trains_apart(state) and (shared or not replica):
         bases = [learning(setup, one, frozen) for one in ([] if replica else bases_of(state, own))]
@@ -90,16 +86,14 @@ def named_entries(
     state: TrainState, rank: int, *, frozen: bool = True, live: bool = False
 ) -> list[tuple[Entry, str]]:
     """Return (entry, what is before its name) of all that this rank's replica has of its own."""
-    replica, own = place_of(state, rank)
+    replica, own = divmod(rank, state.setup.axis.size)
+    every = entries_of(state, own, live=live)
     apart = trains_apart(state)
+    if apart or not frozen:
+        every = [learning(state.setup, one, frozen and not apart) for one in every]
     stands = {one.name for one in bases_of(state, own)} if apart else set[str]()
-    return [
-        (
-            learning(state.setup, one, frozen and not apart),
-            f"replica/{replica}/" if replica or one.name in stands else "",
-        )
-        for one in entries_of(state, own, live=live)
-    ]
+    start = f"replica/{replica}/"
+    return [(one, start if replica or one.name in stands else "") for one in every]
 
 
 def learning(setup: Setup, entry: Entry, frozen: bool) -> Entry:
@@ -114,26 +108,31 @@ def pieces_of(
     setup: Setup, entry: Entry, rank: int, prefix: str = "", *, shared: bool = False
 ) -> Iterator[TensorPiece]:
     """Yield what a rank writes of an entry; or if `shared`, all that it holds of it."""
-    name = prefix + entry.name
-    if entry.per_leaf:
-        for index, flat in entry.values.items():
-            number, held = held_part(setup, entry, index, flat, rank)
-            cuts = not shared and number is None and entry.placement is not Placement.BY_RANK
-            part = setup.part(Placement.OVER_ALL, rank) if cuts else held
-            full = name if number is None else f"{name}/{number}"
-            codec = entry.codecs.get(index)
-            layout = setup.layout if codec is None else codec.layout(setup.layout)
-            own = part_of(as_numbers(setup, entry, index, flat), held, part)
-            yield from cut_shards(layout, full, index, part, own)
+    name, placement = prefix + entry.name, entry.placement
+    if not entry.per_leaf:
+        for key, x in entry.values.items():
+            if placement is Placement.OWNER:  # owners in other replicas have equal values
+                writes = key in entry.owned and (shared or rank < owning_ranks(setup))
+            else:
+                writes = shared or placement is Placement.PARTIAL or not rank
+            if writes:
+                own = str(rank) if placement is Placement.PARTIAL else ""
+                yield from blocks("/".join(filter(None, (name, own, key))), x.reshape(-1))
         return
-    for key, x in entry.values.items():
-        if entry.placement is Placement.OWNER:  # owners in other replicas have equal values
-            writes = key in entry.owned and (shared or rank < owning_ranks(setup))
+    for index, flat in entry.values.items():
+        layout, full = setup.layout, name
+        if placement is Placement.PARTIAL:
+            number, held = held_part(setup, entry, index, flat, rank)
+            full = f"{name}/{number}"
         else:
-            writes = shared or entry.placement is Placement.PARTIAL or not rank
-        if writes:
-            own = str(rank) if entry.placement is Placement.PARTIAL else ""
-            yield from whole_pieces("/".join(filter(None, (name, own, key))), x)
+            held = setup.part(placement, rank)
+        whole = shared or placement in (Placement.PARTIAL, Placement.BY_RANK)
+        part = held if whole else setup.part(Placement.OVER_ALL, rank)
+        if entry.form.codec is not None:
+            flat = as_numbers(setup, entry, index, flat)
+        if index in entry.codecs:
+            layout = entry.codecs[index].layout(layout)
+        yield from cut_shards(layout, full, index, part, part_of(flat, held, part))
 
 
 def held_part(
@@ -223,22 +222,22 @@ def cut_shards(
         here, first, numel = held.of(values), held.start, leaf.numel
         if leaf.dtype.is_complex and here.dtype.itemsize >= 4:  # as its user has it
             here, first, numel = as_complex(here), first // 2, numel // 2
-        yield from _blocks(name, here, first, numel)
+        yield from blocks(name, here, first, numel)
 
 
-def whole_pieces(name: str, x: Tensor) -> Iterator[TensorPiece]:
-    """Yield all of a tensor."""
-    yield from _blocks(name, x.reshape(-1), 0, x.numel())
+def blocks(
+    name: str, values: Tensor, first: int = 0, numel: int | None = None
+) -> Iterator[TensorPiece]:
+    """Cut elements at multiples of a block: all of a tensor, or those from its `first` one on.
 
-
-def _blocks(name: str, values: Tensor, first: int, numel: int) -> Iterator[TensorPiece]:
-    """Cut elements, of which `first` is the first one in their tensor, at multiples of a block."""
-    low, end = first, first + values.numel()
+    numel: of the whole tensor.
+    """
+    end = first + values.numel()
+    low, numel = first, end if numel is None else numel
     while low < end:
         stop = min(end, (low // BLOCK_NUMEL + 1) * BLOCK_NUMEL)
-        yield TensorPiece(
-            name=name, start=low, numel=numel, values=values[low - first : stop - first]
-        )
+        own = values[low - first : stop - first]
+        yield TensorPiece(name=name, start=low, numel=numel, values=own)
         low = stop
 
 

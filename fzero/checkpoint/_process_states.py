@@ -6,7 +6,7 @@ And what their ranks alone know: replicas that train apart, and owners of named 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optree
@@ -27,10 +27,8 @@ from fzero.transforms.donation import took
 from fzero.transforms.state_entries import (
     APART,
     common_facts,
-    entries_of,
     is_owner,
     replica_facts,
-    shared_of,
     trains_apart,
 )
 
@@ -45,15 +43,12 @@ class LocalStates:
     engine: EngineLike | None = None  # that the state is of
     is_stack: bool = False  # all ranks are here, as fzero.simulate returns them
 
+    buffers: Buffers = field(default_factory=Buffers)  # of the engine's module, by path
+
     @property
     def setup(self) -> Setup:
         """Of the state: the same on all ranks."""
         return self.states[0].setup
-
-    @property
-    def buffers(self) -> Buffers:
-        """Of the engine's module, by path; {} without an engine."""
-        return {} if self.engine is None else buffers_of(self.engine.module)
 
     def returned(self, states: list[Any], buffers: Buffers) -> Any:
         """Return the new state; or the engine, into which it and its module's buffers go."""
@@ -61,7 +56,8 @@ class LocalStates:
         if self.engine is None:
             return made
         self.engine.state = made
-        set_buffers(self.engine.module, buffers)
+        if buffers:
+            set_buffers(self.engine.module, buffers)
         return self.engine
 
 
@@ -73,11 +69,20 @@ def local_states(name: str, thing: Any, *, apart: bool = False) -> LocalStates:
     Raises `LayoutError` for something else, `DonatedError` for a used-up state, `AxisError` inside
     `fzero.simulate` or without the state's process group.
     """
-    state, engine = _state_of(name, thing)
+    state, engine = thing, None
+    if not isinstance(thing, TrainState):
+        state, engine = getattr(thing, "state", None), thing
+    if not isinstance(state, TrainState):
+        raise LayoutError(
+            f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
+            cause="parameters, or a dict of several states, were passed.",
+            fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
+        )
     took([state])
     axis = state.mesh
-    refuse_part(axis, name)
-    if trains_apart(state) and not apart:
+    if axis.mesh is not None:
+        refuse_part(axis, name)
+    if not apart and trains_apart(state):
         raise LayoutError(
             f"{name}: a state with local updates.",
             cause="replicas that train apart have parameters and optimizer states of their own; "
@@ -85,26 +90,27 @@ def local_states(name: str, thing: Any, *, apart: bool = False) -> LocalStates:
             fix="fzero.checkpoint.save has all of them; load that into a state without local "
             "updates, which is at the anchors then. fzero.full_params(state) gives them, too.",
         )
-    if tuple(state.step.shape) == (axis.size,):
-        states, ranks = states_of_ranks(state, axis.size), tuple(range(axis.size))
-        held = LocalStates(
-            processes=Ranks(axis=Axis(size=1)), ranks=ranks, states=states, is_stack=True
-        )
-    elif axis.runtime is not Runtime.VIRTUAL:
-        processes = Ranks(axis=axis)
-        held = LocalStates(processes=processes, ranks=(axis.rank,), states=(state,), engine=engine)
-    else:
+    is_stack = tuple(state.step.shape) == (axis.size,)
+    if not is_stack and axis.runtime is Runtime.VIRTUAL:
         raise AxisError(
             f"{name}: a state of one virtual rank.",
             cause=f"{name} was called inside fzero.simulate.",
             fix=f"call it outside, with the stacked state of all {axis.size} ranks that "
             "simulate(...).init or the simulated step returns.",
         )
-    for one in held.states:
+    states = states_of_ranks(state, axis.size) if is_stack else (state,)
+    for one in states:
         require_not_donated(one)
         tree: Any = one
         wait_for_copies(optree.tree_leaves(tree, namespace=NAMESPACE))
-    return held
+    return LocalStates(
+        processes=Ranks(axis=Axis(size=1) if is_stack else axis),
+        ranks=tuple(range(axis.size)) if is_stack else (axis.rank,),
+        states=states,
+        engine=engine,
+        is_stack=is_stack,
+        buffers={} if engine is None else buffers_of(engine.module),
+    )
 
 
 def require_idle(state: TrainState) -> None:
@@ -147,18 +153,6 @@ def whole_leaves(
     else:
         flat = gather_parts(setup, here, placement, Placement.REPLICATED)[0]
     yield from zip(layout.groups[index].leaves, unpack(layout, index, flat), strict=True)
-
-
-def _state_of(name: str, thing: Any) -> tuple[TrainState, EngineLike | None]:
-    if isinstance(thing, TrainState):
-        return thing, None
-    if isinstance(thing, EngineLike) and isinstance(thing.state, TrainState):
-        return thing.state, thing
-    raise LayoutError(
-        f"{name}: expected a TrainState or an Engine, got a {type(thing).__name__}.",
-        cause="parameters, or a dict of several states, were passed.",
-        fix=f"give each state a path of its own: checkpoint.{name}(path / name, state).",
-    )
 
 
 def state_of_rank(stack: Any, rank: int) -> Any:
@@ -209,15 +203,10 @@ def facts_of_replicas(held: LocalStates) -> dict[str, Any]:
 
 
 def texts_of_ranks(held: LocalStates, *, what: str) -> list[Texts]:
-    """Return what ranks alone know of named tensors: of all ranks. A collective, if there are any.
+    """Return what ranks alone know of named tensors, of all ranks. A collective.
 
     what: is being done, for an error.
     """
-    first, apart = held.states[0], trains_apart(held.states[0])
-    every = entries_of(first, 0) + (shared_of(first, 0) if apart else [])
-    named = [entry for entry in every if entry.form.leaves == "named"]
-    if not any(apart or entry.placement is Placement.OWNER for entry in named):
-        return []
     pairs = [*zip(held.states, held.ranks, strict=True)]
     of_ranks = results_of_ranks(held.processes, lambda: [named_texts(*x) for x in pairs], what=what)
     return [texts for some in of_ranks for texts in some]

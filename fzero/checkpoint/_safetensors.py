@@ -13,16 +13,17 @@ import os
 import re
 import secrets
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
+from fzero.checkpoint import folders
 from fzero.checkpoint._allocate import are_alike, make_whole, read_leaves, require_equal, with_room
 from fzero.checkpoint._partial import LoadReport, Rename, new_name, require_one, require_some
 from fzero.checkpoint._pieces import overlap
@@ -33,23 +34,14 @@ from fzero.checkpoint.collective import (
     CheckpointError,
     damaged,
     from_first,
-    run_on_all_ranks,
+    on_all_ranks,
     written_by_first,
 )
 from fzero.checkpoint.engine_state import EngineLike, buffers_of
-from fzero.checkpoint.folders import (
-    PathLike,
-    as_path,
-    is_there,
-    locked,
-    path_everywhere,
-    put_text,
-    regular,
-    sync,
-    sync_files,
-)
+from fzero.checkpoint.folders import PathLike
 from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError, explain
+from fzero.errors.check import is_count, require
 from fzero.machine.named_shards import all_paths, leaf_paths, tied_names
 from fzero.state import TrainState
 from fzero.transforms.state_entries import has_values
@@ -101,12 +93,6 @@ class Place:
     mark: tuple[int, int] | None = None  # of the file that was looked at; None: it is being made
 
 
-def _mark(stream: BinaryIO) -> tuple[int, int]:
-    """Return what another file of this name would not have."""
-    found = os.fstat(stream.fileno())
-    return found.st_mtime_ns, found.st_size
-
-
 def split_files(forms: Mapping[str, TensorForm], max_bytes: int) -> list[list[str]]:
     """Return which names share a file: in their order, a file full before the next one begins.
 
@@ -143,14 +129,20 @@ def begin_file(
     for name in names:
         form = forms[name]
         begin, ends = ends, ends + form.nbytes
+        if form.dtype not in _NAMES:
+            raise LayoutError(
+                f"export_safetensors: {name} is {form.dtype}, for which the format has no name.",
+                cause="a parameter or buffer that is quantized, or complex of 128 bits.",
+                fix="save it with fzero.checkpoint.save, or convert it before.",
+            )
         header[name] = {
-            "dtype": _name_of(name, form.dtype),
+            "dtype": _NAMES[form.dtype],
             "shape": list(form.shape),
             "data_offsets": [begin, ends],
         }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with open(file, "wb", opener=regular) as stream:
+    with open(file, "wb", opener=folders.regular) as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
         stream.truncate(8 + len(text) + ends)
     first = 8 + len(text)
@@ -165,7 +157,7 @@ def begin_file(
 def write_values(place: Place, values: Tensor) -> None:
     """Write the values of one tensor to where they go."""
     flat = values.detach().to("cpu").contiguous().reshape(-1)
-    with open(place.file, "r+b", opener=regular) as stream:
+    with open(place.file, "r+b", opener=folders.regular) as stream:
         stream.seek(place.begin)
         if flat.numel():
             stream.write(bytes_of(flat))
@@ -175,8 +167,9 @@ def read_values(place: Place) -> Tensor:
     """Read the values of one tensor; no other bytes of its file."""
     form = place.form
     data = bytearray(form.nbytes)
-    with open(place.file, "rb", opener=regular) as stream:
-        if place.mark not in (None, _mark(stream)):
+    with open(place.file, "rb", opener=folders.regular) as stream:
+        found = os.fstat(stream.fileno())
+        if place.mark not in (None, (found.st_mtime_ns, found.st_size)):
             raise damaged(place.file, "was replaced since its header was read")
         stream.seek(place.begin)
         if stream.readinto(data) != len(data):
@@ -192,15 +185,15 @@ def read_index(folder: Path) -> dict[str, str]:
     Raises `CheckpointError`, naming the file, for what is not as the format has it.
     """
     index = folder / INDEX
-    if not is_there(index):
-        if not is_there(folder / SINGLE):
+    if not folders.is_there(index):
+        if not folders.is_there(folder / SINGLE):
             raise CheckpointError(
                 f"there are no weights at {folder}: no {INDEX} and no {SINGLE} in it.",
                 cause="a mistyped path, or an export that was cut off.",
                 fix="pass the folder of export_safetensors, or of save_pretrained.",
             )
         return {}
-    with open(index, "rb", opener=regular) as stream:
+    with open(index, "rb", opener=folders.regular) as stream:
         file_of = _json(index, stream.read()).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise damaged(index, "has no weight_map")
@@ -221,7 +214,7 @@ def places_in(folder: Path, file_of: Mapping[str, str] | None = None) -> dict[st
     files: dict[str, dict[str, Place]] = {}
     for name, file in file_of.items():
         if file not in files:
-            if not is_there(folder / file):
+            if not folders.is_there(folder / file):
                 raise damaged(folder / file, "is missing")
             files[file] = read_file(folder / file)
         if name not in files[file]:
@@ -236,34 +229,29 @@ def read_file(file: Path) -> dict[str, Place]:
 
     Raises `CheckpointError` for a damaged one.
     """
-    if not is_there(file):
+    if not folders.is_there(file):
         raise damaged(file, "is missing")
-    with open(file, "rb", opener=regular) as stream:
-        mark = _mark(stream)
-        size = mark[1]
-        length = int.from_bytes(stream.read(8), "little")
+    with open(file, "rb", opener=folders.regular) as stream:
+        found = os.fstat(stream.fileno())
+        length, size = int.from_bytes(stream.read(8), "little"), found.st_size
         if not 0 < length <= size - 8:
             raise damaged(file, f"of {size:,} bytes has no header of {length:,} bytes")
         header = _json(file, stream.read(length))
+    first, mark, made = 8 + length, (found.st_mtime_ns, size), dict[str, Place]()
     more = header.pop("__metadata__", None)
-    made = {name: _place(file, name, entry, 8 + length, mark) for name, entry in header.items()}
+    for name, entry in header.items():
+        try:
+            begin, end = entry["data_offsets"]
+            form = TensorForm(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+            good = all(type(n) is int and n >= 0 for n in (begin, end, *form.shape))
+            good = good and end - begin == form.nbytes and first + end <= size
+        except (KeyError, TypeError, ValueError):
+            good = False
+        if not good:
+            raise damaged(file, f"has no tensor {name} where its header says: {entry!r:.200}")
+        made[name] = Place(file=file, name=name, begin=first + begin, form=form, mark=mark)
     tied = more.items() if isinstance(more, dict) else ()
-    found = {other: made[x] for other, x in tied if isinstance(x, str) and x in made}
-    return {**found, **made}
-
-
-def _place(file: Path, name: str, entry: Any, first: int, mark: tuple[int, int]) -> Place:
-    """Return where a tensor is. Raises `CheckpointError` unless that is in the file."""
-    try:
-        begin, end = entry["data_offsets"]
-        form = TensorForm(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-        good = all(type(n) is int and n >= 0 for n in (begin, end, *form.shape))
-        good = good and end - begin == form.nbytes and first + end <= mark[1]
-    except (KeyError, TypeError, ValueError):
-        good = False
-    if not good:
-        raise damaged(file, f"has no tensor {name} where its header says: {entry!r:.200}")
-    return Place(file=file, name=name, begin=first + begin, form=form, mark=mark)
+    return {**{other: made[x] for other, x in tied if isinstance(x, str) and x in made}, **made}
 
 
 def _json(file: Path, data: bytes) -> dict[str, Any]:
@@ -274,16 +262,6 @@ def _json(file: Path, data: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise damaged(file, "holds no dict")
     return found
-
-
-def _name_of(name: str, dtype: torch.dtype) -> str:
-    if dtype in _NAMES:
-        return _NAMES[dtype]
-    raise LayoutError(
-        f"export_safetensors: {name} is {dtype}, for which the format has no name.",
-        cause="a parameter or buffer that is quantized, or complex of 128 bits.",
-        fix="save it with fzero.checkpoint.save, or convert it before.",
-    )
 
 
 # Whole parameters for others: safetensors files, and the `state_dict` of a plain module.
@@ -332,35 +310,75 @@ def export_safetensors(
     wait_for_earlier(raises=False)
     held = local_states("export_safetensors", state)
     ranks, layout, buffers = held.processes, held.setup.layout, held.buffers
-    where = path_everywhere(ranks, "export_safetensors", folder)
-    facts = [f"path {where}", f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
+    where = folders.shared_path(ranks, "export_safetensors", folder)
+    facts = [f"step {int(held.states[0].step)}", f"{max_shard_bytes} bytes"]
     assert_same_everywhere(facts, ranks.axis, what="the export")
     names = leaf_paths(layout)
-    forms = {
-        name: TensorForm(leaf.shape, leaf.dtype)
-        for name, leaf in zip(names, layout.leaves, strict=True)
-    }
+    pairs = zip(names, layout.leaves, strict=True)
+    forms = {name: TensorForm(leaf.shape, leaf.dtype) for name, leaf in pairs}
     forms |= {name: TensorForm(tuple(x.shape), x.dtype) for name, x in buffers.items()}
-
     places: dict[str, Place] = {}
     until_written = ExitStack()
 
     def begin(partial: Path) -> None:
-        _require_bound(max_shard_bytes)
-        if ranks.axis.rank == 0:
-            where.mkdir(parents=True, exist_ok=True)
-            until_written.enter_context(locked(where, alone=False, file=""))
-            is_there(where / INDEX)
-            for old in where.iterdir():
-                if _OWN.fullmatch(old.name):
-                    is_there(old)
-            _warn_of_single(where)
-            places.update(_begun(partial, forms, max_shard_bytes, tied_names(layout)))
+        require(
+            "export_safetensors: max_shard_bytes",
+            max_shard_bytes,
+            is_count,
+            "a number of bytes, at least 1",
+            cause='a size as text ("5GB"), or zero.',
+        )
+        if ranks.axis.rank:
+            return
+        where.mkdir(parents=True, exist_ok=True)
+        until_written.enter_context(folders.locked(where, alone=False, file=""))
+        folders.is_there(where / INDEX)
+        for old in where.iterdir():
+            if _OWN.fullmatch(old.name):
+                folders.is_there(old)
+        if folders.is_there(where / SINGLE):
+            text = explain(
+                f"export_safetensors: there is a {SINGLE} in {where}, which stays.",
+                cause="a folder of save_pretrained with one file.",
+                fix=f"remove {SINGLE}: from_pretrained of transformers reads it, and not the "
+                "export. Or give another folder.",
+            )
+            warnings.warn(text, UserWarning, stacklevel=2)
+        partial.mkdir(parents=True)
+        shards, tied = split_files(forms, max_shard_bytes), tied_names(layout)
+        for number, some in enumerate(shards, start=1):
+            file = partial / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            places.update(begin_file(file, {name: forms[name] for name in some}, tied))
 
     def values() -> Iterator[tuple[str, Tensor]]:
         for number, value in whole_parameters(held):
             yield names[number], value
         yield from buffers.items()
+
+    def put_in_place(partial: Path) -> None:
+        """Give the files names that nothing has, and then let the index name them."""
+        new = sorted(partial.iterdir())
+        folders.sync_files(new)
+        # Each name is taken by an empty file: two exports never have one.
+        taken, final = list[Path](), {file.name: file.name for file in new}
+        try:
+            for name in final:
+                (where / name).open("xb").close()
+                taken.append(where / name)
+        except FileExistsError:
+            for file in taken:
+                file.unlink()
+            mark = secrets.token_hex(4)
+            final = {name: name.replace("model-", f"model-{mark}-", 1) for name in final}
+        for file in new:
+            os.replace(file, where / final[file.name])
+        folders.sync_files([where])
+        index = {
+            "metadata": {"total_size": sum(form.nbytes for form in forms.values())},
+            "weight_map": {name: final[places[name].file.name] for name in forms},
+        }
+        folders.put_text(where / INDEX, json.dumps(index, indent=2), through=partial / INDEX)
+        folders.sync_files([where])
 
     with until_written:
         written_by_first(
@@ -369,10 +387,18 @@ def export_safetensors(
             begin=begin,
             values=values(),
             write=lambda _, named: write_values(places[named[0]], named[1]),
-            finish=lambda partial: _put_in_place(partial, where, places),
+            finish=put_in_place,
         )
     if ranks.axis.rank == 0:
-        _remove_others(where)
+        # The files of earlier exports go, if nobody exports or imports; what cannot be, stays.
+        with (
+            folders.locked(where, alone=True, file="") as alone,
+            suppress(OSError, CheckpointError),
+        ):
+            named = {place.file for place in places_in(where).values()} if alone else set[Path]()
+            for old in where.iterdir() if alone else ():
+                if _OWN.fullmatch(old.name) and old not in named:
+                    old.unlink()
 
 
 def state_dict(
@@ -455,78 +481,6 @@ def whole_parameters(
                 yield number, values
 
 
-def _begun(
-    partial: Path, forms: Mapping[str, TensorForm], max_bytes: int, tied: Mapping[str, str]
-) -> dict[str, Place]:
-    partial.mkdir(parents=True)
-    shards = split_files(forms, max_bytes)
-    places: dict[str, Place] = {}
-    for number, names in enumerate(shards, start=1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        places |= begin_file(partial / file, {name: forms[name] for name in names}, tied)
-    return {name: places[name] for name in forms}
-
-
-def _put_in_place(partial: Path, folder: Path, places: Mapping[str, Place]) -> None:
-    """Give the files names that nothing has, and then let the index name them."""
-    new = sorted(partial.iterdir())
-    sync_files(new)
-    names = _free_names(folder, [file.name for file in new])
-    for file in new:
-        os.replace(file, folder / names[file.name])
-    sync(folder)
-    index = {
-        "metadata": {"total_size": sum(place.form.nbytes for place in places.values())},
-        "weight_map": {name: names[place.file.name] for name, place in places.items()},
-    }
-    put_text(folder / INDEX, json.dumps(index, indent=2), through=partial / INDEX)
-    sync(folder)
-
-
-def _free_names(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Return the names to give files, each taken by an empty file: two exports never have one."""
-    taken: list[Path] = []
-    try:
-        for name in names:
-            (folder / name).open("xb").close()
-            taken.append(folder / name)
-        return {name: name for name in names}
-    except FileExistsError:
-        for file in taken:
-            file.unlink()
-    mark = secrets.token_hex(4)
-    return {name: name.replace("model-", f"model-{mark}-", 1) for name in names}
-
-
-def _remove_others(folder: Path) -> None:
-    """Remove the files of earlier exports, if nobody exports or imports; what cannot be, stays."""
-    with locked(folder, alone=True, file="") as alone, suppress(OSError, CheckpointError):
-        named = {place.file for place in places_in(folder).values()} if alone else set[Path]()
-        for old in folder.iterdir() if alone else ():
-            if _OWN.fullmatch(old.name) and old not in named:
-                old.unlink()
-
-
-def _warn_of_single(folder: Path) -> None:
-    if is_there(folder / SINGLE):
-        text = explain(
-            f"export_safetensors: there is a {SINGLE} in {folder}, which stays.",
-            cause="a folder of save_pretrained with one file.",
-            fix=f"remove {SINGLE}: from_pretrained of transformers reads it, and not the export. "
-            "Or give another folder.",
-        )
-        warnings.warn(text, UserWarning, stacklevel=2)
-
-
-def _require_bound(max_shard_bytes: int) -> None:
-    if type(max_shard_bytes) is not int or max_shard_bytes < 1:
-        raise LayoutError(
-            f"export_safetensors: max_shard_bytes={max_shard_bytes!r}.",
-            cause='a size as text ("5GB"), or zero.',
-            fix="give a number of bytes, at least 1.",
-        )
-
-
 # Parameters from safetensors files, without any rank holding the model.
 
 Thing = TypeVar("Thing")
@@ -557,7 +511,7 @@ def safetensors_initializer(folder: PathLike) -> Callable[[str, Tensor], Tensor]
         >>> fzero.full_params(made)
         {'w': tensor([1., 1., 1.])}
     """
-    places = places_in(as_path("safetensors_initializer", folder))
+    places = places_in(folders.as_path("safetensors_initializer", folder))
 
     def initializer(path: str, leaf: Tensor) -> Tensor:
         place = _found(places, [path], TensorForm(tuple(leaf.shape), leaf.dtype))
@@ -616,79 +570,65 @@ def import_safetensors(
         [tensor([1., 1.])]
     """
     held = local_states("import_safetensors", state)
-    where = path_everywhere(held.processes, "import_safetensors", folder)
-    assert_same_everywhere([f"path {where}"], held.processes.axis, what="the import")
-
+    where = folders.shared_path(held.processes, "import_safetensors", folder)
     until_read = ExitStack()
 
     def begin() -> dict[str, str]:
-        until_read.enter_context(locked(where, alone=False, file=""))
+        until_read.enter_context(folders.locked(where, alone=False, file=""))
         return read_index(where)
 
-    def read(index: dict[str, str]) -> tuple[list[TrainState], dict[str, Tensor], LoadReport]:
-        for one in held.states:
-            require_closed(one)
-        places = _renamed(places_in(where, index), rename)
-        layout = held.setup.layout
-        report = LoadReport([], [], [])
+    layout, report = held.setup.layout, LoadReport([], [], [])
+    places, taken = dict[str, Place](), dict[str, str]()
 
-        def found(names: list[str], wanted: TensorForm) -> Place | None:
-            """Return where something is; None where nothing is that has to be."""
-            if strict or not {*names}.isdisjoint(places):
-                place = _found(places, names, wanted, resizes=not strict)
-                if place.form.shape != wanted.shape:
-                    report.resized.append(names[0])
-                return place
-            report.missing.append(names[0])
-            return None
+    def found(names: list[str], wanted: TensorForm) -> Place | None:
+        """Return where something is; None where nothing is that has to be."""
+        if strict or not {*names}.isdisjoint(places):
+            place = _found(places, names, wanted, resizes=not strict)
+            if place.form.shape != wanted.shape:
+                report.resized.append(names[0])
+            return place
+        report.missing.append(names[0])
+        return None
 
-        of_leaves = [
-            found(paths, TensorForm(leaf.shape, leaf.dtype))
-            for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
-        ]
-        for paths in all_paths(layout):
-            some = [path for path in dict.fromkeys(paths) if path in places]
-            require_equal(where, some, lambda name: read_values(places[name]))
-        buffers = {
-            name: x.detach().cpu().clone() for name, x in held.buffers.items() if name in places
-        }
-        for name, own in buffers.items():
-            place = found([name], TensorForm(tuple(own.shape), own.dtype))
-            assert place is not None
-            common = overlap(0, own.numel(), tuple(own.shape), place.form.shape)
-            common.fill(own.view(-1), read_values(place).view(-1))
-        if not strict:
-            known = {path for paths in all_paths(layout) for path in paths} | held.buffers.keys()
-            require_some("import_safetensors", where, places, known)
-            report.missing.extend(name for name in held.buffers if name not in buffers)
-            used = {place.name for name, place in places.items() if name in known}
-            left = (name for name in places.keys() - known if places[name].name not in used)
-            report.unexpected.extend(sorted(left))
-        pairs = zip(held.states, held.ranks, strict=True)
-        made = [with_room(one, rank, has_values, copies=not strict) for one, rank in pairs]
-
-        def values(leaf: int, _: str) -> Tensor | None:
-            return None if (place := of_leaves[leaf]) is None else read_values(place)
-
-        read_leaves(held, made, has_values, values)
-        return made, buffers, report
+    def values(leaf: int, _: str) -> Tensor | None:
+        return None if (place := of_leaves[leaf]) is None else read_values(place)
 
     with torch.no_grad(), until_read:
         what = f"read {where}"
         index = from_first(held.processes, begin, what=what)  # the same one on all ranks
-        states, buffers, report = run_on_all_ranks(held.processes, lambda: read(index), what=what)
+        with on_all_ranks(held.processes, what=what):
+            for one in held.states:
+                require_closed(one)
+            for name, place in places_in(where, index).items():
+                if (new := new_name(rename, name)) is not None:
+                    require_one(taken, new, name)
+                    places[new] = place
+            of_leaves = [
+                found(paths, TensorForm(leaf.shape, leaf.dtype))
+                for paths, leaf in zip(all_paths(layout), layout.leaves, strict=True)
+            ]
+            for paths in all_paths(layout):
+                some = [path for path in dict.fromkeys(paths) if path in places]
+                require_equal(where, some, lambda name: read_values(places[name]))
+            buffers = {k: x.detach().cpu().clone() for k, x in held.buffers.items() if k in places}
+            for name, own in buffers.items():
+                place = found([name], TensorForm(tuple(own.shape), own.dtype))
+                assert place is not None
+                common = overlap(0, own.numel(), tuple(own.shape), place.form.shape)
+                common.fill(own.view(-1), read_values(place).view(-1))
+            if not strict:
+                known = {path for paths in all_paths(layout) for path in paths} | {*held.buffers}
+                require_some("import_safetensors", where, places, known)
+                report.missing.extend(name for name in held.buffers if name not in buffers)
+                used = {place.name for name, place in places.items() if name in known}
+                left = (name for name in places.keys() - known if places[name].name not in used)
+                report.unexpected.extend(sorted(left))
+            pairs = zip(held.states, held.ranks, strict=True)
+            states = [with_room(one, rank, has_values, copies=not strict) for one, rank in pairs]
+            read_leaves(held, states, has_values, values)
         make_whole(held, states, has_values)
         made = held.returned(states, buffers)
     return made if strict else (made, report)
-
-
-def _renamed(places: Mapping[str, Place], rename: Rename | None) -> dict[str, Place]:
-    found, taken = dict[str, Place](), dict[str, str]()
-    for name, place in places.items():
-        if (new := new_name(rename, name)) is not None:
-            require_one(taken, new, name)
-            found[new] = place
-    return found
 
 
 def _found(

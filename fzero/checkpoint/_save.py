@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._mesh_coordinates import in_each_place, is_in_places, saved_together
+from fzero.checkpoint import engine_state, folders, manifest
+from fzero.checkpoint._mesh_coordinates import save_in_places
 from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
 from fzero.checkpoint._process_states import (
     LocalStates,
@@ -34,43 +35,16 @@ from fzero.checkpoint._process_states import (
     texts_of_ranks,
 )
 from fzero.checkpoint._storage import write_pieces
-from fzero.checkpoint.collective import Ranks, from_first, results_of_ranks, run_on_all_ranks
-from fzero.checkpoint.engine_state import (
-    Buffers,
-    EngineLike,
-    buffer_pieces,
-    differing_buffers,
-    facts_of,
-    group_names,
-    options_of,
-    rng_file,
-    rng_text,
-)
-from fzero.checkpoint.folders import (
-    PathLike,
-    digest_of_file,
-    kept,
-    make_folder,
-    path_everywhere,
-    require_whole,
-    sweep,
-    sync,
-    sync_files,
-)
-from fzero.checkpoint.manifest import (
-    CHECKPOINT,
-    GROUPS,
-    Manifest,
-    as_extra,
-    facts_of_state,
-    note_texts,
-    require_readable,
-    write_manifest,
-)
+from fzero.checkpoint.collective import Ranks, from_first, on_all_ranks, results_of_ranks
+from fzero.checkpoint.engine_state import RNG, Buffers, EngineLike
+from fzero.checkpoint.folders import PathLike
+from fzero.checkpoint.manifest import Manifest
 from fzero.collectives import assert_same_everywhere
-from fzero.errors import AxisError, CheckpointError, explain
+from fzero.errors import AxisError, CheckpointError, LayoutError, explain
+from fzero.errors.json_form import problems
 from fzero.ranks.mesh import Axis, Runtime, own_group
-from fzero.state import TrainState
+from fzero.state import Placement, TrainState
+from fzero.transforms.state_entries import entries_of, trains_apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,21 +125,10 @@ def save(
         >>> folder.cleanup()
     """
     wait_for_earlier()
-
-    def write(path: PathLike, state: TrainState | EngineLike, data: str = "") -> None:
-        where, held = _place(path, state)
-        draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=False)
-        write_draft(draft, where, data)
-
-    if not is_in_places(state):
-        return write(path, state)
-    with saved_together(path, state.mesh) as (where, data):
-
-        def write_place(place: str, one: TrainState) -> TrainState:
-            write(where / place, one, data)
-            return one
-
-        in_each_place("save", state, write_place)
+    if isinstance(state, TrainState) and state.mesh.mesh is not None:
+        how = {"extra": extra, "rng": rng, "frozen": frozen}
+        return save_in_places(path, state, lambda *one: _save(*one, **how))
+    _save(path, state, extra=extra, rng=rng, frozen=frozen)
 
 
 def save_async(
@@ -210,7 +173,8 @@ def save_async(
         ({'epoch': 1}, True)
     """
     wait_for_earlier()
-    where, held = _place(path, state)
+    held = local_states("save", state, apart=True)
+    where = folders.shared_path(held.processes, "save", path)
     draft = draft_of(held, extra, rng=rng, frozen=frozen, copies=True)
 
     beside = Ranks(axis=group_beside(draft.ranks.axis), beside=True)
@@ -220,12 +184,11 @@ def save_async(
     return handle
 
 
-def _place(path: PathLike, thing: TrainState | EngineLike) -> tuple[Path, LocalStates]:
-    """Return where to write, the same on every rank, and what this process has. A collective."""
-    held = local_states("save", thing, apart=True)
-    where = path_everywhere(held.processes, "save", path)
-    assert_same_everywhere([f"path {where}"], held.processes.axis, what="the checkpoint")
-    return where, held
+def _save(path: PathLike, state: TrainState | EngineLike, among: str = "", **how: Any) -> None:
+    """Save to one path. among: as of `write_draft`."""
+    held = local_states("save", state, apart=True)
+    where = folders.shared_path(held.processes, "save", path)
+    write_draft(draft_of(held, **how), where, among)
 
 
 def draft_of(
@@ -242,42 +205,44 @@ def draft_of(
     copies: whether values are copied to host memory; else they are views of the state.
     ready: is called first on each rank; an error of it is raised on all.
     """
-    ranks = held.processes
-
-    def prepare() -> Draft:
+    ranks, first, doing = held.processes, held.states[0], "prepare the checkpoint"
+    with on_all_ranks(ranks, what=doing):
         ready()
         for one in held.states:
             require_idle(one)
-        manifest = facts_of_state(held.states[0], frozen=frozen)
+        facts = manifest.facts_of_state(first, frozen=frozen)
         if held.engine is not None:
-            manifest.module["options"] = options_of(held.engine.optimizer)
-        pieces = pieces_of(held, frozen=frozen)
+            facts.module["options"] = engine_state.options_of(held.engine.optimizer)
+        pieces = list[TensorPiece]()
+        for one, rank in zip(held.states, held.ranks, strict=True):
+            pieces += pieces_of_rank(one, rank, frozen=frozen)
         if copies:
             pieces = [replace(piece, values=_copied(piece.values)) for piece in pieces]
-        return Draft(
+        draft = Draft(
             ranks=ranks,
-            manifest=replace(manifest, extra=as_extra(extra)),
+            manifest=replace(facts, extra=manifest.as_extra(extra)),
             pieces=pieces,
             buffers={name: _copied(x) if copies else x for name, x in held.buffers.items()},
-            rng=rng_text() if rng else "",
-            groups=[] if held.engine is None else group_names(held.states[0]),
+            rng=engine_state.rng_text() if rng else "",
+            groups=[] if held.engine is None else engine_state.group_names(first),
         )
-
-    doing = "prepare the checkpoint"
-    draft = run_on_all_ranks(ranks, prepare, what=doing)
-    facts = facts_of_replicas(held)
-    draft.manifest.origin.update(facts)
-    note_texts(draft.manifest, texts_of_ranks(held, what=doing))
-    run_on_all_ranks(ranks, lambda: require_readable(draft.manifest), what=doing)
-    step = draft.manifest.counters["step"]  # replicas that train apart skip updates apart
-    assert_same_everywhere([f"step {facts or step}"], ranks.axis, what="the checkpoint")
+    step = f"step {draft.manifest.counters['step']}"
+    own = held.ranks[0] % first.setup.axis.size
+    if trains_apart(first) or Placement.OWNER in {x.placement for x in entries_of(first, own)}:
+        of_replicas = facts_of_replicas(held)  # of which each skips updates of its own
+        draft.manifest.origin.update(of_replicas)
+        manifest.note_texts(draft.manifest, texts_of_ranks(held, what=doing))
+        step = f"step {of_replicas}" if of_replicas else step
+    with on_all_ranks(ranks, what=doing):
+        body = {**draft.manifest.as_json(), "data": f"data-{'0' * 16}"}
+        for wrong in problems(body, manifest.MANIFEST_FORM, "the manifest"):
+            raise LayoutError(
+                f"save: {wrong}.",
+                cause="a parameter, buffer or slot with a line break in its name.",
+                fix="give it another name: load would refuse this one. Nothing was written.",
+            )
+    assert_same_everywhere([step], ranks.axis, what="the checkpoint")
     return draft
-
-
-def pieces_of(held: LocalStates, *, frozen: bool = True) -> list[TensorPiece]:
-    """Return what this process writes of its states, as views; buffers are not among it."""
-    pairs = zip(held.states, held.ranks, strict=True)
-    return [piece for one, rank in pairs for piece in pieces_of_rank(one, rank, frozen=frozen)]
 
 
 def write_draft(draft: Draft, path: Path, among: str = "") -> None:
@@ -291,38 +256,52 @@ def write_draft(draft: Draft, path: Path, among: str = "") -> None:
         with ExitStack() as until_written:
 
             def make() -> str:
-                until_written.enter_context(kept(path, makes=CHECKPOINT))
-                return make_folder(path, CHECKPOINT, among)
+                until_written.enter_context(folders.kept(path, makes=manifest.CHECKPOINT))
+                return folders.make_folder(path, manifest.CHECKPOINT, among)
 
             data = from_first(ranks, make, what=f"make {path}")
             folder = path / data
 
             def begin() -> dict[str, tuple[str, int]]:
                 if draft.rng:
-                    (folder / rng_file(rank)).write_text(draft.rng)
+                    (folder / RNG.format(rank)).write_text(draft.rng)
                 if draft.groups and rank == 0:
-                    (folder / GROUPS).write_text(json.dumps(draft.groups))
-                return facts_of(draft.buffers)
+                    (folder / manifest.GROUPS).write_text(json.dumps(draft.groups))
+                return engine_state.facts_of(draft.buffers) if draft.buffers else {}
 
-            own = differing_buffers(results_of_ranks(ranks, begin, what=f"write {path}"))
-            more = buffer_pieces(draft.buffers, own, rank)
-            tensors, files = write_pieces([*draft.pieces, *more], folder, ranks)
+            facts = results_of_ranks(ranks, begin, what=f"write {path}")
+            own, pieces = dict[str, dict[str, str]](), draft.pieces
+            if any(facts):
+                own = engine_state.differing_buffers(facts)
+                pieces = [*pieces, *engine_state.buffer_pieces(draft.buffers, own, rank)]
+            tensors, files = write_pieces(pieces, folder, ranks)
 
             def commit() -> None:
-                require_whole(folder, files, ())  # this rank sees what others have written
+                """Put the manifest in place in one move: the checkpoint is the new one then.
+
+                It is written into its own data folder first, where no other writer writes.
+                """
+                folders.require_whole(folder, files, ())  # this rank sees what others have written
                 others = [file for file in sorted(folder.iterdir()) if file.name not in files]
-                sync_files([*others, folder])
-                whole = {**files, **{file.name: digest_of_file(file) for file in others}}
-                module = {**draft.manifest.module, "buffers": own}
-                parts = {"data": data, "module": module, "tensors": tensors, "files": whole}
-                write_manifest(replace(draft.manifest, **parts), path, commits=not among)
-                sync(folder if among else path)
+                folders.sync_files([*others, folder])
+                saved = replace(
+                    draft.manifest,
+                    data=data,
+                    module={**draft.manifest.module, "buffers": own},
+                    tensors=tensors,
+                    files={**files, **{file.name: folders.digest_of_file(file) for file in others}},
+                )
+                body = {"format": manifest.FORMAT, **saved.as_json()}
+                file = (folder if among else path) / manifest.MANIFEST
+                through = (folder / manifest.MANIFEST).with_suffix(".partial")
+                folders.put_sealed(file, "checkpoint", body, through=through)
+                folders.sync_files([file.parent])
 
             doing = f"read back {folder} (do all ranks share this file system?)"
             from_first(ranks, commit, what=doing)
     finally:
         if rank == 0 and not among and os.path.isdir(path):  # False for no name
-            sweep(path, CHECKPOINT)
+            folders.sweep(path, manifest.CHECKPOINT)
 
 
 def _copied(values: Tensor) -> Tensor:

@@ -33,10 +33,10 @@ import sys
 import zlib
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
@@ -75,62 +75,58 @@ def write_pieces(
         CheckpointError: on every rank, naming the rank that failed.
     """
 
+    def write_file(file: Path, some: Sequence[TensorPiece]) -> list[_Written]:
+        found: list[_Written] = []
+        offset = crc = 0
+        with open(file, "xb") as stream:
+            for piece in some:
+                parts, crc = packed(piece.values, crc)
+                length = sum(map(stream.write, parts))
+                chunk = Chunk(piece.start, piece.values.numel(), file.name, offset, length)
+                found.append(_Written(piece.name, piece.values.dtype, piece.numel, chunk, crc))
+                offset += length
+            stream.flush()
+            os.fsync(stream.fileno())
+        return found
+
     def write() -> list[_Written]:
         ends = [*accumulate(piece.values.nbytes for piece in pieces)] or [0]
         number = max(1, min(_FILES, ends[-1] // _LEAST))
         cuts = [*(bisect_left(ends, ends[-1] * k // number) for k in range(number)), len(pieces)]
-        files = [folder / f"__{ranks.axis.rank}_{k}.distcp" for k in range(number)]
-        each = zip(files, cuts, cuts[1:], strict=False)
-        calls = [partial(_write, pieces[first:last], file) for file, first, last in each]
+        calls = [
+            partial(write_file, folder / f"__{ranks.axis.rank}_{k}.distcp", pieces[first:last])
+            for k, (first, last) in enumerate(pairwise(cuts))
+        ]
         return [one for some in together(calls) for one in some] if pieces else []
 
     of_ranks = results_of_ranks(ranks, write, what=f"write {folder}")
+    written = [one for some in of_ranks for one in some]
     tensors, files, sums = dict[str, Any](), dict[str, list[int]](), dict[str, list[int]]()
-    for name, dtype, _, chunk, crc in (one for some in of_ranks for one in some):
+    for name, dtype, _, chunk, crc in written:
         tensors.setdefault(name, {"dtype": str(dtype), "chunks": []})["chunks"].append([*chunk])
         sums.setdefault(chunk.file, []).append(crc)
         files[chunk.file] = [chunk.offset + chunk.length, crc]
 
     def write_index() -> None:
+        # It is slow to import: who never saves need not wait for it.
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+
+        index = dcp.Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
+        for name, dtype, numel, chunk, _ in written:
+            form = dcp.TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size([numel]), [])
+            tensor: Any = index.state_dict_metadata.setdefault(name, form)
+            start = torch.Size([chunk.start])
+            tensor.chunks.append(dcp.ChunkStorageMetadata(start, torch.Size([chunk.numel])))
+            info = _StorageInfo(chunk.file, chunk.offset, chunk.length)
+            index.storage_data[MetadataIndex(name, start)] = info
         with open(folder / ".metadata", "wb") as stream:
-            pickle.dump(_index_of_dcp(one for some in of_ranks for one in some), stream)
+            pickle.dump(index, stream)
         (folder / SUMS).write_text(json.dumps(sums))
 
     from_first(ranks, write_index, what=f"write {folder}")
     return tensors, files
-
-
-def _write(pieces: Sequence[TensorPiece], file: Path) -> list[_Written]:
-    """Write the file of one process."""
-    found: list[_Written] = []
-    offset = crc = 0
-    with open(file, "xb") as stream:
-        for piece in pieces:
-            parts, crc = packed(piece.values, crc)
-            length = sum(map(stream.write, parts))
-            chunk = Chunk(piece.start, piece.values.numel(), file.name, offset, length)
-            found.append(_Written(piece.name, piece.values.dtype, piece.numel, chunk, crc))
-            offset += length
-        stream.flush()
-        os.fsync(stream.fileno())
-    return found
-
-
-def _index_of_dcp(written: Iterable[_Written]) -> Any:
-    # It is slow to import: who never saves need not wait for it.
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-
-    index = dcp.Metadata(state_dict_metadata={}, planner_data={}, storage_data={})
-    for name, dtype, numel, chunk, _ in written:
-        form = dcp.TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size([numel]), [])
-        tensor: Any = index.state_dict_metadata.setdefault(name, form)
-        start = torch.Size([chunk.start])
-        tensor.chunks.append(dcp.ChunkStorageMetadata(start, torch.Size([chunk.numel])))
-        info = _StorageInfo(chunk.file, chunk.offset, chunk.length)
-        index.storage_data[MetadataIndex(name, start)] = info
-    return index
 
 
 HEADER = 64  # bytes before the values
@@ -286,7 +282,7 @@ def read_pieces(
         for wrong in problems(found, DictForm(others=[natural]), "the file"):
             raise damaged(folder / listed, f"is not what was written: {wrong}")
         sums |= {f"{listed.removesuffix(SUMS)}{name}": ends for name, ends in found.items()}
-    calls, others = list[Callable[[], None]](), Lock()
+    calls, alone = list[Callable[[], None]](), Lock()
     for number, (name, chunks) in enumerate(tensor_files(saved).items()):
         file, checks = folder / name, share is not None and number % share[1] == share[0]
         if not checks and wanted.keys().isdisjoint(chunks):
@@ -299,7 +295,7 @@ def read_pieces(
         for chunk, before, after in zip(chunks, [0, *ends[:-1]], ends, strict=True):
             if checks or chunk in wanted:
                 targets = wanted.get(chunk, [])
-                calls.append(partial(_read, file, chunk, targets, before, after, others))
+                calls.append(partial(_read, file, chunk, targets, before, after, alone))
     each = iter(calls)
 
     def next_ones() -> None:
@@ -309,23 +305,17 @@ def read_pieces(
     together([next_ones] * max(1, min(_THREADS, len(calls))))
 
 
-def _read(
-    file: Path, chunk: Chunk, targets: Targets, before: int, after: int, others: Lock
-) -> None:
+def _read(file: Path, chunk: Chunk, targets: Targets, before: int, after: int, alone: Lock) -> None:
     """Fill the targets of a chunk.
 
-    before, after: the crc32 of the file up to it, and to its end; -1: it is not known. others: held
+    before, after: the crc32 of the file up to it, and to its end; -1: it is not known. alone: held
     where that takes memory of its own, by one thread at a time.
     """
     values = torch.empty(0, device="cpu")
-    if len(targets) == 1 and targets[0][1] == 0:
+    if len(targets) == 1 and targets[0][1] == 0 and after >= 0:
         values = targets[0][0]
     in_place = values.numel() == chunk.numel and values.is_contiguous() and values.is_cpu
-    in_place = in_place and after >= 0
-    with (
-        nullcontext() if in_place else others,
-        open(file, "rb", opener=regular) as stream,
-    ):
+    with nullcontext() if in_place else alone, open(file, "rb", opener=regular) as stream:
         stream.seek(chunk.offset)
         if not targets or after < 0:
             data = stream.read(chunk.length)

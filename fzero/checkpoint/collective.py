@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import secrets
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,12 +31,14 @@ class Ranks:
         return tell(value, self.axis)
 
 
-def could_not(what: str, error: Exception) -> CheckpointError:
-    """Return a `CheckpointError` for a failure of the file system or of torch.
+def _as_fzero_error(what: str, error: Exception) -> FzeroError:
+    """Return an fzero error as it is; of the file system or of torch a `CheckpointError`.
 
     It has the first line of `error` and not its traceback, which is torch's own: tens of frames,
     and advice about other programs.
     """
+    if isinstance(error, FzeroError):
+        return error
     seen: BaseException = error
     while not isinstance(seen, OSError) and seen.__context__ is not None:
         seen = seen.__context__  # of the disk: torch says something else when a write has failed
@@ -58,10 +61,37 @@ def damaged(what: object, seen: str) -> CheckpointError:
     )
 
 
-def run_on_all_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
-    """`at_once`, of ranks that may wait for their disks: no longer than the timeout."""
+@contextmanager
+def on_all_ranks(ranks: Ranks, *, what: str) -> Iterator[None]:
+    """Run the block on every rank. A collective at its end, and a barrier.
+
+    Raises what the first rank raised that failed, on all ranks: an fzero error as it is, any other
+    as a `CheckpointError` that says `what` was being done. Ranks may wait for their disks: no
+    longer than the timeout.
+    """
+    problem: FzeroError | None = None
     try:
-        return at_once(ranks, do, what=what)
+        yield
+    except Exception as error:  # whatever it is: the other ranks wait to hear of it
+        problem = _as_fzero_error(what, error)
+    _outcomes(ranks, problem, None, what)
+
+
+def results_of_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
+    """Return what `do()` returned on each rank, in rank order; raise as `on_all_ranks`."""
+    result: list[T] = []
+    problem: FzeroError | None = None
+    try:
+        result.append(do())
+    except Exception as error:
+        problem = _as_fzero_error(what, error)
+    return [own[0] for own in _outcomes(ranks, problem, result, what)]
+
+
+def _outcomes(ranks: Ranks, problem: FzeroError | None, result: Any, what: str) -> list[Any]:
+    """Return the result of each rank, unless one has a problem: that is raised on all."""
+    try:
+        outcomes = ranks.tell((problem, result))
     except LostRankError as error:
         if error.ranks and not error.late:
             raise
@@ -72,33 +102,26 @@ def run_on_all_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
             fix="give init_process_group a longer timeout (FZERO_TIMEOUT_S, of a group that fzero "
             "starts), and start again: the group is broken. What was saved before is still there.",
         ) from error
-
-
-def at_once(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
-    """Return `do()` once it has succeeded on every rank. A collective, and a barrier.
-
-    Raises what the first rank raised that failed, on all ranks: an fzero error as it is, any
-    other as a `CheckpointError` that says `what` was being done.
-    """
-    found: list[T] = []
-    problem: FzeroError | None = None
-    try:
-        found.append(do())
-    except FzeroError as error:
-        problem = error
-    except Exception as error:  # whatever it is: the other ranks wait to hear of it
-        problem = could_not(what, error)
-    for rank, one in enumerate(ranks.tell(problem)):
-        if one is not None:
+    for rank, (error, _) in enumerate(outcomes):
+        if error is not None:
             if ranks.axis.size > 1:
-                one.add_note(f"(raised on rank {rank} of {ranks.axis.size})")
-            raise one
-    return found[0]
+                error.add_note(f"(raised on rank {rank} of {ranks.axis.size})")
+            error.__suppress_context__ = True  # what torch has raised
+            raise error
+    return [own for _, own in outcomes]
 
 
-def results_of_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> list[T]:
-    """Return what `do()` returned on each rank, in rank order; raise as `run_on_all_ranks`."""
-    return ranks.tell(run_on_all_ranks(ranks, do, what=what))
+def run_on_all_ranks(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+    """Return `do()` once it has succeeded on every rank; raise as `on_all_ranks`."""
+    with on_all_ranks(ranks, what=what):
+        result = do()
+    return result
+
+
+def from_first(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
+    """Call `do()` on rank 0; return its result on every rank. Raises as `results_of_ranks`."""
+    first: Any = results_of_ranks(ranks, lambda: None if ranks.axis.rank else do(), what=what)[0]
+    return first
 
 
 def written_by_first(
@@ -141,9 +164,3 @@ def written_by_first(
     finally:
         if first:
             shutil.rmtree(partial, ignore_errors=True)
-
-
-def from_first(ranks: Ranks, do: Callable[[], T], *, what: str) -> T:
-    """Call `do()` on rank 0; return its result on every rank. Raises as `run_on_all_ranks` does."""
-    mine = run_on_all_ranks(ranks, lambda: [do()] if ranks.axis.rank == 0 else [], what=what)
-    return ranks.tell(mine)[0][0]

@@ -16,12 +16,12 @@ import sys
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from fzero.checkpoint._pieces import TensorPiece, whole_pieces
+from fzero.checkpoint._pieces import TensorPiece, blocks
 from fzero.checkpoint.collective import CheckpointError, damaged
 from fzero.errors import LayoutError
 from fzero.machine.named_shards import leaf_paths
@@ -30,9 +30,10 @@ from fzero.state.setup import NO_OPTIONS
 
 Buffers = dict[str, Tensor]
 _PLAIN = (bool, int, float, str)
+RNG = "rng-{:05d}.json"
+"""The name of the file with the generators of a rank."""
 
 
-@runtime_checkable
 class EngineLike(Protocol):
     """The interface of an engine that a checkpoint needs: state, module, optimizer."""
 
@@ -102,7 +103,7 @@ def buffer_pieces(
         piece
         for path, value in buffers.items()
         if str(rank) in saved[path]
-        for piece in whole_pieces(f"buffers/{rank}/{path}", value)
+        for piece in blocks(f"buffers/{rank}/{path}", value.reshape(-1))
     ]
 
 
@@ -156,12 +157,15 @@ def options_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
 
 
 def plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a param group that are numbers, strings, or several of them."""
-    return {
-        name: value.item() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name not in NO_OPTIONS and _is_plain(value)
-    }
+    """Return the options of a param group that are numbers, strings, None, or several of them."""
+    found: dict[str, Any] = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        each: Any = value if isinstance(value, tuple | list) else () if value is None else (value,)
+        if name not in NO_OPTIONS and all(isinstance(one, _PLAIN) for one in each):
+            found[name] = value
+    return found
 
 
 def group_names(state: TrainState) -> list[list[str]]:
@@ -220,10 +224,10 @@ def require_options(
     """Raise `CheckpointError` for options that the optimizer's groups cannot have."""
     groups = [] if optimizer is None else optimizer.param_groups
     for number, (group, options) in enumerate(zip(groups, saved, strict=False)):
+        plain = plain_options(options)
         for name, value in options.items():
-            old = group.get(name)
-            number_wanted = isinstance(old, Tensor | float) and not isinstance(value, int | float)
-            if number_wanted or not _is_plain(value):
+            number_wanted = isinstance(group.get(name), Tensor | float)
+            if name not in plain or (number_wanted and not isinstance(value, int | float)):
                 raise CheckpointError(
                     f"load: option {name} of param group {number} is {value!r:.80}.",
                     cause="a manifest that another program wrote.",
@@ -231,22 +235,9 @@ def require_options(
                 )
 
 
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    if isinstance(value, tuple | list):
-        return all(isinstance(one, _PLAIN) for one in value)
-    return value is None or isinstance(value, _PLAIN)
-
-
 def form_of(value: Tensor) -> str:
     """Return what a manifest says of a buffer."""
     return f"{tuple(value.shape)} {value.dtype}"
-
-
-def rng_file(rank: int) -> str:
-    """Return the name of the file with the generators of a rank."""
-    return f"rng-{rank:05d}.json"
 
 
 def generators() -> dict[str, Any]:
@@ -264,7 +255,7 @@ def rng_text(found: Mapping[str, Any] | None = None) -> str:
     """Return the states of all generators: those of this process, or what `generators` returned."""
     texts = dict(generators() if found is None else found)
     for name in texts.keys() & {"torch", "cuda"}:
-        texts[name] = _text(texts[name])
+        texts[name] = base64.b64encode(bytes(texts[name].tolist())).decode()
     if "numpy" in texts:
         kind, keys, *rest = texts["numpy"]
         texts["numpy"] = [kind, keys.tolist(), *rest]
@@ -278,16 +269,19 @@ def rng_setter(text: str, where: object) -> Callable[[], None]:
     """
     try:
         found = json.loads(text)
-        cpu, version_and_words = _bytes(found["torch"]), found["python"]
-        python = (version_and_words[0], tuple(version_and_words[1]), version_and_words[2])
+        for name in found.keys() & {"torch", "cuda"}:
+            state = list(base64.b64decode(found[name], validate=True))
+            found[name] = torch.tensor(state, dtype=torch.uint8, device="cpu")
+        cpu, (version, words, gauss) = found["torch"], found["python"]
+        python = (version, tuple(words), gauss)
         torch.Generator().set_state(cpu)
         random.Random().setstate(python)
         numpy = sys.modules.get("numpy") if "numpy" in found else None
         if numpy is not None:
-            kind, keys, *rest = found["numpy"]
-            numpy_state = (kind, numpy.array(keys, "uint32"), *rest)
+            kind, keys, *more = found["numpy"]
+            numpy_state = (kind, numpy.array(keys, "uint32"), *more)
             numpy.random.RandomState().set_state(numpy_state)
-        cuda = _bytes(found["cuda"]) if "cuda" in found and torch.cuda.is_available() else None
+        cuda = found.get("cuda") if torch.cuda.is_available() else None
         if cuda is not None:
             torch.Generator("cuda").set_state(cuda)
     except Exception as error:  # of another program: anything can be wrong with it
@@ -303,12 +297,3 @@ def rng_setter(text: str, where: object) -> Callable[[], None]:
             torch.cuda.set_rng_state(cuda)
 
     return set_all
-
-
-def _text(state: Tensor) -> str:
-    return base64.b64encode(bytes(state.tolist())).decode()
-
-
-def _bytes(text: str) -> Tensor:
-    values = list(base64.b64decode(text, validate=True))
-    return torch.tensor(values, dtype=torch.uint8, device="cpu")

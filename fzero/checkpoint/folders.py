@@ -30,12 +30,19 @@ import shutil
 import stat
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
-from fzero.checkpoint.collective import CheckpointError, Ranks, at_once, damaged
+from fzero.checkpoint.collective import (
+    CheckpointError,
+    Ranks,
+    damaged,
+    on_all_ranks,
+    run_on_all_ranks,
+)
+from fzero.collectives import assert_same_everywhere
 from fzero.errors import LayoutError
 
 PathLike = str | os.PathLike[str]
@@ -49,11 +56,6 @@ class Kind(NamedTuple):
     manifest: str  # the name of its manifest
     data: str  # how the names of its data folders begin
     named: Callable[[Path], str]  # path -> the data folder that counts; "" where there is none
-
-    @property
-    def names(self) -> re.Pattern[str]:
-        """Of its data folders."""
-        return re.compile(f"{self.data}-[0-9a-f]{{16}}")
 
 
 def as_path(name: str, path: PathLike) -> Path:
@@ -77,7 +79,15 @@ def as_path(name: str, path: PathLike) -> Path:
 
 def path_everywhere(ranks: Ranks, name: str, path: PathLike) -> Path:
     """Return `as_path` of every rank's own path; raise on all of them if one has none."""
-    return at_once(ranks, lambda: as_path(name, path), what=f"{name}: look at the path")
+    return run_on_all_ranks(ranks, lambda: as_path(name, path), what=f"{name}: look at the path")
+
+
+def shared_path(ranks: Ranks, name: str, path: PathLike) -> Path:
+    """Return `as_path` of the path that all ranks give; raise on all of them if one has another."""
+    with on_all_ranks(ranks, what=f"{name}: look at the path"):
+        found = as_path(name, path)
+    assert_same_everywhere([f"path {found}"], ranks.axis, what="the checkpoint")
+    return found
 
 
 @contextmanager
@@ -97,14 +107,9 @@ def kept(path: Path, *, makes: Kind | None = None) -> Iterator[None]:
         yield
 
 
-def new_name(kind: Kind) -> str:
-    """Return a name of a data folder that nobody else has."""
-    return f"{kind.data}-{secrets.token_hex(8)}"
-
-
 def make_folder(path: Path, kind: Kind, name: str = "") -> str:
-    """Make a data folder in a path that is kept, of a new name or a given one; return the name."""
-    data = name or new_name(kind)
+    """Make a data folder in a path that is kept, of a given name or a new one; return the name."""
+    data = name or f"{kind.data}-{secrets.token_hex(8)}"
     (path / data).mkdir()
     return data
 
@@ -154,15 +159,11 @@ def sweep(path: Path, kind: Kind) -> None:
     What cannot be removed stays: it is no part of a checkpoint, and a later sweep looks again.
     """
     with locked(path, alone=True) as alone, suppress(OSError, CheckpointError):
-        remove_data(path, kind, kind.named(path) if alone else None)
-
-
-def remove_data(path: Path, kind: Kind, named: str | None) -> None:
-    """Remove all data folders at a path but one; for None nobody knows which of them is good."""
-    for folder in path.iterdir() if named is not None else ():
-        is_one = kind.names.fullmatch(folder.name)
-        if is_one and not folder.is_symlink() and folder.name != named:
-            shutil.rmtree(folder, ignore_errors=True)
+        named = kind.named(path) if alone else ""  # raises where nobody knows which of them is good
+        for folder in path.iterdir() if alone else ():
+            is_one = re.fullmatch(f"{kind.data}-[0-9a-f]{{16}}", folder.name)
+            if is_one and not folder.is_symlink() and folder.name != named:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -195,8 +196,12 @@ def locked(path: Path, *, alone: bool, file: str = LOCK) -> Iterator[bool]:
 
 
 def put_sealed(file: Path, name: str, body: dict[str, Any], *, through: Path) -> None:
-    """Write it, from `through`, a file that nobody else writes: readers find the old or the new."""
-    put_text(file, json.dumps({"crc32": _crc32(body), name: body}, indent=1), through=through)
+    """Write it, from `through`, a file that nobody else writes: readers find the old or the new.
+
+    The checksum is of the values of the body, and not of its spaces.
+    """
+    crc = zlib.crc32(json.dumps(body).encode())
+    put_text(file, json.dumps({"crc32": crc, name: body}, indent=1), through=through)
 
 
 def read_sealed(file: Path, name: str) -> dict[str, Any]:
@@ -208,7 +213,7 @@ def read_sealed(file: Path, name: str) -> dict[str, Any]:
     try:
         around = json.loads(read_text(file))
         body, crc = around[name], around["crc32"]
-        if _crc32(body) != crc:
+        if zlib.crc32(json.dumps(body).encode()) != crc:
             raise ValueError("its checksum is wrong")
         if not isinstance(body, dict):
             raise TypeError(f"it has a {type(body).__name__}")
@@ -217,11 +222,6 @@ def read_sealed(file: Path, name: str) -> dict[str, Any]:
     except (OSError, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise damaged(file, f"is no manifest: {type(error).__name__}: {error}") from None
     return body
-
-
-def _crc32(body: Any) -> int:
-    """Return the checksum of a body, of its values and not of its spaces."""
-    return zlib.crc32(json.dumps(body).encode())
 
 
 T = TypeVar("T")
@@ -235,16 +235,17 @@ _KINDS = {
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # an open that would wait fails; not on Windows
 
 
-def is_there(file: Path) -> bool:
-    """Whether there is a regular file, or a link to one.
+def is_there(file: str | Path, opened: int | None = None) -> bool:
+    """Whether there is a regular file, or a link to one. opened: it is, as this descriptor.
 
     Raises `CheckpointError` for anything else that is there: a folder, a device, a FIFO, a socket.
     """
     try:
-        mode = os.stat(file).st_mode
+        mode = os.stat(file if opened is None else opened).st_mode
     except (FileNotFoundError, NotADirectoryError):
         return False
-    _require_regular(file, mode)
+    if not stat.S_ISREG(mode):
+        raise damaged(file, f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, and no file")
     return True
 
 
@@ -253,19 +254,14 @@ def regular(file: str, flags: int) -> int:
 
     Raises `CheckpointError` for what is no regular file.
     """
-    is_there(Path(file))
+    is_there(file)
     opened = os.open(file, flags | _AT_ONCE | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
-        _require_regular(file, os.fstat(opened).st_mode)
+        is_there(file, opened)
     except BaseException:
         os.close(opened)
         raise
     return opened
-
-
-def _require_regular(file: str | Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        raise damaged(file, f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, and no file")
 
 
 def read_text(file: Path) -> str:
@@ -288,23 +284,25 @@ def put_text(file: Path, text: str, *, through: Path) -> None:
 
 
 def sync_files(files: Iterable[Path]) -> None:
-    """Have files and folders on the disk. All after the last write: one sync takes more with it."""
+    """Have files on the disk, and the names in folders where the file system can.
+
+    All after the last write: one sync takes more with it.
+    """
     for file in files:
-        if file.is_dir():
-            sync(file)
-        else:
-            with open(file, "rb", opener=regular) as stream:
-                os.fsync(stream.fileno())
+        is_folder = file.is_dir()
+        with suppress(OSError) if is_folder else nullcontext():
+            place = os.fspath(file)
+            flags = os.O_RDONLY | _AT_ONCE
+            opened = os.open(place, flags) if is_folder else regular(place, flags)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
 
 
 def sync(folder: Path) -> None:
-    """Have the names in a folder on the disk, where the file system can."""
-    with suppress(OSError):
-        opened = os.open(folder, os.O_RDONLY | _AT_ONCE)
-        try:
-            os.fsync(opened)
-        finally:
-            os.close(opened)
+    """`sync_files` of one."""
+    sync_files([folder])
 
 
 def together(calls: Sequence[Callable[[], T]]) -> list[T]:
@@ -312,6 +310,8 @@ def together(calls: Sequence[Callable[[], T]]) -> list[T]:
 
     Not by an executor: that takes no work at the end of a program, when a save may be on its way.
     """
+    if len(calls) == 1:
+        return [calls[0]()]
     found: dict[int, T] = {}
     errors: list[BaseException] = []
 

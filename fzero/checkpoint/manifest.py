@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint._pieces import TensorPiece, Texts, named_entries, place_of, texts_of
+from fzero.checkpoint._pieces import TensorPiece, Texts, named_entries, texts_of
 from fzero.checkpoint.collective import CheckpointError, damaged
-from fzero.checkpoint.folders import Kind, is_there, put_sealed, read_sealed
+from fzero.checkpoint.folders import Kind, is_there, read_sealed
 from fzero.errors import LayoutError
 from fzero.errors.json_form import ANYTHING, TEXTS, DictForm, integer, natural, problems, text
 from fzero.machine.named_shards import leaf_paths, tied_names
@@ -84,7 +84,7 @@ def facts_of_state(state: TrainState, *, frozen: bool = True) -> Manifest:
         slots=slot_facts(state),
         counters=numbers_of(state),
         module={"buffers": {}, "options": []},
-        kept=kept_facts(state, 0),
+        kept=kept_facts(state, 0) if state.slots else {},
         tied=tied_names(layout),
     )
 
@@ -107,7 +107,7 @@ def kept_facts(state: TrainState, rank: int, *, live: bool = False) -> dict[str,
 def named_texts(state: TrainState, rank: int) -> Texts:
     """Return what this rank alone knows of named tensors: what it owns, or its replica has."""
     apart, found = trains_apart(state), named_entries(state, rank)
-    own = place_of(state, rank)[1]
+    own = rank % state.setup.axis.size
     found += [(one, "") for one in shared_of(state, own)] if apart else []
     return {
         prefix + one.name: texts
@@ -135,86 +135,87 @@ def leaves_out(saved: Manifest) -> bool:
 
 def require_fit(saved: Manifest, wanted: Manifest, path: object) -> None:
     """Raise `LayoutError`, naming every difference, if `saved` is not what `wanted` describes."""
-
-    def require(lines: Iterable[str], seen: str, *, cause: str, fix: str) -> None:
-        different = [*lines]
-        rest = len(different) - _SHOWN
-        shown = different[:_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
-        if shown:
-            listed = "".join(f"\n  {line}" for line in shown)
-            raise LayoutError(
-                f"load: {seen}:{listed}", cause=cause, fix=f"{fix} Nothing was changed."
-            )
-
     theirs = {name: text.removesuffix(LEFT_OUT) for name, text in saved.leaves.items()}
     plain, plain_here = (
         {name: text.split(ENCODED)[0] for name, text in leaves.items()}
         for leaves in (theirs, wanted.leaves)
     )
-    require(
-        _differences(plain, plain_here),
-        f"the parameters in {path} are not those of this state",
-        cause="another model, dtype, or choice of what is trainable.",
-        fix="make the state from the model that was saved.",
-    )
-    require(
-        _differences(theirs, wanted.leaves),
-        f"frozen parameters in {path} are stored otherwise",
-        cause="another codec of `frozen=`, or none.",
-        fix="make the state with the one that was saved. To go on with another one, load so, "
-        "and then fzero.init(fzero.full_params(loaded), ..., frozen=); files of "
-        "export_safetensors have decoded values, and import_safetensors encodes them.",
-    )
     before, logical = saved.origin.get("logical"), wanted.origin.get("logical")
-    if before != logical and None not in (before, logical):
-        raise LayoutError(
-            f"load: {path} is of a run of {before}, and this state has {logical}.",
-            cause="another logical_ranks= or seed=: the run would go on with other bits.",
-            fix="make the state with those of the run. To begin another one from these values, "
-            "load into a state without logical_ranks=, and make a new one of "
-            "fzero.full_params(loaded). Nothing was changed.",
-        )
+    other_run = before != logical and None not in (before, logical)
     rule, own = saved.origin["optimizer"], wanted.origin["optimizer"]
-    different = [] if rule == own else [f"the rule: {rule} in the checkpoint, {own} here"]
+    of_rule = [] if rule == own else [f"the rule: {rule} in the checkpoint, {own} here"]
     for slot in sorted({*saved.slots, *wanted.slots}):
         # What a step makes, in a shape of its own, is as it was saved.
         known = {k: form for k, form in saved.slots.get(slot, {}).items() if " " not in form}
         inside = _differences(known, wanted.slots.get(slot, {}))
-        different += [f"slot {slot} of {line}" for line in inside]
+        of_rule += [f"slot {slot} of {line}" for line in inside]
     stepped = {leaf for slot in wanted.slots.values() for leaf in slot}
     counters, ours = (one.counters["optimizer"] for one in (saved, wanted))
-    different += [f"counter {line}" for line in counter_misfits(counters, ours, stepped)]
-    require(
-        different,
-        f"the optimizer state in {path} is not that of this state's optimizer",
-        cause="the state was made with another optimizer than the saved one.",
-        fix=f"make the state with the optimizer that was saved ({rule}, with the same "
-        "momentum and master_weights). To go on with another one, load so, and then "
-        "fzero.init(fzero.full_params(loaded), other, stage=...).",
-    )
-    different = []
+    of_rule += [f"counter {line}" for line in counter_misfits(counters, ours, stepped)]
+    of_kept = list[str]()
     for name, here in wanted.kept.items():
         there = saved.kept.get(name)
         if there is None or here["optional"]:
             continue
         if there["form"] != here["form"]:
-            different.append(f"{name}: {there['form']} in the checkpoint, {here['form']} here")
+            of_kept.append(f"{name}: {there['form']} in the checkpoint, {here['form']} here")
         elif here["form"] not in _CONVERTED:
             inside = _differences(there["values"], {**there["values"], **here["values"]})
-            different += [f"{name} {line}" for line in inside]
-    require(
-        different,
-        f"what is kept in {path} has not the forms of this state",
-        cause="a transform of the same name with other slots, shapes or dtypes.",
-        fix="give it another name, or the slots that were saved.",
-    )
+            of_kept += [f"{name} {line}" for line in inside]
+    for different, seen, cause, fix in (
+        (
+            _differences(plain, plain_here),
+            f"the parameters in {path} are not those of this state",
+            "another model, dtype, or choice of what is trainable.",
+            "make the state from the model that was saved.",
+        ),
+        (
+            _differences(theirs, wanted.leaves),
+            f"frozen parameters in {path} are stored otherwise",
+            "another codec of `frozen=`, or none.",
+            "make the state with the one that was saved. To go on with another one, load so, "
+            "and then fzero.init(fzero.full_params(loaded), ..., frozen=); files of "
+            "export_safetensors have decoded values, and import_safetensors encodes them.",
+        ),
+        (
+            [f"{before} in the checkpoint, {logical} in the state"] if other_run else [],
+            f"{path} is of a run of {before}, and this state has {logical}",
+            "another logical_ranks= or seed=: the run would go on with other bits.",
+            "make the state with those of the run. To begin another one from these values, "
+            "load into a state without logical_ranks=, and make a new one of "
+            "fzero.full_params(loaded).",
+        ),
+        (
+            of_rule,
+            f"the optimizer state in {path} is not that of this state's optimizer",
+            "the state was made with another optimizer than the saved one.",
+            f"make the state with the optimizer that was saved ({rule}, with the same "
+            "momentum and master_weights). To go on with another one, load so, and then "
+            "fzero.init(fzero.full_params(loaded), other, stage=...).",
+        ),
+        (
+            of_kept,
+            f"what is kept in {path} has not the forms of this state",
+            "a transform of the same name with other slots, shapes or dtypes.",
+            "give it another name, or the slots that were saved.",
+        ),
+    ):
+        if different:
+            rest = len(different) - _SHOWN
+            shown = different[:_SHOWN] + ([f"... and {rest} more"] if rest > 0 else [])
+            listed = "".join(f"\n  {line}" for line in shown)
+            raise LayoutError(
+                f"load: {seen}:{listed}", cause=cause, fix=f"{fix} Nothing was changed."
+            )
 
 
-def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> Iterator[str]:
-    for name in [*wanted, *(name for name in saved if name not in wanted)]:
-        if saved.get(name) != wanted.get(name):
-            here, there = wanted.get(name, "nothing"), saved.get(name, "nothing")
-            yield f"{name}: {there} in the checkpoint, {here} in the state"
+def _differences(saved: Mapping[str, str], wanted: Mapping[str, str]) -> list[str]:
+    return [
+        f"{name}: {saved.get(name, 'nothing')} in the checkpoint, "
+        f"{wanted.get(name, 'nothing')} in the state"
+        for name in dict.fromkeys((*wanted, *saved))
+        if saved.get(name) != wanted.get(name)
+    ]
 
 
 def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -236,42 +237,17 @@ def as_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
             cause="a tensor, an array or another object in it.",
             fix="give a dict of numbers, strings, lists and dicts; x.tolist() of a tensor.",
         ) from error
-    return json.loads(text, object_pairs_hook=_apart)
-
-
-def _apart(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a dict of JSON. Raises `LayoutError` where two keys have become one."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(key for key, _ in pairs if [name for name, _ in pairs].count(key) > 1)
-        raise LayoutError(
-            f"save: extra has two keys that are {twice!r} in JSON, in one dict.",
-            cause="a number and its text as keys: the keys of JSON are texts.",
-            fix="give keys that are texts, and other ones.",
-        )
+    dicts: list[list[tuple[str, Any]]] = []  # each as its pairs
+    found = json.loads(text, object_pairs_hook=lambda pairs: dicts.append(pairs) or dict(pairs))
+    for names in ([name for name, _ in pairs] for pairs in dicts):
+        if len({*names}) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise LayoutError(
+                f"save: extra has two keys that are {twice!r} in JSON, in one dict.",
+                cause="a number and its text as keys: the keys of JSON are texts.",
+                fix="give keys that are texts, and other ones.",
+            )
     return found
-
-
-def require_readable(manifest: Manifest) -> None:
-    """Raise `LayoutError` for a manifest that could be written, and never be read."""
-    body = {**manifest.as_json(), "data": f"data-{'0' * 16}"}
-    for wrong in problems(body, MANIFEST_FORM, "the manifest"):
-        raise LayoutError(
-            f"save: {wrong}.",
-            cause="a parameter, buffer or slot with a line break in its name.",
-            fix="give it another name: load would refuse this one. Nothing was written.",
-        )
-
-
-def write_manifest(manifest: Manifest, path: Path, *, commits: bool = True) -> None:
-    """Put the manifest in place in one move: from then on the checkpoint is the new one.
-
-    It is written into its own data folder first, where no other writer writes; and it stays there,
-    unless it `commits`, for a commit of several places to name it.
-    """
-    body, own = {"format": FORMAT, **manifest.as_json()}, path / manifest.data / MANIFEST
-    file = path / MANIFEST if commits else own
-    put_sealed(file, "checkpoint", body, through=own.with_suffix(".partial"))
 
 
 class Commit(NamedTuple):
@@ -291,7 +267,7 @@ def read_commit(place: Path) -> Commit | None:
 
     Raises `CheckpointError` for a damaged file.
     """
-    if not PLACE.fullmatch(place.name) or not is_there(file := commit_file(place)):
+    if not is_there(file := commit_file(place)):
         return None
     body = read_sealed(file, "places")
     for wrong in problems(body, COMMIT_FORM, "the file"):
@@ -299,22 +275,20 @@ def read_commit(place: Path) -> Commit | None:
     return Commit(**body)
 
 
-def manifest_file(path: Path, data: str = "") -> Path:
-    """Return where the manifest of the checkpoint at `path` is.
-
-    data: that a commit of its mesh names, which was read; by default it is read here.
-    """
-    if not data and (commit := read_commit(path)) is not None and path.name in commit.places:
-        data = commit.data
-    return path / data / MANIFEST
+def manifest_file(path: Path) -> Path:
+    """Return where the manifest of the checkpoint at `path` is: of a place, as its mesh says."""
+    commit = read_commit(path) if PLACE.fullmatch(path.name) else None
+    return path / (commit.data if commit and path.name in commit.places else "") / MANIFEST
 
 
 def read_manifest(path: Path, data: str = "") -> Manifest:
     """Return the manifest at `path`. Raises `CheckpointError` if there is no good one.
 
-    data: as for `manifest_file`.
+    data: the data folder that a commit of its mesh names, which was read; by default it is read.
     """
-    file = manifest_file(path, data)
+    file = path / data / MANIFEST
+    if not data and PLACE.fullmatch(path.name):
+        file = manifest_file(path)
     try:
         body = read_sealed(file, "checkpoint")
     except (FileNotFoundError, NotADirectoryError):
@@ -375,11 +349,7 @@ PLACE = re.compile(r"[^=,]+=[0-9]+of[0-9]+(,[^=,]+=[0-9]+of[0-9]+)*")
 """The name of the folder of one place of a mesh."""
 
 
-def _is_data(value: object) -> bool:
-    return isinstance(value, str) and DATA.fullmatch(value) is not None
-
-
-COMMIT_FORM = DictForm(must={"data": _is_data, "places": [text]})
+COMMIT_FORM = DictForm(must={"data": DATA, "places": [text]})
 """The body of checkpoint-<axes>.json, which says what all places of a mesh have saved together."""
 
 _CHUNK = (natural, integer(1, 2**63), text, natural, natural)
@@ -404,7 +374,7 @@ MANIFEST_FORM = DictForm(
             }
         ),
         "tensors": DictForm(others=DictForm(must={"dtype": text, "chunks": [_CHUNK]})),
-        "data": _is_data,
+        "data": DATA,
         # No folder, not . and not ..
         "files": DictForm(
             others=(natural, integer(0, 2**32)),
@@ -414,19 +384,21 @@ MANIFEST_FORM = DictForm(
     },
     may={
         "tied": TEXTS,
-        "kept": DictForm(
-            others=DictForm(
-                must={"form": text, "optional": lambda x: type(x) is bool, "values": TEXTS}
-            )
-        ),
+        "kept": DictForm(others=DictForm(must={"form": text, "optional": bool, "values": TEXTS})),
     },
 )
 """The body of checkpoint.json, without its format."""
 
 
-def data_named_at(path: Path) -> str:
+def _data_named_at(path: Path) -> str:
     """Return the data folder that counts at a path; "" where there is none yet."""
-    return read_manifest(path).data if manifest_file(path).exists() else ""
+    file = manifest_file(path) if PLACE.fullmatch(path.name) else path / MANIFEST
+    if not is_there(file):
+        return ""
+    data: Any = read_sealed(file, "checkpoint").get("data")
+    for wrong in problems(data, DATA, "its data folder"):
+        raise damaged(file, f"is no manifest: {wrong}")
+    return data
 
 
-CHECKPOINT = Kind(MANIFEST, "data", data_named_at)
+CHECKPOINT = Kind(MANIFEST, "data", _data_named_at)

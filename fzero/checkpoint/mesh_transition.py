@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fzero.checkpoint._allocate import NewState, on_ranks
-from fzero.checkpoint._pieces import TensorPiece, Texts, form_in, pieces_of_rank, place_of
+from fzero.checkpoint._pieces import TensorPiece, Texts, form_in, pieces_of_rank
 from fzero.checkpoint._process_states import LocalStates, facts_of_replicas, local_states, stack_of
 from fzero.checkpoint.collective import Ranks, run_on_all_ranks
 from fzero.checkpoint.manifest import (
@@ -39,7 +39,7 @@ from fzero.machine.offload import offloaded, to_device
 from fzero.optim import TorchOptimizer
 from fzero.optim.entries import slots_of
 from fzero.ranks.mesh import Axis, Mesh, MeshLike, Runtime, axis_of, refuse_part, world
-from fzero.state import NAMESPACE, Buffers, Form, Placement, Progress, Setup, Slot, TrainState
+from fzero.state import NAMESPACE, Buffers, Form, Placement, Progress, Slot, TrainState
 from fzero.state.entry import Entry, slot_with
 from fzero.state.progress import CLOSED, Window, pop
 from fzero.state.train_state import require_not_donated
@@ -230,21 +230,10 @@ def moved(
         facts = facts_of_rank(held.states[0], held.ranks[0], where.is_in, asked)
         return structure_of(held), facts
 
-    known, own = on_all(ranks.axis, begin)
+    structure, own = on_all(ranks.axis, begin)
     facts = ranks.tell(own)
     if len({one.asked for one in facts}) > 1:
         raise disagreement([[one.asked] for one in facts], what="reshard")
-    structure = _structure_everywhere(ranks, known, facts)
-    states = [] if held is None else [(held.states[0], held.ranks[0])]
-    here = RanksHere(ranks.axis, states, int(where.is_in), False)
-    made = _moved(here, structure, facts, stage, where.mesh)
-    return made[0] if made else None
-
-
-def _structure_everywhere(
-    ranks: Ranks, known: Structure | None, facts: Sequence[RankFacts]
-) -> Structure:
-    """Return the structure of the state, on ranks that have none, too. A collective."""
     members = [rank for rank, one in enumerate(facts) if one.progress is not None]
     if not members:
         raise AxisError(
@@ -252,18 +241,23 @@ def _structure_everywhere(
             cause="None on every rank of the mesh, or a mesh without the ranks of the state.",
             fix="give the state on the ranks that have it; all of those call it.",
         )
-    if len(members) == len(facts):
-        assert known is not None
-        return known
-    first = ranks.axis.rank == members[0]
-    if all(one.knows for one in facts):
-        assert known is not None
-        saved = ranks.tell(known.manifest if first else None)[members[0]]
-        on_all(ranks.axis, lambda: require_fit(saved, known.manifest, _HERE))
-        return replace(known, manifest=saved)
-    send = on_all(ranks.axis, lambda: as_sent(known) if first and known is not None else b"")
-    sent = ranks.tell(send)[members[0]]
-    return on_all(ranks.axis, lambda: as_received(sent) if known is None else known)
+    is_first = ranks.axis.rank == members[0]
+    if len(members) < len(facts) and all(one.knows for one in facts):
+        assert structure is not None
+        known = structure.manifest
+        saved = ranks.tell(known if is_first else None)[members[0]]
+        on_all(ranks.axis, lambda: require_fit(saved, known, _HERE))
+        structure = replace(structure, manifest=saved)
+    elif len(members) < len(facts):  # a rank that comes hears from a member what the state is
+        mine = structure
+        send = on_all(ranks.axis, lambda: as_sent(mine) if is_first and mine is not None else b"")
+        sent = ranks.tell(send)[members[0]]
+        structure = on_all(ranks.axis, lambda: as_received(sent) if mine is None else mine)
+    assert structure is not None
+    states = [] if held is None else [(held.states[0], held.ranks[0])]
+    here = RanksHere(ranks.axis, states, int(where.is_in), False)
+    made = _moved(here, structure, facts, stage, where.mesh)
+    return made[0] if made else None
 
 
 def moved_stack(held: LocalStates, stage: int | None, mesh: MeshLike, size: int) -> TrainState:
@@ -311,7 +305,14 @@ def _moved(
     mesh: MeshLike,
 ) -> list[TrainState]:
     """Return the new states of the ranks here. facts: of all ranks."""
-    structure = with_rank_facts(structure, facts)
+    manifest: Manifest = deepcopy(structure.manifest)  # with what all ranks keep
+    slots, more = dict[str, Form](), dict[str, Form]()  # those that do not live for the run
+    for one in facts:
+        for name, kept in one.kept.items():
+            manifest.kept.setdefault(name, deepcopy(kept))
+        slots |= one.slots
+        more |= one.more
+    note_texts(manifest, (one.texts for one in facts))
     first, size = (0, here.axis.size) if here.is_stack else (here.axis.rank, 1)
     none: list[list[TensorPiece]] = [[] for _ in range(size)]
     left = none[len(here.states) :]
@@ -320,18 +321,39 @@ def _moved(
     spans = here.tell([spans_of(some) for some in has])
 
     def target(_: int) -> NewState:
-        state, tensors = _blank(structure, stage, mesh), dict[str, Any]()
+        """Return zeros in the place of a state, and what of it comes from where."""
+        pattern, tensors = structure.pattern, dict[str, Any]()
+        wanted = pattern.setup.stage if stage is None else stage
+        try:
+            state = blank_at(pattern, stage=wanted, mesh=mesh)
+        except LayoutError as error:
+            error.add_note(
+                "(A state keeps its options where it is resharded. To go on with others, use "
+                "fzero.checkpoint.save, and load into a state that was made with those.)"
+            )
+            raise
+        for slot in slots_of(state):  # some rules begin with other values; padding is zero
+            slot.flat.zero_() if slot.codec is None else slot.codec.fill(slot.flat)
         rank = state.mesh.rank
-        for name, some in (pair for own in spans for pair in own.items()):
+        own = rank % state.setup.axis.size
+        for name, some in (pair for rank_has in spans for pair in rank_has.items()):
             chunks = tensors.setdefault(name, {"chunks": []})["chunks"]
             chunks += [[start, stop - start] for start, stop in some]
-        saved = replace(structure.manifest, tensors=tensors)
+        saved = replace(manifest, tensors=tensors)
         if (apart := saved.origin.get(APART)) is not None:
             require_facts(state, apart, _HERE, "reshard")
-        own = place_of(state, rank)[1]
-        like = with_slots(structure, state, own)
-        more = [_blank_entry(structure, state, *one, own) for one in structure.more.items()]
-        return NewState(like, saved, rank, moves=more)
+        made = dict(state.slots)  # and those that nobody makes anew
+        for name, form in slots.items():
+            if name not in made:
+                entry = _blank_entry(manifest, state, name, form, own)
+                empty = Slot(value=Buffers(placement=entry.placement), form=form)
+                made[name] = slot_with(state.setup, empty, entry.values)
+        moves = [
+            _blank_entry(manifest, state, name, form, own)
+            for name, form in more.items()
+            if name not in slots
+        ]
+        return NewState(state.replace(slots=made), saved, rank, moves=moves)
 
     if here.is_stack:
         targets = here.run(here.new, target)
@@ -342,7 +364,11 @@ def _moved(
     wants = [room.pieces for room in targets] + none[len(targets) :]
     lacks = here.tell([copied(*some) for some in zip(holds, wants, strict=True)])
     stocks = [stock._replace(has=own) for stock, own in zip(lacks, spans, strict=True)]
-    batch, device = structure.batch_bytes, structure.device
+    setup, device = structure.pattern.setup, structure.pattern.device
+    units = dict[str, int]()  # the largest is the most that crosses ranks at once
+    for leaf, unit in zip(setup.layout.leaves, setup.layout.options.units, strict=True):
+        units[unit] = units.get(unit, 0) + prod(leaf.shape) * leaf.dtype.itemsize
+    batch = max(units.values(), default=0)
 
     def exchange(k: int) -> None:
         redistribute(has[k], wants[k], stocks, here.axis, device, batch_bytes=batch)
@@ -353,22 +379,6 @@ def _moved(
 
     here.run(size, exchange)
     return here.run(here.new, finish)
-
-
-def _blank(structure: Structure, stage: int | None, mesh: MeshLike) -> TrainState:
-    """Return a state of zeros at a stage, on a mesh that this rank is in."""
-    stage = structure.pattern.setup.stage if stage is None else stage
-    try:
-        state = blank_at(structure.pattern, stage=stage, mesh=mesh)
-    except LayoutError as error:
-        error.add_note(
-            "(A state keeps its options where it is resharded. To go on with others, use "
-            "fzero.checkpoint.save, and load into a state that was made with those.)"
-        )
-        raise
-    for slot in slots_of(state):  # some rules begin with other values; padding is zero
-        slot.flat.zero_() if slot.codec is None else slot.codec.fill(slot.flat)
-    return state
 
 
 # Between which ranks.
@@ -494,27 +504,6 @@ class Structure:
 
     pattern: Pattern
     manifest: Manifest
-    slots: dict[str, Form] = field(default_factory=dict)
-    more: dict[str, Form] = field(default_factory=dict)  # no slot, and does not live for the run
-
-    @property
-    def setup(self) -> Setup:
-        """Of the state."""
-        return self.pattern.setup
-
-    @property
-    def device(self) -> torch.device:
-        """Where the state computes."""
-        return self.pattern.device
-
-    @property
-    def batch_bytes(self) -> int:
-        """Bytes of the largest unit, which is the most that crosses ranks at once."""
-        layout = self.setup.layout
-        sizes: dict[str, int] = {}
-        for leaf, unit in zip(layout.leaves, layout.options.units, strict=True):
-            sizes[unit] = sizes.get(unit, 0) + prod(leaf.shape) * leaf.dtype.itemsize
-        return max(sizes.values(), default=0)
 
 
 def structure_of(held: LocalStates) -> Structure:
@@ -549,7 +538,7 @@ class RankFacts:
 def facts_of_rank(state: TrainState, rank: int, is_in: bool, asked: str) -> RankFacts:
     """Return them, of a rank that has a state. Raises `PhaseError` where it cannot move."""
     require_movable(state)
-    own = place_of(state, rank)[1]
+    own = rank % state.setup.axis.size
     return RankFacts(
         is_in=is_in,
         knows=True,
@@ -563,20 +552,6 @@ def facts_of_rank(state: TrainState, rank: int, is_in: bool, asked: str) -> Rank
             x.name: x.form for x in entries_of(state, own, live=True) if x.form.lifetime != "run"
         },
     )
-
-
-def with_rank_facts(structure: Structure, facts: Sequence[RankFacts]) -> Structure:
-    """Return the structure with what all ranks keep."""
-    manifest: Manifest = deepcopy(structure.manifest)
-    slots, more = dict[str, Form](), dict[str, Form]()
-    for one in facts:
-        kept = {k: deepcopy(x) for k, x in one.kept.items() if k not in manifest.kept}
-        manifest.kept.update(kept)
-        slots |= one.slots
-        more |= one.more
-    note_texts(manifest, (one.texts for one in facts))
-    more = {name: form for name, form in more.items() if name not in slots}
-    return replace(structure, manifest=manifest, slots=slots, more=more)
 
 
 def next_progress(facts: Sequence[RankFacts], rank: int) -> tuple[Progress, Window]:
@@ -594,22 +569,10 @@ def next_progress(facts: Sequence[RankFacts], rank: int) -> tuple[Progress, Wind
     return replace(progress, used=used, nonfinite=nonfinite), facts[own].window
 
 
-def with_slots(structure: Structure, blank: TrainState, rank: int) -> TrainState:
-    """Return a state that was made anew with the slots that nobody makes anew, of zeros."""
-    made: dict[str, Slot] = {}
-    for name, form in structure.slots.items():
-        if name not in blank.slots:
-            entry = _blank_entry(structure, blank, name, form, rank)
-            empty = Slot(value=Buffers(placement=entry.placement), form=form)
-            made[name] = slot_with(blank.setup, empty, entry.values)
-    return blank.replace(slots={**blank.slots, **made})
-
-
-def _blank_entry(
-    structure: Structure, state: TrainState, name: str, form: Form, rank: int
-) -> Entry:
+def _blank_entry(manifest: Manifest, state: TrainState, name: str, form: Form, rank: int) -> Entry:
+    """Return zeros for what is kept under a name, as the manifest says its dtypes and shapes."""
     setup, device = state.setup, state.device
-    texts, names = structure.manifest.kept[name]["values"], leaf_paths(setup.layout)
+    texts, names = manifest.kept[name]["values"], leaf_paths(setup.layout)
     if form.leaves in ("number", "named"):
         values: dict[Any, Tensor] = {}
         for key, text in texts.items():
@@ -680,18 +643,10 @@ def as_received(sent: bytes) -> Structure:
             "another script or version, or one that only some ranks define.",
             fix="run the same script on every rank, and define it before the call on all of them.",
         ) from error
-    if found.device.type != "cuda":
+    if found.pattern.device.type != "cuda":
         return found
     here = torch.device("cuda", torch.cuda.current_device())
     return replace(found, pattern=replace(found.pattern, device=here))
-
-
-def _has_name(function: FunctionType) -> bool:
-    """Whether its module has it under its name, as pickle looks it up."""
-    module = sys.modules.get(function.__module__)
-    return getattr(module, function.__qualname__, None) is function or (
-        "<" not in function.__qualname__ and "." in function.__qualname__  # of a class
-    )
 
 
 class _Pickler(pickle.Pickler):
@@ -704,11 +659,13 @@ class _Pickler(pickle.Pickler):
                 cause="an optimizer of torch that was made of this process's parameters.",
                 fix="use a rule of fzero.optim, or fzero.optim.from_torch(class)",
             )
-        if isinstance(obj, FunctionType) and not _has_name(obj):
-            code = obj.__code__
+        if isinstance(obj, FunctionType):
+            name, code = obj.__qualname__, obj.__code__
+            known = getattr(sys.modules.get(obj.__module__), name, None)  # as pickle looks it up
+            if known is obj or ("<" not in name and "." in name):  # of a class
+                return NotImplemented
             raise _not_described(
-                f"it has the function {obj.__qualname__} ({code.co_filename}:"
-                f"{code.co_firstlineno})",
+                f"it has the function {name} ({code.co_filename}:{code.co_firstlineno})",
                 cause="a lambda, or a function that was defined inside of another one, as a "
                 "learning rate, a mask, a label or another option.",
                 fix="use a function with a name in its module (`def`, not inside of another "
@@ -739,7 +696,8 @@ def copied(holds: Sequence[TensorPiece], wants: Sequence[TensorPiece]) -> Stock:
         for held in sources.get(want.name, ()):
             low, high = max(start, held.start), min(stop, held.start + held.values.numel())
             if low < high:
-                _of(want, low, high).copy_(_of(held, low, high), non_blocking=True)
+                here = held.values[low - held.start : high - held.start]
+                want.values[low - start : high - start].copy_(here, non_blocking=True)
     left = {name: without(spans, own.get(name, ())) for name, spans in spans_of(wants).items()}
     lacks = {name: spans for name, spans in left.items() if spans}
     itemsizes = {want.name: want.values.dtype.itemsize for want in wants if want.name in lacks}
@@ -773,20 +731,21 @@ def redistribute(
         for r, other in enumerate(stocks):
             away = r != rank
             going = tuple(crossings(other.lacks, stocks[rank].has, batch)) if away else ()
-            if going not in packed:  # what several ranks lack is packed once
-                packed[going] = _packed(sources, going, device)
+            if going not in packed:  # what several ranks lack is packed once; one range is not
+                views = [x for one in going for _, x in _bytes_in(sources[one.name], one)]
+                parts = [to_device(x, device) for x in views]
+                packed[going] = parts[0] if len(parts) == 1 else torch.cat(parts)
             sent.append(packed[going])
             arriving.append([*crossings(stocks[rank].lacks, other.has, batch)] if away else [])
         sizes = [sum(map(nbytes, some)) for some in arriving]
         total = sum(stop - start for start, stop in batch.values())
         flight = start_uneven_all_to_all(sent, sizes, axis, total=total)
         for some, received in zip(arriving, flight.wait(), strict=True):
-            chunks = received.split([*map(nbytes, some)]) if some else ()
-            for one, chunk in zip(some, chunks, strict=True):
-                for piece, low, high in _inside(targets[one.name], one):
-                    itemsize = piece.values.dtype.itemsize
-                    own = chunk[(low - one.start) * itemsize : (high - one.start) * itemsize]
-                    _as_bytes(_of(piece, low, high)).copy_(own, non_blocking=True)
+            at = 0
+            for one in some:
+                for begin, own in _bytes_in(targets[one.name], one):
+                    own.copy_(received[at + begin :][: own.numel()], non_blocking=True)
+                at += nbytes(one)
 
     for batch in batches_of(stocks, batch_bytes):
         exchange(batch)  # nothing of a batch outlives it
@@ -800,32 +759,18 @@ def by_name(pieces: Sequence[TensorPiece]) -> Named:
     return found
 
 
-def _packed(sources: Named, going: Sequence[Crossing], device: torch.device) -> Tensor:
-    """Return the bytes of what goes to another rank: a view of what is held, if it is one range."""
-    parts = [
-        to_device(_as_bytes(_of(piece, low, high)), device)
-        for one in going
-        for piece, low, high in _inside(sources[one.name], one)
-    ]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _bytes_in(pieces: Sequence[TensorPiece], one: Crossing) -> Iterator[tuple[int, Tensor]]:
+    """Yield (where it begins, in bytes of all that crosses; the bytes: a view) of what pieces have.
 
-
-def _inside(pieces: Sequence[TensorPiece], one: Crossing) -> Iterator[tuple[TensorPiece, int, int]]:
-    """Yield (piece, first, behind the last) of the elements that cross, in their order."""
+    In the order of the elements that cross.
+    """
     for piece in sorted(pieces, key=lambda piece: piece.start):
         low = max(piece.start, one.start)
         high = min(piece.start + piece.values.numel(), one.stop)
         if low < high:
-            yield piece, low, high
-
-
-def _of(piece: TensorPiece, start: int, stop: int) -> Tensor:
-    return piece.values[start - piece.start : stop - piece.start]
-
-
-def _as_bytes(x: Tensor) -> Tensor:
-    real = torch.view_as_real(x) if x.is_complex() else x
-    return real.reshape(-1).view(torch.uint8)
+            x = piece.values[low - piece.start : high - piece.start]
+            real = torch.view_as_real(x) if x.is_complex() else x
+            yield (low - one.start) * x.dtype.itemsize, real.reshape(-1).view(torch.uint8)
 
 
 Span = tuple[int, int]

@@ -37,15 +37,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.checkpoint._load import LoadPlan, finished, planned
+from fzero.checkpoint._load import finished, planned
 from fzero.checkpoint._pieces import TensorPiece, pieces_of_rank
 from fzero.checkpoint._process_states import LocalStates, local_states
 from fzero.checkpoint._save import (
     AsyncSave,
-    Draft,
     draft_of,
     group_beside,
-    pieces_of,
     run_beside,
     write_draft,
 )
@@ -55,10 +53,11 @@ from fzero.checkpoint.collective import (
     Ranks,
     damaged,
     from_first,
+    on_all_ranks,
     results_of_ranks,
     run_on_all_ranks,
 )
-from fzero.checkpoint.engine_state import EngineLike, buffer_pieces, form_of, rng_file
+from fzero.checkpoint.engine_state import RNG, EngineLike, buffer_pieces, form_of
 from fzero.checkpoint.folders import PathLike, as_path, read_text, require_whole
 from fzero.checkpoint.manifest import Manifest, read_manifest, require_tensors
 from fzero.collectives import assert_same_everywhere, exchange_beside
@@ -67,6 +66,10 @@ from fzero.errors.check import is_count, require
 from fzero.ranks.mesh import Axis
 from fzero.state import TrainState
 
+Thing = TypeVar("Thing")
+T = TypeVar("T")
+
+SLOTS = 2  # of each part on a host: the last whole update, and the one that is written
 _WRITING = "writing-"  # how a folder is named that is no copy yet, or no more
 _ENDED = "ended-"  # how a folder is named that says, with the rank, that its process has ended well
 _TEXTS, _OF_PIECE = 2**17, 2**11  # bytes of a copy beside its values: at most, and of each piece
@@ -194,27 +197,33 @@ class Mirror:
         home = self._home
         assert home is not None
         if updates % self._every == 0:
-            self._copy(state, extra, updates)
+            self._copy(home, state, extra, updates)
         elif self._flight is not None and updates % self._every == 1:
             # On all ranks, so that a restart repeats no more than k updates: one that is slow to
             # write may have taken part in this step, too.
             run_on_all_ranks(home.ranks, self._flight.written.wait, what="wait for the copies")
         self._updates = updates
 
-    def _copy(self, thing: Any, extra: Mapping[str, Any] | None, update: int) -> None:
-        home, flight = self._home, self._flight
+    def _copy(self, home: _Home, thing: Any, extra: Mapping[str, Any] | None, update: int) -> None:
+        """A state to copies: beside the steps that follow."""
         held = local_states("Mirror.update", thing, apart=True)
-        assert home is not None
         if held.processes.axis != home.ranks.axis:
             raise AxisError(
                 f"Mirror.update: a state on {held.processes.axis}, before on {home.ranks.axis}.",
                 cause="states of two models, or of two meshes, given to one Mirror.",
                 fix="use one Mirror, with a folder= of its own, for each of them.",
             )
-        self._flight = None  # whether it has landed, or raises now
+        flight, self._flight = self._flight, None  # whether it has landed, or raises now
 
         def ready() -> None:
-            _require_writer(home)
+            if _WRITERS.setdefault(home.folder, home.attempt) != home.attempt:
+                raise PhaseError(
+                    f"Mirror.update: another Mirror of this program keeps its copies in "
+                    f"{home.folder}.",
+                    cause="two models, each with a Mirror, and no folder= for them; or a Mirror "
+                    "that was made anew and restored, while the old one is still used.",
+                    fix="give each Mirror a folder= of its own, and use one for each model.",
+                )
             if flight is not None:
                 flight.handle.result()
 
@@ -223,13 +232,29 @@ class Mirror:
         if flight is not None:  # and so it has landed on all ranks
             _remove_earlier(home)
             self._complete = flight.update
-        copy = RankCopy(
-            home.attempt, update, home.hosts.rank, len(home.hosts.of_ranks), self._complete
-        )
+        hosts, what = home.hosts, f"write {home.folder}"
+        copy = RankCopy(home.attempt, update, hosts.rank, len(hosts.of_ranks), self._complete)
         nbytes = _bytes_of(draft.pieces) + len(json.dumps(draft.manifest.extra))
-        what = f"write {home.folder}"
         run_on_all_ranks(home.ranks, lambda: _make_room(home, copy, nbytes), what=what)
-        self._flight = _start(home, copy, draft)
+        written, alone = threading.Event(), Ranks(axis=Axis(size=1), beside=True)
+
+        def write() -> None:
+            try:
+                with _new_copy(home, copy) as folder:
+                    write_draft(replace(draft, ranks=alone), folder)
+            finally:
+                written.set()
+
+        def write_and_send() -> None:
+            if not hosts.held:
+                return write()
+            run_on_all_ranks(home.beside, write, what=what)
+            pairs = [(rank, to) for rank in range(copy.ranks) for to in hosts.keepers(rank)]
+            _send(home, [(rank, to, copy._replace(rank=rank)) for rank, to in pairs])
+
+        handle = run_beside(write_and_send, what=f"Mirror: the copies of update {update}")
+        _FLIGHTS[:] = [handle]
+        self._flight = _Flight(update, written, handle)
 
     def restore(self, like: Thing) -> tuple[Thing, dict[str, Any]]:
         """Return the newest update that is whole somewhere, placed as `like` is. A collective.
@@ -273,8 +298,9 @@ class Mirror:
         self._forget()
         if home is None:
             return
-        land = (lambda: None) if flight is None else flight.handle.result
-        run_on_all_ranks(home.ranks, land, what="wait for the copies")
+        with on_all_ranks(home.ranks, what="wait for the copies"):
+            if flight is not None:
+                flight.handle.result()
         if home.hosts.leads:
             _remove_all(home.folder)
         let_go(home.folder.parent)
@@ -289,17 +315,21 @@ class Mirror:
         atexit.register(self._ends)
         return begun
 
-    @property
-    def _outlives(self) -> bool:
-        """Whether a later process finds the copies, if this one ends with an error."""
-        done, most = _restarts()
-        return self._folder is not None or done < most
-
     def _ends(self) -> None:
         """Leave at the end of the process, unclosed."""
         failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-        if self._home is not None and not (failed and self._outlives):
-            _leave(self._home)
+        if (home := self._home) is None or (failed and _outlives(self._folder)):
+            return
+        if os.getpid() != home.pid or _WRITERS.get(home.folder, home.attempt) != home.attempt:
+            return  # another process, or another mirror of this one, has the folder now
+        # The last one of a host to end removes the copies. So one that ends early, or badly by
+        # `sys.exit`, takes no copy from those that are still at work.
+        ranks = home.hosts.ranks_on(home.hosts.own)
+        marks = {rank: home.folder / f"{_ENDED}{rank:05d}-{home.attempt}" for rank in ranks}
+        with suppress(OSError):  # somebody has removed the folder
+            marks[home.hosts.rank].mkdir(exist_ok=True)
+            if all(mark.exists() for mark in marks.values()):
+                _remove_all(home.folder)
 
     def _forget(self) -> None:
         """Hold nothing any more; the copies stay."""
@@ -316,7 +346,7 @@ class Mirror:
         """Close it; after an exception, leave the copies."""
         if error[0] is None:
             self.close()
-        elif self._outlives:
+        elif _outlives(self._folder):
             self._forget()
 
     def __repr__(self) -> str:
@@ -341,33 +371,6 @@ def mirror_bytes(part_bytes: int, copies: int) -> int:
     return SLOTS * (1 + copies) * part_bytes
 
 
-# A state to copies: beside the steps that follow.
-
-
-def _start(home: _Home, copy: RankCopy, draft: Draft) -> _Flight:
-    """Write what this process has into the memory of this host, and send it to other hosts."""
-    written, alone = threading.Event(), Ranks(axis=Axis(size=1), beside=True)
-
-    def write() -> None:
-        try:
-            with _new_copy(home, copy) as folder:
-                write_draft(replace(draft, ranks=alone), folder)
-        finally:
-            written.set()
-
-    def run() -> None:
-        if not home.hosts.held:
-            return write()
-        run_on_all_ranks(home.beside, write, what=f"write {home.folder}")
-        every = range(copy.ranks)
-        pairs = [(rank, keeper) for rank in every for keeper in home.hosts.keepers(rank)]
-        _send(home, [(rank, keeper, copy._replace(rank=rank)) for rank, keeper in pairs])
-
-    handle = run_beside(run, what=f"Mirror: the copies of update {copy.update}")
-    _FLIGHTS[:] = [handle]
-    return _Flight(copy.update, written, handle)
-
-
 def _wait_for_copies() -> None:
     """Wait until nothing is on its way from this process, of any mirror; errors are its own."""
     for handle in _FLIGHTS:
@@ -380,7 +383,7 @@ def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
 
     An error of one rank is raised on all: nobody waits for a copy that does not come.
     """
-    me, what = home.hosts.rank, f"write {home.folder}"
+    me = home.hosts.rank
 
     def look() -> dict[str, dict[str, int]]:
         found = {}
@@ -403,7 +406,7 @@ def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
                 got.append((sender, taken[copy][file]))
     exchange_beside(sent, got, home.beside.axis)
 
-    def write() -> None:
+    with on_all_ranks(home.beside, what=f"write {home.folder}"):
         for copy, files in taken.items():
             _make_room(home, copy, sum(x.nbytes for x in files.values()))
             with _new_copy(home, copy) as folder:
@@ -411,8 +414,6 @@ def _send(home: _Home, moves: Sequence[tuple[int, int, RankCopy]]) -> None:
                     (folder / file).parent.mkdir(mode=0o700, exist_ok=True)
                     values: Any = x.numpy()
                     (folder / file).write_bytes(values)
-
-    run_on_all_ranks(home.beside, write, what=what)
 
 
 # Copies to a state.
@@ -429,22 +430,26 @@ def _restored(home: _Home, held: LocalStates) -> tuple[Any, int, dict[str, Any]]
     where, saved = home.folder, _joined(found)
     texts = {copy.rank: part.rng for copy, part in found.items()}
 
-    def prepare() -> LoadPlan:
-        plan = planned(held, saved, where, rng=texts.get(home.hosts.rank))
-        require_tensors(saved, plan.pieces, where)
-        return plan
-
-    def read() -> None:
-        here = {k: x for k, x in saved.files.items() if k.partition("/")[0] in needed}
-        # No other file is checked: all were, before.
-        read_pieces(plan.pieces, where, replace(saved, files=here), (-1, 1))
-
     with torch.no_grad():
-        plan = run_on_all_ranks(home.ranks, prepare, what=f"read {where}")
+        with on_all_ranks(home.ranks, what=f"read {where}"):
+            plan = planned(held, saved, where, rng=texts.get(home.hosts.rank))
+            require_tensors(saved, plan.pieces, where)
         chunks = (chunk for piece in plan.pieces for chunk, *_ in chunks_of(saved, piece))
         needed = {chunk.file.partition("/")[0] for chunk in chunks}
-        _send(home, [*_missing_on_hosts(home.hosts, [*found], home.ranks.tell(needed))])
-        run_on_all_ranks(home.ranks, read, what=f"read {where}")
+        hosts, of_ranks = home.hosts, home.ranks.tell(needed)
+        moves = list[tuple[int, int, RankCopy]]()  # to each host what its ranks read and it lacks
+        for host in hosts.names:
+            there, own = {x.name for x in found if x.host == host}, hosts.ranks_on(host)
+            for name in sorted({x for rank in own for x in of_ranks[rank]} - there):
+                source = next(x for x in found if x.name == name)
+                pair = (hosts.ranks_on(source.host), own)  # the ranks of a host take turns
+                sender, receiver = (ranks[source.rank % len(ranks)] for ranks in pair)
+                moves.append((sender, receiver, source))
+        _send(home, moves)
+        with on_all_ranks(home.ranks, what=f"read {where}"):
+            # No other file is checked: all were, before.
+            here = {k: x for k, x in saved.files.items() if k.partition("/")[0] in needed}
+            read_pieces(plan.pieces, where, replace(saved, files=here), (-1, 1))
         thing = finished(held, saved, plan)
     _remove_earlier(home, [*found])
     return thing, next(iter(found)).update, saved.extra
@@ -475,7 +480,7 @@ def _newest(home: _Home) -> dict[RankCopy, _Part] | None:
         if good and not missing([*good]):
             return good
     if not copies:
-        if home.hosts.rank == 0 and _restarts()[0]:
+        if home.hosts.rank == 0 and _restarts():
             _warn_begins_anew(home, "torchrun has started the ranks again, and there are no copies")
         return None
     newest = max((one.update, one.attempt) for one in copies)
@@ -531,7 +536,7 @@ def _checked(home: _Home, copies: Sequence[RankCopy]) -> dict[RankCopy, _Part | 
                 raise damaged(path, seen)
             saved = read_manifest(path)
             require_whole(path / saved.data, saved.files)
-            found[one] = _Part(saved, read_text(path / saved.data / rng_file(0)))
+            found[one] = _Part(saved, read_text(path / saved.data / RNG.format(0)))
         except CheckpointError as error:
             found[one] = str(error).splitlines()[0]
     return found
@@ -555,22 +560,6 @@ def _joined(found: Mapping[RankCopy, _Part]) -> Manifest:
     first = manifests[0][1]
     module = {**first.module, "buffers": dict(buffers)}
     return replace(first, tensors=tensors, files=files, module=module)
-
-
-def _missing_on_hosts(
-    hosts: Hosts, copies: Sequence[RankCopy], needed: Sequence[set[str]]
-) -> Iterator[tuple[int, int, RankCopy]]:
-    """Yield (sender, receiver, copy) for each copy that a host needs and has not.
-
-    needed: the names that each rank reads. The ranks of a host take turns.
-    """
-    for host in hosts.names:
-        there = {one.name for one in copies if one.host == host}
-        for name in sorted({x for rank in hosts.ranks_on(host) for x in needed[rank]} - there):
-            source = next(one for one in copies if one.name == name)
-            pair = (hosts.ranks_on(one) for one in (source.host, host))
-            sender, receiver = (ranks[source.rank % len(ranks)] for ranks in pair)
-            yield sender, receiver, source
 
 
 def _warn_begins_anew(home: _Home, seen: str) -> None:
@@ -655,7 +644,19 @@ def _open_home(given: Path | None, every: int, copies: int, held: LocalStates) -
     ranks = held.processes
 
     def say() -> tuple[str, str]:
-        return host_name(), os.fspath(_default_folder() if given is None else given)
+        if given is not None:
+            return host_name(), os.fspath(given)
+        if not SHARED_MEMORY.is_dir():
+            raise LayoutError(
+                f"Mirror: there is no {SHARED_MEMORY} on this system.",
+                cause="a system without a file system in memory, as macOS.",
+                fix="Mirror(folder=..., every=...), with a folder that outlives the processes.",
+            )
+        run, pid = _launch()  # each launch has another one
+        safe = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:64]
+        digest = hashlib.sha256(f"{run} {pid} {process_of(pid)}".encode()).hexdigest()
+        folder = SHARED_MEMORY / f"{MIRROR}-{os.geteuid()}-{safe}-{digest[:16]}"
+        return host_name(), os.fspath(folder)
 
     told = results_of_ranks(ranks, say, what="make a Mirror")
     assert_same_everywhere([f"every={every}", f"copies={copies}"], ranks.axis, what="the Mirror")
@@ -678,7 +679,9 @@ def _open_home(given: Path | None, every: int, copies: int, held: LocalStates) -
         for each in (base, folder):  # a folder= is held by nobody: it outlives the processes
             make_private(each, "Mirror")
         forms = {path: {"0": form_of(value)} for path, value in held.buffers.items()}
-        part = [*pieces_of(held), *buffer_pieces(held.buffers, forms, 0)]
+        part = buffer_pieces(held.buffers, forms, 0)
+        for state, rank in zip(held.states, held.ranks, strict=True):
+            part += pieces_of_rank(state, rank)
         return _bytes_of(part), sum(_bytes_in(folder)) if hosts.leads else 0
 
     sizes = results_of_ranks(ranks, make, what=f"make {folder}")
@@ -740,28 +743,14 @@ def _launch() -> tuple[str, int]:
     return ("process", os.getpid()) if run is None else (run, os.getppid())
 
 
-def _default_folder() -> Path:
-    """Return the folder of the mirror of a program that gives none: another one for each launch.
-
-    Raises `LayoutError` where there is no shared memory.
-    """
-    if not SHARED_MEMORY.is_dir():
-        raise LayoutError(
-            f"Mirror: there is no {SHARED_MEMORY} on this system.",
-            cause="a system without a file system in memory, as macOS.",
-            fix="Mirror(folder=..., every=...), with a folder that outlives the processes.",
-        )
-    run, pid = _launch()
-    safe = re.sub(r"[^A-Za-z0-9._-]", "_", run)[:64]
-    digest = hashlib.sha256(f"{run} {pid} {process_of(pid)}".encode()).hexdigest()
-    return SHARED_MEMORY / f"{MIRROR}-{os.geteuid()}-{safe}-{digest[:16]}"
+def _restarts(name: str = "RESTART_COUNT") -> int:
+    """Return how often torchrun has started these ranks again."""
+    return int(os.environ.get(f"TORCHELASTIC_{name}") or 0)
 
 
-def _restarts() -> tuple[int, int]:
-    """Return how often torchrun has started these ranks again, and how often it would at most."""
-    names = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
-    done, most = (int(os.environ.get(name) or 0) for name in names)
-    return done, most
+def _outlives(given: Path | None) -> bool:
+    """Whether a later process finds the copies in a folder, if this one ends with an error."""
+    return given is not None or _restarts() < _restarts("MAX_RESTARTS")
 
 
 # What is in the folder of a host.
@@ -794,15 +783,6 @@ def _new_copy(home: _Home, copy: RankCopy) -> Iterator[Path]:
         raise
 
 
-def _discard(home: _Home, copy: RankCopy) -> None:
-    """Remove a copy, which is none any more before its first file is gone."""
-    gone = home.folder / f"{_WRITING}{copy.name}"
-    shutil.rmtree(gone, ignore_errors=True)
-    with suppress(OSError):
-        (home.folder / copy.name).rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
-
-
 def _make_room(home: _Home, copy: RankCopy, nbytes: int) -> None:
     """Remove the older copies of a rank, but for that of the last update that is whole.
 
@@ -810,7 +790,11 @@ def _make_room(home: _Home, copy: RankCopy, nbytes: int) -> None:
     """
     for old in copies_in(home.folder):
         if (old.attempt, old.rank) == (copy.attempt, copy.rank) and old.update != copy.complete:
-            _discard(home, old)
+            gone = home.folder / f"{_WRITING}{old.name}"  # no copy before its first file is gone
+            shutil.rmtree(gone, ignore_errors=True)
+            with suppress(OSError):
+                (home.folder / old.name).rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
     free, own = _bytes_in(home.folder)
     if nbytes <= free:
         return
@@ -854,21 +838,6 @@ def _remove_earlier(home: _Home, keep: Sequence[RankCopy] = ()) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _leave(home: _Home) -> None:
-    """Note that this process has come to its end; the last one of a host removes the copies.
-
-    So one that ends early, or badly by `sys.exit`, takes no copy from those that are still at work.
-    """
-    if os.getpid() != home.pid or _WRITERS.get(home.folder, home.attempt) != home.attempt:
-        return  # another process, or another mirror of this one, has the folder now
-    ranks = home.hosts.ranks_on(home.hosts.own)
-    marks = {rank: home.folder / f"{_ENDED}{rank:05d}-{home.attempt}" for rank in ranks}
-    with suppress(OSError):  # somebody has removed the folder
-        marks[home.hosts.rank].mkdir(exist_ok=True)
-        if all(mark.exists() for mark in marks.values()):
-            _remove_all(home.folder)
-
-
 def _remove_all(folder: Path) -> None:
     """Remove every copy on this host; then the folders, if nothing else is in them."""
     for path in _own_files(folder):
@@ -887,8 +856,7 @@ def _own_files(folder: Path) -> list[Path]:
 
 def _require_empty(home: _Home) -> None:
     """Raise `PhaseError` where copies are that nobody has asked for. A collective."""
-
-    def look() -> None:
+    with on_all_ranks(home.ranks, what=f"list {home.folder}"):
         if found := copies_in(home.folder):
             raise PhaseError(
                 f"Mirror.update: {home.folder} has copies that were not restored: "
@@ -898,19 +866,6 @@ def _require_empty(home: _Home) -> None:
                 fix="call mirror.restore(state) before the first update, or remove the folder; "
                 "give each Mirror a folder= of its own.",
             )
-
-    run_on_all_ranks(home.ranks, look, what=f"list {home.folder}")
-
-
-def _require_writer(home: _Home) -> None:
-    """Raise `PhaseError` where another mirror of this process writes into the folder."""
-    if _WRITERS.setdefault(home.folder, home.attempt) != home.attempt:
-        raise PhaseError(
-            f"Mirror.update: another Mirror of this program keeps its copies in {home.folder}.",
-            cause="two models, each with a Mirror, and no folder= for them; or a Mirror that was "
-            "made anew and restored, while the old one is still used.",
-            fix="give each Mirror a folder= of its own, and use one for each model.",
-        )
 
 
 # Folders in the memory of this host, of this user alone: they outlive their processes.
@@ -987,30 +942,24 @@ def remove_folder(folder: Path) -> None:
 
 def sweep_gone() -> None:
     """Remove this user's folders in memory whose programs are gone."""
-    for kind in (MIRROR, REPLAY):
-        for folder in _memory_folder().glob(f"{kind}-{os.geteuid()}-*"):
-            if not why_not_private(folder) and not _is_held(folder):
-                _sweep(folder)
-
-
-def _sweep(folder: Path) -> None:
     import fcntl
 
-    try:
-        opened = os.open(folder / LOCK, os.O_RDWR | _NO_LINK)
-    except FileNotFoundError:
-        with suppress(OSError):
-            folder.rmdir()  # of a program that has ended, or will make it again
-        return
-    except OSError:
-        return
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_gone(os.read(opened, 1024).decode(errors="replace")):
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        pass  # somebody holds it
-    finally:
+    base, user = _memory_folder(), os.geteuid()
+    for folder in [x for kind in (MIRROR, REPLAY) for x in base.glob(f"{kind}-{user}-*")]:
+        if why_not_private(folder) or _is_held(folder):
+            continue
+        try:
+            opened = os.open(folder / LOCK, os.O_RDWR | _NO_LINK)
+        except FileNotFoundError:
+            with suppress(OSError):
+                folder.rmdir()  # of a program that has ended, or will make it again
+            continue
+        except OSError:
+            continue
+        with suppress(OSError):  # somebody holds it
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_gone(os.read(opened, 1024).decode(errors="replace")):
+                shutil.rmtree(folder, ignore_errors=True)
         os.close(opened)
 
 
@@ -1074,7 +1023,11 @@ def make_private(folder: Path, name: str) -> None:
         if not each.exists():
             with suppress(FileExistsError):
                 each.mkdir(mode=0o700)
-    trusted = (os.geteuid(), *_roots())
+    trusted = [os.geteuid(), 0]
+    with suppress(OSError, ValueError):  # in some containers root appears as another user
+        maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        if not any(int(first) == 0 for first, _, _ in maps):
+            trusted.append(int(Path("/proc/sys/kernel/overflowuid").read_text()))
     found = [(folder, why_not_private(folder))]
     found += [(each, _seen(each, trusted, is_above=True)) for each in _way_to(folder)]
     for each, seen in found:
@@ -1103,7 +1056,7 @@ def _way_to(folder: Path) -> Iterator[Path]:
             yield from _way_to(each.resolve())
 
 
-def _seen(folder: Path, users: tuple[int, ...], *, is_above: bool) -> str:
+def _seen(folder: Path, users: Sequence[int], *, is_above: bool) -> str:
     """Return what is wrong with a folder. is_above: others may write there as in /tmp."""
     found = folder.lstat()
     if stat.S_ISLNK(found.st_mode):
@@ -1118,24 +1071,9 @@ def _seen(folder: Path, users: tuple[int, ...], *, is_above: bool) -> str:
     return ""
 
 
-def _roots() -> Iterator[int]:
-    """Yield the users that root appears as here: another one in some containers."""
-    yield 0
-    with suppress(OSError, ValueError):
-        maps = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
-        if not any(int(first) == 0 for first, _, _ in maps):
-            yield int(Path("/proc/sys/kernel/overflowuid").read_text())
-
-
 def _user(uid: int) -> str:
     with suppress(ImportError, KeyError):
         import pwd
 
         return f"the user {pwd.getpwuid(uid).pw_name}"
     return f"the user {uid}"
-
-
-Thing = TypeVar("Thing")
-T = TypeVar("T")
-
-SLOTS = 2  # of each part on a host: the last whole update, and the one that is written

@@ -3,6 +3,9 @@
 A checksum finds damage; it does not tell who wrote a file. So nothing that a file says is used
 before it was found to have the form that is written. A form is one of
 
+    a type            a value of it; `object` for any
+    a range           an int in it
+    a pattern         a text that it matches, from its first letter to its last
     a function        value -> whether it is good
     [form]            a list, each item of that form
     (form, form)      a list of so many items
@@ -13,9 +16,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,56 +35,49 @@ def problems(value: Any, form: Any, place: str) -> Iterator[str]:
     """Yield a message, with its place, for each part of a value that does not have the form.
 
     Example:
-        >>> form = DictForm(must={"step": integer(0, 10)}, others=[text])
+        >>> form = DictForm(must={"step": range(10)}, others=[text])
         >>> list(problems({"step": -1, "names": ["a", 7]}, form, "it"))
         ['it/step is -1', 'it/names/1 is 7']
     """
-    if isinstance(form, DictForm) and _is_dict(value):
-        known = {**form.must, **form.may}
+    kind = type(value).__name__
+    if kind == "dict" and isinstance(form, DictForm):
         for name in form.must:
             if name not in value:
                 yield f"{place} lacks {name!r}"
         for name, one in value.items():
-            fits = form.others is not None and re.fullmatch(form.names, name)
-            if name in known or fits:
-                yield from problems(one, known.get(name, form.others), f"{place}/{name}")
-            else:
+            its = form.must.get(name, form.may.get(name))
+            if its is None and form.others is not None and re.fullmatch(form.names, name):
+                its = form.others
+            if its is None:
                 yield f"{place} has the name {name!r:.80}, which save does not write"
-    elif (_is_list(form) or _is_tuple(form)) and _is_list(value):
-        forms = form if _is_tuple(form) else [*form] * len(value)
+            else:
+                yield from problems(one, its, f"{place}/{name}")
+        return
+    if kind == "list" and isinstance(form, list | tuple):
+        forms = cast("tuple[Any, ...]", form if isinstance(form, tuple) else (*form,) * len(value))
         if len(forms) != len(value):
             yield f"{place} is {value!r:.80}"
-        for place_in, (one, its) in enumerate(zip(value, forms, strict=False)):
-            yield from problems(one, its, f"{place}/{place_in}")
-    elif not callable(form) or not form(value):
+        for number, (one, its) in enumerate(zip(value, forms, strict=False)):
+            yield from problems(one, its, f"{place}/{number}")
+        return
+    if isinstance(form, type):
+        good = isinstance(value, form)
+    elif isinstance(form, re.Pattern):
+        good = kind == "str" and cast("re.Pattern[str]", form).fullmatch(value) is not None
+    elif isinstance(form, range):
+        good = kind == "int" and value in form
+    else:
+        good = callable(form) and form(value)
+    if not good:
         yield f"{place} is {value!r:.80}"
 
 
-def _is_dict(value: object) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict)  # of JSON: its names are texts
-
-
-def _is_list(value: object) -> TypeGuard[list[Any]]:
-    return isinstance(value, list)
-
-
-def _is_tuple(value: object) -> TypeGuard[tuple[Any, ...]]:
-    return isinstance(value, tuple)
-
-
-def integer(low: int, high: int) -> Callable[[Any], bool]:
-    """Return the form of an int of low..high, without `high`."""
-    return lambda value: type(value) is int and low <= value < high
-
-
-def text(value: Any) -> bool:
-    """Whether it is a str."""
-    return isinstance(value, str)
+integer, natural, text = range, range(2**63), str
 
 
 def number(value: Any) -> bool:
     """Whether it is a float, a bool, or an int that 8 bytes hold."""
-    return type(value) in (bool, float) or integer(-(2**63), 2**63)(value)
+    return type(value) in (bool, float) or (type(value) is int and value in range(-(2**63), 2**63))
 
 
 def amount(value: Any) -> bool:
@@ -89,15 +85,5 @@ def amount(value: Any) -> bool:
     return type(value) is not bool and number(value) and math.isfinite(value) and value >= 0
 
 
-def natural(value: Any) -> bool:
-    """Whether it is an int of at least 0 that 8 bytes hold."""
-    return integer(0, 2**63)(value)
-
-
-def anything(_: Any) -> bool:
-    """Whether it is there."""
-    return True
-
-
-ANYTHING = DictForm(others=anything)
+ANYTHING = DictForm(others=object)
 TEXTS = DictForm(others=text)

@@ -514,27 +514,23 @@ def world() -> Axis:
     if not dist.is_available():
         return Axis(size=1)
     if not dist.is_initialized():
-        _require_no_worker()
+        if get_worker_info() is not None and (
+            not was_forked() or describes_several_ranks(os.environ)
+        ):
+            raise AxisError(
+                f"ranks are asked for in worker {os.getpid()} of a DataLoader, which does not know "
+                "them.",
+                cause="axis_index() or a collective in a Dataset or a collate_fn, in a worker that "
+                "was spawned, or that was forked before the ranks met.",
+                fix="ask in the process of the rank, and give the Dataset the number; call "
+                "collectives on what it returns. For a state of the worker alone: "
+                "mesh=fzero.Axis(size=1).",
+            )
         if not dist.is_torchelastic_launched() and not describes_several_ranks(os.environ):
             return Axis(size=1)
         start_world()
     everyone: Any = dist.group.WORLD
     return _axis_of_group(everyone)
-
-
-def _require_no_worker() -> None:
-    """Raise in a worker of a DataLoader that cannot know which ranks there are."""
-    if get_worker_info() is None:
-        return
-    if not was_forked() or describes_several_ranks(os.environ):
-        raise AxisError(
-            f"ranks are asked for in worker {os.getpid()} of a DataLoader, which does not know "
-            "them.",
-            cause="axis_index() or a collective in a Dataset or a collate_fn, in a worker that was "
-            "spawned, or that was forked before the ranks met.",
-            fix="ask in the process of the rank, and give the Dataset the number; call collectives "
-            "on what it returns. For a state of the worker alone: mesh=fzero.Axis(size=1).",
-        )
 
 
 def axis_of(mesh: MeshLike) -> Axis:
@@ -557,16 +553,19 @@ def axis_of(mesh: MeshLike) -> Axis:
         return world()
     if isinstance(mesh, Axis):
         return mesh
-    if isinstance(mesh, tuple):
-        return _axis_of_sizes(mesh)
     if isinstance(mesh, Mapping | Mesh):
         return _axis_of_names(mesh if isinstance(mesh, Mesh) else Mesh(mesh))
-    axis = _axis_of_mesh(_device_mesh(mesh))
-    return axis.as_virtual() if is_abstract() else axis
-
-
-def _device_mesh(mesh: object) -> DeviceMesh:
-    if not isinstance(mesh, DeviceMesh):
+    if isinstance(mesh, tuple):
+        axis, counts = world(), [type(size) is int and size > 0 for size in mesh]
+        if counts != [True, True] or mesh[0] * mesh[1] != axis.size:
+            raise AxisError(
+                f"mesh={mesh!r}, and there are {axis.size} ranks.",
+                cause="another number of ranks than the program was written for, or more dims.",
+                fix="give (replicas, shards) with replicas x shards = ranks, here e.g. "
+                f"(1, {axis.size}); for some of the ranks only, a DeviceMesh.",
+            )
+        return axis if mesh[0] == 1 else replace(axis, dims=Dims(mesh[0]))
+    if not isinstance(cast("object", mesh), DeviceMesh):
         raise AxisError(
             f"mesh is a {type(mesh).__name__}.",
             cause="a process group or a list of ranks was passed.",
@@ -574,19 +573,54 @@ def _device_mesh(mesh: object) -> DeviceMesh:
             "sizes (replicas, shards) of the world's two dims, or names and sizes, "
             '{"data": 2, "seq": 2}.',
         )
-    return mesh
+    names, ranks = mesh.mesh_dim_names, _ranks_of(mesh, dims=2)
+    if mesh.ndim == 1:
+        axis = _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
+    elif mesh.size(0) == 1:
+        axis = _axis_of_group(mesh.get_group(1), name=names[1] if names else "dp")
+        axis = replace(axis, named=tuple(zip(names, mesh.shape, strict=True)) if names else ())
+    else:
+        dims = Dims(mesh.size(0), (names[0], names[1])) if names else Dims(mesh.size(0))
+        name = "_".join(dims.names) if "dp" in dims.names else "dp"  # another one than dims have
+        axis = replace(_axis_of_group(among(ranks, mesh.get_group(1)), name=name), dims=dims)
+    return axis.as_virtual() if is_abstract() else axis
 
 
-def _listed(ranks: Any) -> Any:
-    """Return a tensor of ranks as lists in lists, one for each dim."""
-    return ranks.tolist()
+def _ranks_of(mesh: DeviceMesh, *, dims: int | None = None) -> list[int]:
+    """Return the ranks of a mesh, in order. dims: how many it may have.
+
+    Raises `AxisError` on a rank that is not in it, and where they are in another order.
+    """
+    listed: Any = mesh.mesh
+    if mesh.get_coordinate() is None:
+        raise AxisError(
+            f"this process, rank {dist.get_rank()}, is not in the mesh {listed.tolist()}.",
+            cause="a mesh of some of the ranks, and code that all of them run.",
+            fix="call this on the ranks of the mesh only, or give the others a mesh of theirs.",
+        )
+    ranks: list[int] = listed.flatten().tolist()
+    if ranks != sorted(ranks) or mesh.ndim > (dims or mesh.ndim):
+        raise AxisError(
+            f"mesh has {mesh.ndim} dims {mesh.mesh_dim_names} of the ranks {listed.tolist()}.",
+            cause="a mesh with dims of other kinds of parallelism, or with ranks in another order "
+            "than that of their numbers, in which process groups have them.",
+            fix='pass one dim of it, mesh["shard"], or two, mesh["replicate", "shard"], with '
+            "the ranks in ascending order, so that those of a replica follow each other. For any "
+            "number of dims, fzero.Mesh(mesh, replicate=...).",
+        )
+    return ranks
 
 
 def _axis_of_names(mesh: Mesh) -> Axis:
     """Return the axis of all ranks of a mesh of named axes."""
     if mesh.whole is not None:
         return _axis_of_names(mesh.whole).joined([name for name, _ in mesh.axes])
-    axis = world() if mesh.device_mesh is None else _axis_of_ranks(mesh.device_mesh)
+    if (given := mesh.device_mesh) is None:
+        axis = world()
+    else:  # all of its ranks, in one dim
+        ranks, like = _ranks_of(given), given.get_group(given.ndim - 1)
+        axis = _axis_of_group(like if given.ndim == 1 else among(ranks, like))
+        axis = axis.as_virtual() if is_abstract() else axis
     size = math.prod(n for _, n in mesh.axes)
     if size != axis.size:
         raise AxisError(
@@ -605,67 +639,6 @@ def _axis_of_names(mesh: Mesh) -> Axis:
     if replicas == 1:
         return made
     return replace(made, dims=Dims(replicas, ("_".join(n for n, _ in copies), "_".join(others))))
-
-
-def _axis_of_ranks(mesh: DeviceMesh) -> Axis:
-    """Return the axis of all ranks of a DeviceMesh, in one dim."""
-    _require_in(mesh)
-    ranks: list[int] = _listed(mesh.mesh.flatten())
-    if ranks != sorted(ranks):
-        raise _other_order(mesh)
-    like = mesh.get_group(mesh.ndim - 1)
-    axis = _axis_of_group(like if mesh.ndim == 1 else among(ranks, like))
-    return axis.as_virtual() if is_abstract() else axis
-
-
-def _require_in(mesh: DeviceMesh) -> None:
-    if mesh.get_coordinate() is None:
-        raise AxisError(
-            f"this process, rank {dist.get_rank()}, is not in the mesh {_listed(mesh.mesh)}.",
-            cause="a mesh of some of the ranks, and code that all of them run.",
-            fix="call this on the ranks of the mesh only, or give the others a mesh of theirs.",
-        )
-
-
-def _other_order(mesh: DeviceMesh) -> AxisError:
-    return AxisError(
-        f"mesh has {mesh.ndim} dims {mesh.mesh_dim_names} of the ranks {_listed(mesh.mesh)}.",
-        cause="a mesh with dims of other kinds of parallelism, or with ranks in another order than "
-        "that of their numbers, in which process groups have them.",
-        fix='pass one dim of it, mesh["shard"], or two, mesh["replicate", "shard"], with '
-        "the ranks in ascending order, so that those of a replica follow each other. For any "
-        "number of dims, fzero.Mesh(mesh, replicate=...).",
-    )
-
-
-def _axis_of_mesh(mesh: DeviceMesh) -> Axis:
-    _require_in(mesh)
-    names = mesh.mesh_dim_names
-    ranks: list[int] = _listed(mesh.mesh.flatten())
-    if mesh.ndim > 2 or ranks != sorted(ranks):
-        raise _other_order(mesh)
-    if mesh.ndim == 1:
-        return _axis_of_group(mesh.get_group(), name=names[0] if names else "dp")
-    if mesh.size(0) == 1:
-        axis = _axis_of_group(mesh.get_group(1), name=names[1] if names else "dp")
-        return replace(axis, named=tuple(zip(names, mesh.shape, strict=True)) if names else ())
-    dims = Dims(mesh.size(0), (names[0], names[1])) if names else Dims(mesh.size(0))
-    name = "_".join(dims.names) if "dp" in dims.names else "dp"  # another one than the dims have
-    return replace(_axis_of_group(among(ranks, mesh.get_group(1)), name=name), dims=dims)
-
-
-def _axis_of_sizes(sizes: tuple[Any, ...]) -> Axis:
-    """Return the axis of the world, in two dims."""
-    axis = world()
-    counts = [type(size) is int and size > 0 for size in sizes]
-    if counts != [True, True] or sizes[0] * sizes[1] != axis.size:
-        raise AxisError(
-            f"mesh={sizes!r}, and there are {axis.size} ranks.",
-            cause="another number of ranks than the program was written for, or more dims.",
-            fix="give (replicas, shards) with replicas x shards = ranks, here e.g. "
-            f"(1, {axis.size}); for some of the ranks only, a DeviceMesh.",
-        )
-    return axis if sizes[0] == 1 else replace(axis, dims=Dims(sizes[0]))
 
 
 def refuse_part(mesh: Any, who: str) -> None:

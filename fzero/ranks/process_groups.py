@@ -88,28 +88,23 @@ def new_group(
             use_local_synchronization=not all_call,
         )
     except RuntimeError as error:
-        raise _not_made(ranks, error) from error
-
-
-def _not_made(ranks: Sequence[int], error: RuntimeError) -> LostRankError:
-    """Return the error of a group that could not be made, with the rank that held the store."""
-    holder, seen = holder_of_store(), f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    store: Any = _C10D._get_default_store()
-    gone = False
-    try:
-        store.check(["fzero"])
-    except dist.DistNetworkError:
-        gone = True
-    who = "the launcher" if holder is None else f"rank {holder}"
-    fault = f"{who}, which held the store of the ranks, is gone. So a" if gone else "a"
-    return LostRankError(
-        f"{fault} process group of the ranks {[*ranks]} could not be made on rank "
-        f"{dist.get_rank()}: {seen}",
-        cause="a rank that ended before all of them came to this call, or that does not come.",
-        fix="see the first error in the outputs of these ranks; FZERO_TIMEOUT_S sets how long a "
-        "group that fzero starts waits.",
-        ranks=[holder] if gone and holder is not None else [],
-    )
+        holder, seen = holder_of_store(), f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        store: Any = _C10D._get_default_store()
+        gone = False
+        try:
+            store.check(["fzero"])
+        except dist.DistNetworkError:
+            gone = True
+        who = "the launcher" if holder is None else f"rank {holder}"
+        fault = f"{who}, which held the store of the ranks, is gone. So a" if gone else "a"
+        raise LostRankError(
+            f"{fault} process group of the ranks {[*ranks]} could not be made on rank "
+            f"{dist.get_rank()}: {seen}",
+            cause="a rank that ended before all of them came to this call, or that does not come.",
+            fix="see the first error in the outputs of these ranks; FZERO_TIMEOUT_S sets how long "
+            "a group that fzero starts waits.",
+            ranks=[holder] if gone and holder is not None else [],
+        ) from error
 
 
 def _count_alike(ranks: Sequence[int]) -> None:
@@ -153,23 +148,18 @@ def part_of_group(whole: dist.ProcessGroup, *, size: int, stride: int) -> dist.P
     """
     known, key = _MADE.setdefault(whole, {}), (size, stride)
     if key not in known:
-        known[key] = _cut(whole, size=size, stride=stride)
+        ranks, mine = dist.get_process_group_ranks(whole), dist.get_rank()
+        everybody = _is_everybody(ranks)
+        for first in range(len(ranks)):
+            part = ranks[first : first + stride * size : stride]
+            begins = first // stride % size == 0
+            # Of the world all ranks make all parts, as torch asks for: it numbers a rank's groups,
+            # and ranks must go on counting alike.
+            if begins and (everybody or mine in part):
+                made = new_group(whole, part, all_call=everybody)
+                if mine in part:
+                    known[key] = made.group_name
     return resolve(known[key])
-
-
-def _cut(whole: dist.ProcessGroup, *, size: int, stride: int) -> str:
-    """Make the groups of the parts, and return the name of this rank's."""
-    ranks, mine = dist.get_process_group_ranks(whole), dist.get_rank()
-    everybody, name = _is_everybody(ranks), ""
-    for first in range(len(ranks)):
-        part = ranks[first : first + stride * size : stride]
-        begins = first // stride % size == 0
-        # Of the world all ranks make all parts, as torch asks for: it numbers a rank's groups, and
-        # ranks must go on counting alike.
-        if begins and (everybody or mine in part):
-            made = new_group(whole, part, all_call=everybody)
-            name = made.group_name if mine in part else name
-    return name
 
 
 def _is_everybody(ranks: Sequence[int]) -> bool:

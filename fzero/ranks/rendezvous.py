@@ -195,24 +195,20 @@ class MeetingPlace(NamedTuple):
 
 def place_in(environ: Mapping[str, str]) -> MeetingPlace:
     """Return where the ranks meet, of an environment that says it."""
+    # The variables by which jobs differ. Parts of one of Slurm have others.
+    slurm = next((f"SLURM_{x}JOB_ID" for x in ("HET_", "") if f"SLURM_{x}JOB_ID" in environ), "")
+    names = [slurm, "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE"]
     return MeetingPlace(
         rank=int(environ["RANK"]),
         size=int(environ["WORLD_SIZE"]),
         host=environ["MASTER_ADDR"],
         port=int(environ["MASTER_PORT"]),
         of_launcher=is_of_launcher(environ),
-        job=tuple((name, environ[name]) for name in _of_job(environ)),
+        job=tuple((name, environ[name]) for name in names if environ.get(name, "") not in _NO_ID),
     )
 
 
 _NO_ID = ("", "none")  # of torchrun without --rdzv-id
-
-
-def _of_job(environ: Mapping[str, str]) -> list[str]:
-    """Return the names of the variables by which jobs differ. Parts of one of Slurm have others."""
-    slurm = next((f"SLURM_{x}JOB_ID" for x in ("HET_", "") if f"SLURM_{x}JOB_ID" in environ), "")
-    names = [slurm, "TORCHELASTIC_RUN_ID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE"]
-    return [name for name in names if environ.get(name, "") not in _NO_ID]
 
 
 def is_of_launcher(environ: Mapping[str, str]) -> bool:
@@ -276,13 +272,22 @@ def _roll_of_others(place: MeetingPlace, number: int) -> Store | None:
 
 def _no_store(place: MeetingPlace, limit: datetime.timedelta, error: Exception) -> AxisError:
     first = _first_line(error)
-    if place.holds and _is_taken(place.port):
+    is_taken = False
+    with socket.socket() as probe:
+        try:
+            probe.bind(("", place.port))
+        except OSError:
+            is_taken = True
+    if place.holds and is_taken:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            free_port = int(probe.getsockname()[1])
         return AxisError(
             f"rank 0 of {place.size} cannot open port {place.port} for the ranks to meet: another "
             f"program on {socket.gethostname()} has it.",
             cause="a job on this host with the same MASTER_PORT (29500 is everybody's first "
             "choice), or ranks of an earlier run that still live.",
-            fix=f"export another MASTER_PORT on all ranks, as {_free_port()}, which is free here; "
+            fix=f"export another MASTER_PORT on all ranks, as {free_port}, which is free here; "
             "or torchrun --standalone, which finds one. ss -ltnp says who has it.",
         )
     if place.holds:
@@ -309,21 +314,6 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
 
 
-def _is_taken(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return True
-    return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
-
-
 def call_roll(store: Any, place: MeetingPlace, limit: datetime.timedelta) -> None:
     """Wait until all ranks are there. A collective of those who come.
 
@@ -336,7 +326,18 @@ def call_roll(store: Any, place: MeetingPlace, limit: datetime.timedelta) -> Non
     me = json.dumps(mine)
     try:
         if store.check([keys[place.rank]]) and store.get(keys[place.rank]) == GIVEN_UP.encode():
-            raise _twice(place, store) or _unlike(_there(store, keys), place) or _too_late(place)
+            raise (
+                _said_twice(place, store)
+                or _unlike(_there(store, keys), place)
+                or AxisError(
+                    f"rank {place.rank} of {place.size} came to {place.name} when the others had "
+                    "given it up.",
+                    cause="long work before its first call of fzero: imports, data, a slow file "
+                    "system.",
+                    fix="set FZERO_TIMEOUT_S (seconds) on all ranks, or do the long work after "
+                    "that call.",
+                )
+            )
         here = {**_there(store, keys[:1]), place.rank: mine}
         stranger = _unlike(here, place, dict(place.job)) if place.job else None
         if stranger is not None:  # the other job goes on
@@ -345,7 +346,13 @@ def call_roll(store: Any, place: MeetingPlace, limit: datetime.timedelta) -> Non
         if place.of_launcher:  # which numbers them, and may start them again
             store.set(keys[place.rank], me)
         else:
-            _come_once(store, place, keys, me)
+            first = store.compare_set(keys[place.rank], "", me).decode()
+            if first != me and not store.check(["met"]):
+                both = [json.loads(x)["name"] if x != GIVEN_UP else x for x in (first, me)]
+                seen = f"two processes came as rank {place.rank} of {place.size}: {both[0]}, and "
+                store.set("twice", seen := f"{seen}{both[1]}.")
+                _give_up(store, keys)
+                raise _twice(place, seen)
         _require_alike(store, place, keys)
         try:
             store.wait(keys, limit)
@@ -355,13 +362,42 @@ def call_roll(store: Any, place: MeetingPlace, limit: datetime.timedelta) -> Non
         names = [store.get(key).decode() for key in keys]
         missing = [rank for rank, name in enumerate(names) if name == GIVEN_UP]
         if missing:
-            if (twice := _twice(place, store)) is not None:
+            if (twice := _said_twice(place, store)) is not None:
                 raise twice
-            _hear(store, place, missing)
+            there = [rank for rank in range(place.size) if rank not in missing]
+            with suppress(dist.DistError):  # who holds the store waits for all to have read this
+                store.set(f"heard {place.rank}", "")
+                if place.holds:
+                    store.wait([f"heard {rank}" for rank in there], LINGER)
             beside = store.get("stranger").decode() if store.check(["stranger"]) else ""
-            raise _not_come(place, missing, limit, beside)
-        if not place.of_launcher:
-            _require_met(store, place, names, me)
+            who = _ranks(missing)
+            raise LostRankError(
+                f"{who} of {place.size} {'has' if len(missing) == 1 else 'have'} not come to "
+                f"{place.name}, where the ranks meet, within {limit.total_seconds():g} s; "
+                f"{_ranks(there)} {'has' if len(there) == 1 else 'have'}.{beside}",
+                cause="a process that was not started, that ended, or that hangs before it asks "
+                "for its ranks (imports, data); a WORLD_SIZE that is too large; a host that does "
+                "not reach the others.",
+                fix=f"see the first error in the output of {who}. If it only is late, set "
+                "FZERO_TIMEOUT_S (seconds) on all ranks, or do the long work after the first call "
+                "of fzero.",
+                ranks=missing,
+            )
+        if place.of_launcher:
+            return
+        if place.holds:
+            store.set("met", json.dumps(names))
+        met = json.loads(store.get("met"))  # by rank 0
+        if len(met) != place.size or met[place.rank] != me:
+            other = json.loads(met[place.rank])["name"] if place.rank < len(met) else "nobody"
+            raise AxisError(
+                f"this process came as rank {place.rank} of {place.size} to the store at "
+                f"{place.name}, and the {len(met)} ranks there have met without it: rank "
+                f"{place.rank} is {other}.",
+                cause="two jobs with one MASTER_ADDR and MASTER_PORT, of which this is the second; "
+                "or two processes with one RANK.",
+                fix="export another MASTER_PORT for each job, and another RANK for each process.",
+            )
     except dist.DistError as error:
         raise _store_gone(place, error) from error
 
@@ -405,82 +441,18 @@ def _unlike(
     return None
 
 
-def _come_once(store: Any, place: MeetingPlace, keys: Sequence[str], me: str) -> None:
-    """Put a name into the store. Raise `AxisError`, on every rank, if another one has this rank."""
-    there = store.compare_set(keys[place.rank], "", me).decode()
-    if there == me or store.check(["met"]):
-        return
-    both = [json.loads(one)["name"] if one != GIVEN_UP else one for one in (there, me)]
-    seen = f"two processes came as rank {place.rank} of {place.size}: {both[0]}, and {both[1]}."
-    store.set("twice", seen)
-    _give_up(store, keys)
-    raise _came_twice(place, seen)
+def _said_twice(place: MeetingPlace, store: Any) -> AxisError | None:
+    """Return the error of two processes with one rank, if one of them has said so."""
+    return _twice(place, store.get("twice").decode()) if store.check(["twice"]) else None
 
 
-def _twice(place: MeetingPlace, store: Any) -> AxisError | None:
-    """Return the error of two processes with one rank, if there are such."""
-    is_said = store.check(["twice"])
-    return _came_twice(place, store.get("twice").decode()) if is_said else None
-
-
-def _came_twice(place: MeetingPlace, seen: str) -> AxisError:
+def _twice(place: MeetingPlace, seen: str) -> AxisError:
     return AxisError(
         f"{seen} They met at {place.name}.",
         cause="a script that exports one RANK for two processes, or two jobs with one MASTER_ADDR "
         "and MASTER_PORT.",
         fix=f"export another RANK for each process, from 0 to {place.size - 1}, and another "
         "MASTER_PORT for each job.",
-    )
-
-
-def _require_met(store: Any, place: MeetingPlace, names: Sequence[str], me: str) -> None:
-    """Raise `AxisError` unless this process is one of those that rank 0 has met."""
-    if place.holds:
-        store.set("met", json.dumps(names))
-    met = json.loads(store.get("met"))
-    if len(met) != place.size or met[place.rank] != me:
-        there = json.loads(met[place.rank])["name"] if place.rank < len(met) else "nobody"
-        raise AxisError(
-            f"this process came as rank {place.rank} of {place.size} to the store at {place.name}, "
-            f"and the {len(met)} ranks there have met without it: rank {place.rank} is {there}.",
-            cause="two jobs with one MASTER_ADDR and MASTER_PORT, of which this is the second; or "
-            "two processes with one RANK.",
-            fix="export another MASTER_PORT for each job, and another RANK for each process.",
-        )
-
-
-def _hear(store: Any, place: MeetingPlace, missing: Sequence[int]) -> None:
-    """Say that this rank has read who is missing; who holds the store waits for all to have."""
-    there = [f"heard {rank}" for rank in range(place.size) if rank not in missing]
-    with suppress(dist.DistError):
-        store.set(f"heard {place.rank}", "")
-        if place.holds:
-            store.wait(there, LINGER)
-
-
-def _not_come(
-    place: MeetingPlace, missing: Sequence[int], limit: datetime.timedelta, beside: str
-) -> LostRankError:
-    there = [rank for rank in range(place.size) if rank not in missing]
-    who = _ranks(missing)
-    return LostRankError(
-        f"{who} of {place.size} {'has' if len(missing) == 1 else 'have'} not come to {place.name}, "
-        f"where the ranks meet, within {limit.total_seconds():g} s; {_ranks(there)} "
-        f"{'has' if len(there) == 1 else 'have'}.{beside}",
-        cause="a process that was not started, that ended, or that hangs before it asks for its "
-        "ranks (imports, data); a WORLD_SIZE that is too large; a host that does not reach the "
-        "others.",
-        fix=f"see the first error in the output of {who}. If it only is late, set FZERO_TIMEOUT_S "
-        "(seconds) on all ranks, or do the long work after the first call of fzero.",
-        ranks=missing,
-    )
-
-
-def _too_late(place: MeetingPlace) -> AxisError:
-    return AxisError(
-        f"rank {place.rank} of {place.size} came to {place.name} when the others had given it up.",
-        cause="long work before its first call of fzero: imports, data, a slow file system.",
-        fix="set FZERO_TIMEOUT_S (seconds) on all ranks, or do the long work after that call.",
     )
 
 

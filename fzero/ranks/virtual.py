@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextvars
 import gc
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -42,21 +42,13 @@ def run_ranks(
     modes (no_grad, autocast, the default device); afterwards the caller's state is the one that
     rank 0 reached. The first exception of any rank is raised here, with the rank in its notes.
     """
-    with _collected_as_in_processes(size):
-        return _Turns(body, size, names).run()
-
-
-@contextmanager
-def _collected_as_in_processes(size: int) -> Generator[None, None, None]:
-    """Let Python's garbage collector run as often for each rank as in a process of its own.
-
-    It runs after some number of new objects and looks at those of all ranks. So its work would grow
-    with the square of the number of ranks.
-    """
+    # Python's garbage collector runs after some number of new objects, and looks at those of all
+    # ranks: its work would grow with the square of their number. So it runs as often for each rank
+    # as in a process of its own.
     new, *older = gc.get_threshold()
     gc.set_threshold(min(new * size, 2**31 - 1), *older)
     try:
-        yield
+        return _Turns(body, size, names).run()
     finally:
         gc.set_threshold(new, *older)
 
@@ -103,7 +95,13 @@ class _Turns:
             started = threads[: self._start(threads)]
             if started:
                 self.turn[0].release()
-            self._join(started)
+            try:
+                for thread in started:
+                    thread.join()
+            except BaseException as interrupt:  # it ends each rank at its next collective
+                self.error = interrupt
+                for thread in started:
+                    thread.join()
         self.globals[0].with_jvp_nesting(BASE_NESTING if nested else 0).put()
         if self.error is not None:
             raise self.error
@@ -124,16 +122,6 @@ class _Turns:
                 self.results = dict.fromkeys(range(rank, self.size))
                 return rank
         return self.size
-
-    def _join(self, threads: list[threading.Thread]) -> None:
-        """Wait for all ranks. An interrupt ends each of them at its next collective."""
-        try:
-            for thread in threads:
-                thread.join()
-        except BaseException as interrupt:
-            self.error = interrupt
-            for thread in threads:
-                thread.join()
 
     def _thread(self, rank: int, ambient: Ambient) -> None:
         def exchange(op: str, value: Any, make: Make) -> Any:
@@ -182,7 +170,7 @@ class _Turns:
         if len(self.waiting) == self.size and self.error is None:
             self._complete()
         elif self.waiting and len(self.waiting) + len(self.results) == self.size:
-            self._fail_unmatched()
+            self.error = self.error or self._unmatched()
         for step in range(1, self.size + 1):  # nearly always the first one can
             peer = (rank + step) % self.size
             if peer not in self.results and (peer not in self.waiting or self.error is not None):
@@ -203,16 +191,19 @@ class _Turns:
             outcome = _Outcome(error=error)
         self.outcomes = dict.fromkeys(range(self.size), outcome)
 
-    def _fail_unmatched(self) -> None:
-        if self.error is None:
-            stuck = "; ".join(
-                f"{self.names[rank]} waits in {op}" for rank, (op, _, _) in self.waiting.items()
-            )
-            done = sorted(self.results)
-            ranks = f"rank{'s' * (len(done) > 1)} {done}"
-            if self.names != [f"rank {rank}" for rank in range(self.size)]:
-                ranks = ", ".join(self.names[rank] for rank in done)
-            self.error = _unmatched(f"{stuck}, but {ranks} finished without it.")
+    def _unmatched(self) -> AxisError:
+        stuck = "; ".join(
+            f"{self.names[rank]} waits in {op}" for rank, (op, _, _) in self.waiting.items()
+        )
+        done = sorted(self.results)
+        ranks = f"rank{'s' * (len(done) > 1)} {done}"
+        if self.names != [f"rank {rank}" for rank in range(self.size)]:
+            ranks = ", ".join(self.names[rank] for rank in done)
+        return AxisError(
+            f"{stuck}, but {ranks} finished without it.",
+            cause="a branch that depends on the rank, or on its data, has a collective.",
+            fix=f"call the same collectives in the same order on every rank. {UNUSED}",
+        )
 
 
 UNUSED = (
@@ -240,12 +231,4 @@ def different(calls: Mapping[str, str]) -> MismatchError:
         cause=cause,
         fix=f"call the same collectives in the same order on every rank{fix}. Nothing was sent. "
         f"{UNUSED}",
-    )
-
-
-def _unmatched(seen: str) -> AxisError:
-    return AxisError(
-        seen,
-        cause="a branch that depends on the rank, or on its data, has a collective.",
-        fix=f"call the same collectives in the same order on every rank. {UNUSED}",
     )

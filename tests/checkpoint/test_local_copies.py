@@ -8,8 +8,7 @@ from unittest import mock
 
 import pytest
 
-from fzero.checkpoint import CheckpointError, load, save
-from fzero.checkpoint import _load as module
+from fzero.checkpoint import CheckpointError, folders, load, save
 from tests.checkpoint.forge import data_of, edit
 from tests.checkpoint.states import blank, contents, make, mixed
 from tests.ranks import run_ranks
@@ -31,10 +30,7 @@ def _from_own_copy(rank: int, size: int, folder: Path, stage: int, bad: int, old
         data[100] ^= 1
         file.write_bytes(data)
     # One path for all, which leads each rank to its own disk.
-    with (
-        mock.patch.object(module, "path_everywhere", lambda *_: own),
-        mock.patch.object(module, "assert_same_everywhere", lambda *_, **__: None),
-    ):
+    with mock.patch.object(folders, "shared_path", lambda *_: own):
         into = make(blank(mixed()), stage=stage, ranks=0)
         with pytest.raises(CheckpointError) as raised:
             load(own, into)

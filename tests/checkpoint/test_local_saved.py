@@ -30,13 +30,13 @@ def step_fn(state: Any, x: Tensor) -> Any:
 class Training:
     """Steps on virtual ranks, on whole numbers: sums are exact, whatever the shards."""
 
-    def __init__(
-        self, mesh: tuple[int, int], stage: int, wrap: Any = None, local: bool = True
-    ) -> None:
+    def __init__(self, mesh: tuple[int, int], stage: int, wrap: Any = None, **local: Any) -> None:
+        """local: options of `fzero.local`; every=0: no local updates."""
         self.replicas, self.shards = mesh
         self.ranks = mesh[0] * mesh[1]
         fn = step_fn if wrap is None else wrap(step_fn)
-        fn = fzero.local(fn, every=EVERY) if local else fn
+        if local.setdefault("every", EVERY):
+            fn = fzero.local(fn, **local)
         step = fzero.shard(fn, stage=stage, mesh=mesh)
         self.run = fzero.simulate(step, world_size=self.ranks)
         self.state = self.new()
@@ -54,6 +54,11 @@ class Training:
             return fzero.full_params(state, replica=replica)
 
         return fzero.simulate(read, world_size=self.ranks)(self.state)
+
+
+def late(mesh: tuple[int, int], stage: int, delay: int = 2, every: int = 4) -> Training:
+    """One whose fragments are on their way for some updates."""
+    return Training(mesh, stage, every=every, fragments=2, delay=delay, mixing=0.5)
 
 
 def bits(state: Any) -> list[Tensor]:
@@ -107,7 +112,7 @@ def test_another_number_of_replicas_starts_at_the_anchors_and_says_so(
     anchors = first.params(replica=False)
     assert not torch.equal(anchors["w"], first.params(replica=True)["w"])
     for mesh, local in (((3, 1), True), ((2, 2), False)):
-        second = Training(mesh, stage, local=local)
+        second = Training(mesh, stage, every=EVERY if local else 0)
         with pytest.warns(UserWarning, match="has 2 replicas, 2 updates after"):
             second.state = load(tmp_path, second.new())
         for replica in (False, True):
@@ -118,7 +123,7 @@ def test_another_number_of_replicas_starts_at_the_anchors_and_says_so(
 
 
 def test_a_state_without_local_updates_is_where_replicas_start(tmp_path: Path) -> None:
-    first = Training((1, 2), 1, local=False)
+    first = Training((1, 2), 1, every=0)
     first.train(0, 3)
     save(tmp_path, first.state)
     second = Training((2, 2), 2)
@@ -182,3 +187,58 @@ def test_what_files_of_others_cannot_hold_is_refused(tmp_path: Path) -> None:
     run = fzero.simulate(fzero.shard(step, stage=1), world_size=2)
     with pytest.raises(LayoutError, match="outer rule"):
         load(tmp_path, run.init(PARAMS, fzero.optim.adamw(0.25)))
+
+
+# While fragments are on their way.
+
+
+@pytest.mark.parametrize(("stage", "then"), [(0, 0), (2, 2), (3, 1)])
+def test_goes_on_bit_for_bit_while_fragments_are_on_their_way(
+    stage: int, then: int, tmp_path: Path
+) -> None:
+    whole, cut, again = late((2, 2), stage), late((2, 2), stage), late((2, 2), then)
+    whole.train(0, 11)
+    for step in range(1, 8):
+        cut.train(step - 1, 1)
+        coming = [one.held for one in cut.state.outer.coming]
+        assert coming == [step in (2, 3, 6, 7), step in (4, 5)]
+        save(tmp_path, cut.state)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            again.state = load(tmp_path, again.new())
+        if step in (3, 5):
+            again.train(step, 11 - step)
+            if stage == then:
+                for found, wanted in zip(bits(again.state), bits(whole.state), strict=True):
+                    assert torch.equal(found, wanted)
+
+
+def test_on_other_shards_values_go_on_and_on_other_replicas_they_start_at_the_anchors(
+    tmp_path: Path,
+) -> None:
+    first, second = late((2, 2), 3), late((2, 3), 0)
+    first.train(0, 3)
+    save(tmp_path, first.state)
+    second.state = load(tmp_path, second.new())
+    first.train(3, 4)
+    second.train(3, 4)
+
+    found = second.params(replica=True)
+    for name, wanted in first.params(replica=True).items():
+        assert torch.equal(found[name][::3], wanted[::2]), name
+    other = late((3, 1), 1)
+    with pytest.warns(UserWarning, match="training starts at the anchors"):
+        other.state = load(tmp_path, other.new())
+    assert not any(one.held for one in other.state.outer.coming)
+    other.train(3, 4)
+
+
+def test_what_would_arrive_at_another_update_is_not_loaded(tmp_path: Path) -> None:
+    first = late((2, 1), 1)
+    first.train(0, 3)
+    save(tmp_path, first.state)
+    for delay, every in ((1, 4), (2, 5)):
+        with pytest.raises(LayoutError, match=r"fragments \[0\] are to arrive, with every=4"):
+            load(tmp_path, late((2, 1), 1, delay, every).new())
+    first.train(3, 3)
+    first.state = load(tmp_path, first.state)  # into a state with another one on its way

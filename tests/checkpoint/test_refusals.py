@@ -221,7 +221,7 @@ def test_data_that_torch_cannot_read_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it happens when a file changes after it was checked."""
-    monkeypatch.setattr("fzero.checkpoint._load.require_whole", lambda *_: None)
+    monkeypatch.setattr("fzero.checkpoint.folders.require_whole", lambda *_: None)
     save(tmp_path, state_of())
     (file,) = tmp_path.glob("data-*/*.distcp")
     file.write_text("no tensors")

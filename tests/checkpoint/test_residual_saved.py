@@ -1,4 +1,4 @@
-"""The residual of encoded gradients in a checkpoint: each rank's own, or its shard of the sum."""
+"""What codecs keep, in a checkpoint: each rank's own residual, or its shard of the sum."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 import fzero
-from fzero.checkpoint import load, save, save_async
-from fzero.machine.compress import RESIDUAL, memory_flats
+from fzero import codecs
+from fzero.checkpoint import Mirror, load, save, save_async
+from fzero.checkpoint.elements import state_of_rank
+from fzero.machine.compress import RESIDUAL, memory_flats, start_slots
 from fzero.machine.packing import unpack
 from fzero.state import TrainState
 from tests.adapter.on_ranks import on_ranks
 from tests.checkpoint.forge import edit
 from tests.transforms.wired import INT8, LR, Batch, Odd, noise
 
-UPDATES = 2
+UPDATES, POWER = 2, codecs.powersgd(rank=2)
 
 
 def step_of(stage: int, codec: Any = INT8, over: Any = "all", **options: Any) -> Any:
@@ -44,41 +46,75 @@ def trained(step: Any, state: Any, ranks: int, first: int = 0) -> Any:
 
 
 def whole(state: TrainState) -> dict[str, Tensor]:
-    """{path: sum_r e_r} of a stacked state."""
+    """{path: sum_r e_r} of a stacked state; and where the factors of PowerSGD start."""
     layout, found = state.setup.layout, {}
-    for index, flat in zip(layout.trainable, memory_flats(state), strict=True):
-        leaves = unpack(layout, index, flat.sum(0))
+    for index, flat in zip(layout.trainable, memory_flats(state), strict=False):
         paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
-        found.update(zip(paths, leaves, strict=True))
-    return found
+        found.update(zip(paths, unpack(layout, index, flat.sum(0)), strict=True))
+    first: TrainState = state_of_rank(state, 0)
+    return found | {f"start {layout.leaves[leaf].path}": q for leaf, q in start_slots(first)}
 
 
-@pytest.mark.parametrize(("stage", "saving"), [(1, save), (3, save), (2, save_async)])
-def test_on_as_many_ranks_training_goes_on_with_the_same_bits(
-    stage: int, saving: Any, tmp_path: Path
-) -> None:
-    step = fzero.simulate(step_of(stage), world_size=3)
-    state = trained(step, begun(step), 3)
-    saving(tmp_path, state)
-    loaded = load(tmp_path, begun(step))
-    wanted = trained(step, state, 3, UPDATES)
-    found = trained(step, loaded, 3, UPDATES)
-    for mine, theirs in (
+def same_bits(found: TrainState, wanted: TrainState) -> None:
+    for one, other in (
         (found.params.flats, wanted.params.flats),
         (memory_flats(found), memory_flats(wanted)),
     ):
-        for x, y in zip(mine, theirs, strict=True):
+        for x, y in zip(one, other, strict=True):
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [(2, 3), (4, 1)])
-def test_on_other_ranks_and_stages_the_sum_over_ranks_is_what_it_was(
-    ranks: int, stage: int, tmp_path: Path
+def by_mirror(path: Path, state: Any, like: Any) -> Any:
+    Mirror(path, every=1).update(state)
+    return Mirror(path, every=1).restore(like)[0]
+
+
+def by(saving: Any) -> Any:
+    def moved(path: Path, state: Any, like: Any) -> Any:
+        saving(path, state)
+        return load(path, like)
+
+    return moved
+
+
+@pytest.mark.parametrize(
+    ("stage", "codec", "moved"),
+    [
+        (1, INT8, by(save)),
+        (3, INT8, by(save)),
+        (2, INT8, by(save_async)),
+        (0, POWER, by(save)),
+        (3, POWER, by(save)),
+        (0, POWER, by_mirror),
+        (3, POWER, by_mirror),
+    ],
+)
+def test_on_as_many_ranks_training_goes_on_with_the_same_bits(
+    stage: int, codec: Any, moved: Any, tmp_path: Path
 ) -> None:
-    step = fzero.simulate(step_of(2), world_size=3)
+    step = fzero.simulate(step_of(stage, codec), world_size=3)
+    state = trained(step, begun(step), 3)
+    loaded = moved(tmp_path, state, begun(step))
+    same_bits(trained(step, loaded, 3, UPDATES), trained(step, state, 3, UPDATES))
+
+
+def test_factors_start_anew_where_they_have_another_rank(tmp_path: Path) -> None:
+    step = fzero.simulate(step_of(2, POWER), world_size=3)
+    save(tmp_path, trained(step, begun(step), 3))
+    other = fzero.simulate(step_of(3, codecs.powersgd(rank=1)), world_size=2)
+    with pytest.warns(UserWarning, match="start has other shapes there than here"):
+        loaded = load(tmp_path, begun(other))
+    trained(other, loaded, 2, UPDATES)
+
+
+@pytest.mark.parametrize(("ranks", "stage", "codec"), [(2, 3, INT8), (4, 1, INT8), (2, 3, POWER)])
+def test_on_other_ranks_and_stages_sums_are_what_they_were_and_factors_start_where_they_did(
+    ranks: int, stage: int, codec: Any, tmp_path: Path
+) -> None:
+    step = fzero.simulate(step_of(2, codec), world_size=3)
     state = trained(step, begun(step), 3)
     save(tmp_path, state)
-    other = fzero.simulate(step_of(stage), world_size=ranks)
+    other = fzero.simulate(step_of(stage, codec), world_size=ranks)
     found, wanted = whole(load(tmp_path, begun(other))), whole(state)
     assert any(value.any() for value in wanted.values())
     for path, value in wanted.items():
@@ -156,8 +192,7 @@ def test_a_memory_of_8_bits_goes_on_as_it_was_saved(tmp_path: Path) -> None:
         loaded = load(tmp_path / str(kept), begun(step))
         wanted, found = trained(step, state, 2, UPDATES), trained(step, loaded, 2, UPDATES)
         assert {flat.dtype for flat in memory_flats(found)} == {kept}
-        for x, y in zip(found.params.flats, wanted.params.flats, strict=True):
-            assert torch.equal(x, y)
+        same_bits(found, wanted)
         other = fzero.simulate(step_of(2, fzero.codecs.int4()), world_size=3)
         loaded = load(tmp_path / str(kept), begun(other))
         assert memory_flats(loaded)[0].dtype is torch.float32

@@ -73,8 +73,11 @@ def sent(optimizer: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(("name", "optimizer"), [*rules()])
 def test_every_rule_and_schedule_of_fzero_is_told(name: str, optimizer: Any) -> None:
     structure, found = sent(optimizer)
-    assert found.setup.layout == structure.setup.layout and found.manifest == structure.manifest
-    assert repr(found.setup.optimizer) == repr(structure.setup.optimizer)
+    assert (
+        found.pattern.setup.layout == structure.pattern.setup.layout
+        and found.manifest == structure.manifest
+    )
+    assert repr(found.pattern.setup.optimizer) == repr(structure.pattern.setup.optimizer)
     if not hasattr(optimizer, "source"):  # one of torch has no equality
         assert found == structure
 

@@ -16,7 +16,7 @@ from fzero.adapter import Engine
 from fzero.errors import LayoutError
 from fzero.machine.offload import is_on_disk
 from fzero.state import Buffers, Local, Outer, outer
-from tests.checkpoint.test_local_late_saved import Training
+from tests.checkpoint.test_local_saved import late
 from tests.covering import covered
 from tests.ranks import run_ranks
 from tests.strategies import integers, seeds
@@ -180,7 +180,7 @@ def test_where_all_are_left_out_all_go_back_and_nothing_comes(delay: int, tmp_pa
 
 def test_no_more_crosses_than_without_a_delay_and_nothing_when_it_arrives() -> None:
     def sent(**options: Any) -> list[int]:
-        training = Training((2, 1), 0) if options else Training((2, 1), 0, delay=0)
+        training = late((2, 1), 0) if options else late((2, 1), 0, delay=0)
         found = []
         for step in range(6):
             with fzero.count_collectives() as log:

@@ -33,18 +33,14 @@ from fzero.optim.precision import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.layout import as_complex, as_real
 from fzero.state.points import Points
-from fzero.transforms.points.context import (
-    Context,
-    copied,
+from fzero.transforms.points.context import Context, parts_of, whole_parts
+from fzero.transforms.points.first_call import (
+    accused,
     is_first,
-    parts_of,
-    passed,
     require_equal,
-    require_unwritten,
     told,
-    whole_parts,
+    watched_call,
 )
-from fzero.transforms.points.cut import KeptContext, accused
 
 # Whole leaves on the ranks that own them, for transforms that need matrices.
 #
@@ -197,22 +193,15 @@ def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     parts, whole = parts_of(ranges), one.whole
     if whole:
         params, parts = owned_wholes(setup, stepped_parts(state)), whole_parts(parts)
-    axis, what = setup.over(setup.optimizer_state), f"{one.name}, `init`"
-    ctx = Context(
-        setup, state.step, axis, parts, device=state.device, params=lambda: params, whole=whole
-    )
-    function: Any = one.init
-    first = is_first(state, one, "init")
-    if not first:
+    ctx = Context(state, parts, params=lambda: params, whole=whole)
+    if not is_first(state, one, "init"):
+        function: Any = one.init
         return _as_slots(state, one, function(params, ctx), whole=whole)
-    with told(setup, what):
-        copies, asked = copied(params), KeptContext(ctx.watched(what))
-        values = function(copies, asked)
-        require_unwritten(one, "init", copies, ctx.shown)
+    with told(state, one, "init", first=True):
+        values, asked = watched_call(one, "init", ctx, params)
         found = _as_slots(state, one, values, whole=whole)
         error = "" if whole else accused(one, "init", asked, {}, params, values, {})
-    require_equal(state.replace(slots=found), one, "init", None, accused=error)
-    passed(state, one, "init")
+    require_equal(state.replace(slots=found), one, "init", None, accusation=error)
     return found
 
 

@@ -13,8 +13,8 @@ from fzero.state import TrainState
 from fzero.state.codec import Codec, Compress, Over, cast
 from fzero.state.points import Builtin, Excludes
 from fzero.transforms.accumulate_grad import NOT_DIFFERENTIABLE
-from fzero.transforms.models import flatten_states
-from fzero.transforms.pipeline import Step, Transform, transform, transform_function
+from fzero.transforms.models import map_states
+from fzero.transforms.pipeline import Step, Transform, entering, transform, transform_function
 from fzero.transforms.points import CallPart
 from fzero.transforms.together import Requested
 
@@ -80,17 +80,13 @@ def compress(
     for name, codec in shown.items():
         require_codec(f"compress: {name}", codec, name)
 
-    def around(
-        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        for one in flatten_states("compress", state)[0]:
-            _require_made_for(one, record)
-        return inner(state, *args, **kwargs)
+    def enter(state: Any) -> Any:
+        return map_states("compress", lambda one: _made_for(one, record), state)
 
     return transform(
         "compress",
         fn,
-        around,
+        entering("compress", enter),
         never_around=("compress", "shard", "simulate"),
         right="fzero.shard(fzero.compress(step, ...), stage=...), with one compress",
         options={**shown, **({} if over == "all" else {"over": over})},
@@ -98,8 +94,8 @@ def compress(
     )
 
 
-def _require_made_for(state: TrainState, record: Compress) -> None:
-    """Raise `PhaseError` for a state whose gradients or parameters cross ranks in other forms."""
+def _made_for(state: TrainState, record: Compress) -> TrainState:
+    """Return the state; raise `PhaseError` if what crosses its ranks does so in other forms."""
     setup = state.setup
     shards = setup.layout.ranks > 1
     wanted = record.gradients, record.parameters if shards else None, record.over
@@ -117,6 +113,7 @@ def _require_made_for(state: TrainState, record: Compress) -> None:
             fix="make it by the init of this step, step.init(params, optimizer), and load what "
             "was saved into it.",
         )
+    return state
 
 
 class _Encoding(CallPart):

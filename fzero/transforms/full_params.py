@@ -459,7 +459,13 @@ def _digests(
     states: Sequence[TrainState], over: Axis, performer: Performer | None
 ) -> list[list[str]]:
     """Return the digest of every leaf of each state: of its values at all places. A collective."""
-    own = [_own_digests(one) for one in states]
+    own = [[0] * len(one.setup.layout.leaves) for one in states]  # of what this rank has
+    for one, sums in zip(states, own, strict=True):
+        setup = one.setup
+        for index, flat, placement in held_of(one, range(len(setup.layout.groups))):
+            here = to_device(flat, one.device)
+            for some in leaf_ranges(setup.layout, index, setup.part(placement, setup.axis.rank)):
+                sums[some.leaf] = digest(some.of(here), some.start)
     rows = [own] if performer is None else performer.tell(own)
     found = list[list[str]]()
     for number, one in enumerate(states):
@@ -475,17 +481,6 @@ def _digests(
                 text = f"{leaf.dtype} {leaf.shape} {sums}"
                 texts[i] = blake2b(text.encode(), digest_size=8).hexdigest()
         found.append([texts[i] for i in range(len(texts))])
-    return found
-
-
-def _own_digests(state: TrainState) -> list[int]:
-    """Return the digest of what this rank has of each leaf."""
-    setup = state.setup
-    found = [0] * len(setup.layout.leaves)
-    for index, flat, placement in held_of(state, range(len(setup.layout.groups))):
-        here = to_device(flat, state.device)
-        for one in leaf_ranges(setup.layout, index, setup.part(placement, setup.axis.rank)):
-            found[one.leaf] = digest(one.of(here), one.start)
     return found
 
 

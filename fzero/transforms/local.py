@@ -43,9 +43,9 @@ from fzero.state.setup import MASTERS
 from fzero.transforms.accumulate_grad import not_differentiable
 from fzero.transforms.donation import donates
 from fzero.transforms.leaf_slices import pieces_of
-from fzero.transforms.models import S, flatten_states, map_states
-from fzero.transforms.pipeline import Step, Transform, returned_pair, transform, transform_function
-from fzero.transforms.points import stepped_parts, with_stepped
+from fzero.transforms.models import S, map_states
+from fzero.transforms.pipeline import Step, Transform, entering, transform, transform_function
+from fzero.transforms.points import rule_state, stepped_parts, with_stepped
 from fzero.transforms.together import Requested
 
 DEFAULT_OUTER = sgd(0.7, momentum=0.9, nesterov=True)
@@ -138,25 +138,22 @@ def local(
     rest = dict(outer=(outer, DEFAULT_OUTER), fragments=(fragments, 1))
     rest |= dict(delay=(delay, 0), mixing=(mixing, 0.0))
 
-    def around(
-        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        for one in flatten_states("local", state)[0]:
-            now = None if one.outer is None else one.outer.local
-            if now != record:
-                seen = "made without local updates" if now is None else f"of {now}"
-                raise PhaseError(
-                    f"local: a state {seen} was given to a step of {record}.",
-                    cause="a state from fzero.init, or from another step.",
-                    fix="make it with this step's init: fzero.shard(fzero.local(step, ...), "
-                    "stage=...).init; or give fzero.init local=fzero.Local(every=...).",
-                )
-        return returned_pair("local", inner, inner(state, *args, **kwargs))
+    def made_for_it(state: TrainState) -> TrainState:
+        now = None if state.outer is None else state.outer.local
+        if now != record:
+            seen = "made without local updates" if now is None else f"of {now}"
+            raise PhaseError(
+                f"local: a state {seen} was given to a step of {record}.",
+                cause="a state from fzero.init, or from another step.",
+                fix="make it with this step's init: fzero.shard(fzero.local(step, ...), "
+                "stage=...).init; or give fzero.init local=fzero.Local(every=...).",
+            )
+        return state
 
     return transform(
         "local",
         fn,
-        around,
+        entering("local", lambda state: map_states("local", made_for_it, state)),
         never_around=("local", "shard", "simulate"),
         right="fzero.shard(fzero.local(step, every=...), stage=...), with one local",
         options={"every": every} | {k: x for k, (x, usual) in rest.items() if x != usual},
@@ -557,15 +554,12 @@ def with_new_slots(state: TrainState, stepped: Sequence[Tensor]) -> TrainState:
             codec, zeros = codec_in(state.setup, group, name), torch.zeros_like(x)
             new[id(x)] = zeros if codec is None or not x.numel() else codec.fill(zeros)
     state = with_tensors(state, new)
-    setup, owners = state.setup, owners_of(state.setup)
-    if owners is None:
+    if owners_of(state.setup) is None:
         return state
-    rule: Any = setup.optimizer
-    home, given = setup.offload.optimizer, dict[str, Any](owners=owners)
-    if home is not None:
-        given["place"] = lambda x: offloaded(home, x, setup.offload)
-    fresh = rule.init(stepped, pieces_of(setup), **given)
-    return state.replace(optimizer=rule.restarted(state.optimizer, fresh))
+    rule: Any = state.setup.optimizer
+    return state.replace(
+        optimizer=rule.restarted(state.optimizer, rule_state(state.setup, stepped))
+    )
 
 
 # What does not go with it.

@@ -228,6 +228,17 @@ def transform(
     return wrap if fn is None else wrap(fn)
 
 
+def entering(name: str, enter: Callable[[Any], Any]) -> Around:
+    """Return what calls a step with what `enter` makes of its states."""
+
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        return returned_pair(name, inner, inner(enter(state), *args, **kwargs))
+
+    return around
+
+
 def require_function(name: str, fn: Any) -> None:
     """Raise `LayoutError` if the transform `name` is given something else."""
     if not callable(fn):

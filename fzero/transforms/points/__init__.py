@@ -20,6 +20,7 @@ from fzero.transforms.points.run import step_in_transforms as step_in_transforms
 from fzero.transforms.points.run import transforms_of as transforms_of
 from fzero.transforms.points.slots import begun_slots as begun_slots
 from fzero.transforms.points.slots import renewed as renewed
+from fzero.transforms.points.slots import rule_state as rule_state
 from fzero.transforms.points.slots import stepped_as_held as stepped_as_held
 from fzero.transforms.points.slots import stepped_parts as stepped_parts
 from fzero.transforms.points.slots import with_params as with_params

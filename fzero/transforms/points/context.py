@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from math import pi, prod
 from typing import Any, Literal, NamedTuple, overload
 
@@ -16,19 +15,17 @@ from torch.nn.functional import pad
 from fzero.collectives import assert_same_everywhere, reduce_many
 from fzero.context.current_rank import has_no_values
 from fzero.errors import CallError, LayoutError
-from fzero.machine.named_shards import FlatRanges, Pieces, leaf_numbers
-from fzero.machine.packing import leaf_ranges, over_places
+from fzero.machine.named_shards import FlatRanges, Pieces, leaf_numbers, leaf_paths, ranges_in
+from fzero.machine.packing import gather_parts, over_places, stored_leaves
 from fzero.machine.tree_sum import (
     HeldRuns,
-    PlaceRun,
-    folded_rows,
     leaf_runs,
     squares_of_blocks,
     sums_in_order,
     sums_of_blocks,
 )
-from fzero.state import NAMESPACE, Layout, Setup, TrainState
-from fzero.state.layout import BLOCK, Leaf, Part
+from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState
+from fzero.state.layout import BLOCK, Leaf
 
 # Sums over pieces in a layout of blocks: one order, at any stage and on any number of ranks.
 
@@ -81,93 +78,33 @@ def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
     return wide
 
 
-class _Rows(NamedTuple):
-    """Which rows are on several ranks: an item is one of them, with a place for each element."""
-
-    places: tuple[int, ...]
-    ranks: tuple[tuple[PlaceRun, ...], ...]
-    item: dict[tuple[int, int], int]  # (leaf, row) -> the number of a cut row
-    spans: dict[int, tuple[int, int]]  # of each leaf: this rank's elements
-
-
-def row_sums(setup: Setup, pieces: Sequence[LeafPiece]) -> list[Tensor]:
+def row_sums(setup: Setup, pieces: Pieces) -> Pieces:
     """Return, for each element of a piece, the sum over the whole row that it is in. A collective.
 
     A row has all elements with one index of the first dim; a leaf of fewer than two dims is one.
-    pieces: of real numbers, none of which is -0.0, one for each element of a leaf.
+    One flat after the other is made whole for it, so that a sum has the order of its leaf.
+
+    pieces: of real numbers, one for each element of a leaf.
     """
-    axis, wide = setup.over(setup.optimizer_state), _wide([x for _, x in pieces])
-    parts = tuple(setup.part(setup.optimizer_state, rank) for rank in range(axis.size))
-    rows = _rows(setup.layout, parts, axis.rank, tuple(leaf for leaf, _ in pieces))
-    device = pieces[0][1].device if pieces else torch.device("cpu")
-    own = rows.ranks[axis.rank]
-    numbers = {number: key for key, number in rows.item.items()}
-    values = {leaf: x.reshape(-1).to(wide) for leaf, x in pieces}
-    cut, at, length = [torch.zeros(0, dtype=wide, device=device)], list[int](), 0
-    for run in own:
-        leaf, row = numbers[run.item]
-        begin = row * row_numel(setup.layout, leaf) + run.start - rows.spans[leaf][0]
-        cut.append(values[leaf][begin : begin + run.stop - run.start])
-        at.append(length)
-        length += run.stop - run.start
-    held = HeldRuns(torch.cat(cut), own, tuple(at))
-    totals = sums_in_order(held, rows.ranks, rows.places, axis)[0]
-    return [_of_elements(setup.layout, rows, leaf, values[leaf], totals) for leaf, _ in pieces]
-
-
-def _of_elements(layout: Layout, rows: _Rows, leaf: int, x: Tensor, totals: Tensor) -> Tensor:
-    if not x.numel():
-        return x
-    size, (start, stop) = row_numel(layout, leaf), rows.spans[leaf]
-    first, last = start // size, (stop - 1) // size
-    low, high = first + (start % size > 0), stop // size  # the rows that are whole here
-    found = list[Tensor]()
-    if (number := rows.item.get((leaf, first))) is not None:
-        found.append(totals[number : number + 1])
-    if low < high:
-        whole = x[low * size - start : high * size - start].view(high - low, size)
-        found.append(folded_rows(whole))
-    if last > first and (number := rows.item.get((leaf, last))) is not None:
-        found.append(totals[number : number + 1])
-    sums = torch.cat(found)
-    return sums[torch.arange(start, stop, device=x.device) // size - first]
-
-
-def row_numel(layout: Layout, leaf: int) -> int:
-    """Return how many elements a row of a leaf has: all, if it has fewer than two dims."""
-    shape = layout.leaves[leaf].shape
-    return prod(shape[1:]) if len(shape) > 1 else prod(shape)
-
-
-@lru_cache(maxsize=64)  # every step asks for the same ones
-def _rows(layout: Layout, parts: tuple[Part, ...], rank: int, leaves: tuple[int, ...]) -> _Rows:
-    spans = [_spans(layout, part, frozenset(leaves)) for part in parts]
-    item: dict[tuple[int, int], int] = {}
-    ranks: list[tuple[PlaceRun, ...]] = []
-    for own in spans:
-        found = list[PlaceRun]()
-        for leaf in leaves:
-            start, stop = own.get(leaf, (0, 0))
-            size = row_numel(layout, leaf)
-            edges = sorted({start // size, (stop - 1) // size}) if start < stop else []
-            for row in edges:
-                low, high = max(start - row * size, 0), min(stop - row * size, size)
-                if high - low < size:
-                    number = item.setdefault((leaf, row), len(item))
-                    found.append(PlaceRun(number, low, high))
-        ranks.append(tuple(found))
-    places = tuple(row_numel(layout, leaf) for leaf, _ in item)
-    return _Rows(places, tuple(ranks), item, spans[rank])
-
-
-def _spans(layout: Layout, part: Part, leaves: frozenset[int]) -> dict[int, tuple[int, int]]:
-    """Return which elements of each leaf are in a part of the flats that learn."""
-    found: dict[int, tuple[int, int]] = {}
-    for index in layout.trainable:
-        for one in leaf_ranges(layout, index, part):
-            if one.leaf in leaves:
-                two = 2 if layout.leaves[one.leaf].dtype.is_complex else 1
-                found[one.leaf] = (one.start // two, one.stop // two)
+    layout, placement, names = setup.layout, setup.optimizer_state, leaf_paths(setup.layout)
+    wide, found = _wide([*pieces.values()]), dict(pieces)
+    for some in ranges_in(setup, Buffers(placement=placement)):
+        own = {one.path: one for one in some.ranges if one.path in pieces}
+        if not own:
+            continue
+        part = next(pieces[path] for path in own).new_zeros(some.numel, dtype=wide)
+        for path, one in own.items():
+            stored = _as_stored(pieces[path].to(wide), complex_leaf=one.leaf.dtype.is_complex)
+            part[one.at : one.at + one.numel] = stored
+        (flat,) = gather_parts(setup, [part], placement, Placement.REPLICATED)
+        leaves = stored_leaves(layout, some.index, flat)
+        for i, (leaf, stored) in zip(layout.groups[some.index].leaves, leaves, strict=True):
+            if names[i] in own and leaf.numel:
+                one = own[names[i]]
+                values = stored.view(-1, 2)[:, 0] if leaf.dtype.is_complex else stored
+                rows = values.reshape(leaf.shape[0] if len(leaf.shape) > 1 else 1, -1)
+                sums = rows.sum(1, keepdim=True).expand(rows.shape).reshape(-1)
+                found[names[i]] = sums[one.first : one.first + one.count]
     return found
 
 
@@ -394,7 +331,16 @@ class Context:
             self._require_pieces("norm")
         values = self._tensors("norm", tree.values())
         if self._in_blocks:
-            return self._norm_in_order(tree, by)
+            name = "norm" if by == "all" else f'norm by="{by}"'
+            self._require_collective(name)
+            pieces = self._pieces("norm", [*tree], values)
+            self._agree(name, [] if by == "all" else [len(tree)])
+            if by == "row":
+                sums = row_sums(self._setup, {path: _square(x) for path, x in tree.items()})
+                return {path: sums[path].sqrt().view(x.shape) for path, x in tree.items()}
+            by_leaf, total = leaf_sums(self._setup, pieces, of_squares=True)
+            norms = by_leaf.sqrt()
+            return dict(zip(tree, norms, strict=True)) if by == "leaf" else total.sqrt()
         squares = [_square(x) for x in values]
         if by == "all":
             sums = [x.sum() for x in squares]
@@ -421,18 +367,6 @@ class Context:
     def _in_blocks(self) -> bool:
         """Whether sums over pieces have one order. Over whole leaves they have it anyway."""
         return self._setup.layout.options.block > 1 and not self._whole
-
-    def _norm_in_order(self, tree: Mapping[str, Tensor], by: By) -> Tensor | dict[str, Tensor]:
-        name = "norm" if by == "all" else f'norm by="{by}"'
-        self._require_collective(name)
-        pieces = self._pieces("norm", [*tree], [*tree.values()])
-        self._agree(name, [len(tree)] if by == "leaf" else [])
-        if by == "row":
-            sums = row_sums(self._setup, [(leaf, _square(x)) for leaf, x in pieces])
-            named = zip(tree.items(), sums, strict=True)
-            return {path: x.sqrt().view(piece.shape) for (path, piece), x in named}
-        by_leaf, total = leaf_sums(self._setup, pieces, of_squares=True)
-        return dict(zip(tree, by_leaf.sqrt(), strict=True)) if by == "leaf" else total.sqrt()
 
     def _pieces(
         self, name: str, paths: Sequence[Any], tensors: Sequence[Tensor]

@@ -14,7 +14,7 @@ from fzero.machine.compress import require_codec
 from fzero.machine.named_shards import Pieces
 from fzero.state import Form, Placement, TrainState
 from fzero.state.codec import Codec, Compress
-from fzero.state.points import POINTS, Function, Needs, Points
+from fzero.state.points import POINTS, Needs, Points
 from fzero.transforms.models import flatten_states, under_policy
 from fzero.transforms.pipeline import P, R, Step
 from fzero.transforms.pipeline import transform as put_around
@@ -175,7 +175,20 @@ def transform(
     for key, function in functions.items():
         good = function is None or callable(function)
         require(f"transform: {key}", function, lambda _, good=good: good, "a function, or None")
-        _require_arguments(name, key, function)
+        if function is None:
+            continue
+        try:
+            takes = inspect.signature(function)
+        except (TypeError, ValueError):  # of a builtin, nobody knows
+            continue
+        try:
+            takes.bind(*_ARGUMENTS[key])
+        except TypeError as error:
+            raise LayoutError(
+                f"transform {name!r}: `{key}` takes {takes}.",
+                cause=f"the arguments of another point ({error}).",
+                fix=f"define it as {key}({', '.join(_ARGUMENTS[key])}).",
+            ) from None
     wanted = '"element", "leaf" or "matrix"'
     require("transform: needs", needs, ("element", "leaf", "matrix").__contains__, wanted)
     good = all(one == "before" for one in reads)
@@ -211,25 +224,6 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {
     "update": ("slots", "grads", "ctx", "rule"),
     "updated": ("slots", "params", "ctx"),
 }
-
-
-def _require_arguments(name: str, point: str, function: Function | None) -> None:
-    """Raise `LayoutError` for a function that cannot be called with what its point gives."""
-    if function is None:
-        return
-    try:
-        takes = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin, nobody knows
-        return
-    given = _ARGUMENTS[point]
-    try:
-        takes.bind(*given)
-    except TypeError as error:
-        raise LayoutError(
-            f"transform {name!r}: `{point}` takes {takes}.",
-            cause=f"the arguments of another point ({error}).",
-            fix=f"define it as {point}({', '.join(given)}).",
-        ) from None
 
 
 def _require_together(record: Points) -> None:

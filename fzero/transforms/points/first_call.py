@@ -29,7 +29,7 @@ from fzero.machine import elementwise
 from fzero.machine.elementwise import Key, Values, require_unaccused, sampled
 from fzero.machine.named_shards import Pieces
 from fzero.machine.packing import digest
-from fzero.state import NAMESPACE, Buffers, Placement, Setup, Slot, TrainState
+from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState
 from fzero.state.points import Points
 from fzero.transforms.points.context import By, Context
 
@@ -207,8 +207,16 @@ def require_equal(
     setup = state.setup
     lines = [accusation, f"skipped: {bool(skipped)}"]
     for name, slot in state.slots.items():
-        if name.startswith(f"{one.name}/"):
-            lines += _lines_of(setup, name, slot)
+        value, form = slot.value, slot.form
+        placement = value.placement if isinstance(value, Buffers) else form.placement
+        apart = placement in (Placement.PARTIAL, Placement.OWNER) or form.elsewhere == "own"
+        if apart or not name.startswith(f"{one.name}/"):
+            continue
+        if not isinstance(value, Buffers):
+            every = value.values() if isinstance(value, dict) else [value]
+            lines.append(f"{name} {[digest(x.reshape(-1)) for x in every]}")
+        elif placement is Placement.REPLICATED:
+            lines.append(f"{name} {[digest(x) for x in value.flats]}")
     if values is not None and setup.optimizer_state is Placement.REPLICATED:
         lines += [f"{path} {digest(x)}" for path, x in values.items()]
     try:
@@ -221,18 +229,6 @@ def require_equal(
         )
         raise
     passed(state, one, point)
-
-
-def _lines_of(setup: Setup, name: str, slot: Slot) -> list[str]:
-    placement = slot.value.placement if isinstance(slot.value, Buffers) else slot.form.placement
-    if placement in (Placement.PARTIAL, Placement.OWNER) or slot.form.elsewhere == "own":
-        return []
-    if isinstance(slot.value, Buffers):
-        if slot.value.placement is not Placement.REPLICATED:
-            return []
-        return [f"{name} {[digest(x) for x in slot.value.flats]}"]
-    values = slot.value.values() if isinstance(slot.value, dict) else [slot.value]
-    return [f"{name} {[digest(x.reshape(-1)) for x in values]}"]
 
 
 def require_same_skip(state: TrainState, skipped: Any) -> None:

@@ -456,7 +456,12 @@ class Locals:
 
     def __init__(self, state: TrainState) -> None:
         self._state, self._transforms = state, transforms_of(state.setup, "local")
-        self._given = {one.name: _given_whole(state, one) for one in self._transforms}
+        self._given: dict[str, dict[str, Any]] = {one.name: {} for one in self._transforms}
+        for name, slot in state.slots.items():
+            owner, _, own = name.partition("/")
+            whole = slot.form.placement in (Placement.PARTIAL, Placement.REPLICATED)
+            if owner in self._given and (whole or slot.form.leaves == "number"):
+                self._given[owner][own] = value_given(state, slot)
         self._after = {
             name: {k: dict(v) if isinstance(v, dict) else v for k, v in slots.items()}
             for name, slots in self._given.items()
@@ -507,16 +512,6 @@ class Locals:
             own = {**given(state, one), **self._given[one.name]}
             state = put(state, one, own, {**own, **self._after[one.name]})
         return state
-
-
-def _given_whole(state: TrainState, one: Points) -> dict[str, Any]:
-    """Return the slots of which this rank has whole leaves, and the numbers."""
-    found, prefix = {}, f"{one.name}/"
-    for name, slot in state.slots.items():
-        whole = slot.form.placement in (Placement.PARTIAL, Placement.REPLICATED)
-        if name.startswith(prefix) and (whole or slot.form.leaves == "number"):
-            found[name.removeprefix(prefix)] = value_given(state, slot)
-    return found
 
 
 Changed = Callable[[int, Tensor, torch.dtype], Tensor]

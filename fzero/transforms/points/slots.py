@@ -26,13 +26,14 @@ from fzero.machine.named_shards import (
     ranges_in,
 )
 from fzero.machine.offload import offloaded, to_device
-from fzero.machine.owners import Owners, every_leaf_owned
+from fzero.machine.owners import Owners, every_leaf_owned, owners_of
 from fzero.machine.packing import gather_parts, part_of
 from fzero.optim.entries import with_tensors
 from fzero.optim.precision import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.layout import as_complex, as_real
 from fzero.state.points import Points
+from fzero.transforms.leaf_slices import pieces_of
 from fzero.transforms.points.context import Context, parts_of, whole_parts
 from fzero.transforms.points.first_call import (
     accused,
@@ -106,6 +107,15 @@ def owned_wholes(setup: Setup, flats: Sequence[Tensor]) -> Wholes:
 def _shaped(owners: Owners, number: int, flat: Tensor) -> Tensor:
     leaf = owners.leaves[number].leaf
     return (as_complex(flat) if leaf.dtype.is_complex else flat).view(leaf.shape)
+
+
+def rule_state(setup: Setup, shards: Sequence[Tensor]) -> Any:
+    """Return what the optimizer keeps before its first step, of this rank's shards."""
+    home, owners = setup.offload.optimizer, owners_of(setup)
+    given: dict[str, Any] = {} if owners is None else {"owners": owners}
+    if home is not None:
+        given["place"] = lambda x: offloaded(home, x, setup.offload)
+    return setup.optimizer.init(shards, pieces_of(setup), **given)
 
 
 def stepped_parts(state: TrainState) -> list[Tensor]:

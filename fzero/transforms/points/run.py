@@ -92,6 +92,7 @@ class Running:
     total: Tensor | None = None  # what gradients are sums by, and to be divided by
     skipped: Any = False  # what `ctx.skip` was given: a bool, or a tensor [] if it is general
     before: Pieces | None = None  # the parameters before it, for transforms that read them
+    overflow: Tensor | None = None  # whether gradients are not finite, []; None: nobody looks
     by_rule: bool = False  # the rule leaves an overflow out by itself
 
     def put(self, state: TrainState) -> None:
@@ -103,6 +104,8 @@ class Running:
         if flag is not False:
             one = Skip(flag=flag, slots=self.state.slots, overflows=overflows, says=says)
             self.skips.append(one)
+        if overflows and isinstance(flag, Tensor):
+            self.overflow = flag
 
     def skip(self, flag: Any) -> None:
         """Make no update if `flag` is true; the host reads it, unless the update is general."""
@@ -113,12 +116,6 @@ class Running:
     def kept(self) -> bool:
         """Whether it is known that the update is not made."""
         return any(one.known for one in self.skips)
-
-    @property
-    def overflow(self) -> Tensor | None:
-        """Whether gradients are not finite, [], on the device; None if nobody looks."""
-        flags = (one.flag for one in self.skips if one.overflows)
-        return next((flag for flag in flags if isinstance(flag, Tensor)), None)
 
     def read(self, leaves_out: Callable[[], bool]) -> None:
         """Let the host read whether there was an overflow, where neither a graph nor the rule does.

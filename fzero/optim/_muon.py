@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -31,12 +30,10 @@ from fzero.optim.optimizer import (
     not_differentiable,
     overrides_of,
     shown,
-    whole_leaves,
 )
 from fzero.optim.per_leaf_step_counts import parted
 from fzero.optim.precision import precision_of
 from fzero.optim.rules import Rule, never
-from fzero.state import NAMESPACE
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf, learns
 from fzero.state.stateful_update import Piece
@@ -199,21 +196,6 @@ class Muon(Optimizer):
                 fix="return the rows of each, [d, d, d] for a fused QKV of [3 d, d], or None.",
             )
         return count * ([shape[0]] if rows is None else list(rows))
-
-    def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
-        """Return (updates, state'), as `Optimizer.update` does, of whole matrices. Pure."""
-        ps, gs, pieces, treespec = whole_leaves(grads, params)
-        flats, grads = ([x.detach().reshape(-1) for x in some] for some in (ps, gs))
-        held: Any = state
-        flat: Any = optree.tree_map(
-            lambda x: x.reshape(-1) if x.ndim else x, held, namespace=NAMESPACE
-        )
-        new, flat = self.advance(flats, grads, flat, pieces)
-        after: Any = optree.tree_map(
-            lambda old, x: x.view(old.shape), held, flat, namespace=NAMESPACE
-        )
-        updates = [(n - f).view(p.shape) for n, f, p in zip(new, flats, ps, strict=True)]
-        return optree.tree_unflatten(treespec, updates), after
 
     def advance(
         self,

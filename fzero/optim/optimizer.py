@@ -416,11 +416,24 @@ class Optimizer(OfPrecision):
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
         """Return (updates, state'): params + updates are the new parameters. Pure."""
-        flats, gs, pieces, treespec = whole_leaves(grads, params)
-        by_formula = self.precision.encoding is None
-        new, state = self.advance(flats, gs, state, pieces, differentiable=by_formula)
-        updates = [n - p for n, p in zip(new, flats, strict=True)]
-        return optree.tree_unflatten(treespec, updates), state
+        ps, gs, pieces, treespec = whole_leaves(grads, params)
+
+        def flat(some: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(x.reshape(-1) for x in some)
+
+        def shaped(some: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(x.view(old.shape) for x, old in zip(some, like, strict=True))
+
+        given = replace(state, moments=tuple(map(flat, state.moments)), masters=flat(state.masters))
+        by_formula = self.elementwise and self.precision.encoding is None
+        new, after = self.advance(flat(ps), flat(gs), given, pieces, differentiable=by_formula)
+        updates = [n - p for n, p in zip(shaped(new, ps), ps, strict=True)]
+        after = replace(
+            after,
+            moments=tuple(map(shaped, after.moments, state.moments)),
+            masters=shaped(after.masters, state.masters),
+        )
+        return optree.tree_unflatten(treespec, updates), after
 
     def advance(
         self,

@@ -542,7 +542,20 @@ def logical_mean(tree: Any, state: Any = None, *, weight: Any = None) -> Any:
         >>> fzero.logical_mean(torch.tensor([1.0, 4.0]), state, weight=[2, 1])
         tensor(2.)
     """
-    carried, axis = _logical_of(state)
+    carried, axis = carried_here(), ambient()
+    in_loss = carried is not None and carried.rank is not None
+    if state is not None and not in_loss:
+        setup = flatten_states("logical_mean", state)[0][0].setup
+        axis = setup.axis.mesh or setup.axis
+        carried = carried_by(setup) or Carried(axis.size, range(axis.rank, axis.rank + 1))
+    if carried is None or in_loss:
+        where = "in a loss" if in_loss else "outside of a step with logical ranks"
+        raise PhaseError(
+            f"logical_mean {where}.",
+            cause="a call in a loss or in a turn of engine.parts(), or one in a loop around steps.",
+            fix="in a step give it the aux of grad_and_reduce; after a loop over engine.parts() "
+            "logical_mean(torch.stack(losses), engine.state); outside of a step the state, too.",
+        )
     count = len(carried.ranks)
 
     def require(x: Any) -> None:
@@ -568,44 +581,16 @@ def logical_mean(tree: Any, state: Any = None, *, weight: Any = None) -> Any:
     return optree.tree_map(one, tree, namespace=NAMESPACE)
 
 
-def _logical_of(state: Any) -> tuple[Carried, Axis]:
-    """Return the logical ranks of a state, or of the step that runs, and the ranks."""
-    carried, axis = carried_here(), ambient()
-    in_loss = carried is not None and carried.rank is not None
-    if state is not None and not in_loss:
-        setup = flatten_states("logical_mean", state)[0][0].setup
-        axis = setup.axis.mesh or setup.axis
-        carried = carried_by(setup) or Carried(axis.size, range(axis.rank, axis.rank + 1))
-    if carried is None or in_loss:
-        where = "in a loss" if in_loss else "outside of a step with logical ranks"
-        raise PhaseError(
-            f"logical_mean {where}.",
-            cause="a call in a loss or in a turn of engine.parts(), or one in a loop around steps.",
-            fix="in a step give it the aux of grad_and_reduce; after a loop over engine.parts() "
-            "logical_mean(torch.stack(losses), engine.state); outside of a step the state, too.",
-        )
-    return carried, axis
-
-
 def _mean(rows: Tensor, axis: Axis, places: int, weights: Tensor | None = None) -> Tensor:
-    if weights is not None:
-        return _weighted_mean(rows, axis, places, weights)
-    every = gather_rows(rows, axis, places)
-    wide = every.float() if every.dtype in SIXTEEN_BIT else every
-    mean = (fold_rows(wide) / places).to(rows.dtype)
-    return torch.where((every == every[0]).all(0), every[0], mean)
-
-
-def _weighted_mean(rows: Tensor, axis: Axis, places: int, weights: Tensor) -> Tensor:
-    """sum(w x) / sum(w) over all logical ranks, in fp64; a row of weight 0 counts for nothing."""
-    wide = torch.promote_types(rows.dtype, torch.float64)
-    both = torch.cat(
-        [
-            rows.to(wide).flatten(1) if rows.ndim > 1 else rows.to(wide)[:, None],
-            weights.to(rows.device, wide)[:, None],
-        ],
-        1,
-    )
+    """Return the mean, or sum(w x) / sum(w), in fp64: a row of weight 0 counts for nothing."""
+    if weights is None:
+        every = gather_rows(rows, axis, places)
+        wide = every.float() if every.dtype in SIXTEEN_BIT else every
+        mean = (fold_rows(wide) / places).to(rows.dtype)
+        return torch.where((every == every[0]).all(0), every[0], mean)
+    dtype = torch.promote_types(rows.dtype, torch.float64)
+    flat = rows.to(dtype).flatten(1) if rows.ndim > 1 else rows.to(dtype)[:, None]
+    both = torch.cat([flat, weights.to(rows.device, dtype)[:, None]], 1)
     every = gather_rows(both, axis, places)
     x, w = every[:, :-1], every[:, -1:]
     total, first = fold_rows(w), x[(w[:, 0] != 0).int().argmax()]

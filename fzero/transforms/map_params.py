@@ -253,7 +253,14 @@ def _operand(state: TrainState, other: Any) -> _Operand:
     if isinstance(other, TrainState):
         check_alive(other)
         theirs = other.setup.layout
-        _require_leaves(layout, theirs)
+        own, others = (
+            {k: (x.shape, x.dtype.is_complex) for k, x in zip(o.names, o.leaves, strict=True)}
+            for o in (layout, theirs)
+        )
+        if own != others:
+            path = next(k for k in [*own, *others] if own.get(k) != others.get(k))
+            seen = [f"{one[path][0]}" if path in one else "no such leaf" for one in (own, others)]
+            raise _not_parallel(f"{path} is {seen[0]} in the state, {seen[1]} in the other one")
         if not state.setup.axis.has_places_of(other.setup.axis):
             raise LayoutError(
                 f"map_params: a state on {other.mesh} beside one on {state.mesh}.",
@@ -308,18 +315,6 @@ def _learning(state: TrainState, held: Any, what: str, frozen: Sequence[str]) ->
     if [x.numel() for x in flats] != numels:
         raise _not_parallel(f"{what} of {[x.numel() for x in flats]} elements, {numels} wanted")
     return _Operand(dict(zip(layout.trainable, flats, strict=True)), held.placement, frozen)
-
-
-def _require_leaves(mine: Layout, theirs: Layout) -> None:
-    """Raise `LayoutError` unless two states have the same leaves, whatever their rules."""
-    own, other = (
-        {k: (x.shape, x.dtype.is_complex) for k, x in zip(o.names, o.leaves, strict=True)}
-        for o in (mine, theirs)
-    )
-    if own != other:
-        path = next(k for k in [*own, *other] if own.get(k) != other.get(k))
-        seen = [f"{one[path][0]}" if path in one else "no such leaf" for one in (own, other)]
-        raise _not_parallel(f"{path} is {seen[0]} in the state, {seen[1]} in the other one")
 
 
 def _of_pytree(state: TrainState, tree: Any, frozen: Sequence[str]) -> _Operand:

@@ -318,10 +318,17 @@ def _require_blocks(what: str, codec: Any) -> None:
             fix="use fzero.codecs.dynamic8() or int8(), a torch.dtype such as torch.bfloat16; of "
             "your own codec, say in `block` of how many elements a row is encoded by itself.",
         )
-    x = torch.cat([torch.linspace(-1.0, 1.0, codec.block), torch.zeros(codec.block)])
+    x, wrong = torch.cat([torch.linspace(-1.0, 1.0, codec.block), torch.zeros(codec.block)]), ""
     try:
         found = (blocks := Blocks(codec)).numbers(blocks.row_of(x))
-        wrong = _wrong(codec, x, found)
+        if found.shape != x.shape:
+            wrong = f"{len(x)} elements are decoded to {[*found.shape]}"
+        elif not found.isfinite().all():
+            wrong = "numbers between -1 and 1, or zeros, are decoded to infinities or NaN"
+        elif not is_by_rows(codec, x.view(2, -1)):
+            wrong = (
+                "a block has other bytes by itself, or the next time, or is decoded to other values"
+            )
     except Exception as error:
         wrong = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if wrong:
@@ -331,17 +338,6 @@ def _require_blocks(what: str, codec: Any) -> None:
             "by a scale of 0, or draws random numbers.",
             fix="see fzero.codecs.Codec: each row [n] of x [.., n] is encoded by itself.",
         )
-
-
-def _wrong(codec: Any, x: Tensor, found: Tensor) -> str:
-    """Return what is wrong with two blocks, the second one of zeros, and what they became."""
-    if found.shape != x.shape:
-        return f"{len(x)} elements are decoded to {[*found.shape]}"
-    if not found.isfinite().all():
-        return "numbers between -1 and 1, or zeros, are decoded to infinities or NaN"
-    if not is_by_rows(codec, x.view(2, -1)):
-        return "a block has other bytes by itself, or the next time, or is decoded to other values"
-    return ""
 
 
 StateDtype = torch.dtype | Codec | Mapping[str, Codec] | Encoding | None

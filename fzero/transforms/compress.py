@@ -141,20 +141,20 @@ def _two_wires(options: Any) -> str:
 
 
 def _predivided(options: Any) -> str:
-    factor, codec = options.reduction.gradient_predivide_factor, _asked(options).gradients
+    factor, codec = options.reduction.gradient_predivide_factor, codecs_asked(options).gradients
     if factor == 1 or isinstance(codec, cast | None):
         return ""
     return f"gradient_predivide_factor={factor!r} with compress: gradients={codec}."
 
 
 def _nothing_gathered(asked: Requested) -> str:
-    codec = _asked(asked.options).parameters
+    codec = codecs_asked(asked.options).parameters
     there = codec is not None and asked.stage != 3
     return f"compress: parameters={codec} at stage {asked.stage}." if there else ""
 
 
 def _cut_matrices(asked: Requested) -> str:
-    held = _asked(asked.options)
+    held = codecs_asked(asked.options)
     factors = isinstance(held.gradients, powersgd)
     there = factors and held.over != "all" and asked.axis.shards.size > 1
     return f"compress: gradients={held.gradients}, over={held.over!r}." if there else ""
@@ -162,12 +162,12 @@ def _cut_matrices(asked: Requested) -> str:
 
 def _no_replicas(asked: Requested) -> str:
     axis = asked.axis
-    over = asked.options.local is None and _asked(asked.options).over == "replicas"
+    over = asked.options.local is None and codecs_asked(asked.options).over == "replicas"
     there = over and axis.size > 1 and (axis.dims is None or asked.stage == 0)
     return f'compress: over="replicas" at stage {asked.stage} on {axis}.' if there else ""
 
 
-def _asked(options: Any) -> Compress:
+def codecs_asked(options: Any) -> Compress:
     """Return what crosses ranks encoded, by the option or by a transform."""
     wires = [wire_of(one) for one in options.transforms if one.wire is not None]
     return options.compress or (wires[0] if wires else Compress())

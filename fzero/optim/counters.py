@@ -89,10 +89,10 @@ def with_counters(
     held, paths = optimizer_with(state, made), [*names.values()]
     by_leaf: dict[str, dict[str, Tensor]] = {}
     for counter, some in rule.counted(held, paths).items():
-        given, own = counters[counter], dict[str, Tensor]()
+        own, given = dict[str, Tensor](), counters[counter]
         for name, path in names.items():
             if path in some:
-                value = given.get(name) if isinstance(given, dict) else given
+                value: Any = given.get(name) if isinstance(given, dict) else given
                 whole = isinstance(value, float) and value.is_integer()
                 if whole and not some[path].is_floating_point():  # another rule counts in floats
                     value = int(value)

@@ -178,8 +178,9 @@ def watched_call(one: Points, point: str, ctx: Context, *given: Any) -> tuple[An
     return returned, asked
 
 
-def require_unwritten(one: Points, point: str, *copies: Any) -> None:
+def require_unwritten(one: Points, point: str, *trees: Any) -> None:
     """Raise `PhaseError` if a function wrote to what it was given: copies, which are new."""
+    copies: Any = trees
     leaves = optree.tree_leaves(copies, namespace=NAMESPACE)
     if any(isinstance(x, Tensor) and not x.is_inference() and x._version for x in leaves):
         raise PhaseError(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import optree
 import torch
@@ -154,7 +154,7 @@ class Running:
 
     def selected(self, new: TrainState) -> TrainState:
         """Return the state after the update: the old one where it is skipped, but for slots."""
-        old, made = self.old, 1
+        old, made = self.old, cast("Any", 1)
         for one in reversed(self.skips):
             if one.known:  # its parameters and its rule are the old ones already
                 new = new.replace(slots=undone(one.slots))
@@ -163,7 +163,8 @@ class Running:
                 after = new.params, new.optimizer, new.slots
                 params, optimizer, slots = _unless(one.flag, before, after)
                 new = new.replace(params=params, optimizer=optimizer, slots=slots)
-            made = made * (0 if one.known else (one.flag == 0).to(old.step.dtype))
+            if isinstance(one.flag, Tensor):
+                made = made * (one.flag == 0).to(old.step.dtype)
         return new.replace(step=old.step if self.kept else old.step + made)
 
     def lost(self) -> Tensor | None:

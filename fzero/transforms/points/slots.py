@@ -273,7 +273,7 @@ def _in_flats(state: TrainState, one: Points, place: str, form: Form, value: Any
         pieces, dtype = dict[str, Tensor](), form.dtype and _real(form.dtype)
         for leaf in some.ranges:
             learning.add(leaf.path)
-            x = pieces[leaf.path] = value.get(leaf.path)
+            x = value.get(leaf.path)
             if not isinstance(x, Tensor) or x.numel() != leaf.count:
                 seen = f"{x.numel()} elements" if isinstance(x, Tensor) else f"a {type(x).__name__}"
                 raise _bad_init(
@@ -281,6 +281,7 @@ def _in_flats(state: TrainState, one: Points, place: str, form: Form, value: Any
                     f"made {seen} for {place}[{leaf.path!r}], of which this rank has {leaf.count} "
                     "elements",
                 )
+            pieces[leaf.path] = x
         if dtype is None:
             found = [_real(x.dtype) for x in pieces.values()]
             dtype = reduce(torch.promote_types, found) if found else torch.float32

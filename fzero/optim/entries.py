@@ -112,23 +112,19 @@ def rule_entries(state: TrainState, rank: int) -> list[Entry]:
         )
         for name, some in found.items()
     ]
-    return [*even, *_of_owners(state, rank)]
-
-
-def _of_owners(state: TrainState, rank: int) -> Iterator[Entry]:
-    """Yield what is kept of parameters with owners: {name of a parameter: empty but on its own}."""
-    setup, owners = state.setup, owners_of(state.setup)
+    owners, owned = owners_of(setup), list[Entry]()
     if owners is None:
-        return
+        return even
     rule, names, mine = setup.optimizer, leaf_paths(setup.layout), owners.rank_of(rank)
     form = Form(leaves="named", placement=Placement.OWNER)
-    for slot, some in rule.owned(state.optimizer).items():
-        values, owned = dict[str, Tensor](), set[str]()
-        for one, x in zip(owners.leaves, some, strict=True):
+    for slot, kept in rule.owned(state.optimizer).items():  # empty on other ranks than the owner's
+        values, own = dict[str, Tensor](), set[str]()
+        for one, x in zip(owners.leaves, kept, strict=True):
             if slot in rule.made_by_steps(one.leaf) or slot in rule.kept_of(one.leaf):
                 values[names[one.index]] = x
-                owned |= {names[one.index]} if one.owner == mine else set()
-        yield Entry(name=RULE + slot, form=form, values=values, owned=frozenset(owned))
+                own |= {names[one.index]} if one.owner == mine else set()
+        owned.append(Entry(name=RULE + slot, form=form, values=values, owned=frozenset(own)))
+    return [*even, *owned]
 
 
 def with_rule_entries(state: TrainState, entries: Sequence[Entry]) -> Any:

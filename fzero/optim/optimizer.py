@@ -578,13 +578,21 @@ class Optimizer(OfPrecision):
         grads, moments = here(grads), [here(some) for some in state.moments]
         counts = [state.count, *state.steps]
         counts += [counts[source] for source in now.sources]
-        update = update_by_op if is_one_op(self.rule, [*work, *grads]) else _update_each
+        by_op = is_one_op(self.rule, [*work, *grads])
         parts: list[list[_Part]] = [[] for _ in work]
         for options, spans in self._by_options(params, pieces, state.count, now):
             for number in dict.fromkeys(k for _, k in spans):
                 own = [span for span, k in spans if k == number]
                 ps, gs, *ms = (elements_of(some, own) for some in (work, grads, *moments))
-                new_ps, new_ms = update(self.rule, ps, gs, ms, counts[number], options)
+                if by_op:
+                    new_ps, new_ms = update_by_op(self.rule, ps, gs, ms, counts[number], options)
+                else:
+                    # A tensor, so that a traced step does not freeze it; fp64, as Python's are.
+                    count, every = (counts[number] + 1).double(), zip(ps, gs, *ms, strict=True)
+                    rule = self.rule.formula
+                    made = [rule(p, g, tuple(some), count, options) for p, g, *some in every]
+                    new_ps = [p for p, _ in made]
+                    new_ms = [[some[k] for _, some in made] for k in range(len(ms))]
                 for k, (i, start, _) in enumerate(own):
                     parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
         joined = [
@@ -720,23 +728,6 @@ Span = tuple[int, int, int]
 
 _Part = tuple[int, Tensor, tuple[Tensor, ...]]
 """(start, values, those of each moment): of one flat."""
-
-
-def _update_each(
-    rule: Rule,
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: Sequence[list[Tensor]],
-    count: Tensor,
-    options: dict[str, Any],
-) -> tuple[list[Tensor], list[list[Tensor]]]:
-    # A tensor, so that a traced step does not freeze it; fp64, as Python's own numbers are.
-    number = (count + 1).double()
-    made = [
-        rule.formula(p, g, tuple(ms), number, options)
-        for p, g, *ms in zip(params, grads, *moments, strict=True)
-    ]
-    return [p for p, _ in made], [[ms[k] for _, ms in made] for k in range(len(moments))]
 
 
 def elements_of(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:

@@ -356,8 +356,19 @@ class ParamIterator(Iterator[tuple[str, Tensor]]):
             while True:
                 for found in self._tensors:
                     return found
-                if not self._is_open or not self._goes_on():
+                if self._is_open:  # do all ranks go on? They have finished this unit then
+                    if self._left:
+                        check_alive(self._left[0].state, written=True)
+                    self._round(stops=False)
+                if not self._is_open:
                     raise StopIteration
+                for digests in () if self._unit is None else self._unit.digests.values():
+                    self._known |= digests
+                self._unit = self._left.popleft() if self._left else None
+                self._is_open = self._unit is not None
+                if self._unit is None:
+                    raise StopIteration
+                self._tensors = _tensors(*self._unit)
         except BaseException:
             self.close()
             raise
@@ -374,21 +385,6 @@ class ParamIterator(Iterator[tuple[str, Tensor]]):
     def digests(self) -> dict[str, str]:
         """{path: digest} of what is unchanged, and of units that all ranks have finished."""
         return dict(self._known)
-
-    def _goes_on(self) -> bool:
-        """Whether all ranks go on to a next unit. They have finished this one then."""
-        if self._left:
-            check_alive(self._left[0].state, written=True)
-        self._round(stops=False)
-        if self.stopped_by:
-            return False
-        for digests in () if self._unit is None else self._unit.digests.values():
-            self._known |= digests
-        self._unit = self._left.popleft() if self._left else None
-        self._is_open = self._unit is not None
-        if self._unit is not None:
-            self._tensors = _tensors(*self._unit)
-        return self._is_open
 
     def _round(self, *, stops: bool) -> None:
         self._is_open = False  # an error of the round is one of all ranks

@@ -468,11 +468,16 @@ class Rows:
             nonfinite=self._nonfinite,
             used=self._used,
         )
+        joined: dict[str, Slot] = {}  # zeros of one that has none, for it made no call
+        for name, one in {name: one for some in self._slots for name, one in some.items()}.items():
+            zeros = dataclasses.replace(one, value=torch.zeros_like(one.value))
+            values = [some.get(name, zeros).value for some in self._slots]
+            joined[name] = dataclasses.replace(one, value=torch.stack(values))
         setup = dataclasses.replace(now.setup, policy=state.setup.policy)
         weighted = self.weighted or (weighted and not self._unweighted)
         new = now.replace(
             setup=setup.with_weights(weighted) if weighted else setup,
-            slots={**now.slots, **_joined_slots(self._slots)},
+            slots={**now.slots, **joined},
             progress=counted,
         )
         if self.waits:
@@ -637,13 +642,3 @@ def _slots(state: TrainState, *, own: bool) -> dict[str, Slot]:
     """Return the slots of which each logical rank has its own, or those that all have in common."""
     found = state.slots.items()
     return {k: one for k, one in found if (one.form.placement is Placement.PARTIAL) == own}
-
-
-def _joined_slots(slots: Sequence[dict[str, Slot]]) -> dict[str, Slot]:
-    """Return the slots of all; one that has none, for it made no call, has zeros."""
-    joined: dict[str, Slot] = {}
-    for name, one in {name: one for some in slots for name, one in some.items()}.items():
-        zeros = dataclasses.replace(one, value=torch.zeros_like(one.value))
-        values = [some.get(name, zeros).value for some in slots]
-        joined[name] = dataclasses.replace(one, value=torch.stack(values))
-    return joined

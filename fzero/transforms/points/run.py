@@ -159,9 +159,16 @@ class Running:
             if one.known:  # its parameters and its rule are the old ones already
                 new = new.replace(slots=undone(one.slots))
             elif not self.kept and not (one.overflows and self.by_rule):
-                before = old.params, old.optimizer, undone(one.slots)
-                after = new.params, new.optimizer, new.slots
-                params, optimizer, slots = _unless(one.flag, before, after)
+                skips: Any = one.flag != 0
+
+                def chosen(before: Any, after: Any, skips: Any = skips) -> Any:
+                    same = before is after or not isinstance(after, Tensor)
+                    return after if same else torch.where(skips, before, after)
+
+                before: Any = (old.params, old.optimizer, undone(one.slots))
+                after: Any = (new.params, new.optimizer, new.slots)
+                made_of: Any = optree.tree_map(chosen, before, after, namespace=NAMESPACE)
+                params, optimizer, slots = made_of
                 new = new.replace(params=params, optimizer=optimizer, slots=slots)
             if isinstance(one.flag, Tensor):
                 made = made * (one.flag == 0).to(old.step.dtype)
@@ -175,18 +182,6 @@ class Running:
         for one in self.skips:
             found = one.flag if found is None else (found != 0) | (one.flag != 0)
         return found
-
-
-def _unless(flag: Any, old: Any, new: Any) -> Any:
-    """Return `old` where the flag, [], is not 0, else `new`: two pytrees of one structure."""
-    skips = flag != 0
-
-    def of(before: Any, after: Any) -> Any:
-        if before is after or not isinstance(after, Tensor):
-            return after
-        return torch.where(skips, before, after)
-
-    return optree.tree_map(of, old, new, namespace=NAMESPACE)
 
 
 def transforms_of(setup: Setup, point: str) -> list[Any]:
@@ -405,19 +400,14 @@ def _on_owners(
     on_owners(state.setup, inputs, compute, outs)
     if first:
         passed(state, one, point)
-    running.put(put(running.state, one, slots, _of_owners(state.setup, after)))
+    # A stacked state has slots everywhere: they are empty where another rank owns the leaf.
+    others = {path for path, is_mine in owned_paths(state.setup).items() if not is_mine}
+    for value in after.values():
+        if isinstance(value, dict):
+            for path in others & value.keys():
+                value[path] = value[path].new_zeros(0) if value[path].numel() else value[path]
+    running.put(put(running.state, one, slots, after))
     return tuple(outs)
-
-
-def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return slots, empty where another rank owns the leaf: a stacked state has them everywhere."""
-    others = {path for path, is_mine in owned_paths(setup).items() if not is_mine}
-    return {
-        name: {k: x.new_zeros(0) if k in others and x.numel() else x for k, x in value.items()}
-        if isinstance(value, dict)
-        else value
-        for name, value in slots.items()
-    }
 
 
 # Each call.

@@ -182,18 +182,14 @@ def begun_slots(state: TrainState, only: Sequence[str] | None = None) -> TrainSt
     """
     made = dict(state.slots)
     for one in state.setup.transforms:
-        wanted = [name for name in _names(one, state) if only is None or name in only]
+        known = [*(f"{one.name}/{name}" for name, _ in one.slots or ()), *state.slots]
+        wanted = [x for x in known if x.startswith(f"{one.name}/") and (only is None or x in only)]
         if one.init is None or (only is not None and not wanted):
             continue
         for name, slot in _begun(state, one).items():
             if name not in made or (only is not None and name in only):
                 made[name] = slot
     return state.replace(slots=made)
-
-
-def _names(one: Points, state: TrainState) -> list[str]:
-    declared = [f"{one.name}/{name}" for name, _ in one.slots or ()]
-    return [*declared, *(name for name in state.slots if name.startswith(f"{one.name}/"))]
 
 
 def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
@@ -363,26 +359,23 @@ def put(
     """Return the state with other values of the slots of a transform, where any is another one."""
     changed = {}
     for name, value in after.items():
-        if value is not before[name]:
-            slot = state.slots[f"{one.name}/{name}"]
-            changed[f"{one.name}/{name}"] = _with_value(state, slot, before[name], value)
-    return state.replace(slots={**state.slots, **changed}) if changed else state
-
-
-def _with_value(state: TrainState, slot: Slot, before: Any, value: Any) -> Slot:
-    if not isinstance(slot.value, Buffers):
-        if isinstance(value, dict):
-            value = {key: _stored(state, _own(x)) for key, x in value.items()}
+        if value is before[name]:
+            continue
+        slot, held = state.slots[f"{one.name}/{name}"], value
+        if isinstance(slot.value, Buffers):
+            flats = [to_device(x, state.device) for x in slot.value.flats]
+            made = as_flats(_ranges(state.setup, slot), flats, before[name], value)
+            kept = tuple(
+                old if x is here else _stored(state, x)
+                for old, here, x in zip(slot.value.flats, flats, made, strict=True)
+            )
+            held = dataclasses.replace(slot.value, flats=kept)
+        elif isinstance(value, dict):
+            held = {key: _stored(state, _own(x)) for key, x in value.items()}
         else:
-            value = _own(value)
-        return dataclasses.replace(slot, value=value)
-    flats = [to_device(x, state.device) for x in slot.value.flats]
-    made = as_flats(_ranges(state.setup, slot), flats, before, value)
-    kept = tuple(
-        old if x is here else _stored(state, x)
-        for old, here, x in zip(slot.value.flats, flats, made, strict=True)
-    )
-    return dataclasses.replace(slot, value=dataclasses.replace(slot.value, flats=kept))
+            held = _own(value)
+        changed[f"{one.name}/{name}"] = dataclasses.replace(slot, value=held)
+    return state.replace(slots={**state.slots, **changed}) if changed else state
 
 
 def without_gradients(state: TrainState) -> TrainState:

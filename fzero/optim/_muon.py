@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
@@ -31,12 +30,10 @@ from fzero.optim.optimizer import (
     not_differentiable,
     overrides_of,
     shown,
-    whole_leaves,
 )
 from fzero.optim.per_leaf_step_counts import parted
 from fzero.optim.precision import precision_of
 from fzero.optim.rules import Rule, never
-from fzero.state import NAMESPACE
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import Leaf, learns
 from fzero.state.stateful_update import Piece
@@ -200,21 +197,6 @@ class Muon(Optimizer):
             )
         return count * ([shape[0]] if rows is None else list(rows))
 
-    def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
-        """Return (updates, state'), as `Optimizer.update` does, of whole matrices. Pure."""
-        ps, gs, pieces, treespec = whole_leaves(grads, params)
-        flats, grads = ([x.detach().reshape(-1) for x in some] for some in (ps, gs))
-        held: Any = state
-        flat: Any = optree.tree_map(
-            lambda x: x.reshape(-1) if x.ndim else x, held, namespace=NAMESPACE
-        )
-        new, flat = self.advance(flats, grads, flat, pieces)
-        after: Any = optree.tree_map(
-            lambda old, x: x.view(old.shape), held, flat, namespace=NAMESPACE
-        )
-        updates = [(n - f).view(p.shape) for n, f, p in zip(new, flats, ps, strict=True)]
-        return optree.tree_unflatten(treespec, updates), after
-
     def advance(
         self,
         params: Sequence[Tensor],
@@ -248,141 +230,106 @@ class Muon(Optimizer):
             still = {path for path, number in now.apart if number in now.still}
             moved = [p for p in pieces if p.start < p.stop and p.leaf.path not in still]
             flats = Flats(params, grads, state.masters, self.slots(state))
-            _Step(self, flats, device, state.count, moved, still, apart).run(owners)
+            self._step(flats, moved, still, state.count, owners, device, apart=apart)
         return list(params), after_update(state, now, None)
+
+    def _step(
+        self,
+        flats: Flats,
+        moved: Sequence[Piece],
+        still: Collection[str],
+        count: Tensor,
+        owners: Owners | None,
+        device: torch.device | None,
+        *,
+        apart: bool,
+    ) -> None:
+        """Step this rank's flats in place.
+
+        moved: the pieces of the leaves that this update moves. still: the paths of all others.
+        """
+
+        def on(x: Tensor) -> torch.device:
+            return device or x.device
+
+        def options_of(leaf: Leaf) -> dict[str, Any]:
+            return at({**dict(self.options), **self._changes(self._override_of(leaf))}, count)
+
+        # The momentum b moves, and gives u of each flat.
+        updates = [torch.zeros(p.shape, dtype=self.dtype, device=on(p)) for p in flats.params]
+
+        def move(b: Tensor, g: Tensor, u: Tensor, o: Mapping[str, Any]) -> None:
+            b.lerp_(g, 1 - o["momentum"])
+            u.copy_(g.lerp(b, o["momentum"]) if o["nesterov"] else b)
+
+        with one_thread(apart):
+            for index, leaf, start, stop, _ in moved:
+                work, u = flats.steps(index), updates[index][start:stop]
+                g = to_device(flats.grads[index][start:stop], on(work), work.dtype)
+                held = flats.slots["momentum_buffer"][index][start:stop]
+                change(held, on(work), partial(move, g=g, u=u, o=options_of(leaf)))
+
+        # Owners make NS(u) of it.
+        def orthogonalize(
+            leaves: Sequence[Leaf], mine: list[int], wholes: Wholes
+        ) -> dict[int, Tensor]:
+            made, by_steps = {k: wholes[k][0] for k in mine}, dict[int, list[int]]()
+            for k in mine:
+                if leaves[k].path not in still:
+                    by_steps.setdefault(options_of(leaves[k])["ns_steps"], []).append(k)
+            for steps, some in by_steps.items():
+                rows = {k: list(self.rows_of(leaves[k])) for k in some}
+                parts = {k: made[k].view(sum(rows[k]), -1).split(rows[k]) for k in some}
+                every = [part for k in some for part in parts[k]]
+                # A product of a batch may round otherwise than that of one matrix.
+                batches = [[part] for part in every] if apart else [every]
+                rest = iter([x for batch in batches for x in orthogonalized(batch, steps=steps)])
+                for k in some:
+                    made[k] = torch.cat([next(rest).reshape(-1) for _ in parts[k]])
+            return made
+
+        if owners is not None:
+            compute = partial(orthogonalize, [one.leaf for one in owners.leaves])
+            owners.at((), on(updates[0])).run([updates], compute, updates)
+        else:
+            wholes = {
+                k: [updates[index][start : start + leaf.numel]]
+                for k, (index, leaf, start, *_) in enumerate(moved)
+            }
+            made = orthogonalize([piece.leaf for piece in moved], [*wholes], wholes)
+            for k, (whole,) in wholes.items():
+                whole.copy_(made[k])
+
+        # Decay, and lr r NS(u), are taken from what is stepped.
+        def step(p: Tensor, piece: Piece) -> None:
+            o, (index, leaf, start, stop, first) = options_of(piece.leaf), piece
+            p.mul_(1 - o["lr"] * o["weight_decay"])
+            every, begin = self.rows_of(leaf), 0
+            columns = leaf.numel // sum(every) if leaf.numel else 1
+            for rows in every:  # of each matrix of the leaf
+                end = begin + rows * columns
+                low, high = max(begin - first, 0), min(end - first, stop - start)
+                if low < high:
+                    own, u = p[low:high], updates[index][start + low : start + high]
+                    moves = -(o["lr"] * RATIOS[o["adjust_lr"]](rows, columns))
+                    # No whole blocks: in fp32 no element rounds otherwise than others.
+                    if apart and own.dtype in SIXTEEN_BIT:
+                        own.copy_(own.float().add_(u, alpha=moves))
+                    else:
+                        own.add_(u, alpha=moves)
+                begin = end
+
+        with one_thread(apart):
+            for piece in moved:
+                home = flats.steps(piece.index)
+                change(home[piece.start : piece.stop], on(home), partial(step, piece=piece))
+            for index in range(len(flats.params)):
+                written_back(flats, index, flats.steps(index))
 
     def __repr__(self) -> str:
         split = "" if self.split is None else f" split by {shown(self.split)}"
         stack = "" if self.batch_dims is None else f" with batch_dims={self.batch_dims}"
         return f"{Optimizer.__repr__(self)} in {self.dtype}{split}{stack}"
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """One update of this rank's flats, in place."""
-
-    rule: Muon
-    flats: Flats
-    device: torch.device | None
-    count: Tensor
-    moved: Sequence[Piece]  # of the leaves that this update moves
-    still: Collection[str]  # the paths of all others
-    apart: bool  # whether the new elements of a block depend on nothing else
-
-    def _on(self, x: Tensor) -> torch.device:
-        return self.device or x.device
-
-    def _options(self, leaf: Leaf) -> dict[str, Any]:
-        changes = self.rule._changes(self.rule._override_of(leaf))
-        return at({**dict(self.rule.options), **changes}, self.count)
-
-    def run(self, owners: Owners | None) -> None:
-        """Move the momentum, orthogonalize what it gives, on owners, and apply that."""
-        with one_thread(self.apart):
-            updates = self._updates()
-        if owners is not None:
-            compute = partial(self._orthogonalized, [one.leaf for one in owners.leaves])
-            owners.at((), self._on(updates[0])).run([updates], compute, updates)
-        else:
-            wholes = {
-                k: [updates[p.index][p.start : p.start + p.leaf.numel]]
-                for k, p in enumerate(self.moved)
-            }
-            made = self._orthogonalized([p.leaf for p in self.moved], [*wholes], wholes)
-            for k, (whole,) in wholes.items():
-                whole.copy_(made[k])
-        with one_thread(self.apart):
-            self._apply(updates)
-
-    def _updates(self) -> list[Tensor]:
-        """Move the momentum; return u of each flat."""
-        made = [
-            torch.zeros(p.shape, dtype=self.rule.dtype, device=self._on(p))
-            for p in self.flats.params
-        ]
-        for index, leaf, start, stop, _ in self.moved:
-            work, options = self.flats.steps(index), self._options(leaf)
-            g = to_device(self.flats.grads[index][start:stop], self._on(work), work.dtype)
-            keep, ahead = options["momentum"], options["nesterov"]
-            move = partial(_moved, g=g, u=made[index][start:stop], keep=keep, ahead=ahead)
-            held = self.flats.slots["momentum_buffer"][index][start:stop]
-            change(held, self._on(work), move)
-        return made
-
-    def _orthogonalized(
-        self, leaves: Sequence[Leaf], mine: list[int], wholes: Wholes
-    ) -> dict[int, Tensor]:
-        """Return NS(u) of whole matrices."""
-        made = {k: wholes[k][0] for k in mine}
-        by_steps: dict[int, list[int]] = {}
-        for k in mine:
-            if leaves[k].path not in self.still:
-                steps = self._options(leaves[k])["ns_steps"]
-                by_steps.setdefault(steps, []).append(k)
-        for steps, some in by_steps.items():
-            rows = {k: list(self.rule.rows_of(leaves[k])) for k in some}
-            parts = {k: made[k].view(sum(rows[k]), -1).split(rows[k]) for k in some}
-            every = [part for k in some for part in parts[k]]
-            made_of = partial(orthogonalized, steps=steps)
-            # A product of a batch may round otherwise than that of one matrix.
-            batches = [[part] for part in every] if self.apart else [every]
-            rest = iter([x for batch in batches for x in made_of(batch)])
-            for k in some:
-                made[k] = torch.cat([next(rest).reshape(-1) for _ in parts[k]])
-        return made
-
-    def _apply(self, updates: Sequence[Tensor]) -> None:
-        """Take lr r NS(u) from what is stepped, after the decay."""
-        for piece in self.moved:
-            o, u = self._options(piece.leaf), updates[piece.index]
-            home, spans = self.flats.steps(piece.index), [*self._spans(piece, o["adjust_lr"])]
-            step = partial(
-                _stepped, u=u, options=o, spans=spans, first=piece.start, apart=self.apart
-            )
-            change(home[piece.start : piece.stop], self._on(home), step)
-        for index in range(len(self.flats.params)):
-            written_back(self.flats, index, self.flats.steps(index))
-
-    def _spans(self, piece: Piece, way: str) -> Iterator[tuple[int, int, float]]:
-        """Yield (start, stop, r) of each matrix of a leaf in its piece of a flat."""
-        _, leaf, start, stop, first = piece
-        every, begin = self.rule.rows_of(leaf), 0
-        columns = leaf.numel // sum(every) if leaf.numel else 1
-        for rows in every:
-            end = begin + rows * columns
-            low, high = max(begin, first), min(end, first + stop - start)
-            if low < high:
-                yield start + low - first, start + high - first, RATIOS[way](rows, columns)
-            begin = end
-
-
-def _moved(b: Tensor, *, g: Tensor, u: Tensor, keep: float, ahead: bool) -> None:
-    """Move the momentum b, and write u."""
-    b.lerp_(g, 1 - keep)
-    u.copy_(g.lerp(b, keep) if ahead else b)
-
-
-def _stepped(
-    p: Tensor,
-    *,
-    u: Tensor,
-    options: Mapping[str, Any],
-    spans: Sequence[tuple[int, int, float]],
-    first: int,
-    apart: bool,
-) -> None:
-    """Decay p, and take the update of each span, which is counted in the flat as u is.
-
-    apart: spans are not whole blocks, so 16 bits are added in fp32, where no element rounds
-    otherwise than others.
-    """
-    p.mul_(1 - options["lr"] * options["weight_decay"])
-    for start, stop, ratio in spans:
-        own, moves = p[start - first : stop - first], -(options["lr"] * ratio)
-        if apart and own.dtype in SIXTEEN_BIT:
-            own.copy_(own.float().add_(u[start:stop], alpha=moves))
-        else:
-            own.add_(u[start:stop], alpha=moves)
 
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

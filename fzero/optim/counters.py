@@ -89,22 +89,18 @@ def with_counters(
     held, paths = optimizer_with(state, made), [*names.values()]
     by_leaf: dict[str, dict[str, Tensor]] = {}
     for counter, some in rule.counted(held, paths).items():
-        what = f"the optimizer's {counter}"
-        by_leaf[counter] = {
-            path: number_like(what, some[path], _of_leaf(counters[counter], name, some[path]))
-            for name, path in names.items()
-            if path in some
-        }
+        own, given = dict[str, Tensor](), counters[counter]
+        for name, path in names.items():
+            if path in some:
+                value: Any = given.get(name) if isinstance(given, dict) else given
+                whole = isinstance(value, float) and value.is_integer()
+                if whole and not some[path].is_floating_point():  # another rule counts in floats
+                    value = int(value)
+                own[path] = number_like(f"the optimizer's {counter}", some[path], value)
+        by_leaf[counter] = own
     count = number_like(f"the optimizer's {COUNT}", state.optimizer.count, counters[COUNT])
     fresh = [names[name] for name in unstepped if name in names]
     return rule.recounted(held, paths, by_leaf, count=int(count), unstepped=fresh)
-
-
-def _of_leaf(count: Any, name: str, like: Tensor) -> Any:
-    """Return the update count of one leaf, whether its rule counts in floats or in ints."""
-    own: Any = count.get(name) if isinstance(count, dict) else count
-    whole = isinstance(own, float) and own.is_integer() and not like.is_floating_point()
-    return int(own) if whole else own
 
 
 def _learning(state: TrainState) -> dict[str, str]:

@@ -12,6 +12,7 @@ whole blocks: so the bytes are those of any stage and any number of ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain
 from math import lcm
 from typing import Any, NamedTuple
 
@@ -75,7 +76,9 @@ def step_flats(
     owned: gradients may be written to.
     """
     numbers = flats.numbers or range(len(flats.params))
-    if _is_here(flats, precision, device):
+    every = [*flats.params, *flats.grads, *flats.masters, *chain(*flats.slots.values())]
+    lives_here = device is None or all(is_here(x, device) for x in every if x.numel())
+    if not flats.params or (lives_here and not precision.streams):
         work = [flats.steps(i) for i in range(len(flats.params))]
         grads, scaled = as_stepped(flats.grads, work, scaled, owned=owned)
         slots = run(Portion(numbers, work, grads, flats.slots, scaled))
@@ -117,17 +120,6 @@ def counted(count: Tensor, found_inf: Tensor | None) -> Tensor:
     if found_inf is None:
         return count + 1
     return count.to(found_inf.device) + (1 - found_inf).to(count.dtype)
-
-
-def _is_here(flats: Flats, precision: Precision, device: torch.device | None) -> bool:
-    """Whether everything is on the device, in memory, and in the dtype in which it is stepped."""
-    if precision.streams:
-        return not flats.params
-    if device is None:
-        return True
-    slots = [x for some in flats.slots.values() for x in some]
-    every = [*flats.params, *flats.grads, *flats.masters, *slots]
-    return all(is_here(x, device) for x in every if x.numel())
 
 
 def _lent(
@@ -191,68 +183,47 @@ def in_portions(
     Of those with encoded slots, at most so many elements, and nothing of leaves that are `unused`:
     their bytes stay. Others are whole.
     """
-    leaves, parts, placed = leaves_of_flats(flats.params, pieces), list[Flats](), list[Piece]()
+    leaves, placed = leaves_of_flats(flats.params, pieces), list[Piece]()
+    params, grads, masters = list[Tensor](), list[Tensor](), list[Tensor]()
+    slots: dict[str, list[Tensor]] = {name: [] for name in flats.slots}
+    codecs = list[Mapping[str, Blocks]]()
     for i, p in enumerate(flats.params):
         if i not in leaves:
             continue  # of another rule
         own = [x for x in pieces if x.index == i] or [Piece(i, leaves[i], 0, p.numel())]
-        codecs = {
+        by = {
             name: codec
             for name, some in flats.slots.items()
             if some[i].numel() and (codec := codec_of(leaves[i], name)) is not None
         }
-        size = PIECE_OF_CPU if p.device.type == "cpu" else PIECE
-        for span in _spans(own, codecs, unused, size) if codecs else [(0, p.numel())]:
-            placed += _inside(own, span, len(parts))
-            parts.append(_part(flats, i, codecs, span) if codecs else _part(flats, i, {}, None))
+        for start, stop in _spans(p, own, by, unused) if by else [(0, p.numel())]:
 
-    def every(one: Callable[[Flats], Any]) -> list[Any]:
-        return [one(part) for part in parts]
+            def of(x: Tensor, codec: Blocks | None = None, span: Any = (start, stop)) -> Tensor:
+                if not (by and x.numel()):  # noqa: B023 - called here
+                    return x
+                low, high = span if codec is None else map(codec.wire_bytes, span)
+                return x.view(-1)[low:high]
 
-    made = Flats(
-        params=every(lambda x: x.params[0]),
-        grads=every(lambda x: x.grads[0]),
-        masters=every(lambda x: x.masters[0]),
-        slots={name: every(lambda x, name=name: x.slots[name][0]) for name in flats.slots},
-        codecs=every(lambda x: x.codecs[0]),
-    )
-    return made, placed
-
-
-def _part(
-    flats: Flats, i: int, codecs: Mapping[str, Blocks], span: tuple[int, int] | None
-) -> Flats:
-    """Return some elements of a flat, as views; all of it for None."""
-
-    def of(x: Tensor, codec: Blocks | None = None) -> Tensor:
-        if span is None or not x.numel():
-            return x
-        start, stop = span if codec is None else map(codec.wire_bytes, span)
-        return x.view(-1)[start:stop]
-
-    return Flats(
-        params=[of(flats.params[i])],
-        grads=[of(flats.grads[i])],
-        masters=[of(flats.masters[i])],
-        slots={name: [of(some[i], codecs.get(name))] for name, some in flats.slots.items()},
-        codecs=[codecs],
-    )
-
-
-def _inside(own: Sequence[Piece], span: tuple[int, int], number: int) -> Iterator[Piece]:
-    """Yield what of the pieces of a flat is in a part of it, which has this number."""
-    start, stop = span
-    for one in own:
-        low, high = max(one.start, start), min(one.stop, stop)
-        if low < high or start == stop:
-            yield Piece(number, one.leaf, low - start, high - start, one.first + low - one.start)
+            for one in own:
+                low, high = max(one.start, start), min(one.stop, stop)
+                if low < high or start == stop:
+                    span, first = (low - start, high - start), one.first + low - one.start
+                    placed.append(Piece(len(params), one.leaf, *span, first))
+            params.append(of(p))
+            grads.append(of(flats.grads[i]))
+            masters.append(of(flats.masters[i]))
+            codecs.append(by)
+            for name, some in flats.slots.items():
+                slots[name].append(of(some[i], by.get(name)))
+    return Flats(params, grads, masters, slots, codecs=codecs), placed
 
 
 def _spans(
-    own: Sequence[Piece], codecs: Mapping[str, Blocks], unused: Collection[str], size: int
+    flat: Tensor, own: Sequence[Piece], codecs: Mapping[str, Blocks], unused: Collection[str]
 ) -> Iterator[tuple[int, int]]:
     """Yield what of a flat is stepped at once: whole blocks."""
     block = lcm(BLOCK, *(codec.block for codec in codecs.values()))
+    size = PIECE_OF_CPU if flat.device.type == "cpu" else PIECE
     step = max(size // block, 1) * block
     runs: list[list[int]] = []
     for piece in own:

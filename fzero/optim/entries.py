@@ -26,7 +26,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import CheckpointError, LayoutError, explain
+from fzero.errors import CheckpointError, LayoutError
 from fzero.machine.blocks import Blocks
 from fzero.machine.named_shards import leaf_paths
 from fzero.machine.owners import owners_of
@@ -112,23 +112,19 @@ def rule_entries(state: TrainState, rank: int) -> list[Entry]:
         )
         for name, some in found.items()
     ]
-    return [*even, *_of_owners(state, rank)]
-
-
-def _of_owners(state: TrainState, rank: int) -> Iterator[Entry]:
-    """Yield what is kept of parameters with owners: {name of a parameter: empty but on its own}."""
-    setup, owners = state.setup, owners_of(state.setup)
+    owners, owned = owners_of(setup), list[Entry]()
     if owners is None:
-        return
+        return even
     rule, names, mine = setup.optimizer, leaf_paths(setup.layout), owners.rank_of(rank)
     form = Form(leaves="named", placement=Placement.OWNER)
-    for slot, some in rule.owned(state.optimizer).items():
-        values, owned = dict[str, Tensor](), set[str]()
-        for one, x in zip(owners.leaves, some, strict=True):
+    for slot, kept in rule.owned(state.optimizer).items():  # empty on other ranks than the owner's
+        values, own = dict[str, Tensor](), set[str]()
+        for one, x in zip(owners.leaves, kept, strict=True):
             if slot in rule.made_by_steps(one.leaf) or slot in rule.kept_of(one.leaf):
                 values[names[one.index]] = x
-                owned |= {names[one.index]} if one.owner == mine else set()
-        yield Entry(name=RULE + slot, form=form, values=values, owned=frozenset(owned))
+                own |= {names[one.index]} if one.owner == mine else set()
+        owned.append(Entry(name=RULE + slot, form=form, values=values, owned=frozenset(own)))
+    return [*even, *owned]
 
 
 def with_rule_entries(state: TrainState, entries: Sequence[Entry]) -> Any:
@@ -280,62 +276,43 @@ def roles_of(
         [("['count']", None), ("['mu']", 0), ("['mu']", 1)]
     """
     accessors, leaves, _ = optree.tree_flatten_with_accessor(optimizer, namespace=NAMESPACE)
-    found: list[Role] = []
-    pairs = zip(accessors, leaves, strict=True)
-    for parent, children in groupby(pairs, key=lambda pair: pair[0][:-1]):
-        found += _roles_in(parent(optimizer), _name(parent), list(children), numels, rows)
+    found, pairs = list[Role](), zip(accessors, leaves, strict=True)
+
+    def is_flat(leaf: Any, numel: int, encoded: Collection[int]) -> bool:
+        size = leaf.numel() if isinstance(leaf, Tensor) and leaf.ndim == 1 else -1
+        return size in (0, numel) or (size in encoded and leaf.dtype is torch.uint8)
+
+    def name_of(accessor: Any) -> str:
+        """`.moments[0]` as `moments[0]`; the root as `.`."""
+        return accessor.codify("").removeprefix(".") or "."
+
+    for parent, some in groupby(pairs, key=lambda pair: pair[0][:-1]):
+        node, children = parent(optimizer), list(some)
+        own = [leaf for _, leaf in children]
+        if type(node) in (list, tuple) and len(node) == len(own) == len(numels):
+            name = name_of(parent)
+            if all(map(is_flat, own, numels, rows or [()] * len(numels))):
+                found += [Role(name=name, position=i) for i in range(len(own))]
+                continue
+            if type(node) is list and all(isinstance(x, Tensor) and not x.ndim for x in own):
+                found += [Role(name=name) for _ in own]
+                continue
+        for accessor, leaf in children:
+            name, is_tensor = name_of(accessor), isinstance(leaf, Tensor)
+            single = leaf.numel() == 1 and not leaf.is_complex() if is_tensor else False
+            if not (single or isinstance(leaf, int | float)):
+                seen = f"a {leaf.dtype} of shape {tuple(leaf.shape)}" if is_tensor else f"{leaf!r}"
+                raise LayoutError(
+                    f"the optimizer state has {seen} at {name}: neither a number nor in a list of "
+                    f"one flat tensor for each of {len(numels)} groups (of {list(numels[:8])} "
+                    "elements here).",
+                    cause="an optimizer with state that does not go with the elements of the "
+                    "parameters (a matrix factor, a history, a random state).",
+                    fix="keep such state outside the optimizer, e.g. in save(..., extra=...), or "
+                    "save fzero.full_params(state) yourself.",
+                )
+            found.append(Role(name=name))
     return found
-
-
-def _roles_in(
-    node: Any,
-    name: str,
-    children: list[tuple[Any, Any]],
-    numels: Sequence[int],
-    rows: Sequence[Collection[int]],
-) -> list[Role]:
-    """Return the roles of leaves that are children of one node."""
-    leaves = [leaf for _, leaf in children]
-    if type(node) in (list, tuple) and len(node) == len(leaves) == len(numels):
-        triples = zip(leaves, numels, rows or [()] * len(numels), strict=True)
-        if all(_is_flat(leaf, n, some) for leaf, n, some in triples):
-            return [Role(name=name, position=i) for i in range(len(leaves))]
-        if type(node) is list and all(isinstance(x, Tensor) and not x.ndim for x in leaves):
-            return [Role(name=name) for _ in leaves]
-    for accessor, leaf in children:
-        if not _is_number(leaf):
-            raise LayoutError(_unknown(_name(accessor), leaf, numels))
-    return [Role(name=_name(accessor)) for accessor, _ in children]
-
-
-def _is_flat(leaf: Any, numel: int, rows: Collection[int]) -> bool:
-    if not (isinstance(leaf, Tensor) and leaf.ndim == 1):
-        return False
-    return leaf.numel() in (0, numel) or (leaf.dtype is torch.uint8 and leaf.numel() in rows)
-
-
-def _is_number(leaf: Any) -> bool:
-    if isinstance(leaf, Tensor):
-        return leaf.numel() == 1 and not leaf.is_complex()
-    return isinstance(leaf, int | float)
-
-
-def _name(accessor: Any) -> str:
-    """`.moments[0]` as `moments[0]`; the root as `.`."""
-    return accessor.codify("").removeprefix(".") or "."
-
-
-def _unknown(name: str, leaf: Any, numels: Sequence[int]) -> str:
-    is_tensor = isinstance(leaf, Tensor)
-    seen = f"a {leaf.dtype} of shape {tuple(leaf.shape)}" if is_tensor else f"{leaf!r}"
-    return explain(
-        f"the optimizer state has {seen} at {name}: neither a number nor in a list of one flat "
-        f"tensor for each of {len(numels)} groups (of {list(numels[:8])} elements here).",
-        cause="an optimizer with state that does not go with the elements of the parameters "
-        "(a matrix factor, a history, a random state).",
-        fix="keep such state outside the optimizer, e.g. in save(..., extra=...), or save "
-        "fzero.full_params(state) yourself.",
-    )
 
 
 def number_like(name: str, like: Tensor | float, value: float) -> Any:

@@ -29,6 +29,7 @@ from fzero.context.current_rank import has_no_values
 from fzero.errors.check import called_as, is_count, is_number, require
 from fzero.machine.powersgd import hashed
 from fzero.machine.stacks import check_batch_dims, in_matrices
+from fzero.optim.optimizer import check_options
 from fzero.optim.torch_optim import TorchOptimizer, from_torch
 
 
@@ -115,11 +116,11 @@ def shampoo(
         >>> fzero.full_params(fzero.apply_gradients(state))["w"].diagonal().round(decimals=3)
         tensor([-1., -1.])
     """
-    require("shampoo: eps", eps, lambda x: is_number(x) and x >= 0, "a number >= 0")
+    options: dict[str, Any] = {"lr": _rate("shampoo", lr), "eps": eps}
+    check_options("shampoo", options)
     require("shampoo: roots_every", roots_every, is_count, "updates, at least 1")
     check_batch_dims("shampoo", batch_dims)
-    options: dict[str, Any] = {"lr": _rate("shampoo", lr), "eps": eps, "roots_every": roots_every}
-    options |= {"batch_dims": batch_dims}
+    options |= {"roots_every": roots_every, "batch_dims": batch_dims}
     return _of(partial(Shampoo, **options), master_weights)
 
 
@@ -177,16 +178,13 @@ def soap(
         >>> fzero.full_params(state)["w"].diagonal().round(decimals=3)
         tensor([-1., -1.])
     """
-    require("soap: eps", eps, lambda x: is_number(x) and x >= 0, "a number >= 0")
-    require("soap: weight_decay", weight_decay, lambda x: is_number(x) and x >= 0, "a number >= 0")
-    pair = isinstance(betas, tuple | list) and len(betas) == 2
-    good = pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)
-    require("soap: betas", betas, lambda _: good, "two numbers, from 0 to below 1")
+    options: dict[str, Any] = {"lr": _rate("soap", lr), "betas": betas, "eps": eps}
+    options["weight_decay"] = weight_decay
+    check_options("soap", options)
     for name, value in (("refresh_every", refresh_every), ("max_size", max_size)):
         require(f"soap: {name}", value, is_count, "at least 1")
-    options: dict[str, Any] = {"lr": _rate("soap", lr), "betas": tuple(betas), "eps": eps}
     check_batch_dims("soap", batch_dims)
-    options |= {"weight_decay": weight_decay, "refresh_every": refresh_every, "max_size": max_size}
+    options |= {"betas": tuple(betas), "refresh_every": refresh_every, "max_size": max_size}
     options |= {"batch_dims": batch_dims}
     return _of(partial(Soap, **options), master_weights)
 
@@ -209,8 +207,10 @@ class OfMatrices(torch.optim.Optimizer):
     What is kept of the matrices of a stack is stacked.
     """
 
-    def __init__(self, params: Iterable[Any], batch_dims: int | None, **options: Any) -> None:
-        """Take the options of each param group."""
+    def __init__(
+        self, params: Iterable[Any], batch_dims: int | None = None, **options: Any
+    ) -> None:
+        """Take the options of the rule, for each param group."""
         stack = {} if batch_dims is None else {"batch_dims": batch_dims}
         super().__init__(params, {**options, **stack})
 
@@ -221,47 +221,32 @@ class OfMatrices(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update every parameter that has a gradient."""
+        """Update every parameter that has a gradient, of a stack each matrix."""
         for group in self.param_groups:
             for p in (p for p in group["params"] if p.grad is not None):
-                self._step(self.state[p], p, p.grad, group)
-
-    def _step(self, state: State, p: Tensor, gradient: Tensor, group: State) -> None:
-        count, shape = in_matrices(tuple(p.shape), group.get("batch_dims"))
-        if shape == p.shape:
-            self.step_matrix(state, p, gradient, group)
-            return
-        lead, begun = p.shape[: p.ndim - len(shape)], bool(state)
-        own = [
-            {
-                name: x.flatten(0, len(lead) - 1)[i] if isinstance(x, Tensor) else x
-                for name, x in state.items()
-            }
-            for i in range(count)
-        ]
-        every = zip(own, p.view(-1, *shape), gradient.reshape(-1, *shape), strict=True)
-        for one, matrix, g in every:
-            self.step_matrix(one, matrix, g, group)
-        for name, x in own[0].items() if own else ():
-            if not isinstance(x, Tensor):
-                state[name] = x
-            elif not begun:
-                state[name] = torch.stack([one[name] for one in own]).view(*lead, *x.shape)
+                state: State = self.state[p]
+                count, shape = in_matrices(tuple(p.shape), group.get("batch_dims"))
+                if shape == p.shape:
+                    self.step_matrix(state, p, p.grad, group)
+                    continue
+                lead, begun = p.shape[: p.ndim - len(shape)], bool(state)
+                own: list[State] = [{} for _ in range(count)]
+                for name, x in state.items():
+                    for i, one in enumerate(own):
+                        tensor = isinstance(x, Tensor)
+                        one[name] = x.flatten(0, len(lead) - 1)[i] if tensor else x
+                matrices = zip(own, p.view(-1, *shape), p.grad.reshape(-1, *shape), strict=True)
+                for one, matrix, g in matrices:
+                    self.step_matrix(one, matrix, g, group)
+                for name, x in own[0].items() if own else ():
+                    if not isinstance(x, Tensor):
+                        state[name] = x
+                    elif not begun:
+                        state[name] = torch.stack([one[name] for one in own]).view(*lead, *x.shape)
 
 
 class Shampoo(OfMatrices):
     """`fzero.optim.shampoo` on whole parameters."""
-
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float,
-        eps: float,
-        roots_every: int,
-        batch_dims: int | None = None,
-    ) -> None:
-        """Take the options of `fzero.optim.shampoo`."""
-        super().__init__(params, batch_dims, lr=lr, eps=eps, roots_every=roots_every)
 
     @staticmethod
     def step_matrix(state: dict[str, Any], p: Tensor, gradient: Tensor, group: Any) -> None:
@@ -273,31 +258,23 @@ class Shampoo(OfMatrices):
             state["squares"].addcmul_(gradient, gradient)
             p.sub_(group["lr"] * (gradient / state["squares"].sqrt()))
         else:
-            update = _by_factors(state, gradient.flatten(1), group)
+            g = gradient.flatten(1)
+            if not state:
+                state["step"] = 0
+                for name, size in zip(_SIDES, g.shape, strict=True):
+                    state[name] = group["eps"] * torch.eye(size, dtype=g.dtype, device=g.device)
+                    state[f"{name}_root"] = torch.empty_like(state[name])
+            state["left"].addmm_(g, g.mT)
+            state["right"].addmm_(g.mT, g)
+            for name in _SIDES if state["step"] % group["roots_every"] == 0 else ():
+                # x^(-1/4) of a positive definite matrix
+                values, vectors = torch.linalg.eigh(state[name])
+                smallest = torch.finfo(g.dtype).eps * values[-1]
+                root = (vectors * values.clamp(min=smallest).pow(-0.25)) @ vectors.mT
+                state[f"{name}_root"].copy_(root)
+            state["step"] += 1
+            update = state["left_root"] @ g @ state["right_root"]
             p.sub_(group["lr"] * update.reshape(p.shape))
-
-
-def _by_factors(state: dict[str, Any], g: Tensor, group: dict[str, Any]) -> Tensor:
-    sizes = zip(("left", "right"), g.shape, strict=True)
-    if not state:
-        state["step"] = 0
-        for name, size in sizes:
-            state[name] = group["eps"] * torch.eye(size, dtype=g.dtype, device=g.device)
-            state[f"{name}_root"] = torch.empty_like(state[name])
-    state["left"].addmm_(g, g.mT)
-    state["right"].addmm_(g.mT, g)
-    if state["step"] % group["roots_every"] == 0:
-        for name in ("left", "right"):
-            state[f"{name}_root"].copy_(_root(state[name]))
-    state["step"] += 1
-    return state["left_root"] @ g @ state["right_root"]
-
-
-def _root(x: Tensor) -> Tensor:
-    """x^(-1/4) of a positive definite matrix."""
-    values, vectors = torch.linalg.eigh(x)
-    smallest = torch.finfo(x.dtype).eps * values[-1]
-    return (vectors * values.clamp(min=smallest).pow(-0.25)) @ vectors.mT
 
 
 _SIDES = ("left", "right")
@@ -306,12 +283,6 @@ _EPS = torch.finfo(torch.float32).eps  # of all dtypes: bases are not nearer to 
 
 class Soap(OfMatrices):
     """`fzero.optim.soap` on whole parameters."""
-
-    def __init__(
-        self, params: Iterable[Any], lr: float, batch_dims: int | None = None, **options: Any
-    ) -> None:
-        """Take the options of `fzero.optim.soap`."""
-        super().__init__(params, batch_dims, lr=lr, **options)
 
     @staticmethod
     def step_matrix(state: State, p: Tensor, gradient: Tensor, group: State) -> None:
@@ -331,7 +302,7 @@ class Soap(OfMatrices):
             rotated = _without_rounding(_rotated(g, state))
             squares.mul_(second).add_((1 - second) * rotated * rotated)
             update = _rotated(mean.to(g.dtype), state) / (squares.sqrt() + group["eps"])
-            update = _back(torch.where(squares == 0, 0.0, update), state)
+            update = _rotated(torch.where(squares == 0, 0.0, update), state, back=True)
             rate = group["lr"] * (1 - second**times) ** 0.5 / (1 - first**times)
             p.sub_(rate * update.view(p.shape))
             p.mul_(1 - group["lr"] * group["weight_decay"])
@@ -353,11 +324,13 @@ def _square(g: Tensor, name: str) -> Tensor:
     return g @ g.mT if name == "left" else g.mT @ g
 
 
-def _rotated(x: Tensor, state: State) -> Tensor:
-    """Return Q_L^T x Q_R."""
+def _rotated(x: Tensor, state: State, *, back: bool = False) -> Tensor:
+    """Return Q_L^T x Q_R; `back`: Q_L x Q_R^T."""
     if "left_basis" in state:
-        x = state["left_basis"].mT @ x
-    return x @ state["right_basis"] if "right_basis" in state else x
+        x = (state["left_basis"] if back else state["left_basis"].mT) @ x
+    if "right_basis" in state:
+        x = x @ (state["right_basis"].mT if back else state["right_basis"])
+    return x
 
 
 def _without_rounding(x: Tensor) -> Tensor:
@@ -368,12 +341,6 @@ def _without_rounding(x: Tensor) -> Tensor:
         sizes = x.square().sum(1 - dim, keepdim=True).sqrt()
         x = torch.where(sizes <= x.shape[dim] ** 0.5 * least, 0.0, x)
     return x
-
-
-def _back(x: Tensor, state: State) -> Tensor:
-    if "left_basis" in state:
-        x = state["left_basis"] @ x
-    return x @ state["right_basis"].mT if "right_basis" in state else x
 
 
 def _rounding(factor: Tensor) -> float:

@@ -135,47 +135,38 @@ class Pair(StatefulUpdate):
         left, shapes = [p for p in pieces if p.leaf.path in unused], [(p.numel(),) for p in params]
         old = mapped(lambda node: [x.clone() for x in node], shapes, state) if left else state
         with one_thread(apart and self.elementwise):
-            updates, state = self._updates(list(grads), state, list(params), pieces)
+            if self.elementwise:
+                given, state = self._call(list(grads), state, list(params))
+                updates = self._fitting(given, params)
+            else:
+                leaves = leaves_in(params, pieces)
+                shaped = as_leaves(state, params, pieces)
+                given, shaped = self._call(leaves_in(grads, pieces), shaped, leaves)
+                updates = as_flats(self._fitting(given, leaves), params, pieces)
+                state = as_flats(shaped, params, pieces)
         if not owned and before != [x._version for x in held]:
             raise self._wrong("it wrote to the parameters or the state that it was given", "pure")
         if left:  # p + -0.0 is p, also where p is -0.0
             updates = with_values(updates, left, [torch.tensor(-0.0)] * len(left))
-            state = self._left(left, shapes, state, old)
+
+            def kept(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+                values = [before[index].view(-1)[start:stop] for index, _, start, stop, _ in left]
+                return with_values(now, left, values)
+
+            try:
+                state = mapped(kept, shapes, state, old)
+            except (ValueError, TypeError, IndexError) as error:
+                raise LayoutError(
+                    f"the foreign optimizer {self!r} keeps another structure after an update, "
+                    "which leaves parameters out that no rank used, than before it.",
+                    cause="a rule that makes its state in its first update.",
+                    fix="let it make its state in init; or use every parameter in the first step.",
+                ) from error
         if owned:
             for p, u in zip(params, updates, strict=True):
                 p.add_(u)
             return list(params), state
         return [p + u for p, u in zip(params, updates, strict=True)], state
-
-    def _left(self, left: Sequence[Piece], shapes: Any, state: Any, old: Any) -> Any:
-        """Return the state after an update, with the old values of leaves that it leaves out."""
-
-        def kept(now: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
-            values = [before[index].view(-1)[start:stop] for index, _, start, stop, _ in left]
-            return with_values(now, left, values)
-
-        try:
-            return mapped(kept, shapes, state, old)
-        except (ValueError, TypeError, IndexError) as error:
-            raise LayoutError(
-                f"the foreign optimizer {self!r} keeps another structure after an update, which "
-                "leaves parameters out that no rank used, than before it.",
-                cause="a rule that makes its state in its first update.",
-                fix="let it make its state in init; or use every parameter in the first step.",
-            ) from error
-
-    def _updates(
-        self, grads: list[Tensor], state: Any, params: list[Tensor], pieces: Sequence[Piece]
-    ) -> tuple[list[Tensor], Any]:
-        """Return (what to add to each flat, the new state)."""
-        if self.elementwise:
-            given, state = self._call(grads, state, params)
-            return self._fitting(given, params), state
-        leaves = leaves_in(params, pieces)
-        held = as_leaves(state, params, pieces)
-        given, state = self._call(leaves_in(grads, pieces), held, leaves)
-        updates = as_flats(self._fitting(given, leaves), params, pieces)
-        return updates, as_flats(state, params, pieces)
 
     def _call(self, grads: list[Tensor], state: Any, params: list[Tensor]) -> tuple[Any, Any]:
         keywords = dict(self.keywords)

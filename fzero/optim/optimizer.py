@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import optree
 import torch
@@ -416,11 +416,24 @@ class Optimizer(OfPrecision):
 
     def update(self, grads: Any, state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
         """Return (updates, state'): params + updates are the new parameters. Pure."""
-        flats, gs, pieces, treespec = whole_leaves(grads, params)
-        by_formula = self.precision.encoding is None
-        new, state = self.advance(flats, gs, state, pieces, differentiable=by_formula)
-        updates = [n - p for n, p in zip(new, flats, strict=True)]
-        return optree.tree_unflatten(treespec, updates), state
+        ps, gs, pieces, treespec = whole_leaves(grads, params)
+
+        def flat(some: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(x.reshape(-1) for x in some)
+
+        def shaped(some: Sequence[Tensor], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(x.view(old.shape) for x, old in zip(some, like, strict=True))
+
+        given = replace(state, moments=tuple(map(flat, state.moments)), masters=flat(state.masters))
+        by_formula = self.elementwise and self.precision.encoding is None
+        new, after = self.advance(flat(ps), flat(gs), given, pieces, differentiable=by_formula)
+        updates = [n - p for n, p in zip(shaped(new, ps), ps, strict=True)]
+        after = replace(
+            after,
+            moments=tuple(map(shaped, after.moments, state.moments)),
+            masters=shaped(after.masters, state.masters),
+        )
+        return optree.tree_unflatten(treespec, updates), after
 
     def advance(
         self,
@@ -469,18 +482,17 @@ class Optimizer(OfPrecision):
 
         def run(portion: Portion) -> Slots:
             own = pieces_in(pieces, portion.indices)
-            chosen = self._by_options(portion.work, own, state.count, now)
             threads = threads_on(portion.work[0].device) if apart and portion.work else 1
-            for options, spans, counted_by in chosen:
+            for options, spans in self._by_options(portion.work, own, state.count, now):
                 if threads > 1:  # each gets whole blocks
-                    cuts = [[(i, *x) for x in even_spans(a, b, threads)] for i, a, b in spans]
-                    pairs = zip(cuts, counted_by, strict=True)
-                    counted_by = [number for some, number in pairs for _ in some]
-                    spans = [span for some in cuts for span in some]
+                    spans = [
+                        ((i, *x), k) for (i, a, b), k in spans for x in even_spans(a, b, threads)
+                    ]
                 every = (portion.work, portion.grads, *portion.slots.values())
-                work, gs, *slots = (elements_of(some, spans) for some in every)
-                alike = len(set(counted_by)) == 1
-                number = numbers[counted_by[0]] if alike else [numbers[k] for k in counted_by]
+                work, gs, *slots = (elements_of(some, [x for x, _ in spans]) for some in every)
+                number: Any = [numbers[k] for _, k in spans]
+                if len({k for _, k in spans}) == 1:
+                    number = number[0]
                 self.rule.kernel(work, gs, tuple(slots), number, options, portion.scaled)
             return portion.slots
 
@@ -566,13 +578,21 @@ class Optimizer(OfPrecision):
         grads, moments = here(grads), [here(some) for some in state.moments]
         counts = [state.count, *state.steps]
         counts += [counts[source] for source in now.sources]
-        update = update_by_op if is_one_op(self.rule, [*work, *grads]) else _update_each
+        by_op = is_one_op(self.rule, [*work, *grads])
         parts: list[list[_Part]] = [[] for _ in work]
-        for options, spans, counted_by in self._by_options(params, pieces, state.count, now):
-            for number in dict.fromkeys(counted_by):
-                own = [span for span, k in zip(spans, counted_by, strict=True) if k == number]
+        for options, spans in self._by_options(params, pieces, state.count, now):
+            for number in dict.fromkeys(k for _, k in spans):
+                own = [span for span, k in spans if k == number]
                 ps, gs, *ms = (elements_of(some, own) for some in (work, grads, *moments))
-                new_ps, new_ms = update(self.rule, ps, gs, ms, counts[number], options)
+                if by_op:
+                    new_ps, new_ms = update_by_op(self.rule, ps, gs, ms, counts[number], options)
+                else:
+                    # A tensor, so that a traced step does not freeze it; fp64, as Python's are.
+                    count, every = (counts[number] + 1).double(), zip(ps, gs, *ms, strict=True)
+                    rule = self.rule.formula
+                    made = [rule(p, g, tuple(some), count, options) for p, g, *some in every]
+                    new_ps = [p for p, _ in made]
+                    new_ms = [[some[k] for _, some in made] for k in range(len(ms))]
                 for k, (i, start, _) in enumerate(own):
                     parts[i].append((start, new_ps[k], tuple(some[k] for some in new_ms)))
         joined = [
@@ -595,22 +615,20 @@ class Optimizer(OfPrecision):
 
     def _by_options(
         self, work: Sequence[Tensor], pieces: Sequence[Piece], count: Tensor, now: Parted
-    ) -> list[Chosen]:
-        """Return the spans to update, grouped by options, with the counter of each span."""
+    ) -> list[tuple[dict[str, Any], list[tuple[Span, int]]]]:
+        """Return the spans to update, grouped by options, each with the number of its counter."""
         if not (self.overrides and pieces) and not now.apart:
-            everything = [(i, 0, w.numel()) for i, w in enumerate(work)]
-            options = at(dict(self.options), count)
-            return [Chosen(options, everything, [0] * len(everything))] if everything else []
-        spans: dict[int, list[Span]] = {}
-        counted_by: dict[int, list[int]] = {}
+            everything = [((i, 0, w.numel()), 0) for i, w in enumerate(work)]
+            return [(at(dict(self.options), count), everything)] if everything else []
+        spans: dict[int, list[tuple[Span, int]]] = {}
         numbers = dict(now.apart)
         for piece in pieces:
             number, which = numbers.get(piece.leaf.path, 0), self._override_of(piece.leaf)
             if number not in now.still:
-                spans.setdefault(which, []).append((piece.index, piece.start, piece.stop))
-                counted_by.setdefault(which, []).append(number)
+                span = piece.index, piece.start, piece.stop
+                spans.setdefault(which, []).append((span, number))
         options = {k: at({**dict(self.options), **self._changes(k)}, count) for k in spans}
-        return [Chosen(options[k], spans[k], counted_by[k]) for k in spans]
+        return [(options[k], some) for k, some in spans.items()]
 
     def describe(self, leaves: Sequence[Leaf], step: Tensor | int | None = None) -> list[str]:
         """Return the lines that ranks compare: the options, and those of leaves with other options.
@@ -708,33 +726,8 @@ Span = tuple[int, int, int]
 """(number of a flat, start, stop)."""
 
 
-class Chosen(NamedTuple):
-    """What is updated by the same options."""
-
-    options: dict[str, Any]
-    spans: list[Span]
-    counted_by: list[int]  # of each span: the number of its counter
-
-
 _Part = tuple[int, Tensor, tuple[Tensor, ...]]
 """(start, values, those of each moment): of one flat."""
-
-
-def _update_each(
-    rule: Rule,
-    params: list[Tensor],
-    grads: list[Tensor],
-    moments: Sequence[list[Tensor]],
-    count: Tensor,
-    options: dict[str, Any],
-) -> tuple[list[Tensor], list[list[Tensor]]]:
-    # A tensor, so that a traced step does not freeze it; fp64, as Python's own numbers are.
-    number = (count + 1).double()
-    made = [
-        rule.formula(p, g, tuple(ms), number, options)
-        for p, g, *ms in zip(params, grads, *moments, strict=True)
-    ]
-    return [p for p, _ in made], [[ms[k] for _, ms in made] for k in range(len(moments))]
 
 
 def elements_of(flats: Sequence[Tensor], spans: Sequence[Span]) -> list[Tensor]:

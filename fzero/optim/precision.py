@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm, prod
 from typing import Any
@@ -73,97 +73,6 @@ class Precision:
         return self.state_dtype or self.stepped(dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """The dtypes of one parameter that learns, and of what is made of it."""
-
-    param: torch.dtype
-    precision: Precision
-    divides: bool  # whether the optimizer divides by a state: by means of squared gradients
-    accumulate: torch.dtype | None = None  # in which its gradients add up; None: as by default
-    communication: torch.dtype | None = None  # in which they cross ranks; None: that of `param`
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Refused:
-    """A combination that would train wrong, or where an option would do nothing."""
-
-    when: Callable[[Numbers], bool]
-    seen: str  # with the fields of the `Numbers`, and `rounding` and `state`
-    cause: str
-    fix: str
-
-
-REFUSED = (
-    Refused(
-        when=lambda n: n.precision.state_dtype not in (None, _BF16, _FP32),
-        seen="state_dtype={state}",
-        cause="optimizer states in fp16 underflow: the square of a gradient of 1e-4 is 0 there; "
-        "other dtypes cannot be stepped.",
-        fix="use state_dtype=torch.bfloat16, torch.float32, or None.",
-    ),
-    Refused(
-        when=lambda n: (
-            n.param is torch.float64
-            and (n.precision.state_dtype or n.precision.encoding) is not None
-        ),
-        seen="state_dtype={state} for parameters in {param}",
-        cause="one state_dtype for a model in fp64.",
-        fix="leave state_dtype out: states are as precise as what is stepped.",
-    ),
-    Refused(
-        when=lambda n: n.param is _FP16 and n.divides and n.precision.kept(n.param) is _FP16,
-        seen="means of squared gradients in fp16, of parameters in fp16 without masters",
-        cause="master_weights=False: squares underflow in fp16, and an update divides by them.",
-        fix="use master_weights=True, or state_dtype=torch.float32.",
-    ),
-    Refused(
-        when=lambda n: n.precision.stochastic_rounding and n.precision.master_weights,
-        seen="stochastic_rounding with master_weights",
-        cause="fp32 masters keep what rounding would lose: there is nothing to round by chance.",
-        fix="use master_weights=False with it, or leave stochastic_rounding out.",
-    ),
-    Refused(
-        when=lambda n: n.precision.stochastic_rounding and n.param is _FP16,
-        seen="stochastic_rounding for parameters in {param}",
-        cause="a model in fp16, whose small numbers are not spaced as rounding by chance needs it.",
-        fix="use bf16 (module.bfloat16()), or leave stochastic_rounding out.",
-    ),
-    Refused(
-        when=lambda n: n.accumulate is _FP16 and n.param is not _FP16,
-        seen="accumulate_dtype={accumulate} for parameters in {param}",
-        cause="gradients reach beyond 65504, where fp16 ends, and so do their sums.",
-        fix="use accumulate_dtype=torch.bfloat16 or torch.float32, or None: fp32 for 16-bit "
-        "parameters.",
-    ),
-    Refused(
-        when=lambda n: n.param is _BF16 and n.communication is _FP16,
-        seen="compress: gradients=cast({communication}) for parameters in {param}",
-        cause="gradients in bf16 reach far beyond 65504, where fp16 ends.",
-        fix="use codecs.bf16(), or cast to torch.float32.",
-    ),
-)
-"""What may not be combined. All else may: any masters, states, accumulation and communication."""
-
-
-def require_combination(path: str, numbers: Numbers) -> None:
-    """Raise `LayoutError` if the dtypes of the parameter at `path` do not go together."""
-    precision = numbers.precision
-    shown: dict[str, Any] = {
-        "param": numbers.param,
-        "state": precision.encoding or precision.state_dtype,
-        "accumulate": numbers.accumulate,
-        "communication": numbers.communication,
-    }
-    for row in REFUSED:
-        if row.when(numbers):
-            raise LayoutError(
-                f"{path}: {row.seen.format(**shown)}.",
-                cause=row.cause,
-                fix=row.fix.format(**shown),
-            )
-
-
 def precision_of(name: str, master_weights: Any, state_dtype: Any, rounding: Any) -> Precision:
     """Return the record of the options of an optimizer; raise `LayoutError` for another kind."""
     flags = {"master_weights": master_weights, "stochastic_rounding": rounding}
@@ -188,27 +97,80 @@ def require_precision(optimizer: Any, leaves: Iterable[Leaf], reduction: Reducti
     parted = getattr(optimizer, "parted", None)
     for rule, own in () if parted is None else parted(list(leaves)):
         require_precision(rule, own, reduction)
-    precision, codec = getattr(optimizer, "precision", None), reduction.codec
+    precision = getattr(optimizer, "precision", None)
     if precision is None:
         return
     if precision.encoding is not None and optimizer.divides:
         precision.encoding.warn_of_zeros(optimizer.squares)
     learning = {stored_dtype(leaf.dtype): leaf for leaf in leaves if leaf.trainable}
     for dtype, leaf in learning.items():
-        numbers = Numbers(
-            param=dtype,
-            precision=precision,
-            divides=optimizer.divides,
-            accumulate=reduction.accumulate_dtype,
-            communication=codec.dtype if isinstance(codec, cast) else None,
-        )
-        require_combination(leaf.path, numbers)
+        for together, seen, cause, fix in _misfits(dtype, precision, reduction, optimizer.divides):
+            if together:
+                raise LayoutError(f"{leaf.path}: {seen}.", cause=cause, fix=fix)
     if precision.stochastic_rounding and learning and _BF16 not in learning:
         raise LayoutError(
             f"stochastic_rounding, and parameters in {[str(dtype) for dtype in learning]}.",
             cause="a model that was not converted: only bf16 is rounded by chance.",
             fix="convert it (module.bfloat16()), or leave stochastic_rounding out.",
         )
+
+
+def _misfits(
+    dtype: torch.dtype, precision: Precision, reduction: Reduction, divides: bool
+) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield what may not be combined: (whether it is, what is seen, cause, fix).
+
+    It would train wrong, or an option would do nothing. All else may be combined: any masters,
+    states, accumulation and communication.
+
+    dtype: of parameters. divides: whether the optimizer divides by means of squared gradients.
+    """
+    state, by_chance = precision.encoding or precision.state_dtype, precision.stochastic_rounding
+    sums, codec = reduction.accumulate_dtype, reduction.codec
+    yield (
+        precision.state_dtype not in (None, _BF16, _FP32),
+        f"state_dtype={state}",
+        "optimizer states in fp16 underflow: the square of a gradient of 1e-4 is 0 there; other "
+        "dtypes cannot be stepped.",
+        "use state_dtype=torch.bfloat16, torch.float32, or None.",
+    )
+    yield (
+        dtype is torch.float64 and state is not None,
+        f"state_dtype={state} for parameters in {dtype}",
+        "one state_dtype for a model in fp64.",
+        "leave state_dtype out: states are as precise as what is stepped.",
+    )
+    yield (
+        dtype is _FP16 and divides and precision.kept(dtype) is _FP16,
+        "means of squared gradients in fp16, of parameters in fp16 without masters",
+        "master_weights=False: squares underflow in fp16, and an update divides by them.",
+        "use master_weights=True, or state_dtype=torch.float32.",
+    )
+    yield (
+        by_chance and precision.master_weights,
+        "stochastic_rounding with master_weights",
+        "fp32 masters keep what rounding would lose: there is nothing to round by chance.",
+        "use master_weights=False with it, or leave stochastic_rounding out.",
+    )
+    yield (
+        by_chance and dtype is _FP16,
+        f"stochastic_rounding for parameters in {dtype}",
+        "a model in fp16, whose small numbers are not spaced as rounding by chance needs it.",
+        "use bf16 (module.bfloat16()), or leave stochastic_rounding out.",
+    )
+    yield (
+        sums is _FP16 and dtype is not _FP16,
+        f"accumulate_dtype={sums} for parameters in {dtype}",
+        "gradients reach beyond 65504, where fp16 ends, and so do their sums.",
+        "use accumulate_dtype=torch.bfloat16 or torch.float32, or None: fp32 for 16-bit "
+        "parameters.",
+    )
+    yield (
+        dtype is _BF16 and isinstance(codec, cast) and codec.dtype is _FP16,
+        f"compress: gradients=cast({_FP16}) for parameters in {dtype}",
+        "gradients in bf16 reach far beyond 65504, where fp16 ends.",
+        "use codecs.bf16(), or cast to torch.float32.",
+    )
 
 
 def require_ordered(name: str, leaves: Iterable[Leaf]) -> None:
@@ -356,10 +318,17 @@ def _require_blocks(what: str, codec: Any) -> None:
             fix="use fzero.codecs.dynamic8() or int8(), a torch.dtype such as torch.bfloat16; of "
             "your own codec, say in `block` of how many elements a row is encoded by itself.",
         )
-    x = torch.cat([torch.linspace(-1.0, 1.0, codec.block), torch.zeros(codec.block)])
+    x, wrong = torch.cat([torch.linspace(-1.0, 1.0, codec.block), torch.zeros(codec.block)]), ""
     try:
         found = (blocks := Blocks(codec)).numbers(blocks.row_of(x))
-        wrong = _wrong(codec, x, found)
+        if found.shape != x.shape:
+            wrong = f"{len(x)} elements are decoded to {[*found.shape]}"
+        elif not found.isfinite().all():
+            wrong = "numbers between -1 and 1, or zeros, are decoded to infinities or NaN"
+        elif not is_by_rows(codec, x.view(2, -1)):
+            wrong = (
+                "a block has other bytes by itself, or the next time, or is decoded to other values"
+            )
     except Exception as error:
         wrong = f"{type(error).__name__}: {' '.join(str(error).split())}"
     if wrong:
@@ -369,17 +338,6 @@ def _require_blocks(what: str, codec: Any) -> None:
             "by a scale of 0, or draws random numbers.",
             fix="see fzero.codecs.Codec: each row [n] of x [.., n] is encoded by itself.",
         )
-
-
-def _wrong(codec: Any, x: Tensor, found: Tensor) -> str:
-    """Return what is wrong with two blocks, the second one of zeros, and what they became."""
-    if found.shape != x.shape:
-        return f"{len(x)} elements are decoded to {[*found.shape]}"
-    if not found.isfinite().all():
-        return "numbers between -1 and 1, or zeros, are decoded to infinities or NaN"
-    if not is_by_rows(codec, x.view(2, -1)):
-        return "a block has other bytes by itself, or the next time, or is decoded to other values"
-    return ""
 
 
 StateDtype = torch.dtype | Codec | Mapping[str, Codec] | Encoding | None

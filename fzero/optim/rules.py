@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -191,13 +191,7 @@ def has_kernel(tensors: Sequence[Tensor]) -> bool:
 
 
 SGD = Rule(name="sgd", moments=(), formula=_sgd_formula, kernel=_sgd_kernel, skips=sgd_fuses)
-MOMENTUM = Rule(
-    name="sgd",
-    moments=("momentum_buffer",),
-    formula=_sgd_formula,
-    kernel=_sgd_kernel,
-    skips=sgd_fuses,
-)
+MOMENTUM = replace(SGD, moments=("momentum_buffer",))
 ADAM = Rule(
     name="adam",
     moments=("exp_avg", "exp_avg_sq"),

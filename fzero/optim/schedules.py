@@ -18,7 +18,7 @@ def constant(lr: float) -> Schedule:
         >>> constant(0.1)(7)
         0.1
     """
-    return _Constant(lr)
+    return _Schedule(_constant, (lr,))
 
 
 def linear(start: float, end: float, steps: int) -> Schedule:
@@ -29,7 +29,7 @@ def linear(start: float, end: float, steps: int) -> Schedule:
         0.25
     """
     _positive("linear", steps)
-    return _Linear(start, end, steps)
+    return _Schedule(_linear, (start, end, steps))
 
 
 def warmup_cosine(
@@ -46,42 +46,36 @@ def warmup_cosine(
         [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     _positive("warmup_cosine", total_steps)
-    return _WarmupCosine(peak, warmup_steps, total_steps, floor)
-
-
-# Records and no closures, which could not be pickled with a state.
+    return _Schedule(_warmup_cosine, (peak, warmup_steps, total_steps, floor))
 
 
 @dataclass(frozen=True, slots=True)
-class _Constant:
-    lr: float
+class _Schedule:
+    """A rule and its numbers: a closure could not be pickled with a state."""
+
+    rule: Callable[..., float]
+    numbers: tuple[float, ...]
 
     def __call__(self, step: int) -> float:
-        return self.lr
+        return self.rule(step, *self.numbers)
+
+    def __repr__(self) -> str:
+        return f"{self.rule.__name__.strip('_')}{self.numbers}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    start: float
-    end: float
-    steps: int
-
-    def __call__(self, step: int) -> float:
-        return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
+def _constant(step: int, lr: float) -> float:
+    return lr
 
 
-@dataclass(frozen=True, slots=True)
-class _WarmupCosine:
-    peak: float
-    warmup_steps: int
-    total_steps: int
-    floor: float
+def _linear(step: int, start: float, end: float, steps: int) -> float:
+    return start + (end - start) * min(step / steps, 1.0)
 
-    def __call__(self, step: int) -> float:
-        if step < self.warmup_steps:
-            return self.peak * (step + 1) / self.warmup_steps
-        s = min((step - self.warmup_steps) / max(self.total_steps - self.warmup_steps, 1), 1.0)
-        return self.floor + (self.peak - self.floor) * (1 + math.cos(math.pi * s)) / 2
+
+def _warmup_cosine(step: int, peak: float, warmup: int, total: int, floor: float) -> float:
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    s = min((step - warmup) / max(total - warmup, 1), 1.0)
+    return floor + (peak - floor) * (1 + math.cos(math.pi * s)) / 2
 
 
 def _positive(name: str, steps: int) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from fzero.context.current_rank import has_no_values
 from fzero.context.rng import seeded
@@ -29,7 +28,6 @@ from fzero.machine.owners import Owners, Wholes
 from fzero.machine.partition import identity
 from fzero.machine.tree_sum import even_spans, threads_on
 from fzero.optim.encoded_moments import (
-    CodecOf,
     Flats,
     Portion,
     Slots,
@@ -411,19 +409,92 @@ class TorchOptimizer(OfPrecision):
             if not owned:
                 params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
                 state = copied(state)
-            after = _updated(
-                bound,
-                Flats(params, grads, state.masters, state.slots),
-                state,
-                pieces,
-                codec_of=None if self.precision.encoding is None else self.codec_of,
-                owners=owners,
-                unused=unused,
-                device=device,
-                scaled=Scaled(found_inf, grad_scale),
-                threads=threads_on(device or params[0].device) if apart and params else 1,
+            flats = Flats(params, grads, state.masters, state.slots)
+            if encodes := self.precision.encoding is not None:
+                flats, pieces = in_portions(flats, pieces, self.codec_of, unused)
+            # Parameters that this rank owns are numbered behind the flats.
+            count, whole = (
+                len(flats.params),
+                frozenset[int]() if owners is None else owners.positions,
             )
-        return list(params), after
+            even = [i for i in range(count) if i not in whole]
+            mine = [] if owners is None else [(k, owners.leaves[k].leaf) for k in owners.mine]
+            own = [Piece(count + k, leaf, 0, leaf.numel) for k, leaf in mine]
+            # Which leaves are stepped together, and of a rule that makes its state in its first
+            # step the numbers of those that take it now, and the paths of those without one yet.
+            left = frozenset(path for path in unused if self.group_of(path) >= 0)
+            size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
+            now = parted(state.apart, left, self.group_of, size)
+            first, numbers = bound.late and not int(state.count), dict(now.apart)
+            fresh = {numbers.get(path, self.group_of(path)) for path in state.unstepped}
+            unstepped = sorted(left) if first else [x for x in state.unstepped if x in left]
+            threads = threads_on(device or params[0].device) if apart and params else 1
+            cut = [piece for piece in pieces if piece.index not in whole]
+            units = _units_of(bound, [*cut, *own], now, threads)
+            idle = _idle(bound, units, now)  # stepped with the first portion
+            before = {
+                name: (*some, *(some[source] for source in now.sources))
+                for name, some in state.counters.items()
+            }
+            # Flats share the counters of their group: each portion counts on from those before.
+            counters = {name: tuple(x.clone() for x in some) for name, some in before.items()}
+
+            def run(portion: Portion) -> Slots:
+                nonlocal idle
+                if len(portion.indices) < count and not self.leafwise:
+                    raise LayoutError(
+                        f"{type(bound.instance).__name__} is stepped one bucket at a time here, "
+                        "and does not update each parameter alone.",
+                        cause="a rule that looks at all parameters (a clip in it, Prodigy), with "
+                        "offload, a state_dtype or stochastic_rounding.",
+                        fix="leave these out; clip with fzero.clip or max_norm, and not inside of "
+                        "the optimizer.",
+                    )
+                place = {index: k for k, index in enumerate(portion.indices)}
+                here = [u._replace(index=place[u.index]) for u in units if u.index in place]
+                here, idle = [*here, *idle], []
+                late = {u.number for u in here} if first else fresh
+                return _step_units(bound, here, portion, before, counters, late, fresh=first)
+
+            scaled = Scaled(found_inf, grad_scale)
+            step = partial(
+                step_flats,
+                run=run,
+                precision=bound.precision,
+                device=device,
+                scaled=scaled,
+                owned=True,  # they are, or copies
+                pieces=[*pieces, *own],
+                count=state.count,
+            )
+
+            def some_of(flats: Sequence[Tensor]) -> list[Tensor]:
+                return [flats[i] for i in even]
+
+            made = step(
+                Flats(
+                    some_of(flats.params),
+                    some_of(flats.grads),
+                    some_of(flats.masters),
+                    {name: some_of(slots) for name, slots in flats.slots.items()},
+                    even,
+                    [flats.codecs[i] for i in even] if flats.codecs else (),
+                )
+            )
+            slots = {name: list(flats) for name, flats in state.slots.items()}
+            for name in made if not encodes else ():  # portions are written in place
+                for i, x in zip(even, made[name], strict=True):
+                    slots[name][i] = x
+            kept = state.owned if owners is None else _step_owned(step, owners, flats, state.owned)
+        return list(params), TorchState(
+            count=counted(state.count, found_inf),
+            slots={name: tuple(flats) for name, flats in slots.items()},
+            counters=counters,
+            masters=state.masters,
+            owned=kept,
+            apart=now.apart,
+            unstepped=tuple(unstepped),
+        )
 
     def slots(self, state: TorchState) -> Mapping[str, Sequence[Tensor]]:
         """Return the slots by the names that the class has for them, and the masters."""
@@ -709,113 +780,8 @@ def _squares(kept: KeptState) -> dict[str, bool]:
     return {slot: bool((torch.as_tensor(kept.sample[1][slot]) >= 0).all()) for slot in floats}
 
 
-# One update: even flats where they are, whole parameters by their owners. A portion of it has flats
-# of this rank, or parameters that it owns, which are numbered behind the flats; the rule steps one
-# portion after the other, and its parameters are shards for this step only.
-
-
-def _updated(
-    bound: Bound,
-    flats: Flats,
-    state: TorchState,
-    pieces: Sequence[Piece],
-    *,
-    codec_of: CodecOf | None,
-    owners: Owners | None,
-    unused: frozenset[str],
-    device: torch.device | None,
-    scaled: Scaled,
-    threads: int,
-) -> TorchState:
-    """Step the flats in place, and what the state has; return the state after it.
-
-    codec_of: what slots are encoded by, if some are.
-    threads: of which each is to step whole blocks of a flat.
-    """
-    if codec_of is not None:
-        flats, pieces = in_portions(flats, pieces, codec_of, unused)
-    count, whole = len(flats.params), frozenset[int]() if owners is None else owners.positions
-    even = [i for i in range(count) if i not in whole]
-    mine = [] if owners is None else [(k, owners.leaves[k].leaf) for k in owners.mine]
-    own = [Piece(count + k, leaf, 0, leaf.numel) for k, leaf in mine]
-    # Which leaves are stepped together, and of a rule that makes its state in its first step the
-    # numbers of those that take it now, and the paths of those that took none after it.
-    left = frozenset(path for path in unused if bound.group_at.get(path, -1) >= 0)
-    size = 1 + max((len(bound.shared) - 1, *(number for _, number in state.apart)))
-    now = parted(state.apart, left, lambda path: bound.group_at[path], size)
-    first, numbers = bound.late and not int(state.count), dict(now.apart)
-    fresh = {numbers.get(path, bound.group_at[path]) for path in state.unstepped}
-    unstepped = sorted(left) if first else [path for path in state.unstepped if path in left]
-    units = _units_of(bound, [*(p for p in pieces if p.index not in whole), *own], now, threads)
-    idle = _idle(bound, units, now)  # stepped with the first portion
-    before = {
-        name: (*some, *(some[source] for source in now.sources))
-        for name, some in state.counters.items()
-    }
-    # Flats share the counters of their group: each portion counts on from those before.
-    counters = {name: tuple(x.clone() for x in some) for name, some in before.items()}
-
-    def run(portion: Portion) -> Slots:
-        nonlocal idle
-        if len(portion.indices) < count and "all" in bound.needs:
-            raise LayoutError(
-                f"{type(bound.instance).__name__} is stepped one bucket at a time here, and does "
-                "not update each parameter alone.",
-                cause="a rule that looks at all parameters (a clip in it, Prodigy), with offload, "
-                "a state_dtype or stochastic_rounding.",
-                fix="leave these out; clip with fzero.clip or max_norm, and not inside of the "
-                "optimizer.",
-            )
-        number = {index: k for k, index in enumerate(portion.indices)}
-        here = [u._replace(index=number[u.index]) for u in units if u.index in number]
-        here, idle = [*here, *idle], []
-        loans = [_loan(bound, u, portion, before, first=first or u.number in fresh) for u in here]
-        lent = _lent(bound, loans, before, fresh=first)
-        with lent, shown_attributes(bound.instance, **portion.scaled._asdict()):
-            if loans:  # many rules take no empty list
-                rule_step(bound.instance)
-            for group in {unit.group for unit in here}:
-                for name in bound.shared[group].begin:
-                    _write(counters[name][group], bound.instance.param_groups[group][name])
-            return _taken(bound.instance, loans, portion.slots, counters)
-
-    step = partial(
-        step_flats,
-        run=run,
-        precision=bound.precision,
-        device=device,
-        scaled=scaled,
-        owned=True,  # they are, or copies
-        pieces=[*pieces, *own],
-        count=state.count,
-    )
-    made, owned = step(_subset(flats, even)), state.owned
-    if owners is not None:
-        owned = _step_owned(step, owners, flats, owned)
-    slots = {name: list(some) for name, some in state.slots.items()}
-    for name, some in made.items() if codec_of is None else ():  # portions are written in place
-        for i, x in zip(even, some, strict=True):
-            slots[name][i] = x
-    return TorchState(
-        count=counted(state.count, scaled.found_inf),
-        slots={name: tuple(some) for name, some in slots.items()},
-        counters=counters,
-        masters=state.masters,
-        owned=owned,
-        apart=now.apart,
-        unstepped=tuple(unstepped),
-    )
-
-
-def _subset(flats: Flats, indices: Sequence[int]) -> Flats:
-    """Return some of the flats, by their numbers."""
-
-    def own(some: Sequence[Tensor]) -> list[Tensor]:
-        return [some[i] for i in indices]
-
-    slots = {name: own(some) for name, some in flats.slots.items()}
-    codecs = [flats.codecs[i] for i in indices] if flats.codecs else ()
-    return Flats(own(flats.params), own(flats.grads), own(flats.masters), slots, indices, codecs)
+# One update steps a portion after the other: flats of this rank, or parameters that it owns. What
+# the rule steps of a portion are units, which are its parameters for this step only.
 
 
 class Unit(NamedTuple):
@@ -919,62 +885,97 @@ def _step_owned(
 Counters = Mapping[str, tuple[Tensor, ...]]
 
 
-class _Loan(NamedTuple):
-    unit: Unit
-    values: Tensor
-    parameter: nn.Parameter
-    given: dict[str, Any]
+def _step_units(
+    bound: Bound,
+    units: Sequence[Unit],
+    portion: Portion,
+    before: Counters,
+    counters: Counters,
+    late: Collection[int],
+    *,
+    fresh: bool,
+) -> dict[str, tuple[Tensor, ...]]:
+    """Step some units by the rule; return the slots of their portion.
 
+    Parameters, slots and counters that the step replaced are copied into the state's tensors.
 
-def _loan(bound: Bound, unit: Unit, portion: Portion, counters: Counters, *, first: bool) -> _Loan:
-    """Return the parameter of a unit, and its state: none that its first step is to make."""
-    kept, here = unit.kept, unit.index >= 0
-    if here:
-        values, gradient = (unit.of(x[unit.index]) for x in (portion.work, portion.grads))
-    else:
-        values = torch.zeros(unit.shape, dtype=kept.dtype, device=bound.devices[unit.group])
-        gradient = torch.zeros_like(values)
-    parameter, given = nn.Parameter(values), dict[str, Any]()
-    parameter.grad = gradient
-    if kept.late and first:
-        return _Loan(unit, values, parameter, given)
-    if here:
-        given |= {name: unit.of(portion.slots[name][unit.index]) for name in kept.slots}
-        odd = {name: portion.slots[name][unit.index] for name in kept.odd}
-    else:
-        given, odd = copy.deepcopy(kept.sample[1]), {}
-    # Rules count in place.
-    odd |= {name: counters[name][unit.number].clone() for name in kept.counters}
-    given |= {name: as_kept(kept.numbers, name, x) for name, x in odd.items()}
-    return _Loan(unit, values, parameter, given)
-
-
-@contextmanager
-def _lent(
-    bound: Bound, loans: Sequence[_Loan], counters: Counters, *, fresh: bool
-) -> Iterator[None]:
-    """Give the optimizer the loans' parameters and state inside the block; restore it afterwards.
-
-    Counters that the rule keeps in its param groups are set there too.
+    before: the counters before the update. counters: those after it, which are written.
+    late: the numbers of units that make their state themselves, if their rule does so at all.
+    fresh: whether the rule also makes the counters that it keeps in its param groups.
     """
     instance: Any = bound.instance
-    groups = instance.param_groups
+    lent, states = list[tuple[Unit, Tensor, nn.Parameter]](), dict[nn.Parameter, dict[str, Any]]()
+    for unit in units:
+        kept = unit.kept
+        if unit.index >= 0:
+            values, gradient = (unit.of(x[unit.index]) for x in (portion.work, portion.grads))
+        else:
+            values = torch.zeros(unit.shape, dtype=kept.dtype, device=bound.devices[unit.group])
+            gradient = torch.zeros_like(values)
+        parameter = nn.Parameter(values)
+        parameter.grad = gradient
+        lent.append((unit, values, parameter))
+        if kept.late and unit.number in late:
+            continue
+        own = {} if unit.index >= 0 else copy.deepcopy(kept.sample[1])
+        if unit.index >= 0:
+            own |= {name: unit.of(portion.slots[name][unit.index]) for name in kept.slots}
+            odd = {name: portion.slots[name][unit.index] for name in kept.odd}
+        else:
+            odd = {}
+        odd |= {name: before[name][unit.number].clone() for name in kept.counters}  # or in place
+        states[parameter] = own | {k: as_kept(kept.numbers, k, x) for k, x in odd.items()}
+    slots = {name: list(flats) for name, flats in portion.slots.items()}
     with ExitStack() as stack:
-        for number, (group, shared) in enumerate(zip(groups, bound.shared, strict=True)):
-            own = [loan for loan in loans if loan.unit.group == number]
-            given: dict[str, Any] = {"params": [loan.parameter for loan in own]}
+        for number, (group, shared) in enumerate(
+            zip(instance.param_groups, bound.shared, strict=True)
+        ):
+            params = [p for unit, _, p in lent if unit.group == number]
+            given: dict[str, Any] = {"params": params}
             # The fused SGD takes no list of which some have a momentum already, and others do not.
-            alike = len({bool(loan.given) for loan in own}) < 2
-            if alike and fuses(instance, group, given["params"]):
+            alike = len({bool(states.get(p)) for p in params}) < 2
+            if alike and fuses(instance, group, params):
                 given["fused"] = True
                 # Which devices are right was asked above, also of a device that is planned for.
                 instance._need_device_dtype_check_for_fused = False
             if not fresh:
-                given |= _numbers_of_group(bound, counters, number)
+                given |= _numbers_of_group(bound, before, number)
             stack.enter_context(swapped(group, given, shared.begin))
         stack.callback(instance.state.clear)
-        instance.state.update({loan.parameter: loan.given for loan in loans if loan.given})
-        yield
+        stack.enter_context(shown_attributes(instance, **portion.scaled._asdict()))
+        instance.state.update({p: own for p, own in states.items() if own})
+        if lent:  # many rules take no empty list
+            rule_step(instance)
+        for number in {unit.group for unit in units}:
+            for name in bound.shared[number].begin:
+                _write(counters[name][number], instance.param_groups[number][name])
+        written = set[tuple[int, str]]()
+        for unit, values, parameter in lent:
+            kept, after = unit.kept, instance.state.get(parameter, {})
+            if unit.index >= 0 and after.keys() - kept.unread != kept.names:
+                raise LayoutError(
+                    f"{type(instance).__name__} now keeps {sorted(after)} for a parameter; when "
+                    f"the state was made it kept {sorted(kept.names)}.",
+                    cause="an option that adds state (momentum, amsgrad) was set later, or a rule "
+                    "that begins to keep something after some steps.",
+                    fix="set the option before the state is made; leave out what works every k "
+                    "steps (Lookahead), or do it in your own step.",
+                )
+            for name in kept.counters:
+                if (unit.number, name) not in written:
+                    written.add((unit.number, name))
+                    _write(counters[name][unit.number], after[name])
+            if unit.index < 0:
+                continue
+            if parameter.untyped_storage() is not values.untyped_storage():  # `p.data = ...` in it
+                values.copy_(parameter.detach())
+            for name in kept.slots:
+                home, made = unit.of(slots[name][unit.index]), after[name]
+                if made is not home and not _is_at(made, home):
+                    home.copy_(made)
+            for name in kept.odd:
+                slots[name][unit.index] = _in_order(as_tensor(after[name]))
+    return {name: tuple(flats) for name, flats in slots.items()}
 
 
 def _numbers_of_group(bound: Bound, counters: Counters, number: int) -> dict[str, Any]:
@@ -982,40 +983,6 @@ def _numbers_of_group(bound: Bound, counters: Counters, number: int) -> dict[str
     shared = bound.shared[number]
     own = ((name, counters[name][number].clone()) for name in shared.begin)
     return {name: as_kept(shared.numbers, name, counter) for name, counter in own}
-
-
-def _taken(
-    instance: Optimizer, loans: Sequence[_Loan], slots: Slots, counters: Counters
-) -> dict[str, tuple[Tensor, ...]]:
-    """Copy parameters, slots and counters that the step replaced into the state's tensors."""
-    held = {name: list(flats) for name, flats in slots.items()}
-    counted: set[tuple[int, str]] = set()
-    for unit, values, parameter, _ in loans:
-        kept, state = unit.kept, instance.state.get(parameter, {})
-        if unit.index >= 0 and state.keys() - kept.unread != kept.names:
-            raise LayoutError(
-                f"{type(instance).__name__} now keeps {sorted(state)} for a parameter; when the "
-                f"state was made it kept {sorted(kept.names)}.",
-                cause="an option that adds state (momentum, amsgrad) was set later, or a rule that "
-                "begins to keep something after some steps.",
-                fix="set the option before the state is made; leave out what works every k steps "
-                "(Lookahead), or do it in your own step.",
-            )
-        for name in kept.counters:
-            if (unit.number, name) not in counted:
-                counted.add((unit.number, name))
-                _write(counters[name][unit.number], state[name])
-        if unit.index < 0:
-            continue
-        if parameter.untyped_storage() is not values.untyped_storage():  # `p.data = ...` in it
-            values.copy_(parameter.detach())
-        for name in kept.slots:
-            home, made = held[name][unit.index], state[name]
-            if made is not home and not _is_at(made, unit.of(home)):
-                unit.of(home).copy_(made)
-        for name in kept.odd:
-            held[name][unit.index] = _in_order(as_tensor(state[name]))
-    return {name: tuple(flats) for name, flats in held.items()}
 
 
 def _in_order(x: Tensor) -> Tensor:
@@ -1076,15 +1043,24 @@ def require_real_views(optimizer: Any, named: Mapping[str, Tensor]) -> None:
         group = optimizer.group_of(path) if p.is_complex() and learns(p) else -1
         if group < 0:
             continue
+        seen = ""
         if optimizer.needs_whole(path):
-            raise _refused(optimizer, path, "needs whole parameters in their own shape")
-        known = not isinstance(optimizer, TorchOptimizer) or known_needs(type(optimizer.instance))
-        if not known and (seen := _otherwise(optimizer, group, p.device)) is not None:
-            raise _refused(optimizer, path, seen)
+            seen = "needs whole parameters in their own shape"
+        elif isinstance(optimizer, TorchOptimizer) and not known_needs(type(optimizer.instance)):
+            seen = _otherwise(optimizer, group, p.device)
+        if seen:
+            raise LayoutError(
+                f"{path} is complex, and {optimizer!r} {seen}.",
+                cause="a rule for matrices (Muon, Shampoo), with a norm (LAMB), that squares "
+                "complex numbers, or that torch refuses for them (Adafactor).",
+                fix="use an elementwise rule of torch.optim or fzero.optim (SGD, Adam, AdamW, "
+                "...); or make the parameter real, [*, 2], and use torch.view_as_complex(p) in "
+                "the forward.",
+            )
 
 
-def _otherwise(optimizer: TorchOptimizer, group: int, device: torch.device) -> str | None:
-    """What a rule does to complex parameters that it does not to their real views."""
+def _otherwise(optimizer: TorchOptimizer, group: int, device: torch.device) -> str:
+    """What a rule does to complex parameters that it does not to their real views; "" if none."""
     here = torch.device("cpu") if device.type == "meta" else device
     begin = constructed(optimizer.instance, group, used=has_steps(optimizer.instance))
     rule = rule_of(optimizer.instance, group, begin)
@@ -1097,14 +1073,4 @@ def _otherwise(optimizer: TorchOptimizer, group: int, device: torch.device) -> s
     except Exception as error:
         return f"raises for a complex parameter: {str(error).splitlines()[0]!r}"
     same = torch.allclose(as_real(whole), by_parts, rtol=1e-6, atol=1e-9, equal_nan=True)
-    return None if same else "makes another update of a complex parameter than of its real view"
-
-
-def _refused(optimizer: Any, path: str, seen: str) -> LayoutError:
-    return LayoutError(
-        f"{path} is complex, and {optimizer!r} {seen}.",
-        cause="a rule for matrices (Muon, Shampoo), with a norm (LAMB), that squares complex "
-        "numbers, or that torch refuses for them (Adafactor).",
-        fix="use an elementwise rule of torch.optim or fzero.optim (SGD, Adam, AdamW, ...); or "
-        "make the parameter real, [*, 2], and use torch.view_as_complex(p) in the forward.",
-    )
+    return "" if same else "makes another update of a complex parameter than of its real view"

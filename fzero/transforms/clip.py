@@ -152,8 +152,13 @@ def clip(
     def around(
         inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
     ) -> tuple[Any, Any]:
-        before = flatten_states("clip", state)[0][0].setup.policy.points
-        points = before if own is None else _with_clip(own, before)
+        others = flatten_states("clip", state)[0][0].setup.policy.points
+        points = others if own is None else (own, *others)
+        beside = others[0] if others else None
+        if own is not None and isinstance(beside, Builtin) and beside.name == own.name:
+            mine, theirs = dict(own.options), dict(beside.options)
+            both = {x: min(mine.get(x, inf), theirs.get(x, inf)) for x in {**mine, **theirs}}
+            points = (clipping(**both), *others[1:])
         return under_policy("clip", inner, state, (args, kwargs), points=points)
 
     return transform(
@@ -186,17 +191,6 @@ def _clips(one: Builtin, running: Running, ready: Prepared) -> Prepared:
         norm = norm_of(state, ready.gradients.flats, ready.gradients.placement) * ready.rest
         ready = ready._replace(norm=norm, rest=ready.rest * clip_factor(norm, most))
     return ready
-
-
-def _with_clip(own: Builtin, others: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the transforms with a clip inside of them: of two side by side the smaller bound."""
-    if not others or others[0].name != own.name or not isinstance(others[0], Builtin):
-        return (own, *others)
-    mine, theirs = dict(own.options), dict(others[0].options)
-    both = {name: min(mine.get(name, inf), theirs.get(name, inf)) for name in {**mine, **theirs}}
-    merged = clipping(**both)
-    assert merged is not None
-    return (merged, *others[1:])
 
 
 # `check_finite`: a loss or a gradient that is no finite number stops a step before its update.

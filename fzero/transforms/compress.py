@@ -13,8 +13,8 @@ from fzero.state import TrainState
 from fzero.state.codec import Codec, Compress, Over, cast
 from fzero.state.points import Builtin, Excludes
 from fzero.transforms.accumulate_grad import NOT_DIFFERENTIABLE
-from fzero.transforms.models import flatten_states
-from fzero.transforms.pipeline import Step, Transform, transform, transform_function
+from fzero.transforms.models import map_states
+from fzero.transforms.pipeline import Step, Transform, entering, transform, transform_function
 from fzero.transforms.points import CallPart
 from fzero.transforms.together import Requested
 
@@ -80,17 +80,13 @@ def compress(
     for name, codec in shown.items():
         require_codec(f"compress: {name}", codec, name)
 
-    def around(
-        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        for one in flatten_states("compress", state)[0]:
-            _require_made_for(one, record)
-        return inner(state, *args, **kwargs)
+    def enter(state: Any) -> Any:
+        return map_states("compress", lambda one: _made_for(one, record), state)
 
     return transform(
         "compress",
         fn,
-        around,
+        entering("compress", enter),
         never_around=("compress", "shard", "simulate"),
         right="fzero.shard(fzero.compress(step, ...), stage=...), with one compress",
         options={**shown, **({} if over == "all" else {"over": over})},
@@ -98,8 +94,8 @@ def compress(
     )
 
 
-def _require_made_for(state: TrainState, record: Compress) -> None:
-    """Raise `PhaseError` for a state whose gradients or parameters cross ranks in other forms."""
+def _made_for(state: TrainState, record: Compress) -> TrainState:
+    """Return the state; raise `PhaseError` if what crosses its ranks does so in other forms."""
     setup = state.setup
     shards = setup.layout.ranks > 1
     wanted = record.gradients, record.parameters if shards else None, record.over
@@ -117,6 +113,7 @@ def _require_made_for(state: TrainState, record: Compress) -> None:
             fix="make it by the init of this step, step.init(params, optimizer), and load what "
             "was saved into it.",
         )
+    return state
 
 
 class _Encoding(CallPart):
@@ -144,20 +141,20 @@ def _two_wires(options: Any) -> str:
 
 
 def _predivided(options: Any) -> str:
-    factor, codec = options.reduction.gradient_predivide_factor, _asked(options).gradients
+    factor, codec = options.reduction.gradient_predivide_factor, codecs_asked(options).gradients
     if factor == 1 or isinstance(codec, cast | None):
         return ""
     return f"gradient_predivide_factor={factor!r} with compress: gradients={codec}."
 
 
 def _nothing_gathered(asked: Requested) -> str:
-    codec = _asked(asked.options).parameters
+    codec = codecs_asked(asked.options).parameters
     there = codec is not None and asked.stage != 3
     return f"compress: parameters={codec} at stage {asked.stage}." if there else ""
 
 
 def _cut_matrices(asked: Requested) -> str:
-    held = _asked(asked.options)
+    held = codecs_asked(asked.options)
     factors = isinstance(held.gradients, powersgd)
     there = factors and held.over != "all" and asked.axis.shards.size > 1
     return f"compress: gradients={held.gradients}, over={held.over!r}." if there else ""
@@ -165,12 +162,12 @@ def _cut_matrices(asked: Requested) -> str:
 
 def _no_replicas(asked: Requested) -> str:
     axis = asked.axis
-    over = asked.options.local is None and _asked(asked.options).over == "replicas"
+    over = asked.options.local is None and codecs_asked(asked.options).over == "replicas"
     there = over and axis.size > 1 and (axis.dims is None or asked.stage == 0)
     return f'compress: over="replicas" at stage {asked.stage} on {axis}.' if there else ""
 
 
-def _asked(options: Any) -> Compress:
+def codecs_asked(options: Any) -> Compress:
     """Return what crosses ranks encoded, by the option or by a transform."""
     wires = [wire_of(one) for one in options.transforms if one.wire is not None]
     return options.compress or (wires[0] if wires else Compress())

@@ -152,7 +152,17 @@ def _by_unit(
     name: str,
 ) -> Any:
     lazy = [i for i, one in enumerate(states) if one.setup.gathers_by_unit]
-    passes, places = for_training(_passes_of, states, lazy, known, name)
+
+    def passes_here() -> tuple[list[Pass], list[tuple[int, int]]]:
+        """One pass for each set of ranks that gathers; for each such state its pass and place."""
+        read = [as_read(states[i]) for i in lazy]
+        exact = not any(one.setup.policy.autocast for one in read)
+        pairs = zip(lazy, read, strict=True)
+        read = [one.replace(schedule=known.get(i, one.schedule)) for i, one in pairs]
+        # A number that all ranks know, whatever they have evaluated before.
+        return passes_of(read, PassForm(name=name, number=EVALUATION, exact=exact))
+
+    passes, places = for_training(passes_here)
     made: dict[int, Any] = {i: _held(one) for i, one in enumerate(states) if i not in lazy}
     flats = [x for i in made for x in states[i].params.flats]
     versions = versions_of(flats)
@@ -179,16 +189,3 @@ def _by_unit(
         for one in passes:
             one.close()
     return result
-
-
-def _passes_of(
-    states: Sequence[TrainState], lazy: Sequence[int], known: dict[int, Schedule], name: str
-) -> tuple[list[Pass], list[tuple[int, int]]]:
-    """One pass for each set of ranks that gathers; for each such state its pass and place."""
-    read = [as_read(states[i]) for i in lazy]
-    exact = not any(state.setup.policy.autocast for state in read)
-    read = [
-        one.replace(schedule=known.get(i, one.schedule)) for i, one in zip(lazy, read, strict=True)
-    ]
-    # A number that all ranks know, whatever they have evaluated before.
-    return passes_of(read, PassForm(name=name, number=EVALUATION, exact=exact))

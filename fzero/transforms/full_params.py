@@ -356,8 +356,19 @@ class ParamIterator(Iterator[tuple[str, Tensor]]):
             while True:
                 for found in self._tensors:
                     return found
-                if not self._is_open or not self._goes_on():
+                if self._is_open:  # do all ranks go on? They have finished this unit then
+                    if self._left:
+                        check_alive(self._left[0].state, written=True)
+                    self._round(stops=False)
+                if not self._is_open:
                     raise StopIteration
+                for digests in () if self._unit is None else self._unit.digests.values():
+                    self._known |= digests
+                self._unit = self._left.popleft() if self._left else None
+                self._is_open = self._unit is not None
+                if self._unit is None:
+                    raise StopIteration
+                self._tensors = _tensors(*self._unit)
         except BaseException:
             self.close()
             raise
@@ -374,21 +385,6 @@ class ParamIterator(Iterator[tuple[str, Tensor]]):
     def digests(self) -> dict[str, str]:
         """{path: digest} of what is unchanged, and of units that all ranks have finished."""
         return dict(self._known)
-
-    def _goes_on(self) -> bool:
-        """Whether all ranks go on to a next unit. They have finished this one then."""
-        if self._left:
-            check_alive(self._left[0].state, written=True)
-        self._round(stops=False)
-        if self.stopped_by:
-            return False
-        for digests in () if self._unit is None else self._unit.digests.values():
-            self._known |= digests
-        self._unit = self._left.popleft() if self._left else None
-        self._is_open = self._unit is not None
-        if self._unit is not None:
-            self._tensors = _tensors(*self._unit)
-        return self._is_open
 
     def _round(self, *, stops: bool) -> None:
         self._is_open = False  # an error of the round is one of all ranks
@@ -459,7 +455,13 @@ def _digests(
     states: Sequence[TrainState], over: Axis, performer: Performer | None
 ) -> list[list[str]]:
     """Return the digest of every leaf of each state: of its values at all places. A collective."""
-    own = [_own_digests(one) for one in states]
+    own = [[0] * len(one.setup.layout.leaves) for one in states]  # of what this rank has
+    for one, sums in zip(states, own, strict=True):
+        setup = one.setup
+        for index, flat, placement in held_of(one, range(len(setup.layout.groups))):
+            here = to_device(flat, one.device)
+            for some in leaf_ranges(setup.layout, index, setup.part(placement, setup.axis.rank)):
+                sums[some.leaf] = digest(some.of(here), some.start)
     rows = [own] if performer is None else performer.tell(own)
     found = list[list[str]]()
     for number, one in enumerate(states):
@@ -475,17 +477,6 @@ def _digests(
                 text = f"{leaf.dtype} {leaf.shape} {sums}"
                 texts[i] = blake2b(text.encode(), digest_size=8).hexdigest()
         found.append([texts[i] for i in range(len(texts))])
-    return found
-
-
-def _own_digests(state: TrainState) -> list[int]:
-    """Return the digest of what this rank has of each leaf."""
-    setup = state.setup
-    found = [0] * len(setup.layout.leaves)
-    for index, flat, placement in held_of(state, range(len(setup.layout.groups))):
-        here = to_device(flat, state.device)
-        for one in leaf_ranges(setup.layout, index, setup.part(placement, setup.axis.rank)):
-            found[one.leaf] = digest(one.of(here), one.start)
     return found
 
 

@@ -92,10 +92,9 @@ from fzero.state.setup import (
 from fzero.transforms.closure import watch
 from fzero.transforms.compress import wire_of
 from fzero.transforms.donation import returned
-from fzero.transforms.leaf_slices import pieces_of
 from fzero.transforms.local import begun, bound_outer, mesh_for, on_replica, require_local
 from fzero.transforms.models import ParamsT, leaves_of_meshes, models_of, require_params
-from fzero.transforms.points import begun_slots, transforms_apart
+from fzero.transforms.points import begun_slots, rule_state, transforms_apart
 from fzero.transforms.recipe import BUILTINS
 from fzero.transforms.together import Requested, require_together
 
@@ -331,24 +330,17 @@ def plan_setup(
         units, block = options.units or unit_of, 1 if options.logical_ranks is None else BLOCK
         place |= {"given": options, "block": lcm(block, chosen.block)}
         setup = _planned(make, sizes, units, (chosen, outer), **place)
-        if any(p.ndim > 2 for p in named.values()):
-            _require_matrices(setup, named, owners)
+        if any(p.ndim > 2 for p in named.values()):  # what is a matrix, may be a stack of them
+            codec = setup.reduction.codec
+            for rule in (chosen, *([] if outer is None else [outer])):
+                require_matrices(named, owners, rule.batch_dims_of)
+            if isinstance(codec, powersgd):
+                require_matrices(named, owners, lambda _: ("powersgd", codec.batch_dims))
         compared = [*facts(setup, autocast), f"local updates: {options.local}", *beside]
         compared += [] if outer is None else outer.describe(setup.layout.leaves)
         compared += noted_lines(named.values()) if axis.runtime is not Runtime.LOCAL else ()
     assert_same_everywhere(compared, axis, what=COMPARED, explains=difference)
     return setup
-
-
-def _require_matrices(
-    setup: Setup, named: Mapping[str, Tensor], owners: Mapping[str, Owners]
-) -> None:
-    """Raise `LayoutError` for what is taken for a matrix, and may be a stack of them."""
-    codec, outer = setup.reduction.codec, setup.layout.options.outer
-    for rule in (setup.optimizer, *([] if outer is None else [outer])):
-        require_matrices(named, owners, rule.batch_dims_of)
-    if isinstance(codec, powersgd):
-        require_matrices(named, owners, lambda _: ("powersgd", codec.batch_dims))
 
 
 def setup_at(
@@ -632,7 +624,7 @@ def _state_of(setup: Setup, held: Sequence[Tensor]) -> TrainState:
     state = TrainState(
         params=Buffers(flats=tuple(held), placement=setup.params),
         gradients=Buffers(),
-        optimizer=setup.optimizer.init(_shards(setup, held), pieces_of(setup), **_how(setup)),
+        optimizer=rule_state(setup, _shards(setup, held)),
         window=CLOSED,
         step=torch.zeros((), dtype=torch.int64),
         progress=Progress(),
@@ -647,20 +639,10 @@ def _shards(setup: Setup, held: Sequence[Tensor]) -> list[Tensor]:
     return [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
 
 
-def _how(setup: Setup) -> dict[str, Any]:
-    """How an optimizer's new state is moved to its home, and who owns which parameter, if any."""
-    home, owners = setup.offload.optimizer, owners_of(setup)
-    given: dict[str, Any] = {} if owners is None else {"owners": owners}
-    return (
-        given if home is None else {"place": lambda x: offloaded(home, x, setup.offload), **given}
-    )
-
-
 def begun_anew(state: TrainState) -> TrainState:
     """Return the state with a fresh optimizer state; masters stay."""
     setup = state.setup
-    shards = _shards(setup, state.params.flats)
-    fresh: Any = setup.optimizer.init(shards, pieces_of(setup), **_how(setup))
+    fresh = rule_state(setup, _shards(setup, state.params.flats))
     return state.replace(optimizer=setup.optimizer.anew(state.optimizer, fresh))
 
 

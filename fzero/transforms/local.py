@@ -17,7 +17,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ from fzero.state.setup import MASTERS
 from fzero.transforms.accumulate_grad import not_differentiable
 from fzero.transforms.donation import donates
 from fzero.transforms.leaf_slices import pieces_of
-from fzero.transforms.models import S, flatten_states, map_states
-from fzero.transforms.pipeline import Step, Transform, returned_pair, transform, transform_function
-from fzero.transforms.points import stepped_parts, with_stepped
+from fzero.transforms.models import S, map_states
+from fzero.transforms.pipeline import Step, Transform, entering, transform, transform_function
+from fzero.transforms.points import rule_state, stepped_parts, with_stepped
 from fzero.transforms.together import Requested
 
 DEFAULT_OUTER = sgd(0.7, momentum=0.9, nesterov=True)
@@ -138,25 +138,22 @@ def local(
     rest = dict(outer=(outer, DEFAULT_OUTER), fragments=(fragments, 1))
     rest |= dict(delay=(delay, 0), mixing=(mixing, 0.0))
 
-    def around(
-        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        for one in flatten_states("local", state)[0]:
-            now = None if one.outer is None else one.outer.local
-            if now != record:
-                seen = "made without local updates" if now is None else f"of {now}"
-                raise PhaseError(
-                    f"local: a state {seen} was given to a step of {record}.",
-                    cause="a state from fzero.init, or from another step.",
-                    fix="make it with this step's init: fzero.shard(fzero.local(step, ...), "
-                    "stage=...).init; or give fzero.init local=fzero.Local(every=...).",
-                )
-        return returned_pair("local", inner, inner(state, *args, **kwargs))
+    def made_for_it(state: TrainState) -> TrainState:
+        now = None if state.outer is None else state.outer.local
+        if now != record:
+            seen = "made without local updates" if now is None else f"of {now}"
+            raise PhaseError(
+                f"local: a state {seen} was given to a step of {record}.",
+                cause="a state from fzero.init, or from another step.",
+                fix="make it with this step's init: fzero.shard(fzero.local(step, ...), "
+                "stage=...).init; or give fzero.init local=fzero.Local(every=...).",
+            )
+        return state
 
     return transform(
         "local",
         fn,
-        around,
+        entering("local", lambda state: map_states("local", made_for_it, state)),
         never_around=("local", "shard", "simulate"),
         right="fzero.shard(fzero.local(step, every=...), stage=...), with one local",
         options={"every": every} | {k: x for k, (x, usual) in rest.items() if x != usual},
@@ -297,7 +294,7 @@ def anchored(state: TrainState, held: Outer) -> TrainState:
     anchors = [x.to(wide(x.dtype, torch.float32), copy=True) for x in stepped_parts(state)]
     for fragment in range(held.local.fragments):
         numbers = held.local.numbers_in(fragment, len(anchors))
-        owners, pieces = outer_owners(setup, numbers), outer_pieces(setup, numbers)
+        pieces, owners = _parts_of(setup, numbers)
         given = {} if owners is None else {"owners": owners}
         made.append(setup.layout.options.outer.init(masked(anchors, numbers), pieces, **given))
     flats = tuple(offloaded(offload.optimizer, x, offload) for x in anchors)
@@ -333,17 +330,15 @@ def outer_state(state: TrainState, fragment: int) -> TrainState:
     )
 
 
-def outer_owners(setup: Setup, numbers: Sequence[int]) -> Owners | None:
-    """Return who owns what of the anchors of a fragment; None if each rank steps its parts."""
-    owners = owners_of(as_inner(setup))
-    own = None if owners is None else owners.of(numbers)
-    return own if own is not None and own.positions else None
+def _parts_of(setup: Setup, numbers: Sequence[int]) -> tuple[list[Piece], Owners | None]:
+    """Return which elements of some flats belong to which leaf, and who owns what of them.
 
-
-def outer_pieces(setup: Setup, numbers: Sequence[int]) -> list[Piece]:
-    """Return which elements of the flats of a fragment belong to which leaf."""
-    own = frozenset(numbers)
-    return [piece for piece in pieces_of(setup) if piece.index in own]
+    None: each rank steps its parts.
+    """
+    own, owners = frozenset(numbers), owners_of(as_inner(setup))
+    pieces = [piece for piece in pieces_of(setup) if piece.index in own]
+    some = None if owners is None else owners.of(numbers)
+    return pieces, some if some is not None and some.positions else None
 
 
 def anchor_of(state: TrainState, index: int) -> Tensor:
@@ -376,68 +371,33 @@ def after_local_update(state: TrainState, *, general: bool) -> TrainState:
     return state
 
 
-def _departed(state: TrainState, due: int, general: bool) -> TrainState:
-    """Return the state with the mean move of a fragment, which comes. A collective."""
-    held, setup = outer_of(state), state.setup
-    stepped = [to_device(x, state.device) for x in stepped_parts(state)]
-    who = agreed(held, due, stepped, general=general)
-    numbers = held.local.numbers_in(due, len(stepped))
-    anchors, coming = held.anchors.flats, list(held.coming)
-    if who.count:
-        pairs = ((to_device(anchors[k], state.device), stepped[k]) for k in numbers)
-        moved = [a - x.to(a.dtype) if who.own else torch.zeros_like(a) for a, x in pairs]
-        if general and setup.reduction.codec is not None:
-            raise not_differentiable("gradients", setup.reduction.codec)
-        sums = sum_over_replicas(setup, moved, held.mesh.replicas)
-        coming[due] = replace(coming[due], flats=tuple(x / who.count for x in sums))
-    weight = held.weight.clone()
-    weight[due] = 1.0
-    state = with_outer_record(state, replace(held, weight=weight, coming=tuple(coming)))
-    values = {} if who.count else {k: anchors[k] for k in numbers}  # nobody has moved: back
-    if not who.all_finite:  # all replicas write, for virtual ranks make the same collectives
-        values = dict(enumerate(stepped if who.finite else anchors)) | values
-    if not who.finite:  # other fragments are not either, or would not be after the next update
-        state = with_new_slots(state, stepped_parts(state))
-    owned = donates(state) and not general
-    return _written(state, values, owned=owned) if values else state
-
-
 _FINITE, _COUNTS = 1, 2  # bits of what a replica tells the others
 
 
-class Counted(NamedTuple):
-    """Who is in the mean of an outer update."""
+def _departed(state: TrainState, due: int, general: bool) -> TrainState:
+    """Return the state with the mean move of a fragment, which comes. A collective.
 
-    own: bool  # this replica
-    count: int
-    finite: bool = True  # whether this replica's values are
-    all_finite: bool = True  # whether those of all replicas are
-
-
-def agreed(held: Outer, due: int, stepped: Sequence[Tensor], *, general: bool) -> Counted:
-    """Ask all replicas whether they are in the mean: those of finite values that want to be.
-
-    The host reads one number. Under a transform, in a trace and without values all replicas are.
+    In the mean are replicas of finite values that want to be: of that the host reads one number.
+    Under a transform, in a trace and without values all are.
     """
+    held, setup = outer_of(state), state.setup
+    stepped = [to_device(x, state.device) for x in stepped_parts(state)]
+    numbers = held.local.numbers_in(due, len(stepped))
+    anchors, coming = held.anchors.flats, list(held.coming)
     size, shards = held.mesh.replicas.size, held.mesh.size // held.mesh.replicas.size
-    if general:
-        return Counted(own=True, count=size)
-    flag = _FINITE | _COUNTS
-    if not any(map(has_no_values, stepped)):
-        good = [torch.isfinite(x).all() for x in stepped if x.numel()]
-        flag = _FINITE * (not good or bool(torch.stack(good).all()))
-        flag += _COUNTS * bool(held.weight[due])
-    performer = performer_of(held.mesh)
-    name = f"the outer update of fragment {due}"
-    rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
-    by_replica = [rows[i : i + shards] for i in range(0, len(rows), shards)]
-    finite = [all(row[0] & _FINITE for row in some) for some in by_replica]
-    counts = [
-        good and all(row[0] & _COUNTS for row in some)
-        for good, some in zip(finite, by_replica, strict=True)
-    ]
-    if not all(finite):
-        bad = [i for i, x in enumerate(finite) if not x]
+    finite = counts = [True] * size  # of each replica
+    if not general:
+        flag = _FINITE | _COUNTS
+        if not any(map(has_no_values, stepped)):
+            good = [torch.isfinite(x).all() for x in stepped if x.numel()]
+            flag = _FINITE * (not good or bool(torch.stack(good).all()))
+            flag += _COUNTS * bool(held.weight[due])
+        performer, name = performer_of(held.mesh), f"the outer update of fragment {due}"
+        rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
+        flags = [[x for (x,) in rows[i : i + shards]] for i in range(0, len(rows), shards)]
+        finite = [all(x & _FINITE for x in some) for some in flags]
+        counts = [all(x == _FINITE | _COUNTS for x in some) for some in flags]
+    if bad := [i for i, x in enumerate(finite) if not x]:
         rest = "the mean is that of the others" if len(bad) < size else "the anchors stay"
         text = explain(
             f"replicas {bad} of {size} have parameters that are not finite: {rest}. They go on "
@@ -446,8 +406,24 @@ def agreed(held: Outer, due: int, stepped: Sequence[Tensor], *, general: bool) -
             fix="lower the rate, or clip (fzero.clip); fzero.check_finite raises at once.",
         )
         warnings.warn(text, UserWarning, stacklevel=2)
-    own = held.mesh.rank // shards
-    return Counted(counts[own], sum(counts), finite=finite[own], all_finite=all(finite))
+    own, count = held.mesh.rank // shards, sum(counts)
+    if count:
+        pairs = ((to_device(anchors[k], state.device), stepped[k]) for k in numbers)
+        moved = [a - x.to(a.dtype) if counts[own] else torch.zeros_like(a) for a, x in pairs]
+        if general and setup.reduction.codec is not None:
+            raise not_differentiable("gradients", setup.reduction.codec)
+        sums = sum_over_replicas(setup, moved, held.mesh.replicas)
+        coming[due] = replace(coming[due], flats=tuple(x / count for x in sums))
+    weight = held.weight.clone()
+    weight[due] = 1.0
+    state = with_outer_record(state, replace(held, weight=weight, coming=tuple(coming)))
+    values = {} if count else {k: anchors[k] for k in numbers}  # nobody has moved: back
+    if bad:  # all replicas write, for virtual ranks make the same collectives
+        values = dict(enumerate(stepped if finite[own] else anchors)) | values
+    if not finite[own]:  # other fragments are not either, or would not be after the next update
+        state = with_new_slots(state, stepped_parts(state))
+    owned = donates(state) and not general
+    return _written(state, values, owned=owned) if values else state
 
 
 def sum_over_replicas(setup: Setup, moved: Sequence[Tensor], replicas: Axis) -> list[Tensor]:
@@ -491,14 +467,15 @@ def _arrived(state: TrainState, due: int, general: bool) -> TrainState:
     options: dict[str, Any] = {"differentiable": general}
     if not offload.neutral:
         options["device"] = state.device
-    if (owners := outer_owners(setup, numbers)) is not None:
+    pieces, owners = _parts_of(setup, numbers)
+    if owners is not None:
         options["owners"] = owners.at((), state.device)
-    given = {k: x for k, x in zip(numbers, means, strict=True)}
+    given = dict(zip(numbers, means, strict=True))
     new, rules[due] = setup.layout.options.outer.advance(
         masked(anchors, numbers),
         [given.get(k, x.new_empty(0)) for k, x in enumerate(anchors)],
         rules[due],
-        outer_pieces(setup, numbers),
+        pieces,
         **options,
     )
     home = None if general else offload.optimizer
@@ -557,15 +534,12 @@ def with_new_slots(state: TrainState, stepped: Sequence[Tensor]) -> TrainState:
             codec, zeros = codec_in(state.setup, group, name), torch.zeros_like(x)
             new[id(x)] = zeros if codec is None or not x.numel() else codec.fill(zeros)
     state = with_tensors(state, new)
-    setup, owners = state.setup, owners_of(state.setup)
-    if owners is None:
+    if owners_of(state.setup) is None:
         return state
-    rule: Any = setup.optimizer
-    home, given = setup.offload.optimizer, dict[str, Any](owners=owners)
-    if home is not None:
-        given["place"] = lambda x: offloaded(home, x, setup.offload)
-    fresh = rule.init(stepped, pieces_of(setup), **given)
-    return state.replace(optimizer=rule.restarted(state.optimizer, fresh))
+    rule: Any = state.setup.optimizer
+    return state.replace(
+        optimizer=rule.restarted(state.optimizer, rule_state(state.setup, stepped))
+    )
 
 
 # What does not go with it.

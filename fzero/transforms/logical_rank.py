@@ -14,9 +14,9 @@ from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import PhaseError
 from fzero.ranks.mesh import Runs, carried_here
 from fzero.state import NAMESPACE, Setup, TrainState
-from fzero.state.codec import Compress, cast
+from fzero.state.codec import cast
 from fzero.state.points import Builtin, Excludes
-from fzero.transforms.compress import wire_of
+from fzero.transforms.compress import codecs_asked
 from fzero.transforms.together import Requested
 
 _OF_A_RANK = "what is lost, kept or drawn by a rank, of which there may be any number."
@@ -30,8 +30,7 @@ def _seed_alone(options: Any) -> str:
 def _encoded(options: Any) -> str:
     if options.logical_ranks is None:
         return ""
-    wires = [wire_of(one) for one in options.transforms if one.wire is not None]
-    asked = options.compress or (wires[0] if wires else Compress())
+    asked = codecs_asked(options)
     lossy = [
         f"{name}={codec}"
         for name, codec in (("gradients", asked.gradients), ("parameters", asked.parameters))

@@ -241,8 +241,87 @@ def call_logical_ranks(
     some, and `aux` has a first dim of those of this rank.
     """
     chosen = [one for one, by in zip(states, learns, strict=True) if by]
-    setup_of(chosen)
-    return _LogicalCall(call, states, chosen[0]).made(weights)
+    setup, first = setup_of(chosen), chosen[0]
+    logical, several = setup.logical, setup.carries_several
+    assert logical is not None
+    ranks = setup.carried(setup.axis.rank)
+
+    def drawn(place: int) -> AbstractContextManager[None]:
+        return generators_of(
+            logical.seed,
+            update=int(first.step),
+            call=first.progress.backwards,
+            logical_rank=ranks[place],
+            device=first.device,
+        )
+
+    def alone(place: int, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
+        runs = Runs.FIRST_IN_TURN if several else Runs.IN_TURN
+        with carrying(Carried(logical.ranks, ranks, ranks[place], runs)), drawn(place):
+            return call(place, states)
+
+    def all_come(how: str) -> None:
+        """Wait for all ranks: this one serves the gathers of those that carry more."""
+        serves = several and any(one.setup.gathers_by_unit for one in states)
+        form = functional_of(states, "grad_and_reduce")
+        serving = passes_of(states, form)[0] if serves else []
+        try:
+            agree(f"grad_and_reduce of logical ranks, {how}", states)
+        finally:
+            for one in serving:
+                one.close()
+
+    rows, results = [Rows(one) for one in states] if several else [], list[Result]()
+    new = list[TrainState]()
+    with raises_together(setup.axis):
+        try:
+            for place in range(len(ranks)):
+                made, result = alone(place, [one.view(place) for one in rows] or states)
+                results.append(result)
+                for row, view in zip(rows, made, strict=False):
+                    row.end(place, row.took(place, 0, view))
+                new = [] if several else made
+                del made
+        except MetInLoss:
+            if not several:
+                raise
+            rows, results = [], []  # what they held is free
+        if several and not rows:
+            rows, results = _all_at_once(call, states, setup, drawn)
+    if several or any(one.window.is_open for one in states):
+        all_come("which are several on some ranks" if several else "in a window")
+    known = [torch.as_tensor(w, dtype=torch.float64) for w in weights if w is not None]
+    values = torch.stack([one.value for one in results])
+    by = torch.stack([w.to(values.device) for w in known]) if known else None
+    value = _mean(values, setup.axis, logical.ranks, by)
+    joined = Result(grads=(), value=value, aux=_stacked([one.aux for one in results]))
+    return [one.made(1) for one in rows] if several else new, joined
+
+
+def _all_at_once(
+    call: Call,
+    states: Sequence[TrainState],
+    setup: Setup,
+    drawn: Callable[[int], AbstractContextManager[None]],
+) -> tuple[list[Rows], list[Result]]:
+    """Run all of them together, with whole parameters: their losses call collectives."""
+    agree("grad_and_reduce of logical ranks, whose losses call collectives", states)
+    assert setup.logical is not None
+    ranks, fulls = setup.carried(setup.axis.rank), [with_full(one)[1] for one in states]
+    rows, results = [Rows(one) for one in states], list[Result]()
+    every = [[one.view(place) for one in rows] for place in range(len(ranks))]
+
+    def run(place: int) -> tuple[list[TrainState], Result]:
+        pairs = zip(every[place], fulls, strict=True)
+        with drawn(place):
+            return call(place, [_whole(view, some) for view, some in pairs])
+
+    carried = Carried(setup.logical.ranks, ranks)
+    for place, (new, result) in enumerate(run_together(run, carried, setup.axis)):
+        for one, view, made in zip(rows, every[place], new, strict=True):
+            one.end(place, one.took(place, 0, _apart(made, view)))
+        results.append(result)
+    return rows, results
 
 
 def parts_of_batch(
@@ -256,100 +335,6 @@ def parts_of_batch(
         return [batch]
     each = each_call(name, lambda params, batch: None, setup, ((batch,), {}), None, axes, sizes)
     return [args[0] for args, _, _ in each]
-
-
-class _LogicalCall:
-    """A call that each rank makes once for each logical rank that it carries."""
-
-    def __init__(self, call: Call, states: Sequence[TrainState], first: TrainState) -> None:
-        self.call, self.states, self.first, self.setup = call, states, first, first.setup
-        assert self.setup.logical is not None
-        self.logical = self.setup.logical
-        self.ranks = self.setup.carried(self.setup.axis.rank)
-
-    def made(self, weights: Sequence[Weight | None]) -> tuple[list[TrainState], Result]:
-        """Return the states, and the result of all logical ranks."""
-        if not self.setup.carries_several:
-            with raises_together(self.setup.axis):
-                new, result = self._of(0, self.states)
-            if any(one.window.is_open for one in self.states):
-                self._come("in a window")
-            return new, self._joined([result], weights)
-        with raises_together(self.setup.axis):
-            try:
-                rows, results = self._in_turn()
-            except MetInLoss:
-                rows = None
-            if rows is None:  # what the first run held is free
-                rows, results = self._together()
-        self._come("which are several on some ranks")
-        return [one.made(1) for one in rows], self._joined(results, weights)
-
-    def _of(self, place: int, states: Sequence[TrainState]) -> tuple[list[TrainState], Result]:
-        runs = Runs.FIRST_IN_TURN if self.setup.carries_several else Runs.IN_TURN
-        carried = Carried(self.logical.ranks, self.ranks, self.ranks[place], runs)
-        with carrying(carried), self._drawn(place):
-            return self.call(place, states)
-
-    def _drawn(self, place: int) -> AbstractContextManager[None]:
-        first = self.first
-        return generators_of(
-            self.logical.seed,
-            update=int(first.step),
-            call=first.progress.backwards,
-            logical_rank=self.ranks[place],
-            device=first.device,
-        )
-
-    def _come(self, how: str) -> None:
-        """Wait for all ranks: this one serves the gathers of those that carry more."""
-        gathers = any(one.setup.gathers_by_unit for one in self.states)
-        serves = gathers and self.setup.carries_several
-        form = functional_of(self.states, "grad_and_reduce")
-        serving = passes_of(self.states, form)[0] if serves else []
-        try:
-            agree(f"grad_and_reduce of logical ranks, {how}", self.states)
-        finally:
-            for one in serving:
-                one.close()
-
-    def _joined(self, results: Sequence[Result], weights: Sequence[Weight | None]) -> Result:
-        rows = torch.stack([one.value for one in results])
-        known = [torch.as_tensor(w, dtype=torch.float64) for w in weights if w is not None]
-        row = torch.stack([w.to(rows.device) for w in known]) if known else None
-        value = _mean(rows, self.setup.axis, self.logical.ranks, row)
-        return Result(grads=(), value=value, aux=_stacked([one.aux for one in results]))
-
-    def _in_turn(self) -> tuple[list[Rows], list[Result]]:
-        rows = [Rows(one) for one in self.states]
-        results = []
-        for place in range(len(self.ranks)):
-            new, result = self._of(place, [one.view(place) for one in rows])
-            for one, made in zip(rows, new, strict=True):
-                one.end(place, one.took(place, 0, made))
-            results.append(result)
-            del new
-        return rows, results
-
-    def _together(self) -> tuple[list[Rows], list[Result]]:
-        """Run all of them at once, with whole parameters: their losses call collectives."""
-        agree("grad_and_reduce of logical ranks, whose losses call collectives", self.states)
-        fulls = [with_full(one)[1] for one in self.states]
-        rows = [Rows(one) for one in self.states]
-        every = [[one.view(place) for one in rows] for place in range(len(self.ranks))]
-
-        def run(place: int) -> tuple[list[TrainState], Result]:
-            pairs = zip(every[place], fulls, strict=True)
-            with self._drawn(place):
-                return self.call(place, [_whole(view, some) for view, some in pairs])
-
-        carried = Carried(self.logical.ranks, self.ranks)
-        results = []
-        for place, (new, result) in enumerate(run_together(run, carried, self.setup.axis)):
-            for one, view, made in zip(rows, every[place], new, strict=True):
-                one.end(place, one.took(place, 0, _apart(made, view)))
-            results.append(result)
-        return rows, results
 
 
 def _whole(view: TrainState, fulls: Sequence[Tensor]) -> TrainState:
@@ -483,11 +468,16 @@ class Rows:
             nonfinite=self._nonfinite,
             used=self._used,
         )
+        joined: dict[str, Slot] = {}  # zeros of one that has none, for it made no call
+        for name, one in {name: one for some in self._slots for name, one in some.items()}.items():
+            zeros = dataclasses.replace(one, value=torch.zeros_like(one.value))
+            values = [some.get(name, zeros).value for some in self._slots]
+            joined[name] = dataclasses.replace(one, value=torch.stack(values))
         setup = dataclasses.replace(now.setup, policy=state.setup.policy)
         weighted = self.weighted or (weighted and not self._unweighted)
         new = now.replace(
             setup=setup.with_weights(weighted) if weighted else setup,
-            slots={**now.slots, **_joined_slots(self._slots)},
+            slots={**now.slots, **joined},
             progress=counted,
         )
         if self.waits:
@@ -557,7 +547,20 @@ def logical_mean(tree: Any, state: Any = None, *, weight: Any = None) -> Any:
         >>> fzero.logical_mean(torch.tensor([1.0, 4.0]), state, weight=[2, 1])
         tensor(2.)
     """
-    carried, axis = _logical_of(state)
+    carried, axis = carried_here(), ambient()
+    in_loss = carried is not None and carried.rank is not None
+    if state is not None and not in_loss:
+        setup = flatten_states("logical_mean", state)[0][0].setup
+        axis = setup.axis.mesh or setup.axis
+        carried = carried_by(setup) or Carried(axis.size, range(axis.rank, axis.rank + 1))
+    if carried is None or in_loss:
+        where = "in a loss" if in_loss else "outside of a step with logical ranks"
+        raise PhaseError(
+            f"logical_mean {where}.",
+            cause="a call in a loss or in a turn of engine.parts(), or one in a loop around steps.",
+            fix="in a step give it the aux of grad_and_reduce; after a loop over engine.parts() "
+            "logical_mean(torch.stack(losses), engine.state); outside of a step the state, too.",
+        )
     count = len(carried.ranks)
 
     def require(x: Any) -> None:
@@ -583,44 +586,16 @@ def logical_mean(tree: Any, state: Any = None, *, weight: Any = None) -> Any:
     return optree.tree_map(one, tree, namespace=NAMESPACE)
 
 
-def _logical_of(state: Any) -> tuple[Carried, Axis]:
-    """Return the logical ranks of a state, or of the step that runs, and the ranks."""
-    carried, axis = carried_here(), ambient()
-    in_loss = carried is not None and carried.rank is not None
-    if state is not None and not in_loss:
-        setup = flatten_states("logical_mean", state)[0][0].setup
-        axis = setup.axis.mesh or setup.axis
-        carried = carried_by(setup) or Carried(axis.size, range(axis.rank, axis.rank + 1))
-    if carried is None or in_loss:
-        where = "in a loss" if in_loss else "outside of a step with logical ranks"
-        raise PhaseError(
-            f"logical_mean {where}.",
-            cause="a call in a loss or in a turn of engine.parts(), or one in a loop around steps.",
-            fix="in a step give it the aux of grad_and_reduce; after a loop over engine.parts() "
-            "logical_mean(torch.stack(losses), engine.state); outside of a step the state, too.",
-        )
-    return carried, axis
-
-
 def _mean(rows: Tensor, axis: Axis, places: int, weights: Tensor | None = None) -> Tensor:
-    if weights is not None:
-        return _weighted_mean(rows, axis, places, weights)
-    every = gather_rows(rows, axis, places)
-    wide = every.float() if every.dtype in SIXTEEN_BIT else every
-    mean = (fold_rows(wide) / places).to(rows.dtype)
-    return torch.where((every == every[0]).all(0), every[0], mean)
-
-
-def _weighted_mean(rows: Tensor, axis: Axis, places: int, weights: Tensor) -> Tensor:
-    """sum(w x) / sum(w) over all logical ranks, in fp64; a row of weight 0 counts for nothing."""
-    wide = torch.promote_types(rows.dtype, torch.float64)
-    both = torch.cat(
-        [
-            rows.to(wide).flatten(1) if rows.ndim > 1 else rows.to(wide)[:, None],
-            weights.to(rows.device, wide)[:, None],
-        ],
-        1,
-    )
+    """Return the mean, or sum(w x) / sum(w), in fp64: a row of weight 0 counts for nothing."""
+    if weights is None:
+        every = gather_rows(rows, axis, places)
+        wide = every.float() if every.dtype in SIXTEEN_BIT else every
+        mean = (fold_rows(wide) / places).to(rows.dtype)
+        return torch.where((every == every[0]).all(0), every[0], mean)
+    dtype = torch.promote_types(rows.dtype, torch.float64)
+    flat = rows.to(dtype).flatten(1) if rows.ndim > 1 else rows.to(dtype)[:, None]
+    both = torch.cat([flat, weights.to(rows.device, dtype)[:, None]], 1)
     every = gather_rows(both, axis, places)
     x, w = every[:, :-1], every[:, -1:]
     total, first = fold_rows(w), x[(w[:, 0] != 0).int().argmax()]
@@ -667,13 +642,3 @@ def _slots(state: TrainState, *, own: bool) -> dict[str, Slot]:
     """Return the slots of which each logical rank has its own, or those that all have in common."""
     found = state.slots.items()
     return {k: one for k, one in found if (one.form.placement is Placement.PARTIAL) == own}
-
-
-def _joined_slots(slots: Sequence[dict[str, Slot]]) -> dict[str, Slot]:
-    """Return the slots of all; one that has none, for it made no call, has zeros."""
-    joined: dict[str, Slot] = {}
-    for name, one in {name: one for some in slots for name, one in some.items()}.items():
-        zeros = dataclasses.replace(one, value=torch.zeros_like(one.value))
-        values = [some.get(name, zeros).value for some in slots]
-        joined[name] = dataclasses.replace(one, value=torch.stack(values))
-    return joined

@@ -25,7 +25,7 @@ from fzero.state.points import At, Builtin
 from fzero.state.scale import ExternalScale, LossScale, ScalePolicy, as_policy
 from fzero.transforms.leaf_slices import Prepared, left_to_rule, multiplied
 from fzero.transforms.models import map_states
-from fzero.transforms.pipeline import P, R, Step, Transform, returned_pair, transform
+from fzero.transforms.pipeline import P, R, Step, Transform, entering, transform
 from fzero.transforms.points import Running, transforms_of
 
 # What a loss scale does in a step: losses times it, gradients by it, nothing from an overflow.
@@ -248,15 +248,10 @@ def scale_loss(
     def prepare(state: Any) -> Any:
         return map_states("scale_loss", lambda one: with_policy(one, policy), state)
 
-    def around(
-        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        return returned_pair("scale_loss", inner, inner(prepare(state), *args, **kwargs))
-
     return transform(
         "scale_loss",
         fn,
-        around,
+        entering("scale_loss", prepare),
         never_around=("scale_loss", "simulate"),
         right="fzero.simulate(fzero.scale_loss(step, ...), world_size=...), with one scale",
         options={"scale": scale if isinstance(scale, str) or policy is None else policy},

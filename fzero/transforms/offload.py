@@ -14,7 +14,7 @@ from fzero.machine.offload import at_home
 from fzero.state import TrainState
 from fzero.state.setup import Home, Offload, as_offload
 from fzero.transforms.models import map_states
-from fzero.transforms.pipeline import Step, Transform, transform, transform_function
+from fzero.transforms.pipeline import Step, Transform, entering, transform, transform_function
 
 
 @transform_function
@@ -73,16 +73,13 @@ def offload(
     """
     record = Offload(optimizer=optimizer, gradients=gradients, params=params, folder=folder)
 
-    def around(
-        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        moved = map_states("offload", lambda one: _living(one, record), state)
-        return inner(moved, *args, **kwargs)
+    def enter(state: Any) -> Any:
+        return map_states("offload", lambda one: _living(one, record), state)
 
     return transform(
         "offload",
         fn,
-        around,
+        entering("offload", enter),
         never_around=("offload", "shard", "simulate"),
         right="fzero.shard(fzero.offload(step, ...), stage=...), with one offload",
         options={kind: home for kind, home in record.homes.items() if home},

@@ -104,7 +104,7 @@ class Step(Generic[P, R]):
             LayoutError: as `fzero.init` does.
             AxisError: as `fzero.init` does.
         """
-        init = self.find_init() or self._own_init()
+        init = self.find_init() or init_of_object(self.steps()[-1].inner)
         if init is None:
             raise PhaseError(
                 f"{self!r} has no init: nothing in it says how to shard.",
@@ -115,25 +115,25 @@ class Step(Generic[P, R]):
 
     def prepared(self, state: Any) -> Any:
         """Return a new state with the fields that the transforms of this step set in theirs."""
-        state = self.inner.prepared(state) if isinstance(self.inner, Step) else state
-        return state if self._prepare is None else self._prepare(state)
+        for one in reversed(self.steps()):
+            state = state if one._prepare is None else one._prepare(state)
+        return state
+
+    def steps(self) -> list[Step[..., Any]]:
+        """Return this step and those inside of it, from the outside in."""
+        found, one = list[Step[..., Any]](), cast("Any", self)
+        while isinstance(one, Step):
+            found.append(one)
+            one = one.inner
+        return found
 
     def find_init(self) -> Callable[..., Any] | None:
         """Return the init of the outermost transform that has one."""
-        if self._init is not None:
-            return self._init
-        return self.inner.find_init() if isinstance(self.inner, Step) else None
-
-    def _own_init(self) -> Callable[..., Any] | None:
-        """Return the method `init` of an object of the user's in the place of a step."""
-        if isinstance(self.inner, Step):
-            return self.inner._own_init()
-        return init_of_object(self.inner)
+        return next((one._init for one in self.steps() if one._init is not None), None)
 
     def names(self) -> list[str]:
         """Return the transforms from the outside in."""
-        inner = self.inner.names() if isinstance(self.inner, Step) else []
-        return [self.name, *inner]
+        return [one.name for one in self.steps()]
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{key}={value!r}" for key, value in self.options.items())
@@ -176,12 +176,12 @@ def describe_function(fn: Any) -> str:
 
 def init_options_of(fn: Any) -> dict[str, Any]:
     """Return the options of `fzero.init` that the transforms of `fn` ask for."""
-    if not isinstance(fn, Step):
-        return {}
-    inner, own = init_options_of(fn.inner), fn.init_options
-    # The one option of which several transforms ask for a part: from the inside out.
-    more = (*inner.get("transforms", ()), *own.get("transforms", ()))
-    return {**inner, **own, **({"transforms": more} if more else {})}
+    found: dict[str, Any] = {}
+    for one in reversed(fn.steps()) if isinstance(fn, Step) else ():
+        # The one option of which several transforms ask for a part: from the inside out.
+        more = (*found.get("transforms", ()), *one.init_options.get("transforms", ()))
+        found |= one.init_options | ({"transforms": more} if more else {})
+    return found
 
 
 def init_of_object(fn: Any) -> Callable[..., Any] | None:
@@ -226,6 +226,17 @@ def transform(
         )
 
     return wrap if fn is None else wrap(fn)
+
+
+def entering(name: str, enter: Callable[[Any], Any]) -> Around:
+    """Return what calls a step with what `enter` makes of its states."""
+
+    def around(
+        inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        return returned_pair(name, inner, inner(enter(state), *args, **kwargs))
+
+    return around
 
 
 def require_function(name: str, fn: Any) -> None:

@@ -102,14 +102,10 @@ def simulate(
                 if here and any(not views[i].numel() for views in per_rank):
                     empty(leaf, leaf.new_empty(len(leaf), 0))
 
-    def one_by_one(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        with _one_at_a_time():
-            return around(inner, *args, **kwargs)
-
     return transform(
         "simulate",
         fn,
-        one_by_one,
+        _one_at_a_time()(around),
         never_around=("simulate",),
         right="one fzero.simulate, outermost",
         options={"world_size": world_size},

@@ -24,7 +24,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.collectives import Performer, fold_rows, gather_rows, performer_of, reduce_many
+from fzero.collectives import fold_rows, gather_rows, performer_of, reduce_many
 from fzero.context.current_rank import has_no_values
 from fzero.context.modes import holds, in_transform, is_recorded, needs_func
 from fzero.errors import LayoutError, MismatchError, NonFiniteError, PhaseError, explain
@@ -439,22 +439,28 @@ class FiniteCheck(CallPart):
         """Return, and forget, the first for each state that is not finite. The host waits."""
         losses, made = self._losses, self._gradients
         self.drop()
-        good = _are_finite([*losses, *(bounds for _, _, bounds in made)])
-        bad_loss = not all(good[: len(losses)])
+        bounds = [*losses, *(x for _, _, x in made)]
+        alike: dict[Any, list[int]] = {}
+        for i, x in enumerate(bounds):
+            if not has_no_values(x):  # a plan goes on
+                alike.setdefault((x.dtype, x.device), []).append(i)
+        bad = set[int]()
+        for some in alike.values():  # one read for each dtype and device
+            read = torch.stack([bounds[i] for i in some]).tolist()
+            bad |= {
+                i for i, pair in zip(some, read, strict=True) if not all(map(math.isfinite, pair))
+            }
+        bad_loss = any(i in bad for i in range(len(losses)))
         first: dict[int, tuple[int, int]] = {}
-        for place, ((state, leaf, _), is_good) in enumerate(
-            zip(made, good[len(losses) :], strict=True)
-        ):
-            if not is_good:
+        for place, (state, leaf, _) in enumerate(made):
+            if place + len(losses) in bad:
                 first.setdefault(state, (place, leaf))
         found: list[NonFinite | None] = []
         for state, wanted in enumerate(self._wanted):
             place, leaf = first.get(state, (len(made), None))
-            if wanted and (bad_loss or leaf is not None):
-                what = "loss" if bad_loss else "gradient"
-                found.append(NonFinite(what=what, leaf=leaf, place=place))
-            else:
-                found.append(None)
+            what = "loss" if bad_loss else "gradient"
+            is_bad = wanted and (bad_loss or leaf is not None)
+            found.append(NonFinite(what=what, leaf=leaf, place=place) if is_bad else None)
         return found
 
 
@@ -465,47 +471,30 @@ def _error_of(
 ) -> NonFiniteError | None:
     """Return the error for the first that is not finite on any rank. An exchange.
 
-    bad: the states of which a rank says so.
-    """
-    found = _report_of(states, treespec)
-    for axis, state in {state.setup.axis: state for state in bad}.items():
-        asks = not needs_func(state.params.flats)
-        found = _first_report(performer_of(axis) if asks else None, found)
-    return found
-
-
-def _report_of(
-    states: Sequence[TrainState], treespec: optree.PyTreeSpec | None
-) -> NonFiniteError | None:
-    """Return the error for the first that this rank's backwards brought to states, at an update.
-
-    treespec: of the tree that the states are in; None for one state.
+    treespec: of the tree that the states are in; None for one state. bad: the states of which a
+    rank says so.
     """
     keys: Any = [()] if treespec is None else treespec.paths()
-    found = [
-        (noted.backward, noted.place, noted, state, key)
+    noted = [
+        (found.backward, found.place, found, state, key)
         for state, key in zip(states, keys, strict=True)
-        if (noted := state.progress.nonfinite) and not state.setup.policy.defer_update
+        if (found := state.progress.nonfinite) and not state.setup.policy.defer_update
     ]
-    if not found:
-        return None
-    *_, noted, state, key = min(found, key=lambda one: one[:2])
-    path = None if noted.leaf is None else state.setup.layout.leaves[noted.leaf].path
-    if path is not None and key:  # a model that is one tensor has the path "."
-        path = ".".join([*map(str, key), *([] if path == "." else [path])])
-    rank = world().rank
-    return NonFiniteError(int(state.step), rank, noted.what, path, noted.backward)
-
-
-def _first_report(performer: Performer | None, own: NonFiniteError | None) -> NonFiniteError | None:
-    """Return the first that any rank reports, the same on every rank. An exchange."""
-    told = [own] if performer is None else performer.tell(own)
-    found = [error for error in told if error is not None]
-    if not found:
-        return None
-    ranks = sorted({rank for error in found for rank in error.ranks})
-    one = min(found, key=lambda error: (error.backward, error.rank))
-    return NonFiniteError(one.step, one.rank, one.what, one.path, one.backward, ranks)
+    first: NonFiniteError | None = None
+    if noted:  # of this rank's backwards
+        *_, found, state, key = min(noted, key=lambda one: one[:2])
+        path = None if found.leaf is None else state.setup.layout.leaves[found.leaf].path
+        if path is not None and key:  # a model that is one tensor has the path "."
+            path = ".".join([*map(str, key), *([] if path == "." else [path])])
+        first = NonFiniteError(int(state.step), world().rank, found.what, path, found.backward)
+    for axis, state in {state.setup.axis: state for state in bad}.items():
+        performer = None if needs_func(state.params.flats) else performer_of(axis)
+        told = [first] if performer is None else performer.tell(first)
+        if errors := [error for error in told if error is not None]:
+            ranks = sorted({rank for error in errors for rank in error.ranks})
+            one = min(errors, key=lambda error: (error.backward, error.rank))
+            first = NonFiniteError(one.step, one.rank, one.what, one.path, one.backward, ranks)
+    return first
 
 
 def _bounds(x: Tensor) -> Tensor:
@@ -514,21 +503,6 @@ def _bounds(x: Tensor) -> Tensor:
     if x.is_complex():
         x = torch.view_as_real(x.resolve_conj())
     return torch.stack(torch.aminmax(x))
-
-
-def _are_finite(bounds: Sequence[Tensor]) -> list[bool]:
-    """Whether each [2] is finite: one read for each dtype and device."""
-    alike: dict[Any, list[int]] = {}
-    for i, one in enumerate(bounds):
-        alike.setdefault((one.dtype, one.device), []).append(i)
-    good = [True] * len(bounds)
-    for indices in alike.values():
-        if any(has_no_values(bounds[i]) for i in indices):  # a plan: it goes on
-            continue
-        read = torch.stack([bounds[i] for i in indices]).tolist()
-        for i, (low, high) in zip(indices, read, strict=True):
-            good[i] = math.isfinite(low) and math.isfinite(high)
-    return good
 
 
 _UNREADABLE = Excludes(

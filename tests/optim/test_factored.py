@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.checkpoint import load, save
-from fzero.errors import LayoutError
 from fzero.optim import adafactor, from_torch, shampoo
 from tests.covering import covered
 from tests.optim.cases import trained
@@ -133,9 +132,6 @@ def test_factors_of_large_matrices_have_their_own_shapes() -> None:
     assert shapes == [(2, 200, 200), (2, 131 * 131)]
 
 
-def test_bad_options_are_named() -> None:
-    for bad in (partial(adafactor, -1.0), partial(shampoo, 0.1, roots_every=0)):
-        with pytest.raises(LayoutError, match=r"adafactor: lr|shampoo: roots_every"):
-            bad()
+def test_what_they_need_is_a_matrix() -> None:
     assert "matrix" == from_torch(torch.optim.SGD, needs="matrix").needs == shampoo(0.1).needs
     assert fzero.optim.adafactor().needs == "matrix"

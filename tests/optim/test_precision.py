@@ -16,7 +16,7 @@ from fzero import Compress
 from fzero.adapter import Engine
 from fzero.errors import LayoutError, PhaseError
 from fzero.machine.codecs import cast, rounded
-from fzero.optim.precision import REFUSED, Precision, require_precision
+from fzero.optim.precision import Precision, require_precision
 from fzero.state import Reduction
 from tests.descends import descends
 
@@ -46,10 +46,6 @@ OTHERS = (
     ),
     (BF16, {}, {"accumulate_dtype": FP16}, "accumulate_dtype=torch.float16"),
 )
-
-
-def test_every_row_of_the_table_has_a_case() -> None:
-    assert len(REFUSALS) == len(REFUSED)
 
 
 @pytest.mark.parametrize("kind", ["rule", "class"])

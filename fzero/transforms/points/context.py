@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import pi, prod
 from typing import Any, Literal, NamedTuple, overload
 
@@ -15,32 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fzero.collectives import assert_same_everywhere, reduce_many, told_everywhere
-from fzero.context.current_rank import has_no_values, is_abstract
-from fzero.context.modes import in_transform, is_recorded
-from fzero.errors import AxisError, CallError, LayoutError, MismatchError, PhaseError
-from fzero.errors.check import require
-from fzero.machine.compress import require_codec
-from fzero.machine.elementwise import require_unaccused
-from fzero.machine.named_shards import FlatRanges, Pieces, leaf_numbers
-from fzero.machine.packing import digest, leaf_ranges, over_places
+from fzero.collectives import assert_same_everywhere, reduce_many
+from fzero.context.current_rank import has_no_values
+from fzero.errors import CallError, LayoutError
+from fzero.machine.named_shards import FlatRanges, Pieces, leaf_numbers, leaf_paths, ranges_in
+from fzero.machine.packing import gather_parts, over_places, stored_leaves
 from fzero.machine.tree_sum import (
     HeldRuns,
-    PlaceRun,
-    folded_rows,
     leaf_runs,
     squares_of_blocks,
     sums_in_order,
     sums_of_blocks,
 )
-from fzero.ranks.mesh import Axis
-from fzero.state import NAMESPACE, Buffers, Form, Layout, Placement, Setup, Slot, TrainState
-from fzero.state.codec import Codec, Compress
-from fzero.state.layout import BLOCK, Leaf, Part
-from fzero.state.points import POINTS, Function, Needs, Points
-from fzero.transforms.models import flatten_states, map_states
-from fzero.transforms.pipeline import P, R, Step, returned_pair
-from fzero.transforms.pipeline import transform as put_around
+from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState
+from fzero.state.layout import BLOCK, Leaf
 
 # Sums over pieces in a layout of blocks: one order, at any stage and on any number of ranks.
 
@@ -93,93 +78,33 @@ def _wide(tensors: Sequence[Tensor]) -> torch.dtype:
     return wide
 
 
-class _Rows(NamedTuple):
-    """Which rows are on several ranks: an item is one of them, with a place for each element."""
-
-    places: tuple[int, ...]
-    ranks: tuple[tuple[PlaceRun, ...], ...]
-    item: dict[tuple[int, int], int]  # (leaf, row) -> the number of a cut row
-    spans: dict[int, tuple[int, int]]  # of each leaf: this rank's elements
-
-
-def row_sums(setup: Setup, pieces: Sequence[LeafPiece]) -> list[Tensor]:
+def row_sums(setup: Setup, pieces: Pieces) -> Pieces:
     """Return, for each element of a piece, the sum over the whole row that it is in. A collective.
 
     A row has all elements with one index of the first dim; a leaf of fewer than two dims is one.
-    pieces: of real numbers, none of which is -0.0, one for each element of a leaf.
+    One flat after the other is made whole for it, so that a sum has the order of its leaf.
+
+    pieces: of real numbers, one for each element of a leaf.
     """
-    axis, wide = setup.over(setup.optimizer_state), _wide([x for _, x in pieces])
-    parts = tuple(setup.part(setup.optimizer_state, rank) for rank in range(axis.size))
-    rows = _rows(setup.layout, parts, axis.rank, tuple(leaf for leaf, _ in pieces))
-    device = pieces[0][1].device if pieces else torch.device("cpu")
-    own = rows.ranks[axis.rank]
-    numbers = {number: key for key, number in rows.item.items()}
-    values = {leaf: x.reshape(-1).to(wide) for leaf, x in pieces}
-    cut, at, length = [torch.zeros(0, dtype=wide, device=device)], list[int](), 0
-    for run in own:
-        leaf, row = numbers[run.item]
-        begin = row * row_numel(setup.layout, leaf) + run.start - rows.spans[leaf][0]
-        cut.append(values[leaf][begin : begin + run.stop - run.start])
-        at.append(length)
-        length += run.stop - run.start
-    held = HeldRuns(torch.cat(cut), own, tuple(at))
-    totals = sums_in_order(held, rows.ranks, rows.places, axis)[0]
-    return [_of_elements(setup.layout, rows, leaf, values[leaf], totals) for leaf, _ in pieces]
-
-
-def _of_elements(layout: Layout, rows: _Rows, leaf: int, x: Tensor, totals: Tensor) -> Tensor:
-    if not x.numel():
-        return x
-    size, (start, stop) = row_numel(layout, leaf), rows.spans[leaf]
-    first, last = start // size, (stop - 1) // size
-    low, high = first + (start % size > 0), stop // size  # the rows that are whole here
-    found = list[Tensor]()
-    if (number := rows.item.get((leaf, first))) is not None:
-        found.append(totals[number : number + 1])
-    if low < high:
-        whole = x[low * size - start : high * size - start].view(high - low, size)
-        found.append(folded_rows(whole))
-    if last > first and (number := rows.item.get((leaf, last))) is not None:
-        found.append(totals[number : number + 1])
-    sums = torch.cat(found)
-    return sums[torch.arange(start, stop, device=x.device) // size - first]
-
-
-def row_numel(layout: Layout, leaf: int) -> int:
-    """Return how many elements a row of a leaf has: all, if it has fewer than two dims."""
-    shape = layout.leaves[leaf].shape
-    return prod(shape[1:]) if len(shape) > 1 else prod(shape)
-
-
-@lru_cache(maxsize=64)  # every step asks for the same ones
-def _rows(layout: Layout, parts: tuple[Part, ...], rank: int, leaves: tuple[int, ...]) -> _Rows:
-    spans = [_spans(layout, part, frozenset(leaves)) for part in parts]
-    item: dict[tuple[int, int], int] = {}
-    ranks: list[tuple[PlaceRun, ...]] = []
-    for own in spans:
-        found = list[PlaceRun]()
-        for leaf in leaves:
-            start, stop = own.get(leaf, (0, 0))
-            size = row_numel(layout, leaf)
-            edges = sorted({start // size, (stop - 1) // size}) if start < stop else []
-            for row in edges:
-                low, high = max(start - row * size, 0), min(stop - row * size, size)
-                if high - low < size:
-                    number = item.setdefault((leaf, row), len(item))
-                    found.append(PlaceRun(number, low, high))
-        ranks.append(tuple(found))
-    places = tuple(row_numel(layout, leaf) for leaf, _ in item)
-    return _Rows(places, tuple(ranks), item, spans[rank])
-
-
-def _spans(layout: Layout, part: Part, leaves: frozenset[int]) -> dict[int, tuple[int, int]]:
-    """Return which elements of each leaf are in a part of the flats that learn."""
-    found: dict[int, tuple[int, int]] = {}
-    for index in layout.trainable:
-        for one in leaf_ranges(layout, index, part):
-            if one.leaf in leaves:
-                two = 2 if layout.leaves[one.leaf].dtype.is_complex else 1
-                found[one.leaf] = (one.start // two, one.stop // two)
+    layout, placement, names = setup.layout, setup.optimizer_state, leaf_paths(setup.layout)
+    wide, found = _wide([*pieces.values()]), dict(pieces)
+    for some in ranges_in(setup, Buffers(placement=placement)):
+        own = {one.path: one for one in some.ranges if one.path in pieces}
+        if not own:
+            continue
+        part = next(pieces[path] for path in own).new_zeros(some.numel, dtype=wide)
+        for path, one in own.items():
+            stored = _as_stored(pieces[path].to(wide), complex_leaf=one.leaf.dtype.is_complex)
+            part[one.at : one.at + one.numel] = stored
+        (flat,) = gather_parts(setup, [part], placement, Placement.REPLICATED)
+        leaves = stored_leaves(layout, some.index, flat)
+        for i, (leaf, stored) in zip(layout.groups[some.index].leaves, leaves, strict=True):
+            if names[i] in own and leaf.numel:
+                one = own[names[i]]
+                values = stored.view(-1, 2)[:, 0] if leaf.dtype.is_complex else stored
+                rows = values.reshape(leaf.shape[0] if len(leaf.shape) > 1 else 1, -1)
+                sums = rows.sum(1, keepdim=True).expand(rows.shape).reshape(-1)
+                found[names[i]] = sums[one.first : one.first + one.count]
     return found
 
 
@@ -281,20 +206,17 @@ class Context:
 
     def __init__(
         self,
-        setup: Setup,
-        step: Tensor,
-        axis: Axis,
+        state: TrainState,
         parts: Mapping[str, LeafPart],
         *,
-        device: torch.device,
         path: str | None = None,
         params: Callable[[], Pieces] | None = None,
         running: Any = None,
         whole: bool = False,
         sums: bool = True,
     ) -> None:
-        self.step, self.path, self.rank = step, path, setup.axis.rank
-        self._setup, self._axis, self._parts, self._device = setup, axis, parts, device
+        self.step, self.path, self.rank = state.step, path, state.setup.axis.rank
+        self._setup, self._parts, self._device = state.setup, parts, state.device
         self._params, self._running, self._whole, self._sums = params, running, whole, sums
         self._read: Pieces | None = None  # what `params` has returned
         self._what: str | None = None  # of a first call
@@ -409,7 +331,16 @@ class Context:
             self._require_pieces("norm")
         values = self._tensors("norm", tree.values())
         if self._in_blocks:
-            return self._norm_in_order(tree, by)
+            name = "norm" if by == "all" else f'norm by="{by}"'
+            self._require_collective(name)
+            pieces = self._pieces("norm", [*tree], values)
+            self._agree(name, [] if by == "all" else [len(tree)])
+            if by == "row":
+                sums = row_sums(self._setup, {path: _square(x) for path, x in tree.items()})
+                return {path: sums[path].sqrt().view(x.shape) for path, x in tree.items()}
+            by_leaf, total = leaf_sums(self._setup, pieces, of_squares=True)
+            norms = by_leaf.sqrt()
+            return dict(zip(tree, norms, strict=True)) if by == "leaf" else total.sqrt()
         squares = [_square(x) for x in values]
         if by == "all":
             sums = [x.sum() for x in squares]
@@ -436,18 +367,6 @@ class Context:
     def _in_blocks(self) -> bool:
         """Whether sums over pieces have one order. Over whole leaves they have it anyway."""
         return self._setup.layout.options.block > 1 and not self._whole
-
-    def _norm_in_order(self, tree: Mapping[str, Tensor], by: By) -> Tensor | dict[str, Tensor]:
-        name = "norm" if by == "all" else f'norm by="{by}"'
-        self._require_collective(name)
-        pieces = self._pieces("norm", [*tree], [*tree.values()])
-        self._agree(name, [len(tree)] if by == "leaf" else [])
-        if by == "row":
-            sums = row_sums(self._setup, [(leaf, _square(x)) for leaf, x in pieces])
-            named = zip(tree.items(), sums, strict=True)
-            return {path: x.sqrt().view(piece.shape) for (path, piece), x in named}
-        by_leaf, total = leaf_sums(self._setup, pieces, of_squares=True)
-        return dict(zip(tree, by_leaf.sqrt(), strict=True)) if by == "leaf" else total.sqrt()
 
     def _pieces(
         self, name: str, paths: Sequence[Any], tensors: Sequence[Tensor]
@@ -536,8 +455,9 @@ class Context:
         self._agree(name, [*x.shape])
         if not x.numel():
             return x
-        x = reduce_many([x], self._axis, ordered=self._setup.reduction.ordered)[0]
-        return over_places(self._setup, x)
+        setup = self._setup
+        axis = setup.over(setup.optimizer_state)
+        return over_places(setup, reduce_many([x], axis, ordered=setup.reduction.ordered)[0])
 
     def _agree(self, name: str, shape: list[int]) -> None:
         """In a first call, compare which sums ranks make."""
@@ -587,472 +507,3 @@ def _total(sums: Sequence[Tensor], device: torch.device) -> Tensor:
     for x in sums:
         wide = torch.promote_types(wide, x.dtype)
     return torch.stack([x.to(wide) for x in sums]).sum()
-
-
-# The first call of a function at a point: what it may return, and what it may not do.
-#
-# shapes and dtypes    as it was given them, by path
-# writes in place      none: what it is given are copies then, whose versions are compared
-# ranks                values are equal where the form, or the placement, says so
-
-
-def is_first(state: TrainState, one: Points, point: str) -> bool:
-    """Whether a function was not checked on this rank yet; never where tensors have no values."""
-    if in_transform() or is_recorded(state.params.flats) or is_abstract():
-        return False
-    return _key(state.setup, point) not in one.checked
-
-
-@contextmanager
-def told(setup: Setup, what: str) -> Iterator[None]:
-    """Tell the other ranks of an error in a first call, for which they wait in its checks.
-
-    Not of one that ranks have from each other: a sum of `ctx` that not all of them make.
-    """
-    try:
-        yield
-    except MismatchError:
-        raise
-    except Exception:
-        with told_everywhere(setup.axis, what=what):
-            raise
-
-
-def passed(state: TrainState, one: Points, point: str) -> None:
-    """Note that the first call of a function was right."""
-    one.checked.add(_key(state.setup, point))
-
-
-def _key(setup: Setup, point: str) -> Any:
-    return point, setup.stage, setup.axis, setup.axis.rank, setup.layout
-
-
-def copied(tree: Any) -> Any:
-    """Return a pytree of copies, which a function may not write to either."""
-    return optree.tree_map(
-        lambda x: x.clone() if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE
-    )
-
-
-def require_unwritten(one: Points, point: str, *trees: Any, of: int = 0) -> None:
-    """Raise `PhaseError` if a function wrote to what it was given: copies, which are new.
-
-    of: how often the last one of the trees, no copy, was written to before.
-    """
-    leaves = [x for tree in trees for x in optree.tree_leaves(tree, namespace=NAMESPACE)]
-    counts = [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
-    if sum(counts) != of:
-        raise PhaseError(
-            f"{one.name}: `{point}` wrote in place to what it was given.",
-            cause="an in-place method (mul_, add_, lerp_, copy_, clamp_) on a slot, a gradient or "
-            "a parameter: states are immutable, and others share their tensors.",
-            fix="return a new tensor: x.mul(a).add(y) in the place of x.mul_(a).add_(y). Nothing "
-            "was changed.",
-        )
-
-
-def require_pair(one: Points, point: str, returned: Any) -> tuple[Any, Any]:
-    """Return (slots, value); raise `LayoutError` if a function did not return such a pair."""
-    if not (isinstance(returned, tuple) and len(returned) == 2):
-        raise LayoutError(
-            f"{one.name}: `{point}` returned a {type(returned).__name__}, not a pair.",
-            cause="a function that returns the slots alone, or the value alone.",
-            fix=f"end it with `return slots, {VALUES[point]}`.",
-        )
-    return returned
-
-
-VALUES = {"local": "g", "reduced": "grads", "update": "params", "updated": "params"}
-
-
-def require_like(one: Points, point: str, what: str, given: Any, new: Any) -> None:
-    """Raise `LayoutError`, naming the place, for other keys, shapes or dtypes than were given."""
-    if isinstance(given, Mapping):
-        if not isinstance(new, Mapping) or set(new) != set(given):
-            seen = sorted(new) if isinstance(new, Mapping) else f"a {type(new).__name__}"
-            raise LayoutError(
-                f"{one.name}: `{point}` returned {what} with {seen}; it was given {sorted(given)}.",
-                cause="a slot or a leaf that is left out, or one that `init` has not made.",
-                fix="return every key that was given, e.g. {**slots, 'mean': new}.",
-            )
-        for key, value in given.items():
-            require_like(one, point, f"{what}[{key!r}]", value, new[key])
-        return
-    if not isinstance(new, Tensor):
-        raise LayoutError(
-            f"{one.name}: `{point}` returned a {type(new).__name__} for {what}.",
-            cause="a Python number in the place of a tensor, or None.",
-            fix="return a tensor of the same shape and dtype: torch.full_like(x, value).",
-        )
-    if new.shape != given.shape or new.dtype != given.dtype:
-        raise LayoutError(
-            f"{one.name}: `{point}` returned {tuple(new.shape)} {new.dtype} for {what}, which is "
-            f"{tuple(given.shape)} {given.dtype}.",
-            cause="an operation that changes the shape or the dtype: a sum, a cast, broadcasting.",
-            fix="return a tensor of the same shape and dtype, e.g. x.to(given.dtype).",
-        )
-
-
-# The same values on all ranks.
-
-
-def require_equal(
-    state: TrainState,
-    one: Points,
-    point: str,
-    values: Mapping[str, Tensor] | None,
-    skipped: Any = False,
-    accused: str = "",
-) -> None:
-    """Raise `MismatchError` on every rank if what ranks must have in common differs. A collective.
-
-    values: pieces by path, placed as the optimizer's state; slots are those of the state.
-    accused: the `LayoutError` that all ranks raise where any has found one.
-    """
-    setup = state.setup
-    lines = [accused, f"skipped: {bool(skipped)}"]
-    for name, slot in state.slots.items():
-        if name.startswith(f"{one.name}/"):
-            lines += _lines_of(setup, name, slot)
-    if values is not None and setup.optimizer_state is Placement.REPLICATED:
-        lines += [f"{path} {digest(x)}" for path, x in values.items()]
-    try:
-        require_unaccused(lines, setup.axis, what=f"{one.name}, `{point}`")
-    except AxisError as error:
-        error.add_note(
-            f"({one.name}: what `{point}` returned must be equal on these ranks. Random numbers: "
-            "use ctx.normal(path). What each rank has of its own: give the slot "
-            'Form(placement=fzero.Placement.PARTIAL, elsewhere="own").)'
-        )
-        raise
-
-
-def require_same_skip(state: TrainState, skipped: Any) -> None:
-    """Raise `MismatchError` on every rank, before the rule, if some of them skip an update.
-
-    Else those would wait for the others, or go on with other parameters.
-    """
-    if isinstance(skipped, Tensor) or in_transform() or is_recorded(state.params.flats):
-        return
-    try:
-        lines = [f"skipped: {skipped}"]
-        assert_same_everywhere(lines, state.setup.axis, what="ctx.skip of an update")
-    except Exception as error:
-        error.add_note(
-            "(An update is skipped on all ranks, or on none. Take the flag from ctx.norm or "
-            "ctx.sum, which are equal on all ranks, and not from this rank's pieces. No update "
-            "was made.)"
-        )
-        raise
-
-
-def _lines_of(setup: Setup, name: str, slot: Slot) -> list[str]:
-    placement = slot.value.placement if isinstance(slot.value, Buffers) else slot.form.placement
-    if placement in (Placement.PARTIAL, Placement.OWNER) or slot.form.elsewhere == "own":
-        return []
-    if isinstance(slot.value, Buffers):
-        if slot.value.placement is not Placement.REPLICATED:
-            return []
-        return [f"{name} {[digest(x) for x in slot.value.flats]}"]
-    values = slot.value.values() if isinstance(slot.value, dict) else [slot.value]
-    return [f"{name} {[digest(x.reshape(-1)) for x in values]}"]
-
-
-# `transform`: a transform of steps of one's own, from pure functions at the points of a step.
-
-Slots = dict[str, Any]
-"""{slot: pieces, a number, or named tensors}."""
-Returned = Mapping[str, Any]
-Made = Mapping[str, Tensor]
-OnPieces = Callable[[Slots, Pieces, Context], tuple[Returned, Made]]
-Rule = Callable[[Made], Pieces]
-
-
-class StepTransform(Points):
-    """A transform of steps: `ema(step)` is a step. What `fzero.transform` returns.
-
-    It also goes into `transforms=` of `fzero.init`, `fzero.shard` and `Engine`.
-    """
-
-    def __call__(self, fn: Callable[P, R], /) -> Step[P, R]:
-        """Return the step `fn(state, *args) -> (state, aux)` with this transform around it."""
-        record = self
-
-        def around(
-            inner: Callable[..., Any], state: Any, /, *args: Any, **kwargs: Any
-        ) -> tuple[Any, Any]:
-            policy = flatten_states(record.name, state)[0][0].setup.policy
-            before = policy.points
-
-            def entered(one: TrainState) -> TrainState:
-                _require_slots(one, record)
-                require_excluded([record], _names_beside(one))
-                return one.replace_policy(points=(record, *before))
-
-            changed = map_states(record.name, entered, state)
-            state, aux = returned_pair(record.name, inner, inner(changed, *args, **kwargs))
-            return map_states(
-                record.name, lambda one: one.replace_policy(points=before), state
-            ), aux
-
-        init_options: dict[str, Any] = {"transforms": (record,)}
-        if self.wire is not None:
-            init_options["compress"] = Compress(gradients=self.wire)
-        step: Any = put_around(
-            self.name,
-            fn,
-            around,
-            never_around=(self.name, *self.excludes, "shard", "simulate"),
-            right=f"fzero.shard({self.name}(step), stage=...), with one {self.name}",
-            options={},
-            init_options=init_options,
-        )
-        return step
-
-
-def _names_beside(state: TrainState) -> set[str]:
-    """Return the names of what a state has: transforms around this one, and owners of slots."""
-    around = {one.name for one in state.setup.policy.points}
-    return around | {name.partition("/")[0] for name in state.slots}
-
-
-def _require_slots(state: TrainState, record: Points) -> None:
-    """Raise `PhaseError` for a state that was made without the slots of a transform."""
-    if record.init is None or record in state.setup.transforms:
-        return
-    same = [one for one in state.setup.transforms if one.name == record.name]
-    raise PhaseError(
-        f"{record.name}: the state has no slots of this transform"
-        + (", but of another one of that name." if same else "."),
-        cause="a state from fzero.init, or from another step; or a transform that is defined "
-        "anew for each step.",
-        fix=f"make it by the init of this step, fzero.shard({record.name}(step), stage=...).init; "
-        "or give fzero.init transforms=[...]. A checkpoint of the other state can be loaded into "
-        "the new one.",
-    )
-
-
-def transform(
-    *,
-    name: str,
-    slots: Mapping[str, Form] | None = None,
-    init: Callable[[Pieces, Context], Mapping[str, Any]] | None = None,
-    loss: Callable[[Slots, Tensor, Context], Tensor] | None = None,
-    local: Callable[[Slots, Tensor, Context], tuple[Returned, Tensor]] | None = None,
-    wire: Codec | None = None,
-    reduced: OnPieces | None = None,
-    update: Callable[[Slots, Pieces, Context, Rule], tuple[Returned, Made]] | None = None,
-    updated: OnPieces | None = None,
-    reads: Sequence[str] = (),
-    needs: Needs = "element",
-    excludes: Sequence[str] = (),
-) -> StepTransform:
-    """Return a transform of steps that acts at the points of a step, and keeps slots in the state.
-
-        loss -> local -> wire -> reduced -> update -> updated
-
-    All functions are pure: they return new slots and values, and write to nothing. Values are this
-    rank's parts of each leaf, {path: 1-D tensor}, so that elementwise code is right at every stage
-    and on every number of ranks; `ctx` has sums and norms over all of them. A leaf of which a rank
-    has nothing is an empty tensor. At each point transforms act from the inside out. `ctx` is a
-    `fzero.Context`. One that raises leaves the state as it was: around the rule, and after it, new
-    tensors are made, and a donated state is written to when all functions have returned.
-
-    Args:
-        name: of the transform: how it shows in a pipeline, and before the names of its slots.
-        slots: {slot: `fzero.Form`}. A slot of `init` that is not in it is parallel to the leaves
-            that learn, placed as the optimizer's state, in fp32 or wider; a number is the same on
-            all ranks.
-        init: (params, ctx) -> {slot: {path: 1-D tensor} or a number}, before the first update.
-        loss: (slots, value, ctx) -> value: what is differentiated in the place of the loss. Each
-            call; slots are read only; what `grad_and_reduce` returns is the value before it.
-        local: (slots, g, ctx) -> (slots, g): this rank's gradient of one call and one leaf,
-            `ctx.path`, in its shape, before it crosses ranks; times the loss scale, if there is
-            one. The slots are those of which a rank has whole leaves, and numbers.
-        wire: a codec of `fzero.codecs`, or one's own: how gradients cross ranks.
-        reduced: (slots, grads, ctx) -> (slots, grads): once an update; the mean gradients in the
-            units of the loss, clipped if a clip is further in.
-        update: (slots, grads, ctx, rule) -> (slots, params); rule(grads) -> params steps the
-            optimizer. Left out: rule.
-        updated: (slots, params, ctx) -> (slots, params): once an update, of what the optimizer has
-            stepped (masters, where there are any), before parameters are gathered or rounded.
-        reads: "before": `updated` may read `ctx.params`, the parameters before the update; with
-            whole leaves `reduced` needs it for that, too.
-        needs: what its functions look at to change an element. "element": that one alone, which is
-            tested when a function is first called. "leaf": its leaf: `reduced` and `updated` get
-            whole leaves in their shapes, each on the rank that owns it, and slots are by leaf on
-            its owner. "matrix" says the same of leaves that are matrices. `local` has whole leaves
-            anyway.
-        excludes: names of transforms and options of fzero, or of other transforms, that it cannot
-            stand beside: "clip", "scale_loss", "local", "compress", "offload", "autocast".
-
-    Returns:
-        A transform: `ema(step)` is a step; `transforms=[ema]` of `fzero.init`, `fzero.shard` and
-        `Engine` takes it. `fzero.slots(state, name)` reads what it keeps.
-
-    Raises:
-        LayoutError: for arguments that do not go together; on its first call for what a function
-            returns in another shape or dtype; and, on every rank, for a function of elements that
-            looks at more: a mean or a norm of a piece, its length, a place in it.
-        MismatchError: on its first call, on every rank, for a value that differs by rank where its
-            form says that it is equal.
-        PhaseError: on its first call, for a function that writes in place.
-
-    Example:
-        >>> import torch, fzero
-        >>> def begin(params, ctx):
-        ...     return {"mean": {path: p.clone() for path, p in params.items()}}
-        >>> def follow(slots, params, ctx):
-        ...     mean = {path: x.lerp(params[path], 0.5) for path, x in slots["mean"].items()}
-        ...     return {"mean": mean}, params
-        >>> ema = fzero.transform(name="ema", init=begin, updated=follow)
-        >>> def step_fn(state):
-        ...     state, loss = fzero.grad_and_reduce(lambda p: p["w"].sum(), state)()
-        ...     return fzero.apply_gradients(state), loss
-        >>> step = fzero.shard(ema(step_fn), stage=2)
-        >>> state, _ = step(step.init({"w": torch.ones(2)}, fzero.optim.sgd(1.0)))
-        >>> fzero.slots(state, "ema")
-        {'mean': {'w': tensor([0.5000, 0.5000])}}
-    """
-    if name in _TAKEN:
-        raise LayoutError(
-            f"transform: name={name!r} is taken.",
-            cause="the name of a transform of fzero's, or of what every state keeps.",
-            fix=f"give another one: name='my_{name}'.",
-        )
-    functions: dict[str, Any] = {"init": init, "loss": loss, "local": local, "reduced": reduced}
-    functions |= {"update": update, "updated": updated}
-    is_name = isinstance(name, str) and name.isidentifier()
-    require("transform: name", name, lambda _: is_name, "a word, as name='ema'")
-    for key, function in functions.items():
-        good = function is None or callable(function)
-        require(f"transform: {key}", function, lambda _, good=good: good, "a function, or None")
-        _require_arguments(name, key, function)
-    wanted = '"element", "leaf" or "matrix"'
-    require("transform: needs", needs, ("element", "leaf", "matrix").__contains__, wanted)
-    good = all(one == "before" for one in reads)
-    require("transform: reads", reads, lambda _: good, '("before",), or ()')
-    if wire is not None:
-        require_codec("transform: wire", wire)
-    pairs = None if slots is None else tuple(slots.items())
-    record = StepTransform(
-        name=name,
-        slots=pairs,
-        wire=wire,
-        reads=tuple(reads),
-        needs=needs,
-        excludes=tuple(excludes),
-        **functions,
-    )
-    _require_together(record)
-    return record
-
-
-_TAKEN = (
-    *("accumulate", "autocast", "check_finite", "clip", "coalesce", "compress", "evaluate"),
-    *("local", "offload", "remat", "scale_loss", "shard", "simulate", "weights"),
-    *("gradients", "masters", "optimizer", "outer", "params", "residual", "window"),
-)
-"""Names that would be read as those of fzero's own."""
-
-_ARGUMENTS: dict[str, tuple[str, ...]] = {
-    "init": ("params", "ctx"),
-    "loss": ("slots", "value", "ctx"),
-    "local": ("slots", "g", "ctx"),
-    "reduced": ("slots", "grads", "ctx"),
-    "update": ("slots", "grads", "ctx", "rule"),
-    "updated": ("slots", "params", "ctx"),
-}
-
-
-def _require_arguments(name: str, point: str, function: Function | None) -> None:
-    """Raise `LayoutError` for a function that cannot be called with what its point gives."""
-    if function is None:
-        return
-    try:
-        takes = inspect.signature(function)
-    except (TypeError, ValueError):  # of a builtin, nobody knows
-        return
-    given = _ARGUMENTS[point]
-    try:
-        takes.bind(*given)
-    except TypeError as error:
-        raise LayoutError(
-            f"transform {name!r}: `{point}` takes {takes}.",
-            cause=f"the arguments of another point ({error}).",
-            fix=f"define it as {point}({', '.join(given)}).",
-        ) from None
-
-
-def _require_together(record: Points) -> None:
-    """Raise `LayoutError` for a transform that does nothing, or contradicts itself."""
-    name = f"transform {record.name!r}"
-    if not record.at:
-        raise LayoutError(
-            f"{name}: it does nothing.",
-            cause="no function at any point.",
-            fix=f"give one of {', '.join(POINTS)}.",
-        )
-    if record.slots and record.init is None:
-        raise LayoutError(
-            f"{name}: slots= without init=.",
-            cause="forms of values that nobody makes.",
-            fix="give init=(params, ctx) -> {slot: value}.",
-        )
-    for slot, form in record.slots or ():
-        good = isinstance(form, Form) and form.leaves != "record"
-        if not good or not isinstance(slot, str) or "/" in slot:
-            raise LayoutError(
-                f"{name}: slots={{{slot!r}: {form!r:.60}}}.",
-                cause="a placement or a dtype in the place of a form, or a name with a slash.",
-                fix="give {slot: fzero.Form(...)}.",
-            )
-        if (
-            record.whole
-            and form.leaves != "number"
-            and (form.leaves != "named" or form.placement is not Placement.OWNER)
-        ):
-            raise LayoutError(
-                f"{name}: the slot {slot} is {form.leaves!r}, and needs={record.needs!r}.",
-                cause="whole leaves are on their owners, and so is what is kept of them.",
-                fix='leave slots= out, or give fzero.Form(leaves="named", '
-                "placement=fzero.Placement.OWNER).",
-            )
-    if record.whole and record.update is not None:
-        raise LayoutError(
-            f"{name}: `update` with needs={record.needs!r}.",
-            cause="the rule steps this rank's parts, and not the leaves that it owns.",
-            fix="act at `reduced` or `updated`, or write a rule: fzero.optim.from_torch("
-            "..., needs='matrix').",
-        )
-
-
-def transforms_apart(transforms: Sequence[Any], beside: Sequence[str] = ()) -> tuple[Points, ...]:
-    """Return the transforms of a state; raise `LayoutError` for two of one name.
-
-    beside: the names of fzero's own transforms and options that the state has.
-    """
-    seen = set[str]()
-    for one in transforms:
-        require("transforms", one, lambda x: isinstance(x, Points), "what fzero.transform returns")
-        if one.name in seen:
-            raise LayoutError(
-                f"transforms: two are named {one.name!r}.",
-                cause="one transform twice, or two whose slots would have the same names.",
-                fix="give each a name of its own: fzero.transform(name=...).",
-            )
-        seen.add(one.name)
-    require_excluded(transforms, seen | {*beside})
-    return tuple(transforms)
-
-
-def require_excluded(transforms: Sequence[Points], beside: Collection[str]) -> None:
-    """Raise `LayoutError` for a transform beside one that it excludes."""
-    for one in transforms:
-        found = sorted({*beside}.intersection(one.excludes))
-        if found:
-            raise LayoutError(
-                f"transforms: {one.name} beside {found[0]}.",
-                cause=f"{one.name} says that it cannot stand beside it (excludes=).",
-                fix="leave one of them out.",
-            )

@@ -12,15 +12,15 @@ the state was made with and that the step has not.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.errors import CallError, LayoutError
+from fzero.errors import LayoutError
 from fzero.machine.elementwise import require_unaccused
 from fzero.machine.named_shards import Pieces, as_flats, by_path, leaf_paths, ranges_in
 from fzero.machine.offload import offloaded, to_device, write_back
@@ -31,9 +31,17 @@ from fzero.state.points import Builtin, Points
 from fzero.state.setup import MASTERS
 from fzero.state.slots import undone
 from fzero.transforms.leaf_slices import Prepared, with_rest
-from fzero.transforms.points import context
 from fzero.transforms.points.context import Context, LeafPart, parts_of, whole_parts
-from fzero.transforms.points.cut import KeptContext, accused, accused_of_others
+from fzero.transforms.points.first_call import (
+    accused_of_others,
+    call_at,
+    is_first,
+    passed,
+    require_equal,
+    require_same_skip,
+    told,
+    watched_call,
+)
 from fzero.transforms.points.slots import (
     given,
     on_owners,
@@ -50,18 +58,21 @@ from fzero.transforms.points.slots import (
 class Skip:
     """A reason for which an update is not made.
 
-    flag: whether it is not: a bool, or a tensor [] that is not 0 then.
+    flag: True where that is known; else a tensor [] that is not 0 where it is not made.
     slots: those of the state where it is not made.
     overflows: gradients are not finite then: a rule may leave the update out by itself.
-    known: the flag as the host has it; None: it was not read.
     says: a warning.
     """
 
     flag: bool | Tensor
     slots: dict[str, Slot]
     overflows: bool = False
-    known: bool | None = None
     says: str = ""
+
+    @property
+    def known(self) -> bool:
+        """Whether it is known that the update is not made."""
+        return self.flag is True
 
 
 @dataclass(slots=True)
@@ -81,6 +92,7 @@ class Running:
     total: Tensor | None = None  # what gradients are sums by, and to be divided by
     skipped: Any = False  # what `ctx.skip` was given: a bool, or a tensor [] if it is general
     before: Pieces | None = None  # the parameters before it, for transforms that read them
+    overflow: Tensor | None = None  # whether gradients are not finite, []; None: nobody looks
     by_rule: bool = False  # the rule leaves an overflow out by itself
 
     def put(self, state: TrainState) -> None:
@@ -89,9 +101,11 @@ class Running:
 
     def leave_out(self, flag: bool | Tensor, *, overflows: bool = False, says: str = "") -> None:
         """Make no update if `flag` is true; the slots stay as they are now."""
-        known = flag if isinstance(flag, bool) else None
-        one = Skip(flag=flag, slots=self.state.slots, overflows=overflows, known=known, says=says)
-        self.skips.append(one)
+        if flag is not False:
+            one = Skip(flag=flag, slots=self.state.slots, overflows=overflows, says=says)
+            self.skips.append(one)
+        if overflows and isinstance(flag, Tensor):
+            self.overflow = flag
 
     def skip(self, flag: Any) -> None:
         """Make no update if `flag` is true; the host reads it, unless the update is general."""
@@ -101,13 +115,7 @@ class Running:
     @property
     def kept(self) -> bool:
         """Whether it is known that the update is not made."""
-        return any(one.known is True for one in self.skips)
-
-    @property
-    def overflow(self) -> Tensor | None:
-        """Whether gradients are not finite, [], on the device; None if nobody looks."""
-        flags = (one.flag for one in self.skips if one.overflows)
-        return next((flag for flag in flags if isinstance(flag, Tensor)), None)
+        return any(one.known for one in self.skips)
 
     def read(self, leaves_out: Callable[[], bool]) -> None:
         """Let the host read whether there was an overflow, where neither a graph nor the rule does.
@@ -117,11 +125,8 @@ class Running:
         if self.general or self.overflow is None:
             return
         self.by_rule = leaves_out()
-        if self.by_rule or self.kept:
-            return
-        self.skips = [
-            replace(one, known=bool(one.flag)) if one.known is None else one for one in self.skips
-        ]
+        if not (self.by_rule or self.kept):
+            self.skips = [replace(one, flag=True) for one in self.skips if bool(one.flag)]
 
     def context(
         self,
@@ -135,82 +140,48 @@ class Running:
 
         wholes: the whole leaves that it is given; and behind them those before the update.
         """
-        state = self.state
-        setup = state.setup
-        reads: Callable[[], Pieces] | None = None
+        state, reads = self.state, None
         if wholes:
             reads = (lambda: dict(wholes[1])) if len(wholes) > 1 else None
         elif point in ("reduced", "update"):
             reads = lambda: stepped_by_path(state)[1]  # noqa: E731
-        elif self.before is not None and "before" in one.reads:
-            kept = self.before
-            reads = lambda: kept  # noqa: E731
+        elif (before := self.before) is not None and "before" in one.reads:
+            reads = lambda: before  # noqa: E731
         running = self if point == "reduced" else None
-        axis = setup.over(setup.optimizer_state)
-        return Context(
-            setup,
-            state.step,
-            axis,
-            parts,
-            device=state.device,
-            params=reads,
-            running=running,
-            whole=bool(wholes),
-        )
+        return Context(state, parts, params=reads, running=running, whole=bool(wholes))
 
     # After it.
 
     def selected(self, new: TrainState) -> TrainState:
         """Return the state after the update: the old one where it is skipped, but for slots."""
-        old = self.old
-        new = new.replace(step=self._step())
-        skipped = any(one.known is True for one in self.skips)
+        old, made = self.old, cast("Any", 1)
         for one in reversed(self.skips):
-            if one.known is True:  # its parameters and its rule are the old ones already
+            if one.known:  # its parameters and its rule are the old ones already
                 new = new.replace(slots=undone(one.slots))
-            elif one.known is None and not skipped and not (one.overflows and self.by_rule):
-                before = old.params, old.optimizer, undone(one.slots)
-                after = new.params, new.optimizer, new.slots
-                params, optimizer, slots = unless(one.flag, before, after)
-                new = new.replace(params=params, optimizer=optimizer, slots=slots)
-        return new
+            elif not self.kept and not (one.overflows and self.by_rule):
+                skips: Any = one.flag != 0
 
-    def _step(self) -> Tensor:
-        """Return how many updates were made: this one, unless it is skipped."""
-        step = self.old.step
-        if any(one.flag is True for one in self.skips):
-            return step
-        made: Any = 1
-        for one in self.skips:
+                def chosen(before: Any, after: Any, skips: Any = skips) -> Any:
+                    same = before is after or not isinstance(after, Tensor)
+                    return after if same else torch.where(skips, before, after)
+
+                before: Any = (old.params, old.optimizer, undone(one.slots))
+                after: Any = (new.params, new.optimizer, new.slots)
+                made_of: Any = optree.tree_map(chosen, before, after, namespace=NAMESPACE)
+                params, optimizer, slots = made_of
+                new = new.replace(params=params, optimizer=optimizer, slots=slots)
             if isinstance(one.flag, Tensor):
-                made = made * (one.flag == 0).to(step.dtype)
-        return step + made
+                made = made * (one.flag == 0).to(old.step.dtype)
+        return new.replace(step=old.step if self.kept else old.step + made)
 
     def lost(self) -> Tensor | None:
         """Return whether the update is skipped: [], not 0; None if that cannot be."""
-        flags = [one.flag for one in self.skips if one.flag is not False]
-        if any(flag is True for flag in flags):
+        if self.kept:
             return torch.ones(())
         found: Any = None
-        for flag in flags:
-            found = flag if found is None else (found != 0) | (flag != 0)
+        for one in self.skips:
+            found = one.flag if found is None else (found != 0) | (one.flag != 0)
         return found
-
-
-def unless(flag: Any, old: Any, new: Any) -> Any:
-    """Return `old` where the flag, [], is not 0, else `new`: two pytrees of one structure."""
-    skips = flag != 0
-
-    def of(before: Any, after: Any) -> Any:
-        if before is after or not isinstance(after, Tensor):
-            return after
-        return torch.where(skips, before, after)
-
-    return optree.tree_map(of, old, new, namespace=NAMESPACE)
-
-
-Rule = Callable[[Pieces], Pieces]
-"""Gradients by path -> the parameters after the rule's update, by path."""
 
 
 def transforms_of(setup: Setup, point: str) -> list[Any]:
@@ -246,16 +217,8 @@ def reduced(running: Running, ready: Prepared) -> Prepared:
             running.ready = running.ready._replace(gradients=gradients, is_shared=True)
             asked = True
     if asked:
-        context.require_same_skip(running.state, running.skipped)
+        require_same_skip(running.state, running.skipped)
     return with_rest(state, running.ready)
-
-
-def updated(running: Running, flats: Sequence[Tensor]) -> list[Tensor]:
-    """Return what the rule has stepped after all transforms at `updated`."""
-    held = Buffers(flats=tuple(flats), placement=running.state.setup.optimizer_state)
-    for one in transforms_of(running.state.setup, "updated"):
-        held = _acted(running, one, "updated", held)
-    return list(held.flats)
 
 
 def _acted(running: Running, one: Points, point: str, held: Buffers) -> Buffers:
@@ -265,56 +228,52 @@ def _acted(running: Running, one: Points, point: str, held: Buffers) -> Buffers:
     return Buffers(flats=_on_owners(running, one, point, flats), placement=held.placement)
 
 
-def _on_pieces(running: Running, one: Points, point: str, held: Buffers) -> Buffers:
-    """Run a function on this rank's parts by path."""
+def _on_pieces(
+    running: Running,
+    one: Points,
+    point: str,
+    held: Buffers,
+    rule: Callable[[Buffers], Buffers] | None = None,
+) -> Buffers:
+    """Run a function on this rank's parts by path; return what stands in the place of `held`.
+
+    rule: at `update`, of gradients; what it returns is then what is changed.
+    """
     state = running.state
     ranges = ranges_in(state.setup, held)
-    here = [to_device(x, state.device) for x in held.flats]
-    pieces, slots = by_path(ranges, here), given(state, one)
+
+    def on_device(buffers: Buffers) -> tuple[Buffers, list[Tensor], Pieces]:
+        here = [to_device(x, state.device) for x in buffers.flats]
+        return buffers, here, by_path(ranges, here)
+
+    changed = (_, here, pieces) = on_device(held)
+
+    def rule_by_path(grads: Pieces) -> Pieces:
+        nonlocal changed
+        assert rule is not None
+        changed = on_device(rule(replace(held, flats=as_flats(ranges, here, pieces, grads))))
+        return changed[2]
+
+    slots, first = given(state, one), is_first(state, one, point)
     ctx = running.context(one, point, parts_of(ranges))
-    with one_thread(state.setup.layout.options.block > 1):  # pieces are cut where ranks are
-        slots_after, new = _called(running, one, point, slots, pieces, ctx)
-    running.put(put(running.state, one, slots, slots_after))
-    made = as_flats(ranges, here, pieces, new)
+    by_rule = None if rule is None else rule_by_path
+    # Pieces are cut where ranks are.
+    with told(state, one, point, first=first), one_thread(state.setup.layout.options.block > 1):
+        after, new, error = call_at(state, one, point, slots, pieces, ctx, by_rule, first=first)
+    running.put(put(running.state, one, slots, after))
+    if first:
+        require_equal(running.state, one, point, new, running.skipped, error)
+    if rule is not None and changed[0] is held:  # it has made the parameters itself
+        changed = on_device(replace(held, flats=tuple(stepped_parts(state))))
+    old, here, pieces = changed
     stored = point == "reduced" and not running.general  # parameters are written where they stand
     home = state.setup.offload.gradients if stored else None
+    made = as_flats(ranges, here, pieces, new)
     flats = tuple(
-        old if x is now else offloaded(home, x, state.setup.offload)
-        for old, now, x in zip(held.flats, here, made, strict=True)
+        x if y is now else offloaded(home, y, state.setup.offload)
+        for x, now, y in zip(old.flats, here, made, strict=True)
     )
-    return Buffers(flats=flats, placement=held.placement)
-
-
-def _called(
-    running: Running, one: Points, point: str, slots: Any, value: Any, ctx: Context
-) -> tuple[dict[str, Any], Any]:
-    """Call `one.point(slots, value, ctx)`; check the first call."""
-    function, state = getattr(one, point), running.state
-    if not context.is_first(state, one, point):
-        return context.require_pair(one, point, function(slots, value, ctx))
-    with context.told(state.setup, f"{one.name}, `{point}`"):
-        copies, ctx = context.copied((slots, value)), ctx.watched(f"{one.name}, `{point}`")
-        asked = KeptContext(ctx)
-        after, new = context.require_pair(one, point, function(*copies, asked))
-        context.require_unwritten(one, point, copies, ctx.shown)
-        context.require_like(one, point, "slots", slots, after)
-        context.require_like(one, point, context.VALUES[point], value, new)
-        error = accused(one, point, asked, slots, value, after, new)
-    # What was returned as it was given is a copy here: the state goes on with its own.
-    after, new = _same(copies[0], slots, after), _same(copies[1], value, new)
-    now = put(state, one, slots, after)
-    context.require_equal(now, one, point, new, running.skipped, error)
-    context.passed(state, one, point)
-    return after, new
-
-
-def _same(copies: Any, own: Any, returned: Any) -> Any:
-    """Return what was returned, with the state's own tensors in the place of their copies."""
-    if returned is copies:
-        return own
-    if isinstance(own, Mapping):
-        return {key: _same(copies[key], own[key], returned[key]) for key in own}
-    return returned
+    return replace(old, flats=flats)
 
 
 # The rule.
@@ -347,16 +306,21 @@ def step_in_transforms(
         masters = rule.slots(now[1]).get(MASTERS, ())
         return work_tensors(now[0], masters) if masters else list(now[0])
 
-    def step(grads: Buffers) -> list[Tensor]:
+    def step(grads: Buffers) -> Buffers:
         nonlocal now
         new, kept = rule.advance(now[0], grads.flats, now[1], pieces, owned=False, **options)
         now = list(new), kept
-        return work()
+        return replace(grads, flats=tuple(work()))
 
-    means = Buffers(flats=tuple(gradients), placement=state.setup.gradients)
-    made = updated(running, stepping(running, step)(means))
+    setup, around = state.setup, step
+    for one in transforms_of(setup, "update"):
+        around = partial(_on_pieces, running, one, "update", rule=around)
+    made = around(Buffers(flats=tuple(gradients), placement=setup.gradients))
+    made = replace(made, placement=setup.optimizer_state)
+    for one in transforms_of(setup, "updated"):
+        made = _acted(running, one, "updated", made)
     masters: dict[int, Tensor] = {}
-    for k, (old, new) in enumerate(zip(work(), made, strict=True)):
+    for k, (old, new) in enumerate(zip(work(), made.flats, strict=True)):
         if new is not old:
             shard = now[0][k]
             if old is not shard:
@@ -386,77 +350,6 @@ def _written(before: Any, after: Any) -> Any:
     return optree.tree_unflatten(spec, made)
 
 
-def stepping(running: Running, rule: Callable[[Buffers], list[Tensor]]) -> Callable[..., Any]:
-    """Return the update of transforms around a rule: gradients -> what the rule has stepped.
-
-    rule: gradients -> this rank's parts of what it steps, after one update. It is called once, or
-    not at all by a transform that makes the parameters itself.
-    """
-    wrapped = rule
-    for one in transforms_of(running.state.setup, "update"):
-        wrapped = _around(running, one, wrapped)
-    return wrapped
-
-
-def _around(
-    running: Running, one: Points, rule: Callable[[Buffers], list[Tensor]]
-) -> Callable[[Buffers], list[Tensor]]:
-    def advance(gradients: Buffers) -> list[Tensor]:
-        state = running.state
-        ranges = ranges_in(state.setup, gradients)
-        here = [to_device(x, state.device) for x in gradients.flats]
-        pieces, slots = by_path(ranges, here), given(state, one)
-        old = stepped_by_path(state)[1]
-        stepped: list[list[Tensor]] = []
-
-        first = context.is_first(state, one, "update")
-        what = f"{one.name}, `update`"
-        ctx, shown = running.context(one, "update", parts_of(ranges)), list[Pieces]()
-
-        def rule_by_path(grads: Pieces) -> Pieces:
-            if stepped:
-                raise CallError(
-                    f"{one.name}: `update` called the rule twice.",
-                    cause="a second step from the same state, which would count as two updates.",
-                    fix="call rule(grads) once; a gradient at another point is made in the step: "
-                    "fzero.map_params and a second grad_and_reduce.",
-                )
-            context.require_like(one, "update", "grads", pieces, grads)
-            flats = as_flats(ranges, here, pieces, grads)
-            stepped.append(rule(Buffers(flats=flats, placement=gradients.placement)))
-            made = by_path(ranges, [to_device(x, state.device) for x in stepped[0]])
-            shown.append(context.copied(made) if first else made)
-            return dict(shown[0])
-
-        function: Any = one.update
-        own, error = (slots, pieces), ""
-        asked: Any = ctx
-        if first:
-            own, asked = context.copied(own), KeptContext(ctx.watched(what))
-        alone = one_thread(state.setup.layout.options.block > 1)
-        with context.told(state.setup, what) if first else nullcontext(), alone:
-            after, new = context.require_pair(one, "update", function(*own, asked, rule_by_path))
-            if first:
-                context.require_unwritten(one, "update", own, shown, ctx.shown)
-            after = _same(own[0], slots, after)
-            context.require_like(one, "update", "slots", slots, after)
-            context.require_like(one, "update", "params", old, new)
-            if first:
-                to = shown[0] if shown else None
-                error = accused(one, "update", asked, slots, pieces, after, new, to)
-        running.put(put(running.state, one, slots, after))
-        if first:
-            context.require_equal(running.state, one, "update", new, accused=error)
-            context.passed(state, one, "update")
-        base = stepped[0] if stepped else stepped_parts(state)
-        now = [to_device(x, state.device) for x in base]
-        given_now = by_path(ranges, now)
-        made = as_flats(ranges, now, given_now, _same(shown[0], given_now, new) if shown else new)
-        return [b if m is n else m for b, n, m in zip(base, now, made, strict=True)]
-
-    return advance
-
-
 def _on_owners(
     running: Running, one: Points, point: str, flats: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
@@ -469,8 +362,7 @@ def _on_owners(
     after: dict[str, Any] = {
         name: dict(value) if isinstance(value, dict) else value for name, value in slots.items()
     }
-    function, what = getattr(one, point), f"{one.name}, `{point}`"
-    first = context.is_first(state, one, point)
+    first = is_first(state, one, point)
 
     def slots_of(own: Mapping[str, Tensor]) -> dict[str, Any]:
         return {
@@ -478,27 +370,18 @@ def _on_owners(
             for name, value in after.items()
         }
 
-    def checked(some: Any, own: Any, ctx: Context) -> Any:
-        """The first call: owners have other leaves, so all are told of an error of one."""
-        with context.told(state.setup, what):
-            copies = context.copied((some, own))
-            after, new = context.require_pair(one, point, function(*copies, ctx.watched(what)))
-            context.require_unwritten(one, point, copies, ctx.shown)
-            alone = lambda x: function(*context.copied((slots_of(x), x)), ctx)[1]  # noqa: E731
-            error = accused_of_others(one, point, own, new, alone)
-        lines = [error, f"skipped: {running.skipped}"]
-        require_unaccused(lines, state.setup.axis, what=what)
-        return _same(copies[0], some, after), new
-
     def compute(wholes: list[dict[str, Tensor]]) -> Mapping[str, Tensor]:
-        own, some = wholes[0], slots_of(wholes[0])
-        ctx = running.context(one, point, parts, wholes=wholes)
-        if first:
-            new_slots, new = checked(some, own, ctx)
-        else:
-            new_slots, new = context.require_pair(one, point, function(some, own, ctx))
-        context.require_like(one, point, "slots", some, new_slots)
-        context.require_like(one, point, context.VALUES[point], own, new)
+        def call(own: dict[str, Tensor]) -> tuple[dict[str, Any], Any, str]:
+            return call_at(state, one, point, slots_of(own), own, ctx, first=first)
+
+        own, ctx = wholes[0], running.context(one, point, parts, wholes=wholes)
+        with told(state, one, point, first=first):
+            new_slots, new, error = call(own)
+            if first:
+                error = accused_of_others(one, point, own, new, lambda some: call(some)[1])
+        if first:  # owners have other leaves, so all are told of an error of one
+            lines = [error, f"skipped: {running.skipped}"]
+            require_unaccused(lines, state.setup.axis, what=f"{one.name}, `{point}`")
         for name, value in new_slots.items():
             if isinstance(value, dict):
                 after[name].update(value)
@@ -516,20 +399,15 @@ def _on_owners(
         inputs.append([to_device(x, state.device) for x in stepped_parts(state)])
     on_owners(state.setup, inputs, compute, outs)
     if first:
-        context.passed(state, one, point)
-    running.put(put(running.state, one, slots, _of_owners(state.setup, after)))
+        passed(state, one, point)
+    # A stacked state has slots everywhere: they are empty where another rank owns the leaf.
+    others = {path for path, is_mine in owned_paths(state.setup).items() if not is_mine}
+    for value in after.values():
+        if isinstance(value, dict):
+            for path in others & value.keys():
+                value[path] = value[path].new_zeros(0) if value[path].numel() else value[path]
+    running.put(put(running.state, one, slots, after))
     return tuple(outs)
-
-
-def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return slots, empty where another rank owns the leaf: a stacked state has them everywhere."""
-    others = {path for path, is_mine in owned_paths(setup).items() if not is_mine}
-    return {
-        name: {k: x.new_zeros(0) if k in others and x.numel() else x for k, x in value.items()}
-        if isinstance(value, dict)
-        else value
-        for name, value in slots.items()
-    }
 
 
 # Each call.
@@ -538,18 +416,13 @@ def _of_owners(setup: Setup, slots: Mapping[str, Any]) -> dict[str, Any]:
 def at_loss(state: TrainState, value: Tensor) -> Tensor:
     """Return the loss that is differentiated: after all transforms at `loss` of a state."""
     for one in transforms_of(state.setup, "loss"):
+        ctx, slots = Context(state, {}, sums=False), given(state, one)
         function: Any = one.loss
-        ctx = Context(
-            state.setup, state.step, state.setup.axis, {}, device=state.device, sums=False
-        )
-        slots, first = given(state, one), context.is_first(state, one, "loss")
-        if first:
-            slots, ctx = context.copied(slots), ctx.watched(f"{one.name}, `loss`")
-        version = value._version
-        new = function(slots, value, ctx)
-        if first:
-            context.require_unwritten(one, "loss", slots, ctx.shown, value, of=version)
-            context.passed(state, one, "loss")
+        if is_first(state, one, "loss"):
+            new = watched_call(one, "loss", ctx, slots, value)[0]
+            passed(state, one, "loss")
+        else:
+            new = function(slots, value, ctx)
         if not isinstance(new, Tensor) or new.ndim or not new.is_floating_point():
             seen = f"a {type(new).__name__}"
             if isinstance(new, Tensor):
@@ -571,12 +444,17 @@ class Locals:
 
     def __init__(self, state: TrainState) -> None:
         self._state, self._transforms = state, transforms_of(state.setup, "local")
-        self._given = {one.name: _given_whole(state, one) for one in self._transforms}
+        self._given: dict[str, dict[str, Any]] = {one.name: {} for one in self._transforms}
+        for name, slot in state.slots.items():
+            owner, _, own = name.partition("/")
+            whole = slot.form.placement in (Placement.PARTIAL, Placement.REPLICATED)
+            if owner in self._given and (whole or slot.form.leaves == "number"):
+                self._given[owner][own] = value_given(state, slot)
         self._after = {
             name: {k: dict(v) if isinstance(v, dict) else v for k, v in slots.items()}
             for name, slots in self._given.items()
         }
-        self._first = [one for one in self._transforms if context.is_first(state, one, "local")]
+        self._first = [one for one in self._transforms if is_first(state, one, "local")]
 
     def __bool__(self) -> bool:
         return bool(self._transforms)
@@ -587,38 +465,21 @@ class Locals:
         path, leaf = leaf_paths(setup.layout)[number], setup.layout.leaves[number]
         parts = {path: LeafPart(leaf, 0, gradient.numel())}
         for one in self._transforms:
-            ctx = Context(
-                setup,
-                self._state.step,
-                setup.axis,
-                parts,
-                device=gradient.device,
-                path=path,
-                sums=False,
-            )
+            ctx = Context(self._state, parts, path=path, sums=False)
             gradient = self._of(one, path, gradient, ctx)
         return gradient
 
     def _of(self, one: Points, path: str, gradient: Tensor, ctx: Context) -> Tensor:
-        function: Any = one.local
-        after = self._after[one.name]
+        state, after = self._state, self._after[one.name]
         slots = {
             k: v[path].view(gradient.shape) if isinstance(v, dict) else v for k, v in after.items()
         }
-        if one in self._first:
-            copies = context.copied((slots, gradient))
-            pair = function(*copies, ctx.watched(f"{one.name}, `local`"))
-            new_slots, new = context.require_pair(one, "local", pair)
-            context.require_unwritten(one, "local", copies, ctx.shown)
-            new_slots = _same(copies[0], slots, new_slots)
-        else:
-            new_slots, new = context.require_pair(one, "local", function(slots, gradient, ctx))
-        context.require_like(one, "local", "slots", slots, new_slots)
-        context.require_like(one, "local", "g", gradient, new)
+        first = one in self._first
+        new_slots, new, _ = call_at(state, one, "local", slots, gradient, ctx, first=first)
         for name, value in new_slots.items():
             if value is slots[name]:
                 continue
-            form = self._state.slots[f"{one.name}/{name}"].form
+            form = state.slots[f"{one.name}/{name}"].form
             if form.placement is not Placement.PARTIAL:
                 raise LayoutError(
                     f"{one.name}: `local` changed the slot {name}, which is equal on all ranks.",
@@ -635,20 +496,10 @@ class Locals:
     def put(self, state: TrainState) -> TrainState:
         """Return the state with the slots after this call."""
         for one in self._transforms:
-            context.passed(state, one, "local")
+            passed(state, one, "local")
             own = {**given(state, one), **self._given[one.name]}
             state = put(state, one, own, {**own, **self._after[one.name]})
         return state
-
-
-def _given_whole(state: TrainState, one: Points) -> dict[str, Any]:
-    """Return the slots of which this rank has whole leaves, and the numbers."""
-    found, prefix = {}, f"{one.name}/"
-    for name, slot in state.slots.items():
-        whole = slot.form.placement in (Placement.PARTIAL, Placement.REPLICATED)
-        if name.startswith(prefix) and (whole or slot.form.leaves == "number"):
-            found[name.removeprefix(prefix)] = value_given(state, slot)
-    return found
 
 
 Changed = Callable[[int, Tensor, torch.dtype], Tensor]
@@ -705,19 +556,16 @@ class ByPath(CallPart):
 
     def begins(self, number: int, state: TrainState, weighed: Any) -> TrainState:
         """Return a state at its first event of a backward."""
-        """Return a state at its first event of a backward."""
         state = renewed(state, "backward")
         self._locals[number] = Locals(state)
         return state
 
     def change(self, number: int) -> Changed | None:
         """Return what changes a gradient of this rank, if anything does."""
-        """Return what changes a gradient of this rank, if anything does."""
         own = self._locals[number]
         return (lambda leaf, gradient, dtype: own(leaf, gradient)) if own else None
 
     def ends(self, number: int, state: TrainState) -> TrainState:
-        """Return a state with the slots of this backward."""
         """Return a state with the slots of this backward."""
         return self._locals[number].put(state)
 

@@ -19,32 +19,28 @@ from fzero.errors import LayoutError
 from fzero.machine.named_shards import (
     FlatRanges,
     Pieces,
-    Range,
     as_flats,
     by_path,
     leaf_paths,
     ranges_in,
 )
 from fzero.machine.offload import offloaded, to_device
-from fzero.machine.owners import Owners, every_leaf_owned
+from fzero.machine.owners import Owners, every_leaf_owned, owners_of
 from fzero.machine.packing import gather_parts, part_of
 from fzero.optim.entries import with_tensors
 from fzero.optim.precision import masters_of, work_tensors
 from fzero.state import Buffers, Form, Placement, Setup, Slot, TrainState
 from fzero.state.layout import as_complex, as_real
 from fzero.state.points import Points
-from fzero.transforms.points.context import (
-    Context,
-    copied,
+from fzero.transforms.leaf_slices import pieces_of
+from fzero.transforms.points.context import Context, parts_of, whole_parts
+from fzero.transforms.points.first_call import (
+    accused,
     is_first,
-    parts_of,
-    passed,
     require_equal,
-    require_unwritten,
     told,
-    whole_parts,
+    watched_call,
 )
-from fzero.transforms.points.cut import KeptContext, accused
 
 # Whole leaves on the ranks that own them, for transforms that need matrices.
 #
@@ -112,6 +108,15 @@ def _shaped(owners: Owners, number: int, flat: Tensor) -> Tensor:
     return (as_complex(flat) if leaf.dtype.is_complex else flat).view(leaf.shape)
 
 
+def rule_state(setup: Setup, shards: Sequence[Tensor]) -> Any:
+    """Return what the optimizer keeps before its first step, of this rank's shards."""
+    home, owners = setup.offload.optimizer, owners_of(setup)
+    given: dict[str, Any] = {} if owners is None else {"owners": owners}
+    if home is not None:
+        given["place"] = lambda x: offloaded(home, x, setup.offload)
+    return setup.optimizer.init(shards, pieces_of(setup), **given)
+
+
 def stepped_parts(state: TrainState) -> list[Tensor]:
     """Return this rank's part of what the rule steps: of each flat its master, or itself."""
     setup, rank = state.setup, state.setup.axis.rank
@@ -177,7 +182,8 @@ def begun_slots(state: TrainState, only: Sequence[str] | None = None) -> TrainSt
     """
     made = dict(state.slots)
     for one in state.setup.transforms:
-        wanted = [name for name in _names(one, state) if only is None or name in only]
+        known = [*(f"{one.name}/{name}" for name, _ in one.slots or ()), *state.slots]
+        wanted = [x for x in known if x.startswith(f"{one.name}/") and (only is None or x in only)]
         if one.init is None or (only is not None and not wanted):
             continue
         for name, slot in _begun(state, one).items():
@@ -186,33 +192,21 @@ def begun_slots(state: TrainState, only: Sequence[str] | None = None) -> TrainSt
     return state.replace(slots=made)
 
 
-def _names(one: Points, state: TrainState) -> list[str]:
-    declared = [f"{one.name}/{name}" for name, _ in one.slots or ()]
-    return [*declared, *(name for name in state.slots if name.startswith(f"{one.name}/"))]
-
-
 def _begun(state: TrainState, one: Points) -> dict[str, Slot]:
     """Return the slots of one transform as its `init` makes them, checked."""
     setup, (ranges, params) = state.setup, stepped_by_path(state)
     parts, whole = parts_of(ranges), one.whole
     if whole:
         params, parts = owned_wholes(setup, stepped_parts(state)), whole_parts(parts)
-    axis, what = setup.over(setup.optimizer_state), f"{one.name}, `init`"
-    ctx = Context(
-        setup, state.step, axis, parts, device=state.device, params=lambda: params, whole=whole
-    )
-    function: Any = one.init
-    first = is_first(state, one, "init")
-    if not first:
+    ctx = Context(state, parts, params=lambda: params, whole=whole)
+    if not is_first(state, one, "init"):
+        function: Any = one.init
         return _as_slots(state, one, function(params, ctx), whole=whole)
-    with told(setup, what):
-        copies, asked = copied(params), KeptContext(ctx.watched(what))
-        values = function(copies, asked)
-        require_unwritten(one, "init", copies, ctx.shown)
+    with told(state, one, "init", first=True):
+        values, asked = watched_call(one, "init", ctx, params)
         found = _as_slots(state, one, values, whole=whole)
         error = "" if whole else accused(one, "init", asked, {}, params, values, {})
-    require_equal(state.replace(slots=found), one, "init", None, accused=error)
-    passed(state, one, "init")
+    require_equal(state.replace(slots=found), one, "init", None, accusation=error)
     return found
 
 
@@ -223,99 +217,90 @@ def _as_slots(state: TrainState, one: Points, values: Any, *, whole: bool) -> di
     forms = dict(one.slots or ())
     if not set(forms) <= set(values):
         raise _bad_init(one, f"made {sorted(values)}, and slots= has {sorted(forms)}")
-    found = {}
+    found, setup, learning = {}, state.setup, state.setup.layout.trainable
     for name, value in values.items():
-        form = forms[name] if name in forms else _form_of(value, whole=whole)
-        found[f"{one.name}/{name}"] = _slot(state, one, name, form, value)
+        place, by_path = f"{one.name}/{name}", isinstance(value, Mapping)
+        usual = Form(leaves="named", placement=Placement.OWNER) if whole else Form()
+        form = forms.get(name, usual if by_path else Form(leaves="number"))
+        made = value
+        if form.leaves == "number":
+            if isinstance(made, bool | int | float):
+                wide = torch.float32  # as wide as the widest parameter that learns
+                for index in learning:
+                    wide = torch.promote_types(wide, setup.layout.groups[index].dtype)
+                kind = {bool: torch.bool, int: torch.int64}.get(type(made), wide)
+                made = torch.tensor(made, dtype=kind)
+            if not isinstance(made, Tensor):
+                raise _bad_init(one, f"made a {type(made).__name__} for the number {place}")
+            made = _own(_apart(made).to(state.device, form.dtype or made.dtype))
+        elif form.leaves == "named":
+            if not by_path:
+                raise _bad_init(one, f"made a {type(value).__name__} for {place}, which has names")
+            for key, x in value.items():
+                if not isinstance(x, Tensor):
+                    raise _bad_init(one, f"made a {type(x).__name__} for {place}[{key!r}]")
+            made = {key: _stored(state, _own(_apart(x))) for key, x in value.items()}
+            if whole:  # every rank knows every name
+                for path in owned_paths(setup):
+                    made.setdefault(path, torch.zeros(0, device=state.device))
+            made = dict(sorted(made.items()))
+        else:
+            made = _in_flats(state, one, place, form, value)
+        found[place] = Slot(value=made, form=form)
     return found
 
 
-def _form_of(value: Any, *, whole: bool) -> Form:
-    if not isinstance(value, Mapping):
-        return Form(leaves="number")
-    return Form(leaves="named", placement=Placement.OWNER) if whole else Form()
-
-
-def _slot(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Slot:
-    """Return a slot of a value that `init` has made."""
-    setup, place = state.setup, f"{one.name}/{name}"
-    if form.leaves == "number":
-        return Slot(value=_number(state, one, name, form, value), form=form)
-    if form.leaves == "named":
-        return Slot(value=_named(state, one, place, value), form=form)
-    placement = form.placed(setup.optimizer_state)
-    ranges = ranges_in(setup, Buffers(placement=placement), every=form.leaves == "all")
+def _in_flats(state: TrainState, one: Points, place: str, form: Form, value: Any) -> Buffers:
+    """Return a slot that `init` has made by path, or by one number for all elements, as flats."""
+    placement = form.placed(state.setup.optimizer_state)
+    ranges = ranges_in(state.setup, Buffers(placement=placement), every=form.leaves == "all")
     if isinstance(value, int | float) or (isinstance(value, Tensor) and not value.ndim):
-        value = _filled(ranges, value, state.device)
+        number, value = value, dict[str, Tensor]()
+        for leaf in (leaf for some in ranges for leaf in some.ranges):
+            dtype = leaf.leaf.dtype  # a Python number has that of the leaf
+            floats = dtype.is_floating_point or dtype.is_complex
+            kind = dtype if floats and not isinstance(number, Tensor) else None
+            x = torch.as_tensor(number, device=state.device, dtype=kind)
+            value[leaf.path] = x.expand(leaf.count)
     if not isinstance(value, Mapping):
         raise _bad_init(one, f"made a {type(value).__name__} for {place}, which is by path")
-    flats = []
+    flats, learning = list[Tensor](), set[str]()
     for some in ranges:
+        pieces, dtype = dict[str, Tensor](), form.dtype and _real(form.dtype)
         for leaf in some.ranges:
+            learning.add(leaf.path)
             x = value.get(leaf.path)
             if not isinstance(x, Tensor) or x.numel() != leaf.count:
-                raise _bad_init(one, _seen(place, leaf.path, x, leaf.count))
-        dtype = _dtype_of(form, [value[leaf.path] for leaf in some.ranges])
+                seen = f"{x.numel()} elements" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise _bad_init(
+                    one,
+                    f"made {seen} for {place}[{leaf.path!r}], of which this rank has {leaf.count} "
+                    "elements",
+                )
+            pieces[leaf.path] = x
+        if dtype is None:
+            found = [_real(x.dtype) for x in pieces.values()]
+            dtype = reduce(torch.promote_types, found) if found else torch.float32
+            dtype = torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+        for leaf in some.ranges:
+            x, wide, where = pieces[leaf.path], dtype, f"{place}[{leaf.path!r}]"
+            if leaf.leaf.dtype.is_complex:
+                if dtype not in (torch.float32, torch.float64):
+                    raise _bad_init(one, f"made {dtype} for {where}, which is complex")
+                wide = dtype.to_complex()
+            elif x.is_complex():
+                raise _bad_init(one, f"made complex numbers for {where}, which is real")
+            pieces[leaf.path] = _apart(x).to(wide, copy=True)
         flat = torch.zeros(some.numel, dtype=dtype, device=state.device)
-        new = {leaf.path: _cast(one, place, leaf, value[leaf.path], dtype) for leaf in some.ranges}
-        given: dict[str, Any] = {leaf.path: None for leaf in some.ranges}
-        flats.append(_stored(state, as_flats([some], [flat], given, new)[0]))
-    extra = set(value) - {leaf.path for some in ranges for leaf in some.ranges}
-    if extra:
+        given: dict[str, Any] = dict.fromkeys(pieces)
+        flats.append(_stored(state, as_flats([some], [flat], given, pieces)[0]))
+    if extra := set(value) - learning:
         raise _bad_init(one, f"made {place}[{min(extra)!r}], and no such leaf learns")
-    return Slot(value=Buffers(flats=tuple(flats), placement=placement), form=form)
+    return Buffers(flats=tuple(flats), placement=placement)
 
 
-def _filled(
-    ranges: Sequence[FlatRanges], value: float | Tensor, device: torch.device
-) -> dict[str, Tensor]:
-    """Return pieces of which every element is one number: a Python one, in the leaf's dtype."""
-
-    def of(leaf: Range) -> Tensor:
-        dtype = None if isinstance(value, Tensor) else leaf.leaf.dtype
-        floats = dtype is None or dtype.is_floating_point or dtype.is_complex
-        number = torch.as_tensor(value, device=device, dtype=dtype if floats else None)
-        return number.expand(leaf.count)
-
-    return {leaf.path: of(leaf) for some in ranges for leaf in some.ranges}
-
-
-def _named(state: TrainState, one: Points, place: str, value: Any) -> dict[str, Tensor]:
-    if not isinstance(value, Mapping):
-        raise _bad_init(one, f"made a {type(value).__name__} for {place}, which has names")
-    for key, x in value.items():
-        if not isinstance(x, Tensor):
-            raise _bad_init(one, f"made a {type(x).__name__} for {place}[{key!r}]")
-    made = {key: _stored(state, _own(_apart(x))) for key, x in value.items()}
-    if one.whole:  # every rank knows every name
-        for path in owned_paths(state.setup):
-            made.setdefault(path, torch.zeros(0, device=state.device))
-    return dict(sorted(made.items()))
-
-
-def _seen(place: str, path: str, x: Any, numel: int) -> str:
-    seen = f"{x.numel()} elements" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-    return f"made {seen} for {place}[{path!r}], of which this rank has {numel} elements"
-
-
-def _dtype_of(form: Form, pieces: Sequence[Tensor]) -> torch.dtype:
-    """Return the dtype in which one flat of a slot is kept: of the real view."""
-    if form.dtype is not None:
-        return form.dtype.to_real() if form.dtype.is_complex else form.dtype
-    found = [x.dtype.to_real() if x.is_complex() else x.dtype for x in pieces]
-    dtype = reduce(torch.promote_types, found) if found else torch.float32
-    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
-
-
-def _cast(one: Points, place: str, leaf: Range, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a piece in the dtype of its flat: complex, if its leaf is."""
-    if not leaf.leaf.dtype.is_complex:
-        if x.is_complex():
-            raise _bad_init(one, f"made complex numbers for {place}[{leaf.path!r}], which is real")
-        return _apart(x).to(dtype, copy=True)
-    if dtype not in (torch.float32, torch.float64):
-        raise _bad_init(one, f"made {dtype} for {place}[{leaf.path!r}], which is complex")
-    return _apart(x).to(dtype.to_complex(), copy=True)
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 def _apart(x: Tensor) -> Tensor:
@@ -326,18 +311,6 @@ def _apart(x: Tensor) -> Tensor:
 def _own(x: Tensor) -> Tensor:
     """Return a value in memory of its own, contiguous: it is saved, and moved, as bytes."""
     return x.clone(memory_format=torch.contiguous_format)
-
-
-def _number(state: TrainState, one: Points, name: str, form: Form, value: Any) -> Tensor:
-    if isinstance(value, bool | int | float):
-        wide = torch.float32  # as wide as the widest parameter that learns
-        for index in state.setup.layout.trainable:
-            wide = torch.promote_types(wide, state.setup.layout.groups[index].dtype)
-        kind = {bool: torch.bool, int: torch.int64}.get(type(value), wide)
-        value = torch.tensor(value, dtype=kind)
-    if not isinstance(value, Tensor):
-        raise _bad_init(one, f"made a {type(value).__name__} for the number {one.name}/{name}")
-    return _own(_apart(value).to(state.device, form.dtype or value.dtype))
 
 
 def _stored(state: TrainState, flat: Tensor) -> Tensor:
@@ -386,26 +359,23 @@ def put(
     """Return the state with other values of the slots of a transform, where any is another one."""
     changed = {}
     for name, value in after.items():
-        if value is not before[name]:
-            slot = state.slots[f"{one.name}/{name}"]
-            changed[f"{one.name}/{name}"] = _with_value(state, slot, before[name], value)
-    return state.replace(slots={**state.slots, **changed}) if changed else state
-
-
-def _with_value(state: TrainState, slot: Slot, before: Any, value: Any) -> Slot:
-    if not isinstance(slot.value, Buffers):
-        if isinstance(value, dict):
-            value = {key: _stored(state, _own(x)) for key, x in value.items()}
+        if value is before[name]:
+            continue
+        slot, held = state.slots[f"{one.name}/{name}"], value
+        if isinstance(slot.value, Buffers):
+            flats = [to_device(x, state.device) for x in slot.value.flats]
+            made = as_flats(_ranges(state.setup, slot), flats, before[name], value)
+            kept = tuple(
+                old if x is here else _stored(state, x)
+                for old, here, x in zip(slot.value.flats, flats, made, strict=True)
+            )
+            held = dataclasses.replace(slot.value, flats=kept)
+        elif isinstance(value, dict):
+            held = {key: _stored(state, _own(x)) for key, x in value.items()}
         else:
-            value = _own(value)
-        return dataclasses.replace(slot, value=value)
-    flats = [to_device(x, state.device) for x in slot.value.flats]
-    made = as_flats(_ranges(state.setup, slot), flats, before, value)
-    kept = tuple(
-        old if x is here else _stored(state, x)
-        for old, here, x in zip(slot.value.flats, flats, made, strict=True)
-    )
-    return dataclasses.replace(slot, value=dataclasses.replace(slot.value, flats=kept))
+            held = _own(value)
+        changed[f"{one.name}/{name}"] = dataclasses.replace(slot, value=held)
+    return state.replace(slots={**state.slots, **changed}) if changed else state
 
 
 def without_gradients(state: TrainState) -> TrainState:

@@ -59,7 +59,7 @@ from fzero.tools.certify.subject import (
     tensors_of,
     unwrapped,
 )
-from fzero.tools.rounding import copied
+from fzero.tools.trees import bits_of, copied, map_tensors
 from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
 from fzero.transforms.functionalize import functionalize
 from fzero.transforms.map_params import slots
@@ -386,7 +386,7 @@ def _result(
 
     def run(optimizer: OptimizerOf, *, updates: int = task.updates) -> list[list[Seen]]:
         its = replace(job, task=replace(task, updates=updates))
-        return on_ranks(functools.partial(_on_rank, its, optimizer), ranks)
+        return on_ranks(functools.partial(_by(job), its, optimizer), ranks)
 
     try:
         shown, trained = run(CopyGradient, updates=1), run(rule)
@@ -407,22 +407,18 @@ def _result(
         return CellResult(at=cell.at, unsupported=_first_line(error) or "not supported")
     except Exception as error:  # whatever a user's step or engine raises is its cell's
         return CellResult(at=cell.at, error=_said(error))
-    return CellResult(at=cell.at, checks=checks, error=_parted(trained) or fewer)
+    for seen in zip(*trained, strict=True):  # of one update: all ranks have the same bits
+        told = [[(f"parameter {p}", digest(x)) for p, x in one.params.items()] for one in seen]
+        if (error := unequal(told)) is not None:
+            fewer = _said(error)
+            break
+    return CellResult(at=cell.at, checks=checks, error=fewer)
 
 
 def _are(ranks: Sequence[Sequence[Seen]], before: Mapping[str, Tensor]) -> bool:
     """Whether the parameters of each rank after the first update are these."""
     pairs = [(one[0].params.get(path), x) for one in ranks for path, x in before.items()]
     return all(x is not None and torch.equal(x.to(y.dtype), y) for x, y in pairs)
-
-
-def _parted(ranks: Sequence[Sequence[Seen]]) -> str:
-    """Return a message if ranks have other bits of a parameter after an update; else ""."""
-    for seen in zip(*ranks, strict=True):  # of one update
-        told = [[(f"parameter {p}", digest(x)) for p, x in one.params.items()] for one in seen]
-        if (error := unequal(told)) is not None:
-            return _said(error)
-    return ""
 
 
 def _first_line(error: Exception) -> str:
@@ -451,7 +447,7 @@ def _on_fewer(
         there = replace(job, cell=replace(job.cell, values=values))
         said = f"{logical} logical ranks on {ranks} rank{'s' * (ranks > 1)}"
         try:
-            found = on_ranks(functools.partial(_on_rank, there, rule), ranks)
+            found = on_ranks(functools.partial(_by(job), there, rule), ranks)
         except Exception as error:
             error.add_note(f"({said})")
             raise
@@ -480,29 +476,25 @@ def _other_bits(alone: Sequence[Seen], here: Seen) -> list[str]:
     )
     mine["the loss"] = [x for i in range(len(alone)) for x in here.losses[i :: len(alone)]]
     first["the loss"] = [x for one in alone for x in one.losses]
-    return [name for name, x in first.items() if _bits(x) != _bits(mine.get(name))]
-
-
-def _bits(x: Any) -> Any:
-    if isinstance(x, list):
-        return [*map(_bits, x)]
-    if not isinstance(x, Tensor):
-        return type(x), x
-    return x.dtype, x.shape, digest(x)
+    return [name for name, x in first.items() if bits_of(x) != bits_of(mine.get(name))]
 
 
 # A rank, by a functional step or by an engine.
 
 
-def _on_rank(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
-    """Take every update of the job on this rank."""
-    by = _by_step if job.cell.at["drivers"] == "step" else _by_engine
-    return by(job, optimizer, rank)
+def _by(job: Job) -> Callable[[Job, OptimizerOf, int], list[Seen]]:
+    """Return what takes every update of a job on one rank."""
+    return _by_step if job.cell.at["drivers"] == "step" else _by_engine
 
 
 def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     model = job.subject.copy(job.task.precision.dtype)
-    apply, params = _functional(model) if job.subject.is_module else (None, model)
+    apply, params, more = None, model, dict[str, Any]()
+    if job.subject.is_module:
+        # What the model makes of its buffers is dropped: no loss here reads it.
+        has_buffers = any(True for _ in model.buffers())
+        apply, params, *buffers = functionalize(model, buffers=has_buffers)
+        more = {"buffers": buffers[0]} if buffers else {}
     window, weights = job.cell.at["windows"], job.weights(rank)
     stacks = window == "accumulate"  # which splits tensors along dim 0
     share = 1 if stacks else job.task.share
@@ -513,7 +505,12 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
             batch = _first(batch)
         called = params
         if apply is not None:
-            called = CalledModule(model, functools.partial(apply, params), params)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                out = apply(params, *args, **more, **kwargs)
+                return out[0] if more else out
+
+            called = CalledModule(model, call, params)
         with seeded(batch) as seed:
             loss = job.subject.loss(called, batch)
         losses.append((seed, unwrapped(loss)))
@@ -551,18 +548,6 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     return seen
 
 
-def _functional(model: Any) -> tuple[Callable[..., Any], Any]:
-    """As `functionalize`; what the model makes of its buffers is dropped: no loss here reads it."""
-    if not any(True for _ in model.buffers()):
-        return functionalize(model)
-    apply, params, buffers = functionalize(model, buffers=True)
-
-    def applied(params: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(params, *args, buffers=buffers, **kwargs)[0]
-
-    return applied, params
-
-
 def _stacked(batches: Sequence[Any]) -> Any:
     """The micro-batches as one batch: tensors [N, *t]."""
     try:
@@ -581,8 +566,7 @@ def _stacked(batches: Sequence[Any]) -> Any:
 
 def _first(batch: Any) -> Any:
     """The first of batches that are stacked."""
-    first = lambda x: x[0] if isinstance(x, Tensor) else x  # noqa: E731
-    return optree.tree_map(first, batch, namespace=NAMESPACE)
+    return map_tensors(lambda x: x[0], batch)
 
 
 def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:

@@ -75,7 +75,9 @@ def _leaf(x: Any) -> Any:
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         parts: Any = object.__getstate__(x)
         return type(x), [*map(told_apart, optree.tree_leaves(parts, none_is_leaf=True))]
-    return _kind(x) if isinstance(x, Tensor) else told_apart(x)
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.device
+    return told_apart(x)
 
 
 class _Itself:
@@ -101,10 +103,6 @@ _SWITCHES = (
 """The switches of torch by which ops are chosen while a step is recorded."""
 
 
-def _kind(x: Tensor) -> Any:
-    return tuple(x.shape), x.stride(), x.dtype, x.device
-
-
 def shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return which of some tensors overlap, how, and which are one, by their positions.
 
@@ -125,14 +123,9 @@ def shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
             groups.append([])
             base = start
         groups[-1].append((i, start - base, first[id(x)]))
-        end = max(end, start + _extent(x))
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        end = max(end, start + (1 + reach) * x.itemsize)
     return tuple(tuple(group) for group in groups if len(group) > 1)
-
-
-def _extent(x: Tensor) -> int:
-    """Return the bytes from the first element of a tensor to the end of its last one."""
-    reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return (1 + reach) * x.itemsize
 
 
 # What a step reads besides its arguments: a graph is right as long as all of that is as it was.
@@ -241,7 +234,10 @@ class FunctionsRun:
         elif self._is_of_step(frame, whose):
             self.codes.setdefault(id(code), _Code(code, whose, frame.f_globals))
             if whose == "user":
-                self.met.update((id(x), weakref.ref(x)) for x in _met(frame))
+                for x in frame.f_locals.values():
+                    own = _whose(type(x).__module__) == "user" and type(x).__weakrefoffset__
+                    if own and not isinstance(x, Tensor | nn.Module):
+                        self.met[id(x)] = weakref.ref(x)
             elif whose == "python" and names_of(code) & (_ANY_NAME | {"getattr"}):
                 self.handed.update((id(x), x) for x in frame.f_locals.values())
 
@@ -265,16 +261,6 @@ class FunctionsRun:
         own = (names_of(x.code) for x in self.codes.values() if x.whose == "user")
         computes = self.computes or any(_ANY_NAME & names for names in own)
         return frozenset().union(*(names_of(x.code) for x in self.codes.values())), computes
-
-
-def _met(frame: FrameType) -> list[Any]:
-    return [
-        x
-        for x in frame.f_locals.values()
-        if _whose(type(x).__module__) == "user"
-        and type(x).__weakrefoffset__
-        and not isinstance(x, Tensor | nn.Module)
-    ]
 
 
 @functools.lru_cache(maxsize=4096)

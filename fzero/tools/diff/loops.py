@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fzero.errors import LayoutError
 from fzero.state.layout import as_real
+from fzero.tools import rounding
 from fzero.tools.diff.compare import (
     GRADIENT,
     LOSS,
@@ -21,22 +22,6 @@ from fzero.tools.diff.compare import (
     LoopDifference,
     Moment,
     difference,
-)
-from fzero.tools.rounding import (
-    DISTURBANCE,
-    SMALLEST_UNIT,
-    TERMS,
-    WIDE,
-    Coarsest,
-    Copy,
-    Spread,
-    Widened,
-    disturbed_bound,
-    eps_of,
-    first_apart,
-    perturbed,
-    signs_like,
-    whole_leaf,
 )
 from fzero.tools.trace.found import AsFound
 from fzero.transforms import simulate
@@ -82,7 +67,9 @@ class Log:
                 p.register_post_accumulate_grad_hook(self._made(path))
             if self._disturbance and p.is_floating_point():
                 with torch.no_grad():
-                    p.copy_(perturbed(p, self._disturbance, signs_like(p, source)))
+                    p.copy_(
+                        rounding.perturbed(p, self._disturbance, rounding.signs_like(p, source))
+                    )
 
     def loss(self, loss: Tensor) -> None:
         """Tell the loss of a backward, on this rank; compared is the mean over ranks."""
@@ -144,7 +131,7 @@ def compare_loops(a: Any, b: Any, world_size: Any) -> Difference | None:
     found = None
     with AsFound("diff", a, b) as before:
         with suppress(Exception), before.record():  # what is wrong in every dtype is raised below
-            found = _compared(a, b, sizes, WIDE)
+            found = _compared(a, b, sizes, rounding.WIDE)
         with before.record():
             return found or _compared(a, b, sizes, None)
 
@@ -169,11 +156,11 @@ class _Told(NamedTuple):
 def _told(loop: Loop, world_size: int, wide: torch.dtype | None, disturbance: float = 0.0) -> _Told:
     """Run a loop on virtual ranks, from the caller's random state."""
     logs = [Log(disturbance) for _ in range(world_size)]
-    modes = [Coarsest(of_parameters=True) for _ in range(world_size)]
+    modes = [rounding.Coarsest(of_parameters=True) for _ in range(world_size)]
 
     def of_rank(number: Tensor) -> Tensor:
         rank = int(number)
-        with modes[rank], Widened() if wide else nullcontext():
+        with modes[rank], rounding.Widened() if wide else nullcontext():
             loop(logs[rank])
         return number
 
@@ -200,8 +187,8 @@ def _compared(
     mine = _told(a, world_size[0], wide)
     if wide is not None and mine.dtypes != {wide}:
         return None  # it makes its model of another dtype
-    unit = max([mine.coarsest, SMALLEST_UNIT, *map(eps_of, mine.dtypes)])
-    twin = _told(a, world_size[0], wide, DISTURBANCE * unit)
+    unit = max([mine.coarsest, rounding.SMALLEST_UNIT, *map(rounding.eps_of, mine.dtypes)])
+    twin = _told(a, world_size[0], wide, rounding.DISTURBANCE * unit)
     if not mine.start:
         raise LayoutError(
             "diff: the loop of run_a tells nothing.",
@@ -229,8 +216,10 @@ def _compared(
             cause="two models, parameters that were renamed, or a loop without log.start(model).",
             fix="give both parameters of the same names and shapes, and call log.start in both.",
         )
-    unit = max(unit, min(mine.coarsest, other.coarsest), *map(eps_of, other.dtypes))
-    return _first(mine, other, twin, unit, wide or max(mine.dtypes | other.dtypes, key=eps_of))
+    unit = max(unit, min(mine.coarsest, other.coarsest), *map(rounding.eps_of, other.dtypes))
+    return _first(
+        mine, other, twin, unit, wide or max(mine.dtypes | other.dtypes, key=rounding.eps_of)
+    )
 
 
 def _first(a: _Told, b: _Told, twin: _Told, unit: float, dtype: torch.dtype) -> Difference | None:
@@ -266,11 +255,13 @@ def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> Difference | No
     for path in order:
         if kind == LOSS:
             losses = ([values[path].double() for values in some] for some in told)
-            x, y, z = (whole_leaf(torch.stack(some).mean(0)) for some in losses)
+            x, y, z = (rounding.whole_leaf(torch.stack(some).mean(0)) for some in losses)
         else:
             x, y, z = (_spread(some, path, a.start[path]) for some in told)
-        bound = disturbed_bound(x.full, z.full) + TERMS * unit * x.full.double().abs()
-        found = first_apart(x, y, 0.0 if kind == START else bound)
+        bound = (
+            rounding.disturbed_bound(x.full, z.full) + rounding.TERMS * unit * x.full.double().abs()
+        )
+        found = rounding.first_apart(x, y, 0.0 if kind == START else bound)
         if found is not None:
             differ[path] = found._replace(ranks=()) if kind == LOSS else found
     if not differ:
@@ -280,8 +271,10 @@ def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> Difference | No
     return difference(kind, path, found).beside(LoopDifference, *some)
 
 
-def _spread(told: Sequence[Mapping[str, Tensor]], path: str, like: Tensor) -> Spread:
+def _spread(told: Sequence[Mapping[str, Tensor]], path: str, like: Tensor) -> rounding.Spread:
     """Return the copies of all ranks; zeros for a gradient that there is not."""
     nothing = torch.zeros_like(like)
     flats = [as_real(values.get(path, nothing)).reshape(-1) for values in told]
-    return Spread(tuple(as_real(like).shape), tuple(Copy(r, 0, x) for r, x in enumerate(flats)))
+    return rounding.Spread(
+        tuple(as_real(like).shape), tuple(rounding.Copy(r, 0, x) for r, x in enumerate(flats))
+    )

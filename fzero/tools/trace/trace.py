@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import optree
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from fzero.collectives import assert_same_everywhere, disagreement, told_everywhere
 from fzero.context.modes import in_transform, is_recorded
 from fzero.errors import AxisError, LayoutError, PhaseError
-from fzero.ranks.mesh import Axis
-from fzero.state import NAMESPACE, Placement
+from fzero.state import Placement
 from fzero.tools.trace.calls import calls_of
 from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.ops import ops_of
@@ -26,6 +24,7 @@ from fzero.tools.trace.program import (
     record_step,
 )
 from fzero.tools.trace.traces import Trace
+from fzero.tools.trees import map_tensors
 from fzero.transforms.models import flatten_states
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.simulate import require_stacked
@@ -122,20 +121,13 @@ def program_of(
             fix="trace with a state of more ranks, or give one of these.",
         )
     if isinstance(step, Step) and simulated:
-        step, arguments = step.inner, _of_rank(arguments, rank, axis)
+        require_stacked("trace", arguments, axis.size)
+        # Copies, so that bytes of one rank are counted and not of the whole stack.
+        step = step.inner
+        arguments = map_tensors(
+            lambda x: torch.empty_like(x[rank], requires_grad=x.requires_grad), arguments
+        )
     return record_step(step, arguments, axis, rank, found)
-
-
-def _of_rank(arguments: Any, rank: int, axis: Axis) -> Any:
-    """Return the part of virtual rank `rank` of stacked arguments."""
-    require_stacked("trace", arguments, axis.size)
-
-    def mine(x: Any) -> Any:
-        # A copy, so that bytes of one rank are counted and not of the whole stack.
-        like = isinstance(x, Tensor)
-        return torch.empty_like(x[rank], requires_grad=x.requires_grad) if like else x
-
-    return optree.tree_map(mine, arguments, namespace=NAMESPACE)
 
 
 def check_spmd(step: Callable[..., Any], state: Any, args: Any = ()) -> tuple[str, ...]:

@@ -24,17 +24,7 @@ from fzero.options import takes
 from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.logical import carried
-from fzero.tools.certify.matrix import (
-    AXES,
-    AxisValue,
-    Cell,
-    CellResult,
-    Check,
-    Report,
-    covering,
-    number_value,
-    restricted,
-)
+from fzero.tools.certify import matrix
 from fzero.tools.certify.reference import (
     CopyGradient,
     ExpectedUpdate,
@@ -88,7 +78,10 @@ ON_NAMED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @takes(
-    "certify", "certify(model, loss, batches)", also=[axis.name for axis in AXES], of_module=True
+    "certify",
+    "certify(model, loss, batches)",
+    also=[axis.name for axis in matrix.AXES],
+    of_module=True,
 )
 def certify(
     model: Any,
@@ -102,9 +95,9 @@ def certify(
     full: bool = False,
     on_ranks: OnRanks = run_ranks,
     cut: Cut | None = None,
-    on_cell: Callable[[CellResult], None] | None = None,
+    on_cell: Callable[[matrix.CellResult], None] | None = None,
     **axes: Any,
-) -> Report:
+) -> matrix.Report:
     """Run a model over stages, worlds, windows, precisions, ...: is each the one-process step?
 
     For every cell, W virtual ranks take `updates` updates, each rank of N batches of its own, by
@@ -184,7 +177,7 @@ def certify(
         >>> bool(report), report.failures
         (True, ())
     """
-    meshes = [value.fact for value in restricted(axes)["meshes"]]
+    meshes = [value.fact for value in matrix.restricted(axes)["meshes"]]
     names = dict.fromkeys(name for mesh in meshes if mesh for name, _ in mesh.axes)
     subject, cut = subject_of(model, loss, batches, tuple(names)), cut or {}
     require_cut(meshes, cut, axes)
@@ -199,9 +192,9 @@ def certify(
         for rank in range(math.prod(size for _, size in mesh.axes)):
             Reads(axes=mesh.axes, cut=cut).piece(subject.batches(0), rank)
     sizes = [len(of_axis) for of_axis in values.values()]
-    chosen = covering(sizes, len(sizes) if full else STRENGTH)
+    chosen = matrix.covering(sizes, len(sizes) if full else STRENGTH)
     cells = [
-        Cell(values={name: values[name][i] for name, i in zip(values, row, strict=True)})
+        matrix.Cell(values={name: values[name][i] for name, i in zip(values, row, strict=True)})
         for row in chosen
     ]
     coverage = f"{len(cells)} cells, the whole product."
@@ -217,19 +210,19 @@ def certify(
     # Those of one task are large, and few are kept: cells that share one are run together.
     wanted = functools.lru_cache(maxsize=3)(functools.partial(one_process, subject))
     shared = [(repr(job.task), job.cell.at["clipping"], job.cell.at["rules"]) for job in jobs]
-    results: dict[int, CellResult] = {}
+    results: dict[int, matrix.CellResult] = {}
     for i in sorted(range(len(jobs)), key=shared.__getitem__):
         results[i] = _result(jobs[i], optimizer, wanted, on_ranks)
         if on_cell is not None:
             on_cell(results[i])
-    return Report(
+    return matrix.Report(
         name=subject.name, coverage=coverage, cells=tuple(results[i] for i in range(len(jobs)))
     )
 
 
 def _values(
     subject: Subject, step: StepOf | None, engine: EngineOf | None, axes: Mapping[str, Any]
-) -> dict[str, tuple[AxisValue, ...]]:
+) -> dict[str, tuple[matrix.AxisValue, ...]]:
     """Return the values of each axis; of the drivers, those of the given factories."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
     able = ["step", "engine"] if subject.is_module and not subject.names else ["step"]
@@ -237,10 +230,10 @@ def _values(
     usual |= {"ragged": "off", "rules": "given"} if given else {}
     if subject.names:
         usual |= {name: ON_NAMED[name][0] for name in ("precisions", "wires", "carriers")}
-    values = restricted({**usual, **axes})
+    values = matrix.restricted({**usual, **axes})
     drivers = {value.name for value in values["drivers"]}
     if subject.names:
-        values["worlds"] = (AxisValue("by mesh"),)
+        values["worlds"] = (matrix.AxisValue("by mesh"),)
         for name, (known, why) in ON_NAMED.items():
             if others := [value.name for value in values[name] if value.name not in known]:
                 raise LayoutError(
@@ -269,7 +262,7 @@ def _values(
     return values
 
 
-def _task(cell: Cell, cut: Cut, updates: int) -> Task:
+def _task(cell: matrix.Cell, cut: Cut, updates: int) -> Task:
     """Return the task of a cell: counts, precision, and what encoding may lose."""
     precision, codec, axes = cell.fact("precisions"), cell.fact("wires"), _axes(cell)
     world = math.prod(size for name, size in axes if name not in cut)
@@ -294,7 +287,7 @@ def _task(cell: Cell, cut: Cut, updates: int) -> Task:
     )
 
 
-def _axes(cell: Cell) -> tuple[tuple[str, int], ...]:
+def _axes(cell: matrix.Cell) -> tuple[tuple[str, int], ...]:
     """Return the axes of a cell's mesh."""
     mesh = cell.fact("meshes")
     return (("dp", cell.fact("worlds")),) if mesh is None else mesh.axes
@@ -309,7 +302,7 @@ class Job:
 
     subject: Subject
     task: Task
-    cell: Cell
+    cell: matrix.Cell
     cut: Cut
     step: StepOf | None  # None: fzero's own
     engine: EngineOf
@@ -360,7 +353,7 @@ class Job:
 
 def _result(
     job: Job, given: OptimizerOf, wanted: Callable[..., list[ExpectedUpdate]], on_ranks: OnRanks
-) -> CellResult:
+) -> matrix.CellResult:
     """Run one cell on its ranks, and compare with one process."""
     task, cell, first = job.task, job.cell, replace(job.task, updates=1)
     rule = cell.fact("rules") or given
@@ -380,7 +373,7 @@ def _result(
         raise
     except Exception as error:  # one process cannot do it: an op in 16 bits, an optimizer
         why = f"in one process, {type(error).__name__}: {_first_line(error)}"
-        return CellResult(at=cell.at, unsupported=why)
+        return matrix.CellResult(at=cell.at, unsupported=why)
     ranks = task.world * task.pieces
     job = replace(job, cell=replace(cell, logical=task.world if cell.carries else None))
 
@@ -396,7 +389,7 @@ def _result(
             # It is told, if without an update nothing changes parameters, and with one they do.
             before = tensors_of(job.subject.copy(task.precision.dtype))
             if _are(shown, before) or not _are(run(Keep, updates=1), before):
-                of_gradient = Check(what="gradient")
+                of_gradient = matrix.Check(what="gradient")
         checks = (
             check("loss", expected, trained, [job.reads.of(rank)[0] for rank in range(ranks)]),
             of_gradient,
@@ -404,15 +397,15 @@ def _result(
             check("update", expected, trained),
         )
     except NotImplementedError as error:
-        return CellResult(at=cell.at, unsupported=_first_line(error) or "not supported")
+        return matrix.CellResult(at=cell.at, unsupported=_first_line(error) or "not supported")
     except Exception as error:  # whatever a user's step or engine raises is its cell's
-        return CellResult(at=cell.at, error=_said(error))
+        return matrix.CellResult(at=cell.at, error=_said(error))
     for seen in zip(*trained, strict=True):  # of one update: all ranks have the same bits
         told = [[(f"parameter {p}", digest(x)) for p, x in one.params.items()] for one in seen]
         if (error := unequal(told)) is not None:
             fewer = _said(error)
             break
-    return CellResult(at=cell.at, checks=checks, error=fewer)
+    return matrix.CellResult(at=cell.at, checks=checks, error=fewer)
 
 
 def _are(ranks: Sequence[Sequence[Seen]], before: Mapping[str, Tensor]) -> bool:
@@ -443,7 +436,7 @@ def _on_fewer(
     logical = job.task.world
     odd = [ranks for ranks in range(2, logical) if logical % ranks]
     for ranks in (1, *odd[-1:]):
-        values = {**job.cell.values, "worlds": number_value(ranks)}
+        values = {**job.cell.values, "worlds": matrix.number_value(ranks)}
         there = replace(job, cell=replace(job.cell, values=values))
         said = f"{logical} logical ranks on {ranks} rank{'s' * (ranks > 1)}"
         try:
@@ -489,7 +482,8 @@ def _by(job: Job) -> Callable[[Job, OptimizerOf, int], list[Seen]]:
 
 def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     model = job.subject.copy(job.task.precision.dtype)
-    apply, params, more = None, model, dict[str, Any]()
+    apply: Any = None
+    params, more = model, dict[str, Any]()
     if job.subject.is_module:
         # What the model makes of its buffers is dropped: no loss here reads it.
         has_buffers = any(True for _ in model.buffers())

@@ -21,17 +21,8 @@ from fzero.errors import LayoutError
 from fzero.machine.packing import shard_of
 from fzero.optim.recorded import SCHEDULES, update_in_place
 from fzero.ranks.mesh import Axis
-from fzero.tools.trace.draws import Randomness
-from fzero.tools.trace.program import (
-    RATE,
-    UPDATE,
-    inputs_of,
-    is_collective,
-    is_item,
-    ran_by_autograd,
-    root_of,
-    without_unused,
-)
+from fzero.tools.trace import program
+from fzero.tools.trace.draws import Randomness, draws
 
 DRAW = "draw"
 """Under which name the meta of a node has its `Draw`."""
@@ -79,7 +70,7 @@ def gather_early(graph: fx.Graph, *, most_bytes: int) -> None:
     waiting: list[tuple[int, int]] = []  # where it is read first, and its bytes
     for node in list(graph.nodes):
         if node.target is not GATHER:
-            last = None if is_collective(node) else last
+            last = None if program.is_collective(node) else last
             continue
         reader = min((order[user] for item in node.users for user in item.users), default=0)
         waiting = [(at, size) for at, size in waiting if at > place]
@@ -107,12 +98,14 @@ def merge_collectives(graph: fx.Graph, *, bucket_bytes: int) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if is_collective(node):
-            if not (run and _goes_with(node, run) and _sum([*run, node]) <= bucket_bytes):
+        if program.is_collective(node):
+            if not (
+                run and _goes_with(node, run) and sum(map(_bytes, [*run, node])) <= bucket_bytes
+            ):
                 _merge(graph, run, bucket_bytes)
                 run = []
             run += [node] if node.target in (GATHER, SCATTER, REDUCE) else []
-        elif any(_base(x) in run for x in node.all_input_nodes) and not is_item(node):
+        elif any(_base(x) in run for x in node.all_input_nodes) and not program.is_item(node):
             _merge(graph, run, bucket_bytes)
             run = []
     _merge(graph, run, bucket_bytes)
@@ -129,10 +122,11 @@ def rematerialize(graph: fx.Graph) -> None:
     kept = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     free = set(kept)  # and what pointwise ops make of these
     for node in list(graph.nodes):
-        if ran_by_autograd(node):
+        if program.ran_by_autograd(node):
             continue
-        cheap = _is_cheap(node) and all(x in free for x in node.all_input_nodes)
-        readers = [user for user in node.users if ran_by_autograd(user)]
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and not draws(node)
+        cheap = pointwise and all(x in free for x in node.all_input_nodes)
+        readers = [user for user in node.users if program.ran_by_autograd(user)]
         if cheap:
             free.add(node)
         elif readers:
@@ -161,7 +155,7 @@ def _items(node: fx.Node) -> Sequence[fx.Node]:
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the collective that a value is a result of, or None."""
-    return node.args[0] if is_item(node) else node  # type: ignore
+    return node.args[0] if program.is_item(node) else node  # type: ignore
 
 
 def _chain(node: fx.Node) -> list[fx.Node] | None:
@@ -171,7 +165,7 @@ def _chain(node: fx.Node) -> list[fx.Node] | None:
     """
     if node.op == "placeholder":
         return []
-    if is_collective(_base(node)) or len(node.all_input_nodes) != 1:
+    if program.is_collective(_base(node)) or len(node.all_input_nodes) != 1:
         return None
     before = _chain(node.all_input_nodes[0])
     return None if before is None else [*before, node]
@@ -182,17 +176,8 @@ def _bytes(node: fx.Node) -> int:
     return max(_nbytes(x.meta["val"] for x in _items(node)), _nbytes(node.meta["val"]))
 
 
-def _sum(nodes: Sequence[fx.Node]) -> int:
-    return sum(map(_bytes, nodes))
-
-
 def _nbytes(values: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in values)
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
@@ -215,7 +200,7 @@ def _merge(graph: fx.Graph, run: Sequence[fx.Node], bucket_bytes: int) -> None:
     Not one collective alone that is larger than `bucket_bytes`.
     """
     parts = [x for node in run for x in _items(node)]
-    if len(parts) < 2 or _sum(run) > bucket_bytes:
+    if len(parts) < 2 or sum(map(_bytes, run)) > bucket_bytes:
         return
     last, size = run[-1], int(run[-1].args[3])  # type: ignore
     rows = 1 if last.target is not SCATTER else size
@@ -266,7 +251,7 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
         return graph
     if any(x.op == "get_attr" for node in graph.graph.nodes for x in _written(node)):
         raise NoGraphError("the step writes into a tensor that is none of its arguments")
-    inputs = [node.meta["val"] for node in inputs_of(list(graph.graph.nodes))]
+    inputs = [node.meta["val"] for node in program.inputs_of(list(graph.graph.nodes))]
 
     def run(*values: Tensor) -> Any:
         return _InMemoryOrder(graph).run(*values)
@@ -281,7 +266,7 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
             cause="an op with a trailing underscore on the batch, or on a view of it.",
             fix="clone it first, or run the step without fzero.compile.",
         )
-    return without_unused(made)
+    return program.without_unused(made)
 
 
 class NoGraphError(Exception):
@@ -295,8 +280,8 @@ class _InMemoryOrder(fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        if not draws or 0 not in _writes_to(target) or not isinstance(args[0], Tensor):
+        random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if not random or 0 not in _writes_to(target) or not isinstance(args[0], Tensor):
             return super().call_function(target, args, kwargs)
         x, *rest = args
         order = sorted(range(x.ndim), key=x.stride, reverse=True)
@@ -336,46 +321,37 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
     update works in place, a gather fills its input, other values are copied.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    inputs = inputs_of(list(graph.nodes))
+    inputs = program.inputs_of(list(graph.nodes))
     given_up = {inputs[i] for i, _ in pairs}
     output = graph.output_node()
     outs = list(output.args[0])  # type: ignore
     for node in graph.nodes:
-        if node.target is UPDATE:
+        if node.target is program.UPDATE:
             node.meta[OWNED] = [
-                root_of(x) in given_up and _last_reader(x, order) <= order[node]
+                program.root_of(x) in given_up and _last_reader(x, order) <= order[node]
                 for x in made_by_update(node)
             ]
-    at = list(order)
-    alike = [(inputs[i], k) for i, k in pairs if _are_alike(inputs[i], outs[k])]
-    _gather_in_place(graph, {outs[k]: old for old, k in alike}, order)
+    at, alike = list(order), list[tuple[fx.Node, int]]()
+    for i, k in pairs:  # of a value that is not this input, and has its shape and dtype
+        x, y = (node.meta["val"] for node in (inputs[i], outs[k]))
+        if inputs[i] is not outs[k] and x.shape == y.shape and x.dtype == y.dtype:
+            alike.append((inputs[i], k))
+    places = {outs[k]: old for old, k in alike}
+    for node in graph.nodes:
+        if node.target is GATHER:  # into inputs that nobody reads later
+            into = {item.args[1]: places.get(item) for item in node.users}
+            wanted = [into.get(i) for i in range(len(node.args[0]))]
+            if all(old and _last_reader(old, order) < order[node] for old in wanted):
+                node.meta[INTO] = wanted
     for old, k in alike:
         new = outs[k]
         last = max(order[new], _last_reader(old, order))
-        if last >= order[output] or is_made_in(root_of(new), old):
+        if last >= order[output] or is_made_in(program.root_of(new), old):
             continue
         with graph.inserting_after(at[last]):
             outs[k] = graph.call_function(aten.copy_.default, (old, new))
         outs[k].meta["val"] = old.meta["val"]
     output.args = (outs,)
-
-
-def _gather_in_place(
-    graph: fx.Graph, places: Mapping[fx.Node, fx.Node], order: dict[fx.Node, int]
-) -> None:
-    """Let gathers write into the donated inputs of their results, if these have no later reader."""
-    for node in graph.nodes:
-        if node.target is GATHER:
-            into = {item.args[1]: places.get(item) for item in node.users}
-            wanted = [into.get(i) for i in range(len(node.args[0]))]
-            if all(old and _last_reader(old, order) < order[node] for old in wanted):
-                node.meta[INTO] = wanted
-
-
-def _are_alike(old: fx.Node, new: fx.Node) -> bool:
-    """Return whether a value is not this input, and has its shape and dtype."""
-    x, y = old.meta["val"], new.meta["val"]
-    return old is not new and x.shape == y.shape and x.dtype == y.dtype
 
 
 def made_by_update(update: fx.Node) -> list[fx.Node]:
@@ -386,12 +362,12 @@ def made_by_update(update: fx.Node) -> list[fx.Node]:
 
 def is_made_in(node: fx.Node, old: fx.Node) -> bool:
     """Return whether an update or a gather writes this value into the memory of an input."""
-    if not is_item(node):
+    if not program.is_item(node):
         return False
     made: Any = node.args
     maker, place = made
-    if maker.target is UPDATE:
-        return maker.meta[OWNED][place] and root_of(made_by_update(maker)[place]) is old
+    if maker.target is program.UPDATE:
+        return maker.meta[OWNED][place] and program.root_of(made_by_update(maker)[place]) is old
     return INTO in maker.meta and maker.meta[INTO][place] is old
 
 
@@ -400,12 +376,12 @@ def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
 
     A collective reads until it is awaited; the end of the step reads the outputs.
     """
-    found, last = [root_of(node)], 0
+    found, last = [program.root_of(node)], 0
     for one in found:
         for user in one.users:
-            if root_of(user) is not user:
+            if program.root_of(user) is not user:
                 found.append(user)
-            elif is_collective(user):
+            elif program.is_collective(user):
                 readers = (order[reader] for item in user.users for reader in item.users)
                 last = max(last, min(readers, default=len(order)))
             else:
@@ -489,11 +465,11 @@ def actions_of(
     run: list[fx.Node] = []
     pending: dict[fx.Node, None] = {}
     for node in graph.graph.nodes:
-        item_of_apart = is_item(node) and _is_apart(cast("Any", node.args[0]))
+        item_of_apart = program.is_item(node) and _is_apart(cast("Any", node.args[0]))
         if node.op in ("placeholder", "get_attr") or item_of_apart:
             continue
         is_last = node.op == "output"
-        needed: list[Any] = [x.args[0] for x in node.all_input_nodes if is_item(x)]
+        needed: list[Any] = [x.args[0] for x in node.all_input_nodes if program.is_item(x)]
         needed = [*pending] if is_last else [x for x in dict.fromkeys(needed) if x in pending]
         if run and (_is_apart(node) or needed or is_last):
             actions.append(_segment(graph, run, compiler, held))
@@ -501,12 +477,12 @@ def actions_of(
         for one in needed:
             del pending[one]
             actions.append(_wait(one))
-        if is_collective(node):
+        if program.is_collective(node):
             actions.append(_start(node, axes))
             pending[node] = None
-        elif node.target is UPDATE:
+        elif node.target is program.UPDATE:
             actions.append(_update(node))
-        elif node.target is RATE:
+        elif node.target is program.RATE:
             actions.append(_rate(node))
         elif DRAW in node.meta:
             actions.append(_drawn(node))
@@ -544,7 +520,11 @@ def held_in(graph: fx.GraphModule) -> dict[str, Tensor]:
 
 def _is_apart(node: fx.Node) -> bool:
     """Return whether a node is outside of segments."""
-    return is_collective(node) or node.target in (UPDATE, RATE) or DRAW in node.meta
+    return (
+        program.is_collective(node)
+        or node.target in (program.UPDATE, program.RATE)
+        or DRAW in node.meta
+    )
 
 
 def _items_read(node: fx.Node) -> dict[str, int]:

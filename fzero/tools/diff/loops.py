@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from fzero.errors import LayoutError
 from fzero.state.layout import as_real
 from fzero.tools import rounding
-from fzero.tools.diff.compare import (
-    GRADIENT,
-    LOSS,
-    START,
-    UPDATE,
-    Difference,
-    LoopDifference,
-    Moment,
-    difference,
-)
+from fzero.tools.diff import compare
 from fzero.tools.trace.found import AsFound
 from fzero.transforms import simulate
 
@@ -60,7 +51,7 @@ class Log:
                 cause="an engine, whose parameters are sharded.",
                 fix="give the nn.Module, before the engine is made of it.",
             )
-        self._tell(START, dict(model.named_parameters()))
+        self._tell(compare.START, dict(model.named_parameters()))
         source = torch.Generator().manual_seed(0)
         for path, p in model.named_parameters():
             if p.requires_grad:
@@ -73,7 +64,7 @@ class Log:
 
     def loss(self, loss: Tensor) -> None:
         """Tell the loss of a backward, on this rank; compared is the mean over ranks."""
-        self._tell(LOSS, {"": torch.as_tensor(loss)})
+        self._tell(compare.LOSS, {"": torch.as_tensor(loss)})
 
     def gradients(self, model: Any) -> None:
         """Tell all gradients: p.grad of a module, the full gradients of an engine (a collective).
@@ -81,10 +72,10 @@ class Log:
         Where ranks have parts of a batch these are means over ranks, as an engine has them.
         """
         if hasattr(model, "full_gradients"):
-            self._tell(GRADIENT, model.full_gradients())
+            self._tell(compare.GRADIENT, model.full_gradients())
         else:
             found = {path: p.grad for path, p in model.named_parameters()}
-            self._tell(GRADIENT, {path: x for path, x in found.items() if x is not None})
+            self._tell(compare.GRADIENT, {path: x for path, x in found.items() if x is not None})
 
     def parameters(self, model: Any) -> None:
         """Tell all parameters after an update: of an engine masters, if there are (a collective).
@@ -92,12 +83,12 @@ class Log:
         It ends a step.
         """
         if hasattr(model, "full_parameters"):
-            self._tell(UPDATE, model.full_parameters())
+            self._tell(compare.UPDATE, model.full_parameters())
         else:
-            self._tell(UPDATE, dict(model.named_parameters()))
+            self._tell(compare.UPDATE, dict(model.named_parameters()))
 
     def _tell(self, kind: str, values: Mapping[str, Tensor]) -> None:
-        if (kind == START) != (not self.entries):
+        if (kind == compare.START) != (not self.entries):
             raise LayoutError(
                 f"the loop tells {kind!r} of number {len(self.entries) + 1}.",
                 cause="log.start(model) is missing, or was called twice.",
@@ -113,7 +104,7 @@ class Log:
 Loop = Callable[[Log], None]
 
 
-def compare_loops(a: Any, b: Any, world_size: Any) -> Difference | None:
+def compare_loops(a: Any, b: Any, world_size: Any) -> compare.Difference | None:
     """Return the first difference of what two loops tell: in float64, and then as they are."""
     sizes = world_size if isinstance(world_size, tuple) else (1, world_size)
     if len(sizes) != 2 or not all(type(one) is int and one > 0 for one in sizes):
@@ -183,7 +174,7 @@ def made_in(default: torch.dtype) -> Iterator[None]:
 
 def _compared(
     a: Loop, b: Loop, world_size: tuple[int, int], wide: torch.dtype | None
-) -> Difference | None:
+) -> compare.Difference | None:
     mine = _told(a, world_size[0], wide)
     if wide is not None and mine.dtypes != {wide}:
         return None  # it makes its model of another dtype
@@ -222,7 +213,9 @@ def _compared(
     )
 
 
-def _first(a: _Told, b: _Told, twin: _Told, unit: float, dtype: torch.dtype) -> Difference | None:
+def _first(
+    a: _Told, b: _Told, twin: _Told, unit: float, dtype: torch.dtype
+) -> compare.Difference | None:
     """Compare what is told at one place after the other; a loss begins a backward."""
     step, backward = 1, 0
     first, theirs = a.ranks[0].entries, b.ranks[0].entries
@@ -236,24 +229,26 @@ def _first(a: _Told, b: _Told, twin: _Told, unit: float, dtype: torch.dtype) -> 
                 cause="loops of other numbers of steps, or that tell in another order.",
                 fix="tell the same, in the same order, in both loops and on all ranks.",
             )
-        backward += kind == LOSS
+        backward += kind == compare.LOSS
         found = _at(a, b, twin, k, unit)
         if found is not None:
-            return found.placed(Moment(step * (kind != START), 1, backward or None), dtype)
-        if kind == UPDATE:
+            return found.placed(
+                compare.Moment(step * (kind != compare.START), 1, backward or None), dtype
+            )
+        if kind == compare.UPDATE:
             step, backward = step + 1, 0
     return None
 
 
-def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> Difference | None:
+def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> compare.Difference | None:
     """Compare what is told at one place: losses as means, and others on every rank."""
     told = [[log.entries[k].values for log in run.ranks] for run in (a, b, twin)]
     kind = a.ranks[0].entries[k].kind
     differ: dict[str, Any] = {}
-    made = a.ranks[0].order if kind == GRADIENT else {}
+    made = a.ranks[0].order if kind == compare.GRADIENT else {}
     order = [*dict.fromkeys([*made, *told[0][0], *told[1][0]])]
     for path in order:
-        if kind == LOSS:
+        if kind == compare.LOSS:
             losses = ([values[path].double() for values in some] for some in told)
             x, y, z = (rounding.whole_leaf(torch.stack(some).mean(0)) for some in losses)
         else:
@@ -261,14 +256,14 @@ def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> Difference | No
         bound = (
             rounding.disturbed_bound(x.full, z.full) + rounding.TERMS * unit * x.full.double().abs()
         )
-        found = rounding.first_apart(x, y, 0.0 if kind == START else bound)
+        found = rounding.first_apart(x, y, 0.0 if kind == compare.START else bound)
         if found is not None:
-            differ[path] = found._replace(ranks=()) if kind == LOSS else found
+            differ[path] = found._replace(ranks=()) if kind == compare.LOSS else found
     if not differ:
         return None
     path, found = next(iter(differ.items()))
-    some = (order, differ) if kind == GRADIENT else ()
-    return difference(kind, path, found).beside(LoopDifference, *some)
+    some = (order, differ) if kind == compare.GRADIENT else ()
+    return compare.difference(kind, path, found).beside(compare.LoopDifference, *some)
 
 
 def _spread(told: Sequence[Mapping[str, Tensor]], path: str, like: Tensor) -> rounding.Spread:

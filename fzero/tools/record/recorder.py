@@ -22,15 +22,8 @@ from fzero.checkpoint.collective import Ranks
 from fzero.errors import DonatedError, LayoutError, MismatchError
 from fzero.errors.check import check_flags, is_count, require
 from fzero.state import Phase, Placement
+from fzero.tools.record import files
 from fzero.tools.record.digests import Digest, digests_of, places, words
-from fzero.tools.record.files import (
-    Inputs,
-    RecordedCall,
-    RecordedForm,
-    Recording,
-    Snapshot,
-    form_of,
-)
 from fzero.tools.trees import copied, map_tensors, tensors_in
 from fzero.transforms.donation import bits_are_compared
 from fzero.transforms.state_entries import Pattern, pattern_of
@@ -137,14 +130,14 @@ class Recorder:
 
     def __init__(self, fn: Callable[..., Any], asked: _Asked) -> None:
         self._fn, self._asked = fn, asked
-        self._form: RecordedForm | None = None
+        self._form: files.RecordedForm | None = None
         self._origin: Pattern | None = None
         self._ranks: Ranks | None = None  # the processes of the run
         self._here: tuple[int, ...] = ()  # the ranks of this process
         self._number = 0  # of the next call
         self._every = asked.every  # sooner, where inputs are large
-        self._kept: list[Snapshot] = []
-        self._calls: list[RecordedCall] = []
+        self._kept: list[files.Snapshot] = []
+        self._calls: list[files.RecordedCall] = []
         self._after: Any = None  # what the last call has returned: a state, or the engine
         functools.update_wrapper(self, fn, updated=())
 
@@ -168,7 +161,7 @@ class Recorder:
         return self._fn.init
 
     @property
-    def recording(self) -> Recording:
+    def recording(self) -> files.Recording:
         """What is held now, of this process's ranks. It does not change when the run goes on."""
         if self._form is None or not self._calls:
             raise LayoutError(
@@ -180,7 +173,7 @@ class Recorder:
         with suppress(DonatedError):  # another step has used it up
             held = elements.local_states("record", self._after, apart=True)
             updates, last = int(held.states[0].step), self._digests(held)
-        return Recording(
+        return files.Recording(
             form=self._form,
             ranks=self._here,
             kept=tuple(self._kept),
@@ -194,7 +187,7 @@ class Recorder:
 
     # Before a call.
 
-    def _begin(self, held: elements.LocalStates, thing: Any, inputs: Inputs) -> None:
+    def _begin(self, held: elements.LocalStates, thing: Any, inputs: files.Inputs) -> None:
         if self._origin is None or self._origin.setup.layout is not held.setup.layout:
             self._look_at(held)
         state, number, self._number = held.states[0], self._number, self._number + 1
@@ -205,7 +198,7 @@ class Recorder:
             inputs,
         )
         of_ranks = [elements.state_of_rank(own, r) for r in held.ranks] if held.is_stack else [own]
-        call = RecordedCall(
+        call = files.RecordedCall(
             number=number,
             updates=int(state.step),
             inputs=tuple(of_ranks),
@@ -229,7 +222,7 @@ class Recorder:
 
     def _look_at(self, held: elements.LocalStates) -> None:
         """Note the form of the first state; a later one must have it, too."""
-        form = form_of(held.states[0], "step" if held.engine is None else "engine")
+        form = files.form_of(held.states[0], "step" if held.engine is None else "engine")
         if self._form is None:
             self._form = form
             self._here = tuple(held.ranks)
@@ -252,11 +245,11 @@ class Recorder:
         pairs = zip(held.states, held.ranks, strict=True)
         return torch.stack([digests_of(one, rank, digest) for one, rank in pairs])
 
-    def _keep(self, held: elements.LocalStates, thing: Any, call: RecordedCall) -> None:
+    def _keep(self, held: elements.LocalStates, thing: Any, call: files.RecordedCall) -> None:
         """Keep the state, drop the oldest, compare what ranks have in common. A collective."""
         draft = elements.draft_of(held, None, rng=False, copies=self._asked.folder is None)
         rows = self._digests(held, places)
-        kept = Snapshot(call=call.number, updates=call.updates, held=draft, places=rows)
+        kept = files.Snapshot(call=call.number, updates=call.updates, held=draft, places=rows)
         if self._asked.folder is not None:
             elements.write_draft(draft, path := self._asked.folder / kept.name)
             kept = replace(kept, held=path)
@@ -278,7 +271,11 @@ class Recorder:
         warnings.warn(str(error), stacklevel=4)
 
     def _wrong_ranks(
-        self, thing: Any, kept: Snapshot, calls: Sequence[RecordedCall], form: RecordedForm
+        self,
+        thing: Any,
+        kept: files.Snapshot,
+        calls: Sequence[files.RecordedCall],
+        form: files.RecordedForm,
     ) -> _Wrong | None:
         """Make calls again from a state that was kept. A collective, which leaves `thing` as it is.
 
@@ -323,7 +320,7 @@ class Recorder:
                 put_back()
             own()
 
-    def _bound(self, held: elements.LocalStates, call: RecordedCall) -> None:
+    def _bound(self, held: elements.LocalStates, call: files.RecordedCall) -> None:
         """Say when the next state is kept, and drop the oldest, as bytes and `keep` want it."""
         ranks, asked = held.processes, self._asked
         most = ahead = 0
@@ -363,7 +360,7 @@ class Unequal(NamedTuple):
     odd: tuple[int, ...]  # those in the minority; () where no value is that of most of them
 
 
-def unequal_ranks(form: RecordedForm, rows: Tensor) -> Unequal | None:
+def unequal_ranks(form: files.RecordedForm, rows: Tensor) -> Unequal | None:
     """Return the first leaf of which ranks have other digests; None if none have.
 
     rows: [W, n], of all ranks.
@@ -386,7 +383,7 @@ def unequal_ranks(form: RecordedForm, rows: Tensor) -> Unequal | None:
     return None
 
 
-def _alike(form: RecordedForm, placement: Placement) -> list[range]:
+def _alike(form: files.RecordedForm, placement: Placement) -> list[range]:
     """Return the ranks that must have the same of a leaf, together."""
     if form.apart:
         if placement is not Placement.REPLICATED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -398,7 +398,8 @@ class _Replaying:
                     "engine.",
                     fix=f"give {name}=: {what}.",
                 )
-        self.recording, self.world_size, self.step_fn = recording, ranks, cast("Any", step)
+        self.recording, self.world_size = recording, ranks
+        self.step_fn: Any = step
         self.engines = dict[int, Any]()  # of each rank, if it is of engines
         self.setup: Setup | None = None  # of engine 0: each engine has an optimizer of its own
 

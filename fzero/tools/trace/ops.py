@@ -521,7 +521,7 @@ def _kinds_of(
     held = {node: [key for key, _ in _storages(node)] for node in nodes}
     maker: dict[int, fx.Node] = {}
     for node in reversed(nodes):
-        maker |= dict.fromkeys(held[node], node)
+        maker.update((key, node) for key in held[node])
     gather = torch.ops.fzero.all_gather.default
     reduces = {node for node in of_parameters if node.target is not gather}
 

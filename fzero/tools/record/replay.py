@@ -18,16 +18,8 @@ from fzero.ranks.mesh import axis_index
 from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.state.logical import share
 from fzero.tools.diff import Difference, Run, diff
+from fzero.tools.record import files
 from fzero.tools.record.digests import Digest, digests_of, of_leaves, places, words
-from fzero.tools.record.files import (
-    Inputs,
-    RecordedCall,
-    RecordedForm,
-    Recording,
-    Snapshot,
-    form_of,
-    require_all_ranks,
-)
 from fzero.tools.trees import bits_of
 from fzero.transforms import simulate
 from fzero.transforms.init import blank_params
@@ -62,7 +54,7 @@ class Replayed:
 
 
 def replay(
-    recording: Recording,
+    recording: files.Recording,
     *,
     step: int,
     stage: int | None = None,
@@ -161,8 +153,8 @@ class Parting:
 
 
 def bisect(
-    recording: Recording,
-    other: Recording | Callable[..., Any] | None = None,
+    recording: files.Recording,
+    other: files.Recording | Callable[..., Any] | None = None,
     *,
     stage: int | None = None,
     world_size: int | None = None,
@@ -207,7 +199,7 @@ def bisect(
         >>> print(fzero.bisect(step.recording))
         the states differ from update 5 on (call 4): parameter w, on rank 0.
     """
-    if isinstance(other, Recording):
+    if isinstance(other, files.Recording):
         return _between(recording, other)
     if recording.last is None and not any(call.words is not None for call in recording.calls):
         raise LayoutError(
@@ -239,10 +231,10 @@ def bisect(
     return None
 
 
-def _between(a: Recording, b: Recording) -> Parting | None:
+def _between(a: files.Recording, b: files.Recording) -> Parting | None:
     """Compare the digests of two recordings, call by call, by the updates made before."""
     for one in (a, b):
-        require_all_ranks(one, "a comparison of recordings")
+        files.require_all_ranks(one, "a comparison of recordings")
     _require_same_leaves(a.form, b.form)
     others = {call.updates: call.words for call in b.calls} | {b.updates: b.last}
     same = {call.updates: call for call in b.calls}
@@ -281,7 +273,9 @@ def _between(a: Recording, b: Recording) -> Parting | None:
     return None
 
 
-def _parting(recording: Recording, place: int, found: _LeavesApart, replays: int) -> Parting | None:
+def _parting(
+    recording: files.Recording, place: int, found: _LeavesApart, replays: int
+) -> Parting | None:
     if not found.leaves:
         return None
     calls, last = recording.calls, place + 1 == len(recording.calls)
@@ -295,7 +289,7 @@ def _parting(recording: Recording, place: int, found: _LeavesApart, replays: int
 
 
 def _difference_of(
-    trusted: Any, other: Any, before: Any, calls: tuple[RecordedCall, RecordedCall]
+    trusted: Any, other: Any, before: Any, calls: tuple[files.RecordedCall, files.RecordedCall]
 ) -> Difference | None:
     """Return the first difference of one call of two steps, from one state, stacked over ranks.
 
@@ -308,11 +302,11 @@ def _difference_of(
     ranks = setup.axis.size
     logical = None if setup.logical is None else setup.logical.ranks
 
-    def around(inner: Any, state: Any, inputs: Inputs) -> Any:
+    def around(inner: Any, state: Any, inputs: files.Inputs) -> Any:
         args, kwargs = inputs
         return inner(state, *args, **kwargs)
 
-    def run_of(step: Step, call: RecordedCall) -> Run:
+    def run_of(step: Step, call: files.RecordedCall) -> Run:
         inner = sharded_as(step, ranks=ranks, shards=setup.layout.ranks)
         return Run(
             step=Step("inputs", inner, around, options={}),
@@ -336,7 +330,9 @@ class _LeavesApart(NamedTuple):
     ranks: tuple[int, ...]  # whose parts differ; () where the states have other forms
 
 
-def _apart(a: RecordedForm, mine: Tensor, b: RecordedForm, other: Tensor) -> _LeavesApart:
+def _apart(
+    a: files.RecordedForm, mine: Tensor, b: files.RecordedForm, other: Tensor
+) -> _LeavesApart:
     """Compare the digests [W, n] of two states; of other forms, those of the whole leaves.
 
     Raises `LayoutError` for states of other leaves.
@@ -355,7 +351,7 @@ def _apart(a: RecordedForm, mine: Tensor, b: RecordedForm, other: Tensor) -> _Le
     return _LeavesApart(tuple(name for name, value in wanted.items() if found[name] != value), ())
 
 
-def _require_same_leaves(a: RecordedForm, b: RecordedForm) -> None:
+def _require_same_leaves(a: files.RecordedForm, b: files.RecordedForm) -> None:
     """Raise `LayoutError` for states of other leaves."""
     if differ := {*a.names} ^ {*b.names}:
         raise LayoutError(
@@ -376,14 +372,14 @@ class _Replaying:
 
     def __init__(
         self,
-        recording: Recording,
+        recording: files.Recording,
         stage: int | None = None,
         world_size: int | None = None,
         step_fn: Callable[..., Any] | None = None,
         engine: Callable[[], Any] | None = None,
         init: Callable[[Any], Any] | None = None,
     ) -> None:
-        require_all_ranks(recording, "a replay")
+        files.require_all_ranks(recording, "a replay")
         form, step = recording.form, recording.step_fn if step_fn is None else step_fn
         ranks = form.world_size if world_size is None else world_size
         made_by = "what makes the engine, of the wanted stage"
@@ -424,7 +420,7 @@ class _Replaying:
         again = simulate(self.step_fn, world_size=ranks)
         self.state = self._blank(again) if init is None else init(again)
 
-    def begin(self, kept: Snapshot) -> None:
+    def begin(self, kept: files.Snapshot) -> None:
         """Start from a state that was kept."""
         with kept.as_checkpoint() as path:
             self.state = checkpoint.load(path, self.state, rng=False)
@@ -467,7 +463,7 @@ class _Replaying:
         self.setup = self.setup or state.setup
         return state.replace(setup=self.setup)
 
-    def call(self, call: RecordedCall) -> tuple[Any, ...]:
+    def call(self, call: files.RecordedCall) -> tuple[Any, ...]:
         """Make a call again; return what each rank returned beside the state."""
         ranks = self.world_size
         logical = elements.state_of_rank(self.state, 0).setup.logical
@@ -495,9 +491,9 @@ class _Replaying:
         return tuple(found)
 
     @property
-    def form(self) -> RecordedForm:
+    def form(self) -> files.RecordedForm:
         """The form of its state."""
-        return form_of(elements.state_of_rank(self.state, 0), self.recording.form.driver)
+        return files.form_of(elements.state_of_rank(self.state, 0), self.recording.form.driver)
 
     def rows(self, digest: Digest = words) -> Tensor:
         """Return the digests [W, n] of each rank's part of the state now."""
@@ -510,8 +506,8 @@ class _Replaying:
 
 
 def _inputs_on(
-    ranks: int, inputs: Sequence[Inputs], number: int, logical_ranks: int | None = None
-) -> list[Inputs]:
+    ranks: int, inputs: Sequence[files.Inputs], number: int, logical_ranks: int | None = None
+) -> list[files.Inputs]:
     """Return the inputs of each of so many ranks: put together along dim 0, and cut evenly.
 
     number: of the call. With logical ranks each rank gets the rows of those that it carries. Raises

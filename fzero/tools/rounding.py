@@ -23,16 +23,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.machine.placeholder import LazyParam
-from fzero.state import NAMESPACE
 from fzero.state.buffers import SIXTEEN_BIT
-from fzero.state.layout import learns
+from fzero.tools.trees import map_tensors
 
 SMALLEST_UNIT = 2.0**-44
 DISTURBANCE = 4.0  # units by which parameters, inputs and gradients are changed
@@ -224,36 +222,7 @@ def is_exact(terms: Sequence[Tensor], divisor: int, dtype: torch.dtype) -> bool:
     return not bool((units % (divisor // (divisor & -divisor))).any())
 
 
-# Copies of pytrees, so that the user's tensors are never changed, and small changes of them.
-
-
-def _floats(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def copied(tree: Any) -> Any:
-    """Return a pytree with its tensors cloned."""
-    return optree.tree_map(
-        lambda x: x.detach().clone() if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE
-    )
-
-
-def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Convert the floating tensors of a pytree to `dtype`."""
-    return optree.tree_map(lambda x: x.to(dtype) if _floats(x) else x, tree, namespace=NAMESPACE)
-
-
-def copy_of_tree(params: Any, dtype: torch.dtype) -> Any:
-    """Return a copy with floating tensors in `dtype`; ties stay tied, frozen leaves frozen."""
-    made: dict[int, Any] = {}
-
-    def copy(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor) and id(leaf) not in made:
-            new = cast(leaf.detach(), dtype).clone()
-            made[id(leaf)] = new if learns(leaf) else nn.Parameter(new, requires_grad=False)
-        return made.get(id(leaf), leaf)  # what is no tensor is refused by its path, elsewhere
-
-    return optree.tree_map(copy, params, namespace=NAMESPACE)
+# Small changes of numbers.
 
 
 def signs_like(x: Tensor, source: torch.Generator) -> Tensor:
@@ -271,8 +240,9 @@ def perturbed(x: Tensor, size: float, signs: Tensor) -> Tensor:
 def disturbed_tree(tree: Any, size: float) -> Any:
     """Return a pytree with each element of its floating tensors changed by `size` of itself."""
     source = torch.Generator().manual_seed(0)
-    change = lambda x: perturbed(x, size, signs_like(x, source)) if _floats(x) else x  # noqa: E731
-    return optree.tree_map(change, tree, namespace=NAMESPACE)
+    return map_tensors(
+        lambda x: perturbed(x, size, signs_like(x, source)) if x.is_floating_point() else x, tree
+    )
 
 
 # The dtypes that a computation passes through.
@@ -355,5 +325,5 @@ def _wide_dtype(x: Any) -> Any:
 def _wide(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return [_wide(y) for y in x]
-    narrow = _floats(x) and x.dtype is not WIDE
+    narrow = isinstance(x, Tensor) and x.is_floating_point() and x.dtype is not WIDE
     return torch.ops.aten._to_copy.default(x, dtype=WIDE) if narrow else x

@@ -6,7 +6,6 @@ A line in `AXES` adds a value, and with it a keyword of `fzero.certify` and of t
 from __future__ import annotations
 
 import functools
-import html
 import itertools
 import tempfile
 from collections import Counter
@@ -21,7 +20,7 @@ from fzero.machine.codecs import bf16, cast, int8
 from fzero.ranks.mesh import Mesh
 from fzero.state.codec import Codec, Compress
 from fzero.state.setup import Offload
-from fzero.tools.columns import columns
+from fzero.tools.columns import ShownAsText, columns
 from fzero.transforms import accumulate, autocast, clip, coalesce, compress, offload, scale_loss
 
 CHECKS = ("loss", "gradient", "norm", "update")
@@ -402,7 +401,7 @@ class CellResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class Report:
+class Report(ShownAsText):
     """The matrix. `print(report)` is its table; it is true if cells passed and none failed."""
 
     name: str  # of the model
@@ -442,7 +441,8 @@ class Report:
         skipped = len(self.cells) - len(ran)
         return text + (f" {skipped} are not supported." if skipped else "")
 
-    def __repr__(self) -> str:
+    def table(self) -> str:
+        """Return it as text in columns, with what differs below."""
         fixed = [
             f"{axis.head} {self.cells[0].at[axis.name]}"
             for axis in AXES
@@ -456,9 +456,6 @@ class Report:
         reasons = Counter(cell.unsupported for cell in self.cells if cell.unsupported)
         lines += [f"not supported, {count} cells: {why}" for why, count in reasons.items()]
         return "\n".join([*lines, self.summary()])
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(repr(self))}</pre>"
 
 
 _LEGEND = (

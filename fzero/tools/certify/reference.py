@@ -21,25 +21,10 @@ from fzero.errors import LayoutError
 from fzero.optim import from_torch
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.layout import learns
+from fzero.tools import rounding
 from fzero.tools.certify.matrix import CellDifference, Check, RunDtypes
 from fzero.tools.certify.subject import CalledModule, Subject, seeded, tensors_of
-from fzero.tools.rounding import (
-    MARGIN,
-    Coarsest,
-    Copy,
-    Spread,
-    coarser,
-    copied,
-    eps_of,
-    first_apart,
-    is_exact,
-    largest,
-    number_bound,
-    shift,
-    signs_like,
-    sum_bound,
-    whole_leaf,
-)
+from fzero.tools.trees import copied
 
 OptimizerOf = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
 Tensors = Mapping[str, Tensor]
@@ -159,10 +144,12 @@ def one_process(
         other_losses, other = losses, parts
         if any(bool(x.any()) for x in reach.values()):
             source = torch.Generator().manual_seed(0)
-            process.set({p: x + reach[p] * signs_like(x, source) for p, x in before.items()})
+            process.set(
+                {p: x + reach[p] * rounding.signs_like(x, source) for p, x in before.items()}
+            )
             other_losses, other, _ = process.backwards(update)
             process.set(before)
-        low = coarser(task.low, process.coarsest)
+        low = rounding.coarser(task.low, process.coarsest)
         mean, other_mean = (
             {path: torch.stack(terms).sum(0) / task.divisor for path, terms in some.items()}
             for some in (parts, other)
@@ -172,29 +159,33 @@ def one_process(
         # What must be equal bit for bit. Not so are gradients that change within the bounds of the
         # parameters, and residues of cancellation inside of a loss, which have few bits too, but
         # other ones in another order.
-        tiny = RESIDUE * eps_of(low) * max(largest(terms) for terms in parts.values())
+        tiny = (
+            RESIDUE
+            * rounding.eps_of(low)
+            * max(rounding.largest(terms) for terms in parts.values())
+        )
         good = frozenset(
             path
             for path in good
-            if is_exact(parts[path], whole, low)
+            if rounding.is_exact(parts[path], whole, low)
             and (other is parts or all(map(torch.equal, parts[path], other[path])))
             and not any(bool(((x != 0) & (x.abs() <= tiny)).any()) for x in parts[path])
         )
 
         # The bounds of the norm and of each gradient.
         sizes = {
-            path: largest([torch.stack([x.abs() for x in terms]).sum(0) / task.divisor])
+            path: rounding.largest([torch.stack([x.abs() for x in terms]).sum(0) / task.divisor])
             for path, terms in parts.items()
         }
-        top, scale = max(sizes.values()), sum_bound(low, count, divides=divides)
-        of_norm = 3 * scale + number_bound(low, count) + 3 * task.loses
-        norm_reach = of_norm * norm + MARGIN * abs(norm - other_norm)
+        top, scale = max(sizes.values()), rounding.sum_bound(low, count, divides=divides)
+        of_norm = 3 * scale + rounding.number_bound(low, count) + 3 * task.loses
+        norm_reach = of_norm * norm + rounding.MARGIN * abs(norm - other_norm)
         gone = _norm({p: g - other_mean[p] for p, g in mean.items()}) / norm if norm else 0.0
         error = {}
         for path, g in mean.items():
-            own = largest([g - other_mean[path]])
+            own = rounding.largest([g - other_mean[path]])
             # what cancels inside of a backward leaves rounding of the size of other gradients
-            size = scale * (sizes[path] + top / 16) + MARGIN * max(own, gone * sizes[path])
+            size = scale * (sizes[path] + top / 16) + rounding.MARGIN * max(own, gone * sizes[path])
             size += 0.0 if task.remembers else task.loses * top
             error[path] = torch.full_like(g, 0.0 if path in good else size)
             if max_norm is not None and norm:
@@ -212,29 +203,33 @@ def one_process(
             corner.step({path: (g + off[path]) * factor for path, g in stepped.items()})
         process.set(centre.masters)
         for path, master in centre.masters.items():
-            offs = [shift(master.detach(), one.masters[path].detach()) for one in corners]
+            offs = [rounding.shift(master.detach(), one.masters[path].detach()) for one in corners]
             reach[path] = torch.stack(offs).amax(0)
             if mixes:  # an error of one element is one of all of its parameter
-                reach[path] = torch.full_like(reach[path], MARGIN * largest([reach[path]]))
+                reach[path] = torch.full_like(
+                    reach[path], rounding.MARGIN * rounding.largest([reach[path]])
+                )
 
         # The losses are of equal parameters, and nothing is added up in another order in them.
-        low = coarser(task.precision.low, process.coarsest)
+        low = rounding.coarser(task.precision.low, process.coarsest)
         same = len(exact) == len(process.tensors) and task.pieces == 1
-        losses_reach = float(losses.abs().max()) * number_bound(low, count)
-        losses_reach += MARGIN * largest([losses - other_losses])
+        losses_reach = float(losses.abs().max()) * rounding.number_bound(low, count)
+        losses_reach += rounding.MARGIN * rounding.largest([losses - other_losses])
         exact = frozenset(
             path
             for path in process.tensors
             if path not in before
             or (
                 path in good
-                and is_exact([before[path], centre.masters[path]], 1, task.precision.low)
+                and rounding.is_exact([before[path], centre.masters[path]], 1, task.precision.low)
             )
         )
         found.append(
             ExpectedUpdate(
                 losses=losses,
-                losses_reach=0.0 if same and is_exact([losses], whole, low) else losses_reach,
+                losses_reach=0.0
+                if same and rounding.is_exact([losses], whole, low)
+                else losses_reach,
                 norm=norm,
                 norm_reach=norm_reach,
                 params=copied(process.tensors),
@@ -308,9 +303,9 @@ class Process:
 
         called = self.model if whole else CalledModule(self.model, forward)
         outer = region if whole else nullcontext()
-        with Coarsest(of_parameters=True) as mode, seeded(batch), outer:
+        with rounding.Coarsest(of_parameters=True) as mode, seeded(batch), outer:
             loss = self.subject.loss(called, batch)
-        self.coarsest = coarser(self.coarsest, mode.dtype)
+        self.coarsest = rounding.coarser(self.coarsest, mode.dtype)
         scalar = isinstance(loss, Tensor) and loss.numel() == 1
         if scalar and loss.requires_grad and bool(loss.isfinite()):
             return loss
@@ -407,7 +402,7 @@ class Seen:
     slots: dict[str, Any]  # what the optimizer keeps, of a run with logical ranks
 
 
-_Numbers = Iterator[tuple[str, Tensor, Spread, Any, float]]
+_Numbers = Iterator[tuple[str, Tensor, rounding.Spread, Any, float]]
 """(path, what is wanted, what the ranks have, its bound, the largest number of its kind)."""
 
 
@@ -430,8 +425,10 @@ def check(
             numbers = _norms(update, here) if what == "norm" else _params(update, here)
         for path, theirs, found, bound, size in numbers:
             compared, bound = True, torch.as_tensor(bound).reshape(-1)
-            top = max(top, largest([bound]) / max(size, 1e-300))
-            apart = None if first else first_apart(whole_leaf(theirs), found, bound)
+            top = max(top, rounding.largest([bound]) / max(size, 1e-300))
+            apart = (
+                None if first else rounding.first_apart(rounding.whole_leaf(theirs), found, bound)
+            )
             first = first or (
                 apart
                 and CellDifference(
@@ -452,7 +449,7 @@ def _params(update: ExpectedUpdate, ranks: Sequence[Seen]) -> _Numbers:
 
     One in the dtype of a master is compared with it.
     """
-    size = largest([*update.params.values()])
+    size = rounding.largest([*update.params.values()])
     for path, wanted in update.params.items():
         dtypes = {seen.params[path].dtype for seen in ranks if path in seen.params}
         if path in update.masters and wanted.dtype not in dtypes:
@@ -462,21 +459,23 @@ def _params(update: ExpectedUpdate, ranks: Sequence[Seen]) -> _Numbers:
             found = seen.params.get(path)
             if found is None or found.shape != wanted.shape:
                 found = torch.full(wanted.shape, torch.nan)
-            copies.append(Copy(rank, 0, found.reshape(-1)))
+            copies.append(rounding.Copy(rank, 0, found.reshape(-1)))
         bound: Any = 0.0
         if path not in update.exact and wanted.numel():
-            bound = update.reach[path] + STORED * eps_of(wanted.dtype) * largest([wanted])
-        yield path, wanted, Spread(tuple(wanted.shape), tuple(copies)), bound, size
+            bound = update.reach[path] + STORED * rounding.eps_of(wanted.dtype) * rounding.largest(
+                [wanted]
+            )
+        yield path, wanted, rounding.Spread(tuple(wanted.shape), tuple(copies)), bound, size
 
 
 def _losses(update: ExpectedUpdate, ranks: Sequence[Seen], places: Sequence[int]) -> _Numbers:
     """Yield the mean loss of each rank, or of the ranks with the pieces of a batch."""
-    size = largest([update.losses])
+    size = rounding.largest([update.losses])
     for place, wanted in enumerate(update.losses):
         sharing = [rank for rank, its in enumerate(places) if its == place]
         losses = [loss for rank in sharing for loss in ranks[rank].losses]
         if losses:  # else the step has hidden them
-            found = whole_leaf(torch.stack(losses).double().mean(), sharing[0])
+            found = rounding.whole_leaf(torch.stack(losses).double().mean(), sharing[0])
             yield "", wanted.mean(), found, update.losses_reach, size
 
 
@@ -485,4 +484,4 @@ def _norms(update: ExpectedUpdate, ranks: Sequence[Seen]) -> _Numbers:
     for rank, seen in enumerate(ranks):
         if seen.norm is not None:
             found, wanted = torch.tensor([seen.norm, update.norm], dtype=torch.float64)
-            yield "", wanted, whole_leaf(found, rank), update.norm_reach, update.norm
+            yield "", wanted, rounding.whole_leaf(found, rank), update.norm_reach, update.norm

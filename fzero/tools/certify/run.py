@@ -24,17 +24,7 @@ from fzero.options import takes
 from fzero.ranks.virtual import run_ranks
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.logical import carried
-from fzero.tools.certify.matrix import (
-    AXES,
-    AxisValue,
-    Cell,
-    CellResult,
-    Check,
-    Report,
-    covering,
-    number_value,
-    restricted,
-)
+from fzero.tools.certify import matrix
 from fzero.tools.certify.reference import (
     CopyGradient,
     ExpectedUpdate,
@@ -59,7 +49,7 @@ from fzero.tools.certify.subject import (
     tensors_of,
     unwrapped,
 )
-from fzero.tools.rounding import copied
+from fzero.tools.trees import bits_of, copied, map_tensors
 from fzero.transforms import apply_gradients, full_params, global_norm, grad_and_reduce, shard
 from fzero.transforms.functionalize import functionalize
 from fzero.transforms.map_params import slots
@@ -88,7 +78,10 @@ ON_NAMED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 @takes(
-    "certify", "certify(model, loss, batches)", also=[axis.name for axis in AXES], of_module=True
+    "certify",
+    "certify(model, loss, batches)",
+    also=[axis.name for axis in matrix.AXES],
+    of_module=True,
 )
 def certify(
     model: Any,
@@ -102,9 +95,9 @@ def certify(
     full: bool = False,
     on_ranks: OnRanks = run_ranks,
     cut: Cut | None = None,
-    on_cell: Callable[[CellResult], None] | None = None,
+    on_cell: Callable[[matrix.CellResult], None] | None = None,
     **axes: Any,
-) -> Report:
+) -> matrix.Report:
     """Run a model over stages, worlds, windows, precisions, ...: is each the one-process step?
 
     For every cell, W virtual ranks take `updates` updates, each rank of N batches of its own, by
@@ -184,7 +177,7 @@ def certify(
         >>> bool(report), report.failures
         (True, ())
     """
-    meshes = [value.fact for value in restricted(axes)["meshes"]]
+    meshes = [value.fact for value in matrix.restricted(axes)["meshes"]]
     names = dict.fromkeys(name for mesh in meshes if mesh for name, _ in mesh.axes)
     subject, cut = subject_of(model, loss, batches, tuple(names)), cut or {}
     require_cut(meshes, cut, axes)
@@ -199,9 +192,9 @@ def certify(
         for rank in range(math.prod(size for _, size in mesh.axes)):
             Reads(axes=mesh.axes, cut=cut).piece(subject.batches(0), rank)
     sizes = [len(of_axis) for of_axis in values.values()]
-    chosen = covering(sizes, len(sizes) if full else STRENGTH)
+    chosen = matrix.covering(sizes, len(sizes) if full else STRENGTH)
     cells = [
-        Cell(values={name: values[name][i] for name, i in zip(values, row, strict=True)})
+        matrix.Cell(values={name: values[name][i] for name, i in zip(values, row, strict=True)})
         for row in chosen
     ]
     coverage = f"{len(cells)} cells, the whole product."
@@ -217,19 +210,19 @@ def certify(
     # Those of one task are large, and few are kept: cells that share one are run together.
     wanted = functools.lru_cache(maxsize=3)(functools.partial(one_process, subject))
     shared = [(repr(job.task), job.cell.at["clipping"], job.cell.at["rules"]) for job in jobs]
-    results: dict[int, CellResult] = {}
+    results: dict[int, matrix.CellResult] = {}
     for i in sorted(range(len(jobs)), key=shared.__getitem__):
         results[i] = _result(jobs[i], optimizer, wanted, on_ranks)
         if on_cell is not None:
             on_cell(results[i])
-    return Report(
+    return matrix.Report(
         name=subject.name, coverage=coverage, cells=tuple(results[i] for i in range(len(jobs)))
     )
 
 
 def _values(
     subject: Subject, step: StepOf | None, engine: EngineOf | None, axes: Mapping[str, Any]
-) -> dict[str, tuple[AxisValue, ...]]:
+) -> dict[str, tuple[matrix.AxisValue, ...]]:
     """Return the values of each axis; of the drivers, those of the given factories."""
     given = [name for name, maker in (("step", step), ("engine", engine)) if maker is not None]
     able = ["step", "engine"] if subject.is_module and not subject.names else ["step"]
@@ -237,10 +230,10 @@ def _values(
     usual |= {"ragged": "off", "rules": "given"} if given else {}
     if subject.names:
         usual |= {name: ON_NAMED[name][0] for name in ("precisions", "wires", "carriers")}
-    values = restricted({**usual, **axes})
+    values = matrix.restricted({**usual, **axes})
     drivers = {value.name for value in values["drivers"]}
     if subject.names:
-        values["worlds"] = (AxisValue("by mesh"),)
+        values["worlds"] = (matrix.AxisValue("by mesh"),)
         for name, (known, why) in ON_NAMED.items():
             if others := [value.name for value in values[name] if value.name not in known]:
                 raise LayoutError(
@@ -269,7 +262,7 @@ def _values(
     return values
 
 
-def _task(cell: Cell, cut: Cut, updates: int) -> Task:
+def _task(cell: matrix.Cell, cut: Cut, updates: int) -> Task:
     """Return the task of a cell: counts, precision, and what encoding may lose."""
     precision, codec, axes = cell.fact("precisions"), cell.fact("wires"), _axes(cell)
     world = math.prod(size for name, size in axes if name not in cut)
@@ -294,7 +287,7 @@ def _task(cell: Cell, cut: Cut, updates: int) -> Task:
     )
 
 
-def _axes(cell: Cell) -> tuple[tuple[str, int], ...]:
+def _axes(cell: matrix.Cell) -> tuple[tuple[str, int], ...]:
     """Return the axes of a cell's mesh."""
     mesh = cell.fact("meshes")
     return (("dp", cell.fact("worlds")),) if mesh is None else mesh.axes
@@ -309,7 +302,7 @@ class Job:
 
     subject: Subject
     task: Task
-    cell: Cell
+    cell: matrix.Cell
     cut: Cut
     step: StepOf | None  # None: fzero's own
     engine: EngineOf
@@ -360,7 +353,7 @@ class Job:
 
 def _result(
     job: Job, given: OptimizerOf, wanted: Callable[..., list[ExpectedUpdate]], on_ranks: OnRanks
-) -> CellResult:
+) -> matrix.CellResult:
     """Run one cell on its ranks, and compare with one process."""
     task, cell, first = job.task, job.cell, replace(job.task, updates=1)
     rule = cell.fact("rules") or given
@@ -380,13 +373,13 @@ def _result(
         raise
     except Exception as error:  # one process cannot do it: an op in 16 bits, an optimizer
         why = f"in one process, {type(error).__name__}: {_first_line(error)}"
-        return CellResult(at=cell.at, unsupported=why)
+        return matrix.CellResult(at=cell.at, unsupported=why)
     ranks = task.world * task.pieces
     job = replace(job, cell=replace(cell, logical=task.world if cell.carries else None))
 
     def run(optimizer: OptimizerOf, *, updates: int = task.updates) -> list[list[Seen]]:
         its = replace(job, task=replace(task, updates=updates))
-        return on_ranks(functools.partial(_on_rank, its, optimizer), ranks)
+        return on_ranks(functools.partial(_by(job), its, optimizer), ranks)
 
     try:
         shown, trained = run(CopyGradient, updates=1), run(rule)
@@ -396,7 +389,7 @@ def _result(
             # It is told, if without an update nothing changes parameters, and with one they do.
             before = tensors_of(job.subject.copy(task.precision.dtype))
             if _are(shown, before) or not _are(run(Keep, updates=1), before):
-                of_gradient = Check(what="gradient")
+                of_gradient = matrix.Check(what="gradient")
         checks = (
             check("loss", expected, trained, [job.reads.of(rank)[0] for rank in range(ranks)]),
             of_gradient,
@@ -404,25 +397,21 @@ def _result(
             check("update", expected, trained),
         )
     except NotImplementedError as error:
-        return CellResult(at=cell.at, unsupported=_first_line(error) or "not supported")
+        return matrix.CellResult(at=cell.at, unsupported=_first_line(error) or "not supported")
     except Exception as error:  # whatever a user's step or engine raises is its cell's
-        return CellResult(at=cell.at, error=_said(error))
-    return CellResult(at=cell.at, checks=checks, error=_parted(trained) or fewer)
+        return matrix.CellResult(at=cell.at, error=_said(error))
+    for seen in zip(*trained, strict=True):  # of one update: all ranks have the same bits
+        told = [[(f"parameter {p}", digest(x)) for p, x in one.params.items()] for one in seen]
+        if (error := unequal(told)) is not None:
+            fewer = _said(error)
+            break
+    return matrix.CellResult(at=cell.at, checks=checks, error=fewer)
 
 
 def _are(ranks: Sequence[Sequence[Seen]], before: Mapping[str, Tensor]) -> bool:
     """Whether the parameters of each rank after the first update are these."""
     pairs = [(one[0].params.get(path), x) for one in ranks for path, x in before.items()]
     return all(x is not None and torch.equal(x.to(y.dtype), y) for x, y in pairs)
-
-
-def _parted(ranks: Sequence[Sequence[Seen]]) -> str:
-    """Return a message if ranks have other bits of a parameter after an update; else ""."""
-    for seen in zip(*ranks, strict=True):  # of one update
-        told = [[(f"parameter {p}", digest(x)) for p, x in one.params.items()] for one in seen]
-        if (error := unequal(told)) is not None:
-            return _said(error)
-    return ""
 
 
 def _first_line(error: Exception) -> str:
@@ -447,11 +436,11 @@ def _on_fewer(
     logical = job.task.world
     odd = [ranks for ranks in range(2, logical) if logical % ranks]
     for ranks in (1, *odd[-1:]):
-        values = {**job.cell.values, "worlds": number_value(ranks)}
+        values = {**job.cell.values, "worlds": matrix.number_value(ranks)}
         there = replace(job, cell=replace(job.cell, values=values))
         said = f"{logical} logical ranks on {ranks} rank{'s' * (ranks > 1)}"
         try:
-            found = on_ranks(functools.partial(_on_rank, there, rule), ranks)
+            found = on_ranks(functools.partial(_by(job), there, rule), ranks)
         except Exception as error:
             error.add_note(f"({said})")
             raise
@@ -480,29 +469,26 @@ def _other_bits(alone: Sequence[Seen], here: Seen) -> list[str]:
     )
     mine["the loss"] = [x for i in range(len(alone)) for x in here.losses[i :: len(alone)]]
     first["the loss"] = [x for one in alone for x in one.losses]
-    return [name for name, x in first.items() if _bits(x) != _bits(mine.get(name))]
-
-
-def _bits(x: Any) -> Any:
-    if isinstance(x, list):
-        return [*map(_bits, x)]
-    if not isinstance(x, Tensor):
-        return type(x), x
-    return x.dtype, x.shape, digest(x)
+    return [name for name, x in first.items() if bits_of(x) != bits_of(mine.get(name))]
 
 
 # A rank, by a functional step or by an engine.
 
 
-def _on_rank(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
-    """Take every update of the job on this rank."""
-    by = _by_step if job.cell.at["drivers"] == "step" else _by_engine
-    return by(job, optimizer, rank)
+def _by(job: Job) -> Callable[[Job, OptimizerOf, int], list[Seen]]:
+    """Return what takes every update of a job on one rank."""
+    return _by_step if job.cell.at["drivers"] == "step" else _by_engine
 
 
 def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     model = job.subject.copy(job.task.precision.dtype)
-    apply, params = _functional(model) if job.subject.is_module else (None, model)
+    apply: Any = None
+    params, more = model, dict[str, Any]()
+    if job.subject.is_module:
+        # What the model makes of its buffers is dropped: no loss here reads it.
+        has_buffers = any(True for _ in model.buffers())
+        apply, params, *buffers = functionalize(model, buffers=has_buffers)
+        more = {"buffers": buffers[0]} if buffers else {}
     window, weights = job.cell.at["windows"], job.weights(rank)
     stacks = window == "accumulate"  # which splits tensors along dim 0
     share = 1 if stacks else job.task.share
@@ -513,7 +499,12 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
             batch = _first(batch)
         called = params
         if apply is not None:
-            called = CalledModule(model, functools.partial(apply, params), params)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                out = apply(params, *args, **more, **kwargs)
+                return out[0] if more else out
+
+            called = CalledModule(model, call, params)
         with seeded(batch) as seed:
             loss = job.subject.loss(called, batch)
         losses.append((seed, unwrapped(loss)))
@@ -551,18 +542,6 @@ def _by_step(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:
     return seen
 
 
-def _functional(model: Any) -> tuple[Callable[..., Any], Any]:
-    """As `functionalize`; what the model makes of its buffers is dropped: no loss here reads it."""
-    if not any(True for _ in model.buffers()):
-        return functionalize(model)
-    apply, params, buffers = functionalize(model, buffers=True)
-
-    def applied(params: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(params, *args, buffers=buffers, **kwargs)[0]
-
-    return applied, params
-
-
 def _stacked(batches: Sequence[Any]) -> Any:
     """The micro-batches as one batch: tensors [N, *t]."""
     try:
@@ -581,8 +560,7 @@ def _stacked(batches: Sequence[Any]) -> Any:
 
 def _first(batch: Any) -> Any:
     """The first of batches that are stacked."""
-    first = lambda x: x[0] if isinstance(x, Tensor) else x  # noqa: E731
-    return optree.tree_map(first, batch, namespace=NAMESPACE)
+    return map_tensors(lambda x: x[0], batch)
 
 
 def _by_engine(job: Job, optimizer: OptimizerOf, rank: int) -> list[Seen]:

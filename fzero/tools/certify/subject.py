@@ -24,7 +24,7 @@ from fzero.machine.partition import named_leaves
 from fzero.ranks.mesh import Axis, Mesh, running_on
 from fzero.state import NAMESPACE
 from fzero.state.layout import learns
-from fzero.tools.rounding import cast, copy_of_tree
+from fzero.tools.trees import cast, copy_of_tree, tensors_in
 
 Loss = Callable[[Any, Any], Tensor]
 """(model, batch) -> a scalar. `model` is called like the module, or is the pytree of parameters."""
@@ -193,8 +193,7 @@ def seeded(batch: Any) -> Iterator[int | None]:
 
 def seed_of(batch: Any) -> int | None:
     """Return a hash of the values of a batch; None where a transform (vmap, a trace) hides them."""
-    leaves = optree.tree_leaves(batch, namespace=NAMESPACE)
-    tensors = [unwrapped(x) for x in leaves if isinstance(x, Tensor)]
+    tensors = [*map(unwrapped, tensors_in(batch))]
     if any(isinstance(x, FakeTensor) or is_functorch_wrapped_tensor(x) for x in tensors):
         return None
     seed = torch.zeros((), dtype=torch.int64)

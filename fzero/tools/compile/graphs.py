@@ -4,39 +4,43 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.collectives import disagreement, performer_of, told_everywhere
 from fzero.context.current_rank import current_ranks, is_abstract
 from fzero.context.modes import in_transform, is_recorded, wants_graph
 from fzero.errors import FzeroError, LayoutError, PhaseError, explain
 from fzero.errors.check import is_count
-from fzero.machine.packing import digest
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, TrainState
-from fzero.tools.compile._run import (
-    COMPILERS,
-    EARLY_BYTES,
-    MERGED_BYTES,
-    Backend,
-    Compiled,
-    axis_of_states,
-    compiled,
-    recorded,
-    step_donates,
-)
+from fzero.tools.compile import passes
 from fzero.tools.compile.key import FunctionsRun, Surroundings, key_of, shared_memory
-from fzero.tools.compile.passes import NoGraphError, Randomness
+from fzero.tools.trace.draws import Randomness, RecordedDraws, draws
 from fzero.tools.trace.found import AsFound
-from fzero.tools.trace.program import unfused_recurrence
+from fzero.tools.trace.program import (
+    RecordedStep,
+    inputs_of,
+    is_collective,
+    on_axes,
+    record_step,
+    unfused_recurrence,
+)
+from fzero.tools.trees import bits_of, copied, tensors_in
+from fzero.transforms.donation import take_over, undo_take_over
 from fzero.transforms.models import flatten_states
 from fzero.transforms.pipeline import P, R, Step, require_order
+
+Backend = Literal["inductor", "eager"]
+MERGED_BYTES = 2**20
+EARLY_BYTES = 8 * 2**20
 
 
 def compile(
@@ -102,27 +106,44 @@ def compile(
         (tensor(3.), tensor([0.5000, 0.0000]))
     """
     sizes = {"bucket_bytes": bucket_bytes, "gather_bytes": gather_bytes}
-    _check(fn, backend, max_graphs=max_graphs, **sizes)
+    right = "fzero.compile(step), once"
+    require_order("compile", fn, never_around=("compile", "simulate"), right=right)
+    counts = {"max_graphs": max_graphs, **sizes}
+    bad = [f"{name}={number!r}" for name, number in counts.items() if not is_count(number, 0)]
+    bad += [] if backend in COMPILERS else [f"backend={backend!r}"]
+    if bad:
+        raise LayoutError(
+            f"compile: {', '.join(bad)}.",
+            cause="a number that is no count, or another compiler.",
+            fix=f"give numbers of at least 0, and one of {sorted(COMPILERS)}.",
+        )
     graphs: list[tuple[Any, Graph]] = []
     given_up: list[str] = []
-    donate = step_donates(fn)
+    donate = _donates(fn)
 
     def around(inner: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         arguments: Any = (*args, kwargs)
         leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
         if given_up or is_abstract() or in_transform() or is_recorded(()) or wants_graph(leaves):
             return inner(*args, **kwargs)
-        _require_real_ranks()
-        key, tensors = key_of(arguments), tensors_of(arguments)
-        found = _known(graphs, key, tensors)
-        graph = found[1] if found is not None else None
+        if current_ranks() is not None:
+            raise PhaseError(
+                "a compiled step on virtual ranks.",
+                cause="fzero.simulate around fzero.compile.",
+                fix="simulate the step itself; compile it for one process or for torchrun.",
+            )
+        key, tensors = key_of(arguments), tensors_in(arguments)
+        alike = (one for one in graphs if one[0] == key)
+        holds = (x for x in alike if (r := x[1].reads) is None or r.are_as_before(tensors))
+        found = next(holds, (key, None))
+        graph = found[1]
         is_new = graph is None or graph.run is None
         if graph is None and len(graphs) >= max_graphs:
             warnings.warn(_MANY.format(max_graphs), UserWarning, stacklevel=4)
-            graph = Graph(axis=axis_of_states(arguments))
+            graph = Graph(axis=_axis_of(arguments))
         elif graph is None or graph.run is None:
             again = graph is not None
-            graph = graph_of(inner, arguments, backend, sizes, donate=donate, again=again)
+            graph = _graph_of(inner, arguments, backend, sizes, donate=donate, again=again)
         step = functools.partial(inner, *args, **kwargs)
         seen, returned = graph(step, arguments, is_new=is_new)
         if seen:
@@ -136,35 +157,11 @@ def compile(
     return Step("compile", fn, around, options=options)
 
 
-def _known(
-    graphs: Sequence[tuple[Any, Graph]], key: Any, tensors: Sequence[Tensor]
-) -> tuple[Any, Graph] | None:
-    """Return the graph of this key, if all that it reads is as it was."""
-    alike = (one for one in graphs if one[0] == key)
-    holds = (one for one in alike if (r := one[1].reads) is None or r.are_as_before(tensors))
-    return next(holds, None)
-
-
-def _require_real_ranks() -> None:
-    if current_ranks() is not None:
-        raise PhaseError(
-            "a compiled step on virtual ranks.",
-            cause="fzero.simulate around fzero.compile.",
-            fix="simulate the step itself; compile it for one process or for torchrun.",
-        )
-
-
-def _check(fn: Callable[..., Any], backend: str, **numbers: int) -> None:
-    right = "fzero.compile(step), once"
-    require_order("compile", fn, never_around=("compile", "simulate"), right=right)
-    bad = [f"{name}={number!r}" for name, number in numbers.items() if not is_count(number, 0)]
-    bad += [] if backend in COMPILERS else [f"backend={backend!r}"]
-    if bad:
-        raise LayoutError(
-            f"compile: {', '.join(bad)}.",
-            cause="a number that is no count, or another compiler.",
-            fix=f"give numbers of at least 0, and one of {sorted(COMPILERS)}.",
-        )
+def _donates(fn: Any) -> bool:
+    """Return whether a step donates its state, as in `shard(donate=True)`."""
+    if not isinstance(fn, Step):
+        return False
+    return fn.options.get("donate", False) if fn.name == "shard" else _donates(fn.inner)
 
 
 _MANY = explain(
@@ -188,7 +185,6 @@ _OTHERWISE = explain(
 
 # The graph of one kind of call: recorded, compared with the step at first, then run.
 
-_CALL = "a call of a compiled step"
 _FIRST, _CHANGES, _LACKS = 1, 2, 3
 """What a rank says of a call: that its graph is new, or none yet, or that it never has one."""
 
@@ -227,7 +223,8 @@ class Graph:
         said = [0, 0, _LACKS if self.lacks else _CHANGES]
         if self.run is not None and self.plain is not None:
             said = [self.run.number, self.plain.number, _FIRST * is_new]
-        heard = performer.call_with(_CALL, lambda: said) if performer else ((*said,),)
+        call = "a call of a compiled step"
+        heard = performer.call_with(call, lambda: said) if performer else ((*said,),)
         runs, plains, statuses = map(set, zip(*heard, strict=True))
         if _LACKS in statuses:
             return self.lacks or "another rank has no graph of it", step()
@@ -238,13 +235,14 @@ class Graph:
             raise disagreement(everyone, what="the collectives of a compiled step")
         if statuses == {0}:
             return "", (self.run if len(runs) == 1 else self.plain)(arguments)
-        given = _copied(arguments) if self.plain.donate else arguments
+        # The state is the step's, and may be used up.
+        given = (copied(arguments[0]), *arguments[1:]) if self.plain.donate else arguments
         seen, returned = compare(self.plain, given, step, self.random, self.paths)
         said_of_it = performer.call("a compared step", int(bool(seen))) if performer else ()
         return seen or "another rank warns of this call" * (1 in said_of_it), returned
 
 
-def graph_of(
+def _graph_of(
     step: Callable[..., Any],
     arguments: Any,
     backend: Backend,
@@ -257,37 +255,87 @@ def graph_of(
 
     again: the step was recorded for them before, and changed what it holds.
     """
-    axis = axis_of_states(arguments)
-    lacks = "another argument has memory of the donated state" * (donate and _shares(arguments))
-    if lacks := lacks or _lacking(flatten_states("compile", arguments[0])[0]):
+    axis, states = _axis_of(arguments), flatten_states("compile", arguments[0])[0]
+    tensors, held = tensors_in(arguments), len(tensors_in(arguments[0]))
+    shares = donate and any(i < held for group in shared_memory(tensors) for i, *_ in group)
+    if lacks := "another argument has memory of the donated state" * shares or _lacking(states):
         return Graph(axis=axis, lacks=lacks)
+    ran, drawn = FunctionsRun(), list[Randomness]()
     with (
         told_everywhere(axis, what="a compiled step"),
         AsFound("compile", step, arguments) as found,
     ):
+
+        def with_keywords(*given: Any) -> Any:
+            with RecordedDraws(found.generators()) as noted, ran:
+                returned = step(*given[:-1], **given[-1])
+            drawn[:] = [noted.randomness]
+            return returned
+
         try:
-            program, drawn = recorded(step, arguments, axis, found, ran := FunctionsRun())
+            program = record_step(with_keywords, arguments, axis, axis.rank, found)
+            program = replace(program, graph=passes.without_writes(program.graph))
+            (random,) = drawn
+            nodes = filter(draws, program.graph.graph.nodes)
+            for node, draw in zip(nodes, random.draws, strict=True):
+                node.meta[passes.DRAW] = draw
             if found.left:
                 lacks = f"each call changes {found.left.lstrip('.')}" * again
                 return Graph(axis=axis, changes=found.left, lacks=lacks)
-            reads = Surroundings(ran, [step, *_objects(arguments)], tensors_of(arguments))
+            made_with = [x for one in states for x in (one.setup.optimizer, *one.setup.transforms)]
+            leaves = optree.tree_leaves(arguments, namespace=NAMESPACE)
+            others = [x for x in leaves if not isinstance(x, Tensor)]
+            reads = Surroundings(ran, [step, *made_with, *others], tensors)
             if reads.lacks:
                 return Graph(axis=axis, lacks=reads.lacks)
-            plain = compiled(program, drawn, axis, donate=donate)
-            run = compiled(program, drawn, axis, donate=donate, backend=backend, sizes=sizes)
+            plain = _compiled(program, random, axis, "eager", donate=donate)
+            run = _compiled(program, random, axis, backend, sizes, donate=donate)
         except FzeroError:
             raise
-        except NoGraphError as error:
+        except passes.NoGraphError as error:
             return Graph(axis=axis, lacks=str(error))
         except Exception as error:
             first = str(error).partition("\n")[0]
             return Graph(axis=axis, lacks=f"recording raises {type(error).__name__}: {first}")
-    return Graph(axis=axis, run=run, plain=plain, random=drawn, paths=program.outputs, reads=reads)
+    paths = program.outputs
+    return Graph(axis=axis, run=run, plain=plain, random=random, paths=paths, reads=reads)
+
+
+def _axis_of(arguments: Any) -> Axis:
+    """Return the common axis of the states, after checking that a graph can hold their optimizers.
+
+    Raises `LayoutError` for several axes, and for a torch.optim instance.
+    """
+    states: Sequence[TrainState] = flatten_states("compile", arguments[0])[0]
+    axes = {state.setup.axis for state in states}
+    if len(axes) > 1:
+        raise LayoutError(
+            f"compile: the states are on {len(axes)} meshes.",
+            cause="models that are sharded over other groups of ranks.",
+            fix="put them on one mesh, or run the step itself.",
+        )
+    for state in states:
+        groups = state.setup.optimizer.param_groups(state.setup.layout.leaves, 0)
+        if groups.instance is not None:
+            raise LayoutError(
+                "compile: the options of the optimizer are read from a "
+                f"{type(groups.instance).__name__} at each update.",
+                cause="fzero.optim.from_torch(instance): a scheduler would change them, and a "
+                "graph would not see it.",
+                fix="use a rule of fzero.optim, whose lr is a number or a schedule.",
+            )
+    return axes.pop()
 
 
 def _lacking(states: Sequence[TrainState]) -> str:
     """Return what of some states no graph has; "" for nothing."""
-    kept = [one for state in states for one in _precisions(state.setup.optimizer)]
+
+    def precisions(rule: Any) -> list[Any]:
+        own = getattr(rule, "precision", None)  # ours have one
+        inner = [x for _, part in getattr(rule, "rules", ()) for x in precisions(part)]
+        return inner if own is None else [own, *inner]
+
+    kept = [one for state in states for one in precisions(state.setup.optimizer)]
     if any(state.setup.logical is not None for state in states):
         return "logical ranks run one after another, which no graph does"
     if any(state.outer is not None for state in states):
@@ -297,40 +345,115 @@ def _lacking(states: Sequence[TrainState]) -> str:
     return ""
 
 
-def _precisions(rule: Any) -> list[Any]:
-    own = [one] if (one := getattr(rule, "precision", None)) is not None else []  # ours have one
-    return [*own, *(x for _, part in getattr(rule, "rules", ()) for x in _precisions(part))]
+# From a recorded step to a callable: passes, actions, inputs and outputs.
 
 
-def _shares(arguments: Any) -> bool:
-    """Return whether a buffer of the states overlaps with another argument."""
-    count = sum(isinstance(x, Tensor) for x in _leaves(arguments[0]))
-    tensors = tensors_of(arguments)
-    return any(i < count for group in shared_memory(tensors) for i, *_ in group)
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A compiled graph: a list of actions."""
+
+    actions: Iterable[passes.Action]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    returns: Callable[[list[Tensor]], Any]  # the tensors that the graph gives -> the result
+    held: Mapping[str, Tensor]  # tensors that the functions of the step read, by name
+    collectives: tuple[str, ...]  # compared between ranks, which must make the same ones
+    number: int  # what is compared of them in each call
+    donate: bool
+
+    def __call__(self, arguments: Any) -> Any:
+        """Run the actions on the tensors of the arguments; return the result of the step."""
+        given = arguments[0]
+        taken = take_over(given) if self.donate else given
+        given_to = zip(self.inputs, tensors_in((taken, *arguments[1:])), strict=True)
+        env = {name: x.detach() for name, x in (*given_to, *self.held.items())}  # as they are now
+        whole = True  # nothing was written into the old state
+        try:
+            with torch.no_grad():
+                for action in self.actions:
+                    whole = whole and not action.writes
+                    action(env)
+        except BaseException:
+            if self.donate and whole:
+                undo_take_over(given, taken)
+            raise
+        return self.returns([env[name] for name in self.outputs])
 
 
-def _objects(arguments: Any) -> list[Any]:
-    """Return the arguments that are no tensors, and what their states were made with."""
-    setups = [state.setup for state in flatten_states("compile", arguments[0])[0]]
-    made = [one for setup in setups for one in (setup.optimizer, *setup.transforms)]
-    return [*made, *(x for x in _leaves(arguments) if not isinstance(x, Tensor))]
+def _compiled(
+    program: RecordedStep,
+    randomness: Randomness,
+    axis: Axis,
+    backend: Backend,
+    sizes: dict[str, int] | None = None,
+    *,
+    donate: bool,
+) -> Compiled:
+    """Return the callable that runs a recorded step on the ranks of an axis.
 
+    sizes: of the passes that move and merge collectives, which are left out without them.
+    """
+    copy = fx.Graph()
+    copy.output(copy.graph_copy(program.graph.graph, {}))
+    if sizes is not None:
+        passes.gather_early(copy, most_bytes=sizes["gather_bytes"])
+        passes.wait_late(copy)
+        passes.merge_collectives(copy, bucket_bytes=sizes["bucket_bytes"])
+    passes.rematerialize(copy)
+    copy.lint()
+    graph = fx.GraphModule(program.graph, copy)
+    if donate:  # the buffers of the new state go where those of the old one are
+        where = {path: i for i, path in enumerate(program.inputs) if path.startswith("state")}
+        ends = enumerate(program.outputs)
+        passes.write_back(graph.graph, [(where[path], k) for k, path in ends if path in where])
+    performer = performer_of(axis)
+    over = axis if performer is None else performer.over(axis)
+    axes = {name: over.along(name) for name in over.names}
+    axes |= {one.name: one for one in (over.replicas, over.shards)}
+    nodes = list(graph.graph.nodes)
 
-def tensors_of(arguments: Any) -> list[Tensor]:
-    """Return the tensors among the arguments."""
-    return [x for x in _leaves(arguments) if isinstance(x, Tensor)]
+    def line(node: fx.Node) -> str:
+        values = [x.meta["val"] for x in node.all_input_nodes]
+        return f"{node.target} {[(x.dtype, *x.shape) for x in values]} {node.args[1:]}"
 
+    lines = tuple(map(line, filter(is_collective, nodes)))
+    result = on_axes(program.returned, lambda _: axis)
+    treespec = optree.tree_structure(result, namespace=NAMESPACE)
 
-def _copied(arguments: Any) -> Any:
-    """Return the arguments with a state of its own, which may be used up."""
-    state = optree.tree_map(
-        lambda x: x.clone() if isinstance(x, Tensor) else x, arguments[0], namespace=NAMESPACE
+    def returns(tensors: list[Tensor]) -> Any:
+        rest = iter(tensors)
+        filled = [next(rest) if x is None else x for x in program.others]
+        return optree.tree_unflatten(treespec, filled)
+
+    return Compiled(
+        actions=passes.actions_of(graph, axes, COMPILERS[backend], randomness),
+        inputs=tuple(node.name for node in inputs_of(nodes)),
+        outputs=tuple(node.name for node in nodes[-1].args[0]),
+        returns=returns,
+        held=passes.held_in(graph),
+        collectives=lines,
+        number=zlib.crc32(repr(lines).encode()),
+        donate=donate,
     )
-    return (state, *arguments[1:])
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return optree.tree_leaves(tree, namespace=NAMESPACE)
+def _by_inductor(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Callable[..., Any]:
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx
+
+    made = [
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in examples
+    ]
+    # The modes are off, in which the compiler would see its tensors; dropout is that of torch.
+    with torch.no_grad(), _disable_current_modes(), config.patch(fallback_random=True):
+        run: Any = compile_fx(graph, made)
+    return run
+
+
+COMPILERS: dict[Backend, passes.Compiler] = {
+    "inductor": _by_inductor,
+    "eager": lambda graph, _: graph.forward,  # a call of the module would run all modules' hooks
+}
 
 
 # The first call of a graph: the step runs, too, and both are to give the same.
@@ -353,50 +476,31 @@ def compare(
     Returns:
         What differs, "" if nothing does; and what the step returned.
     """
+
+    def states(generators: Sequence[torch.Generator]) -> list[Tensor]:
+        return [one.get_state() for one in generators]
+
     found, made = [one for one, _ in drawn.begins], drawn.made
-    before, unused = _states(found), _states(made)
+    before, unused = states(found), states(made)
     known, seen = list[Any](), ""
     rest = iter(plain.actions)
     try:
-        known = _facts(replace(plain, actions=rest)(arguments))
+        known = bits_of(replace(plain, actions=rest)(arguments))
     except Exception as error:
         seen = f"the graph raises {type(error).__name__}: {error}"
         for action in rest:  # on this rank alone, perhaps: the others wait for it
             action.take_part()
-    after = _states(found)
+    after = states(found)
     for one, state in zip((*found, *made), (*before, *unused), strict=True):
         one.set_state(state)
     with unfused_recurrence():
         returned = step()
-    names = iter(paths)
-    for a, b in zip(known, _facts(returned), strict=False):
-        name = next(names, "") if isinstance(a, _Digest) else "value"
+    names, leaves = iter(paths), optree.tree_leaves(returned, namespace=NAMESPACE)
+    for x, a, b in zip((*leaves, None), known, bits_of(returned), strict=False):
+        name = next(names, "") if isinstance(x, Tensor) else "value"
         seen = seen or ("" if a == b else f"its graph returns another {name}")
-    if not _alike(after, _states(found)):
+    if not all(map(torch.equal, after, states(found))):
         seen = seen or "its graph leaves another random state"
-    if not _alike(unused, _states(made)):
+    if not all(map(torch.equal, unused, states(made))):
         seen = seen or "it draws from a torch.Generator that it finds where nobody looks"
     return seen, returned
-
-
-class _Digest(tuple[Any, ...]):
-    """What a tensor is told apart by: dtype, shape, and a digest of its bits."""
-
-
-def _facts(tree: Any) -> list[Any]:
-    leaves, treespec = optree.tree_flatten(tree, namespace=NAMESPACE)
-    return [*map(_fact, leaves), treespec]
-
-
-def _fact(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return _Digest((x.dtype, x.shape, x.device, x.requires_grad, digest(x)))
-    return repr(x) if isinstance(x, float | complex) else x
-
-
-def _states(generators: Sequence[torch.Generator]) -> list[Tensor]:
-    return [one.get_state() for one in generators]
-
-
-def _alike(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return all(map(torch.equal, some, others))

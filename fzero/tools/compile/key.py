@@ -10,20 +10,12 @@ import gc
 import operator
 import re
 import sys
+import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from numbers import Number
-from types import (
-    CellType,
-    CodeType,
-    FrameType,
-    FunctionType,
-    MappingProxyType,
-    MemberDescriptorType,
-    ModuleType,
-)
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,7 +67,9 @@ def _leaf(x: Any) -> Any:
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         parts: Any = object.__getstate__(x)
         return type(x), [*map(told_apart, optree.tree_leaves(parts, none_is_leaf=True))]
-    return _kind(x) if isinstance(x, Tensor) else told_apart(x)
+    if isinstance(x, Tensor):
+        return tuple(x.shape), x.stride(), x.dtype, x.device
+    return told_apart(x)
 
 
 class _Itself:
@@ -101,10 +95,6 @@ _SWITCHES = (
 """The switches of torch by which ops are chosen while a step is recorded."""
 
 
-def _kind(x: Tensor) -> Any:
-    return tuple(x.shape), x.stride(), x.dtype, x.device
-
-
 def shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """Return which of some tensors overlap, how, and which are one, by their positions.
 
@@ -125,14 +115,9 @@ def shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
             groups.append([])
             base = start
         groups[-1].append((i, start - base, first[id(x)]))
-        end = max(end, start + _extent(x))
+        reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+        end = max(end, start + (1 + reach) * x.itemsize)
     return tuple(tuple(group) for group in groups if len(group) > 1)
-
-
-def _extent(x: Tensor) -> int:
-    """Return the bytes from the first element of a tensor to the end of its last one."""
-    reach = sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
-    return (1 + reach) * x.itemsize
 
 
 # What a step reads besides its arguments: a graph is right as long as all of that is as it was.
@@ -165,8 +150,15 @@ _ANY_NAME = frozenset(
 _TELLING = frozenset(("getattr", "hasattr", "tolist", "numpy", "__dlpack__"))
 """Functions of C whose calls are looked at: by names, or of the elements of a tensor."""
 
-_ATOMS = (*PLAIN, torch.Generator, TrainState, torch._ops.OpOverload, CodeType, FrameType)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, MappingProxyType)
+_ATOMS = (
+    *PLAIN,
+    torch.Generator,
+    TrainState,
+    torch._ops.OpOverload,
+    types.CodeType,
+    types.FrameType,
+)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, types.MappingProxyType)
 _ARRAYS = (np.ndarray, bytearray, array.array, memoryview)
 _BY_VALUE = (torch.Size, torch.device, int, str, bytes)
 _MEMO = type(functools.lru_cache(len))
@@ -186,7 +178,7 @@ def _whose(module: Any) -> str:
 
 
 class _Code(NamedTuple):
-    code: CodeType
+    code: types.CodeType
     whose: str
     variables: dict[str, Any]
 
@@ -198,7 +190,7 @@ class FunctionsRun:
         self.codes = dict[int, _Code]()
         # Not the step calls these, but the collector of garbage, in the middle of it (Hypothesis).
         codes = (getattr(one, "__code__", None) for one in gc.callbacks)
-        self._others = {id(code): code for code in codes if isinstance(code, CodeType)}
+        self._others = {id(code): code for code in codes if isinstance(code, types.CodeType)}
         self.computes = False  # the user's code reads attributes by names that it computes
         self.handed = dict[int, Any]()  # what code of Python's reads by such names
         self.counted = list[Tensor]()  # of which Python reads the elements
@@ -220,7 +212,7 @@ class FunctionsRun:
         if is_c:
             self._before.enable()
 
-    def _note(self, frame: FrameType, event: str, arg: Any) -> None:
+    def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
         if event == "call":  # mostly of a library: the shortest way for those
             if id(frame.f_code) not in self._others:
                 self._call(frame, frame.f_code)
@@ -234,18 +226,21 @@ class FunctionsRun:
                 if arg.__name__ != "tolist":
                     self.lacks = f"it reads the elements of a tensor by {arg.__name__}()"
 
-    def _call(self, frame: FrameType, code: CodeType) -> None:
+    def _call(self, frame: types.FrameType, code: types.CodeType) -> None:
         whose = _whose(frame.f_globals.get("__name__"))
         if whose in ("library", "quiet") or code.co_name == "<module>":
             self._others[id(code)] = code
         elif self._is_of_step(frame, whose):
             self.codes.setdefault(id(code), _Code(code, whose, frame.f_globals))
             if whose == "user":
-                self.met.update((id(x), weakref.ref(x)) for x in _met(frame))
+                for x in frame.f_locals.values():
+                    own = _whose(type(x).__module__) == "user" and type(x).__weakrefoffset__
+                    if own and not isinstance(x, Tensor | nn.Module):
+                        self.met[id(x)] = weakref.ref(x)
             elif whose == "python" and names_of(code) & (_ANY_NAME | {"getattr"}):
                 self.handed.update((id(x), x) for x in frame.f_locals.values())
 
-    def _is_of_step(self, frame: FrameType, whose: str) -> bool:
+    def _is_of_step(self, frame: types.FrameType, whose: str) -> bool:
         """Return whether the step calls a function, and not a library or an import."""
         caller = frame.f_back
         if whose == "modules" or (caller is not None and id(caller.f_code) in self.codes):
@@ -256,7 +251,7 @@ class FunctionsRun:
 
     def add(self, fn: Any) -> None:
         """Take a function for one that ran."""
-        if isinstance(fn, FunctionType) and _whose(fn.__module__) == "user":
+        if isinstance(fn, types.FunctionType) and _whose(fn.__module__) == "user":
             code = _Code(fn.__code__, "user", fn.__globals__)
             self.codes.setdefault(id(code.code), code)
 
@@ -267,18 +262,8 @@ class FunctionsRun:
         return frozenset().union(*(names_of(x.code) for x in self.codes.values())), computes
 
 
-def _met(frame: FrameType) -> list[Any]:
-    return [
-        x
-        for x in frame.f_locals.values()
-        if _whose(type(x).__module__) == "user"
-        and type(x).__weakrefoffset__
-        and not isinstance(x, Tensor | nn.Module)
-    ]
-
-
 @functools.lru_cache(maxsize=4096)
-def names_of(code: CodeType) -> frozenset[str]:
+def names_of(code: types.CodeType) -> frozenset[str]:
     """Return the names, and the words of texts, in a function and its inner functions."""
     return frozenset(code.co_names).union(*map(_words, code.co_consts))
 
@@ -286,24 +271,24 @@ def names_of(code: CodeType) -> frozenset[str]:
 def _words(x: Any) -> Iterable[str]:
     if isinstance(x, str):
         return re.findall(r"\w+", x)
-    if isinstance(x, CodeType):
+    if isinstance(x, types.CodeType):
         return names_of(x)
     return [word for part in x for word in _words(part)] if isinstance(x, tuple | frozenset) else []
 
 
 @functools.lru_cache(maxsize=4096)
-def _variables_of(code: CodeType) -> frozenset[str]:
+def _variables_of(code: types.CodeType) -> frozenset[str]:
     """Return the names of globals, and of modules that it imports, in a function."""
     if names_of(code) & {"globals", "eval", "exec", "import_module", "modules", "__import__"}:
         return names_of(code).union(x for x in code.co_consts if isinstance(x, str))
     loads = ("LOAD_GLOBAL", "LOAD_NAME", "IMPORT_NAME")
     own = (one.argval for one in dis.get_instructions(code) if one.opname in loads)
-    inside = (_variables_of(one) for one in code.co_consts if isinstance(one, CodeType))
+    inside = (_variables_of(one) for one in code.co_consts if isinstance(one, types.CodeType))
     return frozenset(own).union(*inside)
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_computed(code: CodeType, at: int) -> bool:
+def _is_computed(code: types.CodeType, at: int) -> bool:
     """Return whether the name that `getattr` is called with, at this place, is no text there."""
     *before, call = (one for one in dis.get_instructions(code) if one.offset <= at)
     while before[-1].opname in ("PRECALL", "KW_NAMES", "CACHE"):
@@ -412,11 +397,11 @@ class _Walk:
             self._tensor(path, x)
         elif x is sys.modules:
             return  # `run` has those whose names a function has
-        elif isinstance(x, FunctionType):
+        elif isinstance(x, types.FunctionType):
             whose = _whose(x.__globals__.get("__name__"))  # of a wrapper, not what it wraps
             if whose != "user" or id(x.__code__) in self._ran.codes:
                 self._function(path, x, fixed=whose in ("library", "modules"))
-        elif isinstance(x, ModuleType):
+        elif isinstance(x, types.ModuleType):
             self._module(path, x)
         elif isinstance(x, type):
             self._class(x)
@@ -458,7 +443,7 @@ class _Walk:
         if len(x) > MOST:
             self.lacks = f"it reads {path}, a {type(x).__name__} of over {MOST} entries"
             return
-        paired = isinstance(x, dict | MappingProxyType)
+        paired = isinstance(x, dict | types.MappingProxyType)
         read: Read = (lambda: [*x, *x.values()]) if paired else (lambda: [*x])
         if not x and not fixed:
             self._empty.append(x)
@@ -492,7 +477,7 @@ class _Walk:
         if x.is_leaf and (self._any_name or "grad" in self._names):
             self._push(path, *self._watch(lambda: [x.grad]))
 
-    def _function(self, path: str, fn: FunctionType, *, fixed: bool) -> None:
+    def _function(self, path: str, fn: types.FunctionType, *, fixed: bool) -> None:
         if not fixed:
             self._watch(lambda: [fn.__code__, fn.__defaults__, fn.__kwdefaults__])
             self._named(path, vars(fn), {*self._names, "__wrapped__"})
@@ -501,10 +486,12 @@ class _Walk:
             self._push(name, *(_content(cell) if fixed else [cell]), fixed=fixed)
         self._push(path, vars(fn).get("__wrapped__"))
 
-    def _module(self, path: str, module: ModuleType) -> None:
+    def _module(self, path: str, module: types.ModuleType) -> None:
         held, whose = vars(module), _whose(module.__name__)
         if whose == "user" or whose == "python":
-            values = {k for k, x in held.items() if not callable(x) and type(x) is not ModuleType}
+            values = {
+                k for k, x in held.items() if not callable(x) and type(x) is not types.ModuleType
+            }
             names = self._names | values if self._any_name else self._names
             self._named(path, held, names if whose == "user" else self._names & values)
         elif not module.__name__.startswith("fzero"):
@@ -525,7 +512,7 @@ class _Walk:
             self._push(kind.__qualname__, type(kind))
 
 
-def _content(cell: CellType) -> list[Any]:
+def _content(cell: types.CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
     except ValueError:  # not assigned yet
@@ -533,7 +520,7 @@ def _content(cell: CellType) -> list[Any]:
 
 
 _READ: dict[type, Callable[[Any], Sequence[Any]]] = {
-    CellType: _content,
+    types.CellType: _content,
     ContextVar: lambda x: [x.get(_ABSENT)],
     weakref.ref: lambda x: [x()],
 }
@@ -545,4 +532,4 @@ def _has_attributes(x: Any) -> bool:
 
 def _slots(kind: type) -> list[str]:
     found = (pair for one in kind.__mro__ for pair in vars(one).items())
-    return [name for name, x in found if isinstance(x, MemberDescriptorType)]
+    return [name for name, x in found if isinstance(x, types.MemberDescriptorType)]

@@ -6,7 +6,6 @@ on every rank but for the rank's own offsets: so all ranks still make the same c
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,192 +15,17 @@ import torch
 import torch.fx.traceback as fx_traceback
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
-from fzero.collectives import (
-    InFlight,
-    start_all_to_all,
-    start_extremum,
-    start_gather,
-    start_gather_in_place,
-    start_permute,
-    start_reduce,
-    start_scatter,
-)
-from fzero.context.rng import of_devices
+from fzero import collectives
 from fzero.errors import LayoutError
 from fzero.machine.packing import shard_of
-from fzero.machine.placeholder import LazyParam
 from fzero.optim.recorded import SCHEDULES, update_in_place
 from fzero.ranks.mesh import Axis
-from fzero.tools.trace.program import (
-    RATE,
-    UPDATE,
-    inputs_of,
-    is_collective,
-    is_item,
-    ran_by_autograd,
-    root_of,
-    without_unused,
-)
-
-# Random numbers in a graph: each op that draws knows the state of its generator before and after.
-#
-# A draw of a recorded step computes nothing, so that a generator would stay as it is. Here every
-# draw leaves its generator in a state that nobody else has: where a later draw starts from is then
-# read off the generator itself, by whatever way it was put back (`fork_rng`, a checkpoint,
-# `set_state`).
-
-State = int | Tensor
-"""The state of a generator: that after a draw by its number, or one that is the same each time."""
-
-_FIRST = 0x2F5A_31C7 << 32
-"""The seed of state 0 while a step is recorded; the numbers count on."""
+from fzero.tools.trace import program
+from fzero.tools.trace.draws import Randomness, draws
 
 DRAW = "draw"
 """Under which name the meta of a node has its `Draw`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Which generator an op draws from. starts: a state to set first; keeps: the state after."""
-
-    generator: torch.Generator
-    before: State
-    after: int
-    starts: State | None = None
-    keeps: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Randomness:
-    """The draws of a step in their order, and the states of its generators before and after."""
-
-    begins: tuple[tuple[torch.Generator, int], ...]
-    draws: tuple[Draw, ...]
-    ends: tuple[tuple[torch.Generator, State], ...]
-
-    @property
-    def made(self) -> list[torch.Generator]:
-        """The generators that the step was not found with: it creates them in each call."""
-        found = [generator for generator, _ in self.begins]
-        drawn = {id(one.generator): one.generator for one in self.draws}
-        return [x for x in drawn.values() if not any(x is y for y in found)]
-
-
-def draws(node: fx.Node) -> bool:
-    """Return whether an op may draw random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-
-
-class RecordedDraws(TorchDispatchMode):
-    """Notes what is drawn while a step is recorded; all generators are put back at the end."""
-
-    def __init__(self, held: Iterable[torch.Generator]) -> None:
-        super().__init__()
-        self._held = [*{id(one): one for one in (*of_devices(), *held)}.values()]
-        self._numbers = itertools.count()
-        self._draws: list[Draw] = []
-        self._found: list[tuple[torch.Generator, Tensor]] = []
-        self._begins: list[tuple[torch.Generator, int]] = []
-        self.randomness: Randomness | None = None
-
-    def __enter__(self) -> Any:
-        self._begins = [self._marked(one) for one in self._held]
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        ends = tuple((one, _state_of(one)) for one in self._held)
-        self.randomness = Randomness(tuple(self._begins), tuple(self._draws), ends)
-        for generator, state in self._found:
-            generator.set_state(state)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Note a draw; the graph has it without its generator."""
-        if any(issubclass(kind, LazyParam) for kind in types):
-            return NotImplemented
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        generator = _generator_of(args, kwargs)
-        before = _state_of(generator)
-        own, number = self._marked(generator)
-        self._draws.append(Draw(own, before, number))
-        return func(*tree_map(_unless_generator, args), **tree_map(_unless_generator, kwargs))
-
-    def _marked(self, generator: torch.Generator) -> tuple[torch.Generator, int]:
-        """Leave a generator in the state of the next number; return it and the number.
-
-        A dispatcher may show it as another object: it is the one that has this state now.
-        """
-        state, number = generator.get_state(), next(self._numbers)
-        generator.manual_seed(_FIRST + number)
-        for known, _ in self._found:
-            if known.initial_seed() == _FIRST + number:
-                return known, number
-        self._found.append((generator, state))
-        return generator, number
-
-
-def _state_of(generator: torch.Generator) -> State:
-    number = generator.initial_seed() - _FIRST
-    return number if 0 <= number < 2**32 else generator.get_state()
-
-
-def _generator_of(args: Any, kwargs: Mapping[str, Any]) -> torch.Generator:
-    given = tree_leaves((args, kwargs))
-    own = next((x for x in given if isinstance(x, torch.Generator)), None)
-    devices = [x.device for x in given if isinstance(x, Tensor)]
-    device = kwargs.get("device") or next(iter(devices), torch.device("cpu"))
-    return own if own is not None else of_devices(torch.device(device))[-1]
-
-
-def _unless_generator(x: Any) -> Any:
-    return None if isinstance(x, torch.Generator) else x
-
-
-def note_draws(graph: fx.Graph, randomness: Randomness) -> None:
-    """Put its `Draw` on each op of a graph that draws."""
-    for node, one in zip(filter(draws, graph.nodes), randomness.draws, strict=True):
-        node.meta[DRAW] = one
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayedDraws:
-    """Which states of generators are kept and set while the draws of a graph are made.
-
-    Where draws follow each other as they did, nothing is: a generator is there already.
-    """
-
-    begins: tuple[tuple[torch.Generator, int], ...]  # states to keep before the first draw
-    draws: dict[fx.Node, Draw]
-    ends: tuple[tuple[torch.Generator, State], ...]  # states to set behind the last draw
-
-
-def replay_of(graph: fx.Graph, randomness: Randomness) -> ReplayedDraws:
-    """Return what the draws of a graph need, in the order that they have in it."""
-    now: dict[int, State] = {id(one): number for one, number in randomness.begins}
-    drawn: dict[fx.Node, Draw] = {}
-    for node in graph.nodes:
-        if (one := node.meta.get(DRAW)) is not None:
-            there = _same(now.get(id(one.generator)), one.before)
-            drawn[node] = one if there else replace(one, starts=one.before)
-            now[id(one.generator)] = one.after
-    ends = [(one, state) for one, state in randomness.ends if not _same(now[id(one)], state)]
-    wanted = [one.starts for one in drawn.values()] + [state for _, state in ends]
-    numbers = {x for x in wanted if isinstance(x, int)}
-    return ReplayedDraws(
-        begins=tuple((one, number) for one, number in randomness.begins if number in numbers),
-        draws={node: replace(one, keeps=one.after in numbers) for node, one in drawn.items()},
-        ends=tuple(ends),
-    )
-
-
-def _same(now: State | None, state: State) -> bool:
-    return isinstance(now, int) and isinstance(state, int) and now == state
-
 
 aten = torch.ops.aten
 GATHER, SCATTER, REDUCE = (
@@ -246,7 +70,7 @@ def gather_early(graph: fx.Graph, *, most_bytes: int) -> None:
     waiting: list[tuple[int, int]] = []  # where it is read first, and its bytes
     for node in list(graph.nodes):
         if node.target is not GATHER:
-            last = None if is_collective(node) else last
+            last = None if program.is_collective(node) else last
             continue
         reader = min((order[user] for item in node.users for user in item.users), default=0)
         waiting = [(at, size) for at, size in waiting if at > place]
@@ -274,12 +98,14 @@ def merge_collectives(graph: fx.Graph, *, bucket_bytes: int) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        if is_collective(node):
-            if not (run and _goes_with(node, run) and _sum([*run, node]) <= bucket_bytes):
+        if program.is_collective(node):
+            if not (
+                run and _goes_with(node, run) and sum(map(_bytes, [*run, node])) <= bucket_bytes
+            ):
                 _merge(graph, run, bucket_bytes)
                 run = []
             run += [node] if node.target in (GATHER, SCATTER, REDUCE) else []
-        elif any(_base(x) in run for x in node.all_input_nodes) and not is_item(node):
+        elif any(_base(x) in run for x in node.all_input_nodes) and not program.is_item(node):
             _merge(graph, run, bucket_bytes)
             run = []
     _merge(graph, run, bucket_bytes)
@@ -296,10 +122,11 @@ def rematerialize(graph: fx.Graph) -> None:
     kept = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
     free = set(kept)  # and what pointwise ops make of these
     for node in list(graph.nodes):
-        if ran_by_autograd(node):
+        if program.ran_by_autograd(node):
             continue
-        cheap = _is_cheap(node) and all(x in free for x in node.all_input_nodes)
-        readers = [user for user in node.users if ran_by_autograd(user)]
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and not draws(node)
+        cheap = pointwise and all(x in free for x in node.all_input_nodes)
+        readers = [user for user in node.users if program.ran_by_autograd(user)]
         if cheap:
             free.add(node)
         elif readers:
@@ -328,7 +155,7 @@ def _items(node: fx.Node) -> Sequence[fx.Node]:
 
 def _base(node: fx.Node) -> fx.Node:
     """Return the collective that a value is a result of, or None."""
-    return node.args[0] if is_item(node) else node  # type: ignore
+    return node.args[0] if program.is_item(node) else node  # type: ignore
 
 
 def _chain(node: fx.Node) -> list[fx.Node] | None:
@@ -338,7 +165,7 @@ def _chain(node: fx.Node) -> list[fx.Node] | None:
     """
     if node.op == "placeholder":
         return []
-    if is_collective(_base(node)) or len(node.all_input_nodes) != 1:
+    if program.is_collective(_base(node)) or len(node.all_input_nodes) != 1:
         return None
     before = _chain(node.all_input_nodes[0])
     return None if before is None else [*before, node]
@@ -349,17 +176,8 @@ def _bytes(node: fx.Node) -> int:
     return max(_nbytes(x.meta["val"] for x in _items(node)), _nbytes(node.meta["val"]))
 
 
-def _sum(nodes: Sequence[fx.Node]) -> int:
-    return sum(map(_bytes, nodes))
-
-
 def _nbytes(values: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in values)
-
-
-def _is_cheap(node: fx.Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _call(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
@@ -382,7 +200,7 @@ def _merge(graph: fx.Graph, run: Sequence[fx.Node], bucket_bytes: int) -> None:
     Not one collective alone that is larger than `bucket_bytes`.
     """
     parts = [x for node in run for x in _items(node)]
-    if len(parts) < 2 or _sum(run) > bucket_bytes:
+    if len(parts) < 2 or sum(map(_bytes, run)) > bucket_bytes:
         return
     last, size = run[-1], int(run[-1].args[3])  # type: ignore
     rows = 1 if last.target is not SCATTER else size
@@ -433,7 +251,7 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
         return graph
     if any(x.op == "get_attr" for node in graph.graph.nodes for x in _written(node)):
         raise NoGraphError("the step writes into a tensor that is none of its arguments")
-    inputs = [node.meta["val"] for node in inputs_of(list(graph.graph.nodes))]
+    inputs = [node.meta["val"] for node in program.inputs_of(list(graph.graph.nodes))]
 
     def run(*values: Tensor) -> Any:
         return _InMemoryOrder(graph).run(*values)
@@ -448,7 +266,7 @@ def without_writes(graph: fx.GraphModule) -> fx.GraphModule:
             cause="an op with a trailing underscore on the batch, or on a view of it.",
             fix="clone it first, or run the step without fzero.compile.",
         )
-    return without_unused(made)
+    return program.without_unused(made)
 
 
 class NoGraphError(Exception):
@@ -462,8 +280,8 @@ class _InMemoryOrder(fx.Interpreter):
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        draws = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
-        if not draws or 0 not in _writes_to(target) or not isinstance(args[0], Tensor):
+        random = torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+        if not random or 0 not in _writes_to(target) or not isinstance(args[0], Tensor):
             return super().call_function(target, args, kwargs)
         x, *rest = args
         order = sorted(range(x.ndim), key=x.stride, reverse=True)
@@ -503,46 +321,37 @@ def write_back(graph: fx.Graph, pairs: Sequence[tuple[int, int]]) -> None:
     update works in place, a gather fills its input, other values are copied.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
-    inputs = inputs_of(list(graph.nodes))
+    inputs = program.inputs_of(list(graph.nodes))
     given_up = {inputs[i] for i, _ in pairs}
     output = graph.output_node()
     outs = list(output.args[0])  # type: ignore
     for node in graph.nodes:
-        if node.target is UPDATE:
+        if node.target is program.UPDATE:
             node.meta[OWNED] = [
-                root_of(x) in given_up and _last_reader(x, order) <= order[node]
+                program.root_of(x) in given_up and _last_reader(x, order) <= order[node]
                 for x in made_by_update(node)
             ]
-    at = list(order)
-    alike = [(inputs[i], k) for i, k in pairs if _are_alike(inputs[i], outs[k])]
-    _gather_in_place(graph, {outs[k]: old for old, k in alike}, order)
+    at, alike = list(order), list[tuple[fx.Node, int]]()
+    for i, k in pairs:  # of a value that is not this input, and has its shape and dtype
+        x, y = (node.meta["val"] for node in (inputs[i], outs[k]))
+        if inputs[i] is not outs[k] and x.shape == y.shape and x.dtype == y.dtype:
+            alike.append((inputs[i], k))
+    places = {outs[k]: old for old, k in alike}
+    for node in graph.nodes:
+        if node.target is GATHER:  # into inputs that nobody reads later
+            into = {item.args[1]: places.get(item) for item in node.users}
+            wanted = [into.get(i) for i in range(len(node.args[0]))]
+            if all(old and _last_reader(old, order) < order[node] for old in wanted):
+                node.meta[INTO] = wanted
     for old, k in alike:
         new = outs[k]
         last = max(order[new], _last_reader(old, order))
-        if last >= order[output] or is_made_in(root_of(new), old):
+        if last >= order[output] or is_made_in(program.root_of(new), old):
             continue
         with graph.inserting_after(at[last]):
             outs[k] = graph.call_function(aten.copy_.default, (old, new))
         outs[k].meta["val"] = old.meta["val"]
     output.args = (outs,)
-
-
-def _gather_in_place(
-    graph: fx.Graph, places: Mapping[fx.Node, fx.Node], order: dict[fx.Node, int]
-) -> None:
-    """Let gathers write into the donated inputs of their results, if these have no later reader."""
-    for node in graph.nodes:
-        if node.target is GATHER:
-            into = {item.args[1]: places.get(item) for item in node.users}
-            wanted = [into.get(i) for i in range(len(node.args[0]))]
-            if all(old and _last_reader(old, order) < order[node] for old in wanted):
-                node.meta[INTO] = wanted
-
-
-def _are_alike(old: fx.Node, new: fx.Node) -> bool:
-    """Return whether a value is not this input, and has its shape and dtype."""
-    x, y = old.meta["val"], new.meta["val"]
-    return old is not new and x.shape == y.shape and x.dtype == y.dtype
 
 
 def made_by_update(update: fx.Node) -> list[fx.Node]:
@@ -553,12 +362,12 @@ def made_by_update(update: fx.Node) -> list[fx.Node]:
 
 def is_made_in(node: fx.Node, old: fx.Node) -> bool:
     """Return whether an update or a gather writes this value into the memory of an input."""
-    if not is_item(node):
+    if not program.is_item(node):
         return False
     made: Any = node.args
     maker, place = made
-    if maker.target is UPDATE:
-        return maker.meta[OWNED][place] and root_of(made_by_update(maker)[place]) is old
+    if maker.target is program.UPDATE:
+        return maker.meta[OWNED][place] and program.root_of(made_by_update(maker)[place]) is old
     return INTO in maker.meta and maker.meta[INTO][place] is old
 
 
@@ -567,12 +376,12 @@ def _last_reader(node: fx.Node, order: dict[fx.Node, int]) -> int:
 
     A collective reads until it is awaited; the end of the step reads the outputs.
     """
-    found, last = [root_of(node)], 0
+    found, last = [program.root_of(node)], 0
     for one in found:
         for user in one.users:
-            if root_of(user) is not user:
+            if program.root_of(user) is not user:
                 found.append(user)
-            elif is_collective(user):
+            elif program.is_collective(user):
                 readers = (order[reader] for item in user.users for reader in item.users)
                 last = max(last, min(readers, default=len(order)))
             else:
@@ -647,44 +456,53 @@ def actions_of(
     """Return the actions of a graph; `axes` has the axes of its collectives by name."""
     own_buffers(graph.graph)
     held = held_in(graph)
-    replay = replay_of(graph.graph, randomness)
-    actions = [_kept(one, number) for one, number in replay.begins]
+    states = [(number, one.get_state) for one, number in randomness.begins]
+    states += [(number, lambda x=x: x) for number, x in randomness.constants.items()]
+    actions = [
+        Action(lambda state=state: [state()], (), (_state_name(number),))
+        for number, state in states
+    ]
     run: list[fx.Node] = []
-    pending: set[fx.Node] = set()
-
-    def flush() -> None:
-        if run:
+    pending: dict[fx.Node, None] = {}
+    for node in graph.graph.nodes:
+        item_of_apart = program.is_item(node) and _is_apart(cast("Any", node.args[0]))
+        if node.op in ("placeholder", "get_attr") or item_of_apart:
+            continue
+        is_last = node.op == "output"
+        needed: list[Any] = [x.args[0] for x in node.all_input_nodes if program.is_item(x)]
+        needed = [*pending] if is_last else [x for x in dict.fromkeys(needed) if x in pending]
+        if run and (_is_apart(node) or needed or is_last):
             actions.append(_segment(graph, run, compiler, held))
             run.clear()
-
-    def wait(node: fx.Node) -> None:
-        pending.discard(node)
-        actions.append(_wait(node))
-
-    for node in graph.graph.nodes:
-        if node.op in ("placeholder", "get_attr"):
-            continue
-        if is_item(node) and _is_apart(node.args[0]):
-            continue
-        needed = [x.args[0] for x in node.all_input_nodes if is_item(x) and x.args[0] in pending]
-        if _is_apart(node) or needed or node.op == "output":
-            flush()
-        rest = [x for x in graph.graph.nodes if x in pending] if node.op == "output" else needed
-        for one in dict.fromkeys(rest):
-            wait(one)
-        if is_collective(node):
-            actions.append(_with_values(_start(node, axes), node))
-            pending.add(node)
-        elif node.target is UPDATE:
+        for one in needed:
+            del pending[one]
+            actions.append(_wait(one))
+        if program.is_collective(node):
+            actions.append(_start(node, axes))
+            pending[node] = None
+        elif node.target is program.UPDATE:
             actions.append(_update(node))
-        elif node.target is RATE:
+        elif node.target is program.RATE:
             actions.append(_rate(node))
-        elif node in replay.draws:
-            actions.append(_drawn(node, replay.draws[node]))
-        elif node.op != "output":
+        elif DRAW in node.meta:
+            actions.append(_drawn(node))
+        elif not is_last:
             run.append(node)
-    actions += [_put_back(one, state) for one, state in replay.ends]
-    return _with_drops(actions, {x.name for x in graph.graph.output_node().all_input_nodes})
+    for generator, number in randomness.ends:
+
+        def put_back(state: Tensor, generator: torch.Generator = generator) -> list[Any]:
+            generator.set_state(state)
+            return []
+
+        actions.append(Action(put_back, (_state_name(number),), ()))
+    # Each value is freed after its last reader.
+    needed_later = {x.name for x in graph.graph.output_node().all_input_nodes}
+    made = list[Action]()
+    for action in reversed(actions):
+        gone = (name for name in (*action.reads, *action.gives) if name not in needed_later)
+        made.append(replace(action, drops=tuple(dict.fromkeys(gone))))
+        needed_later.update(action.reads)
+    return tuple(reversed(made))
 
 
 def held_in(graph: fx.GraphModule) -> dict[str, Tensor]:
@@ -702,10 +520,14 @@ def held_in(graph: fx.GraphModule) -> dict[str, Tensor]:
 
 def _is_apart(node: fx.Node) -> bool:
     """Return whether a node is outside of segments."""
-    return is_collective(node) or node.target in (UPDATE, RATE) or DRAW in node.meta
+    return (
+        program.is_collective(node)
+        or node.target in (program.UPDATE, program.RATE)
+        or DRAW in node.meta
+    )
 
 
-def _items_of_segments(node: fx.Node) -> dict[str, int]:
+def _items_read(node: fx.Node) -> dict[str, int]:
     """Return {name: position} of the results of a node that are read."""
     return {user.name: int(user.args[1]) for user in node.users}  # type: ignore
 
@@ -714,15 +536,17 @@ def _named(nodes: Iterable[fx.Node]) -> tuple[str, ...]:
     return tuple(node.name for node in nodes)
 
 
-def _with_values(action: Action, node: fx.Node) -> Action:
-    inputs = [*cast("Any", node.args[0]), *node.meta.get(INTO, ())]
-    return replace(action, collective=tuple(x.meta["val"] for x in inputs))
+def _state_name(number: int) -> str:
+    return f"random state {number}"
 
 
 def _start(node: fx.Node, axes: dict[str, Axis]) -> Action:
-    """Return the start of a collective; it gives the handle to wait for."""
-    inputs, name, _, _, *rest = cast("Any", node.args)
-    axis = axes[name]
+    """Return the start of a collective; it gives the handle to wait for.
+
+    A gather into the memory of donated arguments of the step has these among its inputs.
+    """
+    shards, name, _, _, *rest = cast("Any", node.args)
+    axis, fulls = axes[name], node.meta.get(INTO, [])
     if node.target is torch.ops.fzero.uneven_all_to_all.default:
         raise LayoutError(
             f"compile: all_to_all with sizes, along {name!r}.",
@@ -730,50 +554,45 @@ def _start(node: fx.Node, axes: dict[str, Axis]) -> Action:
             "sizes of its first call in its graph.",
             fix="leave this step uncompiled, and compile parts of its loss with torch.compile.",
         )
-    if INTO in node.meta:
-        return _start_in_place(node, inputs, axis)
     begin = _STARTS[node.target]
-    if begin in (start_permute, start_extremum):
-        rest = rest if begin is start_permute else [node.target._opname]  # type: ignore
-        return Action(lambda *xs: [begin(xs, axis, *rest)], _named(inputs), (node.name,))
-    order = {} if begin in (start_gather, start_all_to_all) else {"ordered": bool(rest[0])}
-
-    def run(*xs: Tensor) -> list[InFlight]:
-        return [begin([x.contiguous() for x in xs], axis, **order)]
-
-    return Action(run, _named(inputs), (node.name,))
-
-
-_STARTS: dict[Any, Callable[..., InFlight]] = {
-    torch.ops.fzero.all_gather.default: start_gather,
-    torch.ops.fzero.reduce_scatter.default: start_scatter,
-    torch.ops.fzero.all_reduce.default: start_reduce,
-    torch.ops.fzero.all_to_all.default: start_all_to_all,
-    torch.ops.fzero.ppermute.default: start_permute,
-    torch.ops.fzero.pmax.default: start_extremum,
-    torch.ops.fzero.pmin.default: start_extremum,
-}
-
-
-def _start_in_place(node: fx.Node, shards: Sequence[fx.Node], axis: Axis) -> Action:
-    """Return the start of a gather into the memory of donated arguments of the step."""
-    fulls = node.meta[INTO]
+    ordered = begin in (collectives.start_scatter, collectives.start_reduce)
+    options = {"ordered": bool(rest[0])} if ordered else {}
     there = list(map(is_made_in, shards, fulls))  # whether a shard is where it belongs already
+    if begin is collectives.start_extremum:
+        rest = [node.target._opname]  # type: ignore
+    elif begin is not collectives.start_permute:
+        rest = []
 
-    def run(*xs: Tensor) -> list[InFlight]:
-        for shard, full, known in zip(xs[: len(there)], xs[len(there) :], there, strict=True):
+    def run(*xs: Tensor) -> list[collectives.InFlight]:
+        if not fulls:
+            given = xs if rest else [x.contiguous() for x in xs]
+            return [begin(given, axis, *rest, **options)]
+        for shard, full, known in zip(xs, xs[len(there) :], there, strict=False):
             if not known:
                 shard_of(full, axis.size, axis.rank).copy_(shard)
-        return [start_gather_in_place(list(xs[len(there) :]), axis)]
+        return [collectives.start_gather_in_place(list(xs[len(there) :]), axis)]
 
-    return Action(run, _named([*shards, *fulls]), (node.name,), writes=True)
+    inputs = [*shards, *fulls]
+    values = tuple(x.meta["val"] for x in inputs)
+    return Action(run, _named(inputs), (node.name,), writes=bool(fulls), collective=values)
+
+
+_STARTS: dict[Any, Callable[..., collectives.InFlight]] = {
+    torch.ops.fzero.all_gather.default: collectives.start_gather,
+    torch.ops.fzero.reduce_scatter.default: collectives.start_scatter,
+    torch.ops.fzero.all_reduce.default: collectives.start_reduce,
+    torch.ops.fzero.all_to_all.default: collectives.start_all_to_all,
+    torch.ops.fzero.ppermute.default: collectives.start_permute,
+    torch.ops.fzero.pmax.default: collectives.start_extremum,
+    torch.ops.fzero.pmin.default: collectives.start_extremum,
+}
 
 
 def _wait(node: fx.Node) -> Action:
     """Return the wait for a collective; it gives those of its results that are read."""
-    items = _items_of_segments(node)
+    items = _items_read(node)
 
-    def run(flight: InFlight) -> list[Tensor]:
+    def run(flight: collectives.InFlight) -> list[Tensor]:
         outs = flight.wait()
         return [outs[at] for at in items.values()]
 
@@ -783,7 +602,7 @@ def _wait(node: fx.Node) -> Action:
 def _update(node: fx.Node) -> Action:
     """Return the kernel of an optimizer, in place where it may write into its arguments."""
     rule, options, _, grads, _, count, *lr = cast("Any", node.args)
-    made, items = made_by_update(node), _items_of_segments(node)  # parameters, then moments
+    made, items = made_by_update(node), _items_read(node)  # parameters, then moments
     owned = node.meta.get(OWNED, [False] * len(made))
     parts = len(made), len(made) + len(grads)
 
@@ -809,47 +628,24 @@ def _rate(node: fx.Node) -> Action:
     return Action(run, (count.name,), (node.name,))
 
 
-def _drawn(node: fx.Node, draw: Draw) -> Action:
+def _drawn(node: fx.Node) -> Action:
     """Return an op that draws, as torch has it: a compiler would take others in another order."""
-    target, generator, inputs = cast("Any", node.target), draw.generator, node.all_input_nodes
-    items = (
-        _items_of_segments(node)
-        if isinstance(node.meta["val"], tuple | list)
-        else {node.name: None}
-    )
-    starts = (_state_name(draw.starts),) if isinstance(draw.starts, int) else ()
+    target, inputs, draw = cast("Any", node.target), node.all_input_nodes, node.meta[DRAW]
+    several = isinstance(node.meta["val"], tuple | list)
+    items = _items_read(node) if several else {node.name: None}
     takes = any(one.name == "generator" for one in target._schema.arguments)
+    own = {"generator": draw.generator} if takes else {}
 
-    def run(*xs: Any) -> list[Any]:
-        if draw.starts is not None:
-            generator.set_state(xs[-1] if isinstance(draw.starts, int) else draw.starts)
-        env = dict(zip(inputs, xs, strict=False))
+    def run(state: Tensor, *xs: Any) -> list[Any]:
+        draw.generator.set_state(state)
+        env = dict(zip(inputs, xs, strict=True))
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        out = target(*args, **(kwargs | {"generator": generator} if takes else kwargs))
+        out = target(*args, **kwargs | own)
         made = [out if at is None else out[at] for at in items.values()]
-        return [*made, generator.get_state()] if draw.keeps else made
+        return [*made, draw.generator.get_state()]
 
-    keeps = (_state_name(draw.after),) if draw.keeps else ()
-    return Action(run, (*_named(inputs), *starts), (*items, *keeps))
-
-
-def _kept(generator: torch.Generator, number: int) -> Action:
-    """Keep the state that a generator is found in."""
-    return Action(lambda: [generator.get_state()], (), (_state_name(number),))
-
-
-def _put_back(generator: torch.Generator, state: State) -> Action:
-    """Leave a generator in the state in which the step leaves it."""
-
-    def run(*kept: Tensor) -> list[Any]:
-        generator.set_state(kept[0] if isinstance(state, int) else state)
-        return []
-
-    return Action(run, (_state_name(state),) if isinstance(state, int) else (), ())
-
-
-def _state_name(number: int) -> str:
-    return f"random state {number}"
+    reads = (_state_name(draw.before), *_named(inputs))
+    return Action(run, reads, (*items, _state_name(draw.after)))
 
 
 def _segment(
@@ -857,15 +653,17 @@ def _segment(
 ) -> Action:
     inside = set(nodes)
     outside = dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside)
-    reads = [x for x in outside if x.op != "get_attr" or x.name in held]
+    constants = [x for x in outside if x.op == "get_attr" and x.name not in held]
+    reads = [x for x in outside if x not in constants]
     gives = [
-        node for node in nodes if any(user not in inside for user in node.users) and _is_value(node)
+        node
+        for node in nodes
+        if isinstance(node.meta.get("val"), Tensor) and not inside.issuperset(node.users)
     ]
     part, copies = fx.Graph(), {}
     for x in reads:
         copies[x] = part.placeholder(x.name)
         copies[x].meta = x.meta
-    constants = [x for x in outside if x.op == "get_attr" and x.name not in held]
     for node in (*constants, *nodes):
         copies[node] = part.node_copy(node, copies.__getitem__)
     part.output(tuple(copies[node] for node in gives))
@@ -873,17 +671,3 @@ def _segment(
     run = compiler(module, [held[x.name] if x.name in held else x.meta["val"] for x in reads])
     writes = any(node.target is torch.ops.aten.copy_.default for node in nodes)
     return Action(run, _named(reads), _named(gives), writes=writes)
-
-
-def _is_value(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
-
-
-def _with_drops(actions: Sequence[Action], results: set[str]) -> tuple[Action, ...]:
-    """Let each value be freed after its last reader."""
-    needed, made = set(results), list[Action]()
-    for action in reversed(actions):
-        gone = (name for name in (*action.reads, *action.gives) if name not in needed)
-        made.append(replace(action, drops=tuple(dict.fromkeys(gone))))
-        needed.update(action.reads)
-    return tuple(reversed(made))

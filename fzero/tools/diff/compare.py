@@ -19,18 +19,7 @@ from torch import Tensor
 
 from fzero.state import Setup, TrainState
 from fzero.state.setup import MASTERS
-from fzero.tools.diff.record import (
-    LOSS_TERM,
-    CallRecord,
-    Key,
-    RankUpdate,
-    Trail,
-    Values,
-    counters,
-    leaves_of,
-    spread,
-    values_of,
-)
+from fzero.tools.diff import record
 from fzero.tools.rounding import (
     MARGIN,
     TERMS,
@@ -257,7 +246,7 @@ class Called:
     """One call of a step: the states before it, the recorded updates, the states after it."""
 
     before: Rows
-    seen: CallRecord
+    seen: record.CallRecord
     after: Rows
 
     def sides(self, state: int) -> list[Side]:
@@ -266,17 +255,17 @@ class Called:
         by_rank = [self.seen.updates[state][rank] for rank in range(len(rows))]
         averages = rows[0].setup.reduction.reduce_op == "mean"
         for number in range(max(map(len, by_rank))):
-            seen = [some[number] if number < len(some) else RankUpdate() for some in by_rank]
+            seen = [some[number] if number < len(some) else record.RankUpdate() for some in by_rank]
             found.append(Side(before=rows, seen=seen, averages=averages))
             rows = [x.onward or x.after or row for x, row in zip(seen, rows, strict=True)]
         return found
 
-    def leads(self) -> list[list[Values | None]]:
+    def leads(self) -> list[list[record.Values | None]]:
         """Return the gradients and results of each update that all ranks make, for each state."""
         return [
             [
                 replace(
-                    values_of(side.after),
+                    record.values_of(side.after),
                     gradients={path: one.full for path, one in side.gradients(True).items()},
                 )
                 if len(side.after) == len(side.seen)
@@ -292,7 +281,7 @@ class Side:
     """One run up to one update of one state: the state before, and the record of each rank."""
 
     before: Sequence[TrainState]
-    seen: Sequence[RankUpdate]
+    seen: Sequence[record.RankUpdate]
     averages: bool  # losses and gradients over ranks; else they are summed
 
     @property
@@ -322,15 +311,15 @@ class Side:
         found: dict[str, list[Tensor]] = {}
         for one in (one for seen in self.seen for one in seen.backwards):
             for leaf, term in one.terms.items():
-                path = "" if leaf == LOSS_TERM else self.setup.layout.names[leaf]
-                flat = term if leaf == LOSS_TERM else term.reshape(-1)
+                path = "" if leaf == record.LOSS_TERM else self.setup.layout.names[leaf]
+                flat = term if leaf == record.LOSS_TERM else term.reshape(-1)
                 found.setdefault(path, []).append(flat / self.divisor)
         return found
 
     def terms_at(self, path: str, backward: int) -> list[Tensor]:
         """Each rank's term of the loss, or of a leaf's gradient, in one backward; 0 if none."""
         layout = self.setup.layout
-        leaf = layout.names.index(path) if path else LOSS_TERM
+        leaf = layout.names.index(path) if path else record.LOSS_TERM
         zeros = torch.zeros(layout.leaves[leaf].stored_shape if path else (), dtype=torch.float64)
         made = [seen.backwards[backward : backward + 1] for seen in self.seen]
         return [some[0].terms.get(leaf, zeros) if some else zeros for some in made]
@@ -339,7 +328,7 @@ class Side:
         """Return the gradients of the update: as reduced, or if `given` as the optimizer got it."""
         setup = self.setup
         flats = [seen.given if given else seen.reduced for seen in self.seen]
-        return spread(setup, setup.layout.trainable, flats, setup.gradients)
+        return record.spread(setup, setup.layout.trainable, flats, setup.gradients)
 
     @cached_property
     def after(self) -> list[TrainState]:
@@ -347,22 +336,22 @@ class Side:
         return [seen.after for seen in self.seen if seen.after is not None]
 
     @cached_property
-    def corners(self) -> list[dict[Key, Spread]]:
+    def corners(self) -> list[dict[record.Key, Spread]]:
         """For each perturbation of gradients and slots: what is added by path, the new slots."""
-        setup, found = self.setup, list[dict[Key, Spread]]()
+        setup, found = self.setup, list[dict[record.Key, Spread]]()
         for same in zip(*(seen.corners for seen in self.seen), strict=True):
-            made: dict[Key, Spread] = {}
+            made: dict[record.Key, Spread] = {}
             for name, group in same[0]:
                 flats = [[corner[name, group]] for corner in same]
-                cut = spread(setup, [group], flats, setup.optimizer_state)
+                cut = record.spread(setup, [group], flats, setup.optimizer_state)
                 made |= {(name, path) if name else path: one for path, one in cut.items()}
             found.append(made)
         return found
 
     @cached_property
-    def leaves(self) -> tuple[dict[Key, Spread], dict[Key, Spread]]:
+    def leaves(self) -> tuple[dict[record.Key, Spread], dict[record.Key, Spread]]:
         """The parameters and the slots of the optimizer before the update, and after it."""
-        return leaves_of(self.before), leaves_of(self.after) if self.after else {}
+        return record.leaves_of(self.before), record.leaves_of(self.after) if self.after else {}
 
 
 class Spacing(NamedTuple):
@@ -419,7 +408,9 @@ def compare(
     """Return the first difference in a state, and the number of its update, from 1."""
     runs = (a, b, twin)
     columns = [run.sides(state) for run in runs]
-    ends = [replace(sides[-1], seen=[RankUpdate() for _ in sides[-1].seen]) for sides in columns]
+    ends = [
+        replace(sides[-1], seen=[record.RankUpdate() for _ in sides[-1].seen]) for sides in columns
+    ]
     last = max(map(len, columns))
     for number in range(last):
         sides = [
@@ -511,7 +502,7 @@ def _gradient(pair: SidePair) -> Difference | None:
     """Compare the sums of the ranks' local gradients, in the order of the backward."""
     learning, names = pair.learning(), pair.a.setup.layout.names
     made = [leaf for seen in pair.a.seen for one in seen.backwards for leaf in one.terms]
-    paths = [names[leaf] for leaf in made if leaf != LOSS_TERM]
+    paths = [names[leaf] for leaf in made if leaf != record.LOSS_TERM]
     order = [path for path in dict.fromkeys([*paths, *learning]) if path in learning]
     differ = dict[str, Found]()
     for path in order:
@@ -571,7 +562,9 @@ def _module(pair: SidePair, named: Difference) -> Difference | None:
     return replace(first, ranks=ranks, at=named.at)
 
 
-def _first_event(a: Trail, b: Trail, twin: Trail, unit: float) -> tuple[int, Difference] | None:
+def _first_event(
+    a: record.Trail, b: record.Trail, twin: record.Trail, unit: float
+) -> tuple[int, Difference] | None:
     """Return the first event in which two forwards differ: the module that makes it is to blame.
 
     That is the one that returns what differs, or, if a module is given another input, the one that
@@ -620,7 +613,7 @@ def _updated(pair: SidePair) -> Numbers:
     changed = [key for key in befores[0] if isinstance(key, str) or key[0] == MASTERS]
     yield from _changes(pair, (UPDATE, SLOT), befores, afters, by_update=changed)
 
-    mine, other = ([counters(state) for state in side.after] for side in (pair.a, pair.b))
+    mine, other = ([record.counters(state) for state in side.after] for side in (pair.a, pair.b))
     yield from _counted(COUNTER, mine, other)
     scales = [[x.scale for x in side.after if x.scale is not None] for side in (pair.a, pair.b)]
     if all(scales) and scales[0][0].policy == scales[1][0].policy:
@@ -655,16 +648,18 @@ def _returned(pair: SidePair, rows: Rows) -> Numbers:
 
     pair: of the states after that update. rows: what each of the three returned.
     """
-    befores, afters = [side.leaves[0] for side in pair.sides], [leaves_of(x) for x in rows]
+    befores, afters = [side.leaves[0] for side in pair.sides], [record.leaves_of(x) for x in rows]
     yield from _changes(pair, (STATE, STATE), befores, afters)
     added = []
     for side, row in zip(pair.sides[:2], rows[:2], strict=True):
-        both = [(counters(x), counters(y)) for x, y in zip(side.before, row, strict=True)]
+        both = [
+            (record.counters(x), record.counters(y)) for x, y in zip(side.before, row, strict=True)
+        ]
         added.append([{name: y[name] - x.get(name, 0.0) for name in y} for x, y in both])
     yield from _counted(STATE, added[0], added[1])
 
 
-def _reach(pair: SidePair, a: Tensor, key: Key) -> Tensor:
+def _reach(pair: SidePair, a: Tensor, key: record.Key) -> Tensor:
     """Return the bound of each element for rounding inside of the optimizer."""
     found = torch.zeros(a.shape, dtype=torch.float64)
     for corner in pair.a.corners:
@@ -676,10 +671,10 @@ def _reach(pair: SidePair, a: Tensor, key: Key) -> Tensor:
 def _changes(
     pair: SidePair,
     operations: tuple[str, str],
-    befores: Sequence[Mapping[Key, Spread]],
-    afters: Sequence[Mapping[Key, Spread]],
+    befores: Sequence[Mapping[record.Key, Spread]],
+    afters: Sequence[Mapping[record.Key, Spread]],
     *,
-    by_update: Collection[Key] = (),
+    by_update: Collection[record.Key] = (),
 ) -> Numbers:
     """Yield the changes of what all three have; if some are made by an update, of these alone.
 
@@ -698,7 +693,7 @@ def _changes(
             yield *_named(operations, key), a, b, bound + inside
 
 
-def _named(operations: tuple[str, str], key: Key) -> tuple[str, str]:
+def _named(operations: tuple[str, str], key: record.Key) -> tuple[str, str]:
     """Return the operation and the path of a parameter, or of a slot."""
     return (operations[0], key) if isinstance(key, str) else (f"{operations[1]} {key[0]}", key[1])
 
@@ -732,12 +727,12 @@ def bits_apart(a: Called, b: Called, state: int) -> tuple[int, Difference] | Non
         for (kind, x), (_, y) in zip(_kept(mine), _kept(other)):  # noqa: B905
             if (found := _other_bits(kind, x, y)) is not None:
                 return update, found
-    x, y = (leaves_of(run.after[state]) for run in (a, b))
+    x, y = (record.leaves_of(run.after[state]) for run in (a, b))
     found = _other_bits((STATE, f"{STATE} {SLOT}"), x, y)
     return found and (max(max(map(len, sides)) - 1, 1), found)
 
 
-def _kept(side: Side) -> Iterator[tuple[tuple[str, str], Mapping[Key, Spread]]]:
+def _kept(side: Side) -> Iterator[tuple[tuple[str, str], Mapping[record.Key, Spread]]]:
     # Ranks run the calls of their logical ranks in another order: losses are compared as a set.
     losses = [x.loss for seen in side.seen for x in seen.backwards if x.loss is not None]
     yield (LOSS, LOSS), {"": whole_leaf(torch.stack(losses).sort().values)} if losses else {}
@@ -748,7 +743,7 @@ def _kept(side: Side) -> Iterator[tuple[tuple[str, str], Mapping[Key, Spread]]]:
 
 
 def _other_bits(
-    operations: tuple[str, str], a: Mapping[Key, Spread], b: Mapping[Key, Spread]
+    operations: tuple[str, str], a: Mapping[record.Key, Spread], b: Mapping[record.Key, Spread]
 ) -> Difference | None:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for key in sorted(a.keys(), key=lambda key: isinstance(key, str)):  # slots first

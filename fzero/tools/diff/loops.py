@@ -12,32 +12,8 @@ from torch import Tensor, nn
 
 from fzero.errors import LayoutError
 from fzero.state.layout import as_real
-from fzero.tools.diff.compare import (
-    GRADIENT,
-    LOSS,
-    START,
-    UPDATE,
-    Difference,
-    LoopDifference,
-    Moment,
-    difference,
-)
-from fzero.tools.rounding import (
-    DISTURBANCE,
-    SMALLEST_UNIT,
-    TERMS,
-    WIDE,
-    Coarsest,
-    Copy,
-    Spread,
-    Widened,
-    disturbed_bound,
-    eps_of,
-    first_apart,
-    perturbed,
-    signs_like,
-    whole_leaf,
-)
+from fzero.tools import rounding
+from fzero.tools.diff import compare
 from fzero.tools.trace.found import AsFound
 from fzero.transforms import simulate
 
@@ -75,18 +51,20 @@ class Log:
                 cause="an engine, whose parameters are sharded.",
                 fix="give the nn.Module, before the engine is made of it.",
             )
-        self._tell(START, dict(model.named_parameters()))
+        self._tell(compare.START, dict(model.named_parameters()))
         source = torch.Generator().manual_seed(0)
         for path, p in model.named_parameters():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(self._made(path))
             if self._disturbance and p.is_floating_point():
                 with torch.no_grad():
-                    p.copy_(perturbed(p, self._disturbance, signs_like(p, source)))
+                    p.copy_(
+                        rounding.perturbed(p, self._disturbance, rounding.signs_like(p, source))
+                    )
 
     def loss(self, loss: Tensor) -> None:
         """Tell the loss of a backward, on this rank; compared is the mean over ranks."""
-        self._tell(LOSS, {"": torch.as_tensor(loss)})
+        self._tell(compare.LOSS, {"": torch.as_tensor(loss)})
 
     def gradients(self, model: Any) -> None:
         """Tell all gradients: p.grad of a module, the full gradients of an engine (a collective).
@@ -94,10 +72,10 @@ class Log:
         Where ranks have parts of a batch these are means over ranks, as an engine has them.
         """
         if hasattr(model, "full_gradients"):
-            self._tell(GRADIENT, model.full_gradients())
+            self._tell(compare.GRADIENT, model.full_gradients())
         else:
             found = {path: p.grad for path, p in model.named_parameters()}
-            self._tell(GRADIENT, {path: x for path, x in found.items() if x is not None})
+            self._tell(compare.GRADIENT, {path: x for path, x in found.items() if x is not None})
 
     def parameters(self, model: Any) -> None:
         """Tell all parameters after an update: of an engine masters, if there are (a collective).
@@ -105,12 +83,12 @@ class Log:
         It ends a step.
         """
         if hasattr(model, "full_parameters"):
-            self._tell(UPDATE, model.full_parameters())
+            self._tell(compare.UPDATE, model.full_parameters())
         else:
-            self._tell(UPDATE, dict(model.named_parameters()))
+            self._tell(compare.UPDATE, dict(model.named_parameters()))
 
     def _tell(self, kind: str, values: Mapping[str, Tensor]) -> None:
-        if (kind == START) != (not self.entries):
+        if (kind == compare.START) != (not self.entries):
             raise LayoutError(
                 f"the loop tells {kind!r} of number {len(self.entries) + 1}.",
                 cause="log.start(model) is missing, or was called twice.",
@@ -126,7 +104,7 @@ class Log:
 Loop = Callable[[Log], None]
 
 
-def compare_loops(a: Any, b: Any, world_size: Any) -> Difference | None:
+def compare_loops(a: Any, b: Any, world_size: Any) -> compare.Difference | None:
     """Return the first difference of what two loops tell: in float64, and then as they are."""
     sizes = world_size if isinstance(world_size, tuple) else (1, world_size)
     if len(sizes) != 2 or not all(type(one) is int and one > 0 for one in sizes):
@@ -144,7 +122,7 @@ def compare_loops(a: Any, b: Any, world_size: Any) -> Difference | None:
     found = None
     with AsFound("diff", a, b) as before:
         with suppress(Exception), before.record():  # what is wrong in every dtype is raised below
-            found = _compared(a, b, sizes, WIDE)
+            found = _compared(a, b, sizes, rounding.WIDE)
         with before.record():
             return found or _compared(a, b, sizes, None)
 
@@ -169,11 +147,11 @@ class _Told(NamedTuple):
 def _told(loop: Loop, world_size: int, wide: torch.dtype | None, disturbance: float = 0.0) -> _Told:
     """Run a loop on virtual ranks, from the caller's random state."""
     logs = [Log(disturbance) for _ in range(world_size)]
-    modes = [Coarsest(of_parameters=True) for _ in range(world_size)]
+    modes = [rounding.Coarsest(of_parameters=True) for _ in range(world_size)]
 
     def of_rank(number: Tensor) -> Tensor:
         rank = int(number)
-        with modes[rank], Widened() if wide else nullcontext():
+        with modes[rank], rounding.Widened() if wide else nullcontext():
             loop(logs[rank])
         return number
 
@@ -196,12 +174,12 @@ def made_in(default: torch.dtype) -> Iterator[None]:
 
 def _compared(
     a: Loop, b: Loop, world_size: tuple[int, int], wide: torch.dtype | None
-) -> Difference | None:
+) -> compare.Difference | None:
     mine = _told(a, world_size[0], wide)
     if wide is not None and mine.dtypes != {wide}:
         return None  # it makes its model of another dtype
-    unit = max([mine.coarsest, SMALLEST_UNIT, *map(eps_of, mine.dtypes)])
-    twin = _told(a, world_size[0], wide, DISTURBANCE * unit)
+    unit = max([mine.coarsest, rounding.SMALLEST_UNIT, *map(rounding.eps_of, mine.dtypes)])
+    twin = _told(a, world_size[0], wide, rounding.DISTURBANCE * unit)
     if not mine.start:
         raise LayoutError(
             "diff: the loop of run_a tells nothing.",
@@ -229,11 +207,15 @@ def _compared(
             cause="two models, parameters that were renamed, or a loop without log.start(model).",
             fix="give both parameters of the same names and shapes, and call log.start in both.",
         )
-    unit = max(unit, min(mine.coarsest, other.coarsest), *map(eps_of, other.dtypes))
-    return _first(mine, other, twin, unit, wide or max(mine.dtypes | other.dtypes, key=eps_of))
+    unit = max(unit, min(mine.coarsest, other.coarsest), *map(rounding.eps_of, other.dtypes))
+    return _first(
+        mine, other, twin, unit, wide or max(mine.dtypes | other.dtypes, key=rounding.eps_of)
+    )
 
 
-def _first(a: _Told, b: _Told, twin: _Told, unit: float, dtype: torch.dtype) -> Difference | None:
+def _first(
+    a: _Told, b: _Told, twin: _Told, unit: float, dtype: torch.dtype
+) -> compare.Difference | None:
     """Compare what is told at one place after the other; a loss begins a backward."""
     step, backward = 1, 0
     first, theirs = a.ranks[0].entries, b.ranks[0].entries
@@ -247,41 +229,47 @@ def _first(a: _Told, b: _Told, twin: _Told, unit: float, dtype: torch.dtype) -> 
                 cause="loops of other numbers of steps, or that tell in another order.",
                 fix="tell the same, in the same order, in both loops and on all ranks.",
             )
-        backward += kind == LOSS
+        backward += kind == compare.LOSS
         found = _at(a, b, twin, k, unit)
         if found is not None:
-            return found.placed(Moment(step * (kind != START), 1, backward or None), dtype)
-        if kind == UPDATE:
+            return found.placed(
+                compare.Moment(step * (kind != compare.START), 1, backward or None), dtype
+            )
+        if kind == compare.UPDATE:
             step, backward = step + 1, 0
     return None
 
 
-def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> Difference | None:
+def _at(a: _Told, b: _Told, twin: _Told, k: int, unit: float) -> compare.Difference | None:
     """Compare what is told at one place: losses as means, and others on every rank."""
     told = [[log.entries[k].values for log in run.ranks] for run in (a, b, twin)]
     kind = a.ranks[0].entries[k].kind
     differ: dict[str, Any] = {}
-    made = a.ranks[0].order if kind == GRADIENT else {}
+    made = a.ranks[0].order if kind == compare.GRADIENT else {}
     order = [*dict.fromkeys([*made, *told[0][0], *told[1][0]])]
     for path in order:
-        if kind == LOSS:
+        if kind == compare.LOSS:
             losses = ([values[path].double() for values in some] for some in told)
-            x, y, z = (whole_leaf(torch.stack(some).mean(0)) for some in losses)
+            x, y, z = (rounding.whole_leaf(torch.stack(some).mean(0)) for some in losses)
         else:
             x, y, z = (_spread(some, path, a.start[path]) for some in told)
-        bound = disturbed_bound(x.full, z.full) + TERMS * unit * x.full.double().abs()
-        found = first_apart(x, y, 0.0 if kind == START else bound)
+        bound = (
+            rounding.disturbed_bound(x.full, z.full) + rounding.TERMS * unit * x.full.double().abs()
+        )
+        found = rounding.first_apart(x, y, 0.0 if kind == compare.START else bound)
         if found is not None:
-            differ[path] = found._replace(ranks=()) if kind == LOSS else found
+            differ[path] = found._replace(ranks=()) if kind == compare.LOSS else found
     if not differ:
         return None
     path, found = next(iter(differ.items()))
-    some = (order, differ) if kind == GRADIENT else ()
-    return difference(kind, path, found).beside(LoopDifference, *some)
+    some = (order, differ) if kind == compare.GRADIENT else ()
+    return compare.difference(kind, path, found).beside(compare.LoopDifference, *some)
 
 
-def _spread(told: Sequence[Mapping[str, Tensor]], path: str, like: Tensor) -> Spread:
+def _spread(told: Sequence[Mapping[str, Tensor]], path: str, like: Tensor) -> rounding.Spread:
     """Return the copies of all ranks; zeros for a gradient that there is not."""
     nothing = torch.zeros_like(like)
     flats = [as_real(values.get(path, nothing)).reshape(-1) for values in told]
-    return Spread(tuple(as_real(like).shape), tuple(Copy(r, 0, x) for r, x in enumerate(flats)))
+    return rounding.Spread(
+        tuple(as_real(like).shape), tuple(rounding.Copy(r, 0, x) for r, x in enumerate(flats))
+    )

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
@@ -31,22 +30,12 @@ from fzero.machine.owners import owners_of
 from fzero.machine.packing import cut, leaf_ranges, pack, part_of
 from fzero.optim.counters import counters_of, unstepped_of, with_counters
 from fzero.optim.entries import RuleSlot, slots_across, slots_of
-from fzero.state import NAMESPACE, Buffers, Part, Placement, Setup, TrainState
+from fzero.state import Buffers, Part, Placement, Setup, TrainState
 from fzero.state.layout import as_real
 from fzero.state.scale import with_slot
 from fzero.state.setup import MASTERS
-from fzero.tools.rounding import (
-    CORNERS,
-    DISTURBANCE,
-    Coarsest,
-    Copy,
-    Spread,
-    Widened,
-    copied,
-    eps_of,
-    perturbed,
-    signs_like,
-)
+from fzero.tools import rounding
+from fzero.tools.trees import copied, tensors_in
 from fzero.transforms.leaf_slices import pieces_of
 
 LOSS_TERM = -1  # in the place of a leaf
@@ -199,13 +188,13 @@ class CallRecord:
             defaultdict(lambda: [RankUpdate()]) for _ in range(count)
         ]
         self.unit, self.optimizer_unit = 0.0, least
-        self.coarsest = Coarsest(of_parameters=widens, looks=self._in_pass)
+        self.coarsest = rounding.Coarsest(of_parameters=widens, looks=self._in_pass)
         self._leads, self._widens, self._updating = leads, widens, set[int]()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context of a rank: dtypes of passes, and of no updates, are seen; or are float64."""
-        with self.coarsest, Widened(self._in_pass) if self._widens else nullcontext():
+        with self.coarsest, rounding.Widened(self._in_pass) if self._widens else nullcontext():
             yield
 
     def observers(self) -> list[Any]:
@@ -292,11 +281,10 @@ def spacing_of(state: TrainState) -> float:
     if setup.axis.size > 1:
         dtypes |= {setup.communication_dtype(i) for i in setup.layout.trainable}
     dtypes |= {setup.accumulate_dtype(i) for i in setup.layout.trainable}
-    leaves = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
-    dtypes |= {x.dtype for x in leaves if isinstance(x, Tensor) and x.ndim and x.numel()}
+    dtypes |= {x.dtype for x in tensors_in(state.optimizer) if x.ndim and x.numel()}
     codecs = {group.codec for group in setup.layout.groups} | {setup.codec}
     units = [
-        *map(eps_of, dtypes),
+        *map(rounding.eps_of, dtypes),
         *(coarseness(codec) for codec in codecs if codec is not None),
     ]
     return max(units, default=torch.finfo(torch.float64).eps)
@@ -308,7 +296,7 @@ def _optimizer_unit(state: TrainState, gradients: Flats) -> float:
     mastered = {slot.group for slot in slots if slot.name == MASTERS}
     dtypes = {slot.flat.dtype for slot in slots} | {flat.dtype for flat in gradients}
     dtypes |= {layout.groups[i].dtype for i in layout.trainable if i not in mastered}
-    return max(map(eps_of, dtypes), default=0.0)
+    return max(map(rounding.eps_of, dtypes), default=0.0)
 
 
 Corner = dict[tuple[str, int], Tensor]
@@ -333,7 +321,7 @@ def corners_of(state: TrainState, gradients: Flats, unit: float) -> list[Corner]
     fulls = [state.params.flats[i] for i in setup.layout.trainable]
     shards = [cut(setup, full, setup.params, setup.optimizer_state) for full in fulls]
     source = torch.Generator().manual_seed(0)
-    signs = [signs_like(x, source) for x in gradients]
+    signs = [rounding.signs_like(x, source) for x in gradients]
     of_group = dict(zip(setup.layout.trainable, signs, strict=True))
     options: dict[str, Any] = {"differentiable": False, "owned": False}
     if not setup.offload.neutral:
@@ -344,16 +332,18 @@ def corners_of(state: TrainState, gradients: Flats, unit: float) -> list[Corner]
         return {(slot.name, slot.group): slot.numbers.double() for slot in found}
 
     before, found = slots(state.optimizer), []
-    for up, of_slots in CORNERS:
+    for up, of_slots in rounding.CORNERS:
 
-        def slot(one: RuleSlot, size: float = DISTURBANCE * unit * of_slots) -> Tensor:
+        def slot(one: RuleSlot, size: float = rounding.DISTURBANCE * unit * of_slots) -> Tensor:
             if one.name == MASTERS:
                 return one.flat.clone()
-            return perturbed(one.numbers, size, of_group[one.group])
+            return rounding.perturbed(one.numbers, size, of_group[one.group])
 
         optimizer = with_counters(state, slot, counters_of(state), unstepped_of(state))
-        size = DISTURBANCE * unit * up
-        given = [perturbed(g, size, sign) for g, sign in zip(gradients, signs, strict=True)]
+        size = rounding.DISTURBANCE * unit * up
+        given = [
+            rounding.perturbed(g, size, sign) for g, sign in zip(gradients, signs, strict=True)
+        ]
         new, after = setup.optimizer.advance(shards, given, optimizer, pieces_of(setup), **options)
         corner = slots(after)
         corner |= {key: x - before[key] for key, x in corner.items() if key[0] == MASTERS}
@@ -368,28 +358,30 @@ def corners_of(state: TrainState, gradients: Flats, unit: float) -> list[Corner]
 
 def spread(
     setup: Setup, groups: Sequence[int], flats: Sequence[Flats], placement: Placement
-) -> dict[str, Spread]:
+) -> dict[str, rounding.Spread]:
     """Split the ranks' parts of some groups, flats[rank][k], into leaves: {path: copies}."""
     layout = setup.layout
-    copies: dict[int, list[Copy]] = {}
+    copies: dict[int, list[rounding.Copy]] = {}
     for k, index in enumerate(groups):
         for rank, some in enumerate(flats):
             if k < len(some) and some[k].numel():
                 for found in leaf_ranges(layout, index, setup.part(placement, rank)):
                     values = found.of(some[k]).detach().cpu()
-                    copies.setdefault(found.leaf, []).append(Copy(rank, found.start, values))
+                    copies.setdefault(found.leaf, []).append(
+                        rounding.Copy(rank, found.start, values)
+                    )
     return {
-        layout.names[leaf]: Spread(layout.leaves[leaf].stored_shape, tuple(some))
+        layout.names[leaf]: rounding.Spread(layout.leaves[leaf].stored_shape, tuple(some))
         for leaf, some in copies.items()
     }
 
 
-def leaves_of(states: Sequence[TrainState]) -> dict[Key, Spread]:
+def leaves_of(states: Sequence[TrainState]) -> dict[Key, rounding.Spread]:
     """Return the parameters of a state, and the slots of its optimizer, from all of its ranks."""
     setup = states[0].setup
     flats = [state.params.flats for state in states]
     groups = range(len(setup.layout.groups))
-    found: dict[Key, Spread] = {**spread(setup, groups, flats, setup.params)}
+    found: dict[Key, rounding.Spread] = {**spread(setup, groups, flats, setup.params)}
     for name, group, parts in slots_across(states):
         cut = spread(setup, [group], [[part] for part in parts], setup.optimizer_state)
         found |= {(name, path): one for path, one in cut.items()}
@@ -418,12 +410,12 @@ class Values:
         """Return the values with each parameter changed by `size` of itself; masters alike."""
         source = torch.Generator().manual_seed(seed)
         params = {key: x for key, x in self.leaves.items() if isinstance(key, str)}
-        signs = {path: signs_like(x, source) for path, x in params.items()}
+        signs = {path: rounding.signs_like(x, source) for path, x in params.items()}
         moved: dict[Key, Tensor] = {**self.leaves}
         for path, sign in signs.items():
             for key in (path, (MASTERS, path)):
                 if key in moved:
-                    moved[key] = perturbed(moved[key], size, sign)
+                    moved[key] = rounding.perturbed(moved[key], size, sign)
         return replace(self, leaves=moved)
 
 

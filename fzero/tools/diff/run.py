@@ -9,46 +9,23 @@ from typing import Any
 
 import optree
 import torch
-from torch import Tensor
 
 from fzero.checkpoint.elements import stack_of, state_of_rank
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
-from fzero.tools.diff.compare import (
-    GRADIENT,
-    LOSS,
-    MODULE,
-    START,
-    Called,
-    Difference,
-    Moment,
-    Spacing,
-    bits_apart,
-    compare,
-    difference,
-)
+from fzero.tools import rounding
+from fzero.tools.diff import compare
 from fzero.tools.diff.loops import Log, compare_loops, made_in
 from fzero.tools.diff.record import CallRecord, Values, spacing_of, values_of, with_whole
-from fzero.tools.rounding import (
-    DISTURBANCE,
-    SMALLEST_UNIT,
-    WIDE,
-    cast,
-    copied,
-    copy_of_tree,
-    disturbed_tree,
-    eps_of,
-    first_apart,
-    whole_leaf,
-)
 from fzero.tools.trace.found import AsFound
+from fzero.tools.trees import cast, copied, copy_of_tree, tensors_in
 from fzero.transforms import simulate
 from fzero.transforms.models import flatten_states, is_state
 from fzero.transforms.observe import observe
 from fzero.transforms.pipeline import Step
 
 Leads = Sequence[Sequence[Values | None]]  # of each state, of each update
-_InState = tuple[int, Difference]  # the number of the state in a tree of them
+_InState = tuple[int, compare.Difference]  # the number of the state in a tree of them
 
 
 def diff(
@@ -56,7 +33,7 @@ def diff(
     run_b: Run | Callable[[Log], None],
     *,
     world_size: int | tuple[int, int] = 1,
-) -> Difference | None:
+) -> compare.Difference | None:
     """Return the first number in which two runs differ by more than another order of sums explains.
 
     Both make one call after another on virtual ranks in this process. Stage, world, precision and
@@ -139,10 +116,10 @@ def diff(
     dtypes = [_start_dtypes(run) for run in (run_a, run_b)]
     found = None
     with AsFound("diff", *((run.step, run.batches) for run in (run_a, run_b))) as before:
-        if dtypes[0] == dtypes[1] and WIDE not in dtypes[0]:
+        if dtypes[0] == dtypes[1] and rounding.WIDE not in dtypes[0]:
             # A dtype is fixed somewhere; what else is wrong is raised below.
             with suppress(Exception), before.record():
-                found = _compared(run_a, run_b, WIDE)
+                found = _compared(run_a, run_b, rounding.WIDE)
         with before.record():
             found = found or _compared(run_a, run_b, None)
             return found or _compared(run_a, run_b, None, of_bits=True)
@@ -206,13 +183,12 @@ def _require_runs(a: Any, b: Any, world_size: Any) -> tuple[Run, Run]:
 
 def _start_dtypes(run: Run) -> set[torch.dtype]:
     """Return the floating dtypes of the initial parameters of a run."""
-    leaves = optree.tree_leaves(run.params, namespace=NAMESPACE)
-    return {x.dtype for x in leaves if isinstance(x, Tensor) and x.is_floating_point()}
+    return {x.dtype for x in tensors_in(run.params) if x.is_floating_point()}
 
 
 def _compared(
     run_a: Run, run_b: Run, wide: torch.dtype | None, *, of_bits: bool = False
-) -> Difference | None:
+) -> compare.Difference | None:
     """Compare call by call up to rounding; or by bits, each run from its own values."""
     with made_in(wide or torch.get_default_dtype()):
         a, b = RunUnderWay(run_a, wide), RunUnderWay(run_b, wide)
@@ -263,11 +239,15 @@ def _starts(a: Sequence[Values], b: Sequence[Values]) -> _InState | None:
             if not isinstance(path, str):
                 continue
             y = other.leaves[path]
-            eps = 0.0 if x.dtype == y.dtype else max(eps_of(x.dtype), eps_of(y.dtype))
+            eps = (
+                0.0
+                if x.dtype == y.dtype
+                else max(rounding.eps_of(x.dtype), rounding.eps_of(y.dtype))
+            )
             bound = eps * x.double().abs().reshape(-1)
-            found = first_apart(whole_leaf(x), whole_leaf(y), bound)
+            found = rounding.first_apart(rounding.whole_leaf(x), rounding.whole_leaf(y), bound)
             if found is not None:
-                return number, difference(START, path, found)
+                return number, compare.difference(compare.START, path, found)
     return None
 
 
@@ -278,9 +258,9 @@ def _call_of_bits(a: RunUnderWay, b: RunUnderWay, number: int) -> _InState | Non
     torch.set_rng_state(rng)
     other = b.go_on(number, b.state)
     for state in range(len(mine.before)):
-        found = bits_apart(mine, other, state)
+        found = compare.bits_apart(mine, other, state)
         if found is not None:
-            return state, replace(found[1], at=Moment(number + 1, found[0], None))
+            return state, replace(found[1], at=compare.Moment(number + 1, found[0], None))
     return None
 
 
@@ -290,19 +270,19 @@ def _call(a: RunUnderWay, b: RunUnderWay, number: int) -> _InState | None:
     called = b.go_on(number, b.state)
     rng_after, leads = torch.get_rng_state(), called.leads()
 
-    def beside(a: RunUnderWay) -> tuple[Called, Called, Spacing]:
+    def beside(a: RunUnderWay) -> tuple[compare.Called, compare.Called, compare.Spacing]:
         """Call run a, and its perturbed twin, from the values with which b began.
 
         After each update it continues from the values that b has then.
         """
         began = a.state_at(start, a.state)
         torch.set_rng_state(rng)
-        least = max(called.seen.optimizer_unit, SMALLEST_UNIT)
+        least = max(called.seen.optimizer_unit, rounding.SMALLEST_UNIT)
         trusted = a.go_on(number, began, leads=leads, least=least)
         mine, other = trusted.seen, called.seen
         computed = min(mine.coarsest.unit, other.coarsest.unit)
-        unit = max(mine.unit, other.unit, computed, SMALLEST_UNIT)
-        units, size = Spacing(unit, mine.optimizer_unit), DISTURBANCE * unit
+        unit = max(mine.unit, other.unit, computed, rounding.SMALLEST_UNIT)
+        units, size = compare.Spacing(unit, mine.optimizer_unit), rounding.DISTURBANCE * unit
         moved = [values.disturbed(size, seed) for seed, values in enumerate(start)]
         beyond = [
             [lead and lead.disturbed(size, seed) for lead in some]
@@ -314,20 +294,20 @@ def _call(a: RunUnderWay, b: RunUnderWay, number: int) -> _InState | None:
 
     trusted, twin, units = beside(a)
     for state in range(len(start)):
-        found = compare(trusted, called, twin, state, units)
+        found = compare.compare(trusted, called, twin, state, units)
         if found is None:
             continue
-        is_sum = found[1].operation in (LOSS, GRADIENT) and not found[1].ranks
+        is_sum = found[1].operation in (compare.LOSS, compare.GRADIENT) and not found[1].ranks
         if is_sum and a.run.world_size != b.run.world_size:
             # a's step on the ranks of b says which rank of b has another term
             there = replace(a.run, batches=b.run.batches, world_size=b.run.world_size)
             with suppress(Exception):  # a step for batches of another form
                 trusted, twin, units = beside(RunUnderWay(there, a.wide))
-                again = compare(trusted, called, twin, state, units)
-                if again is not None and again[1].kind in (found[1].kind, MODULE):
+                again = compare.compare(trusted, called, twin, state, units)
+                if again is not None and again[1].kind in (found[1].kind, compare.MODULE):
                     found = again
         update, first = found
-        return state, replace(first, at=Moment(number + 1, update, first.at.backward))
+        return state, replace(first, at=compare.Moment(number + 1, update, first.at.backward))
     torch.set_rng_state(rng_after)
     return None
 
@@ -356,7 +336,7 @@ class RunUnderWay:
         treespec = optree.tree_structure(state, is_leaf=is_state, namespace=NAMESPACE)
         return optree.tree_unflatten(treespec, made)
 
-    def go_on(self, number: int, state: Any, **options: Any) -> Called:
+    def go_on(self, number: int, state: Any, **options: Any) -> compare.Called:
         """Do one call from the current state (see `call`), and keep the new state."""
         self.state, called = self.call(number, state, **options)
         return called
@@ -369,7 +349,7 @@ class RunUnderWay:
         leads: Leads = (),
         least: float = 0.0,
         disturbance: float = 0.0,
-    ) -> tuple[Any, Called]:
+    ) -> tuple[Any, compare.Called]:
         """Do one call from a state; return the new state and the record of the call.
 
         `leads`: the updates of another run, from which this one goes on; `least`: the smallest unit
@@ -379,7 +359,9 @@ class RunUnderWay:
         given, batch = copied(state), self.run.batches[number]
         states = flatten_states("diff", given)[0]
         # unless an option asks for a narrower dtype: of gradients, codecs, the optimizer
-        widens = self.wide is not None and max(map(spacing_of, states)) <= eps_of(WIDE)
+        widens = self.wide is not None and max(map(spacing_of, states)) <= rounding.eps_of(
+            rounding.WIDE
+        )
         recording = CallRecord(len(states), leads, least, widens=widens)
         observed = observe(self.run.step, recording.observers())
 
@@ -389,10 +371,10 @@ class RunUnderWay:
             return new, None
 
         batch = batch if self.wide is None else cast(batch, self.wide)
-        batch = disturbed_tree(batch, disturbance) if disturbance else batch
+        batch = rounding.disturbed_tree(batch, disturbance) if disturbance else batch
         with recording.trails.noted():
             new, _ = simulate(watched, world_size=self.run.world_size)(given, batch)
-        return new, Called(before=rows_of(state), seen=recording, after=rows_of(new))
+        return new, compare.Called(before=rows_of(state), seen=recording, after=rows_of(new))
 
 
 def rows_of(state: Any) -> list[list[TrainState]]:

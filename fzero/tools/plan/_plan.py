@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Unpack
 
-import optree
 import torch
 from torch import Tensor, nn
 
@@ -16,13 +15,13 @@ from fzero.errors import AxisError, LayoutError
 from fzero.errors.check import is_count, is_positive, require
 from fzero.optim import adamw
 from fzero.options import OPTIONS, StepOptions, takes
-from fzero.state import NAMESPACE
 from fzero.state.codec import Compress
 from fzero.state.setup import Autocast, Offload, as_autocast
 from fzero.tools.plan.config import from_config
 from fzero.tools.plan.records import Comparison, Plan, Rates
 from fzero.tools.plan.run import plan_step, rename
 from fzero.tools.plan.without_values import AsOn, emptied, maker, tree_emptied
+from fzero.tools.trees import tensors_in
 from fzero.transforms.functionalize import functionalize, tracks
 from fzero.transforms.models import flatten_states
 from fzero.transforms.pipeline import names_inside
@@ -361,7 +360,7 @@ def _mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
     found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(found, Tensor):
         return found
-    first = next((x for x in _tensors(out) if x.is_floating_point()), None)
+    first = next((x for x in tensors_in(out) if x.is_floating_point()), None)
     if first is None:
         raise LayoutError(
             f"the model returned a {type(out).__name__} without a floating tensor.",
@@ -373,11 +372,6 @@ def _mean_output(model: Callable[..., Any], batch: Any) -> Tensor:
 
 def _device_of(tree: Any) -> str:
     """Return the device type of the parameters; "cuda" for those on the meta device."""
-    leaves = tree.parameters() if isinstance(tree, nn.Module) else _tensors(tree)
+    leaves = tree.parameters() if isinstance(tree, nn.Module) else tensors_in(tree)
     kinds = {x.device.type for x in leaves} - {"meta"}
     return kinds.pop() if len(kinds) == 1 else "cuda"
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    leaves: list[Any] = optree.tree_leaves(tree, namespace=NAMESPACE)
-    return [x for x in leaves if isinstance(x, Tensor)]

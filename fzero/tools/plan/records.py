@@ -93,10 +93,7 @@ class Time:
     def terms(self) -> dict[str, float]:
         """The seconds of each term."""
         return {
-            "compute": self.compute_s,
-            "memory": self.memory_s,
-            "link": self.link_s,
-            "latency": self.latency_s,
+            name: getattr(self, f"{name}_s") for name in ("compute", "memory", "link", "latency")
         }
 
     @property

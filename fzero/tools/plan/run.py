@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import optree
@@ -16,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.checkpoint.mirror import part_bytes
-from fzero.collectives import CollectiveLog, count_collectives
+from fzero.collectives import count_collectives
 from fzero.context.current_rank import abstract_rank, has_no_values
 from fzero.errors import AxisError, FzeroError, LayoutError
 from fzero.errors.check import is_count, require
@@ -27,6 +26,7 @@ from fzero.tools.plan.without_values import AsOn, NoValues
 from fzero.tools.trace.found import AsFound
 from fzero.tools.trace.ops import flops_of
 from fzero.tools.trace.program import ASKED_OF_FAKE, reads_values, unfused_recurrence
+from fzero.tools.trees import tensors_in
 from fzero.transforms.models import flatten_states
 
 REST = "activations and temporaries"
@@ -93,7 +93,14 @@ def plan_step(
             held: Counter[str] = Counter()
             for one in states:
                 held.update(_bytes(one))
-            traffic = _traffic(log, rank)
+            parts, counts, sent = 0, Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+            for one in states:
+                with suppress(LayoutError):  # an optimizer whose state has no place in a checkpoint
+                    parts += part_bytes(one, rank)
+            for event in log.of(rank):
+                counts[event.op, event.axis] += 1
+                sent[event.op, event.axis] += event.wire_bytes
+            traffic = tuple(Traffic(*key, counts[key], sent[key]) for key in counts)
             return Plan(
                 name=name,
                 setups=tuple(one.setup for one in states),
@@ -102,7 +109,7 @@ def plan_step(
                 peak={kind: n for kind, n in watch.peak.items() if kind != "batch"},
                 traffic=traffic,
                 time=time_of(watch.work, traffic, rates or Rates()),
-                part_bytes=sum(_part_bytes(one, rank) for one in states),
+                part_bytes=parts,
             )
     except ASKED_OF_FAKE as error:
         raise reads_values("planned", error) from error
@@ -136,29 +143,13 @@ def _bytes(state: TrainState) -> dict[str, int]:
     }
 
 
-def _part_bytes(state: TrainState, rank: int) -> int:
-    try:
-        return part_bytes(state, rank)
-    except LayoutError:  # an optimizer whose state has no place in a checkpoint
-        return 0
-
-
-def _traffic(log: CollectiveLog, rank: int) -> tuple[Traffic, ...]:
-    counts: Counter[tuple[str, str]] = Counter()
-    sent: Counter[tuple[str, str]] = Counter()
-    for event in log.of(rank):
-        counts[event.op, event.axis] += 1
-        sent[event.op, event.axis] += event.wire_bytes
-    return tuple(Traffic(*key, counts[key], sent[key]) for key in counts)
-
-
 class Memory:
-    """One storage: its bytes, its kind, and whether it is on the device."""
+    """The kind of what a storage holds."""
 
-    __slots__ = ("kind", "nbytes", "on_device")
+    __slots__ = ("kind",)
 
-    def __init__(self, nbytes: int, kind: str, *, on_device: bool) -> None:
-        self.nbytes, self.kind, self.on_device = nbytes, kind, on_device
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def rename(self, kind: str) -> None:
         """Set the kind of the storage."""
@@ -177,7 +168,7 @@ class MemoryWatch(TorchDispatchMode):
         super().__init__()
         self._here = (None, "cpu") if device == "cpu" else (None,)  # homes that are on the device
         # Counters have values in a plan, too. On a GPU they are on the host, or a few bytes.
-        self._sees: Callable[[Tensor], bool] = _any if device == "cpu" else has_no_values
+        self._sees: Any = has_no_values if device != "cpu" else lambda _: True
         self._refs: dict[int, Any] = {}
         self._tape: list[tuple[Memory, int]] = []  # (storage, + or - its bytes), in order
         self._live = self._peak = self._peak_at = 0
@@ -193,8 +184,8 @@ class MemoryWatch(TorchDispatchMode):
 
     def mark(self, kind: str, tree: Any) -> None:
         """Track the tensors of a pytree that exist already, as of this kind."""
-        for x in optree.tree_leaves(tree, namespace=NAMESPACE):
-            if isinstance(x, Tensor) and self._sees(x):
+        for x in tensors_in(tree):
+            if self._sees(x):
                 self._memory(x.untyped_storage(), kind).rename(kind)
 
     def __torch_dispatch__(
@@ -231,19 +222,17 @@ class MemoryWatch(TorchDispatchMode):
         known = getattr(storage, "memory", None)
         if known is not None:
             return known
-        on_device = getattr(storage, "home", None) in self._here
-        memory = Memory(storage.nbytes(), kind, on_device=on_device)
-        storage.memory = memory
-        key = id(memory)
-        self._refs[key] = weakref.ref(storage, partial(self._gone, key, memory))
-        if memory.on_device:
-            self._change(memory, memory.nbytes)
-        return memory
+        memory = storage.memory = Memory(kind)
+        if getattr(storage, "home", None) in self._here:
+            key, nbytes = id(memory), storage.nbytes()
 
-    def _gone(self, key: int, memory: Memory, _: Any) -> None:
-        del self._refs[key]
-        if memory.on_device:
-            self._change(memory, -memory.nbytes)
+            def gone(_: Any) -> None:
+                del self._refs[key]
+                self._change(memory, -nbytes)
+
+            self._refs[key] = weakref.ref(storage, gone)
+            self._change(memory, nbytes)
+        return memory
 
     def _change(self, memory: Memory, nbytes: int) -> None:
         self._tape.append((memory, nbytes))
@@ -252,15 +241,10 @@ class MemoryWatch(TorchDispatchMode):
             self._peak, self._peak_at = self._live, len(self._tape)
 
 
-def _any(_: Tensor) -> bool:
-    return True
-
-
 def rename(kind: str, tree: Any) -> None:
     """Set the kind of those tensors of a pytree that a `MemoryWatch` tracks."""
-    for x in optree.tree_leaves(tree, namespace=NAMESPACE):
-        memory = getattr(x.untyped_storage(), "memory", None) if isinstance(x, Tensor) else None
-        if memory is not None:
+    for x in tensors_in(tree):
+        if (memory := getattr(x.untyped_storage(), "memory", None)) is not None:
             memory.rename(kind)
 
 

@@ -10,18 +10,16 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any
 
-import optree
-from torch import Tensor
-
 from fzero.checkpoint.elements import state_of_rank
 from fzero.errors import LayoutError
 from fzero.machine.named_shards import leaf_paths
 from fzero.optim.entries import rule_entries
-from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
+from fzero.state import Buffers, Layout, Placement, TrainState
 from fzero.state.train_state import require_not_donated, require_state
 from fzero.tools.columns import ShownAsText, columns
 from fzero.tools.plot import figure
 from fzero.tools.plot.figure import BASE, EDGE
+from fzero.tools.trees import tensors_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -126,9 +124,8 @@ def _kinds(
             found.append((name, slot.value, every if slot.form.leaves == "all" else learning))
     found.append(("gradients", state.gradients, learning))
     # The optimizer keeps something by element: no counters, nothing empty.
-    kept = optree.tree_leaves(state.optimizer, namespace=NAMESPACE)
     scalar = 1 if is_stacked else 0
-    keeps = any(isinstance(x, Tensor) and x.ndim > scalar and x.numel() for x in kept)
+    keeps = any(x.ndim > scalar and x.numel() for x in tensors_in(state.optimizer))
     return [
         *(
             (kind, buffers.placement if buffers.held else None, groups)

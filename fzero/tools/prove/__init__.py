@@ -4,9 +4,9 @@ prove(step, state, args, world=W) --> Proof
     .proved, .claims, .unshown     each leaf of the new state: shown, or the line where it fails
     print(proof)                   the theorem, with what it assumes
 
-step --record--> the program of one rank alone, and of ranks among W   (_programs)
-     --read----> what each value is, over the inputs                   (_read, _reading, _ops)
-     --check---> the same for each leaf?                               (_check); else where (_blame)
+step --record--> the program of one rank alone, and of ranks among W         (proof)
+     --read----> what each value is, over the inputs    (read; ops, names: of each op; terms)
+     --check---> the same for each leaf? else where                         (proof, read)
 """
 
 from fzero.tools.prove.proof import Claim as Claim

@@ -7,6 +7,7 @@ the same: the same operands, and all of the same other arguments.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from fractions import Fraction
@@ -14,10 +15,10 @@ from math import inf, isfinite
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fzero.optim.recorded import SCHEDULES, schedule
 from fzero.tools.prove import names as names
-from fzero.tools.prove.gradient import GRADIENT
 from fzero.tools.prove.terms import (
     FINITE,
     OVER_RANKS,
@@ -27,7 +28,6 @@ from fzero.tools.prove.terms import (
     Stretch,
     Sum,
     Symbolic,
-    Term,
     Terms,
     added,
     aligned,
@@ -38,11 +38,30 @@ from fzero.tools.prove.terms import (
     of_sum,
     of_term,
     only,
-    unreadable,
     whole,
 )
 from fzero.tools.prove.terms import scaled as times
 from fzero.tools.trace.program import UPDATE
+from fzero.tools.trace.schedules import facts_of
+
+# Marks in a recorded graph: on what autograd makes for a reduction, and where a call begins.
+
+
+def _mark(name: str) -> Any:
+    """Return an op that gives x, and is found again in a graph."""
+    op = torch.library.custom_op(
+        f"fzero_prove::{name}", Tensor.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_fake(torch.empty_like)
+    return op._opoverload
+
+
+GRADIENT = _mark("gradient")
+"""x: what autograd has made for a leaf, as it is handed to the reduction."""
+
+AGAIN = _mark("again")
+"""x: any tensor; what follows is the second of two calls in a row."""
+
 
 # Which dtypes hold all values of another one, and which numbers a dtype holds.
 
@@ -171,41 +190,26 @@ def linear(known: Known, *numbers: str) -> Callable[[OpCall], Made]:
         held = all(holds(dtype, one) for one in call.dtypes)
         if dtype not in ADDS or not held or not all(holds_number(dtype, x) for x in given):
             return _pointwise(call, call.values, None)
-        return _pointwise(call, [as_value(call.terms, call.args[x]) for x in numbers], known)
+        values = (call.args[name] for name in numbers)
+        return _pointwise(
+            call,
+            [x if isinstance(x, Symbolic) else of_sum(call.terms.number(exact(x))) for x in values],
+            known,
+        )
 
     return made
 
 
-def as_value(terms: Terms, x: Any) -> Symbolic:
-    """Return a number as a value."""
-    return x if isinstance(x, Symbolic) else of_sum(terms.number(exact(x)))
+def added_as(a: int, b: int, sign: int) -> Known:
+    """Return that of the operands of these numbers, a + sign alpha b."""
 
+    def known(call: OpCall, sums: list[Sum]) -> Sum | None:
+        dtype, alpha = call.dtype, call.args.get("alpha", 1)
+        if dtype is None or not holds_number(dtype, alpha):
+            return None
+        return added(sums[a], times(sums[b], sign * exact(alpha)))
 
-def add(call: OpCall, sums: list[Sum]) -> Sum | None:
-    """a + alpha b."""
-    return _plus(call, sums, 1)
-
-
-def subtract(call: OpCall, sums: list[Sum]) -> Sum | None:
-    """a - alpha b."""
-    return _plus(call, sums, -1)
-
-
-def subtract_from(call: OpCall, sums: list[Sum]) -> Sum | None:
-    """b - alpha a."""
-    return _plus(call, [sums[1], sums[0]], -1)
-
-
-def _plus(call: OpCall, sums: list[Sum], sign: int) -> Sum | None:
-    alpha = call.args.get("alpha", 1)
-    if not holds_number(call.dtype, alpha):  # type: ignore[arg-type]
-        return None
-    return added(sums[0], times(sums[1], sign * exact(alpha)))
-
-
-def negative(call: OpCall, sums: list[Sum]) -> Sum | None:
-    """-a."""
-    return times(sums[0], Fraction(-1))
+    return known
 
 
 def multiply(call: OpCall, sums: list[Sum]) -> Sum | None:
@@ -260,11 +264,6 @@ def copied(call: OpCall) -> Made:
     return cast_of(call, source, into.shape, call.dtypes[1], call.dtypes[0])
 
 
-def zeroed(call: OpCall) -> Made:
-    """zero_."""
-    return of_sum((), call.args["self"].shape)
-
-
 def filled_with(call: OpCall) -> Made:
     """fill_: of a number, or of a tensor of one element."""
     into, number = call.args["self"], call.args["value"]
@@ -302,11 +301,6 @@ def opaque(call: OpCall, *more: Hashable, operands: Sequence[Symbolic] | None = 
         varies = True if call.draw else None
         found.append(of_term(call.terms.term(head, given, numel, varies), shape))
     return found if call.several else found[0]
-
-
-def drawn(call: OpCall) -> Made:
-    """Random numbers: each rank's own, by their number among the draws of a program."""
-    return opaque(call, "draw", call.draw)
 
 
 def written(call: OpCall, into: Symbolic, number: int) -> Symbolic:
@@ -389,17 +383,14 @@ def negation(call: OpCall, sums: list[Sum]) -> Sum | None:
 def unequal(call: OpCall, sums: list[Sum]) -> Sum | None:
     """|x| != inf: a test for overflow, of one element, or of the largest of some."""
     size = only(sums[0])
-    if call.args["other"] != inf or call.dtypes[0] not in REALS or not _is_abs(size):
+    if call.args["other"] != inf or call.dtypes[0] not in REALS or size is None:
         return None
-    if size is None or size.numel != 1:
+    is_abs = isinstance(size.head, tuple) and size.head[1:2] == (_ABS,)
+    if not is_abs or size.numel != 1:
         return None  # a test of each element says nothing of all
     largest = only(size.operands[0].uniform or ())
     tested = largest if largest is not None and largest.head == "largest" else size
     return whole(call.reading.finite(tested.operands))
-
-
-def _is_abs(term: Term | None) -> bool:
-    return term is not None and isinstance(term.head, tuple) and term.head[1:2] == (_ABS,)
 
 
 def total(call: OpCall) -> Made:
@@ -449,17 +440,8 @@ def every(call: OpCall) -> Made:
     return of_term(call.reading.finite(v for x in terms if x is not None for v in x.operands), ())
 
 
-def catenated(call: OpCall) -> Made:
-    """cat: of elements in a row."""
-    return _joined(call, stacks=False)
-
-
-def stacked(call: OpCall) -> Made:
-    """stack: of elements in a row."""
-    return _joined(call, stacks=True)
-
-
-def _joined(call: OpCall, *, stacks: bool) -> Made:
+def catenated(call: OpCall, *, stacks: bool = False) -> Made:
+    """cat, stack: of elements in a row."""
     values, dim = call.args["tensors"], call.args["dim"]
     rows = [value for value in values if value.numel or stacks]
     outer = {torch.Size(value.shape[:dim]).numel() for value in rows}
@@ -494,7 +476,7 @@ def updated(call: OpCall) -> Made:
 def scheduled(call: OpCall) -> Made:
     """A schedule is a function of the number of updates, if its code has nothing else in it."""
     schedule = SCHEDULES[call.args["number"]]
-    if why := unreadable(schedule):
+    if why := facts_of(schedule)[0]:
         raise NotImplementedError(f"the option lr is {why}")
     return opaque(call)
 
@@ -533,20 +515,16 @@ def _each(text: str, meaning: Meaning) -> dict[Overload, Meaning]:
     return dict.fromkeys(overloads(text), meaning)
 
 
-_PLUS = linear(add, "self", "other")
-_MINUS = linear(subtract, "self", "other")
-_OVER = linear(divide, "self", "other")
-
 MEANINGS: dict[Overload, Meaning] = {
     **_each(names.ELEMENTWISE, pointwise()),
     **_each(names.OPAQUE, opaque),
-    **_each(names.DRAWS, drawn),
-    **_each("add.Tensor add.Scalar", _PLUS),
-    **_each("sub.Tensor sub.Scalar", _MINUS),
-    **_each("rsub.Tensor rsub.Scalar", linear(subtract_from, "self", "other")),
+    **_each(names.DRAWS, lambda call: opaque(call, "draw", call.draw)),
+    **_each("add.Tensor add.Scalar", linear(added_as(0, 1, 1), "self", "other")),
+    **_each("sub.Tensor sub.Scalar", linear(added_as(0, 1, -1), "self", "other")),
+    **_each("rsub.Tensor rsub.Scalar", linear(added_as(1, 0, -1), "self", "other")),
     **_each("mul.Tensor mul.Scalar", product),
-    **_each("div.Tensor div.Scalar", _OVER),
-    **_each("neg.default", linear(negative, "self")),
+    **_each("div.Tensor div.Scalar", linear(divide, "self", "other")),
+    **_each("neg.default", linear(lambda _, sums: times(sums[0], Fraction(-1)), "self")),
     **_each("where.self", pointwise(choice)),
     **_each("abs.default", pointwise(zero_of_zero)),
     **_each("pow.Tensor_Scalar", pointwise(power)),
@@ -565,7 +543,7 @@ MEANINGS: dict[Overload, Meaning] = {
     **_each("sqrt.default", root),
     **_each("all.default", every),
     **_each("cat.default", catenated),
-    **_each("stack.default", stacked),
+    **_each("stack.default", functools.partial(catenated, stacks=True)),
     UPDATE: updated,
     schedule._opoverload: scheduled,
     GRADIENT: gradient,
@@ -585,7 +563,7 @@ MOVES = frozenset(overloads(names.MOVES))
 def _in_place() -> Iterator[tuple[Overload, tuple[Overload, Meaning]]]:
     for text, meaning in (
         ("copy_.default", copied),
-        ("zero_.default", zeroed),
+        ("zero_.default", lambda call: of_sum((), call.args["self"].shape)),
         ("fill_.Scalar fill_.Tensor", filled_with),
     ):
         yield from ((one, (one, meaning)) for one in overloads(text))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import threading
@@ -18,14 +17,9 @@ import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, fx
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.context.current_rank import abstract_rank
 from fzero.context.modes import in_transform, is_recorded
@@ -36,19 +30,8 @@ from fzero.machine.placeholder import LazyParam
 from fzero.optim.recorded import SCHEDULES
 from fzero.state import NAMESPACE, Placement, TrainState
 from fzero.state.progress import Phase
-from fzero.tools.prove.gradient import AGAIN, GRADIENT, again, marked
-from fzero.tools.prove.read import (
-    BufferPlace,
-    Explained,
-    Key,
-    ProgramRead,
-    digest,
-    first_unexplained,
-    input_value,
-    outputs_by_leaf,
-    places_of,
-    read_together,
-)
+from fzero.tools.prove import read
+from fzero.tools.prove.ops import AGAIN, GRADIENT
 from fzero.tools.prove.terms import (
     DEFAULT_S,
     Budget,
@@ -59,13 +42,24 @@ from fzero.tools.prove.terms import (
     Terms,
     cut,
     exact,
-    facts_of,
     joined,
     text_of,
 )
-from fzero.tools.trace.found import AsFound, bytes_of
-from fzero.tools.trace.program import RATE, UPDATE, RecordedStep, record_step, require_recordable
+from fzero.tools.trace.draws import RecordedDraws
+from fzero.tools.trace.found import AsFound
+from fzero.tools.trace.program import (
+    ASKED_OF_FAKE,
+    RATE,
+    UPDATE,
+    RecordedStep,
+    inputs_of,
+    record_step,
+    require_recordable,
+)
+from fzero.tools.trace.schedules import facts_of
+from fzero.tools.trees import map_tensors
 from fzero.transforms.models import flatten_states, map_states
+from fzero.transforms.observe import observe
 from fzero.transforms.pipeline import Step, describe_function
 from fzero.transforms.simulate import require_stacked
 
@@ -146,74 +140,45 @@ def prove(
     given: Any = args if isinstance(args, tuple) else (args,)
     if inner is not step:
         require_stacked("prove", given, one.setup.axis.size)
-        given = optree.tree_map(
-            lambda x: x[0] if isinstance(x, Tensor) else x, given, namespace=NAMESPACE
-        )
+        given = map_tensors(lambda x: x[0], given)
     require("prove: budget_s", budget_s, is_positive, "a number of seconds above 0")
-    budget = Budget(budget_s, len(ranks_of(world)))
-    if claim := next((x for one in states for x in _out_of_reach(one)), None):
-        named = describe_function(inner)
+    named = describe_function(inner)
+
+    def refused(why: str, tensor: str = "state", line: str = "") -> Proof:
+        claim = Claim(tensor=tensor, leaf="", why=why, line=line)
         return Proof(step=named, world=world, ranks=(), ops=(0, 0), claims=(claim,))
+
+    for one in states:  # what no program of a rank shows, before one is recorded
+        for name, slot in one.slots.items():
+            own = slot.form.placement in (Placement.PARTIAL, Placement.OWNER)
+            if slot.form.lifetime == "run" and own:
+                why = "each rank has its own (Placement.PARTIAL, OWNER): it is no part of a state "
+                return refused(f"{why}of one rank", f"state.slots[{name!r}]")
+        for point in one.setup.policy.points:
+            if getattr(point, "whole", False):
+                why = f"{point.name} looks at whole leaves (needs=), each on its owner: a rank has "
+                return refused(f"{why}the program of its own leaves")
+    budget = Budget(budget_s, len(ranks_of(world)))
     with AsFound("prove", inner, state, given) as found:
         recorder = ProgramRecorder(inner, state, given, budget, found)
-        return _Attempt(describe_function(inner), recorder, world, budget).proof()
-
-
-def _out_of_reach(state: TrainState) -> Iterator[Claim]:
-    """Yield what no program of a rank shows, before one is recorded."""
-    for name, slot in state.slots.items():
-        own = slot.form.placement in (Placement.PARTIAL, Placement.OWNER)
-        if slot.form.lifetime == "run" and own:
-            why = "each rank has its own (Placement.PARTIAL, OWNER): it is no part of a state of "
-            yield Claim(tensor=f"state.slots[{name!r}]", leaf="", why=f"{why}one rank")
-    for one in state.setup.policy.points:
-        if getattr(one, "whole", False):
-            why = f"{one.name} looks at whole leaves (needs=), each on its owner: a rank has the "
-            yield Claim(tensor="state", leaf="", why=f"{why}program of its own leaves")
-
-
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One proof: the programs are recorded, compared and read, and what is outside is looked at."""
-
-    step: str
-    recorder: ProgramRecorder
-    world: int
-    budget: Budget
-
-    def proof(self) -> Proof:
+        noted = recorder.watch.noted
         try:
-            return self._tried()
+            alone = recorder.of(1, 0)
+            ranks = (recorder.of(world, rank) for rank in ranks_of(world))
+            proof = prove_programs(named, alone, ranks, world, budget=budget)
+            # The ranks' programs were compared with each other; that of one rank with that of a
+            # later call, in which torch has looked up what it wants to know.
+            if proof and (node := same_program(alone, recorder.of(1, 0))) is not None:
+                return refused("a later call has another program", line=line_of(node))
         except OutOfBudget as error:
-            return self._refused(f"{error}")
+            return refused(f"{error}")
         except Exception as error:
-            if isinstance(error, FzeroError) or not (noted := self.recorder.watch.noted):
+            if isinstance(error, FzeroError) or not noted:
                 raise
-            return self._refused("; ".join(noted))  # of which torch says something else
-
-    def _tried(self) -> Proof:
-        record = self.recorder.of
-        alone = record(1, 0)
-        ranks = (record(self.world, rank) for rank in ranks_of(self.world))
-        proof = prove_programs(self.step, alone, ranks, self.world, budget=self.budget)
-        if not proof:
-            return proof
-        # The ranks' programs were compared with each other; that of one rank with that of a later
-        # call, in which torch has looked up what it wants to know.
-        if (node := same_program(alone, record(1, 0))) is not None:
-            return self._refused("a later call has another program", line_of(node))
-        noted = self.recorder.watch.noted
-        local = tuple(sorted(self.recorder.local))
-        return self._refused("; ".join(noted)) if noted else replace(proof, local=local)
-
-    def _refused(self, why: str, line: str = "") -> Proof:
-        return Proof(
-            step=self.step,
-            world=self.world,
-            ranks=(),
-            ops=(0, 0),
-            claims=(Claim(tensor="state", leaf="", why=why, line=line),),
-        )
+            return refused("; ".join(noted))  # of which torch says something else
+        if proof and noted:
+            return refused("; ".join(noted))
+        return replace(proof, local=tuple(sorted(recorder.local))) if proof else proof
 
 
 # What is proved of a step, as a record that prints as a theorem.
@@ -397,54 +362,56 @@ class ProgramRecorder:
         params: Any = optree.tree_unflatten(
             self._treespec, [_params(mode, one) for one in self._given]
         )
-        with self.watch, abstract_rank(rank, world):
+        with self.watch.entered(), abstract_rank(rank, world):
             new = self._step.init(
                 params, self._optimizers, initializer=lambda _, leaf: torch.empty_like(leaf)
             )
         if known := list(self._schedules.get(world, ())):  # that of the first rank is that of all
             new = map_states("prove", lambda one: one.replace(schedule=known.pop(0)), new)
         states = flatten_states("prove", new)[0]
-        step = marked(self._step, len(states), self.local) if world == 1 else self._step
-        with self.watch:
+
+        def mark(what: str, state: Any, value: Any) -> Any:
+            if what != "gradient":
+                return None
+            points = state.setup.policy.points
+            self.local.update(x.name for x in points if getattr(x, "local", None))
+            return GRADIENT(value[1])
+
+        step = observe(self._step, [mark] * len(states)) if world == 1 else self._step
+        with self.watch.entered():
             warm = world in self._schedules  # torch looks up much as it first records
-            watched = self.watch.around(self._again(step), self._budget.of_one(), warm=warm)
-            made = record_step(watched, (new, *self._args), states[0].setup.axis, rank, self._found)
+            calls = self._calls(step, self._budget.of_one(), warm=warm)
+            made = record_step(calls, (new, *self._args), states[0].setup.axis, rank, self._found)
         self.watch.compare_draws()
-        if any(new.setup != old.setup for new, old in zip(_after(made), made.states, strict=True)):
+        after = flatten_states("prove", made.returned[0])[0]
+        if any(new.setup != old.setup for new, old in zip(after, made.states, strict=True)):
             self.watch.note("the new state has other options than the old one")
         self._schedules.setdefault(world, [one.schedule for one in made.states])
         return made
 
-    def _again(self, step: Any) -> Any:
+    def _calls(self, step: Any, budget: Budget, *, warm: bool) -> Any:
         """Return the step; where a call keeps something for the next one, that one follows."""
 
-        def twice(*args: Any) -> Any:
+        def calls(*args: Any) -> Any:
+            self.watch.begins(warm=warm)
             given: Any = args
             leaves, treespec = optree.tree_flatten(given, namespace=NAMESPACE)
-            one = step(*optree.tree_unflatten(treespec, leaves))
+            with self.watch.call(budget):
+                one = step(*optree.tree_unflatten(treespec, leaves))
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                self.watch.call_ends()
                 if not self._found.changed():
                     return one
                 kept = AsFound("prove", *self._found.roots)
                 kept.look()
-            self.watch.call_begins()
-            again(next(x for x in leaves if isinstance(x, Tensor)))
-            other = step(*optree.tree_unflatten(treespec, leaves))
+            AGAIN(next(x for x in leaves if isinstance(x, Tensor)))
+            with self.watch.call(budget):
+                other = step(*optree.tree_unflatten(treespec, leaves))
             with _disable_current_modes(), torch._C.DisableTorchFunction():
-                self.watch.call_ends()
                 if where := kept.changed():
                     self.watch.note(f"a call writes {where}, which the next call may read")
             return one[0], other[0]
 
-        return twice
-
-
-def _after(program: RecordedStep) -> list[TrainState]:
-    """Return the states that come out, without numbers."""
-    leaves: Any = [0] * program.result.num_leaves
-    returned: Any = optree.tree_unflatten(program.result, leaves)
-    return flatten_states("prove", returned[0])[0]
+        return calls
 
 
 def _params(mode: FakeTensorMode, state: TrainState) -> Any:
@@ -464,7 +431,7 @@ def _params(mode: FakeTensorMode, state: TrainState) -> Any:
 
 
 class Watch:
-    """Watches this thread while it is entered.
+    """Watches the thread by which it is entered.
 
     noted: what was seen, once each. warm: whether what libraries look up once is known to them.
     inside: whether the step runs now, and not what records it.
@@ -474,13 +441,8 @@ class Watch:
         self.noted: dict[str, None] = {}
         self.warm = self.inside = False
         self._rates: dict[int, Any] = {}
-        self._random: Tensor = torch.default_generator.get_state()  # before a call
-        one = torch.Generator()
-        torch.rand(1, generator=one.manual_seed(_SEED))  # no seed leaves a generator here
-        self._body = bytes_of(one.get_state())[8:]
-        self._seeds: list[int] = []  # of this call: where the generator stood, draw by draw
-        self._draws: list[str] = []  # of this call: what was drawn, and when a state was put back
-        self._first_draws: list[str] | None = None
+        self._draws: list[int | None] = []  # of this program: None, or the state that was set first
+        self._first_draws: list[int | None] | None = None
 
     def note(self, what: str) -> None:
         """Keep what was seen."""
@@ -497,112 +459,70 @@ class Watch:
         if self._rates.setdefault(number, facts) != facts:
             self.note("the option lr reads other values, or is another function, in another call")
 
-    def call_begins(self) -> None:
-        """The step runs from here on; let the generator stand where no program puts it."""
-        self.inside, self._seeds = True, []
-        self._moves()
+    def begins(self, *, warm: bool) -> None:
+        """A program is recorded. warm: who reads the environment now is the step."""
+        self.warm, self._draws = warm, []
 
-    def call_ends(self) -> None:
-        """It does no longer. Put the generator back, and note where it was left."""
-        self.inside = False
-        self._stands()
-        torch.default_generator.set_state(self._random)
-
-    def draws(self, what: str) -> None:
-        """A random number is drawn: a record moves no generator, so it is moved here."""
-        if self.inside:
-            self._stands()
-            self._draws.append(what)
-            self._moves()
-
-    def _stands(self) -> None:
-        """Note whether the generator stands where the last draw has left it."""
-        seed = torch.default_generator.initial_seed()
-        if seed not in self._seeds or _state_now()[8:] != self._body:
+    @contextmanager
+    def call(self, budget: Budget) -> Iterator[None]:
+        """Watch a call of the step op by op, within a budget, and then how it has drawn."""
+        with _EachOp(self, budget) as drawn, _EachCall(self):
+            self.inside = True
+            try:
+                yield
+            finally:
+                self.inside = False
+        assert drawn.randomness is not None
+        begins, draws, ends, constants = drawn.randomness
+        if drawn.randomness.made:
+            self.note("it draws random numbers from a generator of its own")
+        elif constants:
             self.note("it seeds the random numbers of torch")
-        elif seed != self._seeds[-1]:
-            self._draws.append(f"set to {self._seeds.index(seed)}")
-
-    def _moves(self) -> None:
-        self._seeds.append(_SEED + len(self._seeds))
-        state = bytearray(self._seeds[-1].to_bytes(8, "little") + self._body)
-        torch.default_generator.set_state(torch.frombuffer(state, dtype=torch.uint8))
+        stands = {id(generator): number for generator, number in begins}
+        for generator, before, after in (*draws, *((*end, 0) for end in ends)):
+            self._draws.append(None if stands.get(id(generator)) == before else before)
+            stands[id(generator)] = after
 
     def compare_draws(self) -> None:
         """Note a program whose states are put back elsewhere among the draws than another's."""
         first = self._draws if self._first_draws is None else self._first_draws
         self._first_draws = first
-        if first != self._draws and any(x.startswith("set") for x in (*first, *self._draws)):
+        if first != self._draws and any(x is not None for x in (*first, *self._draws)):
             self.note("it sets the state of random numbers in other places than on one rank")
 
-    def __enter__(self) -> Watch:
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Put what says what it is asked in the place of what a step may ask."""
         self._thread = threading.get_ident()
-        self._watching = _watching(self)
-        self._watching.__enter__()
-        return self
+        environment, swap = os._Environ, torch.utils.swap_tensors
 
-    def __exit__(self, *error: Any) -> None:
-        self._watching.__exit__(*error)
+        def reader(asked: Any) -> Any:
+            def reads(of: Any, *key: Any) -> Any:
+                if self.warm:
+                    named = key and isinstance(key[0], str | bytes)
+                    self.notes(f"it reads os.environ{[os.fsdecode(key[0])] if named else ''}")
+                return asked(of, *key)
 
-    def around(self, step: Callable[..., Any], budget: Budget, *, warm: bool) -> Callable[..., Any]:
-        """Return the step, watched op by op, within a budget.
+            return reads
 
-        warm: torch has looked up what it needs; who reads the environment now is the step.
-        """
+        def swapped(*tensors: Any) -> Any:
+            self.notes("it swaps the memory of tensors, which is in no program")
+            return swap(*tensors)
 
-        def watched(*args: Any) -> Any:
-            self.warm, self._draws = warm, []
-            self.call_begins()
-            try:
-                with _EachOp(self, budget), _EachCall(self):
-                    return step(*args)
-            finally:
-                self.inside = False
-                torch.default_generator.set_state(self._random)
-
-        return watched
-
-
-def _state_now() -> bytes:
-    with torch._C.DisableTorchFunction():  # and no op: modes and transforms are at work
-        state = torch.default_generator.get_state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
-
-
-_SEED = 2**61 + 0x5EED  # that nobody else sows
-
-
-@contextmanager
-def _watching(watch: Watch) -> Iterator[None]:
-    """Put what says what it is asked in the place of what a step may ask."""
-    environment, swap = os._Environ, torch.utils.swap_tensors
-    reads = {name: getattr(environment, name) for name in ("__getitem__", "__iter__", "__len__")}
-
-    def reader(name: str) -> Any:
-        def read(self: Any, *key: Any) -> Any:
-            if watch.warm:
-                asked = (
-                    f"[{os.fsdecode(key[0])!r}]" if key and isinstance(key[0], str | bytes) else ""
-                )
-                watch.notes(f"it reads os.environ{asked}")
-            return reads[name](self, *key)
-
-        return read
-
-    def swapped(*tensors: Any) -> Any:
-        watch.notes("it swaps the memory of tensors, which is in no program")
-        return swap(*tensors)
-
-    groups = c10d._world
-    try:
-        for name in reads:
-            setattr(environment, name, reader(name))
-        torch.utils.swap_tensors, c10d._world = swapped, _Groups(watch, groups)
-        yield
-    finally:
-        for name, read in reads.items():
-            setattr(environment, name, read)
-        torch.utils.swap_tensors, c10d._world = swap, groups
+        names = ("__getitem__", "__iter__", "__len__")
+        new = [(environment, name, reader(getattr(environment, name))) for name in names]
+        new += [
+            (torch.utils, "swap_tensors", swapped),
+            (c10d, "_world", _Groups(self, c10d._world)),
+        ]
+        old = [(of, name, getattr(of, name)) for of, name, _ in new]
+        try:
+            for one in new:
+                setattr(*one)
+            yield
+        finally:
+            for one in old:
+                setattr(*one)
 
 
 class _Groups:
@@ -647,26 +567,22 @@ class _EachCall(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _EachOp(TorchDispatchMode):
+class _EachOp(RecordedDraws):
     def __init__(self, watch: Watch, budget: Budget) -> None:
         super().__init__()
         self._watch, self._budget = watch, budget
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, LazyParam) for kind in types):
-            return NotImplemented  # a placeholder handles it first; the ops it calls come back
         # An error where torch asks for a device, or inside of autograd, would end the process.
         aten = isinstance(func, torch._ops.OpOverload) and func.namespace == "aten"
-        computes = aten and not func.is_view
+        computes = aten and not func.is_view and not any(issubclass(x, LazyParam) for x in types)
         if computes and torch._C._current_autograd_node() is None:
             self._budget.check(f", at {func}")
-        if aten and torch.Tag.nondeterministic_seeded in func.tags:
-            self._watch.draws(str(func))
         if func is RATE:
             self._watch.asks_for_rate(args[1])
         try:
-            return func(*args, **(kwargs or {}))
-        except (DataDependentOutputException, DynamicOutputShapeException):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except ASKED_OF_FAKE:
             self._watch.note(f"it asks for a value ({func}) and goes on without")
             raise
 
@@ -743,20 +659,18 @@ def _is_of_update(node: fx.Node) -> bool:
 
 def _facts_of(program: RecordedStep) -> tuple[list[Hashable], Hashable]:
     number = {node: i for i, node in enumerate(program.graph.graph.nodes)}
-    facts = [_facts(node, number, program) for node in number]
-    return facts, (program.inputs, program.outputs)
 
+    def facts(node: fx.Node) -> Hashable:
+        val = node.meta.get("val")
+        made = val if isinstance(val, list | tuple) else [val]
+        kinds = tuple((tuple(x.shape), x.dtype) for x in made if isinstance(x, Tensor))
+        # Which part a select takes: see `ProgramComparison`.
+        args = node.args[:2] if node.target is _SELECT else node.args
+        held = read.digest(program.graph, node) if node.op == "get_attr" else None
+        target = node.target if node.op == "call_function" else node.op
+        return target, _plain(args, number), _plain(node.kwargs, number), kinds, held
 
-def _facts(node: fx.Node, number: Mapping[fx.Node, int], program: RecordedStep) -> Hashable:
-    val = node.meta.get("val")
-    made = val if isinstance(val, list | tuple) else [val]
-    kinds = tuple((tuple(x.shape), x.dtype) for x in made if isinstance(x, Tensor))
-    args = (
-        node.args[:2] if node.target is _SELECT else node.args
-    )  # which part: see `ProgramComparison`
-    held = digest(program.graph, node) if node.op == "get_attr" else None
-    target = node.target if node.op == "call_function" else node.op
-    return target, _plain(args, number), _plain(node.kwargs, number), kinds, held
+    return [*map(facts, number)], (program.inputs, program.outputs)
 
 
 def _plain(x: Any, number: Mapping[fx.Node, int]) -> Hashable:
@@ -773,29 +687,19 @@ def _plain(x: Any, number: Mapping[fx.Node, int]) -> Hashable:
 
 
 class _Side(NamedTuple):
-    """One of the two programs, read."""
+    """One of the two programs, read; of all ranks that of the first, with what they make together.
+
+    makers: what makes the outputs. outputs: what a call makes of the state. again: what the next
+    call makes of the same state, if one keeps something for it.
+    """
 
     ops: int
-    inputs: Sequence[BufferPlace]
-    read: ProgramRead
-    places: Sequence[BufferPlace]  # of what it returns
-    count: int  # of those of this call; the next call's follow, if one keeps something for it
-    makers: Mapping[Key, fx.Node]  # what makes the outputs
-    values: Sequence[Symbolic]
-
-    @property
-    def outputs(self) -> Mapping[Key, Symbolic | None]:
-        """What a call makes of the state."""
-        return outputs_by_leaf(
-            self.places[: len(self.values)][: self.count], self.values[: self.count]
-        )
-
-    @property
-    def again(self) -> Mapping[Key, Symbolic | None]:
-        """What the next call makes of the same state."""
-        return outputs_by_leaf(
-            self.places[: len(self.values)][self.count :], self.values[self.count :]
-        )
+    inputs: Sequence[read.BufferPlace]
+    values: read.ProgramRead
+    stopped: tuple[fx.Node, str] | None
+    makers: Mapping[read.Key, fx.Node]
+    outputs: Mapping[read.Key, Symbolic | None]
+    again: Mapping[read.Key, Symbolic | None]
 
 
 def prove_programs(
@@ -826,13 +730,12 @@ def prove_programs(
     own = own if differs is None else frozenset()
     together = Interpretation(terms=terms, world=world, one_rank=False, axis=named, own_parts=own)
     budget = Budget() if budget is None else budget
-    (wanted,) = _sides([one_rank], alone, budget.of_one())
-    found = _joined(_sides(every, together, budget))
+    wanted, found = _side([one_rank], alone, budget.of_one()), _side(every, together, budget)
     wrong, line = dict(_differences(wanted.outputs, found.outputs, varies=world == 1)), ""
     for repeat in (wanted.again, found.again):
         apart = (k for k, x in repeat.items() if not _equal(x, wanted.outputs.get(k)))
         wrong = dict.fromkeys((k for k in apart if k[0].startswith("state")), _NEXT) | wrong
-    stopped = found.read.stopped or wanted.read.stopped
+    stopped = found.stopped or wanted.stopped
     if differs is not None and (len(every) < world or stopped is not None or wrong):
         why = next(iter(wrong.values()), "") if stopped is None else stopped[1]
         why += _PIECES if stopped is None else ""
@@ -840,7 +743,7 @@ def prove_programs(
         line, wrong = line_of(differs), dict.fromkeys(wrong or found.makers, why)
     elif stopped is not None:
         node, why = stopped
-        ends = [node] if found.read.stopped else []
+        ends = [node] if found.stopped else []
         line = _where(alone, wanted, found, ends) if "budget" not in why else ""
         wrong = dict.fromkeys(found.makers, f"nothing is known of {node.name}: {why}")
         line = line or line_of(node)
@@ -868,73 +771,55 @@ _PIECES = (
 )
 
 
-def _sides(
-    programs: Sequence[RecordedStep], reading: Interpretation, budget: Budget
-) -> list[_Side]:
+def _side(programs: Sequence[RecordedStep], reading: Interpretation, budget: Budget) -> _Side:
     """Read one program, or those of all ranks beside each other."""
-    given, ends, counts, inputs = [], [], [], []
+    given = []
     for program in programs:
-        nodes = list(program.graph.graph.nodes)
-        ends_in: Any = nodes[-1].args[0]
-        starts, outs = [n for n in nodes if n.op == "placeholder"], list(ends_in)
-        paths = list(program.outputs)
-        if any(node.target is AGAIN for node in nodes):
-            paths = [re.sub("^aux", "state", path) for path in paths]
-        counts.append(sum(path.startswith("state") for path in program.outputs))
-        inputs.append(places_of(program, program.inputs, starts))
-        ends.append([*zip(places_of(program, paths, outs), outs, strict=True)])
-        values = (
-            input_value(reading.terms, *pair) for pair in zip(inputs[-1], starts, strict=True)
-        )
-        given.append([_of_rank(x, program.rank, len(programs)) for x in values])
-    every = read_together([one.graph for one in programs], given, reading, budget)
-    return [_side(*each) for each in zip(programs, inputs, every, ends, counts, strict=True)]
-
-
-def _of_rank(value: Symbolic, rank: int, ranks: int) -> Symbolic:
-    """Return what a rank has; of one rank that stands for all, as it is."""
-    if ranks == 1 or not value.spread:
-        return value
-    return Symbolic(value.shape, cut(value.pieces, rank * value.numel, value.numel))
-
-
-def _side(
-    program: RecordedStep,
-    inputs: Sequence[BufferPlace],
-    made: ProgramRead,
-    ends: Sequence[tuple[BufferPlace, fx.Node]],
-    count: int,
-) -> _Side:
-    makers = {
-        key: node
-        for place, node in ends[:count]
-        for key in (place.keys if node.meta["val"].numel() else ())
-    }
-    nodes = program.graph.graph.nodes
-    ops = sum(n.op == "call_function" and n.target not in (GRADIENT, AGAIN) for n in nodes)
-    return _Side(ops, inputs, made, [place for place, _ in ends], count, makers, made.outputs)
-
-
-def _joined(sides: Sequence[_Side]) -> _Side:
-    """Return the sides of all ranks as one, with what they have together."""
-    first, *_ = sides
-    stopped = next((one.read.stopped for one in sides if one.read.stopped), None)
-    first = first._replace(read=first.read._replace(stopped=stopped))
-    if len(sides) == 1 or stopped is not None:
-        return first
-    values = []
-    for place, *some in zip(first.places, *(one.values for one in sides), strict=True):
-        if place.spread:
+        starts = inputs_of(list(program.graph.graph.nodes))
+        places = read.places_of(program, program.inputs, starts)
+        values = [read.input_value(reading.terms, *x) for x in zip(places, starts, strict=True)]
+        if len(programs) > 1:  # what each has; of one that stands for all, as it is
+            at = program.rank
+            values = [
+                Symbolic(x.shape, cut(x.pieces, at * x.numel, x.numel)) if x.spread else x
+                for x in values
+            ]
+        given.append(values)
+    reads = read.read_together([one.graph for one in programs], given, reading, budget)
+    stopped = next((one.stopped for one in reads if one.stopped), None)
+    first, nodes = programs[0], list(programs[0].graph.graph.nodes)
+    ends: Any = nodes[-1].args[0]
+    has_next = any(node.target is AGAIN for node in nodes)
+    paths = [re.sub("^aux", "state", path) if has_next else path for path in first.outputs]
+    count = sum(path.startswith("state") for path in first.outputs)
+    places, made = read.places_of(first, paths, ends), list[Symbolic]()
+    for place, *some in zip(places, *(one.outputs for one in reads if not stopped)):  # noqa: B905
+        if len(some) > 1 and place.spread:
             pieces = joined(p for x in some for p in x.pieces)
-            values.append(Symbolic(some[0].shape, pieces, spread=True))
-        else:
-            values.append(some[0] if len({*some}) == 1 else some[0]._replace(spread=True))
-    return first._replace(values=values)
+            made.append(Symbolic(some[0].shape, pieces, spread=True))
+        elif some:
+            made.append(some[0] if len({*some}) == 1 else some[0]._replace(spread=True))
+    return _Side(
+        ops=sum(n.op == "call_function" and n.target not in (GRADIENT, AGAIN) for n in nodes),
+        inputs=read.places_of(first, first.inputs, inputs_of(nodes)),
+        values=reads[0],
+        stopped=stopped,
+        makers={
+            key: node
+            for place, node in zip(places[:count], ends, strict=False)
+            for key in (place.keys if node.meta["val"].numel() else ())
+        },
+        outputs=read.outputs_by_leaf(places[: len(made)][:count], made[:count]),
+        again=read.outputs_by_leaf(places[: len(made)][count:], made[count:]),
+    )
 
 
 def _differences(
-    wanted: Mapping[Key, Symbolic | None], found: Mapping[Key, Symbolic | None], *, varies: bool
-) -> Iterator[tuple[Key, str]]:
+    wanted: Mapping[read.Key, Symbolic | None],
+    found: Mapping[read.Key, Symbolic | None],
+    *,
+    varies: bool,
+) -> Iterator[tuple[read.Key, str]]:
     """Yield (key, why) for each tensor of the new state that is not shown."""
     for key in (key for key in {**wanted, **found} if key[0].startswith("state")):
         a, b = wanted.get(key), found.get(key)
@@ -947,8 +832,8 @@ def _differences(
 
 
 def _beside(
-    wanted: Mapping[Key, Symbolic | None],
-    found: Mapping[Key, Symbolic | None],
+    wanted: Mapping[read.Key, Symbolic | None],
+    found: Mapping[read.Key, Symbolic | None],
     alone: Interpretation,
 ) -> Iterator[str]:
     """Yield what is shown of each tensor that is returned beside the state, such as the loss."""
@@ -991,7 +876,7 @@ def _where(reading: Interpretation, wanted: _Side, found: _Side, ends: Sequence[
     setups = [place.setup for place in found.inputs if place.setup is not None]
     by = {exact(one.reduction.gradient_predivide_factor) for one in setups}
     by |= {Fraction(reading.world), *(reading.world / x for x in by)}
-    made = (value for values in wanted.read.made.values() for value in values)
-    explained = Explained(reading, made, wanted.outputs.items(), by)
-    node = first_unexplained(found.read, explained, found.inputs, ends)
+    made = (value for values in wanted.values.made.values() for value in values)
+    explained = read.Explained(reading, made, wanted.outputs.items(), by)
+    node = read.first_unexplained(found.values, explained, found.inputs, ends)
     return line_of(node or ends[0]) if ends else ""

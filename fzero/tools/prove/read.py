@@ -15,8 +15,7 @@ from torch import Tensor, fx
 
 from fzero.state import Setup, TrainState
 from fzero.tools.prove import ops as table
-from fzero.tools.prove.gradient import AGAIN
-from fzero.tools.prove.ops import ADDS, opaque, written
+from fzero.tools.prove.ops import ADDS, AGAIN, opaque, written
 from fzero.tools.prove.terms import (
     FINITE,
     OVER_RANKS,
@@ -145,12 +144,22 @@ def view_of(name: str, region: StorageSlice, args: Sequence[Any], shape: Sequenc
         made = tuple(numel // rest if size == -1 else size for size in args[0])
         return region._replace(shape=made) if prod(made) == numel else None
     if name in ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes"):
-        return _split(region, *args)
+        sizes, dim = args
+        total, found, at = region.shape[dim], [], 0
+        if isinstance(sizes, int):
+            sizes = [min(sizes, total - first) for first in range(0, total, sizes)]
+        for size in sizes:
+            found.append(_part(region, dim, at, size, (size,)))
+            at += size
+        return found if at == total and all(found) else None
     if name == "select":
         dim, index = args
         return _part(region, dim, index % region.shape[dim], 1, ())
     if name == "slice":
-        return _sliced(region, *args)
+        dim, start, stop, step = args
+        first, last, _ = slice(start, stop).indices(region.shape[dim])
+        size = max(last - first, 0)
+        return _part(region, dim, first, size, (size,)) if step == 1 else None
     return None
 
 
@@ -159,24 +168,6 @@ def _part(region: StorageSlice, dim: int, first: int, size: int, kept: tuple[int
     fits = outer == 1 and dim >= 0 and 0 <= first <= first + size <= region.shape[dim]
     shape = (*region.shape[:dim], *kept, *region.shape[dim + 1 :])
     return StorageSlice(region.storage, region.start + first * inner, shape) if fits else None
-
-
-def _split(region: StorageSlice, sizes: Any, dim: int = 0) -> Any:
-    total, found, at = region.shape[dim], [], 0
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - first) for first in range(0, total, sizes)]
-    for size in sizes:
-        found.append(_part(region, dim, at, size, (size,)))
-        at += size
-    return found if at == total and all(found) else None
-
-
-def _sliced(
-    region: StorageSlice, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
-) -> Any:
-    first, last, _ = slice(start, stop).indices(region.shape[dim])
-    size = max(last - first, 0)
-    return _part(region, dim, first, size, (size,)) if step == 1 else None
 
 
 class ProgramRead(NamedTuple):
@@ -200,88 +191,46 @@ _NOTHING_KNOWN = (
 """Arguments that do not fit a meaning: it says nothing of such a call."""
 
 
-def read(
-    graph: fx.GraphModule,
-    inputs: Sequence[Symbolic],
-    reading: Interpretation,
-    budget: Budget | None = None,
-) -> ProgramRead:
-    """Return what the values of a graph are, given what its inputs are."""
-    return read_together([graph], [inputs], reading, budget)[0]
-
-
 def read_together(
     graphs: Sequence[fx.GraphModule],
     inputs: Sequence[Sequence[Symbolic]],
     reading: Interpretation,
     budget: Budget | None = None,
 ) -> list[ProgramRead]:
-    """Return the same of the graphs of all ranks, given the inputs of each; or of one for all."""
+    """Return what the values of the graphs of all ranks are, given the inputs of each; or of one.
+
+    All are read up to their next collective, which gives each rank what it does of all.
+    """
     done: list[ProgramRead] = []
     with reading.terms.within(budget):
-        runs = [_run(*pair, reading) for pair in zip(graphs, inputs, strict=True)]
+        pairs = zip(graphs, inputs, strict=True)
+        runs = [_ProgramReader(graph, reading).read(given) for graph, given in pairs]
         answers: list[Any] = [None] * len(runs)
         while not done:
             sent = list[_Sent]()
             for run, answer in zip(runs, answers, strict=True):
+                failed = isinstance(answer, Exception)
                 try:
-                    sent.append(
-                        run.throw(answer) if isinstance(answer, Exception) else run.send(answer)
-                    )
+                    sent.append(run.throw(answer) if failed else run.send(answer))
                 except StopIteration as end:
                     done.append(end.value)
-            if sent and done:
-                raise NotImplementedError("ranks make other collectives")
-            answers = _answers(reading, sent)
+            try:
+                if (sent and done) or len({(name, len(values)) for name, values in sent}) > 1:
+                    raise NotImplementedError("ranks make other collectives")
+                of_ranks = [values for _, values in sent]
+                made = [
+                    reading.collective(sent[0][0], list(x)) for x in zip(*of_ranks, strict=True)
+                ]
+                answers = [list(x) for x in zip(*made, strict=True)] if made else [[] for _ in sent]
+            except _NOTHING_KNOWN as error:
+                if done:
+                    raise
+                answers = [error for _ in sent]
     return done
 
 
-def _answers(reading: Interpretation, sent: Sequence[_Sent]) -> list[Any]:
-    """Return what a collective gives each rank, or the error that it is."""
-    try:
-        if len({(one.name, len(one.values)) for one in sent}) > 1:
-            raise NotImplementedError("ranks make other collectives")
-        made = [
-            reading.collective(one.name, list(x))
-            for one in sent[:1]
-            for x in zip(*(one.values for one in sent), strict=True)
-        ]
-        return [list(own) for own in zip(*made, strict=True)] if made else [[] for _ in sent]
-    except _NOTHING_KNOWN as error:
-        return [error for _ in sent]
-
-
-class _Sent(NamedTuple):
-    """What a rank hands in to a collective."""
-
-    name: str
-    values: list[Symbolic]
-
-
-def _run(
-    graph: fx.GraphModule, inputs: Sequence[Symbolic], reading: Interpretation
-) -> Generator[_Sent, Any, ProgramRead]:
-    """Read a program; at a collective ask for what it gives."""
-    reader, given = _ProgramReader(graph, reading), iter(inputs)
-    made: dict[fx.Node, list[Symbolic]] = {}
-    outputs, stopped = [], None
-    for node in graph.graph.nodes:
-        try:
-            if node.op == "output":
-                outputs = reader.value(node.args[0])
-                break
-            if node.op == "placeholder":
-                reader.put(node, next(given))
-            elif node.target in table.COLLECTIVES:
-                reader.put(node, (yield reader.sent(node)))
-            else:
-                reader.run(node)
-            made[node] = reader.made_by(node)
-        except _NOTHING_KNOWN as error:
-            said = isinstance(error, NotImplementedError | OutOfBudget)
-            stopped = node, f"{error}" if said else repr(error)
-            break
-    return ProgramRead(made, outputs, {node: reader.writers_of(node) for node in made}, stopped)
+_Sent = tuple[str, list[Symbolic]]
+"""What a rank hands in to a collective: its name, and values."""
 
 
 class _ProgramReader:
@@ -295,7 +244,33 @@ class _ProgramReader:
         self._constants = set[int]()  # storages that a call must not write to
         self._draws = 0
 
-    def put(
+    def read(self, inputs: Sequence[Symbolic]) -> Generator[_Sent, Any, ProgramRead]:
+        """Read the program; at a collective ask for what it gives."""
+        given, made = iter(inputs), dict[fx.Node, list[Symbolic]]()
+        outputs, stopped = [], None
+        for node in self._graph.graph.nodes:
+            try:
+                if node.op == "output":
+                    outputs = self._value(node.args[0])
+                    break
+                if node.op == "placeholder":
+                    self._put(node, next(given))
+                elif node.target in table.COLLECTIVES:
+                    self._put(node, (yield self._sent(node)))
+                else:
+                    self._run(node)
+                wrote = node in self._writers_of(node)
+                made[node] = [
+                    self._memory.read(self._memory.all_of(one) if wrote else one)
+                    for one in self._held(node)
+                ]
+            except _NOTHING_KNOWN as error:
+                said = isinstance(error, NotImplementedError | OutOfBudget)
+                stopped = node, f"{error}" if said else repr(error)
+                break
+        return ProgramRead(made, outputs, {node: self._writers_of(node) for node in made}, stopped)
+
+    def _put(
         self,
         node: fx.Node,
         made: Symbolic | list[Symbolic],
@@ -312,65 +287,57 @@ class _ProgramReader:
         held = self._regions[node]
         return held if isinstance(held, list) else [held]
 
-    def made_by(self, node: fx.Node) -> list[Symbolic]:
-        """Return what a node has made, or the memory that it has written to."""
-        wrote = node in self.writers_of(node)
-        return [
-            self._memory.read(self._memory.all_of(one) if wrote else one)
-            for one in self._held(node)
-        ]
-
-    def writers_of(self, node: fx.Node) -> list[fx.Node]:
+    def _writers_of(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes that write into the memory of what a node has made."""
         return [x for one in self._held(node) for x in self._writers.get(one.storage, ())]
 
-    def value(self, x: Any) -> Any:
+    def _value(self, x: Any) -> Any:
         """Return an argument with values in the place of nodes."""
         if isinstance(x, list | tuple):
-            return [self.value(one) for one in x]
+            return [self._value(one) for one in x]
         return self._memory.read(self._regions[x]) if isinstance(x, fx.Node) else x
 
-    def run(self, node: fx.Node) -> None:
+    def _run(self, node: fx.Node) -> None:
         """Read one node. Raises if nothing is known of it."""
         target: Any = node.target
         if node.op == "get_attr":
-            self.put(node, self._constant(node))
+            known = digest(self._graph, node)
+            if known is None:
+                raise NotImplementedError("it is a constant without values")
+            self._put(node, self._term(("constant", *known), known[-1]))
             self._constants.add(self._regions[node].storage)
         elif target is operator.getitem:
             self._regions[node] = self._regions[node.args[0]][node.args[1]]
         elif target is AGAIN:  # the next call draws its own numbers
             self._draws = 0
-            self.put(node, self.value(node.args[0]))
+            self._put(node, self._value(node.args[0]))
         elif target in table.VIEWS:
             self._view(node)
         elif target in table.MOVES:
-            self.put(node, opaque(self._call(node)), self._regions[node.args[0]])
+            self._put(node, opaque(self._call(node)), self._regions[node.args[0]])
         elif target in table.UNWRITTEN:
-            self.put(node, self._unwritten(node))
-        elif target in table.BATCH_NORM:
-            self._batch_norm(node)
-        elif target in table.WRITES:
-            self._in_place(node)
-        elif target in table.WRITES_UNKNOWN:
+            head = "unwritten", self._reading.one_rank, node.name
+            self._put(node, self._term(head, tuple(node.meta["val"].shape), varies=True))
+        elif target in table.WRITES:  # what is known, into its first argument
+            apart, meaning = table.WRITES[target]
+            into: Any = node.args[0]
+            val = into.meta["val"]
+            call = self._call(node, apart)._replace(results=((tuple(val.shape), val.dtype),))
+            made = meaning(call)
+            assert isinstance(made, Symbolic)
+            self._write(node, into, made)
+            self._regions[node] = self._regions[into]
+        elif target in table.WRITES_UNKNOWN or target in table.BATCH_NORM:
             self._writes_unknown(node)
         elif target in table.MEANINGS:
-            self.put(node, table.MEANINGS[target](self._call(node)))
+            self._put(node, table.MEANINGS[target](self._call(node)))
         else:
             raise NotImplementedError(f"{target} is no op that a proof knows")
 
-    def _constant(self, node: fx.Node) -> Symbolic:
-        known = digest(self._graph, node)
-        if known is None:
-            raise NotImplementedError("it is a constant without values")
-        head = "constant", *known
-        return of_term(self._reading.terms.term(head, (), prod(known[-1])), known[-1])
+    def _term(self, head: Any, shape: tuple[int, ...], varies: bool | None = None) -> Symbolic:
+        return of_term(self._reading.terms.term(head, (), prod(shape), varies), shape)
 
-    def _unwritten(self, node: fx.Node) -> Symbolic:
-        shape = tuple(node.meta["val"].shape)
-        head = "unwritten", self._reading.one_rank, node.name
-        return of_term(self._reading.terms.term(head, (), prod(shape), varies=True), shape)
-
-    def sent(self, node: fx.Node) -> _Sent:
+    def _sent(self, node: fx.Node) -> _Sent:
         """Return what the rank hands in to a collective."""
         given: Any
         given, axis, group, size, _ = node.args
@@ -379,7 +346,7 @@ class _ProgramReader:
         name = table.COLLECTIVES[node.target]
         if name != "all_gather" and any(x.meta["val"].dtype not in ADDS for x in given):
             raise NotImplementedError("it sums numbers of a dtype that wraps around")
-        return _Sent(name, self.value(given))
+        return name, self._value(given)
 
     def _view(self, node: fx.Node) -> None:
         """Read a view: of elements in a row the same memory, else a function of it."""
@@ -389,19 +356,19 @@ class _ProgramReader:
             whole = self._memory.read(held)
             if whole.spread or node.args[1] != 0 or whole.shape[0] != self._reading.world:
                 raise NotImplementedError("ranks take parts that are not of a whole")
-            self.put(node, Symbolic(whole.shape[1:], whole.pieces, spread=True), held)
+            self._put(node, Symbolic(whole.shape[1:], whole.pieces, spread=True), held)
             return
         name = call.target._schema.name.split("::")[1]
         found = view_of(name, held, list(call.args.values())[1:], call.results[0][0])
         if found is None:
             # torch lets the parts of an unsafe split be written to, and nobody read the whole
             chunks = name.startswith("unsafe") and self._memory.may_be_chunked(held)
-            self.put(node, opaque(call), held, chunk=chunks)
+            self._put(node, opaque(call), held, chunk=chunks)
         else:
             self._regions[node] = found
 
     def _call(self, node: fx.Node, target: Any = None) -> OpCall:
-        call = call_of(self._reading, node, self.value, target=target)
+        call = call_of(self._reading, node, self._value, target=target)
         if node.target not in table.DRAWS:
             return call
         self._draws += 1
@@ -414,44 +381,22 @@ class _ProgramReader:
         self._memory.write(region, value)
         self._writers.setdefault(region.storage, []).append(node)
 
-    def _in_place(self, node: fx.Node) -> None:
-        """Read an op that writes what is known into its first argument."""
-        apart, meaning = table.WRITES[node.target]  # type: ignore[index]
-        into: Any = node.args[0]
-        val = into.meta["val"]
-        call = self._call(node, apart)._replace(results=((tuple(val.shape), val.dtype),))
-        made = meaning(call)
-        assert isinstance(made, Symbolic)
-        self._write(node, into, made)
-        self._regions[node] = self._regions[into]
-
     def _writes_unknown(self, node: fx.Node) -> None:
         """Read an op that writes into arguments: each is then an unknown function."""
-        target, call = node.target, self._call(node)
-        arguments: Any = target._schema.arguments  # type: ignore[union-attr]
-        given = {a.name: x for a, x in zip(arguments, node.args, strict=False)} | dict(node.kwargs)
-        into = [
-            given[a.name]
-            for a in arguments
-            if a.alias_info and a.alias_info.is_write and given.get(a.name) is not None
-        ]
-        self._write_unknown(node, call, into)
-        if len(into) == 1 and into[0] is node.args[0]:
-            self._regions[node] = self._regions[into[0]]
-        else:
-            self.put(node, opaque(call))
-
-    def _batch_norm(self, node: fx.Node) -> None:
-        call = self._call(node)
-        given = dict(zip(call.args, node.args, strict=False)) | dict(node.kwargs)
-        names = ("running_mean", "running_var") if call.args["training"] else ()
-        self.put(node, opaque(call))
-        self._write_unknown(node, call, [x for n in names if (x := given.get(n)) is not None])
-
-    def _write_unknown(self, node: fx.Node, call: OpCall, into: Sequence[Any]) -> None:
-        values = [written(call, self.value(one), i) for i, one in enumerate(into)]
+        target: Any = node.target
+        call, arguments = self._call(node), target._schema.arguments
+        names = [a.name for a in arguments if a.alias_info and a.alias_info.is_write]
+        if target in table.BATCH_NORM and call.args["training"]:
+            names = ["running_mean", "running_var"]
+        given: Any = dict(zip(call.args, node.args, strict=False)) | dict(node.kwargs)
+        into = [x for name in names if (x := given.get(name)) is not None]
+        values = [written(call, self._value(one), i) for i, one in enumerate(into)]
         for one, value in zip(into, values, strict=True):
             self._write(node, one, value)
+        if into == [node.args[0]]:
+            self._regions[node] = self._regions[into[0]]
+        else:
+            self._put(node, opaque(call))
 
 
 def digest(graph: fx.GraphModule, node: fx.Node) -> tuple[Any, ...] | None:

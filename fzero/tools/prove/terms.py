@@ -12,14 +12,7 @@ has other pieces of leaves.
 
 from __future__ import annotations
 
-import builtins
-import dataclasses
-import dis
-import functools
-import inspect
-import math
 import time
-import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,8 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-
-from fzero.optim import schedules
 
 # The CPU time that a proof may take.
 
@@ -317,11 +308,16 @@ class Interpretation:
         """Return the sum over ranks of what each has: linear, and W x where all have x."""
         if self.world == 1:
             return one
+
+        def is_one_whole(value: Symbolic) -> bool:
+            """Whether ranks have parts of one whole, and not each a part of its own."""
+            return value.spread and not any(x.term.varies for x in value.addends)
+
         found: Sum = ()
         for x in one:
             if not x.term.varies:
                 made: Sum = (x._replace(by=x.by * self.world),)
-            elif x.term.head == OWN_TOTAL and _is_one_whole(x.term.operands[0]):
+            elif x.term.head == OWN_TOTAL and is_one_whole(x.term.operands[0]):
                 made = scaled(self.total(x.term.operands[0]._replace(spread=False)), x.by)
             else:
                 inner = [of_sum(whole(x.term), (x.term.numel,))]
@@ -351,7 +347,12 @@ class Interpretation:
         parts = {value for value in given if value.spread and any(value.addends)}
         pieces = {p for value in given if not value.spread for p in value.pieces if p.sum}
         parts |= {of_sum(p.sum, (p.numel,)) for p in _in_order(pieces)}
-        return self.terms.term(FINITE, sorted(parts, key=_order))
+
+        def order(value: Symbolic) -> Any:
+            pieces = [(p.numel, [(x.term.number, *x[1:]) for x in p.sum]) for p in value.pieces]
+            return value.spread, pieces
+
+        return self.terms.term(FINITE, sorted(parts, key=order))
 
     def collective(self, name: str, values: Sequence[Symbolic]) -> list[Symbolic]:
         """Return what a collective gives: of what each rank has; or of that of one for all."""
@@ -379,42 +380,38 @@ class Interpretation:
 
     def _of_unlike(self, name: str, values: Sequence[Symbolic]) -> list[Symbolic]:
         """Return the same of ranks that have something else each: what varies must be alike."""
-        ranks = range(len(values))
         if len({value.shape for value in values}) > 1:
             raise NotImplementedError("ranks hand in other shapes")
-        (size, *rest), varying = (
-            values[0].shape or (1,),
-            [
-                value.on(
-                    Stretch(p.numel, tuple(x for x in p.sum if x.term.varies)) for p in value.pieces
-                )
-                for value in values
-            ],
-        )
-        if name == "all_gather" and values[0].shape and not any(any(x.addends) for x in varying):
+
+        def only_if(value: Symbolic, *, varies: bool) -> Symbolic:
+            """Return the addends that are each rank's own, or those that are not."""
+            return value.on(
+                Stretch(p.numel, tuple(x for x in p.sum if x.term.varies is varies))
+                for p in value.pieces
+            )
+
+        first, varying = values[0], [only_if(value, varies=True) for value in values]
+        if name == "all_gather" and first.shape and not any(any(x.addends) for x in varying):
+            size, *rest = first.shape
             pieces = joined(p for value in values for p in value.pieces)
-            return [Symbolic((size * self.world, *rest), pieces) for _ in ranks]
+            return [Symbolic((size * self.world, *rest), pieces)] * len(values)
         if name not in ("all_reduce", "reduce_scatter") or len({*varying}) > 1:
             raise NotImplementedError("it joins or sums what ranks have made in other ways")
         rows = [[Stretch(p.numel, self.over_ranks(p.sum)) for p in varying[0].pieces]]
-        rows += [
-            [Stretch(p.numel, tuple(x for x in p.sum if not x.term.varies)) for p in value.pieces]
-            for value in values
-        ]
-        pieces = (Stretch(n, self._joined_totals(reduce(added, sums))) for n, sums in aligned(rows))
-        summed = values[0].on(pieces)
-        return [
-            summed if name == "all_reduce" else self._part(summed, r, len(values)) for r in ranks
-        ]
+        rows += [[*only_if(value, varies=False).pieces] for value in values]
+        summed = first.on(
+            Stretch(n, self._joined_totals(reduce(added, sums))) for n, sums in aligned(rows)
+        )
+        if name == "all_reduce":
+            return [summed] * len(values)
+        return [self._part(summed, rank, len(values)) for rank in range(len(values))]
 
     def _joined_totals(self, one: Sum) -> Sum:
         """total(x[:a]) + total(x[a:]) = total(x)."""
         rest: Sum = tuple(x for x in one if x.term.head != TOTAL)
-        for by in {x.by for x in one if x.term.head == TOTAL}:
-            parts = (
-                x.term.operands[0].pieces[0] for x in one if x.term.head == TOTAL and x.by == by
-            )
-            for piece in _in_order(parts):
+        totals = [x for x in one if x.term.head == TOTAL]
+        for by in {x.by for x in totals}:
+            for piece in _in_order(x.term.operands[0].pieces[0] for x in totals if x.by == by):
                 made = self.total(of_sum(piece.sum, (piece.numel,)))
                 rest = added(rest, scaled(made, by))
         return rest
@@ -423,15 +420,6 @@ class Interpretation:
 def _in_order(pieces: Iterable[Stretch]) -> tuple[Stretch, ...]:
     """Return pieces of the same tensors joined, where they go on with each other."""
     return joined(sorted(pieces, key=lambda p: [(x.term.number, *x[1:]) for x in p.sum]))
-
-
-def _is_one_whole(value: Symbolic) -> bool:
-    """Whether ranks have parts of one whole, and not each a part of its own."""
-    return value.spread and not any(x.term.varies for x in value.addends)
-
-
-def _order(value: Symbolic) -> Any:
-    return value.spread, [(p.numel, [(x.term.number, *x[1:]) for x in p.sum]) for p in value.pieces]
 
 
 # An op of a program as it is called: every argument by name, with values in place of tensors.
@@ -544,127 +532,3 @@ def _nodes(x: Any) -> Iterator[fx.Node]:
     elif isinstance(x, tuple | list):
         for one in x:
             yield from _nodes(one)
-
-
-# Read the code of a schedule: is it a function of the number of updates and nothing else?
-
-_OWN = tuple(
-    one
-    for one in vars(schedules).values()
-    if isinstance(one, type) and one.__module__ == schedules.__name__
-)
-_NAMES = ("abs", "all", "any", "bool", "divmod", "enumerate", "float", "int", "len", "max", "min")
-_MORE = ("pow", "range", "reversed", "round", "sorted", "sum", "tuple", "zip")
-_BUILTINS = frozenset(getattr(builtins, name) for name in (*_NAMES, *_MORE))
-_NUMBERS = (int, float, bool, str, type(None))
-_MAKES = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
-_WRITES = ("STORE_GLOBAL", "STORE_ATTR", "STORE_DEREF", "STORE_SUBSCR", "STORE_SLICE", "DELETE_")
-_OTHERS = ("IMPORT_", "SEND", "GET_AWAITABLE", "LOAD_BUILD_CLASS", "LOAD_NAME", "LOAD_FROM_DICT")
-
-
-def unreadable(schedule: Any) -> str:
-    """Return why a schedule is not known to depend on the step alone; "" if it is.
-
-    Known are the schedules of `fzero.optim.schedules`, and functions of Python whose code has
-    numbers, arithmetic, `math`, a few builtins, and other such functions.
-
-    Example:
-        >>> import fzero
-        >>> unreadable(lambda t: 0.1 / (1 + t)), unreadable(lambda t: 0.1 * fzero.axis_size())
-        ('', "a function that uses 'fzero', a module")
-    """
-    return facts_of(schedule)[0]
-
-
-def facts_of(schedule: Any) -> tuple[str, tuple[Any, ...]]:
-    """Return (why it is unreadable or "", all code and numbers that it reads as they are now)."""
-    reader = _Reader()
-    return reader.callable(schedule), tuple(reader.facts)
-
-
-class _Reader:
-    """Reads one schedule. Each method returns why it cannot, or "".
-
-    facts: what was read, in order.
-    """
-
-    def __init__(self) -> None:
-        self.facts: list[Any] = []
-        self._seen = set[int]()
-
-    def callable(self, fn: Any) -> str:
-        if id(fn) in self._seen:
-            return ""
-        self._seen.add(id(fn))
-        if type(fn) in _OWN:
-            self.facts.append(type(fn))
-            return self.values((x.name, getattr(fn, x.name)) for x in dataclasses.fields(fn))
-        if type(fn) is functools.partial and not vars(fn):
-            given = [*enumerate(fn.args), *fn.keywords.items()]
-            return self.callable(fn.func) or self.values(given)
-        if isinstance(fn, types.BuiltinFunctionType | type):
-            known = fn in _BUILTINS or _is_of_math(fn)
-            self.facts.append(fn)
-            return "" if known else f"{fn!r}, which is not read"
-        if type(fn) is not types.FunctionType:
-            return f"an object of {type(fn).__name__}, which is not read"
-        held: Any = (fn.__globals__, fn.__builtins__)
-        if vars(fn) or any(type(x) is not dict for x in held):
-            return "a function with attributes, or names, of its own kind"
-        given = [*enumerate(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).items()]
-        return self.values(given) or self.cells(fn) or self.code(fn.__code__, fn)
-
-    def cells(self, fn: types.FunctionType) -> str:
-        try:
-            held = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-            return self.values([(name, cell.cell_contents) for name, cell in held])
-        except ValueError:
-            return "a function of a variable that has no value"
-
-    def code(self, code: types.CodeType, fn: types.FunctionType) -> str:
-        self.facts.append(code)
-        of_module = False  # whether the instruction before has loaded `math`
-        for one in dis.get_instructions(code):
-            name: Any = one.argval
-            if one.opname.startswith(_WRITES) and name not in code.co_cellvars:
-                return f"a function that writes {name or 'elements'}"
-            if one.opname.startswith(_OTHERS) or (code is fn.__code__ and code.co_flags & _MAKES):
-                return f"a function with {one.opname}"
-            if one.opname.startswith(("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER")):
-                if not of_module or not _is_of_math(getattr(math, name, None)):
-                    return f"a function that reads the attribute {name!r}"
-                self.facts.append(getattr(math, name))
-            of_module = False
-            if one.opname.startswith("LOAD_GLOBAL"):
-                held: Any = {**fn.__builtins__, **fn.__globals__}
-                of_module = held.get(name) is math
-                if why := self.value(name, held.get(name)):
-                    return why
-        inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-        return next(filter(None, (self.code(one, fn) for one in inner)), "")
-
-    def values(self, given: Iterable[tuple[Any, Any]]) -> str:
-        return next(filter(None, (self.value(name, x) for name, x in given)), "")
-
-    def value(self, name: Any, x: Any) -> str:
-        if type(x) in _NUMBERS or x is math:
-            self.facts.append((name, type(x), repr(x)))
-            return ""
-        if type(x) in (tuple, list, dict):
-            if id(x) in self._seen:
-                return ""
-            self._seen.add(id(x))
-            self.facts.append((name, type(x), len(x)))
-            if type(x) is dict and any(type(key) not in _NUMBERS for key in x):
-                return f"a function that looks up {name!r}, whose keys are no numbers"
-            return self.values(x.items() if type(x) is dict else enumerate(x))
-        if isinstance(x, types.ModuleType):
-            return f"a function that uses {name!r}, a module"
-        return self.callable(x) if callable(x) else f"a function that uses {name!r}"
-
-
-def _is_of_math(x: Any) -> bool:
-    if type(x) is float:
-        return True
-    mine = isinstance(x, types.BuiltinFunctionType) and x.__module__ == "math"
-    return mine and type(x.__self__) is types.ModuleType

@@ -18,40 +18,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.collective import (
-    CheckpointError,
-    Ranks,
-    damaged,
-    from_first,
-    results_of_ranks,
-    run_on_all_ranks,
-)
+from fzero.checkpoint import collective, folders
 from fzero.checkpoint.elements import Draft, write_draft
 from fzero.checkpoint.engine_state import rng_text
-from fzero.checkpoint.folders import (
-    LOCK,
-    Kind,
-    digest_of_file,
-    kept,
-    make_folder,
-    put_sealed,
-    read_sealed,
-    require_whole,
-    sweep,
-    sync,
-    sync_files,
-)
 from fzero.checkpoint.manifest import MANIFEST, read_manifest
 from fzero.checkpoint.mirror import REPLAY, new_folder, remove_folder
 from fzero.errors import LayoutError
 from fzero.errors.json_form import DictForm, natural, problems
 from fzero.ranks.mesh import Axis
-from fzero.state import NAMESPACE, Placement, TrainState
+from fzero.state import Placement, TrainState
 from fzero.tools.record.digests import DigestedLeaf, digested_leaves
+from fzero.tools.trees import tensors_in
 from fzero.transforms.state_entries import Pattern, trains_apart
 
 HEAD, _KEY, _FORMAT = "recording.json", "recording", 3
@@ -91,7 +71,7 @@ class Snapshot:
             return
         assert self.held is not None  # but in a file
         ranks = self.held.ranks
-        folder = from_first(ranks, lambda: new_folder(REPLAY), what="make a folder")
+        folder = collective.from_first(ranks, lambda: new_folder(REPLAY), what="make a folder")
         try:
             write_draft(self.held, folder / self.name)
             yield folder / self.name
@@ -114,9 +94,7 @@ class RecordedCall:
     @property
     def nbytes(self) -> int:
         """Bytes of its inputs and digests."""
-        tree: Any = (self.inputs, self.words)
-        leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
-        return sum(x.nbytes for x in leaves if isinstance(x, Tensor))
+        return sum(x.nbytes for x in tensors_in((self.inputs, self.words)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +150,7 @@ class Recording:
     last: Tensor | None
     step_fn: Callable[..., Any] | None = None
     origin: Pattern | None = None
-    processes: Ranks | None = None
+    processes: collective.Ranks | None = None
 
     @property
     def nbytes(self) -> int:
@@ -217,17 +195,17 @@ class Recording:
         dicts of them, and for a recording that was loaded from there; `CheckpointError` if the disk
         does not take it.
         """
-        path, ranks = Path(folder), self.processes or Ranks(axis=Axis(size=1))
+        path, ranks = Path(folder), self.processes or collective.Ranks(axis=Axis(size=1))
         what, first = f"write {path}", ranks.axis.rank == 0
-        part = run_on_all_ranks(ranks, lambda: self._plain_part(path), what=what)
+        part = collective.run_on_all_ranks(ranks, lambda: self._plain_part(path), what=what)
         try:
             with ExitStack() as until_written:
 
                 def make() -> str:
-                    until_written.enter_context(kept(path, makes=_RECORDING))
-                    return make_folder(path, _RECORDING)
+                    until_written.enter_context(folders.kept(path, makes=_RECORDING))
+                    return folders.make_folder(path, _RECORDING)
 
-                name = from_first(ranks, make, what=what)
+                name = collective.from_first(ranks, make, what=what)
                 data = path / name
 
                 def write() -> dict[str, list[int]]:
@@ -235,31 +213,33 @@ class Recording:
                     torch.save(part, file)
                     for one in self.kept if first else ():
                         if isinstance(one.held, Path):
-                            ignored = shutil.ignore_patterns(LOCK)
+                            ignored = shutil.ignore_patterns(folders.LOCK)
                             shutil.copytree(one.held, data / one.name, ignore=ignored)
-                            sync_files([x for x in (data / one.name).rglob("*") if x.is_file()])
-                    sync_files([file])
-                    return {file.name: digest_of_file(file)}
+                            folders.sync_files(
+                                [x for x in (data / one.name).rglob("*") if x.is_file()]
+                            )
+                    folders.sync_files([file])
+                    return {file.name: folders.digest_of_file(file)}
 
-                told = results_of_ranks(ranks, write, what=what)
+                told = collective.results_of_ranks(ranks, write, what=what)
                 for one in self.kept:
                     if isinstance(one.held, Draft):
                         write_draft(one.held, data / one.name)
 
                 def commit() -> None:
                     heads = [f"{one.name}/{MANIFEST}" for one in self.kept]
-                    files = {head: digest_of_file(data / head) for head in heads}
+                    files = {head: folders.digest_of_file(data / head) for head in heads}
                     for some in told:
                         files |= some
-                    sync(data)
+                    folders.sync(data)
                     body = {"format": _FORMAT, "data": name, "files": files}
-                    put_sealed(path / HEAD, _KEY, body, through=data / HEAD)
-                    sync(path)
+                    folders.put_sealed(path / HEAD, _KEY, body, through=data / HEAD)
+                    folders.sync(path)
 
-                from_first(ranks, commit, what=what)
+                collective.from_first(ranks, commit, what=what)
         finally:
             if first and path.is_dir():
-                sweep(path, _RECORDING)
+                folders.sweep(path, _RECORDING)
 
     def _plain_part(self, folder: Path) -> Recording:
         """Return what a process has, as `torch.load` takes it. Raises `LayoutError` as `save`."""
@@ -357,14 +337,14 @@ def load_recording(folder: str | Path) -> Recording:
         (((3,), {}),)
     """
     path = Path(folder)
-    with kept(path):
+    with folders.kept(path):
         head = _read_head(path)
         data, files = path / head["data"], head["files"]
-        require_whole(data, files)
+        folders.require_whole(data, files)
         states = {name: data / name.partition("/")[0] for name in files if "/" in name}
         for place in states.values():
             saved = read_manifest(place)
-            require_whole(place / saved.data, saved.files)
+            folders.require_whole(place / saved.data, saved.files)
         with torch.serialization.safe_globals(_RECORDS):  # and nothing else
             parts = [_read_part(data / name) for name in sorted(files.keys() - states.keys())]
     kept_by = zip(*(part.kept for part in parts), strict=True)
@@ -393,9 +373,9 @@ def _read_part(file: Path) -> Recording:
     try:
         part = torch.load(io.BytesIO(file.read_bytes()), weights_only=True)
     except Exception as error:  # of another program: anything can be wrong with it
-        raise damaged(file, f"has something else than records: {error!s:.200}") from None
+        raise collective.damaged(file, f"has something else than records: {error!s:.200}") from None
     if not isinstance(part, Recording):
-        raise damaged(file, f"has a {type(part).__name__}")
+        raise collective.damaged(file, f"has a {type(part).__name__}")
     return part
 
 
@@ -411,21 +391,21 @@ def _rows(of_processes: Sequence[Tensor | None]) -> Tensor | None:
 def _read_head(folder: Path) -> dict[str, Any]:
     """Return recording.json. Raises `CheckpointError` unless `Recording.save` has written it."""
     try:
-        head = read_sealed(folder / HEAD, _KEY)
+        head = folders.read_sealed(folder / HEAD, _KEY)
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(
+        raise collective.CheckpointError(
             f"there is no recording at {folder}: no {HEAD} in it.",
             cause="a mistyped path, or a first save that was cut off.",
             fix="pass the folder of recording.save(folder).",
         ) from None
     if (found := head.get("format")) != _FORMAT:
-        raise CheckpointError(
+        raise collective.CheckpointError(
             f"the recording at {folder} has format {found!r:.20}, another format than {_FORMAT}.",
             cause="it was written by another version of fzero.",
             fix="load it with the version that wrote it, or record the run again.",
         )
     for wrong in problems(head, _HEAD_FORM, "the file"):
-        raise damaged(folder / HEAD, f"is no recording: {wrong}")
+        raise collective.damaged(folder / HEAD, f"is no recording: {wrong}")
     return head
 
 
@@ -442,4 +422,4 @@ def _named(folder: Path) -> str:
     return _read_head(folder)["data"] if (folder / HEAD).exists() else ""
 
 
-_RECORDING = Kind(HEAD, "calls", _named)
+_RECORDING = folders.Kind(HEAD, "calls", _named)

@@ -13,42 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import optree
 import torch
 from torch import Tensor
 
 from fzero import checkpoint
+from fzero.checkpoint import elements, engine_state
 from fzero.checkpoint.collective import Ranks
-from fzero.checkpoint.elements import (
-    LocalStates,
-    draft_of,
-    local_states,
-    stack_of,
-    state_of_rank,
-    write_draft,
-)
-from fzero.checkpoint.engine_state import (
-    EngineLike,
-    buffers_of,
-    generators,
-    options_of,
-    rng_setter,
-    rng_text,
-    set_buffers,
-    set_options,
-)
 from fzero.errors import DonatedError, LayoutError, MismatchError
 from fzero.errors.check import check_flags, is_count, require
-from fzero.state import NAMESPACE, Phase, Placement
-from fzero.tools.record.digests import Digest, Places, digests_of, places, places_of, words
-from fzero.tools.record.files import (
-    Inputs,
-    RecordedCall,
-    RecordedForm,
-    Recording,
-    Snapshot,
-    form_of,
-)
+from fzero.state import Phase, Placement
+from fzero.tools.record import files
+from fzero.tools.record.digests import Digest, digests_of, places, words
+from fzero.tools.trees import copied, map_tensors, tensors_in
 from fzero.transforms.donation import bits_are_compared
 from fzero.transforms.state_entries import Pattern, pattern_of
 
@@ -154,21 +130,21 @@ class Recorder:
 
     def __init__(self, fn: Callable[..., Any], asked: _Asked) -> None:
         self._fn, self._asked = fn, asked
-        self._form: RecordedForm | None = None
+        self._form: files.RecordedForm | None = None
         self._origin: Pattern | None = None
         self._ranks: Ranks | None = None  # the processes of the run
-        self._where: dict[int, Places] = {}  # of each rank of this process
+        self._here: tuple[int, ...] = ()  # the ranks of this process
         self._number = 0  # of the next call
         self._every = asked.every  # sooner, where inputs are large
-        self._kept: list[Snapshot] = []
-        self._calls: list[RecordedCall] = []
+        self._kept: list[files.Snapshot] = []
+        self._calls: list[files.RecordedCall] = []
         self._after: Any = None  # what the last call has returned: a state, or the engine
         functools.update_wrapper(self, fn, updated=())
 
     @torch._disable_dynamo
     def __call__(self, thing: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Call the step. One that raises is not recorded; the state before the next one is kept."""
-        held = local_states("record", thing, apart=True)
+        held = elements.local_states("record", thing, apart=True)
         self._begin(held, thing, (args, kwargs))
         try:
             with bits_are_compared():
@@ -185,7 +161,7 @@ class Recorder:
         return self._fn.init
 
     @property
-    def recording(self) -> Recording:
+    def recording(self) -> files.Recording:
         """What is held now, of this process's ranks. It does not change when the run goes on."""
         if self._form is None or not self._calls:
             raise LayoutError(
@@ -195,11 +171,11 @@ class Recorder:
             )
         updates, last = self._calls[-1].updates, None
         with suppress(DonatedError):  # another step has used it up
-            held = local_states("record", self._after, apart=True)
+            held = elements.local_states("record", self._after, apart=True)
             updates, last = int(held.states[0].step), self._digests(held)
-        return Recording(
+        return files.Recording(
             form=self._form,
-            ranks=tuple(self._where),
+            ranks=self._here,
             kept=tuple(self._kept),
             calls=tuple(self._calls),
             updates=updates,
@@ -211,18 +187,23 @@ class Recorder:
 
     # Before a call.
 
-    def _begin(self, held: LocalStates, thing: Any, inputs: Inputs) -> None:
+    def _begin(self, held: elements.LocalStates, thing: Any, inputs: files.Inputs) -> None:
         if self._origin is None or self._origin.setup.layout is not held.setup.layout:
             self._look_at(held)
         state, number, self._number = held.states[0], self._number, self._number + 1
-        tree: Any = inputs
-        leaves = optree.tree_leaves(tree, namespace=NAMESPACE)
-        call = RecordedCall(
+        # Copies in host memory, of virtual ranks slices of what is stacked; in their own memory
+        # formats: a kernel may round otherwise for another one.
+        own: Any = map_tensors(
+            lambda x: torch.empty_like(x, device="cpu", requires_grad=False).copy_(x.detach()),
+            inputs,
+        )
+        of_ranks = [elements.state_of_rank(own, r) for r in held.ranks] if held.is_stack else [own]
+        call = files.RecordedCall(
             number=number,
             updates=int(state.step),
-            inputs=_of_ranks(held, inputs),
-            devices=tuple(x.device for x in leaves if isinstance(x, Tensor)),
-            generators=(generators(),) * len(held.ranks),
+            inputs=tuple(of_ranks),
+            devices=tuple(x.device for x in tensors_in(inputs)),
+            generators=(engine_state.generators(),) * len(held.ranks),
             words=self._digests(held),
         )
         follows = self._calls[-1].number + 1 if self._calls else -1
@@ -239,13 +220,12 @@ class Recorder:
             )
         self._calls.append(call)
 
-    def _look_at(self, held: LocalStates) -> None:
+    def _look_at(self, held: elements.LocalStates) -> None:
         """Note the form of the first state; a later one must have it, too."""
-        form = form_of(held.states[0], "step" if held.engine is None else "engine")
+        form = files.form_of(held.states[0], "step" if held.engine is None else "engine")
         if self._form is None:
             self._form = form
-            pairs = zip(held.ranks, held.states, strict=True)
-            self._where = {rank: places_of(one, rank) for rank, one in pairs}
+            self._here = tuple(held.ranks)
         elif form != self._form:
             seen, before = (
                 f"stage {one.stage} on {one.world_size} ranks, with {len(one.leaves)} leaves"
@@ -259,19 +239,19 @@ class Recorder:
         self._origin = pattern_of(held.states[0])
         self._ranks = held.processes
 
-    def _digests(self, held: LocalStates, digest: Digest = words) -> Tensor | None:
+    def _digests(self, held: elements.LocalStates, digest: Digest = words) -> Tensor | None:
         if not self._asked.digests:
             return None
-        pairs = zip(held.states, self._where.values(), strict=True)
-        return torch.stack([digests_of(one, where, digest) for one, where in pairs])
+        pairs = zip(held.states, held.ranks, strict=True)
+        return torch.stack([digests_of(one, rank, digest) for one, rank in pairs])
 
-    def _keep(self, held: LocalStates, thing: Any, call: RecordedCall) -> None:
+    def _keep(self, held: elements.LocalStates, thing: Any, call: files.RecordedCall) -> None:
         """Keep the state, drop the oldest, compare what ranks have in common. A collective."""
-        draft = draft_of(held, None, rng=False, copies=self._asked.folder is None)
+        draft = elements.draft_of(held, None, rng=False, copies=self._asked.folder is None)
         rows = self._digests(held, places)
-        kept = Snapshot(call=call.number, updates=call.updates, held=draft, places=rows)
+        kept = files.Snapshot(call=call.number, updates=call.updates, held=draft, places=rows)
         if self._asked.folder is not None:
-            write_draft(draft, path := self._asked.folder / kept.name)
+            elements.write_draft(draft, path := self._asked.folder / kept.name)
             kept = replace(kept, held=path)
         earlier = self._kept[-1] if self._kept else None
         calls = [one for one in self._calls if earlier and one.number >= earlier.call]
@@ -284,15 +264,63 @@ class Recorder:
             return
         wrong: _Wrong | None = None
         if not found.odd and earlier is not None:
-            wrong = _wrong_ranks(
-                self._fn, thing, earlier, (*calls, call), self._form, self._digests
-            )
+            wrong = self._wrong_ranks(thing, earlier, (*calls, call), self._form)
         error = _error_of(found, call.updates, wrong)
         if self._asked.parted == "raise":
             raise error
         warnings.warn(str(error), stacklevel=4)
 
-    def _bound(self, held: LocalStates, call: RecordedCall) -> None:
+    def _wrong_ranks(
+        self,
+        thing: Any,
+        kept: files.Snapshot,
+        calls: Sequence[files.RecordedCall],
+        form: files.RecordedForm,
+    ) -> _Wrong | None:
+        """Make calls again from a state that was kept. A collective, which leaves `thing` as it is.
+
+        calls: those since that state, and the one that is to be made now.
+
+        Returns None if every rank gets what it holds, and where the calls cannot be made again.
+        """
+
+        def first(made: Any) -> _Wrong | None:
+            for call, after in itertools.pairwise(calls):
+                engine_state.rng_setter(
+                    engine_state.rng_text(call.generators[0]), "the recording"
+                )()
+                devices = iter(call.devices)
+                inputs: Any = elements.stack_of(call.inputs) if held.is_stack else call.inputs[0]
+                args, kwargs = map_tensors(lambda x, on=devices: x.to(next(on)), inputs)
+                result = self._fn(made, *args, **kwargs)
+                made = made if held.engine is not None else state_in(result)
+                rows = self._digests(elements.local_states("record", made, apart=True))
+                if rows is None or after.words is None or after.number != call.number + 1:
+                    return None
+                differ = (rows != after.words).nonzero().tolist()
+                told = held.processes.tell([(held.ranks[row], leaf) for row, leaf in differ])
+                if odd := [one for some in told for one in some]:
+                    leaf = form.names[min(leaf for _, leaf in odd)]
+                    return _Wrong(after.updates, leaf, tuple(sorted({r for r, _ in odd})))
+            return None
+
+        held = elements.local_states("record", thing, apart=True)
+        own = engine_state.rng_setter(
+            engine_state.rng_text(engine_state.generators()), "this process"
+        )
+        put_back = None if held.engine is None else _putting_back(held.engine)
+        try:
+            with kept.as_checkpoint() as path:
+                begun = checkpoint.load(path, thing, rng=False)
+            return first(begun)
+        except Exception:  # the step is the user's, and may do anything but what it did before
+            return None
+        finally:
+            if put_back is not None:
+                put_back()
+            own()
+
+    def _bound(self, held: elements.LocalStates, call: files.RecordedCall) -> None:
         """Say when the next state is kept, and drop the oldest, as bytes and `keep` want it."""
         ranks, asked = held.processes, self._asked
         most = ahead = 0
@@ -324,22 +352,6 @@ class Recorder:
             self._calls = [one for one in self._calls if one.number >= self._kept[0].call]
 
 
-def _of_ranks(held: LocalStates, inputs: Inputs) -> tuple[Inputs, ...]:
-    """Copy the inputs of each rank to host memory: of virtual ones, slices of what is stacked."""
-
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        # In its own memory format: a kernel may round otherwise for another one.
-        return torch.empty_like(x, device="cpu", requires_grad=False).copy_(x.detach())
-
-    tree: Any = inputs
-    own: Any = optree.tree_map(copied, tree, namespace=NAMESPACE)
-    if not held.is_stack:
-        return (own,)
-    return tuple(state_of_rank(own, rank) for rank in held.ranks)
-
-
 class Unequal(NamedTuple):
     """A leaf of which ranks have other values, where they must have the same."""
 
@@ -348,7 +360,7 @@ class Unequal(NamedTuple):
     odd: tuple[int, ...]  # those in the minority; () where no value is that of most of them
 
 
-def unequal_ranks(form: RecordedForm, rows: Tensor) -> Unequal | None:
+def unequal_ranks(form: files.RecordedForm, rows: Tensor) -> Unequal | None:
     """Return the first leaf of which ranks have other digests; None if none have.
 
     rows: [W, n], of all ranks.
@@ -371,7 +383,7 @@ def unequal_ranks(form: RecordedForm, rows: Tensor) -> Unequal | None:
     return None
 
 
-def _alike(form: RecordedForm, placement: Placement) -> list[range]:
+def _alike(form: files.RecordedForm, placement: Placement) -> list[range]:
     """Return the ranks that must have the same of a leaf, together."""
     if form.apart:
         if placement is not Placement.REPLICATED:
@@ -414,72 +426,15 @@ class _Wrong(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def _wrong_ranks(
-    fn: Callable[..., Any],
-    thing: Any,
-    kept: Snapshot,
-    calls: Sequence[RecordedCall],
-    form: RecordedForm,
-    digests: Callable[[LocalStates], Tensor | None],
-) -> _Wrong | None:
-    """Make calls again from a state that was kept. A collective, which leaves `thing` as it is.
-
-    calls: those since that state, and the one that is to be made now.
-
-    Returns None if every rank gets what it holds, and where the calls cannot be made again.
-    """
-
-    def first(made: Any) -> _Wrong | None:
-        for call, after in itertools.pairwise(calls):
-            rng_setter(rng_text(call.generators[0]), "the recording")()
-            devices = iter(call.devices)
-            inputs: Any = stack_of(call.inputs) if held.is_stack else call.inputs[0]
-            moved: Any = optree.tree_map(
-                lambda x, devices=devices: x.to(next(devices)) if isinstance(x, Tensor) else x,
-                inputs,
-                namespace=NAMESPACE,
-            )
-            args, kwargs = moved
-            result = fn(made, *args, **kwargs)
-            made = made if held.engine is not None else state_in(result)
-            rows = digests(local_states("record", made, apart=True))
-            if rows is None or after.words is None or after.number != call.number + 1:
-                return None
-            differ = (rows != after.words).nonzero().tolist()
-            told = held.processes.tell([(held.ranks[row], leaf) for row, leaf in differ])
-            if odd := [one for some in told for one in some]:
-                leaf = min(leaf for _, leaf in odd)
-                return _Wrong(after.updates, form.names[leaf], tuple(sorted({r for r, _ in odd})))
-        return None
-
-    held = local_states("record", thing, apart=True)
-    own = rng_setter(rng_text(generators()), "this process")
-    put_back = None if held.engine is None else _putting_back(held.engine)
-    try:
-        with kept.as_checkpoint() as path:
-            begun = checkpoint.load(path, thing, rng=False)
-        return first(begun)
-    except Exception:  # the step is the user's, and may do anything but what it did before
-        return None
-    finally:
-        if put_back is not None:
-            put_back()
-        own()
-
-
-def _putting_back(engine: EngineLike) -> Callable[[], None]:
+def _putting_back(engine: engine_state.EngineLike) -> Callable[[], None]:
     """Return what gives an engine its present state again, of this rank: its calls change it."""
-    tree: Any = engine.state
-    state: Any = optree.tree_map(
-        lambda x: x.clone() if isinstance(x, Tensor) else x, tree, namespace=NAMESPACE
-    )
-    buffers = {name: x.clone() for name, x in buffers_of(engine.module).items()}
-    options = options_of(engine.optimizer)
+    state, buffers = copied(engine.state), copied(engine_state.buffers_of(engine.module))
+    options = engine_state.options_of(engine.optimizer)
 
     def put_back() -> None:
         engine.state = state
-        set_buffers(engine.module, buffers)
-        set_options(engine.optimizer, options)
+        engine_state.set_buffers(engine.module, buffers)
+        engine_state.set_options(engine.optimizer, options)
 
     return put_back
 

@@ -11,28 +11,16 @@ import torch
 from torch import Tensor
 
 from fzero import checkpoint
-from fzero.checkpoint.elements import (
-    fill_module,
-    stack_of,
-    state_of_rank,
-    states_of_ranks,
-)
+from fzero.checkpoint import elements
 from fzero.checkpoint.engine_state import generators, rng_setter, rng_text
 from fzero.errors import LayoutError
 from fzero.ranks.mesh import axis_index
 from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.state.logical import share
 from fzero.tools.diff import Difference, Run, diff
-from fzero.tools.record.digests import Digest, digests_of, of_leaves, places, places_of, words
-from fzero.tools.record.files import (
-    Inputs,
-    RecordedCall,
-    RecordedForm,
-    Recording,
-    Snapshot,
-    form_of,
-    require_all_ranks,
-)
+from fzero.tools.record import files
+from fzero.tools.record.digests import Digest, digests_of, of_leaves, places, words
+from fzero.tools.trees import bits_of
 from fzero.transforms import simulate
 from fzero.transforms.init import blank_params
 from fzero.transforms.pipeline import Step
@@ -66,7 +54,7 @@ class Replayed:
 
 
 def replay(
-    recording: Recording,
+    recording: files.Recording,
     *,
     step: int,
     stage: int | None = None,
@@ -119,7 +107,7 @@ def replay(
         tensor([-0.5000, -0.8333, -1.1667])
     """
     place = recording.call_of(step)
-    run = _replaying(recording, stage, world_size, step_fn, engine, init)
+    run = _Replaying(recording, stage, world_size, step_fn, engine, init)
     run.begin_at(place)
     before = run.state
     aux = run.call(recording.calls[place])
@@ -165,8 +153,8 @@ class Parting:
 
 
 def bisect(
-    recording: Recording,
-    other: Recording | Callable[..., Any] | None = None,
+    recording: files.Recording,
+    other: files.Recording | Callable[..., Any] | None = None,
     *,
     stage: int | None = None,
     world_size: int | None = None,
@@ -211,7 +199,7 @@ def bisect(
         >>> print(fzero.bisect(step.recording))
         the states differ from update 5 on (call 4): parameter w, on rank 0.
     """
-    if isinstance(other, Recording):
+    if isinstance(other, files.Recording):
         return _between(recording, other)
     if recording.last is None and not any(call.words is not None for call in recording.calls):
         raise LayoutError(
@@ -219,7 +207,7 @@ def bisect(
             cause="fzero.record(..., digests=False).",
             fix="record with digests.",
         )
-    run = _replaying(recording, stage, world_size, other, engine, init)
+    run = _Replaying(recording, stage, world_size, other, engine, init)
     for place, call in enumerate(recording.calls):
         if place == 0 or call.number != recording.calls[place - 1].number + 1:
             kept = recording.state_before(call.number)
@@ -243,10 +231,10 @@ def bisect(
     return None
 
 
-def _between(a: Recording, b: Recording) -> Parting | None:
+def _between(a: files.Recording, b: files.Recording) -> Parting | None:
     """Compare the digests of two recordings, call by call, by the updates made before."""
     for one in (a, b):
-        require_all_ranks(one, "a comparison of recordings")
+        files.require_all_ranks(one, "a comparison of recordings")
     _require_same_leaves(a.form, b.form)
     others = {call.updates: call.words for call in b.calls} | {b.updates: b.last}
     same = {call.updates: call for call in b.calls}
@@ -259,9 +247,23 @@ def _between(a: Recording, b: Recording) -> Parting | None:
             continue
         compared = True
         found = _parting(a, place, _apart(a.form, mine, b.form, other), replays=0)
-        if found is not None:
-            call = same.get(a.calls[place].updates) if place >= 0 else None
-            return found if call is None else _with_calls(found, a, b, place, call)
+        if found is None:
+            continue
+        theirs = same.get(a.calls[place].updates) if place >= 0 else None
+        if theirs is None:
+            return found
+        # What is known of the call after which the states differ: b's, from as many updates.
+        call = a.calls[place]
+        if len(call.inputs) == len(theirs.inputs):
+            pairs = enumerate(zip(call.inputs, theirs.inputs, strict=True))
+            ranks = tuple(rank for rank, (x, y) in pairs if bits_of(x) != bits_of(y))
+            found = replace(found, inputs=ranks)
+        if a.origin is None or not isinstance(a.step_fn, Step) or not isinstance(b.step_fn, Step):
+            return found
+        run = _Replaying(a)
+        run.begin_at(place)
+        difference = _difference_of(b.step_fn, a.step_fn, run.state, (theirs, call))
+        return replace(found, replays=1, difference=difference)
     if not compared:
         raise LayoutError(
             f"bisect: no digest of an update is in both {a!r} and {b!r}.",
@@ -271,41 +273,9 @@ def _between(a: Recording, b: Recording) -> Parting | None:
     return None
 
 
-def _with_calls(
-    found: Parting, a: Recording, b: Recording, place: int, other: RecordedCall
-) -> Parting:
-    """Add what is known of the call of two recordings after which their states differ.
-
-    other: of b, from as many updates.
-    """
-    call, ranks = a.calls[place], tuple[int, ...]()
-    if len(call.inputs) == len(other.inputs):
-        pairs = zip(call.inputs, other.inputs, strict=True)
-        ranks = tuple(rank for rank, (x, y) in enumerate(pairs) if not _are_same(x, y))
-    found = replace(found, inputs=ranks)
-    if a.origin is None or not isinstance(a.step_fn, Step) or not isinstance(b.step_fn, Step):
-        return found
-    run = _replaying(a)
-    run.begin_at(place)
-    difference = _difference_of(b.step_fn, a.step_fn, run.state, (other, call))
-    return replace(found, replays=1, difference=difference)
-
-
-def _are_same(a: Any, b: Any) -> bool:
-    """Whether two inputs have the same bits."""
-    mine, spec = optree.tree_flatten(a, namespace=NAMESPACE)
-    other, other_spec = optree.tree_flatten(b, namespace=NAMESPACE)
-
-    def same(x: Any, y: Any) -> bool:
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-            return type(x) is type(y) and bool(x == y)
-        bits = (z.contiguous().reshape(-1).view(torch.uint8) for z in (x, y))
-        return x.dtype == y.dtype and x.shape == y.shape and torch.equal(*bits)
-
-    return spec == other_spec and all(map(same, mine, other))
-
-
-def _parting(recording: Recording, place: int, found: _LeavesApart, replays: int) -> Parting | None:
+def _parting(
+    recording: files.Recording, place: int, found: _LeavesApart, replays: int
+) -> Parting | None:
     if not found.leaves:
         return None
     calls, last = recording.calls, place + 1 == len(recording.calls)
@@ -319,7 +289,7 @@ def _parting(recording: Recording, place: int, found: _LeavesApart, replays: int
 
 
 def _difference_of(
-    trusted: Any, other: Any, before: Any, calls: tuple[RecordedCall, RecordedCall]
+    trusted: Any, other: Any, before: Any, calls: tuple[files.RecordedCall, files.RecordedCall]
 ) -> Difference | None:
     """Return the first difference of one call of two steps, from one state, stacked over ranks.
 
@@ -328,32 +298,29 @@ def _difference_of(
     """
     if not isinstance(trusted, Step) or not isinstance(other, Step):
         return None
-    try:
-        return diff(_run_of(trusted, before, calls[0]), _run_of(other, before, calls[1]))
-    except Exception:  # what bisect has found stands without it
-        return None
-
-
-def _run_of(step: Any, before: Any, call: RecordedCall) -> Run:
     setup: Setup = before.setup
     ranks = setup.axis.size
     logical = None if setup.logical is None else setup.logical.ranks
-    inputs = stack_of(_inputs_on(ranks, call.inputs, call.number, logical))
 
-    def around(inner: Any, state: Any, inputs: Inputs) -> Any:
+    def around(inner: Any, state: Any, inputs: files.Inputs) -> Any:
         args, kwargs = inputs
         return inner(state, *args, **kwargs)
 
-    return Run(
-        step=Step(
-            "inputs", sharded_as(step, ranks=ranks, shards=setup.layout.ranks), around, options={}
-        ),
-        params=blank_params(setup.layout),
-        optimizer=setup.optimizer,
-        batches=[inputs],
-        world_size=ranks,
-        start=before,
-    )
+    def run_of(step: Step, call: files.RecordedCall) -> Run:
+        inner = sharded_as(step, ranks=ranks, shards=setup.layout.ranks)
+        return Run(
+            step=Step("inputs", inner, around, options={}),
+            params=blank_params(setup.layout),
+            optimizer=setup.optimizer,
+            batches=[elements.stack_of(_inputs_on(ranks, call.inputs, call.number, logical))],
+            world_size=ranks,
+            start=before,
+        )
+
+    try:
+        return diff(run_of(trusted, calls[0]), run_of(other, calls[1]))
+    except Exception:  # what bisect has found stands without it
+        return None
 
 
 class _LeavesApart(NamedTuple):
@@ -363,7 +330,9 @@ class _LeavesApart(NamedTuple):
     ranks: tuple[int, ...]  # whose parts differ; () where the states have other forms
 
 
-def _apart(a: RecordedForm, mine: Tensor, b: RecordedForm, other: Tensor) -> _LeavesApart:
+def _apart(
+    a: files.RecordedForm, mine: Tensor, b: files.RecordedForm, other: Tensor
+) -> _LeavesApart:
     """Compare the digests [W, n] of two states; of other forms, those of the whole leaves.
 
     Raises `LayoutError` for states of other leaves.
@@ -382,7 +351,7 @@ def _apart(a: RecordedForm, mine: Tensor, b: RecordedForm, other: Tensor) -> _Le
     return _LeavesApart(tuple(name for name, value in wanted.items() if found[name] != value), ())
 
 
-def _require_same_leaves(a: RecordedForm, b: RecordedForm) -> None:
+def _require_same_leaves(a: files.RecordedForm, b: files.RecordedForm) -> None:
     """Raise `LayoutError` for states of other leaves."""
     if differ := {*a.names} ^ {*b.names}:
         raise LayoutError(
@@ -396,38 +365,67 @@ def _require_same_leaves(a: RecordedForm, b: RecordedForm) -> None:
 
 
 class _Replaying:
-    """A replay of a step, or of engines: `state` is stacked over its ranks."""
+    """A replay of a step, or of engines: `state` is stacked over its ranks.
+
+    Raises `LayoutError` as `replay` does.
+    """
 
     def __init__(
         self,
-        recording: Recording,
-        world_size: int,
-        step_fn: Any,
-        init: Callable[[Any], Any] | None,
-        make_engine: Callable[[], Any] | None,
+        recording: files.Recording,
+        stage: int | None = None,
+        world_size: int | None = None,
+        step_fn: Callable[..., Any] | None = None,
+        engine: Callable[[], Any] | None = None,
+        init: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.recording, self.world_size, self.step_fn = recording, world_size, step_fn
+        files.require_all_ranks(recording, "a replay")
+        form, step = recording.form, recording.step_fn if step_fn is None else step_fn
+        ranks = form.world_size if world_size is None else world_size
+        made_by = "what makes the engine, of the wanted stage"
+        for name, given, what in (
+            ("step_fn", step, "the step that was recorded"),
+            ("engine", engine if form.driver == "engine" else step, made_by),
+        ):
+            if given is None:
+                raise LayoutError(
+                    f"replay: no {name}.",
+                    cause="a recording that was loaded, which holds no functions, or one of an "
+                    "engine.",
+                    fix=f"give {name}=: {what}.",
+                )
+        self.recording, self.world_size = recording, ranks
+        self.step_fn: Any = step
         self.engines = dict[int, Any]()  # of each rank, if it is of engines
         self.setup: Setup | None = None  # of engine 0: each engine has an optimizer of its own
 
-        def engine_of_rank() -> TrainState:
-            assert make_engine is not None
-            self.engines[axis_index()] = make_engine()
-            return self._engine_state(axis_index())
-
         # A state of the form of the replay, whose values do not matter.
-        if make_engine is not None:
-            self.state = simulate(engine_of_rank, world_size=world_size)()
-        else:
-            step = simulate(step_fn, world_size=world_size)
-            self.state = self._blank(step) if init is None else init(step)
+        if form.driver == "engine" and engine is not None:
+            make = engine
 
-    def begin(self, kept: Snapshot) -> None:
+            def of_engine() -> TrainState:
+                self.engines[axis_index()] = make()
+                return self._engine_state(axis_index())
+
+            self.state = simulate(of_engine, world_size=ranks)()
+            return
+        if not isinstance(step, Step) or step.find_init() is None:
+            raise LayoutError(
+                f"replay: {step!r:.80} has no fzero.shard in it.",
+                cause="a recorder around a step that takes a state from fzero.init.",
+                fix="give step_fn=fzero.shard(step, stage=...).",
+            )
+        shards = form.shards if ranks == form.world_size else ranks
+        self.step_fn = sharded_as(step, ranks=ranks, shards=shards, stage=stage)
+        again = simulate(self.step_fn, world_size=ranks)
+        self.state = self._blank(again) if init is None else init(again)
+
+    def begin(self, kept: files.Snapshot) -> None:
         """Start from a state that was kept."""
         with kept.as_checkpoint() as path:
             self.state = checkpoint.load(path, self.state, rng=False)
             for rank, engine in self.engines.items():
-                fill_module(path, engine, rank, self.world_size)
+                elements.fill_module(path, engine, rank, self.world_size)
 
     def begin_at(self, place: int) -> None:
         """Go to the state before a call, from the nearest one that was kept."""
@@ -465,10 +463,10 @@ class _Replaying:
         self.setup = self.setup or state.setup
         return state.replace(setup=self.setup)
 
-    def call(self, call: RecordedCall) -> tuple[Any, ...]:
+    def call(self, call: files.RecordedCall) -> tuple[Any, ...]:
         """Make a call again; return what each rank returned beside the state."""
         ranks = self.world_size
-        logical = state_of_rank(self.state, 0).setup.logical
+        logical = elements.state_of_rank(self.state, 0).setup.logical
         count = None if logical is None else logical.ranks
         inputs = _inputs_on(ranks, call.inputs, call.number, count)
         found: list[Any] = [None] * ranks
@@ -493,60 +491,23 @@ class _Replaying:
         return tuple(found)
 
     @property
-    def form(self) -> RecordedForm:
+    def form(self) -> files.RecordedForm:
         """The form of its state."""
-        return form_of(state_of_rank(self.state, 0), self.recording.form.driver)
+        return files.form_of(elements.state_of_rank(self.state, 0), self.recording.form.driver)
 
     def rows(self, digest: Digest = words) -> Tensor:
         """Return the digests [W, n] of each rank's part of the state now."""
-        states = enumerate(states_of_ranks(self.state, self.world_size))
-        return torch.stack([digests_of(one, places_of(one, rank), digest) for rank, one in states])
+        states = enumerate(elements.states_of_ranks(self.state, self.world_size))
+        return torch.stack([digests_of(one, rank, digest) for rank, one in states])
 
     def shown(self, state: Any) -> Any:
         """Return a state as a user has it: of one rank without the stack."""
-        return state_of_rank(state, 0) if self.world_size == 1 else state
-
-
-def _replaying(
-    recording: Recording,
-    stage: int | None = None,
-    world_size: int | None = None,
-    step_fn: Callable[..., Any] | None = None,
-    engine: Callable[[], Any] | None = None,
-    init: Callable[[Any], Any] | None = None,
-) -> _Replaying:
-    """Return a replay of a recording. Raises `LayoutError` as `replay` does."""
-    require_all_ranks(recording, "a replay")
-    ranks = recording.form.world_size if world_size is None else world_size
-    step: Any = recording.step_fn if step_fn is None else step_fn
-    drives = recording.form.driver == "engine"
-    made_by = "what makes the engine, of the wanted stage"
-    for name, given, what in (
-        ("step_fn", step, "the step that was recorded"),
-        ("engine", engine if drives else step, made_by),
-    ):
-        if given is None:
-            raise LayoutError(
-                f"replay: no {name}.",
-                cause="a recording that was loaded, which holds no functions, or one of an engine.",
-                fix=f"give {name}=: {what}.",
-            )
-    if drives:
-        return _Replaying(recording, ranks, step, None, engine)
-    if not isinstance(step, Step) or step.find_init() is None:
-        raise LayoutError(
-            f"replay: {step!r:.80} has no fzero.shard in it.",
-            cause="a recorder around a step that takes a state from fzero.init.",
-            fix="give step_fn=fzero.shard(step, stage=...).",
-        )
-    shards = recording.form.shards if ranks == recording.form.world_size else ranks
-    again = sharded_as(step, ranks=ranks, shards=shards, stage=stage)
-    return _Replaying(recording, ranks, again, init, None)
+        return elements.state_of_rank(state, 0) if self.world_size == 1 else state
 
 
 def _inputs_on(
-    ranks: int, inputs: Sequence[Inputs], number: int, logical_ranks: int | None = None
-) -> list[Inputs]:
+    ranks: int, inputs: Sequence[files.Inputs], number: int, logical_ranks: int | None = None
+) -> list[files.Inputs]:
     """Return the inputs of each of so many ranks: put together along dim 0, and cut evenly.
 
     number: of the call. With logical ranks each rank gets the rows of those that it carries. Raises
@@ -574,12 +535,15 @@ def _cut(
         seen = f"the ranks have other values of an input: {column[0]!r:.80}, ..."
     else:
         whole, parts = torch.cat(list(column)), logical_ranks or ranks
-        if len(whole) % parts == 0 and (logical_ranks is None or _equal_parts(column, parts)):
-            if not len(whole):
-                return [whole] * ranks
-            rows = len(whole) // parts
-            counts = [len(share(rank, ranks, parts)) * rows for rank in range(ranks)]
-            return whole.split(counts)
+        rows = len(whole) // parts
+
+        def rows_of(count: int) -> list[int]:
+            """Of each of so many ranks, where their logical ranks have equal parts."""
+            return [len(share(rank, count, parts)) * rows for rank in range(count)]
+
+        is_even = logical_ranks is None or [*map(len, column)] == rows_of(len(column))
+        if len(whole) % parts == 0 and is_even:
+            return whole.split(rows_of(ranks)) if len(whole) else [whole] * ranks
         seen = f"an input of {len(whole)} rows on all ranks does not go on {ranks} ranks evenly"
         if logical_ranks is not None:
             seen = f"an input of {len(whole)} rows is not equal parts of {parts} logical ranks"
@@ -588,13 +552,6 @@ def _cut(
         cause="inputs that belong to the ranks of the run.",
         fix="replay it on as many ranks as were recorded, or on a number that divides the rows.",
     )
-
-
-def _equal_parts(column: Sequence[Tensor], parts: int) -> bool:
-    """Whether each rank of the run had as many rows as its logical ranks have in equal parts."""
-    rows = sum(map(len, column)) // parts
-    shares = [len(share(rank, len(column), parts)) for rank in range(len(column))]
-    return [len(x) for x in column] == [one * rows for one in shares]
 
 
 def _rng_setter(found: Any) -> Callable[[], None]:

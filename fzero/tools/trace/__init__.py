@@ -14,7 +14,7 @@ from fzero.tools.trace.calls import Operand as Operand
 from fzero.tools.trace.ops import Alive as Alive
 from fzero.tools.trace.ops import Op as Op
 from fzero.tools.trace.ops import Value as Value
+from fzero.tools.trace.trace import Trace as Trace
+from fzero.tools.trace.trace import TraceDiff as TraceDiff
 from fzero.tools.trace.trace import check_spmd as check_spmd
 from fzero.tools.trace.trace import trace as trace
-from fzero.tools.trace.traces import Trace as Trace
-from fzero.tools.trace.traces import TraceDiff as TraceDiff

@@ -8,8 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -30,6 +29,7 @@ from fzero.tools.trace.program import (
     is_op,
     root_of,
 )
+from fzero.tools.trace.schedules import facts_of
 
 
 class Operand(NamedTuple):
@@ -156,7 +156,8 @@ def _arguments(node: fx.Node, phase: Phase, reads: _Reads) -> Iterator[Operand |
             number = int(str(x))
             fn = SCHEDULES[number]
             name = str(getattr(fn, "__qualname__", type(fn).__name__)).replace("<locals>.", "")
-            yield Constant(described(fn), f"schedule={name}")
+            facts = repr(facts_of(fn)[1]).encode()
+            yield Constant(blake2b(facts, digest_size=6).hexdigest(), f"schedule={name}")
         else:
             shows = target.namespace != COLLECTIVES and one.name not in _QUIET
             named = not isinstance(one.type, torch.NumberType | torch.TensorType)
@@ -209,49 +210,3 @@ def tensor_key(x: Any) -> str:
     flat = x.detach().resolve_conj().resolve_neg().contiguous().cpu().view(-1)
     words = flat.view(torch.uint8).numpy() if flat.numel() else b""
     return f"{head} {blake2b(words, digest_size=6).hexdigest()}"
-
-
-def described(x: Any, above: tuple[int, ...] = ()) -> str:
-    """Return what a function or an object is made of: code, constants, what it closes over.
-
-    Two of them with the same text do the same; with other texts they may do so, too.
-
-    Example:
-        >>> described(lambda t: 0.1 * t) == described(lambda t: 0.1 * t)
-        True
-        >>> described(lambda t: 0.1 * t) == described(lambda t: 0.2 * t)
-        False
-    """
-    if isinstance(x, Tensor):
-        return tensor_key(x)
-    if x is None or isinstance(x, bool | int | float | complex | str | bytes):
-        return repr(x)
-    if id(x) in above:
-        return "itself"
-    parts = _parts(x)
-    name = getattr(x, "__qualname__", "") if parts is None else ""
-    inner = (described(part, (*above, id(x))) for part in parts or ())
-    return f"{type(x).__qualname__} {name}({', '.join(inner)})"
-
-
-def _parts(x: Any) -> Iterable[Any] | None:
-    """Return what an object is made of; None for one that its name says all of."""
-    if isinstance(x, types.ModuleType | types.BuiltinFunctionType | type):
-        return None
-    if isinstance(x, types.CodeType):
-        return (x.co_code, *x.co_consts, *x.co_names)
-    if isinstance(x, types.FunctionType):
-        cells = [cell.cell_contents for cell in x.__closure__ or ()]
-        around = [x.__globals__[name] for name in x.__code__.co_names if name in x.__globals__]
-        return (x.__code__, x.__defaults__, x.__kwdefaults__, *cells, *around)
-    if isinstance(x, types.MethodType):
-        return (x.__func__, x.__self__)
-    if isinstance(x, functools.partial):
-        return (x.func, x.args, x.keywords)
-    if isinstance(x, Mapping):
-        return [item for pair in x.items() for item in pair]
-    if isinstance(x, list | tuple | set | frozenset):
-        return x if isinstance(x, list | tuple) else sorted(x, key=repr)
-    slots = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
-    held = {name: getattr(x, name) for name in slots if hasattr(x, name)}
-    return (type(x).__call__ if callable(x) else None, held | getattr(x, "__dict__", {}))

@@ -324,10 +324,6 @@ def _write_cell(x: types.CellType, held: dict[str, Any]) -> None:
         del x.cell_contents
 
 
-def _read_class(x: type) -> dict[str, Any]:
-    return {name: one for name, one in vars(x).items() if name not in _OF_PYTHON}
-
-
 def _read_slots(x: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in type(x).__mro__:
@@ -414,9 +410,6 @@ def _pickled(of: Callable[[Any], Any]) -> Callable[[Any], bytes]:
     return lambda x: pickle.dumps(of(x))
 
 
-def _nothing(*_: Any) -> None: ...
-
-
 _DICT = _Kind(lambda x: dict(dict.items(x)), _write_dict)
 _LIST = _Kind(
     lambda x: dict(enumerate(x)), lambda x, held: x.__setitem__(slice(None), [*held.values()])
@@ -425,7 +418,8 @@ _DEQUE = _Kind(lambda x: dict(enumerate(x)), lambda x, held: (x.clear(), x.exten
 _SET = _Kind(lambda x: dict.fromkeys(x), lambda x, held: (x.clear(), x.update(held)))
 _NAMES = _Kind(lambda of: {n: of[1][n] for n in of[0] if n in of[1]}, _write_names)
 _CELL, _TENSOR = _Kind(_read_cell, _write_cell), _Kind(_read_tensor, _write_tensor)
-_CLASS, _SLOTS = _named(_read_class), _named(_read_slots)
+_CLASS = _named(lambda x: {n: one for n, one in vars(x).items() if n not in _OF_PYTHON})
+_SLOTS = _named(_read_slots)
 _BYTES = _at(_read_bytes, _write_bytes)
 _FUNCTION = _attributes("__code__", "__defaults__", "__kwdefaults__", "__dict__")
 _OBJECT = _attributes("__class__", "__dict__")
@@ -487,7 +481,7 @@ def _kinds_of(x: Any) -> Iterator[tuple[_Kind, Any]]:
     elif numpy is not None and isinstance(x, numpy.random.BitGenerator):
         yield _NUMPY, x
     elif _is_iterator(x):
-        yield _at(lambda x: repr(_position(x)), _nothing), x
+        yield _at(lambda x: repr(_position(x)), lambda *_: None), x
     elif not isinstance(x, types.ModuleType | torch._ops.OpOverload) and not _is_passed_by(x):
         if isinstance(getattr(x, "__dict__", None), dict):
             yield _OBJECT, x

@@ -7,10 +7,10 @@ import math
 import re
 import string
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -255,20 +255,39 @@ def ops_of(program: RecordedStep) -> tuple[tuple[Value, ...], tuple[Op, ...], tu
             if isinstance(x, Tensor):
                 yield value_of(x, names[node] if i is None else read.get(i, "_"))
 
-    returned: Any = nodes[-1].args[0]
-    ends = (inputs_of(nodes), program.inputs), (returned, program.outputs)
-    inputs, outputs = (
-        tuple(
-            value_of(node.meta["val"], names[node], path)
-            for node, path in zip(some, paths, strict=True)
+    def of_ends(some: Sequence[fx.Node], paths: Sequence[str]) -> tuple[Value, ...]:
+        pairs = zip(some, paths, strict=True)
+        return tuple(value_of(node.meta["val"], names[node], path) for node, path in pairs)
+
+    ops = list[Op]()
+    for node, now in zip(filter(is_op, nodes), alive, strict=True):
+        target, events = cast("Any", node.target), about.get(node, ())
+        args, kwargs, out = tree_map(
+            lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x,
+            (node.args, node.kwargs, node),
         )
-        for some, paths in ends
-    )
-    ops = tuple(
-        _op(node, tuple(values(node)), names, phases[node], about.get(node, ()), one)
-        for node, one in zip(filter(is_op, nodes), alive, strict=True)
-    )
-    return inputs, ops, outputs
+        kind, name, detail = "compute", target._schema.name.split("::")[1], in_module(node)
+        if events:
+            kind, name, detail = "collective", events[0].op, _about_what(node, events)
+        elif target.is_view or target in SAME:
+            kind, detail = "view", _index_of_view(node)
+        elif torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE:
+            kind = "pointwise"
+        ops.append(
+            Op(
+                name=str(node.args[0]) if target is UPDATE else name,
+                phase=phases[node],
+                reads=tuple(names[one] for one in node.all_input_nodes),
+                gives=tuple(values(node)),
+                detail=detail,
+                wire_bytes=sum(event.wire_bytes for event in events),
+                flops=flops_of(target, args, kwargs, out),
+                kind=kind,
+                alive=now,
+            )
+        )
+    outputs = of_ends(cast("Any", nodes[-1].args[0]), program.outputs)
+    return of_ends(inputs_of(nodes), program.inputs), tuple(ops), outputs
 
 
 def names_of(program: RecordedStep) -> dict[fx.Node, str]:
@@ -314,44 +333,6 @@ def events_of(program: RecordedStep) -> dict[fx.Node, list[CollectiveEvent]]:
     events = deque(event for event in program.log.of(program.rank) if event.op != "agree")
     nodes = filter(is_collective, program.graph.graph.nodes)
     return {node: [events.popleft() for _ in node.args[0]] for node in nodes}
-
-
-def _op(
-    node: fx.Node,
-    gives: tuple[Value, ...],
-    names: Mapping[fx.Node, str],
-    phase: Phase,
-    about: Sequence[CollectiveEvent],
-    alive: Alive,
-) -> Op:
-    target: Any = node.target
-    kind = "compute"
-    if about:
-        kind = "collective"
-    elif target.is_view or target in SAME:
-        kind = "view"
-    elif torch.Tag.pointwise in target.tags or target.overloadpacket in _ELEMENTWISE:
-        kind = "pointwise"
-    name = about[0].op if about else target._schema.name.split("::")[1]
-    args, kwargs, out = tree_map(
-        lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x,
-        (node.args, node.kwargs, node),
-    )
-    if about:
-        detail = _about_what(node, about)
-    else:
-        detail = _index_of_view(node) if kind == "view" else in_module(node)
-    return Op(
-        name=str(node.args[0]) if target is UPDATE else name,
-        phase=phase,
-        reads=tuple(names[one] for one in node.all_input_nodes),
-        gives=gives,
-        detail=detail,
-        wire_bytes=sum(event.wire_bytes for event in about),
-        flops=flops_of(target, args, kwargs, out),
-        kind=kind,
-        alive=alive,
-    )
 
 
 _ELEMENTWISE = tuple(
@@ -536,71 +517,51 @@ def _kinds_of(
     program: RecordedStep, phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
 ) -> dict[int, str]:
     """Return the kind of each storage. `of_parameters`: collectives that are about parameters."""
-    nodes = list(program.graph.graph.nodes)
-    kinds: dict[int, str] = {}
-    for node, path in zip(inputs_of(nodes), program.inputs, strict=True):
-        kinds.update((key, _of_path(path)) for key, _ in _storages(node))
-    for node, path in zip(nodes[-1].args[0], program.outputs, strict=True):
-        if (kind := _of_path(path)) != "other":
-            for key, _ in _storages(node):
-                kinds.setdefault(key, kind)
-    for key in _gradients(nodes, phases, of_parameters):
-        kinds.setdefault(key, "gradients")
-    for node in nodes:
-        made = [key for key, _ in _storages(node) if key not in kinds]
-        if made:
-            kinds.update(dict.fromkeys(made, _made_by(node, kinds, phases, of_parameters)))
-    return kinds
-
-
-def _of_path(path: str) -> str:
-    found = FIELD.match(path)
-    if found is None:
-        return "other"
-    return "gathered" if found[3] else _OF_FIELD.get(found[2], "other")
-
-
-def _made_by(
-    node: fx.Node,
-    kinds: Mapping[int, str],
-    phases: Mapping[fx.Node, Phase],
-    of_parameters: AbstractSet[fx.Node],
-) -> str:
-    if not is_op(node) or phases[node] == "update":
-        return "other"
-    read = {kinds[key] for one in node.all_input_nodes for key, _ in _storages(one)}
-    is_of_parameters = bool(read) and read <= {"parameters", "gathered"}
-    return "gathered" if node in of_parameters or is_of_parameters else "activations"
-
-
-def _gradients(
-    nodes: Sequence[fx.Node], phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
-) -> set[int]:
-    """Return the storages of gradients: inputs of reductions and of the update, and their parts."""
-    found: set[int] = set()
-    first: dict[int, fx.Node] = {}
-    for node in nodes:
-        for key, _ in _storages(node):
-            first.setdefault(key, node)
+    nodes, kinds = list(program.graph.graph.nodes), dict[int, str]()
+    held = {node: [key for key, _ in _storages(node)] for node in nodes}
+    maker: dict[int, fx.Node] = {}
     for node in reversed(nodes):
-        mine = {key for key, _ in _storages(node) if phases[first[key]] == "backward"}
-        if any(_takes_gradients(user, phases, of_parameters) for user in node.users):
-            found |= mine
-        if mine & found and _puts_together(node):
-            read = (key for one in node.all_input_nodes for key, _ in _storages(one))
-            found.update(key for key in read if phases[first[key]] == "backward")
-    return found - {key for key, node in first.items() if _gathers(node, of_parameters)}
+        maker.update((key, node) for key in held[node])
+    gather = torch.ops.fzero.all_gather.default
+    reduces = {node for node in of_parameters if node.target is not gather}
 
+    def of_path(path: str) -> str:
+        found = FIELD.match(path)
+        if found is None:
+            return "other"
+        return "gathered" if found[3] else _OF_FIELD.get(found[2], "other")
 
-def _takes_gradients(
-    node: fx.Node, phases: Mapping[fx.Node, Phase], of_parameters: AbstractSet[fx.Node]
-) -> bool:
-    reduces = node in of_parameters and not _gathers(node, of_parameters)
-    return is_op(node) and (reduces or phases[node] == "update")
+    def put(keys: Iterable[int], kind: str) -> None:
+        for key in keys:
+            kinds.setdefault(key, kind)
 
+    for node, path in zip(inputs_of(nodes), program.inputs, strict=True):
+        kinds |= dict.fromkeys(held[node], of_path(path))
+    for node, path in zip(nodes[-1].args[0], program.outputs, strict=True):
+        if (kind := of_path(path)) != "other":
+            put(held[node], kind)
 
-def _gathers(node: fx.Node, of_parameters: AbstractSet[fx.Node]) -> bool:
-    return node in of_parameters and node.target is torch.ops.fzero.all_gather.default
+    # Gradients: inputs of reductions and of the update, and their parts.
+    gradients = set[int]()
+    for node in reversed(nodes):
+        mine = {key for key in held[node] if phases[maker[key]] == "backward"}
+        if any(is_op(x) and (x in reduces or phases[x] == "update") for x in node.users):
+            gradients |= mine
+        if mine & gradients and _puts_together(node):
+            read = (key for one in node.all_input_nodes for key in held[one])
+            gradients.update(key for key in read if phases[maker[key]] == "backward")
+    gathered = of_parameters - reduces
+    put((key for key in gradients if maker[key] not in gathered), "gradients")
+
+    for node in nodes:
+        of = {kinds[key] for one in node.all_input_nodes for key in held[one]}
+        kind = "activations"
+        if not is_op(node) or phases[node] == "update":
+            kind = "other"
+        elif node in of_parameters or (of and of <= {"parameters", "gathered"}):
+            kind = "gathered"
+        put(held[node], kind)
+    return kinds
 
 
 def _puts_together(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any
@@ -36,7 +36,8 @@ from fzero.errors import PhaseError
 from fzero.machine.placeholder import LazyParam
 from fzero.ranks.mesh import Axis
 from fzero.state import NAMESPACE, Setup, TrainState
-from fzero.tools.trace.found import AsFound, RecordMode
+from fzero.tools.trace.found import AsFound
+from fzero.tools.trees import map_tensors, tensors_in
 from fzero.transforms.models import flatten_states, is_state
 from fzero.transforms.pipeline import Step
 
@@ -72,6 +73,12 @@ class RecordedStep:
         heads = dict.fromkeys(found[1] for path in self.inputs if (found := FIELD.match(path)))
         return dict(zip(heads, (state.setup for state in self.states), strict=True))
 
+    @property
+    def returned(self) -> Any:
+        """What the step returns, with 0 in the place of each leaf."""
+        leaves: Any = [0] * self.result.num_leaves
+        return optree.tree_unflatten(self.result, leaves)
+
 
 def record_step(
     step: Callable[..., Any], arguments: tuple[Any, ...], axis: Axis, rank: int, found: AsFound
@@ -91,7 +98,10 @@ def record_step(
     try:
         with abstract_rank(rank, axis.size), unfused_recurrence(), plain:
             with faked:
-                arguments = _faked(faked, _on_abstract(arguments))
+                arguments = map_tensors(
+                    lambda x: faked.made.note(faked.from_tensor(x)),
+                    on_axes(arguments, Axis.as_virtual),
+                )
             return _recorded(step, _scheduled(step, arguments, rank, found), rank, found)
     except ASKED_OF_FAKE as error:
         wrong = reads_values("traced", error)
@@ -102,23 +112,16 @@ def record_step(
         raise
 
 
-def _on_abstract(arguments: Any) -> Any:
-    """Put the states on the axis of the abstract rank."""
+def on_axes(tree: Any, axis_of: Callable[[Axis], Axis]) -> Any:
+    """Return a pytree whose states are on other axes: axis_of that of each."""
 
     def moved(node: Any) -> Any:
         if not is_state(node):
             return node
-        axis = node.setup.axis.as_virtual()
+        axis = axis_of(node.setup.axis)
         return node.replace(setup=dataclasses.replace(node.setup, axis=axis))
 
-    return optree.tree_map(moved, arguments, is_leaf=is_state, namespace=NAMESPACE)
-
-
-def _faked(mode: RecordMode, arguments: Any) -> Any:
-    def fake(x: Any) -> Any:
-        return mode.made.note(mode.from_tensor(x)) if isinstance(x, Tensor) else x
-
-    return optree.tree_map(fake, arguments, namespace=NAMESPACE)
+    return optree.tree_map(moved, tree, is_leaf=is_state, namespace=NAMESPACE)
 
 
 def _scheduled(step: Callable[..., Any], arguments: Any, rank: int, found: AsFound) -> Any:
@@ -126,14 +129,10 @@ def _scheduled(step: Callable[..., Any], arguments: Any, rank: int, found: AsFou
     states, treespec = flatten_states("trace", arguments[0])
     if not any(one.setup.gathers_by_unit and not one.schedule.passes for one in states):
         return arguments
-    result = _recorded(step, arguments, rank, found).result
-    leaves: Any = [0] * result.num_leaves
-    returned: Any = optree.tree_unflatten(result, leaves)
-    pairs = zip(states, flatten_states("trace", returned[0])[0], strict=True)
-    known: Any = optree.tree_unflatten(
-        treespec, [one.replace(schedule=new.schedule) for one, new in pairs]
-    )
-    return (known, *arguments[1:])
+    after = _recorded(step, arguments, rank, found).returned[0]
+    pairs = zip(states, flatten_states("trace", after)[0], strict=True)
+    made: Any = [one.replace(schedule=new.schedule) for one, new in pairs]
+    return (optree.tree_unflatten(treespec, made), *arguments[1:])
 
 
 def _recorded(step: Callable[..., Any], arguments: Any, rank: int, found: AsFound) -> RecordedStep:
@@ -144,12 +143,15 @@ def _recorded(step: Callable[..., Any], arguments: Any, rank: int, found: AsFoun
     def flat(*tensors: Tensor) -> list[Tensor]:
         rest = iter(tensors)
         filled = [next(rest) if isinstance(x, Tensor) else x for x in leaves]
-        with _followed_modules() as modules, _Mark(modules):
+        modules = _Modules()
+        enters = register_module_forward_pre_hook(lambda module, _: modules.enter(module))
+        leaves_it = register_module_forward_hook(lambda *_: modules.leave(), always_call=True)
+        with enters, leaves_it, _Mark(modules):
             returned = step(*optree.tree_unflatten(treespec, filled))
         outs, made["result"] = optree.tree_flatten(returned, namespace=NAMESPACE)
         made["others"] = tuple(None if isinstance(x, Tensor) else x for x in outs)
         made["paths"] = _paths(returned, _RESULT)
-        return [x for x in outs if isinstance(x, Tensor)]
+        return tensors_in(returned)
 
     with found.record(), count_collectives() as log, fx_traceback.preserve_node_meta():
         record: Any = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
@@ -267,18 +269,6 @@ class _Modules:
 
 
 @contextmanager
-def _followed_modules() -> Iterator[_Modules]:
-    """Yield the `_Modules` that track the module calls in this block."""
-    modules = _Modules()
-    with ExitStack() as stack:
-        before = register_module_forward_pre_hook(lambda module, _: modules.enter(module))
-        stack.callback(before.remove)
-        after = register_module_forward_hook(lambda *_: modules.leave(), always_call=True)
-        stack.callback(after.remove)
-        yield modules
-
-
-@contextmanager
 def unfused_recurrence() -> Iterator[None]:
     """In this block `nn.LSTM`, `nn.GRU` and `nn.RNN` run as matrix products, also if recomputed.
 
@@ -298,9 +288,8 @@ def unfused_recurrence() -> Iterator[None]:
             mkldnn, cudnn = settings.pop()
             _set(mkldnn=mkldnn, cudnn=cudnn)
 
-    with ExitStack() as stack:
-        stack.callback(register_module_forward_pre_hook(before).remove)
-        stack.callback(register_module_forward_hook(after, always_call=True).remove)
+    enters = register_module_forward_pre_hook(before)
+    with enters, register_module_forward_hook(after, always_call=True):
         yield
 
 

@@ -50,14 +50,10 @@ def _is(*names: str) -> Callable[[fx.Node], bool]:
 
 
 def _name(node: Any) -> str:
+    if node.target is operator.getitem:
+        return "getitem"
     schema = getattr(node.target, "_schema", None)
-    return (
-        "getitem"
-        if node.target is operator.getitem
-        else schema.name.split("::")[1]
-        if schema
-        else ""
-    )
+    return schema.name.split("::")[1] if schema else ""
 
 
 def _shape(node: Any) -> Any:
@@ -143,17 +139,14 @@ def drop_op(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
 
 def _readers(node: Any) -> set[str]:
     """The names of what reads the memory of a node."""
-    while _name(node) in ("view", "getitem", "split_with_sizes", "detach"):
+    is_view = _is("view", "getitem", "split_with_sizes", "detach")
+    while is_view(node):
         node = node.args[0]
     found, rest = set[str](), [node]
     while rest:
         some = list(rest.pop().users)
         found |= {user.name for user in some}
-        rest += [
-            user
-            for user in some
-            if _name(user) in ("view", "getitem", "split_with_sizes", "detach")
-        ]
+        rest += filter(is_view, some)
     return found
 
 
@@ -284,30 +277,13 @@ def old_output(nodes: Nodes, ranks: Sequence[int], random: Random) -> set[str]:
 
 
 def _gathered(node: Any) -> bool:
-    return _is("getitem")(node) and _name(node.args[0]) in (
-        "all_gather",
-        "all_reduce",
-        "reduce_scatter",
-    )
+    made_by = _is("all_gather", "all_reduce", "reduce_scatter")
+    return _is("getitem")(node) and made_by(node.args[0])
 
 
 _OPS = _is(
-    "mul",
-    "div",
-    "div_",
-    "add",
-    "sub",
-    "t",
-    "copy_",
-    "where",
-    "sqrt",
-    "pow",
-    "reciprocal",
-    "clamp",
-    "tanh",
-    "ne",
-    "abs",
-    "rsub",
+    *("mul", "div", "div_", "add", "sub", "t", "copy_", "where", "sqrt", "pow", "reciprocal"),
+    *("clamp", "tanh", "ne", "abs", "rsub"),
 )
 
 MUTATIONS: dict[str, tuple[Callable[[fx.Node], bool], Mutation]] = {

@@ -29,6 +29,67 @@ def value() -> Any:
     return axis_size()
 
 
+def _once(read: Times, keep: Callable[[Any], Any]) -> Times:
+    """What `read` gives; if that is nothing, a value is kept first."""
+
+    def times() -> Any:
+        if read() is None:
+            keep(value())
+        return read()
+
+    return times
+
+
+def _of_dict(held: Any) -> Times:
+    return _once(lambda: held.get("n"), lambda n: held.update(n=n))
+
+
+def _of_list(held: Any) -> Times:
+    return _once(lambda: held[0] if held else None, held.append)
+
+
+def _of_set(held: set[int]) -> Times:
+    return _once(lambda: max(held, default=None), held.add)
+
+
+def _of_attribute(holder: Any, keep: Callable[[Any], Any] | None = None) -> Times:
+    return _once(
+        lambda: getattr(holder, "kept", None), keep or (lambda n: setattr(holder, "kept", n))
+    )
+
+
+def _of_held(held: Any) -> Times:
+    return _of_attribute(next(iter(held)))
+
+
+class _Base:
+    kept: Any = None
+
+
+class _Plain(_Base): ...
+
+
+class _Slots:
+    __slots__ = ("kept",)
+
+
+def _kind(*bases: type, **held: Any) -> Any:
+    return type("Kind", bases, held)
+
+
+def _of_base(base: Any) -> Times:
+    return _of_attribute(_kind(base)(), lambda n: setattr(base, "kept", n))
+
+
+def _by_underscores(kind: Any) -> Times:
+    return _once(lambda: getattr(kind, "__kept__", None), lambda n: setattr(kind, "__kept__", n))
+
+
+def _replaced(one: Any, name: str, new: Callable[[Any], Any]) -> Times:
+    """An attribute of Python's own is another one: the class, the dict, the bases."""
+    return _of_attribute(one, lambda n: setattr(one, name, new(n)))
+
+
 def _closure() -> Times:
     kept: Any = None
 
@@ -36,30 +97,6 @@ def _closure() -> Times:
         nonlocal kept
         kept = value() if kept is None else kept
         return kept
-
-    return times
-
-
-def _of_dict(held: Any) -> Times:
-    return lambda: held.setdefault("n", value())
-
-
-def _of_list(held: Any) -> Times:
-    def times() -> Any:
-        if not held:
-            held.append(value())
-        return held[0]
-
-    return times
-
-
-def _of_set() -> Times:
-    held: set[int] = set()
-
-    def times() -> Any:
-        if not held:
-            held.add(value())
-        return max(held)
 
     return times
 
@@ -80,43 +117,6 @@ def _keyword() -> Times:
     return times  # type: ignore[return-value]
 
 
-def _of_attribute(holder: Any) -> Times:
-    def times() -> Any:
-        if getattr(holder, "kept", None) is None:
-            holder.kept = value()
-        return holder.kept
-
-    return times
-
-
-class _Base:
-    kept: Any = None
-
-
-class _Plain(_Base): ...
-
-
-class _Slots:
-    __slots__ = ("kept",)
-
-
-def _of_class() -> Times:
-    kind = type("Kind", (_Plain,), {})
-    return _of_attribute(kind)
-
-
-def _of_base() -> Times:
-    base = type("Base", (), {"kept": None})
-    one = type("One", (base,), {})()
-
-    def times() -> Any:
-        if one.kept is None:
-            base.kept = value()
-        return one.kept
-
-    return times
-
-
 def _function() -> Times:
     def times() -> Any:
         if not hasattr(times, "kept"):
@@ -124,19 +124,6 @@ def _function() -> Times:
         return times.kept
 
     return times
-
-
-def _cached() -> Times:
-    return functools.lru_cache(lambda: value())
-
-
-def _cached_method() -> Times:
-    class One:
-        @functools.cache  # noqa: B019
-        def number(self) -> int:
-            return value()
-
-    return One().number
 
 
 def _property() -> Times:
@@ -147,6 +134,10 @@ def _property() -> Times:
 
     one = One()
     return lambda: one.number
+
+
+def _memo_of_a_method() -> Times:
+    return type("One", (), {"number": functools.cache(lambda self: value())})().number
 
 
 GLOBAL: Any = None
@@ -170,87 +161,8 @@ def _weak() -> Times:
     return lambda: held.setdefault(key, value())
 
 
-def _partial() -> Times:
-    return functools.partial(lambda held: held.setdefault("n", value()), held={})
-
-
-def _tensor() -> Times:
-    held: dict[str, Tensor] = {}
-
-    def times() -> Tensor:
-        if "n" not in held:
-            held["n"] = torch.ones(()) * value()
-        return held["n"]
-
-    return times
-
-
-def _of_module() -> Times:
-    module: Any = types.ModuleType("made_up")
-
-    def times() -> Any:
-        if not hasattr(module, "kept"):
-            module.kept = value()
-        return module.kept
-
-    return times
-
-
-def _of_held(held: Any) -> Times:
-    return lambda: _of_attribute(next(iter(held)))()
-
-
-def _of_bound(put: Any) -> Times:
-    return lambda: put("n", value())
-
-
-def _of_metaclass() -> Times:
-    kind: Any = type("Meta", (type,), {})("Kind", (), {})
-    return _of_attribute(type(kind))
-
-
-def _underscores() -> Times:
-    kind: Any = type("Kind", (), {})
-
-    def times() -> Any:
-        if not hasattr(kind, "__kept__"):
-            kind.__kept__ = value()
-        return kind.__kept__
-
-    return times
-
-
-def _other_class() -> Times:
-    one: Any = _Plain()
-
-    def times() -> Any:
-        if one.kept is None:
-            one.__class__ = type("Other", (_Plain,), {"kept": value()})
-        return one.kept
-
-    return times
-
-
-def _other_dict() -> Times:
-    one: Any = _Plain()
-
-    def times() -> Any:
-        if one.kept is None:
-            one.__dict__ = {"kept": value()}
-        return one.kept
-
-    return times
-
-
-def _other_bases() -> Times:
-    kind: Any = type("Kind", (type("Base", (_Plain,), {}),), {})
-
-    def times() -> Any:
-        if kind.kept is None:
-            kind.__bases__ = (type("Other", (_Plain,), {"kept": value()}),)
-        return kind.kept
-
-    return times
+def _tensor(held: dict[str, Tensor]) -> Times:
+    return _once(lambda: held.get("n"), lambda n: held.update(n=torch.ones(()) * n))
 
 
 def _other_code() -> Times:
@@ -294,37 +206,39 @@ FIRST: dict[str, Callable[[], Times]] = {
     "a list": lambda: _of_list([]),
     "a deque": lambda: _of_list(collections.deque()),
     "a byte array": lambda: _of_list(bytearray()),
-    "a set": _of_set,
+    "a set": lambda: _of_set(set()),
     "a default argument": _default,
     "a default keyword": _keyword,
     "an attribute": lambda: _of_attribute(_Plain()),
     "a slot": lambda: _of_attribute(_Slots()),
-    "a class": _of_class,
-    "a base class": _of_base,
+    "a class": lambda: _of_attribute(_kind(_Plain)),
+    "a base class": lambda: _of_base(_kind(kept=None)),
     "a module of torch": lambda: _of_attribute(nn.Linear(1, 1)),
-    "a module of Python": _of_module,
+    "a module of Python": lambda: _of_attribute(types.ModuleType("made_up")),
     "a thread": lambda: _of_attribute(threading.local()),
     "a tensor's attribute": lambda: _of_attribute(torch.zeros(1)),
     "a function": _function,
-    "a memo": _cached,
-    "a memo of a method": _cached_method,
+    "a memo": lambda: functools.lru_cache(lambda: value()),
+    "a memo of a method": _memo_of_a_method,
     "a cached property": _property,
     "a global": _of_global,
     "weak keys": _weak,
-    "a partial": _partial,
-    "a tensor": _tensor,
-    "a metaclass": _of_metaclass,
-    "a name with underscores": _underscores,
-    "another class": _other_class,
-    "another dict": _other_dict,
-    "other bases": _other_bases,
+    "a partial": lambda: functools.partial(lambda held: held.setdefault("n", value()), held={}),
+    "a tensor": lambda: _tensor({}),
+    "a metaclass": lambda: _of_attribute(_kind(type)),
+    "a name with underscores": lambda: _by_underscores(_kind()),
+    "another class": lambda: _replaced(_Plain(), "__class__", lambda n: _kind(_Plain, kept=n)),
+    "another dict": lambda: _replaced(_Plain(), "__dict__", lambda n: {"kept": n}),
+    "other bases": lambda: _replaced(
+        _kind(_kind(_Plain)), "__bases__", lambda n: (_kind(_Plain, kept=n),)
+    ),
     "other code": _other_code,
     "a global by name": _by_name,
     "a context": _in_context,
-    "a text": lambda: _of_attribute(type("Text", (str,), {})()),
+    "a text": lambda: _of_attribute(_kind(str)()),
     "an element of a set": lambda: _of_held({_Plain()}),
     "a key": lambda: _of_held({_Plain(): 1}),
-    "a bound method": lambda: _of_bound({}.setdefault),
+    "a bound method": lambda: (lambda put: lambda: put("n", value()))({}.setdefault),
 }
 
 
@@ -366,32 +280,16 @@ def _in_storage(z: Tensor) -> Tensor:
     return z * one
 
 
-def _by_numpy(z: Tensor) -> Tensor:
-    try:
-        return z * min(float(z.detach().numpy().max()), 0.0) * axis_size() + z * axis_size()
-    except Exception:
-        return z
+def _or_as_it_is(ask: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A step that goes on without what it cannot have."""
 
+    def of(z: Tensor) -> Tensor:
+        try:
+            return ask(z)
+        except Exception:
+            return z
 
-def _by_list(z: Tensor) -> Tensor:
-    try:
-        return z * (axis_size() + 0 * len(z.detach().tolist()))
-    except Exception:
-        return z
-
-
-def _by_address(z: Tensor) -> Tensor:
-    try:
-        return z * (axis_size() + 0 * z.data_ptr())
-    except Exception:
-        return z
-
-
-def _by_array(z: Tensor) -> Tensor:
-    try:
-        return z * (axis_size() + 0 * z.detach().__array__().size)
-    except Exception:
-        return z
+    return of
 
 
 def _twice(put_back: Callable[[Any, Tensor], Any]) -> Callable[[Tensor], Tensor]:
@@ -416,10 +314,12 @@ AROUND: dict[str, Callable[[Tensor], Tensor]] = {
     "data": _set_data,
     "swap_tensors": _swapped,
     "untyped_storage": _in_storage,
-    "numpy": _by_numpy,
-    "tolist": _by_list,
-    "data_ptr": _by_address,
-    "array": _by_array,
+    "numpy": _or_as_it_is(
+        lambda z: z * min(float(z.detach().numpy().max()), 0.0) * axis_size() + z * axis_size()
+    ),
+    "tolist": _or_as_it_is(lambda z: z * (axis_size() + 0 * len(z.detach().tolist()))),
+    "data_ptr": _or_as_it_is(lambda z: z * (axis_size() + 0 * z.data_ptr())),
+    "array": _or_as_it_is(lambda z: z * (axis_size() + 0 * z.detach().__array__().size)),
     "set_state": _twice(lambda generator, state: generator.set_state(state)),
     "set_rng_state": _twice(lambda _, state: torch.set_rng_state(state)),
     "manual_seed": _sown,

@@ -29,10 +29,6 @@ _RATES = [0.1]
 _TABLE = {"lr": 0.1}
 
 
-class _Held:
-    rate = 0.1
-
-
 def _by_global(t: int) -> float:
     return _RATE
 
@@ -40,14 +36,6 @@ def _by_global(t: int) -> float:
 def _set_global(x: float) -> None:
     global _RATE
     _RATE = x
-
-
-def _set_element(x: float) -> None:
-    _RATES[0] = x
-
-
-def _set_key(x: float) -> None:
-    _TABLE["lr"] = x
 
 
 def _around(write: Callable[[float], None]) -> Fn:
@@ -78,28 +66,30 @@ def _default(t: int, held: list[float] = [0.1]) -> float:  # noqa: B006
     return held[0]
 
 
-def _set_default(x: float) -> None:
-    _default.__defaults__[0][0] = x  # type: ignore[index]
-
-
 def _kept_code(t: int) -> float:
     return 0.1
 
 
-def _set_code(x: float) -> None:
-    other = (lambda t: 0.1) if x == 0.1 else (lambda t: 0.3)
-    _kept_code.__code__ = other.__code__
+def _usual(t: int) -> float:
+    return 0.1
+
+
+def _other(t: int) -> float:
+    return 0.3
 
 
 _READ, _WRITE = _cell()
 
 DYNAMIC: dict[str, tuple[Any, Callable[[float], None]]] = {
     "a global": (_by_global, _set_global),
-    "an element of a list": (lambda t: _RATES[0], _set_element),
-    "a key of a dict": (lambda t: _TABLE["lr"], _set_key),
+    "an element of a list": (lambda t: _RATES[0], lambda x: _RATES.__setitem__(0, x)),
+    "a key of a dict": (lambda t: _TABLE["lr"], lambda x: _TABLE.update(lr=x)),
     "a variable of a closure": (_READ, _WRITE),
-    "a default": (_default, _set_default),
-    "its code": (_kept_code, _set_code),
+    "a default": (_default, lambda x: _default.__defaults__[0].__setitem__(0, x)),  # type: ignore[index]
+    "its code": (
+        _kept_code,
+        lambda x: setattr(_kept_code, "__code__", (_usual if x == 0.1 else _other).__code__),
+    ),
 }
 
 
@@ -131,16 +121,6 @@ class _Row(tuple[float, ...]):
         return 0.1 * fzero.axis_size()
 
 
-def _own_number() -> Any:
-    one = _Number(0.1)
-    return lambda t: one * 1.0
-
-
-def _own_row() -> Any:
-    row = _Row((0.1, 0.2))
-    return lambda t: row[0]
-
-
 def _by_key() -> Any:
     class Key(int):
         def __hash__(self) -> int:
@@ -158,10 +138,6 @@ def _by_iteration() -> Any:
 
     ranks = Ranks()
     return lambda t: 0.1 * sum(1 for _ in ranks)
-
-
-def _by_sorted() -> Any:
-    return lambda t: 0.1 * max((1, 2), key=lambda i: i * (1 if fzero.axis_size() > 1 else -1))
 
 
 def _nested() -> Any:
@@ -230,11 +206,13 @@ def _by_key_of_row() -> Any:
 CODE: dict[str, Callable[[], Any]] = {
     "a partial with an attribute": _partial_with_attribute,
     "other builtins": _other_builtins,
-    "a number of its own": _own_number,
-    "a row of its own": _own_row,
+    "a number of its own": lambda: (lambda one: lambda t: one * 1.0)(_Number(0.1)),
+    "a row of its own": lambda: (lambda row: lambda t: row[0])(_Row((0.1, 0.2))),
     "a hash": _by_key,
     "an iteration": _by_iteration,
-    "a key of max": _by_sorted,
+    "a key of max": lambda: (
+        lambda t: 0.1 * max((1, 2), key=lambda i: i * (1 if fzero.axis_size() > 1 else -1))
+    ),
     "nested functions": _nested,
     "a function of the module": lambda: _global_function,
     "a decorator": _decorated,

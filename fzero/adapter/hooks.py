@@ -12,7 +12,6 @@ never comes.
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 import weakref
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 
 from fzero.adapter.module import refuse_load
 from fzero.context.modes import computed_in, for_training, in_transform, other_autocast
-from fzero.errors import PhaseError
 from fzero.machine.placeholder import not_for_jit
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
@@ -42,12 +40,6 @@ current_graph_task = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """Return whether a backward runs in this thread."""
     return current_graph_task() >= 0
-
-
-def at_end_of_graph_task(callback: Callable[[], None]) -> None:
-    """Have autograd call it at the end of the graph task that runs."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
 
 
 def register_first(p: Any, hook: Callable[[Tensor], None]) -> Any:
@@ -269,8 +261,7 @@ class Backwards:
         self._hooks = HookState()
         self._uncounted = 0  # hooks that the record does not have yet: see `hooks`
         self._own_task: int | None = None  # whose hooks change nothing but counts
-        self._nested = -1  # a graph task that ran while another one's backward is open
-        self._apart = False  # that task ended, and nothing came of the one that is open since
+        self._has_raised = False  # the backward that is open; nobody has acted on it yet
         self._handles = [register_first(p, self._hook_of(leaf)) for p, leaf in learning]
 
     @property
@@ -301,7 +292,7 @@ class Backwards:
 
     def _enter(self, task: int, first: Tensor | None) -> None:
         """A backward begins; one that is still open has raised, and is dropped."""
-        self._drop_what_raised()
+        self.reset()
         self._on.backward_begins(first)
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
@@ -324,60 +315,38 @@ class Backwards:
         if task == self._own_task:  # all but the first hook of a backward, mostly
             self._on.received(leaf, p, task, task)
             self._uncounted += 1
-            self._apart = False
             return
-        if not self.hooks.backward_active_depth and not self._in_forward():
+        if self._has_raised or not (self.hooks.backward_active_depth or self._in_forward()):
             self._enter(task, p)  # it came by another way than an output
         around = self.hooks.post_backward_callback_graph_task_id
         self._on.received(leaf, p, task, around, first=True)
-        state = self.hooks
-        inside = state.backward_active_depth > 0
-        if inside and task != state.post_backward_callback_graph_task_id:
-            # It runs inside of that one (reentrant checkpointing), or that one has raised.
-            if task != self._nested:
-                self._nested = task
-                at_end_of_graph_task(self._another_completed)
-        else:
-            self._apart = False
         # The callback decides when the backward is over: nobody asks autograd what it will run.
+        # Another task runs inside of that of the callback (reentrant checkpointing).
         self._apply(
             hooks.update_hook_state_and_maybe_run_epilogue,
-            expected=state.hooks_fired_this_backward + 1,
+            expected=self.hooks.hooks_fired_this_backward + 1,
             graph_task_id=task,
         )
 
-    def _another_completed(self) -> None:
-        self._apart = True
-
     @torch._disable_dynamo
-    def _on_completed(self, task: int) -> None:
-        self._nested, self._apart = -1, False
+    def completed(self, task: int) -> None:
+        """A graph task has ended."""
         self._apply(hooks.graph_completed, graph_task_id=task)
+
+    def raised(self, task: int) -> None:
+        """A graph task has gone without its end. What other ranks are told, they are told later."""
+        self._has_raised |= task == self._hooks.post_backward_callback_graph_task_id
 
     # What raised.
 
     def drop_unfinished(self) -> None:
         """Outside of every graph task, a backward that is still open has raised: drop it."""
         if self.hooks.unfinished and not in_backward():
-            self._drop_what_raised()
-
-    def _drop_what_raised(self) -> None:
-        """Start again. Raises `PhaseError` if a whole backward is dropped with one that raised."""
-        apart = self._apart
-        self.reset()
-        if apart:
-            raise PhaseError(
-                "a backward raised, and before the engine was used again another one ran, "
-                "which did not come from the module's outputs. Both were dropped.",
-                cause="an exception of loss.backward() that was caught, and then a backward of "
-                "a submodule: the engine cannot tell its gradients from those of the first.",
-                fix="use engine.backward(loss), which sees the exception, or call "
-                "engine.zero_grad() after it; then run the second backward again.",
-            )
+            self.reset()
 
     def reset(self) -> None:
         """Forget the backward that is open; what it has brought is dropped."""
-        self._nested, self._apart = -1, False
+        self._has_raised = False
         self._apply(hooks.reset_for_new_step)
 
     # Transitions and effects.
@@ -390,8 +359,25 @@ class Backwards:
         for effect in effects:
             match effect:
                 case QueueCallback(task):
-                    at_end_of_graph_task(functools.partial(self._on_completed, task))
+                    engine: Any = torch.autograd.Variable._execution_engine
+                    engine.queue_callback(_EndOfTask(self, task))
                 case RunEpilogue():
                     self._on.backward_ends()
                 case DropBackward():
                     self._on.drop()
+
+
+class _EndOfTask:
+    """The callback of a graph task, which has raised if autograd lets it go and did not call it."""
+
+    def __init__(self, backwards: Backwards, task: int) -> None:
+        self._backwards, self._task, self._was_called = weakref.ref(backwards), task, False
+
+    def __call__(self) -> None:
+        self._was_called = True
+        if (backwards := self._backwards()) is not None:
+            backwards.completed(self._task)
+
+    def __del__(self) -> None:
+        if not self._was_called and (backwards := self._backwards()) is not None:
+            backwards.raised(self._task)

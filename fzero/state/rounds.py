@@ -18,6 +18,9 @@ from typing import NamedTuple
 CODES = 8
 """How many numbers a message has room for: collectives that are asked for, or values of a call."""
 
+ASKED, BROUGHT = 1, 2
+"""What a rank says of its pass when that is done, in the hint of the message."""
+
 MANY = 2**24
 """More units than a state has."""
 
@@ -54,8 +57,8 @@ class Message(NamedTuple):
     Attributes:
         kind: what is said.
         text: what is announced: equal texts go together.
-        hint: stands for the order of collectives that the rank expects; of DONE, whether this rank
-            has asked for any.
+        hint: stands for the order of collectives that the rank expects; of DONE: `ASKED` if this
+            rank has asked for any, `BROUGHT` if its pass may have brought gradients.
         served: ranks that make a call take part in this pass.
         codes: the values of a call, or what is asked for: the first of it, as much as a row of
             numbers has room for.
@@ -165,4 +168,12 @@ class Round:
     @cached_property
     def has_asked(self) -> bool:
         """Whether a rank that ends its pass has asked for a collective in it."""
-        return any(message.hint for message in self._messages if message.kind is MessageKind.DONE)
+        return self._is_said(ASKED)
+
+    @cached_property
+    def has_brought(self) -> bool:
+        """Whether a rank that ends its pass may have brought gradients in it."""
+        return self._is_said(BROUGHT)
+
+    def _is_said(self, bit: int) -> bool:
+        return any(m.hint & bit for m in self._messages if m.kind is MessageKind.DONE)

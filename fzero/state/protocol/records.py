@@ -27,6 +27,7 @@ class Course:
         replay: the place in the plan; None where ranks ask for each collective.
         due: units whose gradients are complete, and not handed to a reduction yet.
         left: (unit, whether complete) at the end of a backward, as far as no reduction has them.
+        brings: whether the backward that ended may have brought gradients of this rank.
         learned: what the phases of the last pass do from now on, if that is new.
     """
 
@@ -37,6 +38,7 @@ class Course:
     replay: Replay | None = None
     due: tuple[int, ...] = ()
     left: tuple[tuple[int, bool], ...] = ()
+    brings: bool = True
     learned: Mapping[Place, Program] = field(default_factory=dict[Place, Program])
 
     @property

@@ -57,7 +57,17 @@ from fzero.state.protocol.records import (
 )
 from fzero.state.replay import Replay
 from fzero.state.residency import Residency
-from fzero.state.rounds import MANY, Asked, Message, MessageKind, Round, What, asking
+from fzero.state.rounds import (
+    ASKED,
+    BROUGHT,
+    MANY,
+    Asked,
+    Message,
+    MessageKind,
+    Round,
+    What,
+    asking,
+)
 from fzero.state.schedule import joined
 
 
@@ -167,7 +177,7 @@ def finish(p: Protocol, event: Finish) -> Next:
             *ends_of_others(p, number), (announce, number), (finish, event)
         ), ()
     phase, is_ended = pass_state.finish(model.phase)
-    course = replaced(model.course, left=event.left, learned={})
+    course = replaced(model.course, left=event.left, brings=event.brings, learned={})
     stays = ((settle, number),) if model.residency.stays else ()
     if not is_ended:
         p = p.put(number, phase=phase, course=course, residency=_at_rest(model))
@@ -207,8 +217,9 @@ def ask_left(p: Protocol, number: int) -> Next:
 
 def say_done(p: Protocol, number: int) -> Next:
     """Say that this rank is done."""
-    has_asked = p.models[number].course.asked
-    return say(p, Message(MessageKind.DONE, hint=int(has_asked)), (heard_done, number))
+    course = p.models[number].course
+    hint = ASKED * course.asked + BROUGHT * course.brings
+    return say(p, Message(MessageKind.DONE, hint=hint), (heard_done, number))
 
 
 def heard_done(p: Protocol, number: int, said: Round) -> Next:
@@ -219,8 +230,10 @@ def heard_done(p: Protocol, number: int, said: Round) -> Next:
     if not said.is_over:
         p, effects = serve(p, said)
         return p.then((say_done, number)), effects
-    p, effects = over(p)
+    p, effects = over(p, said)
     model = p.models[number]
+    if model.course.in_backward and not said.has_brought:
+        effects = *effects, Discard(number)
     here, frees = residency.end_backward(_at_rest(model))
     p = p.put(number, course=Course(), residency=here).without(number)
     if not said.has_asked:
@@ -541,7 +554,7 @@ def heard_call(p: Protocol, said: Round) -> Next:
             return replaced(p, heard=said.values, met=said.is_in_order), ()
     p = replaced(p, heard=())
     if said.is_over:
-        p, effects = over(p)
+        p, effects = over(p, said)
         # Those that end their pass tell what they did, if any of them has asked.
         return p, (*effects, *(Exchange(None),) * said.has_asked)
     return serve(p, said)
@@ -721,13 +734,14 @@ def _served(p: Protocol, one: Asked, *, mine: bool) -> Next:
     return p.holding(number, (here, (*starts, *waits)))
 
 
-def over(p: Protocol) -> Next:
+def over(p: Protocol, said: Round) -> Next:
     """No rank is in a pass: what this rank has served of other passes is complete.
 
-    A backward that ends here takes it itself.
+    A backward that ends here takes it itself. What brought nothing to any rank changes nothing.
     """
     takes = {n for n in p.running if p.models[n].course.in_backward}
-    received = (Receive(model) for model in p.served if model not in takes)
+    complete = Receive if said.has_brought else Discard
+    received = (complete(model) for model in p.served if model not in takes)
     return replaced(p, served=()), (WaitForReductions(), *received)
 
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -109,23 +110,17 @@ class _Forward(NamedTuple):
 class Events:
     """Registers the hooks of one engine, and takes them off.
 
-    learning: the parameter objects that learn, each with the leaf that it is. autocast: the dtype
-    of the one that forwards run in, if any. on: the driver, which acts on forwards and backwards.
+    on: the driver, which acts on forwards and backwards. calls: of the module that are under way,
+    its hooks of forwards among them.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        learning: Sequence[tuple[Tensor, int]],
-        autocast: torch.dtype | None,
-        device: torch.device,
-        on: Any,
-    ) -> None:
-        self._on, self._autocast, self._device, self._warned = on, autocast, device, False
+    def __init__(self, on: Any) -> None:
+        self._on, module = on, on.module
+        self._autocast, self._device = on.state.setup.policy.autocast, on.state.device
+        self._warned = False
         self._running: list[_Forward] = []
-        self._calls = 0  # of the module that are under way, its hooks of forwards among them
+        self.calls = 0
         self._stands_in = _stands_in(module)
-        self._learning = [p for p, _ in learning]
         self._last = module.register_forward_hook(ModuleHook(self._after_hooks), always_call=True)
         self._handles = [
             self._last,
@@ -136,7 +131,7 @@ class Events:
                 for part in module.modules()
             ],
         ]
-        self.backwards = Backwards(learning, on, lambda: bool(self._running))
+        self.backwards = Backwards(on, lambda: bool(self._running))
 
     def remove(self) -> None:
         """Take every hook off."""
@@ -145,24 +140,19 @@ class Events:
         for handle in self._handles:
             handle.remove()
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the module runs, or a hook on its end."""
-        return self._calls > 0
-
     def abandon(self) -> None:
         """An exception ended a forward or a backward."""
         self._leave_forwards()
         self.backwards.reset()
 
     def _leave_forwards(self) -> None:
-        self._calls = 0
+        self.calls = 0
         while self._running:
             self._running.pop().entered.close()
 
     def _before_forward(self, module: Any, args: Any) -> None:
         entered, outermost = ExitStack(), not self._running
-        self._calls += 1
+        self.calls += 1
         if next(reversed(module._forward_hooks)) != self._last.id:  # the user's hooks come before
             module._forward_hooks.move_to_end(self._last.id)
         if outermost and self._autocast is not None and not self._warned:
@@ -189,20 +179,17 @@ class Events:
         forward.entered.close()
         if not forward.is_own:
             return
-        trains = torch.is_grad_enabled() and self._watch(tensors_in(output, {}))
+        trains = False
+        if torch.is_grad_enabled() and any(p.requires_grad for p, _ in self._on.params.learning):
+            outputs = [x for x in tensors_in(output, {}) if x.grad_fn is not None]
+            self.backwards.watch(outputs)  # a backward can come from them
+            trains = bool(outputs)
         error = sys.exc_info()[1]  # torch calls this hook while it handles what the forward raised
         raised = error if output is None and error is not forward.handled else None
         for_training(self._on.forward_ends, trains=trains, raised=raised)
 
     def _after_hooks(self, *_: Any) -> None:
-        self._calls = max(self._calls - 1, 0)
-
-    def _watch(self, outputs: Iterable[Tensor]) -> bool:
-        """Watch the outputs of a root forward: True if a backward can come from them."""
-        learns = any(p.requires_grad for p in self._learning)  # not while all of it is frozen
-        watched = [x for x in outputs if x.grad_fn is not None] if learns else []
-        self.backwards.watch(watched)
-        return bool(watched)
+        self.calls = max(self.calls - 1, 0)
 
 
 def tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
@@ -249,20 +236,17 @@ def _stands_in(module: nn.Module) -> Callable[[], bool]:
 class Backwards:
     """The hooks of an engine's outputs and parameters, and the record of what they have seen.
 
-    learning: the parameter objects that learn, each with the leaf that it is. on: the driver, which
-    acts on what a backward does. in_forward: whether a root forward is running: a backward inside
-    of one begins nothing.
+    on: the driver, which acts on what a backward does. in_forward: whether a root forward is
+    running: a backward inside of one begins nothing.
     """
 
-    def __init__(
-        self, learning: Sequence[tuple[Tensor, int]], on: Any, in_forward: Callable[[], bool]
-    ) -> None:
+    def __init__(self, on: Any, in_forward: Callable[[], bool]) -> None:
         self._on, self._in_forward = on, in_forward
         self._hooks = HookState()
         self._uncounted = 0  # hooks that the record does not have yet: see `hooks`
         self._own_task: int | None = None  # whose hooks change nothing but counts
         self._has_raised = False  # the backward that is open; nobody has acted on it yet
-        self._handles = [register_first(p, self._hook_of(leaf)) for p, leaf in learning]
+        self._handles = [register_first(p, self._hook_of(leaf)) for p, leaf in on.params.learning]
 
     @property
     def hooks(self) -> HookState:
@@ -329,12 +313,11 @@ class Backwards:
         )
 
     @torch._disable_dynamo
-    def completed(self, task: int) -> None:
-        """A graph task has ended."""
+    def _on_completed(self, task: int) -> None:
         self._apply(hooks.graph_completed, graph_task_id=task)
 
-    def raised(self, task: int) -> None:
-        """A graph task has gone without its end. What other ranks are told, they are told later."""
+    def _on_gone(self, task: int) -> None:
+        """Autograd has let the callback of a graph task go; without a call, if that has raised."""
         self._has_raised |= task == self._hooks.post_backward_callback_graph_task_id
 
     # What raised.
@@ -360,24 +343,10 @@ class Backwards:
             match effect:
                 case QueueCallback(task):
                     engine: Any = torch.autograd.Variable._execution_engine
-                    engine.queue_callback(_EndOfTask(self, task))
+                    end = partial(weakly(self._on_completed), task)
+                    weakref.finalize(end, weakly(self._on_gone), task)
+                    engine.queue_callback(end)
                 case RunEpilogue():
                     self._on.backward_ends()
                 case DropBackward():
                     self._on.drop()
-
-
-class _EndOfTask:
-    """The callback of a graph task, which has raised if autograd lets it go and did not call it."""
-
-    def __init__(self, backwards: Backwards, task: int) -> None:
-        self._backwards, self._task, self._was_called = weakref.ref(backwards), task, False
-
-    def __call__(self) -> None:
-        self._was_called = True
-        if (backwards := self._backwards()) is not None:
-            backwards.completed(self._task)
-
-    def __del__(self) -> None:
-        if not self._was_called and (backwards := self._backwards()) is not None:
-            backwards.raised(self._task)

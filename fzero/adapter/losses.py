@@ -56,14 +56,14 @@ class _Mark:
 class Losses:
     """Makes the losses that one engine differentiates; notes which graph task began at which.
 
-    running: the pass of the state that learns. watch: lets a backward begin where this tensor gets
-        its gradient.
+    running: the pass of the state that learns. watch: lets a backward begin where one of these
+        tensors gets its gradient.
     """
 
     latest: tuple[int, Losses | None] = (-1, None)
     """Of all engines: the graph task that reached a multiplied loss last, and whose it was."""
 
-    def __init__(self, running: Pass, watch: Callable[[Tensor], None]) -> None:
+    def __init__(self, running: Pass, watch: Callable[[list[Tensor]], None]) -> None:
         self._running = running
         # Whether a loss becomes another one before its backward, but for a factor.
         self.acts = bool(recipe_of(running.states[0]).loss)
@@ -107,7 +107,7 @@ class Losses:
             return loss
         made = tied_to(loss, tokens)
         made.register_hook(self._begins_on_all)
-        self._watch(made)
+        self._watch([made])
         return made
 
     def _begins_on_all(self, _: Tensor) -> None:
@@ -179,10 +179,16 @@ class Losses:
         if connects and mark is None:
             roots[0] = self._as_of_all(roots[0], tokens, connects=True)
         if self.are_others or self._connected:
-            roots = [self._as_root(x) for x in roots]
+            roots = [
+                x
+                if not (isinstance(x, Tensor) and x.is_floating_point()) or self.is_learned(x)
+                else self.learned(x)
+                for x in roots
+            ]
         else:
-            for x in roots:
-                self._look_at(x, weight)
+            for part in self._running.parts.values():
+                for x in roots:
+                    part.loss(x, weight)
         self._roots, self._weight = {_mark_of(x) for x in roots}, weight
         if tokens and mark is not None:  # it began before
             roots[0] = tied_to(roots[0], tokens)
@@ -192,15 +198,6 @@ class Losses:
             self._roots, self._weight, self._connected = None, None, False
             for part in self._running.parts.values():
                 part.drop_losses()
-
-    def _as_root(self, x: Any) -> Any:
-        floating = isinstance(x, Tensor) and x.is_floating_point()
-        return self.learned(x) if floating and not self.is_learned(x) else x
-
-    def _look_at(self, loss: Any, weight: Weight | None) -> None:
-        """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
-        for part in self._running.parts.values():
-            part.loss(loss, weight)
 
     def begin(self, task: int) -> Weighed | None:
         """Return the weight of a backward that begins in a graph task; note it in the state.
@@ -258,8 +255,10 @@ class Losses:
         self._task, self._mark = task, mark
         if mark.factor is not None:
             Losses.latest = (task, self)
-        if any(part.looks for part in self._running.parts.values()):
-            self._look_at(loss.detach(), own)
+        parts = self._running.parts.values()
+        if any(part.looks for part in parts):
+            for part in parts:
+                part.loss(loss.detach(), own)
         connected = self._connected or mark.connects
         self._weighed = weighed(loss, own, connected=connected)
         by = with_weight(None, self._weighed)

@@ -177,7 +177,8 @@ class Driver:
 
     def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts."""
-        self.say_dropped()
+        if self._dropped:
+            self.say_dropped()
         dropped = self.stand_ins.dropped(first)
         if dropped:
             self.require_not("p.grad = None", "loop")
@@ -201,7 +202,7 @@ class Driver:
         try:
             self.losses.require(task, around)
             if first:
-                self.loops.require_open()
+                self.require_not("a backward", "no loop")
                 if self.running.phase.silent:
                     self.running.first_gradient()
             if isinstance(p.grad, ShardedGrad):
@@ -405,7 +406,7 @@ class Place(NamedTuple):
     fix: str
 
 
-Where = Literal["backward", "forward", "window", "loop", "left loop", "own buffers"]
+Where = Literal["backward", "forward", "window", "loop", "no loop", "left loop", "own buffers"]
 
 PLACES: dict[Where, Place] = {
     "backward": Place(
@@ -433,6 +434,12 @@ PLACES: dict[Where, Place] = {
         "inside of a loop over engine.parts().",
         cause="a call that is made once for all logical ranks, or a second loop.",
         fix="make it after the loop, which must come to its end.",
+    ),
+    "no loop": Place(
+        lambda driver: driver.loops.buffers is not None and driver.loops.open is None,
+        "outside of engine.parts(), and the engine has logical ranks.",
+        cause="engine(batch) with the batch of this rank, of which each logical rank has a part.",
+        fix="write `for part in engine.parts(batch): engine.backward(engine(part))`.",
     ),
     "left loop": Place(
         lambda driver: driver.loops.left,

@@ -116,16 +116,6 @@ class Loops:
         has = running.states[0].setup.logical is not None
         self.buffers = _Buffers(module, own) if has else None
 
-    def require_open(self) -> None:
-        """Raise `PhaseError` for a backward outside of a loop, where logical ranks are."""
-        if self.buffers is not None and self.open is None:
-            raise PhaseError(
-                "a backward outside of engine.parts(), and the engine has logical ranks.",
-                cause="engine(batch) with the batch of this rank, of which each logical rank has "
-                "a part.",
-                fix="write `for part in engine.parts(batch): engine.backward(engine(part))`.",
-            )
-
 
 class Loop:
     """One loop: which logical rank runs, and what they have brought."""

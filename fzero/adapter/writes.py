@@ -67,13 +67,10 @@ class Writes:
     def published(self, state: TrainState) -> None:
         """An update has written all parameters, and their masters."""
         self._compared = set[str]()  # what ranks have compared since, and masters do not have yet
-        self._settle(state, samples=state.device.type == "cpu" or self._updates % EVERY == 0)
-        self._updates += 1
-
-    def _settle(self, state: TrainState, *, samples: bool) -> None:
-        """All ranks have equal parameters now."""
+        looks = state.device.type == "cpu" or self._updates % EVERY == 0
         self._settled = self._counted()
-        self._kept = [one.of(state) for one in self._samples] if samples else []
+        self._kept = [one.of(state) for one in self._samples] if looks else []
+        self._updates += 1
 
     def _since(self, state: TrainState) -> set[str]:
         """Return the paths of the parameters that were written since they were settled."""
@@ -113,7 +110,8 @@ class Writes:
         if (error := unequal(performer.tell(mine))) is not None:
             raise error
         self._compared |= written
-        self._settle(state, samples=bool(self._kept))
+        self._settled = self._counted()
+        self._kept = [one.of(state) for one in self._samples] if self._kept else []
 
     # Forwards write nothing.
 

@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +58,7 @@ class Driver:
     """
 
     def __init__(self, params: ModuleParameters, state: TrainState) -> None:
-        self.params, module = params, params.module
+        self.params = params
         self.outside: TrainState | None = None
         self._dropped = ""  # what is to be said of a window that raised
         setup, performer = state.setup, performer_of(state.setup.axis)
@@ -71,11 +71,10 @@ class Driver:
         for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
             self.params.place(index, placeholders(reader, index))
         self.params.remember()
-        self.losses = Losses(self.running, weakly(self._watch))
-        self.loops = Loops(self.running, module, params.own)
-        learning = self.params.learning
-        self.stand_ins = StandIns(self, learning)
-        self.events = Events(module, learning, setup.policy.autocast, state.device, self)
+        self.stand_ins = StandIns(self)
+        self.events = Events(self)
+        self.losses = Losses(self.running, weakly(self.events.backwards.watch))
+        self.loops = Loops(self.running, self.module, params.own)
         self.writes = Writes(self.params, state, alone=performer is None)
         anew = weakref.WeakMethod(self.begin_anew)  # who has the optimizer holds no engine
         self.guard = Guard(optimizer_of(setup, self.params.at), anew)
@@ -95,8 +94,8 @@ class Driver:
 
     @property
     def closed(self) -> bool:
-        """Whether the module and the optimizer were given back: the protocol has it no more."""
-        return self.running.form.number not in self.running.performer.protocol.models
+        """Whether the module and the optimizer were given back."""
+        return self.running.client.is_over
 
     # The state.
 
@@ -113,17 +112,6 @@ class Driver:
         """Change the state; inside of a window, also the one before it."""
         self.put(change(self.state))
         self.outside = None if self.outside is None else change(self.outside)
-
-    def enter_window(self, opened: TrainState) -> None:
-        """Go on in a window; what was before it is kept beside."""
-        self.outside = self.state
-        self.put(opened)
-
-    def leave_window(self) -> TrainState:
-        """Return the state from before the window."""
-        before, self.outside = self.outside, None
-        assert before is not None
-        return before
 
     def published(self) -> None:
         """The parameters have new values, for the module too."""
@@ -158,9 +146,6 @@ class Driver:
 
     # What the events lead to.
 
-    def _watch(self, loss: Tensor) -> None:
-        self.events.backwards.watch([loss])
-
     def forward_begins(self) -> None:
         """A root forward begins."""
         self.drop_unfinished()
@@ -192,10 +177,11 @@ class Driver:
 
     def backward_begins(self, first: Tensor | None) -> None:
         """A backward starts."""
-        self.say_dropped()
+        if self._dropped:
+            self.say_dropped()
         dropped = self.stand_ins.dropped(first)
         if dropped:
-            self.loops.require_none("p.grad = None")
+            self.require_not("p.grad = None", "loop")
             self.stand_ins.forget()
             self.clear()
         weighed = self.losses.begin(task := current_graph_task())
@@ -216,7 +202,7 @@ class Driver:
         try:
             self.losses.require(task, around)
             if first:
-                self.loops.require_open()
+                self.require_not("a backward", "no loop")
                 if self.running.phase.silent:
                     self.running.first_gradient()
             if isinstance(p.grad, ShardedGrad):
@@ -293,8 +279,7 @@ class Driver:
 
     def call(self, name: str) -> None:
         """Wait until every rank makes this call."""
-        self.require_not_closed()
-        self.loops.require_none(name)
+        self.require_not(name, "loop")
         self.running.performer.call(f"{name} of engine {self.running.form.number}")
 
     def with_gradients(self, name: str, path: str = "", *, begins: bool = False) -> TrainState:
@@ -314,8 +299,7 @@ class Driver:
 
     def reduced(self, name: str, path: str = "", *, begins: bool = False) -> bool:
         """Reduce what waits on any rank; return whether a rank holds gradients, or this begins."""
-        self.loops.require_none(name)
-        self.require_no_window(name)
+        self.require_not(name, "loop", "window")
         self.drop_what_user_dropped()
         said = self.agreed(f"{name} {path}".strip())
         if begins and not said.held:
@@ -381,43 +365,20 @@ class Driver:
 
     def require_not_closed(self) -> None:
         """Raise `PhaseError` for an engine that was closed."""
-        if self.closed:
+        if self.running.client.is_over:
             raise PhaseError(
                 "a closed engine was used.",
                 cause="engine.close() gave the module and the optimizer back.",
                 fix="use those as ordinary ones, or make a new Engine of the module.",
             )
 
-    def require_outside(self, name: str) -> None:
-        """Raise `PhaseError` inside a backward, or a loop over parts."""
+    def require_not(self, name: str, *places: Where) -> None:
+        """Raise `PhaseError` for a call of a closed engine, or in one of these places."""
         self.require_not_closed()
-        self.loops.require_none(name)
-        if in_backward():
-            raise PhaseError(
-                f"{name} inside a backward.",
-                cause="a hook on a tensor or parameter called it.",
-                fix="call it after loss.backward() has returned.",
-            )
-
-    def require_no_forward(self, name: str) -> None:
-        """Raise `PhaseError` inside a forward of the module: its graph is of these parameters."""
-        if self.events.in_forward:
-            raise PhaseError(
-                f"{name} inside a forward of the engine's module.",
-                cause="a hook on the forward of the module, or of a part of it, called it.",
-                fix="note there that it is due, and call it between steps: after engine.step().",
-            )
-
-    def require_no_window(self, name: str) -> None:
-        """Raise `PhaseError` inside a window."""
-        if self.state.window.is_open:
-            raise PhaseError(
-                f"{name} inside a window (coalesce() or no_sync()).",
-                cause="the window was left open around the whole step, or gradients were asked "
-                "for before it has reduced them.",
-                fix="leave the `with` block first; what it collected is reduced at the end of "
-                "coalesce(), after no_sync() when p.grad is asked for, at the latest by step().",
-            )
+        for where in places:
+            place = PLACES[where]
+            if place.is_here(self):
+                raise PhaseError(f"{name} {place.seen}", cause=place.cause, fix=place.fix)
 
     def begin_anew(self) -> None:
         """Forget what the optimizer keeps, but for masters: no step was made. A collective."""
@@ -431,6 +392,69 @@ class Driver:
         self.running.close()
         for p in self.params.all_objects:
             OWNERS.pop(id(p), None)
+
+
+# Where a call may not be made.
+
+
+class Place(NamedTuple):
+    """A place, whether a driver is there, and what to say of a call that is made in it."""
+
+    is_here: Callable[[Driver], Any]
+    seen: str
+    cause: str
+    fix: str
+
+
+Where = Literal["backward", "forward", "window", "loop", "no loop", "left loop", "own buffers"]
+
+PLACES: dict[Where, Place] = {
+    "backward": Place(
+        lambda _: in_backward(),
+        "inside a backward.",
+        cause="a hook on a tensor or parameter called it.",
+        fix="call it after loss.backward() has returned.",
+    ),
+    "forward": Place(  # its graph is of these parameters
+        lambda driver: driver.events.calls > 0,
+        "inside a forward of the engine's module.",
+        cause="a hook on the forward of the module, or of a part of it, called it.",
+        fix="note there that it is due, and call it between steps: after engine.step().",
+    ),
+    "window": Place(
+        lambda driver: driver.state.window.is_open,
+        "inside a window (coalesce() or no_sync()).",
+        cause="the window was left open around the whole step, or gradients were asked for before "
+        "it has reduced them.",
+        fix="leave the `with` block first; what it collected is reduced at the end of coalesce(), "
+        "after no_sync() when p.grad is asked for, at the latest by step().",
+    ),
+    "loop": Place(
+        lambda driver: driver.loops.open,
+        "inside of a loop over engine.parts().",
+        cause="a call that is made once for all logical ranks, or a second loop.",
+        fix="make it after the loop, which must come to its end.",
+    ),
+    "no loop": Place(
+        lambda driver: driver.loops.buffers is not None and driver.loops.open is None,
+        "outside of engine.parts(), and the engine has logical ranks.",
+        cause="engine(batch) with the batch of this rank, of which each logical rank has a part.",
+        fix="write `for part in engine.parts(batch): engine.backward(engine(part))`.",
+    ),
+    "left loop": Place(
+        lambda driver: driver.loops.left,
+        "after a loop over engine.parts() that was left before its end.",
+        cause="break, return, or an exception that was caught outside of the loop: some logical "
+        "ranks have made no backward.",
+        fix="call engine.zero_grad(), on every rank, and go on with the next batch.",
+    ),
+    "own buffers": Place(
+        lambda driver: driver.loops.buffers is not None and driver.loops.buffers.held,
+        "between a loop over engine.parts() and step().",
+        cause="each logical rank has buffers of its own, until the update.",
+        fix="call it after engine.step().",
+    ),
+}
 
 
 # Functions of an engine's driver as methods of the engine.

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any, Self, Unpack
 
@@ -162,7 +162,7 @@ class Engine:
         """
         driver = self._driver
         driver.require_not_closed()
-        if driver.stand_ins.gone and not in_backward():
+        if driver.stand_ins.are_gone(zeroed=True) and not in_backward():
             driver.drop_if_user_did()
         driver.writes.follow(driver.state)  # what was written since the last update
         return driver.state
@@ -220,7 +220,7 @@ class Engine:
         this for a loss that was scaled already; `LayoutError` for what is no floating tensor.
         """
         self._driver.require_not_closed()
-        return self._driver.losses.learned_by_all(loss, weight)
+        return self._driver.losses.scaled(loss, weight)
 
     def scale_if_loss(self, x: Any) -> Any:
         """Return `scale(x)` of a loss that was not scaled yet; anything else as it is."""
@@ -285,8 +285,9 @@ class Engine:
         require_ordered("clip_grad_value_()", self._driver.state.setup.layout.leaves)
         state = self._driver.with_gradients(f"clip_grad_value_({clip_value})")
         for index, flat in zip(state.setup.layout.trainable, state.gradients.flats, strict=True):
-            low, high = (as_held(state, index, bound) for bound in (-clip_value, clip_value))
-            change(flat, state.device, partial(Tensor.clamp_, min=low, max=high))
+            dtype = state.setup.accumulate_dtype(index)
+            high = as_held(state, torch.tensor(clip_value, dtype=dtype, device=state.device))
+            change(flat, state.device, partial(Tensor.clamp_, min=-high, max=high))
         self._driver.stand_ins.gradients.changed()
 
     @torch._disable_dynamo
@@ -422,7 +423,7 @@ class Engine:
             )
         driver = self._driver
         require_no_anchors(driver, "load_state_dict()")
-        driver.require_no_forward("load_state_dict()")
+        driver.require_not("load_state_dict()", "forward")
         _require_fit(driver.module, state_dict, strict=strict)
         with gathered(driver.module, modify=True, mesh=driver.axis):
             return driver.module.load_state_dict(state_dict, strict=strict)
@@ -468,24 +469,10 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
 }
 _CONVERT = frozenset({"to", "cuda", "cpu", "xpu", "type", "to_empty", "share_memory", *_DTYPES})
-_OF_MODULE = frozenset(
-    {
-        "parameters",
-        "named_parameters",
-        "modules",
-        "children",
-        "named_children",
-        "named_modules",
-        "buffers",
-        "named_buffers",
-        "get_parameter",
-        "get_submodule",
-        "get_buffer",
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-    }
+_OF_MODULE = (
+    "parameters named_parameters modules children named_children named_modules buffers "
+    "named_buffers get_parameter get_submodule get_buffer register_forward_hook "
+    "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook"
 )
 """What is as well called on the module."""
 
@@ -521,7 +508,7 @@ def looked_up(engine: Any, name: str) -> Any:
             name=name,
         )
     module = engine.module
-    if name in _OF_MODULE:
+    if name in _OF_MODULE.split():
         return getattr(module, name)
     if name not in _CONVERT:
         hint = f"; its module has: engine.module.{name}" if hasattr(module, name) else ""
@@ -620,24 +607,16 @@ class MemoryReport:
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return sum(sum(kind.values()) for _, kind in self._kinds())
-
-    def _kinds(self) -> list[tuple[str, dict[torch.dtype, int]]]:
-        return [
-            ("parameters", self.parameters),
-            ("live parameters", self.live_parameters),
-            ("gradients", self.gradients),
-            ("masters", self.masters),
-            ("optimizer", self.optimizer),
-            *([("slots", self.slots)] if self.slots else []),
-        ]
+        return sum(sum(getattr(self, one.name).values()) for one in fields(self))
 
     def __str__(self) -> str:
         """One line for each kind."""
         lines = []
-        for name, kind in self._kinds():
-            text = ", ".join(f"{str(d).removeprefix('torch.')} {n:,}" for d, n in kind.items())
-            lines.append(f"{name:<16}{text or 'nothing'}")
+        for name in (one.name for one in fields(self)):
+            held = getattr(self, name).items()
+            text = ", ".join(f"{str(d).removeprefix('torch.')} {n:,}" for d, n in held)
+            if held or name != "slots":
+                lines.append(f"{name.replace('_', ' '):<16}{text or 'nothing'}")
         return "\n".join([*lines, f"{'total':<16}{self.total_bytes:,} bytes"])
 
 
@@ -645,28 +624,21 @@ def report(state: TrainState, running: Pass) -> MemoryReport:
     """Add up what a state, and the gatherer of a pass, hold."""
     masters = masters_of(state)
     apart = set(map(id, masters))
-    kept = [*optree.tree_leaves(state.optimizer, namespace=NAMESPACE), *_slots(state, "optimizer")]
+
+    def slots(kind: str) -> list[Any]:
+        held: Any = [slot for slot in state.slots.values() if slot.form.kind == kind]
+        return optree.tree_leaves(held, namespace=NAMESPACE)
+
+    kept = [*optree.tree_leaves(state.optimizer, namespace=NAMESPACE), *slots("optimizer")]
+    gradients = [*state.gradients.flats, *state.window.pending.flats]
     return MemoryReport(
         parameters=_bytes(state.params.flats),
         live_parameters=_bytes(x for full in running.gatherer.held.values() for x in full.flats),
-        gradients=_bytes(
-            [
-                *state.gradients.flats,
-                *state.window.pending.flats,
-                *_slots(state, "gradients"),
-                *_slots(state, "window"),
-            ]
-        ),
+        gradients=_bytes([*gradients, *slots("gradients"), *slots("window")]),
         masters=_bytes(masters),
         optimizer=_bytes(x for x in kept if id(x) not in apart),
-        slots=_bytes(_slots(state, "slots")),
+        slots=_bytes(slots("slots")),
     )
-
-
-def _slots(state: TrainState, kind: str) -> list[Any]:
-    """Return the tensors of slots that are counted under a kind."""
-    held: Any = [slot for slot in state.slots.values() if slot.form.kind == kind]
-    return optree.tree_leaves(held, namespace=NAMESPACE)
 
 
 def _bytes(values: Iterable[Any]) -> dict[torch.dtype, int]:

@@ -16,6 +16,7 @@ from fzero.adapter.hooks import in_backward
 from fzero.errors import CallError
 from fzero.optim import NoOptimizer
 from fzero.optim.optimizer import without_optimizer
+from fzero.optim.step_hooks import has_pre_hooks
 from fzero.state import Placement, TrainState, buffers, progress
 from fzero.state.progress import CLOSED, open_window
 from fzero.transforms.backward_pass import raises_together, reduce_agreed, refused
@@ -36,10 +37,7 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
             fix="call `loss = closure()`, whose backward brings the gradients, then engine.step() "
             "without an argument. LBFGS, which calls its closure several times, is not for ranks.",
         )
-    driver.require_outside("step()")
-    driver.require_no_forward("step()")
-    driver.require_no_window("step()")
-    driver.loops.require_whole("step()")
+    driver.require_not("step()", "loop", "backward", "forward", "window", "left loop")
     driver.say_dropped()
     if isinstance(driver.state.setup.optimizer, NoOptimizer):
         raise without_optimizer()
@@ -68,7 +66,7 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
 
     def begin() -> TrainState:
         """After the step pre hooks, which may write to gradients and to parameters."""
-        if guard.has_pre_hooks:
+        if guard.optimizer is not None and has_pre_hooks(guard.optimizer, but=1):
             driver.stand_ins.require_none_replaced()
         driver.writes.follow(driver.state)
         guard.show_state(own=True)
@@ -78,14 +76,13 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
         """Before the step post hooks, which read the new parameters."""
         guard.show_state(own=False)
         weighted = state.setup.reduction.weighted
-        guard.note(guard.norm, was_empty=weighted and bool((new.step == state.step).all()))
+        guard.was_empty = weighted and bool((new.step == state.step).all())
         driver.stand_ins.drop()
         driver.put(new)
         driver.published()
 
     with guard.stepping():
-        _, norm = update(state, agreed.unused, begin=begin, end=end)
-    guard.note(norm, was_empty=guard.was_empty)
+        _, guard.norm = update(state, agreed.unused, begin=begin, end=end)
     if driver.loops.buffers is not None:
         driver.loops.buffers.merge(driver.state.setup, driver.running.performer)
     return True
@@ -93,13 +90,12 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
 
 def zero_grad(driver: Driver) -> progress.Progress:
     """Throw away every gradient; return the progress from before. No collective in a window."""
-    driver.require_not_closed()
-    driver.loops.require_none("zero_grad()")
-    driver.loops.end()
+    driver.require_not("zero_grad()", "loop")
+    driver.loops.left = False
     if not in_backward():
         driver.events.abandon()  # the gradients of a backward that raised are thrown away
         driver.running.put_aside()  # and those that came inside of a forward
-    driver.guard.note(None, was_empty=driver.guard.was_empty)
+    driver.guard.norm = None
     if not driver.state.window.is_open:
         driver.call("zero_grad()")
         driver.put(forgotten(driver.state))
@@ -141,11 +137,11 @@ def no_sync(driver: Driver) -> Iterator[None]:
 @contextmanager
 def _window(driver: Driver, name: str) -> Iterator[None]:
     """Gradients of the block wait, unreduced. One that raises leaves what was there before."""
-    driver.require_outside(name)
-    driver.require_no_window(name)
+    driver.require_not(name, "loop", "backward", "window")
     driver.wait()
-    opened = open_window(replace(driver.state.window, pending=CLOSED.pending))
-    driver.enter_window(renewed(driver.state, "window").replace(window=opened))
+    driver.outside = before = driver.state
+    opened = open_window(replace(before.window, pending=CLOSED.pending))
+    driver.put(renewed(before, "window").replace(window=opened))
     good, error = False, None
     try:
         yield
@@ -157,7 +153,7 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
         driver.wait()
         if good:
             driver.drop_if_user_did()
-        now, before = driver.state, driver.leave_window()
+        now, before, driver.outside = driver.state, driver.outside, None
         if good:
             waits = before.window.pending
             if now.window.pending.held:  # with what waited before, for one reduction

@@ -75,7 +75,10 @@ def _written(wanted: Sequence[Tensor], axis: Axis, source: int) -> Iterator[list
     try:
         with torch.no_grad():  # else torch refuses a write to a parameter that learns
             # What is written into an encoded one must be encoded: its placeholder sees to that.
-            yield [p.detach() if _is_encoded(p) else _full([p])[0] for p in wanted]
+            yield [
+                p.full() if isinstance(p, LazyParam) and p.codec is None else p.detach()
+                for p in wanted
+            ]
     finally:
         for owner, units in held:
             owner.let_go(units, source)
@@ -101,8 +104,8 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
     known = (OWNERS.get(id(p)) for p in wanted)
     drivers = list({id(one): one for one in known if one is not None}.values())
     inside = any(driver.running.phase.runs for driver in drivers)  # of a forward or a backward
-    full = _full(wanted)
-    before, refused = _seen(full, sums=not inside), _refused(owners)
+    full = [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
+    before, refused = _seen(full, sums=not inside), sum(owner.refused for owner in owners)
     error: BaseException | None = None
     try:
         yield full
@@ -111,8 +114,8 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
         raise
     finally:
         wrote = _seen(full, sums=not inside) != before
-        if error is not None and _refused(owners) != refused:  # not one that was caught
-            wrote = True
+        if error is not None:  # of a write that a placeholder has refused; not one that was caught
+            wrote = wrote or sum(owner.refused for owner in owners) != refused
         for owner, units in held:
             owner.let_go(units, None)
         ranks = [0] if wrote else []
@@ -158,19 +161,6 @@ def _performers(wanted: Sequence[Tensor], axis: Axis) -> list[Performer]:
         if performer is not None:
             found.setdefault(id(performer), performer)
     return list(found.values())
-
-
-def _full(wanted: Sequence[Tensor]) -> list[Tensor]:
-    return [p.full() if isinstance(p, LazyParam) else p.detach() for p in wanted]
-
-
-def _is_encoded(p: Any) -> bool:
-    return isinstance(p, LazyParam) and p.codec is not None
-
-
-def _refused(owners: Sequence[Any]) -> int:
-    """How many writes placeholders have refused."""
-    return sum(owner.refused for owner in owners)
 
 
 def _seen(full: Sequence[Tensor], *, sums: bool) -> list[int]:

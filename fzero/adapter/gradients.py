@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from fzero.errors import LayoutError, PhaseError
 from fzero.machine.offload import change
 from fzero.machine.packing import LeafRange, hashed, leaf_ranges
 from fzero.machine.placeholder import Memoryless
-from fzero.state import Buffers, Layout, Setup, TrainState
+from fzero.state import Buffers, Setup, TrainState
 from fzero.state.layout import as_bits, as_complex, as_real, stored_dtype
 from fzero.state.progress import without_use
 from fzero.transforms.loss_scale import without_scale
@@ -39,24 +39,22 @@ class StandIns:
 
     They are of one generation of the gradients: where those are dropped, others take their places.
 
-    learning: the parameter objects that learn, each with its leaf. standing: whether stand-ins are
-    in their places.
+    standing: whether stand-ins are in their places.
     """
 
-    def __init__(self, driver: Any, learning: Sequence[tuple[Tensor, int]]) -> None:
-        self._driver, self._learning = driver, learning
-        setup = driver.state.setup
-        self._paths = [setup.layout.leaves[leaf].path for _, leaf in learning]
-        self._addresses = addresses_of(setup, [leaf for _, leaf in learning])
+    def __init__(self, driver: Any) -> None:
+        self._driver, setup = driver, driver.state.setup
+        self._addresses = addresses_of(setup, [leaf for _, leaf in driver.params.learning])
         self._begin_generation()
 
     def _begin_generation(self) -> None:
-        self.gradients = GradGeneration(self._driver, self._addresses)
+        leaves = self._driver.state.setup.layout.leaves
+        self.gradients = made = GradGeneration(self._driver, self._addresses)
         self._begun = self.standing = False
         self._graph = False  # whether a backward of create_graph=True has brought some
         self._of = {
-            id(p): (p, ShardedGrad(p, number, path, self.gradients))
-            for number, ((p, _), path) in enumerate(zip(self._learning, self._paths, strict=True))
+            id(p): (p, ShardedGrad(p, number, leaves[leaf].path, made))
+            for number, (p, leaf) in enumerate(self._driver.params.learning)
         }
 
     def stand(self) -> None:
@@ -90,7 +88,7 @@ class StandIns:
         self._begun = True
         self._graph = self._graph or torch.is_grad_enabled()
         p.grad = held = self._of[id(p)][1]
-        held.stand_for(task)
+        held.task, held.arrived = task, None
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there. The state has the gradients still."""
@@ -148,8 +146,9 @@ class StandIns:
         others = [(p, p.grad, held) for p, held in self._of.values() if p.grad is not held]
         for p, gradient, held in others:
             if gradient is not None and p is not first:
-                raise LayoutError(
-                    f"p.grad of {held.path} was replaced by a tensor before a backward.",
+                raise _replaced(
+                    held,
+                    "by a tensor before a backward",
                     cause="p.grad = g, and a backward that would add to it, or a hook, before "
                     "engine.step() or engine.full_gradients() has taken it.",
                     fix="write p.grad.copy_(g), or engine.set_full_gradient(path, g), the same on "
@@ -162,29 +161,28 @@ class StandIns:
             self.gradients.remove(held)
         return False
 
-    @property
-    def gone(self) -> bool:
-        """Whether every `p.grad` is None, or zero, where stand-ins were."""
-        zeroed = self.gradients.zeroed
+    def are_gone(self, *, zeroed: bool) -> bool:
+        """Whether every `p.grad` is None where stand-ins were; or `zeroed`, where that counts."""
+        gone = self.gradients.zeroed if zeroed else ()
         return self.standing and all(
-            p.grad is None or held.number in zeroed for p, held in self._of.values()
+            p.grad is None or held.number in gone for p, held in self._of.values()
         )
-
-    @property
-    def removed(self) -> bool:
-        """Whether every `p.grad` is None where stand-ins were."""
-        return self.standing and all(p.grad is None for p, _ in self._of.values())
 
     def require_none_replaced(self) -> None:
         """Raise `LayoutError` if a step pre hook has put something else into a `p.grad`."""
         for p, held in self._of.values() if self.standing else ():
             if p.grad is not held:
-                raise LayoutError(
-                    f"p.grad of {held.path} was replaced in a step pre hook.",
+                raise _replaced(
+                    held,
+                    "in a step pre hook",
                     cause="p.grad = None, optimizer.zero_grad() or p.grad = g in the hook.",
                     fix="write to the gradient in place (p.grad.mul_(x), clipping by torch's own "
                     "functions), or by engine.set_full_gradient(path, value).",
                 )
+
+
+def _replaced(held: ShardedGrad, how: str, *, cause: str, fix: str) -> LayoutError:
+    return LayoutError(f"p.grad of {held.path} was replaced {how}.", cause=cause, fix=fix)
 
 
 class _NoGraph(torch.autograd.Function):
@@ -215,20 +213,14 @@ class GradGeneration:
 
     def __init__(self, driver: Any, addresses: Sequence[GradientAddress]) -> None:
         self._driver, self._addresses = weakref.ref(driver), addresses
-        state = driver.state
-        self.device, self.stage = state.device, state.stage
-        self._layout, self._alone = state.setup.layout, state.setup.axis.size == 1
+        self.device, self.stage = driver.state.device, driver.state.stage
+        self._layout, self._is_alone = driver.state.setup.layout, driver.axis.size == 1
         self._ended = False
         self._kept: TrainState | None = None  # with what they were when they ended
         self._are_reduced, self.edits = False, 0
         self._written: list[tuple[str, str, Sequence[Any]]] = []
         self._norms: dict[float, dict[int, Tensor]] = {}
         self.zeroed, self.removed = set[int](), set[int]()
-
-    @property
-    def shows(self) -> bool:
-        """Whether each rank has all elements."""
-        return self.stage == 0
 
     def arrived(self) -> None:
         """A backward has brought others: what is known of them holds no more."""
@@ -262,10 +254,10 @@ class GradGeneration:
 
         Raises `PhaseError` if nobody has them.
         """
-        driver: Any = self._driver()
-        gone = driver is None
-        if not (gone or self._ended) and driver.stand_ins.removed and not in_backward():
-            driver.drop_if_user_did()
+        if not self._ended:
+            driver = self._open()
+            if not in_backward() and driver.stand_ins.are_gone(zeroed=False):
+                driver.drop_if_user_did()
         if self._ended and self._kept is None:
             raise PhaseError(
                 f"a gradient of {path} from before it was dropped or used.",
@@ -274,13 +266,25 @@ class GradGeneration:
                 fix="take a copy while it is there: engine.full_gradient(path), or p.grad.clone() "
                 "at stage 0.",
             )
-        if gone and not self._ended:
+        return self
+
+    def _open(self) -> Any:
+        """Return the driver. Raises `PhaseError` if its engine was closed, or is gone."""
+        driver = self._driver()
+        if driver is None:
             raise PhaseError(
                 "p.grad is the stand-in of an engine that is gone.",
                 cause="the engine was made in a function, and nothing holds it any more.",
-                fix="keep the engine for as long as its module is used, or close() it.",
+                fix="keep the engine for as long as its module, or a p.grad that was kept, is "
+                "used; or close() it.",
             )
-        return self
+        driver.require_not_closed()
+        return driver
+
+    @property
+    def shows(self) -> bool:
+        """Whether each rank has all elements."""
+        return self.stage == 0
 
     @property
     def at_hand(self) -> bool:
@@ -319,24 +323,27 @@ class GradGeneration:
     def require_no_window(self, name: str) -> None:
         """Raise `PhaseError` inside a window, where gradients are not reduced."""
         if not self._ended:
-            self._open().require_no_window(name)
+            self._open().require_not(name, "window")
 
     def norm(self, held: ShardedGrad, order: float) -> Tensor:
         """Return the norm of a gradient. A collective for the first one, which computes all."""
         if order not in self._norms:
             name = f"p.grad.norm({order:g})"
             with torch.inference_mode(False), torch.no_grad():
-                if self._kept is None:
+                if (state := self._kept) is None:
                     state = self._reduced(name)
                 else:
                     self._open().call(f"{name} of an earlier gradient")
-                    state = self._kept
                 self._norms[order] = norms_of(state, order)
-        return self._addresses[held.number].norm(self._norms[order])
+        address = self._addresses[held.number]
+        norm = self._norms[order][address.here.leaf].clone()
+        return norm if address.leads else torch.zeros_like(norm)
 
     def range(self, held: ShardedGrad) -> tuple[int, int]:
         """Return which elements of a gradient this rank has: the first, and the one behind."""
-        return self._addresses[held.number].range(self._layout)
+        here = self._addresses[held.number].here
+        by = 2 if self._layout.leaves[here.leaf].dtype.is_complex else 1
+        return here.start // by, here.stop // by
 
     def piece(self, held: ShardedGrad, name: str) -> Tensor:
         """Return those, as an update would use them: [n], a copy. A collective."""
@@ -348,11 +355,11 @@ class GradGeneration:
         require_unweighted(state)
         with torch.inference_mode(False), torch.no_grad():
             state = state if self.at_hand else self._reduced("reading p.grad")
-            return self._addresses[held.number].values(state).to(held.dtype)
+            return self._addresses[held.number].piece(state).view(held.leaf_shape).to(held.dtype)
 
     def compared(self, operands: Sequence[Any]) -> list[Any]:
         """Return what ranks compare of the operands of an operator: numbers, and digests."""
-        if self._alone:
+        if self._is_alone:
             return []
         given = [x.compared if isinstance(x, ShardedGrad) else (x,) for x in operands]
         every = [x for some in given for x in some if not isinstance(x, Memoryless)]
@@ -366,8 +373,11 @@ class GradGeneration:
         address, state = self._addresses[held.number], self._to_edit(name)
         made = as_real(run(address.piece(state))).reshape(-1)
         if address.leads:
-            kept = times_factor(state, [unaveraged(state, made)])[0]
-            change(address.flat(state), state.device, lambda home: home.copy_(kept))
+            kept, home = (
+                as_held(state, made),
+                address.here.of(state.gradients.flats[address.number]),
+            )
+            change(home, state.device, lambda home: home.copy_(kept))
         elif made.any():
             raise held.refusal(f"{name}, of a second parameter on one memory")
         self._note(held, name, operands)
@@ -388,16 +398,20 @@ class GradGeneration:
     def _clear(self, held: ShardedGrad, how: str, *, unused: int) -> None:
         driver, address = self._open(), self._addresses[held.number]
         self._note(held, how, ())
-        if not address.leads:
-            return
 
         def cleared(state: TrainState) -> TrainState:
-            for piece in pieces_of(state, address):
-                piece.zero_()
+            layout, pending = state.setup.layout, state.window.pending
+            if state.gradients.held:
+                address.here.of(state.gradients.flats[address.number]).zero_()
+            if pending.held:
+                begin = layout.groups[address.index].offsets[address.here.position]
+                numel = layout.leaves[address.here.leaf].numel
+                pending.flats[address.number][begin : begin + numel].zero_()
             return state.replace(progress=without_use(state.progress, unused))
 
-        with torch.inference_mode(False), torch.no_grad():
-            driver.put_each(cleared)
+        if address.leads:
+            with torch.inference_mode(False), torch.no_grad():
+                driver.put_each(cleared)
 
     def _note(self, held: ShardedGrad, name: str, operands: Sequence[Any]) -> None:
         self._written.append((held.path, name, operands))
@@ -426,18 +440,6 @@ class GradGeneration:
         self._are_reduced = True
         return state
 
-    def _open(self) -> Any:
-        """Return the driver. Raises `PhaseError` if its engine was closed, or is gone."""
-        driver = self._driver()
-        if driver is None:
-            raise PhaseError(
-                "an earlier gradient of an engine that is gone.",
-                cause="a p.grad that was kept, and nothing holds the engine any more.",
-                fix="keep the engine for as long as its gradients are used, or copies of them.",
-            )
-        driver.require_not_closed()
-        return driver
-
 
 def _waits(state: TrainState) -> bool:
     return state.window.is_open or state.window.pending.held
@@ -454,30 +456,22 @@ class GradientAddress(NamedTuple):
     index: int  # of its group
     here: LeafRange  # what this rank's part has of it
 
-    def norm(self, norms: Mapping[int, Tensor]) -> Tensor:
-        """Its own of the norms by leaf."""
-        norm = norms[self.here.leaf].clone()
-        return norm if self.leads else torch.zeros_like(norm)
-
-    def range(self, layout: Layout) -> tuple[int, int]:
-        """Which of its elements this rank has."""
-        by = 2 if layout.leaves[self.here.leaf].dtype.is_complex else 1
-        return self.here.start // by, self.here.stop // by
-
-    def flat(self, state: TrainState) -> Tensor:
-        """What this rank holds of it: a view."""
-        return self.here.of(state.gradients.flats[self.number])
-
     def piece(self, state: TrainState) -> Tensor:
         """This rank's elements of it as an update would use them: [n], a copy."""
-        found = averaged(state, without_scale(state, self.flat(state)))
+        found = used(state, self.here.of(state.gradients.flats[self.number]))
         found = found if self.leads else torch.zeros_like(found)
         is_complex = state.setup.layout.leaves[self.here.leaf].dtype.is_complex
         return as_complex(found) if is_complex else found
 
-    def values(self, state: TrainState) -> Tensor:
-        """All of its elements, of a state that has them on each rank."""
-        return self.piece(state).view(state.setup.layout.leaves[self.here.leaf].shape)
+
+def used(state: TrainState, gradient: Tensor) -> Tensor:
+    """A gradient that a state holds as an update uses it."""
+    return averaged(state, without_scale(state, gradient))
+
+
+def as_held(state: TrainState, gradient: Tensor) -> Tensor:
+    """The other way round."""
+    return times_factor(state, [unaveraged(state, gradient)])[0]
 
 
 def addresses_of(setup: Setup, learning: Sequence[int]) -> list[GradientAddress]:
@@ -491,16 +485,6 @@ def addresses_of(setup: Setup, learning: Sequence[int]) -> list[GradientAddress]
             nothing = LeafRange(position, leaf, 0, 0, 0)
             where[leaf] = number, index, here.get(leaf, nothing)
     return [GradientAddress(first[leaf] == i, *where[leaf]) for i, leaf in enumerate(learning)]
-
-
-def pieces_of(state: TrainState, address: GradientAddress) -> Iterator[Tensor]:
-    """What this rank holds of a gradient: reduced, and not yet."""
-    if state.gradients.held:
-        yield address.here.of(state.gradients.flats[address.number])
-    pending, layout = state.window.pending, state.setup.layout
-    if pending.held:
-        begin = layout.groups[address.index].offsets[address.here.position]
-        yield pending.flats[address.number][begin : begin + layout.leaves[address.here.leaf].numel]
 
 
 def norms_of(state: TrainState, order: float) -> dict[int, Tensor]:
@@ -538,12 +522,3 @@ def require_unweighted(state: TrainState) -> None:
             cause="engine.backward(loss, weight=), and code that looks at p.grad.",
             fix="engine.full_gradient(path), on every rank, divides by the total.",
         )
-
-
-def as_held(state: TrainState, index: int, bound: Any) -> Any:
-    """A bound of what an update uses, as one of what the state holds of a group."""
-    if bound is None:
-        return None
-    dtype = state.setup.accumulate_dtype(index)
-    bound = torch.as_tensor(bound, dtype=dtype, device=state.device)
-    return times_factor(state, [unaveraged(state, bound)])[0]

@@ -12,13 +12,13 @@ never comes.
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from fzero.adapter.module import refuse_load
 from fzero.context.modes import computed_in, for_training, in_transform, other_autocast
-from fzero.errors import PhaseError
 from fzero.machine.placeholder import not_for_jit
 from fzero.state import hooks
 from fzero.state.effects import DropBackward, QueueCallback, RunEpilogue
@@ -42,12 +41,6 @@ current_graph_task = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """Return whether a backward runs in this thread."""
     return current_graph_task() >= 0
-
-
-def at_end_of_graph_task(callback: Callable[[], None]) -> None:
-    """Have autograd call it at the end of the graph task that runs."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(callback)
 
 
 def register_first(p: Any, hook: Callable[[Tensor], None]) -> Any:
@@ -117,23 +110,17 @@ class _Forward(NamedTuple):
 class Events:
     """Registers the hooks of one engine, and takes them off.
 
-    learning: the parameter objects that learn, each with the leaf that it is. autocast: the dtype
-    of the one that forwards run in, if any. on: the driver, which acts on forwards and backwards.
+    on: the driver, which acts on forwards and backwards. calls: of the module that are under way,
+    its hooks of forwards among them.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        learning: Sequence[tuple[Tensor, int]],
-        autocast: torch.dtype | None,
-        device: torch.device,
-        on: Any,
-    ) -> None:
-        self._on, self._autocast, self._device, self._warned = on, autocast, device, False
+    def __init__(self, on: Any) -> None:
+        self._on, module = on, on.module
+        self._autocast, self._device = on.state.setup.policy.autocast, on.state.device
+        self._warned = False
         self._running: list[_Forward] = []
-        self._calls = 0  # of the module that are under way, its hooks of forwards among them
+        self.calls = 0
         self._stands_in = _stands_in(module)
-        self._learning = [p for p, _ in learning]
         self._last = module.register_forward_hook(ModuleHook(self._after_hooks), always_call=True)
         self._handles = [
             self._last,
@@ -144,7 +131,7 @@ class Events:
                 for part in module.modules()
             ],
         ]
-        self.backwards = Backwards(learning, on, lambda: bool(self._running))
+        self.backwards = Backwards(on, lambda: bool(self._running))
 
     def remove(self) -> None:
         """Take every hook off."""
@@ -153,24 +140,19 @@ class Events:
         for handle in self._handles:
             handle.remove()
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether a forward of the module runs, or a hook on its end."""
-        return self._calls > 0
-
     def abandon(self) -> None:
         """An exception ended a forward or a backward."""
         self._leave_forwards()
         self.backwards.reset()
 
     def _leave_forwards(self) -> None:
-        self._calls = 0
+        self.calls = 0
         while self._running:
             self._running.pop().entered.close()
 
     def _before_forward(self, module: Any, args: Any) -> None:
         entered, outermost = ExitStack(), not self._running
-        self._calls += 1
+        self.calls += 1
         if next(reversed(module._forward_hooks)) != self._last.id:  # the user's hooks come before
             module._forward_hooks.move_to_end(self._last.id)
         if outermost and self._autocast is not None and not self._warned:
@@ -197,20 +179,17 @@ class Events:
         forward.entered.close()
         if not forward.is_own:
             return
-        trains = torch.is_grad_enabled() and self._watch(tensors_in(output, {}))
+        trains = False
+        if torch.is_grad_enabled() and any(p.requires_grad for p, _ in self._on.params.learning):
+            outputs = [x for x in tensors_in(output, {}) if x.grad_fn is not None]
+            self.backwards.watch(outputs)  # a backward can come from them
+            trains = bool(outputs)
         error = sys.exc_info()[1]  # torch calls this hook while it handles what the forward raised
         raised = error if output is None and error is not forward.handled else None
         for_training(self._on.forward_ends, trains=trains, raised=raised)
 
     def _after_hooks(self, *_: Any) -> None:
-        self._calls = max(self._calls - 1, 0)
-
-    def _watch(self, outputs: Iterable[Tensor]) -> bool:
-        """Watch the outputs of a root forward: True if a backward can come from them."""
-        learns = any(p.requires_grad for p in self._learning)  # not while all of it is frozen
-        watched = [x for x in outputs if x.grad_fn is not None] if learns else []
-        self.backwards.watch(watched)
-        return bool(watched)
+        self.calls = max(self.calls - 1, 0)
 
 
 def tensors_in(value: Any, seen: dict[int, Any]) -> Iterator[Tensor]:
@@ -257,21 +236,17 @@ def _stands_in(module: nn.Module) -> Callable[[], bool]:
 class Backwards:
     """The hooks of an engine's outputs and parameters, and the record of what they have seen.
 
-    learning: the parameter objects that learn, each with the leaf that it is. on: the driver, which
-    acts on what a backward does. in_forward: whether a root forward is running: a backward inside
-    of one begins nothing.
+    on: the driver, which acts on what a backward does. in_forward: whether a root forward is
+    running: a backward inside of one begins nothing.
     """
 
-    def __init__(
-        self, learning: Sequence[tuple[Tensor, int]], on: Any, in_forward: Callable[[], bool]
-    ) -> None:
+    def __init__(self, on: Any, in_forward: Callable[[], bool]) -> None:
         self._on, self._in_forward = on, in_forward
         self._hooks = HookState()
         self._uncounted = 0  # hooks that the record does not have yet: see `hooks`
         self._own_task: int | None = None  # whose hooks change nothing but counts
-        self._nested = -1  # a graph task that ran while another one's backward is open
-        self._apart = False  # that task ended, and nothing came of the one that is open since
-        self._handles = [register_first(p, self._hook_of(leaf)) for p, leaf in learning]
+        self._has_raised = False  # the backward that is open; nobody has acted on it yet
+        self._handles = [register_first(p, self._hook_of(leaf)) for p, leaf in on.params.learning]
 
     @property
     def hooks(self) -> HookState:
@@ -301,7 +276,7 @@ class Backwards:
 
     def _enter(self, task: int, first: Tensor | None) -> None:
         """A backward begins; one that is still open has raised, and is dropped."""
-        self._drop_what_raised()
+        self.reset()
         self._on.backward_begins(first)
         self._apply(hooks.enter_backward)
         self._apply(hooks.queue_post_backward_callback, graph_task_id=task)
@@ -324,60 +299,37 @@ class Backwards:
         if task == self._own_task:  # all but the first hook of a backward, mostly
             self._on.received(leaf, p, task, task)
             self._uncounted += 1
-            self._apart = False
             return
-        if not self.hooks.backward_active_depth and not self._in_forward():
+        if self._has_raised or not (self.hooks.backward_active_depth or self._in_forward()):
             self._enter(task, p)  # it came by another way than an output
         around = self.hooks.post_backward_callback_graph_task_id
         self._on.received(leaf, p, task, around, first=True)
-        state = self.hooks
-        inside = state.backward_active_depth > 0
-        if inside and task != state.post_backward_callback_graph_task_id:
-            # It runs inside of that one (reentrant checkpointing), or that one has raised.
-            if task != self._nested:
-                self._nested = task
-                at_end_of_graph_task(self._another_completed)
-        else:
-            self._apart = False
         # The callback decides when the backward is over: nobody asks autograd what it will run.
+        # Another task runs inside of that of the callback (reentrant checkpointing).
         self._apply(
             hooks.update_hook_state_and_maybe_run_epilogue,
-            expected=state.hooks_fired_this_backward + 1,
+            expected=self.hooks.hooks_fired_this_backward + 1,
             graph_task_id=task,
         )
 
-    def _another_completed(self) -> None:
-        self._apart = True
-
     @torch._disable_dynamo
     def _on_completed(self, task: int) -> None:
-        self._nested, self._apart = -1, False
         self._apply(hooks.graph_completed, graph_task_id=task)
+
+    def _on_gone(self, task: int) -> None:
+        """Autograd has let the callback of a graph task go; without a call, if that has raised."""
+        self._has_raised |= task == self._hooks.post_backward_callback_graph_task_id
 
     # What raised.
 
     def drop_unfinished(self) -> None:
         """Outside of every graph task, a backward that is still open has raised: drop it."""
         if self.hooks.unfinished and not in_backward():
-            self._drop_what_raised()
-
-    def _drop_what_raised(self) -> None:
-        """Start again. Raises `PhaseError` if a whole backward is dropped with one that raised."""
-        apart = self._apart
-        self.reset()
-        if apart:
-            raise PhaseError(
-                "a backward raised, and before the engine was used again another one ran, "
-                "which did not come from the module's outputs. Both were dropped.",
-                cause="an exception of loss.backward() that was caught, and then a backward of "
-                "a submodule: the engine cannot tell its gradients from those of the first.",
-                fix="use engine.backward(loss), which sees the exception, or call "
-                "engine.zero_grad() after it; then run the second backward again.",
-            )
+            self.reset()
 
     def reset(self) -> None:
         """Forget the backward that is open; what it has brought is dropped."""
-        self._nested, self._apart = -1, False
+        self._has_raised = False
         self._apply(hooks.reset_for_new_step)
 
     # Transitions and effects.
@@ -390,7 +342,10 @@ class Backwards:
         for effect in effects:
             match effect:
                 case QueueCallback(task):
-                    at_end_of_graph_task(functools.partial(self._on_completed, task))
+                    engine: Any = torch.autograd.Variable._execution_engine
+                    end = partial(weakly(self._on_completed), task)
+                    weakref.finalize(end, weakly(self._on_gone), task)
+                    engine.queue_callback(end)
                 case RunEpilogue():
                     self._on.backward_ends()
                 case DropBackward():

@@ -10,7 +10,7 @@ A loop that is left before its end brings nothing, and `step()` says so.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from fzero.collectives import Performer, broadcast
 from fzero.errors import AxisError, PhaseError
 from fzero.machine.module_buffers import is_own
 from fzero.ranks.mesh import Carried, carrying, running_on
-from fzero.state import Setup, TrainState
+from fzero.state import Setup
 from fzero.transforms.backward_pass import Pass, raises_together
 from fzero.transforms.logical_ranks import (
     Rows,
@@ -68,8 +68,7 @@ def parts(  # noqa: D417
         >>> engine.step(), model.weight.data
         (True, tensor([[0.7500, 0.7500]]))
     """
-    driver.require_outside("engine.parts()")
-    driver.require_no_forward("engine.parts()")
+    driver.require_not("engine.parts()", "loop", "backward", "forward")
     setup = driver.state.setup
     # The others wait at the end of their loops.
     with raises_together(None if setup.logical is None else setup.axis):
@@ -80,20 +79,22 @@ def parts(  # noqa: D417
 def _each(driver: Any, made: Sequence[Any]) -> Iterator[Any]:
     driver.wait()
     driver.drop_if_user_did()
+    driver.require_not("engine.parts()", "loop", "left loop")
     loops = driver.loops
-    loop, whole = loops.begin(), False
+    loop = loops.open = Loop(loops)
+    loops.left = True
     try:
         for place, part in enumerate(made):
             loop.begin(place)
             yield part
             driver.drop_unfinished()
             loop.end()
-        loops.end()
+        loops.open = None
         loop.close()
-        whole = True
+        loops.left = False
     finally:
-        if not whole:  # nothing of it counts, and other ranks are told
-            loops.end(left=True)
+        if loops.left:
+            loops.open = None
             loop.leave()
             driver.events.abandon()
     driver.show_gradients()
@@ -102,110 +103,58 @@ def _each(driver: Any, made: Sequence[Any]) -> Iterator[Any]:
 class Loops:
     """The loops of an engine over its parts: the one that runs, and what is left of one.
 
-    running: the pass of the engine. own: paths of buffers that each rank has for itself.
+    running: the pass of the engine. own: paths of buffers that each rank has for itself. left: one
+    was left before its end, since gradients were thrown away. made: backwards of each logical rank
+    since the update.
     """
 
     def __init__(self, running: Pass, module: nn.Module, own: Collection[str]) -> None:
-        self._running = running
+        self.running = running
         self.open: Loop | None = None
-        self.left = False  # one was left before its end, since gradients were thrown away
-        self._made: dict[int, int] = {}  # backwards of each logical rank since the update
+        self.left = False
+        self.made: dict[int, int] = {}
         has = running.states[0].setup.logical is not None
         self.buffers = _Buffers(module, own) if has else None
-
-    def begin(self) -> Loop:
-        """Begin a loop."""
-        self.require_none("engine.parts()")
-        self.require_whole("engine.parts()")
-        if not self._running.states[0].progress.backwards:
-            self._made.clear()
-        assert self.buffers is not None
-        self.open = Loop(self._running, self.buffers, self._made)
-        return self.open
-
-    def end(self, *, left: bool = False) -> None:
-        """The loop has come to its end, or was `left`; or all gradients are thrown away."""
-        self.open, self.left = None, left
-
-    def require_open(self) -> None:
-        """Raise `PhaseError` for a backward outside of a loop, where logical ranks are."""
-        if self.buffers is not None and self.open is None:
-            raise PhaseError(
-                "a backward outside of engine.parts(), and the engine has logical ranks.",
-                cause="engine(batch) with the batch of this rank, of which each logical rank has "
-                "a part.",
-                fix="write `for part in engine.parts(batch): engine.backward(engine(part))`.",
-            )
-
-    def require_none(self, name: str) -> None:
-        """Raise `PhaseError` inside of a loop."""
-        if self.open is not None:
-            raise PhaseError(
-                f"{name} inside of a loop over engine.parts().",
-                cause="a call that is made once for all logical ranks, or a second loop.",
-                fix="make it after the loop, which must come to its end.",
-            )
-
-    def require_settled(self, name: str) -> None:
-        """Raise `PhaseError` while logical ranks have buffers of their own."""
-        if self.buffers is not None and self.buffers.held:
-            raise PhaseError(
-                f"{name} between a loop over engine.parts() and step().",
-                cause="each logical rank has buffers of its own, until the update.",
-                fix="call it after engine.step().",
-            )
-
-    def require_whole(self, name: str) -> None:
-        """Raise `PhaseError` after a loop that was left."""
-        if self.left:
-            raise PhaseError(
-                f"{name} after a loop over engine.parts() that was left before its end.",
-                cause="break, return, or an exception that was caught outside of the loop: some "
-                "logical ranks have made no backward.",
-                fix="call engine.zero_grad(), on every rank, and go on with the next batch.",
-            )
 
 
 class Loop:
     """One loop: which logical rank runs, and what they have brought."""
 
-    def __init__(self, running: Pass, buffers: _Buffers, made: dict[int, int]) -> None:
-        self._running, self._buffers, self._made = running, buffers, made
-        self._first = running.states[0]
+    def __init__(self, loops: Loops) -> None:
+        assert loops.buffers is not None
+        self._running, self._made, self._buffers = loops.running, loops.made, loops.buffers
+        self._first = self._running.states[0]
+        if not self._first.progress.backwards:
+            self._made.clear()
         setup = self._first.setup
-        assert setup.logical is not None
-        self._logical, self._axis = setup.logical, setup.axis
-        self.ranks = setup.carried(setup.axis.rank)
+        self._ranks = setup.carried(setup.axis.rank)
         self._rows = Rows(self._first) if setup.carries_several else None
         self._entered, self._drawn = ExitStack(), ExitStack()
-        self._place, self._call, self._most = -1, 0, 0
-
-    @property
-    def _state(self) -> TrainState:
-        return self._running.states[0]
+        self._place = self._call = self._most = 0
 
     def begin(self, place: int) -> None:
         """A logical rank begins."""
+        setup, rank = self._first.setup, self._ranks[place]
+        assert setup.logical is not None
         self._place, self._call = place, 0
+        self._made.setdefault(rank, self._first.progress.backwards)  # on any number of ranks
         if self._rows is not None:
             self._running.put(0, self._rows.view(place))
-        rank = self.ranks[place]
         self._buffers.load(rank)
-        self._entered.enter_context(running_on(self._axis))
-        carried = Carried(self._logical.ranks, self.ranks, rank)
-        self._entered.enter_context(carrying(carried))
+        self._entered.enter_context(running_on(setup.axis))
+        self._entered.enter_context(carrying(Carried(setup.logical.ranks, self._ranks, rank)))
         self._draw()
 
     def _draw(self) -> None:
         """Set the generators for the next call."""
+        first, rank = self._first, self._ranks[self._place]
+        assert first.setup.logical is not None
         self._drawn.close()
-        first, rank = self._first, self.ranks[self._place]
-        before = self._made.get(rank, first.progress.backwards)  # its own, on any number of ranks
         self._drawn.enter_context(
             generators_of(
-                self._logical.seed,
+                first.setup.logical.seed,
                 update=int(first.step),
-                call=before + self._call,
+                call=self._made[rank],
                 logical_rank=rank,
                 device=first.device,
             )
@@ -213,64 +162,57 @@ class Loop:
 
     def took(self, before: int) -> None:
         """A backward is over. before: how many there were."""
-        if self._state.progress.backwards == before:
+        state = self._running.states[0]
+        if state.progress.backwards == before:
             return
         if self._rows is not None:
-            self._running.put(0, self._rows.took(self._place, self._call, self._state))
+            self._running.put(0, self._rows.took(self._place, self._call, state))
         self._call += 1
+        self._made[self._ranks[self._place]] += 1
         self._draw()
 
     def end(self) -> None:
         """The logical rank is done."""
-        rank = self.ranks[self._place]
-        before = self._made.get(rank, self._first.progress.backwards)
-        self._made[rank] = before + self._call
         self._most = max(self._most, self._call)
-        self._exit()
-        self._buffers.save(rank)
-        if self._rows is not None:
-            held = self._state.window.pending.held and not self._rows.waits
-            if held and (self._call or not self._first.window.pending.held):
+        self._drawn.close()
+        self._entered.close()
+        self._buffers.save(self._ranks[self._place])
+        if (rows := self._rows) is None:
+            return
+        state = self._running.states[0]
+        if state.window.pending.held and not rows.waits:
+            if self._call or not self._first.window.pending.held:
                 raise PhaseError(
                     "a backward inside of a forward, in a loop over engine.parts().",
                     cause="gradients that come outside of a backward of the loss.",
                     fix="leave logical_ranks= out, or make one backward of both.",
                 )
-            state = self._state
-            if held:  # what waited for a backward that did not come
-                state, self._most = self._rows.took(self._place, 0, state), max(self._most, 1)
-            self._rows.end(self._place, state)
-
-    def _exit(self) -> None:
-        self._drawn.close()
-        self._entered.close()
+            # What waited for a backward that did not come.
+            state, self._most = rows.took(self._place, 0, state), max(self._most, 1)
+        rows.end(self._place, state)
 
     def close(self) -> None:
         """All logical ranks of this rank are done: reduce what they have brought. A collective."""
         self._buffers.restore()
-        if self._rows is None:
+        if (rows := self._rows) is None:
             return
-        performer = self._running.performer
         name = f"the end of engine.parts() of engine {self._running.form.number}"
-        rows = self._rows
-        heard = performer.call_with(name, lambda: [self._most, int(rows.weighted)])
+        numbers = lambda: [self._most, int(rows.weighted)]  # noqa: E731
+        heard = self._running.performer.call_with(name, numbers)
         calls, weighted = (max(some) for some in zip(*heard, strict=True))
         self._running.put(0, rows.made(calls, weighted=bool(weighted)))
 
     def leave(self) -> None:
-        """The loop was left."""
-        self._exit()
+        """The loop was left: nothing of it counts, and other ranks are told."""
+        self._drawn.close()
+        self._entered.close()
         self._buffers.restore()
         if self._rows is not None:
-            now = self._state
-            self._running.put(0, self._first.replace(schedule=now.schedule))
-        _tell(self._running.performer)
-
-
-def _tell(performer: Performer) -> None:
-    if not performer.protocol.known:
-        with suppress(AxisError):
-            performer.fail()
+            schedule = self._running.states[0].schedule
+            self._running.put(0, self._first.replace(schedule=schedule))
+        if not self._running.performer.protocol.known:
+            with suppress(AxisError):
+                self._running.performer.fail()
 
 
 class _Buffers:
@@ -293,7 +235,7 @@ class _Buffers:
         """Let the module have those of a logical rank."""
         if not self._first:
             self._first = {path: x.clone() for path, x in self._here().items()}
-        self._put(self._of.get(rank, {}))
+        self.restore(self._of.get(rank))
 
     @torch.no_grad()
     def save(self, rank: int) -> None:
@@ -305,13 +247,10 @@ class _Buffers:
         self.restore()
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Let the module have those of the last update."""
-        self._put({})
-
-    def _put(self, values: dict[str, Tensor]) -> None:
+    def restore(self, values: Mapping[str, Tensor] | None = None) -> None:
+        """Let the module have those of the last update, or such `values` where there are any."""
         for path, now in self._here().items():
-            wanted = values.get(path, self._first.get(path, now))
+            wanted = (values or {}).get(path, self._first.get(path, now))
             if not torch.equal(now, wanted):
                 now.copy_(wanted)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ _BY_ANOTHER = explain(
 
 @dataclass(frozen=True, eq=False)
 class _Mark:
-    """What `Losses.learned` leaves on a loss: its engine, and what gradients will have of it."""
+    """What is left on a loss that `Losses` has made: its engine, and what gradients have of it."""
 
     owner: Losses
     factor: Tensor | None
@@ -53,28 +53,32 @@ class _Mark:
     connects: bool  # whether the losses of ranks are connected by collectives
 
 
+class _Given(NamedTuple):
+    """What `engine.backward()` was given, while it runs."""
+
+    roots: set[_Mark | None]
+    weight: Weight | None
+    connects: bool
+
+
 class Losses:
     """Makes the losses that one engine differentiates; notes which graph task began at which.
 
-    running: the pass of the state that learns. watch: lets a backward begin where this tensor gets
-        its gradient.
+    running: the pass of the state that learns. watch: lets a backward begin where one of these
+    tensors gets its gradient. acts: whether a loss becomes another one before its backward, but for
+    a factor. task_of_all: of the latest backward that is made on all ranks alike.
     """
 
     latest: tuple[int, Losses | None] = (-1, None)
     """Of all engines: the graph task that reached a multiplied loss last, and whose it was."""
 
-    def __init__(self, running: Pass, watch: Callable[[Tensor], None]) -> None:
-        self._running = running
-        # Whether a loss becomes another one before its backward, but for a factor.
+    def __init__(self, running: Pass, watch: Callable[[list[Tensor]], None]) -> None:
+        self._running, self._watch = running, watch
         self.acts = bool(recipe_of(running.states[0]).loss)
-        self._roots: set[_Mark | None] | None = None  # of engine.backward(), while it runs
-        self._task = -1
-        self._mark: _Mark | None = None  # of the loss at which that task began
+        self._given: _Given | None = None
+        self._task = self.task_of_all = -1
+        self._mark: _Mark | None = None  # of the loss at which the task began
         self._weighed: Weighed | None = None  # its weight, or that of engine.backward()
-        self._weight: Weight | None = None  # of engine.backward(), while it runs
-        self._connected = False  # whether collectives connect its losses with those of others
-        self._watch = watch
-        self.task_of_all = -1  # of the latest backward that is made on all ranks alike
         self.calls = Scope()
         if running.states[0].setup.layout.trainable:
             open_scope(self.calls)
@@ -88,32 +92,31 @@ class Losses:
         """No backward will follow."""
         close_scope(self.calls)
 
-    def learned_by_all(self, loss: Any, weight: Weight | None = None) -> Tensor:
-        """Return what `learned` gives of a loss, of which the backward is made on all ranks alike.
+    def scaled(self, loss: Any, weight: Weight | None = None) -> Tensor:
+        """Return the loss that is differentiated, in a backward made on all ranks alike.
 
         A call of all ranks if collectives were called that connect their losses.
         """
         _require_loss(loss)
         same = shared([loss], self.calls.tokens)
-        self._connected = same.connects and weight is not None
-        try:
-            return self.learned(self._as_of_all(loss, same.ties, connects=same.connects), weight)
-        finally:
-            self._connected = False
+        if same.connects:
+            loss = self._begun_by_all(loss, same.ties)
+        return self._learned(loss, weight, connects=same.connects and weight is not None)
 
-    def _as_of_all(self, loss: Tensor, tokens: Sequence[Tensor], *, connects: bool) -> Tensor:
-        """Return a loss of which the backward begins, and ends, on every rank if it `connects`."""
-        if not connects or self.is_learned(loss):
+    def _begun_by_all(self, loss: Tensor, tokens: Sequence[Tensor]) -> Tensor:
+        """Return a loss of which the backward begins, and ends, on every rank."""
+        if self.is_learned(loss):
             return loss
+
+        def begins(_: Tensor) -> None:
+            self.task_of_all = current_graph_task()
+
         made = tied_to(loss, tokens)
-        made.register_hook(self._begins_on_all)
-        self._watch(made)
+        made.register_hook(begins)
+        self._watch([made])
         return made
 
-    def _begins_on_all(self, _: Tensor) -> None:
-        self.task_of_all = current_graph_task()
-
-    def learned(self, loss: Any, weight: Weight | None = None) -> Tensor:
+    def _learned(self, loss: Any, weight: Weight | None, *, connects: bool) -> Tensor:
         """Return the loss that is differentiated; that of the user if nothing makes another of it.
 
         The weight is not in the value: it multiplies the gradients of a backward that begins here.
@@ -125,31 +128,31 @@ class Losses:
         by = factor_of(self._running.states[0])
         if weight is not None:
             _require_constant("engine.scale", weight)
-        elif by is None and not self.acts and not self._connected:
+        elif by is None and not self.acts and not connects:
             return loss
         if self.is_learned(loss):
             raise PhaseError(_TWICE)
         made: Any = loss_learned(self._running.states[:1], loss) if self.acts else loss
         made = made.view_as(made) if by is None else made * by
         if made.requires_grad:  # its hook comes before that of any output or parameter
-            made.fzero_mark = mark = _Mark(self, by, weight, self._connected)
+            made.fzero_mark = mark = _Mark(self, by, weight, connects)
             made.register_hook(lambda gradient: self._saw(mark, loss, gradient))
         return made
 
     def is_learned(self, x: Any) -> bool:
-        """Whether `learned` has returned it."""
+        """Whether it is a loss that is differentiated, made of one of the user's."""
         mark = _mark_of(x)
         return mark is not None and mark.owner is self
 
     def is_plain(self, x: Any) -> bool:
-        """Whether it is one floating number that has a graph, and `learned` has not returned it."""
+        """Whether it is one floating number that has a graph, and no loss of `scaled`."""
         number = isinstance(x, Tensor) and x.numel() == 1 and x.is_floating_point()
         return number and x.grad_fn is not None and not self.is_learned(x)
 
     def backward(
         self, loss: Any, gradient: Any, *, weight: Weight | None = None, **options: Any
     ) -> None:
-        """Call torch.autograd.backward with what `learned` gives of what it has not given yet.
+        """Call torch.autograd.backward with the losses that are differentiated.
 
         No other such loss may be below these. Raises `LayoutError` for what autograd cannot begin
         at.
@@ -161,10 +164,9 @@ class Losses:
                 raise _no_loss("backward", x)
         if weight is not None:
             _require_constant("engine.backward", weight)
-            called(
-                self._running.states[0], GivenCall("engine.backward", weight)
-            )  # raises, if it does
-        marks = [_mark_of(x) for x in roots]
+            call = GivenCall("engine.backward", weight)
+            called(self._running.states[0], call)  # raises, if it does
+        mark, *_ = marks = [_mark_of(x) for x in roots]
         weighs = weight is not None or any(one and one.weight is not None for one in marks)
         tensors = [x for x in roots if isinstance(x, Tensor)]
         inputs = options.get("inputs") or ()
@@ -172,35 +174,29 @@ class Losses:
         tokens, edges, connects = shared(tensors, self.calls.tokens, inputs)
         if edges:
             options["inputs"] = [*inputs, *edges]
-        self._connected = weighs and connects
         if connects and len(tensors) < len(roots):
             raise of_an_edge("engine.backward")
-        mark = marks[0]
         if connects and mark is None:
-            roots[0] = self._as_of_all(roots[0], tokens, connects=True)
-        if self.are_others or self._connected:
-            roots = [self._as_root(x) for x in roots]
+            roots[0] = self._begun_by_all(roots[0], tokens)
+        parts = self._running.parts.values()
+        if self.are_others or (connects and weighs):
+            for i, x in enumerate(roots):
+                floating = isinstance(x, Tensor) and x.is_floating_point()
+                if floating and not self.is_learned(x):
+                    roots[i] = self._learned(x, None, connects=connects and weighs)
         else:
-            for x in roots:
-                self._look_at(x, weight)
-        self._roots, self._weight = {_mark_of(x) for x in roots}, weight
+            for part in parts:  # is it finite, if that is asked for; one of weight 0 need not be
+                for x in roots:
+                    part.loss(x, weight)
+        self._given = _Given({_mark_of(x) for x in roots}, weight, connects and weighs)
         if tokens and mark is not None:  # it began before
             roots[0] = tied_to(roots[0], tokens)
         try:
             torch.autograd.backward(roots if several else roots[0], gradient, **options)
         finally:
-            self._roots, self._weight, self._connected = None, None, False
-            for part in self._running.parts.values():
+            self._given = None
+            for part in parts:
                 part.drop_losses()
-
-    def _as_root(self, x: Any) -> Any:
-        floating = isinstance(x, Tensor) and x.is_floating_point()
-        return self.learned(x) if floating and not self.is_learned(x) else x
-
-    def _look_at(self, loss: Any, weight: Weight | None) -> None:
-        """Check that a loss is finite, if that is asked for; one of weight 0 need not be."""
-        for part in self._running.parts.values():
-            part.loss(loss, weight)
 
     def begin(self, task: int) -> Weighed | None:
         """Return the weight of a backward that begins in a graph task; note it in the state.
@@ -208,11 +204,12 @@ class Losses:
         Raises `PhaseError` if the gradients of the state have weights and this one has none, or the
         other way round.
         """
-        how = None if self._weight is None else Weighed(self._weight)
+        given = self._given and self._given.weight
+        how = None if given is None else Weighed(given)
         if self._task == task and self._weighed is not None:
             how = self._weighed
-        given = GivenCall("a backward", how and how.weight)
-        self._running.put(0, called(self._running.states[0], given))
+        call = GivenCall("a backward", how and how.weight)
+        self._running.put(0, called(self._running.states[0], call))
         return how
 
     def require(self, task: int, around: int | None) -> None:
@@ -242,25 +239,28 @@ class Losses:
             raise PhaseError(_BEFORE)
 
     def _saw(self, mark: _Mark, loss: Tensor, gradient: Tensor) -> Tensor | None:
-        """A backward has reached what `learned` made of a loss: return another gradient of it."""
-        task, inside = current_graph_task(), self._roots is not None and mark not in self._roots
-        if inside and task == self._task:
+        """A backward has reached a loss that was made here: return another gradient of it."""
+        task, given = current_graph_task(), self._given
+        if given is not None and mark not in given.roots and task == self._task:
             raise PhaseError(_TWICE)
-        own = self._weight if mark.weight is None else mark.weight
+        of_call = None if given is None else given.weight
+        own = of_call if mark.weight is None else mark.weight
         earlier = self._mark if task == self._task else None
         before = own if earlier is None else earlier.weight
-        said = [own, self._weight if before is None else before]
-        if self._weight is not None:
-            said.append(self._weight)
+        weights = [own, of_call if before is None else before]
+        if of_call is not None:
+            weights.append(of_call)
         several = earlier is not None and earlier is not mark and mark.weight is not None
-        if several or any(one is not own and not _is_same(one, own) for one in said):
+        if several or any(one is not own and not _is_same(one, own) for one in weights):
             raise PhaseError(_UNLIKE)
         self._task, self._mark = task, mark
         if mark.factor is not None:
             Losses.latest = (task, self)
-        if any(part.looks for part in self._running.parts.values()):
-            self._look_at(loss.detach(), own)
-        connected = self._connected or mark.connects
+        parts = self._running.parts.values()
+        if any(part.looks for part in parts):
+            for part in parts:
+                part.loss(loss.detach(), own)
+        connected = mark.connects or (given is not None and given.connects)
         self._weighed = weighed(loss, own, connected=connected)
         by = with_weight(None, self._weighed)
         return None if by is None else gradient * by

@@ -12,7 +12,6 @@ import functools
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from operator import eq, is_
 from typing import Any, NamedTuple
@@ -20,16 +19,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fzero.collectives import broadcast, performer_of
+from fzero.collectives import performer_of
 from fzero.errors import LayoutError
-from fzero.machine.module_buffers import is_own
 from fzero.machine.packing import unpack, with_own_storage
 from fzero.machine.placeholder import LazyParam, not_for_jit
 from fzero.options import Initializer
-from fzero.state import Layout, Local, Setup, TrainState
-from fzero.state.scale import ScalePolicy
-from fzero.transforms.init import filled_state, made_by
-from fzero.transforms.loss_scale import with_policy
+from fzero.state import Layout, Setup
+from fzero.transforms.init import made_by
 
 
 class ModuleParameters:
@@ -254,34 +250,10 @@ def _addresses(objects: Sequence[Any]) -> list[int]:
     return [0 if isinstance(p, LazyParam) else Tensor.data_ptr(p) for p in objects]
 
 
-def first_state(
-    params: ModuleParameters, setup: Setup, local: Local | None, scale: ScalePolicy | None
-) -> TrainState:
-    """Return the state of a module's values on all ranks, or on those of its replica. A collective.
-
-    The engines of an axis share one group: their order is one.
-    """
-    state = with_policy(moved(params, on_own_group(setup), local), scale)
-    return state if local is None else state.replace(setup=on_own_group(state.setup))
-
-
 def on_own_group(setup: Setup) -> Setup:
     """Return the setup whose collectives go over the group that the engines of its ranks share."""
     performer = performer_of(setup.axis)
     return setup if performer is None else replace(setup, axis=performer.over(setup.axis))
-
-
-@torch.no_grad()
-def moved(params: ModuleParameters, setup: Setup, local: Local | None) -> TrainState:
-    """Move a module's values into the buffers of a state. A collective.
-
-    All ranks get those of rank 0, group by group. Each parameter has the memory of the new buffers
-    then; where they are sharded, none, until a placeholder is in its place.
-    """
-    for path, buffer in params.module.named_buffers():
-        if not is_own(path, params.own):
-            buffer.copy_(broadcast([buffer], setup.axis, 0)[0])
-    return filled_state(setup, params.values, partial(params.follow, setup), local=local)
 
 
 def _keep_apart(module: nn.RNNBase, lazy: bool) -> None:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from fzero.errors import PhaseError
 from fzero.optim import TorchOptimizer
-from fzero.optim.step_hooks import has_pre_hooks
 from fzero.state import Setup
 
 TRAINERS = (
@@ -73,10 +72,6 @@ class Guard:
         if self.optimizer is not None:
             self.optimizer.state = self._own if own else self._shown  # type: ignore[assignment]
 
-    def note(self, norm: Tensor | None, *, was_empty: bool) -> None:
-        """Keep what users ask about the last update."""
-        self.norm, self.was_empty = norm, was_empty
-
     def require_same(self) -> None:
         """Raise `PhaseError` if `state` was replaced, or param groups have other parameters.
 
@@ -102,11 +97,6 @@ class Guard:
                 "which goes on from what the optimizer keeps. To freeze a part, requires_grad_("
                 "False) is enough.",
             )
-
-    @property
-    def has_pre_hooks(self) -> bool:
-        """Whether the user has put anything before a step, which may write to gradients."""
-        return self.optimizer is not None and has_pre_hooks(self.optimizer, but=1)
 
     def remove(self) -> None:
         """It is an ordinary optimizer again."""
@@ -174,6 +164,24 @@ def _refuse_load(optimizer: Optimizer, _: Any) -> None:
     )
 
 
+def _is_elsewhere(seen: str) -> PhaseError:
+    return PhaseError(
+        f"optimizer.{seen} of an optimizer that an engine runs.",
+        cause="a loop of before the engine, or a tool that looks into the optimizer: what it keeps "
+        "is in engine.state, sharded over the ranks.",
+        fix="engine.full_optimizer_state(path, name) gives a whole value, full_optimizer_states() "
+        "all of them, set_full_optimizer_state(path, name, value) writes one, each on all ranks; "
+        "optimizer.state.clear() begins anew. fzero.checkpoint.save(path, engine.state) saves.",
+    )
+
+
+def _refused(seen: str) -> Callable[..., Any]:
+    def method(*_: Any) -> NoReturn:
+        raise _is_elsewhere(seen)
+
+    return method
+
+
 class OptimizerStateOfEngine(MutableMapping[Any, Any]):
     """In the place of a torch.optim optimizer's `state`: `clear()` clears, all else raises.
 
@@ -191,40 +199,16 @@ class OptimizerStateOfEngine(MutableMapping[Any, Any]):
             raise _is_elsewhere("state.clear(), after its engine is gone,")
         clear()
 
-    def __getitem__(self, key: Any) -> NoReturn:
-        raise _is_elsewhere("state[p]")
-
-    def __setitem__(self, key: Any, value: Any) -> NoReturn:
-        raise _is_elsewhere("state[p] = ...")
-
-    def __delitem__(self, key: Any) -> NoReturn:
-        raise _is_elsewhere("state, del [p],")
-
-    def __iter__(self) -> Iterator[Any]:
-        raise _is_elsewhere("state, a loop over it,")
-
-    def __len__(self) -> int:
-        raise _is_elsewhere("state, its length,")
-
-    def __contains__(self, key: object) -> bool:
-        raise _is_elsewhere("state, whether p is in it,")
-
-    def __reduce__(self) -> NoReturn:
-        raise _is_elsewhere("state, a copy of it,")
+    __getitem__ = _refused("state[p]")
+    __setitem__ = _refused("state[p] = ...")
+    __delitem__ = _refused("state, del [p],")
+    __iter__ = _refused("state, a loop over it,")
+    __len__ = _refused("state, its length,")
+    __contains__ = _refused("state, whether p is in it,")
+    __reduce__ = _refused("state, a copy of it,")
 
     def __repr__(self) -> str:
         return "<in engine.state, sharded>"
-
-
-def _is_elsewhere(seen: str) -> PhaseError:
-    return PhaseError(
-        f"optimizer.{seen} of an optimizer that an engine runs.",
-        cause="a loop of before the engine, or a tool that looks into the optimizer: what it keeps "
-        "is in engine.state, sharded over the ranks.",
-        fix="engine.full_optimizer_state(path, name) gives a whole value, full_optimizer_states() "
-        "all of them, set_full_optimizer_state(path, name, value) writes one, each on all ranks; "
-        "optimizer.state.clear() begins anew. fzero.checkpoint.save(path, engine.state) saves.",
-    )
 
 
 def optimizer_of(setup: Setup, at: Callable[[str], Tensor]) -> Optimizer | None:

@@ -10,17 +10,17 @@ An `Engine` has these functions as methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fzero.adapter.driver import Driver
+from fzero.adapter.gradients import as_held, used
 from fzero.adapter.writes import own_part, take_values
 from fzero.collectives import broadcast, gather_objects
 from fzero.errors import LayoutError, PhaseError
-from fzero.machine.blocks import Blocks
 from fzero.machine.offload import to_device
 from fzero.machine.owners import Owners, owners_of
 from fzero.machine.packing import LeafRange, gather_parts, leaf_ranges, unpack
@@ -34,9 +34,7 @@ from fzero.transforms.accumulate_grad import filled
 from fzero.transforms.backward_pass import raises_together
 from fzero.transforms.clip import norm_of_state
 from fzero.transforms.local import NO_WRITES
-from fzero.transforms.loss_scale import without_scale
-from fzero.transforms.recipe import times_factor
-from fzero.transforms.weights import averaged, unaveraged
+from fzero.transforms.weights import averaged
 
 # Gradients.
 
@@ -70,7 +68,7 @@ def set_full_gradient(driver: Driver, path: str, value: Tensor) -> None:
     """
     place = find_learning(driver, path)
     state = driver.with_gradients("set_full_gradient()", path, begins=True)
-    place.write(state, place.flat_of(state, state.gradients.flats), _held(state, value))
+    place.write(state, place.flat_of(state, state.gradients.flats), _given(state, value))
     driver.wrote_gradient(place.leaf.path, place.number)
 
 
@@ -99,7 +97,7 @@ def set_local_gradient(driver: Driver, path: str, value: Tensor) -> None:
             cause="no backward ran since the last update, or it ran in a window.",
             fix="call it between the backward and step(), outside of a window.",
         )
-    place.write_piece(state, place.flat_of(state, state.gradients.flats), _held(state, value))
+    place.write_piece(state, place.flat_of(state, state.gradients.flats), _given(state, value))
     driver.wrote_gradient(place.leaf.path, place.number)
 
 
@@ -203,8 +201,10 @@ def local_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
 
     A scalar ("step") as it is. Of a parameter that is updated whole, its owner has all.
     """
-    place, held, alone, *_ = named_state(driver, path, name)
-    piece = held if alone else place.piece(driver.state, held)
+    place, kept = _kept_as(driver, path, name)
+    piece = kept.held
+    if kept.kind == "elements":
+        piece = place.piece(driver.state, _numbers(driver.state, place.group, name, piece))
     return piece.clone()
 
 
@@ -214,41 +214,19 @@ def set_local_optimizer_state(driver: Driver, path: str, name: str, value: Tenso
 
     At stage 0, and of a scalar, every rank has to set the same.
     """
-    named = named_state(driver, path, name)
-    _write_state(driver, path, name, named, value, named.held, named.place.write_piece)
-
-
-def _write_state(
-    driver: Driver,
-    path: str,
-    name: str,
-    named: Named,
-    value: Tensor | float,
-    like: Tensor,
-    write: Callable[[TrainState, Tensor, Tensor], None],
-) -> None:
-    """Make `value` a state: by `write` where a group has it; `like` is what its owner has."""
-    if named.counts:
-        count(driver, path, name, value)
-    elif named.owned:
-        driver.put(with_value(driver.state, named.owned, name, value, like))
-    elif named.alone:
-        write_whole(path, named.held, value)
-    else:
-        write(driver.state, named.held, torch.as_tensor(value))
-        if named.row is not None:
-            codec, row = named.row
-            codec.write(row, named.held)
-    begin(driver, path)
+    _write_state(driver, path, name, value, whole=False)
 
 
 def full_optimizer_state(driver: Driver, path: str, name: str) -> Tensor:
     """State `name` ("exp_avg", ...) of the parameter at `path`; a scalar ("step") as it is."""
-    place, held, alone, _, owned, _ = named_state(driver, path, name)
+    place, kept = _kept_as(driver, path, name)
     driver.call(f"full_optimizer_state() {path} {name}")
-    if owned:
-        return whole_values(driver.state, owned)[name]
-    return (held if alone else place.whole(driver.state, held)).clone()
+    state = driver.state
+    if kept.kind == "owned":
+        return _of_owner(state, place.leaf.path)[name]
+    if kept.kind == "elements":
+        return place.whole(state, _numbers(state, place.group, name, kept.held)).clone()
+    return kept.held.clone()
 
 
 def full_optimizer_states(driver: Driver) -> dict[str, dict[str, Any]]:
@@ -268,10 +246,194 @@ def set_full_optimizer_state(driver: Driver, path: str, name: str, value: Tensor
     A scalar state ("step") is the parameter's own, as in torch.optim; but for one that a rule
     keeps in its param group, which is that of all parameters of the group.
     """
-    named = named_state(driver, path, name)
-    driver.call(f"set_full_optimizer_state() {path} {name}")
-    like = whole_values(driver.state, named.owned)[name] if named.owned else named.held
-    _write_state(driver, path, name, named, value, like, named.place.write)
+    _write_state(driver, path, name, value, whole=True)
+
+
+def _write_state(
+    driver: Driver, path: str, name: str, value: Tensor | float, *, whole: bool
+) -> None:
+    """Make `value` a state of a parameter: the `whole` of it, or this rank's piece."""
+    place, kept = _kept_as(driver, path, name)
+    if whole:
+        driver.call(f"set_full_optimizer_state() {path} {name}")
+    state, leaf = driver.state, place.leaf.path
+    rule: Any = state.setup.optimizer
+    paths = [one.path for one in state.setup.layout.leaves if one.trainable]
+    if kept.kind == "owned":
+        like = _of_owner(state, leaf)[name] if whole else kept.held
+        state = _with_owned(state, leaf, name, value, like)
+    elif kept.kind == "counter" and not rule.shares(leaf, name):
+        counters = rule.counted(state.optimizer, paths)
+        own = counters[name][leaf].clone()
+        _fill(path, own, value)
+        counters[name][leaf] = own
+        fresh = rule.unstepped(state.optimizer)
+        counted = rule.recounted(state.optimizer, paths, counters, unstepped=fresh)
+        state = state.replace(optimizer=counted)
+    elif kept.kind != "elements":
+        _fill(path, kept.held, value)
+    else:
+        codec = codec_in(state.setup, place.group, name)
+        numbers = _numbers(state, place.group, name, kept.held)
+        (place.write if whole else place.write_piece)(state, numbers, torch.as_tensor(value))
+        if codec is not None:
+            codec.write(kept.held, numbers)
+    # It has a state now, which its first step does not make.
+    driver.put(state.replace(optimizer=rule.begun(state.optimizer, paths, leaf)))
+
+
+def _fill(path: str, held: Tensor, value: Tensor | float) -> None:
+    """Write what is kept of a parameter beside its elements: a number, or another shape."""
+    given = torch.as_tensor(value)
+    if given.numel() != held.numel():
+        raise LayoutError(
+            f"what the optimizer keeps of {path} has the shape {tuple(held.shape)}, the new "
+            f"value {tuple(given.shape)}.",
+            cause="a value of another parameter, or a part of one.",
+            fix="give the whole value, in the shape that the getter of the same name returns.",
+        )
+    held.copy_(given.detach().reshape(held.shape))
+
+
+class Kept(NamedTuple):
+    """What is held of one state of one parameter."""
+
+    kind: str  # elements: of its group, cut like it. whole: a flat of its own. counter. owned
+    held: Tensor  # encoded, where it is kept so
+
+
+def _kept_as(driver: Driver, path: str, name: str) -> tuple[ParameterPlace, Kept]:
+    """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
+    place = find_learning(driver, path)
+    every = _kept_of(driver.state, place)
+    if name not in every:
+        raise LayoutError(
+            f"the optimizer has no state {name!r} for {path}; it has {sorted(every)}.",
+            cause="a misspelt name, or the state of another optimizer.",
+            fix="use one of those.",
+        )
+    return place, every[name]
+
+
+def _kept_of(state: TrainState, place: ParameterPlace) -> dict[str, Kept]:
+    """Return {name: what is held} of all that the optimizer keeps of a parameter."""
+    rule: Any = state.setup.optimizer
+    path = place.leaf.path
+    if not _steps(state, path):
+        raise PhaseError(
+            f"no optimizer steps {path}.",
+            cause="the parameter is frozen, or was not given to the optimizer.",
+            fix="ask for a parameter that the optimizer steps.",
+        )
+    empty = not state.setup.numel(place.group, state.setup.optimizer_state)
+    slots = {
+        name: Kept("whole" if name in rule.odd_slots else "elements", flat)
+        for name, flat in slots_of_group(state, place.group).items()
+        if name != MASTERS and (flat.numel() or empty)
+    }
+    counters = {
+        name: Kept("counter", x) for name, x in rule.counters(state.optimizer, path).items()
+    }
+    owned = {name: Kept("owned", x) for name, x in _owned(state, path).items()}
+    return {**counters, **slots, **owned}
+
+
+def _steps(state: TrainState, path: str) -> bool:
+    rule: Any = state.setup.optimizer
+    return rule.group_of(path) != -1 and state.optimizer != ()
+
+
+def _numbers(state: TrainState, group: int, name: str, flat: Tensor) -> Tensor:
+    codec = codec_in(state.setup, group, name)
+    return flat if codec is None else codec.numbers(flat)
+
+
+def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
+    """Return {path: {name: whole value}} of a group; of one that is not stepped, nothing."""
+    state, layout = driver.state, driver.state.setup.layout
+    places = [find(driver, layout.leaves[i].path) for i in layout.groups[index].leaves]
+    if index not in layout.trainable or not _steps(state, places[0].leaf.path):
+        return {}
+    every = [_kept_of(state, place) for place in places]
+    found = {
+        place.leaf.path: {
+            name: one.held.clone() for name, one in kept.items() if one.kind != "elements"
+        }
+        | _of_owner(state, place.leaf.path)
+        for place, kept in zip(places, every, strict=True)
+    }
+    for name, one in every[0].items():
+        if one.kind == "elements":
+            leaves = leaves_of(state, index, _numbers(state, index, name, one.held))
+            for place, leaf in zip(places, leaves, strict=True):
+                found[place.leaf.path][name] = leaf.clone()
+    return found
+
+
+# What the owner of a parameter keeps of it: on the owner alone, or on every rank.
+
+
+def _owner_of(state: TrainState, path: str) -> tuple[Owners, int] | None:
+    """Return the owners, and the number among their parameters of the leaf at `path`, if it is."""
+    owners = owners_of(state.setup)
+    every = () if owners is None else enumerate(owners.leaves)
+    number = next((k for k, one in every if one.leaf.path == path), None)
+    return None if owners is None or number is None else (owners, number)
+
+
+def _owned(state: TrainState, path: str) -> dict[str, Tensor]:
+    """Return {name: what this rank keeps}: in the parameter's shape, or its own; else empty."""
+    if (found := _owner_of(state, path)) is None:
+        return {}
+    owners, number = found
+    leaf, rule = owners.leaves[number].leaf, state.setup.optimizer
+    every = rule.owned(state.optimizer)
+    return {name: every[name][number] for name in (*rule.kept_of(leaf), *rule.made_by_steps(leaf))}
+
+
+def _of_owner(state: TrainState, path: str) -> dict[str, Tensor]:
+    """Return {name: what the owner keeps} on every rank. A collective."""
+    if (found := _owner_of(state, path)) is None:
+        return {}
+    owners, number = found
+    one, axis, own = owners.leaves[number], state.setup.axis, _owned(state, path)
+    in_shape: Any = state.setup.optimizer.kept_of(one.leaf)
+    forms = gather_objects({name: (tuple(x.shape), x.dtype) for name, x in own.items()}, axis)
+    made = {}
+    for name, (shape, dtype) in forms[one.owner].items():
+        mine = owners.rank_of(axis.rank) == one.owner
+        sent = own[name] if mine else torch.empty(shape, dtype=dtype, device=state.device)
+        whole = broadcast([sent.detach().to(state.device)], axis, one.owner)[0]
+        made[name] = whole.view(one.leaf.shape) if name in in_shape else whole
+    return made
+
+
+def _with_owned(
+    state: TrainState, path: str, name: str, value: Tensor | float, like: Tensor
+) -> TrainState:
+    """Return the state whose owner keeps `value`, as large as `like`; every rank calls it."""
+    found = _owner_of(state, path)
+    assert found is not None
+    (owners, number), given = found, torch.as_tensor(value).detach()
+    if like.numel() not in (0, given.numel()):
+        raise LayoutError(
+            f"{name} of {path} has the shape {tuple(like.shape)}, the new value "
+            f"{tuple(given.shape)}.",
+            cause="a part of a value: what is kept of this parameter is whole, on its owner.",
+            fix="give the full value, in the shape that full_optimizer_state(path, name) returns.",
+        )
+    if owners.rank_of(state.setup.axis.rank) != owners.leaves[number].owner:
+        return state
+    rule: Any = state.setup.optimizer
+    owned = {key: list(some) for key, some in rule.owned(state.optimizer).items()}
+    old = owned[name][number]
+    made = given.reshape(old.shape) if old.numel() else given
+    owned[name][number] = made.to(old.device, old.dtype if old.numel() else made.dtype).clone()
+    kept = {k: tuple(x) for k, x in owned.items()}
+    return state.replace(optimizer=rule.with_owned(state.optimizer, kept))
+
+
+# Gradients and parameters, in the flats of a state.
 
 
 def whole_gradient(driver: Driver, place: ParameterPlace) -> Tensor:
@@ -281,16 +443,9 @@ def whole_gradient(driver: Driver, place: ParameterPlace) -> Tensor:
     return driver.stand_ins.read(place.whole(state, flat))
 
 
-def used(state: TrainState, gradient: Tensor) -> Tensor:
-    """A gradient that a state holds as an update uses it."""
-    return averaged(state, without_scale(state, gradient))
-
-
-def _held(state: TrainState, gradient: Any) -> Any:
-    """The other way round; what is no tensor is refused where it is written."""
-    if not isinstance(gradient, Tensor):
-        return gradient
-    return times_factor(state, [unaveraged(state, gradient)])[0]
+def _given(state: TrainState, gradient: Any) -> Any:
+    """A gradient as a state holds it; what is no tensor is refused where it is written."""
+    return as_held(state, gradient) if isinstance(gradient, Tensor) else gradient
 
 
 def _state_dict_of(driver: Driver, name: str, take: Callable[[Any], Any]) -> dict[str, Any]:
@@ -323,77 +478,7 @@ def _whole_copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value
 
 
-# What the owner of a parameter keeps of it, by path: on the owner alone, or on every rank.
-
-
-def owned_leaf(state: TrainState, path: str) -> tuple[Owners, int] | None:
-    """Return the owners, and the number among their parameters of the leaf at `path`, if it is."""
-    owners = owners_of(state.setup)
-    every = () if owners is None else enumerate(owners.leaves)
-    number = next((k for k, one in every if one.leaf.path == path), None)
-    return None if owners is None or number is None else (owners, number)
-
-
-def owned_values(state: TrainState, path: str) -> dict[str, Tensor]:
-    """Return {name: what this rank keeps}: in the parameter's shape, or its own; else empty."""
-    found = owned_leaf(state, path)
-    if found is None:
-        return {}
-    owners, number = found
-    leaf, rule = owners.leaves[number].leaf, state.setup.optimizer
-    names = [*rule.kept_of(leaf), *rule.made_by_steps(leaf)]
-    every = rule.owned(state.optimizer)
-    return {name: every[name][number] for name in names}
-
-
-def whole_values(state: TrainState, path: str) -> dict[str, Tensor]:
-    """Return {name: what the owner keeps} on every rank. A collective."""
-    found, own = owned_leaf(state, path), owned_values(state, path)
-    if found is None:
-        return {}
-    owners, number = found
-    one, axis = owners.leaves[number], state.setup.axis
-    kept: Any = state.setup.optimizer.kept_of(one.leaf)
-    told = gather_objects({name: (tuple(x.shape), x.dtype) for name, x in own.items()}, axis)
-    made = {}
-    for name, (shape, dtype) in told[one.owner].items():
-        mine = owners.rank_of(axis.rank) == one.owner
-        sent = own[name] if mine else torch.empty(shape, dtype=dtype, device=state.device)
-        whole = broadcast([sent.detach().to(state.device)], axis, one.owner)[0]
-        made[name] = whole.view(one.leaf.shape) if name in kept else whole
-    return made
-
-
-def with_value(
-    state: TrainState, path: str, name: str, value: Tensor | float, like: Tensor
-) -> TrainState:
-    """Return the state whose owner keeps `value`, as large as `like`; every rank calls it."""
-    found = owned_leaf(state, path)
-    assert found is not None
-    owners, number = found
-    one, rule = owners.leaves[number], state.setup.optimizer
-    given = torch.as_tensor(value).detach()
-    if like.numel() not in (0, given.numel()):
-        raise LayoutError(
-            f"{name} of {path} has the shape {tuple(like.shape)}, the new value "
-            f"{tuple(given.shape)}.",
-            cause="a part of a value: what is kept of this parameter is whole, on its owner.",
-            fix="give the full value, in the shape that full_optimizer_state(path, name) returns.",
-        )
-    if owners.rank_of(state.setup.axis.rank) != one.owner:
-        return state
-    owned = {key: list(some) for key, some in rule.owned(state.optimizer).items()}
-    old = owned[name][number]
-    made = given.reshape(old.shape) if old.numel() else given
-    owned[name][number] = made.to(old.device, old.dtype if old.numel() else made.dtype).clone()
-    made_of: Any = rule.with_owned(state.optimizer, {k: tuple(x) for k, x in owned.items()})
-    return state.replace(optimizer=made_of)
-
-
 # One parameter in the flats of a state: where it is, and reading and writing it whole.
-
-Slots = dict[str, Tensor]
-"""{name: flat}: what the optimizer keeps for the elements of one group."""
 
 
 def require_no_anchors(driver: Driver, name: str) -> None:
@@ -517,20 +602,6 @@ def leaves_of(state: TrainState, index: int, part: Tensor) -> list[Tensor]:
     return unpack(setup.layout, index, gather_parts(setup, [here], held, whole)[0])
 
 
-def write_whole(path: str, held: Tensor, value: Tensor | float) -> None:
-    """Write what an optimizer keeps of a leaf beside its elements: a number, or another shape."""
-    given = torch.as_tensor(value)
-    if given.numel() != held.numel():
-        raise LayoutError(
-            f"what the optimizer keeps of {path} has the shape {tuple(held.shape)}, the new "
-            f"value {tuple(given.shape)}.",
-            cause="a value of another parameter, or a part of one.",
-            fix="give the whole value, in the shape that the getter of the same name returns.",
-        )
-    with torch.no_grad():
-        held.copy_(given.detach().reshape(held.shape))
-
-
 def stepped(state: TrainState, index: int) -> Tensor:
     """Return this rank's part of a group as its optimizer steps it: the master, if it has one."""
     part, master = own_part(state, state.params.flats[index]), master_of(state, index)
@@ -553,127 +624,10 @@ def values_of(state: TrainState, index: int) -> list[Tensor]:
     return [held] if master is None else [held, master]
 
 
-def slots_of_group(state: TrainState, index: int) -> Slots:
+def slots_of_group(state: TrainState, index: int) -> dict[str, Tensor]:
     """Return what the optimizer keeps for the elements of a group, and its master."""
     trainable = state.setup.layout.trainable
     if index not in trainable:
         return {}
     number, every = trainable.index(index), state.setup.optimizer.slots(state.optimizer)
     return {name: flats[number] for name, flats in every.items()}
-
-
-def steps(state: TrainState, path: str) -> bool:
-    """Return whether the optimizer steps the parameter at `path`."""
-    rule: Any = state.setup.optimizer
-    return rule.group_of(path) != -1 and state.optimizer != ()
-
-
-def optimizer_states(driver: Driver, path: str) -> tuple[Slots, Mapping[str, Tensor]]:
-    """Return the optimizer's slots of its group, and its scalars, for the parameter at `path`.
-
-    Among the scalars is what has another shape than the parameter, whole.
-    """
-    state = driver.state
-    if not steps(state, path):
-        raise PhaseError(
-            f"no optimizer steps {path}.",
-            cause="the parameter is frozen, or was not given to the optimizer.",
-            fix="ask for a parameter that the optimizer steps.",
-        )
-    place = find_learning(driver, path)
-    empty = not state.setup.numel(place.group, state.setup.optimizer_state)
-    rule: Any = state.setup.optimizer
-    odd = rule.odd_slots
-    slots = {
-        name: _numbers(state, place.group, name, flat)
-        for name, flat in slots_of_group(state, place.group).items()
-        if name != MASTERS and (flat.numel() or empty)
-    }
-    scalars = {name: slots.pop(name) for name in odd.intersection(slots)}
-    owned = owned_values(state, place.leaf.path)
-    slots = {name: flat for name, flat in slots.items() if name not in owned}
-    return slots, {**rule.counters(state.optimizer, place.leaf.path), **scalars, **owned}
-
-
-def _numbers(state: TrainState, group: int, name: str, flat: Tensor) -> Tensor:
-    codec = codec_in(state.setup, group, name)
-    return flat if codec is None else codec.numbers(flat)
-
-
-def states_of_group(driver: Driver, index: int) -> dict[str, dict[str, Tensor]]:
-    """Return {path: {name: whole value}} of a group; of one that is not stepped, nothing."""
-    state, layout = driver.state, driver.state.setup.layout
-    paths = [layout.leaves[i].path for i in layout.groups[index].leaves]
-    if index not in layout.trainable or not steps(state, paths[0]):
-        return {}
-    slots = optimizer_states(driver, paths[0])[0]
-    found = {
-        path: {name: value.clone() for name, value in optimizer_states(driver, path)[1].items()}
-        for path in paths
-    }
-    for path in paths:
-        found[path] |= whole_values(state, path)
-    for name, flat in slots.items():
-        leaves = leaves_of(state, index, flat)
-        for path, leaf in zip(paths, leaves, strict=True):
-            found[path][name] = leaf.clone()
-    return found
-
-
-def count(driver: Driver, path: str, name: str, value: Tensor | float) -> None:
-    """Make `value` counter `name` of one parameter; of its param group, if it is kept there."""
-    state, leaf = driver.state, find(driver, path).leaf.path
-    rule: Any = state.setup.optimizer
-    if rule.shares(leaf, name):
-        write_whole(path, rule.counters(state.optimizer, leaf)[name], value)
-        return
-    paths = _learning(state)
-    counters = rule.counted(state.optimizer, paths)
-    own = counters[name][leaf].clone()
-    write_whole(path, own, value)
-    counters[name][leaf] = own
-    fresh = rule.unstepped(state.optimizer)
-    made = rule.recounted(state.optimizer, paths, counters, unstepped=fresh)
-    driver.put(state.replace(optimizer=made))
-
-
-def begin(driver: Driver, path: str) -> None:
-    """Note that the optimizer has a state of a parameter: its first step does not make it."""
-    state = driver.state
-    rule: Any = state.setup.optimizer
-    made = rule.begun(state.optimizer, _learning(state), find(driver, path).leaf.path)
-    driver.put(state.replace(optimizer=made))
-
-
-def _learning(state: TrainState) -> list[str]:
-    return [leaf.path for leaf in state.setup.layout.leaves if leaf.trainable]
-
-
-class Named(NamedTuple):
-    """What is held of one state of one parameter."""
-
-    place: ParameterPlace
-    held: Tensor  # of its whole group, or of it alone where it has another shape: "step"
-    alone: bool
-    counts: bool  # whether it is a counter
-    owned: str = ""  # the path of a leaf whose owner alone has it
-    row: tuple[Blocks, Tensor] | None = None  # where it is kept encoded: what is held is a copy
-
-
-def named_state(driver: Driver, path: str, name: str) -> Named:
-    """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
-    place = find_learning(driver, path)
-    slots, scalars = optimizer_states(driver, path)
-    if name not in slots and name not in scalars:
-        raise LayoutError(
-            f"the optimizer has no state {name!r} for {path}; it has {sorted([*slots, *scalars])}.",
-            cause="a misspelt name, or the state of another optimizer.",
-            fix="use one of those.",
-        )
-    alone = name in scalars
-    leaf = place.leaf.path
-    owned = leaf if name in owned_values(driver.state, leaf) else ""
-    counts = alone and not owned and name not in driver.state.setup.optimizer.odd_slots
-    codec = None if alone else codec_in(driver.state.setup, place.group, name)
-    row = None if codec is None else (codec, slots_of_group(driver.state, place.group)[name])
-    return Named(place, scalars[name] if alone else slots[name], alone, counts, owned, row)

@@ -12,7 +12,6 @@ in which nobody touches `p.grad` does nothing of this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -112,11 +111,16 @@ class ShardedGrad(Memoryless):
             return held._in_backward(func, args, task)
         if func in _NORMS and (norms := _norms(func, args, kwargs)) is not None:
             return norms
-        if func._overloadpacket in _ZERO and _are_in_place(args[0]):
-            return _zeroed(args[0])
+        if func._overloadpacket in _ZERO and all(
+            isinstance(x, cls) and x.whole and x.own is None for x in flat([args[0]])
+        ):  # as they stand in p.grad, or seen whole in another shape
+            for x in flat([args[0]]):
+                x.by.zero(x)
+            return None if isinstance(args[0], list | tuple) else args[0]
         if func.is_view and isinstance(args[0], cls):
             return held._seen(func, args[1:], kwargs)
-        if _reads_nothing(func):
+        name = func._schema.name
+        if name.endswith("_like") or name.startswith("aten::new_"):  # reads no element
             like = torch.empty((), dtype=held.dtype, device=held.device).expand(held.shape)
             return func(like, *args[1:], **kwargs)
         written = written_by(func, args, kwargs)
@@ -128,10 +132,6 @@ class ShardedGrad(Memoryless):
             if isinstance(x, cls):
                 x.begin_write(func)
         return _run_on_values(func, args, kwargs)
-
-    def stand_for(self, task: int) -> None:
-        """Stand for a gradient that graph task `task` has brought."""
-        self.task, self.arrived = task, None
 
     @property
     def by(self) -> Any:
@@ -170,10 +170,6 @@ class ShardedGrad(Memoryless):
         made.leaf_shape, made.views, made.whole = self.leaf_shape, self.views, self.whole
         made.own, made.compared, made.edits = self.own, self.compared, self.edits
         return made
-
-    def note_operands(self, operands: Sequence[Any]) -> None:
-        """Note operands of an edit of what it holds itself, which ranks compare."""
-        self.compared, self.edits = (*self.compared, *operands), -1
 
     def seen_in(self, whole: Tensor) -> Tensor:
         """Return what this is of a tensor in the shape of its leaf: a view."""
@@ -255,23 +251,6 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
     if given is args[0]:
         return found
     return found[0].reshape([1] * held.ndim) if keeps else found[0]
-
-
-def _zeroed(held: Any) -> Any:
-    for one in flat([held]):
-        one.by.zero(one)
-    return None if isinstance(held, list | tuple) else held  # an op on a list returns nothing
-
-
-def _are_in_place(held: Any) -> bool:
-    """Whether they are gradients as they stand in p.grad, or seen whole in another shape."""
-    return all(isinstance(x, ShardedGrad) and x.whole and x.own is None for x in flat([held]))
-
-
-def _reads_nothing(func: Any) -> bool:
-    """Whether an operator makes a tensor in the shape or the dtype of its first argument."""
-    name = func._schema.name
-    return name.endswith("_like") or name.startswith("aten::new_")
 
 
 def without_graph() -> PhaseError:
@@ -358,7 +337,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
             by.write(held, name, operands, run)
         elif written:
             run(held.own)
-            held.note_operands(operands)
+            held.compared, held.edits = (*held.compared, *operands), -1
         else:
             made = held.beside(shown[0])
             copies = held.own is None and name in ("clone", "_to_copy")

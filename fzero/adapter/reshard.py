@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from fzero.adapter import param_access
 from fzero.adapter.driver import Driver
-from fzero.adapter.module import ModuleParameters, first_state, on_own_group
+from fzero.adapter.module import ModuleParameters, on_own_group
 from fzero.adapter.writes import own_part
 from fzero.checkpoint.collective import Ranks
 from fzero.checkpoint.engine_state import buffers_of, options_of, set_options
@@ -51,15 +52,15 @@ from fzero.state.scale import ScalePolicy, carried, with_slot
 from fzero.state.train_state import require_not_donated
 from fzero.transforms.backward_pass import reduce_agreed
 from fzero.transforms.donation import empty
-from fzero.transforms.init import COMPARED, facts
+from fzero.transforms.init import COMPARED, facts, filled_state
+from fzero.transforms.loss_scale import with_policy
 from fzero.transforms.points import begun_slots
 
 
 @torch.no_grad()
 def adopt(driver: Driver, state: TrainState) -> None:
     """Write the values of another state into the buffers of this one."""
-    driver.require_not_closed()
-    driver.require_no_forward("engine.state = ...")
+    driver.require_not("engine.state = ...", "forward")
     require_not_donated(state)
     own = driver.state
     if _form(state) != _form(own):
@@ -108,10 +109,7 @@ def reshard(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
 
 
 def _resharded(driver: Driver, stage: int | None, mesh: MeshLike) -> Driver:
-    driver.require_outside("reshard()")
-    driver.require_no_forward("reshard()")
-    driver.require_no_window("reshard()")
-    driver.loops.require_settled("reshard()")
+    driver.require_not("reshard()", "loop", "backward", "forward", "window", "own buffers")
     driver.drop_what_user_dropped()
     if (driver.state.stage if stage is None else stage) == 3 and not (
         mesh is None and driver.axis.size == 1
@@ -250,28 +248,30 @@ def keep(params: ModuleParameters, state: TrainState, index: int) -> None:
             vars(p)[_NAME] = kept
 
 
+@torch.no_grad()
 def begun_state(
     params: ModuleParameters, setup: Setup, local: Local | None, scale: ScalePolicy | None
 ) -> TrainState:
-    """Return the first state of a module, with the masters that an engine before has left.
+    """Return the state of a module's values, with the masters that an engine before has left.
 
-    A collective, as `first_state` is.
+    A collective: all ranks, or those of a replica, get the values of rank 0, group by group. Each
+    parameter has the memory of the new buffers then; where they are sharded, none, until a
+    placeholder is in its place. The engines of an axis share one group: their order is one.
+
+    Of an element of which several ranks kept a master, that of the first one counts. Replicas that
+    train apart begin at their anchors, which are the 16-bit values.
     """
-    state = first_state(params, setup, local, scale)
-    _go_on_from_kept(params, state)
-    return state
-
-
-@torch.no_grad()
-def _go_on_from_kept(params: ModuleParameters, state: TrainState) -> None:
-    """Let new masters go on from those that were kept. A collective.
-
-    Of an element that several ranks have, the value of the first one counts. Replicas that train
-    apart begin at their anchors, which are the 16-bit values.
-    """
+    setup = on_own_group(setup)
+    for path, buffer in params.module.named_buffers():
+        if not is_own(path, params.own):
+            buffer.copy_(broadcast([buffer], setup.axis, 0)[0])
+    made = filled_state(setup, params.values, partial(params.follow, setup), local=local)
+    state = with_policy(made, scale)
+    if local is not None:
+        state = state.replace(setup=on_own_group(state.setup))
     layout, masters = state.setup.layout, masters_of(state)
     if not masters or state.outer is not None:
-        return
+        return state
     groups = zip(layout.trainable, masters, strict=True)
     mine = _take_masters_of(params, [i for index, _ in groups for i in layout.groups[index].leaves])
     performer = performer_of(state.mesh)
@@ -282,15 +282,17 @@ def _go_on_from_kept(params: ModuleParameters, state: TrainState) -> None:
         leaves = layout.groups[index].leaves
         if known.isdisjoint(leaves):
             continue
-        made = [_own_bits(layout.leaves[i].numel, i, spans_of, state, mine.get(i)) for i in leaves]
-        flat, has = (pack(layout, index, some) for some in zip(*made, strict=True))
+        bits = [_own_bits(layout.leaves[i].numel, i, spans_of, state, mine.get(i)) for i in leaves]
+        flat, has = (pack(layout, index, some) for some in zip(*bits, strict=True))
         flat = reduce_many([flat], state.mesh)[0]
-        if master.numel():
-            setup, whole = state.setup, Placement.REPLICATED
-            own, held = (cut(setup, x, whole, setup.optimizer_state) for x in (flat, has))
-            _follow(
-                master, own.view(torch.float32), held, own_part(state, state.params.flats[index])
-            )
+        if master.numel():  # where the 16-bit values are still what it rounds to
+            whole, part = Placement.REPLICATED, setup.optimizer_state
+            own, held = (cut(setup, x, whole, part) for x in (flat, has))
+            kept, now = own.view(torch.float32), to_device(master, own.device)
+            values = to_device(own_part(state, state.params.flats[index]), own.device)
+            same = held & (kept.to(values.dtype) == values)
+            write_back(master, torch.where(same, kept, now))
+    return state
 
 
 def _take_masters_of(params: ModuleParameters, leaves: Sequence[int]) -> dict[int, KeptMaster]:
@@ -326,13 +328,6 @@ def _own_bits(
     return bits, has
 
 
-def _follow(master: Tensor, kept: Tensor, has: Tensor, values: Tensor) -> None:
-    """Write what was kept into a master, where the 16-bit values are still what it rounds to."""
-    here, now = to_device(values, kept.device), to_device(master, kept.device)
-    same = has & (kept.to(here.dtype) == here)
-    write_back(master, torch.where(same, kept, now))
-
-
 # An engine gives its module and its optimizer back, as ordinary ones, group by group.
 
 
@@ -345,7 +340,7 @@ def close(driver: Driver) -> None:
     """
     if driver.closed:
         return
-    driver.require_no_forward("close()")
+    driver.require_not("close()", "forward")
     driver.wait()
     driver.call("close()")
     _give_back(driver)

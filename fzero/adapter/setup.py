@@ -84,8 +84,23 @@ def planned(
         require_own_memory(module)
         autocast = as_autocast(options.autocast)
         unit, warning = _units(module, options)
-        chosen = _as_optimizer(optimizer, options)
-        beside = _beside(module, axis, options.module.own)
+        held = held_beside(module)
+        paths = require_paths(options.module.own, held)
+        beside: list[str] = []  # what ranks compare of other tensors; buffers become rank 0's
+        if not (axis.runtime is Runtime.LOCAL or is_abstract()):
+            beside = lines_of(apart_from(held, module), paths, unread={Holder.BUFFER})
+        chosen, updating = optimizer, options.updating
+        if optimizer is None:
+            chosen = NoOptimizer()
+        elif isinstance(optimizer, tuple | ShardOptimizer) or hasattr(optimizer, "update"):
+            chosen = as_optimizer(optimizer)
+        else:
+            chosen = from_torch(
+                optimizer,
+                master_weights=updating.master_weights,
+                state_dtype=updating.state_dtype,
+                stochastic_rounding=updating.stochastic_rounding,
+            )
     _require_own(module, axis)
     if warning:
         warnings.warn(warning, UserWarning, stacklevel=4)
@@ -98,11 +113,19 @@ def planned(
         owners=owners_in(module),
         beside=beside,
     )
-    assert_same_everywhere([_compared(options)], axis, what="the engine's options")
-    updating = options.updating
-    steps = updating.micro_batches
-    averages = updating.average_micro_batches
-    require_excluded(setup.transforms, _named(updating))
+    # As ranks compare them: no address, no value of a tensor. Units and codecs of leaves are
+    # compared as those of the layout.
+    compared = replace(updating, loss_scale=as_policy("loss_scale", updating.loss_scale))
+    shown = f"{replace(options, updating=compared, units=None, frozen=None)}"
+    assert_same_everywhere([shown], axis, what="the engine's options")
+    steps, averages = updating.micro_batches, updating.average_micro_batches
+    stand_for = {
+        "clip": updating.max_norm is not None,
+        "scale_loss": updating.loss_scale is not None,
+        "check_finite": updating.check_finite,
+        "accumulate": steps > 1,
+    }
+    require_excluded(setup.transforms, [name for name, is_there in stand_for.items() if is_there])
     clip = clipping(max_norm=updating.max_norm)
     policy = Policy(
         points=() if clip is None else (clip,),
@@ -113,17 +136,6 @@ def planned(
         check_finite=updating.check_finite,
     )
     return replace(setup, policy=policy)
-
-
-def _named(updating: Updating) -> list[str]:
-    """Return the names of the transforms that options of updates stand for."""
-    there = {
-        "clip": updating.max_norm is not None,
-        "scale_loss": updating.loss_scale is not None,
-        "check_finite": updating.check_finite,
-        "accumulate": updating.micro_batches > 1,
-    }
-    return [name for name, is_there in there.items() if is_there]
 
 
 def scale_of(given: Scale, setup: Setup) -> ScalePolicy | None:
@@ -204,14 +216,6 @@ def _require_one_device(module: nn.Module, *, made: bool) -> None:
             )
 
 
-def _compared(options: Options) -> str:
-    """The options as ranks compare them: no address, no value of a tensor."""
-    scale = as_policy("loss_scale", options.updating.loss_scale)
-    updating = replace(options.updating, loss_scale=scale)
-    # Units and codecs of leaves are compared as those of the layout.
-    return f"{replace(options, updating=updating, units=None, frozen=None)}"
-
-
 def _units(module: nn.Module, options: Options) -> tuple[Callable[[str], str], str]:
     """Return path -> unit, where a leaf module is one unit; and what to warn about."""
     spec, others = options.module.leaf_modules, options.units or unit_of
@@ -233,31 +237,6 @@ def _units(module: nn.Module, options: Options) -> tuple[Callable[[str], str], s
         return inside[0] or "(root)" if inside else others(path)
 
     return unit, "\n".join(found.warnings)
-
-
-def _beside(module: nn.Module, axis: Axis, own: Any) -> list[str]:
-    """Return what ranks compare of the tensors that are no parameters; buffers become rank 0's."""
-    held = held_beside(module)
-    paths = require_paths(own, held)
-    if axis.runtime is Runtime.LOCAL or is_abstract():
-        return []
-    return lines_of(apart_from(held, module), paths, unread={Holder.BUFFER})
-
-
-def _as_optimizer(optimizer: Any, options: Options) -> Any:
-    """An optimizer of a state: torch.optim's through `from_torch`."""
-    if optimizer is None:
-        return NoOptimizer()
-    pair = isinstance(optimizer, tuple) or hasattr(optimizer, "update")
-    if pair or isinstance(optimizer, ShardOptimizer):
-        return as_optimizer(optimizer)
-    updating = options.updating
-    return from_torch(
-        optimizer,
-        master_weights=updating.master_weights,
-        state_dtype=updating.state_dtype,
-        stochastic_rounding=updating.stochastic_rounding,
-    )
 
 
 def _require_own(module: nn.Module, axis: Axis) -> None:

@@ -67,13 +67,10 @@ class Writes:
     def published(self, state: TrainState) -> None:
         """An update has written all parameters, and their masters."""
         self._compared = set[str]()  # what ranks have compared since, and masters do not have yet
-        self._settle(state, samples=state.device.type == "cpu" or self._updates % EVERY == 0)
-        self._updates += 1
-
-    def _settle(self, state: TrainState, *, samples: bool) -> None:
-        """All ranks have equal parameters now."""
+        looks = state.device.type == "cpu" or self._updates % EVERY == 0
         self._settled = self._counted()
-        self._kept = [one.of(state) for one in self._samples] if samples else []
+        self._kept = [one.of(state) for one in self._samples] if looks else []
+        self._updates += 1
 
     def _since(self, state: TrainState) -> set[str]:
         """Return the paths of the parameters that were written since they were settled."""
@@ -113,7 +110,8 @@ class Writes:
         if (error := unequal(performer.tell(mine))) is not None:
             raise error
         self._compared |= written
-        self._settle(state, samples=bool(self._kept))
+        self._settled = self._counted()
+        self._kept = [one.of(state) for one in self._samples] if self._kept else []
 
     # Forwards write nothing.
 
@@ -132,7 +130,20 @@ class Writes:
 
     def error(self) -> PhaseError | None:
         """Return an error if a forward has written to parameters that are not equal since."""
-        return written_by_forward([*self._by_forward.values()]) if self._by_forward else None
+        if not self._by_forward:
+            return None
+        first, *others = self._by_forward.values()
+        more = f" and {len(others)} more" * bool(others)
+        return PhaseError(
+            f"the forward wrote to {first}{more}; what it wrote is there.",
+            cause="F.embedding(max_norm=), weight clipping, a codebook or a cache that is updated "
+            "in the forward. Each rank writes as its own data say, and optimizers hold copies and "
+            "shards: ranks would train other parameters.",
+            fix="write between steps, the same on every rank, under no_grad, or in `with "
+            "fzero.adapter.gathered(module, modify=True):`, which also makes ranks equal again "
+            "after this error; make a codebook that is no parameter a buffer (register_buffer), "
+            "which each rank has for itself.",
+        )
 
     def agree(self, params: list[Tensor]) -> None:
         """These parameters have equal values on all ranks again."""
@@ -193,18 +204,3 @@ def own_part(state: TrainState, flat: Tensor) -> Tensor:
     """This rank's part of a group's parameters, as the optimizer steps it."""
     setup = state.setup
     return cut(setup, flat, setup.params, setup.optimizer_state)
-
-
-def written_by_forward(paths: list[str]) -> PhaseError:
-    """Return the error for parameters that a forward has written."""
-    more = f" and {len(paths) - 1} more" * (len(paths) > 1)
-    return PhaseError(
-        f"the forward wrote to {paths[0]}{more}; what it wrote is there.",
-        cause="F.embedding(max_norm=), weight clipping, a codebook or a cache that is updated in "
-        "the forward. Each rank writes as its own data say, and optimizers hold copies and shards: "
-        "ranks would train other parameters.",
-        fix="write between steps, the same on every rank, under no_grad, or in `with "
-        "fzero.adapter.gathered(module, modify=True):`, which also makes ranks equal again after "
-        "this error; make a codebook that is no parameter a buffer (register_buffer), which each "
-        "rank has for itself.",
-    )

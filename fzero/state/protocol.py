@@ -47,7 +47,7 @@ from fzero.state.effects import (
 from fzero.state.replay import Replay
 from fzero.state.residency import Residency
 from fzero.state.residency import Units as Units
-from fzero.state.rounds import MANY, Asked, Message, MessageKind, Round, What, asking
+from fzero.state.rounds import ASKED, BROUGHT, MANY, Asked, Message, MessageKind, Round, What, asking
 from fzero.state.schedule import FORWARD, Events, Place, Program, joined
 
 # The events: what the driver of a rank does, and what the other ranks answered.
@@ -178,10 +178,13 @@ class Finish(ProtocolEvent):
     """A backward is over on this rank, or a forward that no backward follows.
 
     left: (unit, whether its gradients are complete) of units with gradients that were not reduced.
+    brings: whether there may be gradients of this rank in it: if no rank has any, what the plan has
+        reduced is dropped.
     """
 
     model: int
     left: tuple[tuple[int, bool], ...] = ()
+    brings: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +297,7 @@ class Course:
         replay: the place in the plan; None where ranks ask for each collective.
         due: units whose gradients are complete, and not handed to a reduction yet.
         left: (unit, whether complete) at the end of a backward, as far as no reduction has them.
+        brings: whether the backward that ended may have brought gradients of this rank.
         learned: what the phases of the last pass do from now on, if that is new.
     """
 
@@ -311,6 +315,7 @@ class Course:
     replay: Replay | None = None
     due: tuple[int, ...] = ()
     left: tuple[tuple[int, bool], ...] = ()
+    brings: bool = True
     learned: Mapping[Place, Program] = field(default_factory=dict[Place, Program])
 
     @property
@@ -868,6 +873,7 @@ def finish(p: Protocol, event: Finish) -> Next:
         silent=False,
         deferred=False,
         left=event.left,
+        brings=event.brings,
         learned={},
     )
     if not model.course.announced:
@@ -888,9 +894,10 @@ def finish(p: Protocol, event: Finish) -> Next:
 
 def say_end(p: Protocol, number: int) -> Next:
     """Say that this rank has no more gradients, if all ranks follow one plan."""
-    if p.models[number].course.replay is None:
+    course = p.models[number].course
+    if course.replay is None:
         return p, ()
-    return say(p, Message(MessageKind.DONE), (heard_end,))
+    return say(p, Message(MessageKind.DONE, hint=BROUGHT * course.brings), (heard_end,))
 
 
 def heard_end(p: Protocol, _: Round) -> Next:
@@ -907,7 +914,8 @@ def say_done(p: Protocol, number: int) -> Next:
         return p.then((ask, number, What.REDUCE, units), (say_done, number)), ()
     if ends := ends_of_others(p, number):
         return p.then(*ends, (say_done, number)), ()
-    return say(p, Message(MessageKind.DONE, hint=int(course.asked)), (heard_done, number))
+    hint = ASKED * course.asked + BROUGHT * course.brings
+    return say(p, Message(MessageKind.DONE, hint=hint), (heard_done, number))
 
 
 def heard_done(p: Protocol, number: int, said: Round) -> Next:
@@ -918,8 +926,10 @@ def heard_done(p: Protocol, number: int, said: Round) -> Next:
     if not said.is_over:
         p, effects = serve(p, said)
         return p.then((say_done, number)), effects
-    p, effects = over(p)
+    p, effects = over(p, said)
     model, course = p.models[number], p.models[number].course
+    if course.in_backward and not said.has_brought:
+        effects = *effects, Discard(number)
     here = replaced(model.residency, current=-1, rounds=False)
     here, ends = residency.end_backward(here)
     if here.stays:  # what a window keeps may be carried from here
@@ -944,13 +954,14 @@ def heard_programs(p: Protocol, number: int, values: tuple[Any, ...]) -> Next:
     return p.put(number, course=replaced(model.course, learned=learned)), ()
 
 
-def over(p: Protocol) -> Next:
+def over(p: Protocol, said: Round) -> Next:
     """No rank is in a pass: what this rank has served of other passes is complete.
 
-    A backward that ends here takes it itself.
+    A backward that ends here takes it itself. What brought nothing to any rank changes nothing.
     """
     takes = {n for n in p.running if p.models[n].course.in_backward}
-    received = (Receive(model) for model in p.served if model not in takes)
+    complete = Receive if said.has_brought else Discard
+    received = (complete(model) for model in p.served if model not in takes)
     return replaced(p, served=()), (WaitForReductions(), *received)
 
 
@@ -1061,7 +1072,7 @@ def heard_call(p: Protocol, again: Call | None, said: Round) -> Next:
             return replaced(p, heard=said.values, met=said.is_in_order), ()
     p = replaced(p, heard=()).then(*[(call, again, True)] * (again is not None))
     if said.is_over:
-        p, effects = over(p)
+        p, effects = over(p, said)
         # Those that end their pass tell what they did, if any of them has asked.
         return p, (*effects, *(Exchange(None),) * said.has_asked)
     return serve(p, said)

@@ -17,6 +17,9 @@ from typing import NamedTuple
 CODES = 8
 """How many numbers a message has room for: collectives that are asked for, or values of a call."""
 
+ASKED, BROUGHT = 1, 2
+"""What a rank says of its pass when that is done, in the hint of the message."""
+
 MANY = 2**24
 """More units than a state has."""
 
@@ -53,8 +56,8 @@ class Message(NamedTuple):
     Attributes:
         kind: what is said.
         text: what is announced: equal texts go together.
-        hint: stands for the order of collectives that the rank expects; of DONE, whether this rank
-            has asked for any.
+        hint: stands for the order of collectives that the rank expects; of DONE: `ASKED` if this
+            rank has asked for any, `BROUGHT` if its pass may have brought gradients.
         served: ranks that make a call take part in this pass.
         codes: the values of a call, or what is asked for: the first of it, as much as a row of
             numbers has room for.
@@ -123,6 +126,7 @@ class Round:
         values: the numbers that each rank gives with its call, in rank order.
         is_over: whether no rank is in a pass any more.
         has_asked: whether a rank that ends its pass has asked for a collective in it.
+        has_brought: whether a rank that ends its pass may have brought gradients in it.
     """
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
@@ -139,4 +143,6 @@ class Round:
         self.asked = [as_asked(code) for code in sorted(asks)]
         self.values = tuple([row.codes for row in said])
         self.is_over = self.kinds.isdisjoint((MessageKind.ASK, MessageKind.PASS))
-        self.has_asked = any(row.hint for row in said if row.kind is MessageKind.DONE)
+        done = [row.hint for row in said if row.kind is MessageKind.DONE]
+        self.has_asked = any(hint & ASKED for hint in done)
+        self.has_brought = any(hint & BROUGHT for hint in done)

@@ -319,7 +319,9 @@ class Pass:
 
         Unless it `counts`, one that brought no gradient to any rank changes nothing.
         """
-        self.performer.send(Finish(self.form.number, self.reducer.unreduced()))
+        waits = any(state.window.pending.held for state in self.states)
+        brings = counts or waits or self.reducer.received > 0
+        self.performer.send(Finish(self.form.number, self.reducer.unreduced(), brings))
         self._after_pass()
         for part in self.parts.values():
             part.settles()

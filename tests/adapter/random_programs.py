@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -166,7 +167,6 @@ class Model:
 class Live(NamedTuple):
     loss: Tensor
     brings: Gradients
-    passes: bool  # whether its backward comes by an output of the engine's module
 
 
 class Runner:
@@ -192,8 +192,7 @@ class Runner:
     def do_forward(self, event: Event, number: int) -> None:
         brings = self.model.forward(event.how, number)
         loss = loss_of(self.engine, event.how, Draw(self.rank, number))
-        passes = event.how not in ("submodule", "penalty")
-        self.live = [*self.live[-2:], Live(loss, brings, passes)]
+        self.live = [*self.live[-2:], Live(loss, brings)]
 
     def do_backward(self, event: Event, number: int) -> None:
         if not self.live:
@@ -205,7 +204,7 @@ class Runner:
                 self.model.add(live.brings)
             self.live = []
             return
-        loss, brings, _ = self.live[at]
+        loss, brings = self.live[at]
         if event.how == "engine":
             self.engine.backward(loss)
         else:
@@ -253,11 +252,8 @@ class Runner:
     def do_raise_in_backward(self, event: Event, number: int) -> None:
         with faulty(self.engine, "middle"):
             loss = loss_of(self.engine, "net", Draw(self.rank, number))
-        # The engine hears of a plain backward that raised when it is used again: called, or by a
-        # gradient of an output.
-        plain = event.how == "loss" and all(live.passes for live in self.live)
         with pytest.raises(ValueError, match="raised in backward"):
-            loss.backward() if plain else self.engine.backward(loss)
+            loss.backward() if event.how == "loss" else self.engine.backward(loss)
 
     def do_raise_in_forward(self, event: Event, number: int) -> None:
         with (
@@ -286,7 +282,7 @@ class Runner:
         same(self.engine.full_gradients(), self.model.total, 1e-9, "gradients")
 
 
-def run_programs(rank: int, world_size: int, stage: int, seeds: range) -> int:
+def run_programs(rank: int, world_size: int, stage: int, seeds: Sequence[int]) -> int:
     """Run the programs of these seeds; what fails says which, and with which events."""
     for seed in seeds:
         program = draw_program(seed)

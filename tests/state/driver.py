@@ -60,6 +60,7 @@ class Driver(Rank):
         self.windows: set[int] = set()  # models with an open one
         self.blocks: list[tuple[int, tuple[int, ...]]] = []
         self.named = 0  # gradients that autograd has made
+        self.bring: set[int] = set()  # models whose pass has some of this rank
         self.synced = 0  # collectives of the user's
 
     # A pass.
@@ -76,6 +77,7 @@ class Driver(Rank):
         text = f"model {model}, {'in a window' if in_window else 'at once'}"
         said = Announcement(text=text, place=place, program=program, served=self.world.served)
         silent = phase == BACKWARD and not units.gathers and self.world.served  # an engine
+        self.bring.discard(model)
         if phase == BACKWARD and not silent:
             self._reduce_waiting(model)
         event = Begin(
@@ -98,6 +100,7 @@ class Driver(Rank):
         for unit, names in self.pending[model].items():
             self.gradients.setdefault((model, unit), set()).update(names)
             self.brought[-1][model].update(names)
+            self.bring.add(model)
         self.pending[model] = {}
 
     def _join_again(self, model: int) -> None:
@@ -193,6 +196,7 @@ class Driver(Rank):
             yield from self.send(FirstGradient(model))
         name = f"{self.number}.{self.named}"
         self.named += 1
+        self.bring.add(model)
         if model in self.windows:
             self.pending[model].setdefault(unit, set()).add(name)
             return
@@ -207,7 +211,7 @@ class Driver(Rank):
         left = sorted(unit for m, unit in self.gradients if m == model)
         complete = tuple((unit, (model, unit) in self.complete) for unit in left)
         self.complete = {key for key in self.complete if key[0] != model}
-        yield from self.send(Finish(model, complete))
+        yield from self.send(Finish(model, complete, brings=model in self.bring))
         self._after_pass(model)
 
     def finish_forward(self, model: int) -> Steps:

@@ -46,7 +46,18 @@ from fzero.state.protocol import (
     Use,
     advance,
 )
-from fzero.state.rounds import CODES, Asked, Message, MessageKind, Round, What, as_code, row_of
+from fzero.state.rounds import (
+    ASKED,
+    BROUGHT,
+    CODES,
+    Asked,
+    Message,
+    MessageKind,
+    Round,
+    What,
+    as_code,
+    row_of,
+)
 from fzero.state.schedule import Limits, Program, backwards
 
 TWO_BUCKETS = Units(numels=(4, 4), bounded=frozenset([0, 1]), gathers=False)
@@ -204,14 +215,17 @@ def test_what_was_served_before_an_error_is_discarded_once() -> None:
     assert one.protocol.served == ()
 
 
-def test_what_was_served_is_received_once() -> None:
+@pytest.mark.parametrize(("hint", "taken"), [(BROUGHT, Receive), (0, Discard)])
+def test_what_was_served_is_received_once_if_any_rank_brought_gradients(
+    hint: int, taken: type[Receive | Discard]
+) -> None:
     one = One(TWO_BUCKETS)
     asked = [*ASKS, 1 + as_code(Asked(1, What.REDUCE, 0))]
     one.protocol, _ = advance(one.protocol, Call("step"))
     one.protocol, _ = advance(one.protocol, Answer(Round([one.row(), asked])))
     one.protocol, _ = advance(one.protocol, Call("step"))
-    effects = one.send(Answer(Round([one.row(), [MessageKind.DONE, 0, 0, 1]])))
-    assert effects[:2] == [WaitForReductions(), Receive(1)]
+    effects = one.send(Answer(Round([one.row(), [MessageKind.DONE, 0, hint, 1]])))
+    assert effects[:2] == [WaitForReductions(), taken(1)]
     assert one.protocol.served == ()
 
 
@@ -221,7 +235,7 @@ def test_what_was_served_in_a_forward_is_received_when_the_others_have_ended() -
     one.send(Use(1, 0))
     asked = [*ASKS, 1 + as_code(Asked(1, What.REDUCE, 1))]
     assert Reduce(1, 1, mine=False) in one.send(Call("step"), asked)
-    assert one.send(Call("step"), [MessageKind.DONE, 0, 0, 1])[-2:] == [
+    assert one.send(Call("step"), [MessageKind.DONE, 0, BROUGHT, 1])[-2:] == [
         WaitForReductions(),
         Receive(1),
     ]
@@ -524,8 +538,9 @@ def has_asked(one: One) -> bool:
         x.message for x in effects if isinstance(x, Post) and x.message.kind == MessageKind.DONE
     ]
     assert len(done) == 1
-    assert (done[0].hint == 1) == any(isinstance(effect, Exchange) for effect in effects)
-    return done[0].hint == 1
+    asked = bool(done[0].hint & ASKED)
+    assert asked == any(isinstance(effect, Exchange) for effect in effects)
+    return asked
 
 
 def test_a_pass_that_followed_its_plan_asks_for_no_exchange() -> None:

@@ -372,7 +372,7 @@ class DeepSpeedEngine(CheckpointedEngine):
                 cause="a place that is chosen when the engine is made.",
                 fix='offload_states(device="cpu"); or offload_optimizer in the config.',
             )
-        self._driver.require_no_window("offload_states()")
+        self._driver.require_not("offload_states()", "window")
         self._driver.wait()
         state = self._driver.state
         masters, slots = list[Tensor](), list[Tensor]()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter.driver import OWNERS, Driver
+from fzero.adapter.gradients import used
 from fzero.adapter.param_access import (
     ParameterPlace,
     find,
@@ -31,7 +32,6 @@ from fzero.adapter.param_access import (
     set_local_gradient,
     set_local_optimizer_state,
     set_local_parameter,
-    used,
     whole_gradient,
 )
 from fzero.errors import LayoutError

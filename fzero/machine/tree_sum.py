@@ -156,20 +156,6 @@ def sums_in_order(
     return pool[torch.tensor(plan.items, device=pool.device)], pool[plan.total]
 
 
-def folded_rows(rows: Tensor) -> Tensor:
-    """Return the sum of each row of [n, places], none of which is -0.0, as a tree: [n].
-
-    Example:
-        >>> folded_rows(torch.arange(6.0).view(2, 3))
-        tensor([ 3., 12.])
-    """
-    size = 1 << (rows.shape[1] - 1).bit_length()
-    rows = torch.nn.functional.pad(rows, (0, size - rows.shape[1]))
-    while rows.shape[1] > 1:
-        rows = rows[:, 0::2] + rows[:, 1::2]
-    return rows[:, 0]
-
-
 def _nodes_of(runs: Sequence[PlaceRun], places: Sequence[int]) -> list[tuple[int, Node]]:
     """Return the nodes that a rank sends of its runs, with their items: small ones come first."""
     found = [

@@ -47,7 +47,17 @@ from fzero.state.effects import (
 from fzero.state.replay import Replay
 from fzero.state.residency import Residency
 from fzero.state.residency import Units as Units
-from fzero.state.rounds import ASKED, BROUGHT, MANY, Asked, Message, MessageKind, Round, What, asking
+from fzero.state.rounds import (
+    ASKED,
+    BROUGHT,
+    MANY,
+    Asked,
+    Message,
+    MessageKind,
+    Round,
+    What,
+    asking,
+)
 from fzero.state.schedule import FORWARD, Events, Place, Program, joined
 
 # The events: what the driver of a rank does, and what the other ranks answered.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -36,7 +36,6 @@ from fzero.state import Buffers, Layout, Part, Placement, Slot, TrainState
 from fzero.state.train_state import require_state
 from fzero.transforms.backward_pass import agree, tell_at_next_round
 from fzero.transforms.donation import check_alive, returned
-from fzero.transforms.full_params import whole_groups
 from fzero.transforms.models import ParamsT
 from fzero.transforms.points import stepped_as_held, with_params, with_stepped
 from fzero.transforms.recipe import factor_of
@@ -72,7 +71,7 @@ def map_params(
     collective where all are placed alike; at stages 1 and 2, where parameters are whole and
     gradients, slots and masters are shards, it is computed on shards, and one all-gather for each
     bucket makes the parameters whole. Another state of the same leaves may have another rule,
-    stage or buckets: where its shards are others it is made whole for it.
+    stage or buckets: where its shards are others it is gathered, a few buckets at a time.
 
     Args:
         fn: (p, *others) -> p', in the shape of p; it is cast to the dtype of p.
@@ -115,8 +114,9 @@ def map_params(
         max([held.placement, *(one.placement for one in operands)], key=_FINER.index)
         for _, held in passes
     ]
+    crosses = finest[0] is not setup.params or any(one.elsewhere for one in operands)
     tell_at_next_round(state, f"map_params({_named(fn)})")
-    if setup.axis.size > 1 and finest[0] is not setup.params:
+    if setup.axis.size > 1 and crosses:
         agree("map_params", [state])
     for (groups, held), at in zip(passes, finest, strict=True):
         if not groups:
@@ -145,8 +145,7 @@ def _mapped(
     every = by_path(ranges, parts)
     lacks = {path for one in operands for path in one.lacks}
     pieces = {path: x for path, x in every.items() if path not in lacks}
-    some = operands if pieces else ()
-    rest = [by_path(ranges, [one.part(state, i, at) for i in groups]) for one in some]
+    rest = [by_path(ranges, [*one.parts(state, groups, at)]) for one in operands] if pieces else []
     key = _key(state, fn)
     first = key not in _TESTED and not (in_transform() or is_recorded(parts) or is_abstract())
     first = first and bool(pieces)
@@ -229,38 +228,58 @@ def _checked(path: str, p: Tensor, new: Any) -> Tensor:
 
 
 class _Operand(NamedTuple):
-    """What a user gives beside a state: flats by the groups of that.
+    """What a user gives beside a state: flats by the groups of that, or another state.
 
-    lacks: the frozen leaves of which it has no values.
+    lacks: the frozen leaves of which it has no values. elsewhere: a state whose shards are others.
     """
 
     flats: Mapping[int, Tensor]
     placement: Placement = Placement.REPLICATED
     lacks: Collection[str] = ()
+    elsewhere: TrainState | None = None
 
-    def part(self, state: TrainState, index: int, at: Placement) -> Tensor:
-        """Return this rank's part of a group; zeros where it lacks all of it."""
-        if index not in self.flats:
-            return torch.zeros(state.setup.numel(index, at), device=state.device)
-        flat = to_device(self.flats[index], state.device)
-        return cut(state.setup, flat, self.placement, at)
+    def parts(self, state: TrainState, groups: Sequence[int], at: Placement) -> Iterator[Tensor]:
+        """Yield this rank's part of each group; zeros of what it lacks."""
+        setup, held = state.setup, dict[int, Tensor]()
+        for index in groups:
+            if self.elsewhere is not None:
+                held = _of_leaves(self.elsewhere, state.setup.layout, index, held)
+                leaves = unpack_groups(self.elsewhere.setup.layout, held)
+                numbers = leaf_numbers(self.elsewhere.setup.layout)
+                paths = [setup.layout.names[i] for i in setup.layout.groups[index].leaves]
+                flat = pack(setup.layout, index, [leaves[numbers[path]] for path in paths])
+                flat = flat.to(state.device)
+                own = cut(setup, flat, Placement.REPLICATED, at)
+                yield own if own is flat else own.clone()
+            elif index in self.flats:
+                flat = to_device(self.flats[index], state.device)
+                yield cut(setup, flat, self.placement, at)
+            else:
+                yield torch.zeros(setup.numel(index, at), device=state.device)
+
+
+def _of_leaves(
+    other: TrainState, layout: Layout, index: int, held: Mapping[int, Tensor]
+) -> dict[int, Tensor]:
+    """Return {group: its whole flat} of those groups of another state that have these leaves."""
+    setup, found = other.setup, dict[int, Tensor]()
+    wanted = {leaf_numbers(setup.layout)[layout.names[i]] for i in layout.groups[index].leaves}
+    for k, group in enumerate(setup.layout.groups):
+        if k in held and wanted.intersection(group.leaves):
+            found[k] = held[k]
+        elif wanted.intersection(group.leaves):
+            here = to_device(other.params.flats[k], other.device)
+            found[k] = gather_parts(setup, [here], setup.params, Placement.REPLICATED)[0]
+    return found
 
 
 def _operand(state: TrainState, other: Any) -> _Operand:
     """Return what a user gives beside a state."""
     layout = state.setup.layout
-    frozen = [name for name, x in zip(layout.names, layout.leaves, strict=True) if not x.trainable]
     if isinstance(other, TrainState):
         check_alive(other)
         theirs = other.setup.layout
-        own, others = (
-            {k: (x.shape, x.dtype.is_complex) for k, x in zip(o.names, o.leaves, strict=True)}
-            for o in (layout, theirs)
-        )
-        if own != others:
-            path = next(k for k in [*own, *others] if own.get(k) != others.get(k))
-            seen = [f"{one[path][0]}" if path in one else "no such leaf" for one in (own, others)]
-            raise _not_parallel(f"{path} is {seen[0]} in the state, {seen[1]} in the other one")
+        _require_leaves(layout, theirs)
         if not state.setup.axis.has_places_of(other.setup.axis):
             raise LayoutError(
                 f"map_params: a state on {other.mesh} beside one on {state.mesh}.",
@@ -270,12 +289,8 @@ def _operand(state: TrainState, other: Any) -> _Operand:
             )
         if _pieces(layout) == _pieces(theirs):
             return _Operand(dict(enumerate(other.params.flats)), other.setup.params)
-        if state.setup.axis.size > 1:
-            agree("map_params", [state])
-        flats = whole_groups(other, range(len(theirs.groups)), replica=True)
-        leaves = unpack_groups(theirs, flats)
-        by_name = {path: leaves[i] for i, path in enumerate(leaf_paths(theirs))}
-        return _of_pytree(state, by_name, frozen)
+        return _Operand({}, elsewhere=other)
+    frozen = [name for name, x in zip(layout.names, layout.leaves, strict=True) if not x.trainable]
     if isinstance(other, Slot):
         return _learning(state, other.value, "a slot", frozen)
     if isinstance(other, Buffers):
@@ -315,6 +330,18 @@ def _learning(state: TrainState, held: Any, what: str, frozen: Sequence[str]) ->
     if [x.numel() for x in flats] != numels:
         raise _not_parallel(f"{what} of {[x.numel() for x in flats]} elements, {numels} wanted")
     return _Operand(dict(zip(layout.trainable, flats, strict=True)), held.placement, frozen)
+
+
+def _require_leaves(mine: Layout, theirs: Layout) -> None:
+    """Raise `LayoutError` unless two states have the same leaves, whatever their rules."""
+    own, other = (
+        {k: (x.shape, x.dtype.is_complex) for k, x in zip(o.names, o.leaves, strict=True)}
+        for o in (mine, theirs)
+    )
+    if own != other:
+        path = next(k for k in [*own, *other] if own.get(k) != other.get(k))
+        seen = [f"{one[path][0]}" if path in one else "no such leaf" for one in (own, other)]
+        raise _not_parallel(f"{path} is {seen[0]} in the state, {seen[1]} in the other one")
 
 
 def _of_pytree(state: TrainState, tree: Any, frozen: Sequence[str]) -> _Operand:

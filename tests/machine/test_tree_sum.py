@@ -14,7 +14,6 @@ from torch import Tensor
 from fzero.machine.tree_sum import (
     HeldRuns,
     PlaceRun,
-    folded_rows,
     squares_of_blocks,
     sums_in_order,
     sums_of_blocks,
@@ -117,12 +116,6 @@ def test_flats_of_other_dtypes_are_summed_each_in_its_own_precision() -> None:
     assert torch.equal(
         together, torch.cat([squares_of_blocks([x]).double() for x in flats if len(x)])
     )
-
-
-@pytest.mark.parametrize("places", [1, 2, 3, 7, 64, 100])
-def test_rows_are_trees(places: int) -> None:
-    rows = spread(5 * places).square().view(5, places)
-    assert torch.equal(folded_rows(rows), torch.stack([in_order(row) for row in rows]))
 
 
 @pytest.mark.parametrize("sizes", [(3, 1), (1, 3)])

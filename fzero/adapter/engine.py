@@ -47,7 +47,7 @@ from fzero.transforms.clip import norm_of_state
 from fzero.transforms.leaf_slices import clip_factor, scaled
 from fzero.transforms.local import mesh_for
 from fzero.transforms.loss_scale import next_scale
-from fzero.transforms.weights import averaged
+from fzero.transforms.recipe import mean_of
 
 
 @documents
@@ -266,7 +266,7 @@ class Engine:
         require("clip_grad_norm_(): max_norm", max_norm, lambda _: good, "a number of 0 or more")
         held = self._driver.reduced(f"clip_grad_norm_({max_norm})")
         state = self._driver.state
-        norm = averaged(state, norm_of_state(state, state.gradients))
+        norm = mean_of(state).of(norm_of_state(state, state.gradients))
         if held:  # without, as torch.nn.utils.clip_grad_norm_: nothing to scale
             gradients = scaled(state, state.gradients, clip_factor(norm, max_norm))
             self._driver.put(state.replace(gradients=gradients))

@@ -26,8 +26,7 @@ from fzero.state import Buffers, Setup, TrainState
 from fzero.state.layout import as_bits, as_complex, as_real, stored_dtype
 from fzero.state.progress import without_use
 from fzero.transforms.loss_scale import without_scale
-from fzero.transforms.recipe import times_factor
-from fzero.transforms.weights import averaged, unaveraged
+from fzero.transforms.recipe import mean_of, times_factor
 
 
 class StandIns:
@@ -466,12 +465,12 @@ class GradientAddress(NamedTuple):
 
 def used(state: TrainState, gradient: Tensor) -> Tensor:
     """A gradient that a state holds as an update uses it."""
-    return averaged(state, without_scale(state, gradient))
+    return mean_of(state).of(without_scale(state, gradient))
 
 
 def as_held(state: TrainState, gradient: Tensor) -> Tensor:
     """The other way round."""
-    return times_factor(state, [unaveraged(state, gradient)])[0]
+    return times_factor(state, [mean_of(state).back(gradient)])[0]
 
 
 def addresses_of(setup: Setup, learning: Sequence[int]) -> list[GradientAddress]:
@@ -506,7 +505,7 @@ def norms_of(state: TrainState, order: float) -> dict[int, Tensor]:
     if len(rows) > 1:
         total = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
     if order != 0:
-        total = averaged(state, total)
+        total = mean_of(state).of(total)
     stored = [stored_dtype(layout.leaves[i].dtype) for i in learning]
     dtypes = [torch.promote_types(dtype, torch.float32) for dtype in stored]
     return {leaf: norm.to(dtype) for leaf, norm, dtype in zip(learning, total, dtypes, strict=True)}

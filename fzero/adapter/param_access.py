@@ -34,7 +34,7 @@ from fzero.transforms.accumulate_grad import filled
 from fzero.transforms.backward_pass import raises_together
 from fzero.transforms.clip import norm_of_state
 from fzero.transforms.local import NO_WRITES
-from fzero.transforms.weights import averaged
+from fzero.transforms.recipe import mean_of
 
 # Gradients.
 
@@ -109,7 +109,7 @@ def global_grad_norm(driver: Driver) -> Tensor | None:
     if not driver.reduced("global_grad_norm"):
         return driver.guard.norm
     state = driver.state
-    return driver.stand_ins.read(averaged(state, norm_of_state(state, state.gradients)))
+    return driver.stand_ins.read(mean_of(state).of(norm_of_state(state, state.gradients)))
 
 
 # Parameters.

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 import torch
+from torch import Tensor
 
 from fzero.errors.check import is_count, require
 from fzero.state.codec import Codec
@@ -127,6 +128,13 @@ class Excludes:
     fix: str
 
 
+class Mean(NamedTuple):
+    """What an update makes of a sum of gradients, or of its norm, and what it makes so of which."""
+
+    of: Callable[[Tensor], Tensor] = lambda x: x
+    back: Callable[[Tensor], Tensor] = lambda x: x
+
+
 @dataclass(frozen=True, kw_only=True)
 class Builtin:
     """What a transform of fzero's own does: functions of whole states, and of what is under way.
@@ -153,6 +161,7 @@ class Builtin:
         calls: (states, reducer) -> what it does in their backwards: a `CallPart`, or None.
         decides: (running, means): an update begins: skip it, change slots.
         units: (running, ready) -> ready, in the units of the mean gradient.
+        mean: state -> the `Mean` that an update makes of the gradients it holds. A collective.
         reduced: (self, running, ready) -> ready, in its place among those of users.
         ready: (running, ready) -> ready, before the rule.
         rule: (state, the flats that learn) -> options of the rule's `advance`.
@@ -178,6 +187,7 @@ class Builtin:
     calls: Function | None = field(default=None, compare=False)
     decides: Function | None = field(default=None, compare=False)
     units: Function | None = field(default=None, compare=False)
+    mean: Callable[[Any], Mean] | None = field(default=None, compare=False)
     reduced: Function | None = field(default=None, compare=False)
     ready: Function | None = field(default=None, compare=False)
     rule: Function | None = field(default=None, compare=False)

@@ -17,7 +17,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from typing_extensions import TypeVar
 
 from fzero.context.current_rank import has_no_values
-from fzero.errors import CallError, DonatedError, LayoutError, explain
+from fzero.errors import CallError, DonatedError, LayoutError, MismatchError, explain
 from fzero.ranks.mesh import Axis
 from fzero.state import scale
 from fzero.state.buffers import NAMESPACE, Buffers, record, static
@@ -391,6 +391,16 @@ ADVANTAGE = (
     "A weight counts examples or tokens, and is 0 or more. What may be negative multiplies the "
     "loss: `loss = advantage * negative_log_likelihood` with weight=1, or the number of tokens"
 )
+
+
+def weighted_by_some(have: int | str, lack: int | str) -> MismatchError:
+    """Return the error of weights that some ranks have given, by their numbers or names."""
+    first, second = (f"rank {one}" if isinstance(one, int) else one for one in (have, lack))
+    return MismatchError(
+        f"{first} holds gradients with weights, and {second} holds gradients without.",
+        cause="weight= on some ranks only.",
+        fix="give weight= to every call of an update, on every rank, or to none (0 is one).",
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,7 @@ from fzero.transforms.loss_scale import without_scale
 from fzero.transforms.models import flatten_states, under_policy
 from fzero.transforms.pipeline import P, R, Step, Transform, transform, transform_function
 from fzero.transforms.points import Running
-from fzero.transforms.weights import divided, total_weight
+from fzero.transforms.recipe import mean_of
 
 # The norm of gradients over all ranks, and the factor that clips to one.
 
@@ -54,7 +54,7 @@ def global_norm(state: TrainState) -> Tensor:
     said = agree("global_norm", [state])
     require_held(said, "global_norm")
     reduced = reduce_agreed(without_donation(state), said[0])
-    return divided(norm_of_state(reduced, reduced.gradients), total_weight(reduced))
+    return mean_of(reduced).of(norm_of_state(reduced, reduced.gradients))
 
 
 def norm_of_state(state: TrainState, gradients: Buffers) -> Tensor:

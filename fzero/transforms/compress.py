@@ -135,7 +135,9 @@ class _Encoding(CallPart):
 
 def _two_wires(options: Any) -> str:
     wires = [one for one in options.transforms if one.wire is not None]
-    if not wires or (len(wires) == 1 and options.compress in (None, wire_of(wires[0]))):
+    if not wires or (
+        len(wires) == 1 and options.compress in (None, Compress(gradients=wires[0].wire))
+    ):
         return ""
     return f"transforms: a codec at `wire` of {wires[0].name}, and another one beside it."
 
@@ -169,13 +171,8 @@ def _no_replicas(asked: Requested) -> str:
 
 def codecs_asked(options: Any) -> Compress:
     """Return what crosses ranks encoded, by the option or by a transform."""
-    wires = [wire_of(one) for one in options.transforms if one.wire is not None]
+    wires = [Compress(gradients=one.wire) for one in options.transforms if one.wire is not None]
     return options.compress or (wires[0] if wires else Compress())
-
-
-def wire_of(transform: Any) -> Compress:
-    """Return what a transform with a codec at `wire` asks for."""
-    return Compress(gradients=transform.wire)
 
 
 _EXCLUDES = (

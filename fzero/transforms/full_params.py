@@ -49,7 +49,7 @@ from fzero.transforms.grad import require_learner
 from fzero.transforms.local import anchor_of
 from fzero.transforms.loss_scale import without_scale
 from fzero.transforms.models import ParamsT, axes_of_loss, call_of_states, flatten_states
-from fzero.transforms.weights import divided, total_weight
+from fzero.transforms.recipe import mean_of
 
 # Reading a state: full parameters and full gradients as pytrees, gathered from all ranks.
 
@@ -214,12 +214,11 @@ def _leaves_apart(layout: Layout, flats: dict[int, Tensor]) -> dict[int, Tensor]
 def _gradients(state: TrainState, agreed: Agreed) -> Any:
     setup, layout = state.setup, state.setup.layout
     state = reduce_agreed(without_donation(state), agreed)
-    held, total = buffers.require_reduced(state.gradients), total_weight(state)
+    held, mean = buffers.require_reduced(state.gradients), mean_of(state)
     here = [to_device(flat, state.device) for flat in held.flats]
     whole = gather_parts(setup, here, held.placement, Placement.REPLICATED)
     means = {
-        i: divided(without_scale(state, x), total)
-        for i, x in zip(layout.trainable, whole, strict=True)
+        i: mean.of(without_scale(state, x)) for i, x in zip(layout.trainable, whole, strict=True)
     }
     del whole
     found = _leaves_apart(layout, means)

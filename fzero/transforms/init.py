@@ -90,7 +90,6 @@ from fzero.state.setup import (
     noted_owners,
 )
 from fzero.transforms.closure import watch
-from fzero.transforms.compress import wire_of
 from fzero.transforms.donation import returned
 from fzero.transforms.local import begun, bound_outer, mesh_for, on_replica, require_local
 from fzero.transforms.models import ParamsT, leaves_of_meshes, models_of, require_params
@@ -221,7 +220,7 @@ def check_shared(options: OptionsT) -> OptionsT:
     require_together(BUILTINS, "options", options)
     wires = [one for one in options.transforms if one.wire is not None]
     if wires:
-        options = replace(options, compress=wire_of(wires[0]))
+        options = replace(options, compress=Compress(gradients=wires[0].wire))
     compress = options.compress or Compress()
     for name, codec in (("gradients", compress.gradients), ("parameters", compress.parameters)):
         if codec is not None:

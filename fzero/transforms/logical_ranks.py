@@ -32,13 +32,12 @@ from fzero.state import NAMESPACE, Buffers, Placement, Setup, TrainState, progre
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.logical import fold_in
 from fzero.state.slots import Slot
-from fzero.state.train_state import GivenCall, Weight
+from fzero.state.train_state import GivenCall, Weight, weighted_by_some
 from fzero.transforms.accumulate import InAxes, check_axes, parts_of
 from fzero.transforms.accumulate_grad import accumulated, mean_of_nodes, part_of_update, waiting
 from fzero.transforms.autograd import Result, with_full
 from fzero.transforms.backward_pass import agree, functional_of, passes_of, raises_together
 from fzero.transforms.models import flatten_states
-from fzero.transforms.weights import by_some
 
 # The arguments and the weight of a call for each logical rank that a rank carries.
 
@@ -438,7 +437,7 @@ class Rows:
         called = made.progress.backwards > self.state.progress.backwards
         self._unweighted = self._unweighted or (called and not weighted)
         if self.weighted and self._unweighted:
-            raise by_some("a logical rank", "another one")
+            raise weighted_by_some("a logical rank", "another one")
         self._nonfinite = self._nonfinite or made.progress.nonfinite
         self._used |= made.progress.used
         self._slots.append(_slots(made, own=True))

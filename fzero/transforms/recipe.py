@@ -30,7 +30,7 @@ from torch import Tensor
 from fzero.machine.offload import at_home
 from fzero.machine.owners import owners_of
 from fzero.state import TrainState
-from fzero.state.points import At, Builtin
+from fzero.state.points import At, Builtin, Mean
 from fzero.state.train_state import GivenCall
 from fzero.transforms.compress import COMPRESS
 from fzero.transforms.local import LOCAL
@@ -120,7 +120,7 @@ BUILTINS = (
 
 _AT = (
     *("called", "gathered", "begins", "leaves", "loss", "factor", "forgets"),
-    *("decides", "units", "ready", "rule", "around", "updated"),
+    *("decides", "units", "mean", "ready", "rule", "around", "updated"),
 )
 
 
@@ -216,6 +216,13 @@ def loss_learned(states: Sequence[TrainState], loss: Tensor) -> Tensor:
             for learned in recipe_of(state).loss:
                 loss = learned(state, loss)
     return loss
+
+
+def mean_of(state: TrainState) -> Mean:
+    """Return how an update makes means of what a state holds. A collective with weights."""
+    for mean in recipe_of(state).mean:
+        return mean(state)
+    return Mean()
 
 
 def factor_of(state: TrainState) -> Tensor | None:

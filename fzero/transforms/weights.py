@@ -27,13 +27,19 @@ from torch import Tensor
 from fzero.collectives import fold_rows, gather_rows, performer_of, reduce_many
 from fzero.context.current_rank import has_no_values
 from fzero.context.modes import holds, in_transform, is_recorded, needs_func
-from fzero.errors import LayoutError, MismatchError, NonFiniteError, PhaseError, explain
+from fzero.errors import LayoutError, NonFiniteError, PhaseError, explain
 from fzero.machine.offload import to_device
 from fzero.ranks.mesh import world
 from fzero.state import Buffers, Form, Placement, Slot, TrainState, progress
-from fzero.state.points import At, Builtin, Excludes, Flag
+from fzero.state.points import At, Builtin, Excludes, Flag, Mean
 from fzero.state.progress import NonFinite
-from fzero.state.train_state import ADVANTAGE, GivenCall, Weighed, Weight
+from fzero.state.train_state import (
+    ADVANTAGE,
+    GivenCall,
+    Weighed,
+    Weight,
+    weighted_by_some,
+)
 from fzero.transforms.leaf_slices import Prepared, divided_by
 from fzero.transforms.observe import tell
 from fzero.transforms.points import CallPart, Changed, Running
@@ -96,16 +102,6 @@ def _facts(state: TrainState, at: At) -> list[str]:
     """Return how a backward is reduced: at an update, a rank may hold nothing."""
     weighted = state.setup.reduction.weighted
     return [f"gradients {'with' if weighted else 'without'} weights"] if at == "pass" else []
-
-
-def by_some(have: int | str, lack: int | str) -> MismatchError:
-    """Return the error of weights that some ranks have given, by their numbers or names."""
-    first, second = (f"rank {one}" if isinstance(one, int) else one for one in (have, lack))
-    return MismatchError(
-        f"{first} holds gradients with weights, and {second} holds gradients without.",
-        cause="weight= on some ranks only.",
-        fix="give weight= to every call of an update, on every rank, or to none (0 is one).",
-    )
 
 
 def times_weight(gradient: Tensor, weighed: Weighed, dtype: torch.dtype) -> Tensor:
@@ -229,35 +225,21 @@ def _no_weight(state: TrainState) -> LayoutError:
     )
 
 
-def divided(x: Tensor, total: Tensor | None) -> Tensor:
-    """Return the mean of a sum of w g by its total weight, 0 / 0 being 0; x itself for None."""
-    return x if total is None else x / divisor_of(total, x)
-
-
 def divisor_of(total: Tensor, like: Tensor) -> Tensor:
     """The total weight as a divisor of gradients like this one; 1 for 0."""
     dtype = like.real.dtype if like.is_complex() else like.dtype
     return torch.where(total == 0, torch.ones_like(total), total).to(like.device, dtype)
 
 
-def averaged(state: TrainState, x: Tensor) -> Tensor:
-    """Return a sum of gradients, or its norm, as an update averages it.
-
-    It is divided by the total weight after weighted calls, for which all ranks are asked.
-    """
+def _by_weight(state: TrainState) -> Mean:
+    """sum(w g) / sum(w), for which all ranks are asked once."""
     total = total_weight(state)
-    return x * share(state) if total is None else divided(x, total)
+    assert total is not None
+    return Mean(lambda x: x / divisor_of(total, x), lambda x: x * divisor_of(total, x))
 
 
-def unaveraged(state: TrainState, x: Tensor) -> Tensor:
-    """Return what `averaged` makes x of."""
-    total = total_weight(state)
-    return x * (1 / share(state)) if total is None else x * divisor_of(total, x)
-
-
-def share(state: TrainState) -> float:
-    """What an update multiplies gradients by: 1 / backwards, if it averages."""
-    return 1 / max(state.progress.backwards, 1) if state.setup.policy.averages else 1.0
+def _share(state: TrainState) -> float:
+    return 1 / max(state.progress.backwards, 1)
 
 
 def _decides(running: Running, means: Buffers) -> None:
@@ -333,11 +315,14 @@ WEIGHTS = Builtin(
     slots=(("total", FORM),),
     acts=lambda state: state.setup.reduction.weighted,
     facts=_facts,
-    flag=Flag(of=lambda state: state.setup.reduction.weighted, unlike=by_some, heard=_weighted),
+    flag=Flag(
+        of=lambda state: state.setup.reduction.weighted, unlike=weighted_by_some, heard=_weighted
+    ),
     called=_called,
     calls=_Weighing,
     decides=_decides,
     units=_units,
+    mean=_by_weight,
     excludes=_EXCLUDES,
 )
 """Weights of calls, at the points of a step."""
@@ -345,7 +330,8 @@ WEIGHTS = Builtin(
 AVERAGE = Builtin(
     name="average_micro_batches",
     acts=lambda state: state.setup.policy.averages,
-    units=lambda running, ready: ready._replace(rest=ready.rest * share(running.old)),
+    units=lambda running, ready: ready._replace(rest=ready.rest * _share(running.old)),
+    mean=lambda state: Mean(lambda x: x * _share(state), lambda x: x * (1 / _share(state))),
 )
 """The mean over backwards of an update, at the points of a step."""
 

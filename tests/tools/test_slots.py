@@ -13,7 +13,7 @@ import fzero
 from fzero.adapter import Engine
 from fzero.errors import MismatchError
 from fzero.state import Buffers
-from fzero.tools.record.digests import digested_leaves, digests_of, of_leaves, words
+from fzero.tools.record.digests import digested_leaves, digests_of, of_leaves, places_of, words
 
 PARTIAL, REPLICATED = fzero.Placement.PARTIAL, fzero.Placement.REPLICATED
 PARAMS = {"w": torch.arange(15.0).view(3, 5) / 8, "b": torch.ones(3), "s": torch.tensor(2.0)}
@@ -78,7 +78,7 @@ DATA = torch.randint(-4, 5, (2, 4, 5), generator=torch.Generator().manual_seed(0
 def digests(state: Any, world: int) -> dict[str, int]:
     """The digest of each leaf of a stacked state."""
     held = [fzero.checkpoint.elements.state_of_rank(state, rank) for rank in range(world)]
-    rows = torch.stack([digests_of(x, r, words) for r, x in enumerate(held)])
+    rows = torch.stack([digests_of(x, places_of(x, r), words) for r, x in enumerate(held)])
     leaves = digested_leaves(held[0])
     found = of_leaves(leaves, rows, world).tolist()
     return dict(zip([leaf.name for leaf in leaves], found, strict=True))

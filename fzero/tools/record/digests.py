@@ -10,8 +10,9 @@ whole. Padding is in no leaf.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import optree
 import torch
 from torch import Tensor
 
@@ -19,7 +20,7 @@ from fzero.machine.named_shards import leaf_paths
 from fzero.machine.offload import to_device
 from fzero.machine.packing import leaf_ranges
 from fzero.optim.entries import slots_of
-from fzero.state import Buffers, Layout, Placement, TrainState
+from fzero.state import NAMESPACE, Buffers, Layout, Placement, TrainState
 
 Digest = Callable[[Tensor, int], Tensor]
 """(elements [n], the index of the first one in its leaf) -> [] int64."""
@@ -43,26 +44,49 @@ def digested_leaves(state: TrainState) -> tuple[DigestedLeaf, ...]:
     return (*leaves, *(DigestedLeaf(name, placement) for name, _, placement in _tensors(state)))
 
 
-@torch.no_grad()
-def digests_of(state: TrainState, rank: int, digest: Digest) -> Tensor:
-    """Return the digests [n] int64 of all that a rank holds, 0 of a leaf that it has nothing of.
+Place = tuple[int, int, int, int]
+"""Of the part of a leaf that a rank has: its flat, where it is there, elements, the first one."""
 
-    rank: of the mesh.
-    """
-    setup, found = state.setup, list[Tensor]()
+
+class Places(NamedTuple):
+    """Where a rank has each of `digested_leaves`; it stays so from update to update."""
+
+    slots: tuple[int, ...]  # which leaves of what a state keeps are flats
+    of_leaves: tuple[Place | None, ...]  # None: it has nothing of that leaf
+
+
+def places_of(state: TrainState, rank: int) -> Places:
+    """Return where a rank of the mesh has what has a digest."""
+    setup, found = state.setup, list[Place | None]()
     rank %= setup.axis.size  # in its replica, if replicas train apart
-    nothing = torch.zeros((), dtype=torch.int64, device=state.device)
-    for _, index, flat, placement, layout in _flats(state):
-        held = to_device(flat, state.device)
-        parts = {
-            one.leaf: digest(one.of(held), one.start)
+    for number, (_, index, _, placement, layout) in enumerate(_flats(state)):
+        held = {
+            one.leaf: (number, one.at, one.stop - one.start, one.start)
             for one in leaf_ranges(layout, index, setup.part(placement, rank))
         }
-        found += [parts.get(leaf, nothing) for leaf in setup.layout.groups[index].leaves]
+        found += [held.get(leaf) for leaf in setup.layout.groups[index].leaves]
+    numbers = {id(x): i for i, x in enumerate(_leaves(state))}
+    kept = [flat for _, _, flat, *_ in _flats(state)][len(state.params.flats) :]
+    return Places(tuple(numbers[id(flat)] for flat in kept), tuple(found))
+
+
+@torch.no_grad()
+def digests_of(state: TrainState, where: Places, digest: Digest) -> Tensor:
+    """Return the digests [n] int64 of all that a rank holds, 0 of a leaf that it has nothing of."""
+    leaves = _leaves(state)
+    held = [*state.params.flats, *(leaves[i] for i in where.slots)]
+    flats = [to_device(flat, state.device) for flat in held]
+    nothing = torch.zeros((), dtype=torch.int64, device=state.device)
+    found = []
+    for place in where.of_leaves:
+        if place is None:
+            found.append(nothing)
+        else:
+            number, at, numel, start = place
+            found.append(digest(flats[number][at : at + numel], start))
     for _, x, _ in _tensors(state):
         flat = to_device(x, state.device).reshape(-1)
-        flat = flat.to(torch.uint8) if flat.dtype is torch.bool else flat
-        found.append(digest(flat, 0) if flat.numel() else nothing)
+        found.append(digest(_integers(flat), 0) if flat.numel() else nothing)
     return torch.stack(found).cpu() if found else torch.zeros(0, dtype=torch.int64)
 
 
@@ -134,6 +158,13 @@ def of_leaves(leaves: Sequence[DigestedLeaf], rows: Tensor, shards: int) -> Tens
     return torch.stack(found) if found else rows.new_zeros(0)
 
 
+def _leaves(state: TrainState) -> list[Any]:
+    """Return what a state keeps as tensors, but for records, which have more or fewer at times."""
+    slots = {name: x.value for name, x in state.slots.items() if x.form.leaves != "record"}
+    tree: Any = (state.optimizer, slots)
+    return optree.tree_leaves(tree, namespace=NAMESPACE)
+
+
 def _flats(state: TrainState) -> Iterator[tuple[str, int, Tensor, Placement, Layout]]:
     """Yield (what, group, what this rank has of it, where ranks have it, where leaves lie)."""
     setup, layout = state.setup, state.setup.layout
@@ -162,3 +193,7 @@ def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor, Placement]]:
                 yield f"{name} {key}", slot.value[key], placement
         elif isinstance(slot.value, Tensor):
             yield name, slot.value, placement
+
+
+def _integers(x: Tensor) -> Tensor:
+    return x.to(torch.uint8) if x.dtype is torch.bool else x

@@ -23,7 +23,7 @@ from fzero.errors import DonatedError, LayoutError, MismatchError
 from fzero.errors.check import check_flags, is_count, require
 from fzero.state import Phase, Placement
 from fzero.tools.record import files
-from fzero.tools.record.digests import Digest, digests_of, places, words
+from fzero.tools.record.digests import Digest, Places, digests_of, places, places_of, words
 from fzero.tools.trees import copied, map_tensors, tensors_in
 from fzero.transforms.donation import bits_are_compared
 from fzero.transforms.state_entries import Pattern, pattern_of
@@ -133,7 +133,7 @@ class Recorder:
         self._form: files.RecordedForm | None = None
         self._origin: Pattern | None = None
         self._ranks: Ranks | None = None  # the processes of the run
-        self._here: tuple[int, ...] = ()  # the ranks of this process
+        self._where: dict[int, Places] = {}  # of each rank of this process
         self._number = 0  # of the next call
         self._every = asked.every  # sooner, where inputs are large
         self._kept: list[files.Snapshot] = []
@@ -175,7 +175,7 @@ class Recorder:
             updates, last = int(held.states[0].step), self._digests(held)
         return files.Recording(
             form=self._form,
-            ranks=self._here,
+            ranks=tuple(self._where),
             kept=tuple(self._kept),
             calls=tuple(self._calls),
             updates=updates,
@@ -225,7 +225,8 @@ class Recorder:
         form = files.form_of(held.states[0], "step" if held.engine is None else "engine")
         if self._form is None:
             self._form = form
-            self._here = tuple(held.ranks)
+            pairs = zip(held.ranks, held.states, strict=True)
+            self._where = {rank: places_of(one, rank) for rank, one in pairs}
         elif form != self._form:
             seen, before = (
                 f"stage {one.stage} on {one.world_size} ranks, with {len(one.leaves)} leaves"
@@ -242,8 +243,8 @@ class Recorder:
     def _digests(self, held: elements.LocalStates, digest: Digest = words) -> Tensor | None:
         if not self._asked.digests:
             return None
-        pairs = zip(held.states, held.ranks, strict=True)
-        return torch.stack([digests_of(one, rank, digest) for one, rank in pairs])
+        pairs = zip(held.states, self._where.values(), strict=True)
+        return torch.stack([digests_of(one, where, digest) for one, where in pairs])
 
     def _keep(self, held: elements.LocalStates, thing: Any, call: files.RecordedCall) -> None:
         """Keep the state, drop the oldest, compare what ranks have in common. A collective."""

@@ -19,7 +19,7 @@ from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.state.logical import share
 from fzero.tools.diff import Difference, Run, diff
 from fzero.tools.record import files
-from fzero.tools.record.digests import Digest, digests_of, of_leaves, places, words
+from fzero.tools.record.digests import Digest, digests_of, of_leaves, places, places_of, words
 from fzero.tools.trees import bits_of
 from fzero.transforms import simulate
 from fzero.transforms.init import blank_params
@@ -498,7 +498,7 @@ class _Replaying:
     def rows(self, digest: Digest = words) -> Tensor:
         """Return the digests [W, n] of each rank's part of the state now."""
         states = enumerate(elements.states_of_ranks(self.state, self.world_size))
-        return torch.stack([digests_of(one, rank, digest) for rank, one in states])
+        return torch.stack([digests_of(one, places_of(one, rank), digest) for rank, one in states])
 
     def shown(self, state: Any) -> Any:
         """Return a state as a user has it: of one rank without the stack."""

@@ -192,6 +192,7 @@ def storage_and_swallowed(x: Tensor) -> float:
         (asked_and_swallowed, "asks for a value"),
         (seeded, "seeds the random numbers"),
         (seeded_by_name, "seeds the random numbers"),
+        (lambda x: torch.ones(()).uniform_(generator=torch.Generator()), "a generator of its own"),
         (lambda x: 2 if b"RANK" in os.environb else 1, "os.environ['RANK']"),
         (lambda x: len(os.environ) and 1, "os.environ"),
         (lambda x: 1 if dist.group.WORLD is None else 2, "asks torch.distributed"),

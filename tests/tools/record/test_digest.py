@@ -17,6 +17,7 @@ from fzero.tools.record.digests import (
     digests_of,
     of_leaves,
     places,
+    places_of,
     words,
 )
 from tests.strategies import seeds, stages
@@ -69,7 +70,9 @@ def test_a_state_has_the_same_digests_at_every_stage_and_world(
         def body() -> Any:
             state = fzero.init(params, fzero.optim.adam(0.1), stage=stage)
             rank = fzero.axis_index()
-            rows = torch.stack([digests_of(state, rank, f) for f in (words, places)])
+            rows = torch.stack(
+                [digests_of(state, places_of(state, rank), f) for f in (words, places)]
+            )
             kept.append((digested_leaves(state), state.setup.layout.ranks))
             return rows
 
@@ -87,6 +90,6 @@ def test_two_leaves_that_changed_places_show(digest: Any) -> None:
     def of(a: float, b: float) -> list[int]:
         params = {"a": torch.full((4,), a), "b": torch.full((4,), b)}
         state = fzero.init(params, fzero.optim.sgd(0.1), stage=0)
-        return digests_of(state, 0, digest).tolist()
+        return digests_of(state, places_of(state, 0), digest).tolist()
 
     assert of(1.0, 2.0) != of(2.0, 1.0)

@@ -195,9 +195,10 @@ def finish(p: Protocol, event: Finish) -> Next:
 
 def say_end(p: Protocol, number: int) -> Next:
     """Say that this rank has no more gradients, if all ranks follow one plan."""
-    if p.models[number].course.replay is None:
+    course = p.models[number].course
+    if course.replay is None:
         return p, ()
-    return say(p, Message(MessageKind.DONE), (heard_end,))
+    return say(p, Message(MessageKind.DONE, hint=BROUGHT * course.brings), (heard_end,))
 
 
 def heard_end(p: Protocol, _: Round) -> Next:

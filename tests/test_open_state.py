@@ -9,7 +9,11 @@ and what is imported; words in texts and comments may say anything.
 from __future__ import annotations
 
 import ast
+import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -144,3 +148,74 @@ def test_each_exception_is_used() -> None:
         for word in words:
             others = frozenset(words) - {word}
             assert features_in((ROOT / place).read_text(), others), (place, word)
+
+
+CHAPTERS = (
+    *("transforms/weights", "transforms/compress", "transforms/offload", "transforms/remat"),
+    *("transforms/evaluate", "transforms/full_params", "transforms/add"),
+    *("optim/_muon", "optim/matrix_rules", "optim/optax_pair"),
+)
+"""Features of which each is one chapter, and lines in the registries."""
+
+REGISTRIES = ("__init__.py", "transforms/__init__.py", "transforms/recipe.py", "optim/__init__.py")
+
+PLAIN = """
+import tempfile, torch, fzero
+from fzero.adapter import Engine
+
+def step(state, x):
+    state, loss = fzero.grad_and_reduce(lambda p, x: (p["w"] * x).square().sum(), state)(x)
+    return fzero.apply_gradients(state), loss
+
+for stage in (0, 3):
+    train = fzero.simulate(fzero.shard(fzero.clip(step, max_norm=1.0), stage=stage), world_size=2)
+    state = train.init({"w": torch.ones(5)}, fzero.optim.adamw(1e-2))
+    state, first = train(state, torch.ones(2, 5))
+    state, second = train(state, torch.ones(2, 5))
+    assert (second < first).all()
+    model = torch.nn.Linear(4, 2)
+    engine = Engine(model, torch.optim.AdamW(model.parameters()), stage=stage, max_norm=1.0)
+    engine.backward(engine(torch.ones(3, 4)).sum())
+    assert engine.step()
+    with tempfile.TemporaryDirectory() as folder:
+        fzero.checkpoint.save(folder + "/one", engine)
+        fzero.checkpoint.load(folder + "/one", engine)
+    engine.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_a_feature_is_taken_out_with_its_chapter_and_its_lines_in_the_registries(
+    chapter: str, tmp_path: Path
+) -> None:
+    package = tmp_path / "fzero"
+    shutil.copytree(ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / f"{chapter}.py").unlink()
+    module = f"fzero.{chapter.replace('/', '.')}"
+    names = {
+        alias.asname or alias.name: (place, node)
+        for place in REGISTRIES
+        for node in ast.walk(ast.parse((package / place).read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == module
+        for alias in node.names
+    }
+    assert names
+    for place in REGISTRIES:
+        lines = (package / place).read_text().splitlines()
+        gone = re.compile(
+            rf"from {re.escape(module)} import .*"
+            rf"|from fzero\.\w+ import ({'|'.join(names)})( as .*)?"
+            rf"|    \"?({'|'.join(names)})\"?,"
+        )
+        kept = [line for line in lines if not gone.fullmatch(line)]
+        (package / place).write_text("\n".join(kept))
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PLAIN],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr

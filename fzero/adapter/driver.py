@@ -393,8 +393,8 @@ class Driver:
 # Where a call may not be made.
 
 
-class Place(NamedTuple):
-    """A place, whether a driver is there, and what to say of a call that is made in it."""
+class Refusal(NamedTuple):
+    """Whether a driver is where a call may not be made, and what to say of the call."""
 
     is_here: Callable[[Driver], Any]
     seen: str
@@ -404,20 +404,20 @@ class Place(NamedTuple):
 
 Where = Literal["backward", "forward", "window", "loop", "no loop", "left loop", "own buffers"]
 
-PLACES: dict[Where, Place] = {
-    "backward": Place(
+PLACES: dict[Where, Refusal] = {
+    "backward": Refusal(
         lambda _: in_backward(),
         "inside a backward.",
         cause="a hook on a tensor or parameter called it.",
         fix="call it after loss.backward() has returned.",
     ),
-    "forward": Place(  # its graph is of these parameters
+    "forward": Refusal(  # its graph is of these parameters
         lambda driver: driver.events.calls > 0,
         "inside a forward of the engine's module.",
         cause="a hook on the forward of the module, or of a part of it, called it.",
         fix="note there that it is due, and call it between steps: after engine.step().",
     ),
-    "window": Place(
+    "window": Refusal(
         lambda driver: driver.state.window.is_open,
         "inside a window (coalesce() or no_sync()).",
         cause="the window was left open around the whole step, or gradients were asked for before "
@@ -425,26 +425,26 @@ PLACES: dict[Where, Place] = {
         fix="leave the `with` block first; what it collected is reduced at the end of coalesce(), "
         "after no_sync() when p.grad is asked for, at the latest by step().",
     ),
-    "loop": Place(
+    "loop": Refusal(
         lambda driver: driver.loops.open,
         "inside of a loop over engine.parts().",
         cause="a call that is made once for all logical ranks, or a second loop.",
         fix="make it after the loop, which must come to its end.",
     ),
-    "no loop": Place(
+    "no loop": Refusal(
         lambda driver: driver.loops.buffers is not None and driver.loops.open is None,
         "outside of engine.parts(), and the engine has logical ranks.",
         cause="engine(batch) with the batch of this rank, of which each logical rank has a part.",
         fix="write `for part in engine.parts(batch): engine.backward(engine(part))`.",
     ),
-    "left loop": Place(
+    "left loop": Refusal(
         lambda driver: driver.loops.left,
         "after a loop over engine.parts() that was left before its end.",
         cause="break, return, or an exception that was caught outside of the loop: some logical "
         "ranks have made no backward.",
         fix="call engine.zero_grad(), on every rank, and go on with the next batch.",
     ),
-    "own buffers": Place(
+    "own buffers": Refusal(
         lambda driver: driver.loops.buffers is not None and driver.loops.buffers.held,
         "between a loop over engine.parts() and step().",
         cause="each logical rank has buffers of its own, until the update.",

@@ -32,6 +32,7 @@ from fzero.machine.powersgd import Matrix, matrices_of, powersgd
 from fzero.state import Buffers, Form, Part, Placement, Setup, Slot, TrainState
 from fzero.state.codec import (
     Codec,
+    Compress,
     WireForm,
     decoded,
     decoded_row,
@@ -296,6 +297,12 @@ class Memories:
 
 
 _TRIED = 1000  # elements that a codec is tried with
+
+
+def codecs_asked(options: Any) -> Compress:
+    """Return what crosses ranks encoded, by the option or by a transform."""
+    wires = [Compress(gradients=one.wire) for one in options.transforms if one.wire is not None]
+    return options.compress or (wires[0] if wires else Compress())
 
 
 def require_codec(name: str, codec: Codec, of: str = "gradients") -> None:

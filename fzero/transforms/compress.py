@@ -7,7 +7,7 @@ from typing import Any
 
 from fzero.errors import PhaseError
 from fzero.errors.check import called_as
-from fzero.machine.compress import Lent, require_codec, with_memories
+from fzero.machine.compress import Lent, codecs_asked, require_codec, with_memories
 from fzero.machine.powersgd import powersgd
 from fzero.state import TrainState
 from fzero.state.codec import Codec, Compress, Over, cast
@@ -167,12 +167,6 @@ def _no_replicas(asked: Requested) -> str:
     over = asked.options.local is None and codecs_asked(asked.options).over == "replicas"
     there = over and axis.size > 1 and (axis.dims is None or asked.stage == 0)
     return f'compress: over="replicas" at stage {asked.stage} on {axis}.' if there else ""
-
-
-def codecs_asked(options: Any) -> Compress:
-    """Return what crosses ranks encoded, by the option or by a transform."""
-    wires = [Compress(gradients=one.wire) for one in options.transforms if one.wire is not None]
-    return options.compress or (wires[0] if wires else Compress())
 
 
 _EXCLUDES = (

@@ -12,11 +12,11 @@ from torch import Tensor
 from fzero.context.current_rank import read_elsewhere
 from fzero.context.modes import needs_func, wants_graph
 from fzero.errors import PhaseError
+from fzero.machine.compress import codecs_asked
 from fzero.ranks.mesh import Runs, carried_here
 from fzero.state import NAMESPACE, Setup, TrainState
 from fzero.state.codec import cast
 from fzero.state.points import Builtin, Excludes
-from fzero.transforms.compress import codecs_asked
 from fzero.transforms.together import Requested
 
 _OF_A_RANK = "what is lost, kept or drawn by a rank, of which there may be any number."

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
+from fzero import transforms
 from fzero.errors import LayoutError
 from fzero.machine.codecs import bf16, cast, int8
 from fzero.ranks.mesh import Mesh
 from fzero.state.codec import Codec, Compress
 from fzero.state.setup import Offload
 from fzero.tools.columns import ShownAsText, columns
-from fzero.transforms import accumulate, autocast, clip, coalesce, compress, offload, scale_loss
 
 CHECKS = ("loss", "gradient", "norm", "update")
 
@@ -194,13 +194,13 @@ AXES = (
 
 
 TRANSFORMS: dict[str, Callable[[Any, Any], Any]] = {
-    "autocast": lambda step, dtype: autocast(step, dtype=dtype),
-    "max_norm": lambda step, norm: clip(step, max_norm=norm),
-    "loss_scale": scale_loss,
-    "coalesce": lambda step, _: coalesce(step),
-    "gradient_accumulation_steps": lambda step, steps: accumulate(step, steps=steps),
-    "offload": lambda step, x: offload(step, folder=x.folder, **x.homes),
-    "compress": lambda step, x: compress(step, gradients=x.gradients),
+    "autocast": lambda step, dtype: transforms.autocast(step, dtype=dtype),
+    "max_norm": lambda step, norm: transforms.clip(step, max_norm=norm),
+    "loss_scale": transforms.scale_loss,
+    "coalesce": lambda step, _: transforms.coalesce(step),
+    "gradient_accumulation_steps": lambda step, n: transforms.accumulate(step, steps=n),
+    "offload": lambda step, x: transforms.offload(step, folder=x.folder, **x.homes),
+    "compress": lambda step, x: transforms.compress(step, gradients=x.gradients),
     "master_weights": lambda step, _: step,  # of the optimizer
     "average_micro_batches": lambda step, _: step,  # as `accumulate` does
 }

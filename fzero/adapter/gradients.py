@@ -212,7 +212,8 @@ class GradGeneration:
 
     def __init__(self, driver: Any, addresses: Sequence[GradientAddress]) -> None:
         self._driver, self._addresses = weakref.ref(driver), addresses
-        self.device, self._setup = driver.state.device, driver.state.setup
+        self.device, self.stage = driver.state.device, driver.state.stage
+        self._layout, self._is_alone = driver.state.setup.layout, driver.axis.size == 1
         self._ended = False
         self._kept: TrainState | None = None  # with what they were when they ended
         self._are_reduced, self.edits = False, 0
@@ -280,11 +281,6 @@ class GradGeneration:
         return driver
 
     @property
-    def stage(self) -> int:
-        """Of the engine, when they were made."""
-        return self._setup.stage
-
-    @property
     def shows(self) -> bool:
         """Whether each rank has all elements."""
         return self.stage == 0
@@ -345,7 +341,7 @@ class GradGeneration:
     def range(self, held: ShardedGrad) -> tuple[int, int]:
         """Return which elements of a gradient this rank has: the first, and the one behind."""
         here = self._addresses[held.number].here
-        by = 2 if self._setup.layout.leaves[here.leaf].dtype.is_complex else 1
+        by = 2 if self._layout.leaves[here.leaf].dtype.is_complex else 1
         return here.start // by, here.stop // by
 
     def piece(self, held: ShardedGrad, name: str) -> Tensor:
@@ -362,7 +358,7 @@ class GradGeneration:
 
     def compared(self, operands: Sequence[Any]) -> list[Any]:
         """Return what ranks compare of the operands of an operator: numbers, and digests."""
-        if self._setup.axis.size == 1:
+        if self._is_alone:
             return []
         given = [x.compared if isinstance(x, ShardedGrad) else (x,) for x in operands]
         every = [x for some in given for x in some if not isinstance(x, Memoryless)]

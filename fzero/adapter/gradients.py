@@ -464,13 +464,15 @@ class GradientAddress(NamedTuple):
 
 
 def used(state: TrainState, gradient: Tensor) -> Tensor:
-    """A gradient that a state holds as an update uses it."""
-    return mean_of(state).of(without_scale(state, gradient))
+    """A gradient that a state holds as an update uses it: a copy."""
+    made = mean_of(state).of(without_scale(state, gradient))
+    return made.clone() if made is gradient else made
 
 
 def as_held(state: TrainState, gradient: Tensor) -> Tensor:
-    """The other way round."""
-    return times_factor(state, [mean_of(state).back(gradient)])[0]
+    """The other way round: a copy."""
+    made = times_factor(state, [mean_of(state).back(gradient)])[0]
+    return made.clone() if made is gradient else made
 
 
 def addresses_of(setup: Setup, learning: Sequence[int]) -> list[GradientAddress]:

@@ -370,7 +370,9 @@ def unequal_ranks(form: files.RecordedForm, rows: Tensor) -> Unequal | None:
         >>> import torch
         >>> from fzero.tools.record.digests import DigestedLeaf
         >>> leaf = DigestedLeaf("parameter w", Placement.REPLICATED)
-        >>> form = RecordedForm(stage=0, world_size=3, shards=3, leaves=(leaf,), driver="step")
+        >>> form = files.RecordedForm(
+        ...     stage=0, world_size=3, shards=3, leaves=(leaf,), driver="step"
+        ... )
         >>> unequal_ranks(form, torch.tensor([[5], [5], [4]]))
         Unequal(leaf='parameter w', ranks=(0, 1, 2), odd=(2,))
     """

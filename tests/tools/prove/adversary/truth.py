@@ -79,28 +79,31 @@ def _replaced(means: Any) -> Iterator[_Gradients]:
     gradients, leaves_of = _Gradients(means), list[Any]()
 
     def leaves_in(*args: Any) -> Any:
-        made = old_leaves(*args)
-        leaves_of.append(made[1])
+        leaves_of.append(made := old_leaves(*args))
         return made
+
+    def learning(leaves: Any) -> list[Tensor]:
+        return [leaf for leaf in leaves.values() if leaf.requires_grad]
 
     def loss_and_aux(*args: Any, **kwargs: Any) -> Any:
         loss, aux = old_loss(*args, **kwargs)  # each leaf is used, so that each has a gradient
-        for leaf in (leaf for leaves in leaves_of for leaf in leaves.values()):
+        for leaf in (leaf for leaves in leaves_of for leaf in learning(leaves)):
             loss = loss + _nothing(leaf)
         return loss, aux
 
     def loss_learned(states: Any, loss: Tensor) -> Tensor:
         learned = old_learned(states, loss)
         for leaves in leaves_of[-len(states) :]:
-            call = gradients.next(len(leaves))
-            for i, leaf in enumerate(leaves.values()):
+            call = gradients.next(len(learning(leaves)))
+            for i, leaf in enumerate(learning(leaves)):
                 leaf.register_hook(lambda g, i=i, call=call: gradients.give(call, i, g))
         del leaves_of[-len(states) :]
         return learned
 
-    old_leaves, old_loss, old_learned = module._leaves, module.loss_and_aux, module.loss_learned
+    old_leaves, old_loss = module.leaves_in_pass, module.loss_and_aux
+    old_learned = module.loss_learned
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_leaves", leaves_in)
+        patch.setattr(module, "leaves_in_pass", leaves_in)
         patch.setattr(module, "loss_and_aux", loss_and_aux)
         patch.setattr(module, "loss_learned", loss_learned)
         _UNDER_WAY.append(gradients)

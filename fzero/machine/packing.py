@@ -184,9 +184,12 @@ def pack_copied(
         return as_real(like).reshape(-1)
     recorded = is_recorded([like])  # whoever compiles that makes one pass of it
     given = [t for t in tensors if t is not None and (recorded or t.is_contiguous())]
-    if len(given) == len(tensors) and divisor in (None, 1.0) and not alone:
-        return pack(layout, index, given)
     pieces, left = _pieces(layout, index), iter(tensors)
+    if len(given) == len(tensors) and divisor in (None, 1.0) and not alone:
+        reals = [as_real(x) if x.is_complex() else x for x in given]
+        padding, left = reals[0].new_zeros, iter(reals)
+        flats = [padding(n) if leaf is None else next(left).reshape(-1) for n, leaf in pieces]
+        return torch.cat(flats)
     flat = as_real(like).new_empty(layout.full_numel(index))
     for x, (_, leaf) in zip(flat.split([numel for numel, _ in pieces]), pieces, strict=True):
         tensor = None if leaf is None else next(left)

@@ -320,10 +320,15 @@ class LocalGradients:
         for index, total in totals.items():
             self.buckets[index].pop_into(total, factor)
 
-    def pop_means(self) -> dict[int, Tensor]:
-        """Remove and return the means of what was reduced: {group: this rank's part}."""
-        means, self.means = self.means, {}
-        return means
+    def pop_means(self) -> list[Tensor]:
+        """Remove and return this rank's part of each mean, or zeros; [] if nothing was reduced."""
+        means, self.means, setup = self.means, {}, self.setup
+
+        def zeros(index: int) -> Tensor:
+            numel, dtype = setup.numel(index, setup.gradients), setup.accumulate_dtype(index)
+            return torch.zeros(numel, dtype=dtype, device=self._device)
+
+        return [means[i] if i in means else zeros(i) for i in self.buckets] if means else []
 
     def pop_used(self) -> int:
         """Remove and return the leaves that got a gradient, as bits; `ALL` if all did."""

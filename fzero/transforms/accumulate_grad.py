@@ -38,7 +38,9 @@ def receive(
     `Reducer`.
     """
     waits = state.window.is_open
-    state, flats = _counted(state, waits, used), part_of_update(state, flats, reduced=reduced)
+    state = _counted(state, waits, used)
+    if state.setup.gradient_share != 1.0:
+        flats = part_of_update(state, flats, reduced=reduced)
     return accumulated(state, flats, waits=waits)
 
 
@@ -181,7 +183,7 @@ def means_over_ranks(
     reducer.wait()
     if encoder is not None:
         state = with_memories(state, encoder.changed())
-    return state, filled(state, reducer.states[0].pop_means(), setup.gradients)
+    return state, reducer.states[0].pop_means()
 
 
 NOT_DIFFERENTIABLE = Excludes(

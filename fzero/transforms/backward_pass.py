@@ -342,8 +342,7 @@ class Pass:
                 state = part.ends(number, state)
             used = self.reducer.states[number].pop_used() if self.form.uses else progress.ALL
             if means:
-                flats = filled(state, means, state.setup.gradients)
-                state = receive(state, flats, used=used, reduced=True)
+                state = receive(state, means, used=used, reduced=True)
             else:  # on one rank, or in a window
                 state = receive_local(state, self.reducer, number, used=used)
             new.append(state)
@@ -358,8 +357,7 @@ class Pass:
         state = self.states[number]
         for part in self.parts.values():
             state = part.reduced(number, state)
-        flats = filled(state, means, state.setup.gradients)
-        return accumulated(state, part_of_update(state, flats, reduced=True))
+        return accumulated(state, part_of_update(state, means, reduced=True))
 
     def finish_forward(self) -> list[TrainState]:
         """End a forward that no backward follows: free what it gathered."""

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m tests.gpu.killed <stage> <cuda or cpu>
 
-A line for each rank that is left: "rank 0 after 0.3 s: AxisError: ...".
+A line for each rank that is left: "rank 0 after 0.3 s: LostRankError: ...".
 """
 
 from __future__ import annotations

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import statistics
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -227,29 +224,3 @@ def test_the_memory_is_that_of_the_plan(tmp_path: Path) -> None:
     mirror._flight.handle.result()
     held = sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file())
     assert plan.mirror_bytes(0) < held < plan.mirror_bytes(0) + 2 * 2**18
-
-
-@pytest.mark.slow
-def test_a_copy_of_each_tenth_update_costs_less_than_a_twentieth(tmp_path: Path) -> None:
-    layers = [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(6)]
-    model = nn.Sequential(*layers)
-    engine = Engine(model, torch.optim.AdamW(model.parameters(), fused=True), stage=2)
-    shm = Path("/dev/shm") if Path("/dev/shm").is_dir() else tmp_path
-    x = torch.randn(256, 512)
-
-    def ten(mirror: Mirror | None) -> float:
-        began = time.process_time()  # of all threads: others use this machine, too
-        for _ in range(10):
-            engine.backward(engine(x).square().mean())
-            engine.step()
-            if mirror is not None:
-                mirror.update(engine)
-        if mirror is not None:
-            mirror._flight.handle.result()
-        return time.process_time() - began
-
-    with tempfile.TemporaryDirectory(dir=shm) as folder, Mirror(folder, every=10) as mirror:
-        for _ in range(3):
-            ten(mirror)
-        shares = [ten(mirror) / ten(None) - 1 for _ in range(9)]
-    assert statistics.median(shares) < 0.05, shares

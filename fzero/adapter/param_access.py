@@ -294,14 +294,14 @@ def _fill(path: str, held: Tensor, value: Tensor | float) -> None:
     held.copy_(given.detach().reshape(held.shape))
 
 
-class OptimizerValue(NamedTuple):
+class ParamSlot(NamedTuple):
     """What is held of one state of one parameter."""
 
     kind: str  # elements: of its group, cut like it. whole: a flat of its own. counter. owned
     held: Tensor  # encoded, where it is kept so
 
 
-def _kept_as(driver: Driver, path: str, name: str) -> tuple[ParameterPlace, OptimizerValue]:
+def _kept_as(driver: Driver, path: str, name: str) -> tuple[ParameterPlace, ParamSlot]:
     """Return state `name` of the parameter at `path`. Raises `LayoutError` if there is none."""
     place = find_learning(driver, path)
     every = _kept_of(driver.state, place)
@@ -314,7 +314,7 @@ def _kept_as(driver: Driver, path: str, name: str) -> tuple[ParameterPlace, Opti
     return place, every[name]
 
 
-def _kept_of(state: TrainState, place: ParameterPlace) -> dict[str, OptimizerValue]:
+def _kept_of(state: TrainState, place: ParameterPlace) -> dict[str, ParamSlot]:
     """Return {name: what is held} of all that the optimizer keeps of a parameter."""
     rule: Any = state.setup.optimizer
     path = place.leaf.path
@@ -326,15 +326,14 @@ def _kept_of(state: TrainState, place: ParameterPlace) -> dict[str, OptimizerVal
         )
     empty = not state.setup.numel(place.group, state.setup.optimizer_state)
     slots = {
-        name: OptimizerValue("whole" if name in rule.odd_slots else "elements", flat)
+        name: ParamSlot("whole" if name in rule.odd_slots else "elements", flat)
         for name, flat in slots_of_group(state, place.group).items()
         if name != MASTERS and (flat.numel() or empty)
     }
     counters = {
-        name: OptimizerValue("counter", x)
-        for name, x in rule.counters(state.optimizer, path).items()
+        name: ParamSlot("counter", x) for name, x in rule.counters(state.optimizer, path).items()
     }
-    owned = {name: OptimizerValue("owned", x) for name, x in _owned(state, path).items()}
+    owned = {name: ParamSlot("owned", x) for name, x in _owned(state, path).items()}
     return {**counters, **slots, **owned}
 
 

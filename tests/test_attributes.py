@@ -17,12 +17,10 @@ PACKAGE = sorted((ROOT / "fzero").rglob("*.py"))
 
 MAY_BE_SET = {
     # torch's own objects
-    ("adapter/_guard.py", "optimizer.state"): "torch's optimizer, whose state asks the engine",
-    ("adapter/_guard.py", "self.optimizer.state"): "and gets its own back",
+    ("adapter/optimizer_hooks.py", "self.optimizer.state"): "torch's optimizer: it asks the engine",
     ("optim/torch_probe.py", "idle.state"): "a copy of torch's optimizer, with nothing to step",
     ("optim/torch_probe.py", "small.state"): "a copy of torch's optimizer, which its own way makes",
-    ("tools/compile/_writes.py", "output.args"): "a node of torch.fx",
-    ("tools/prove/_outside.py", "c10d._world"): "torch's groups, while a record sees who asks",
+    ("tools/compile/passes.py", "output.args"): "a node of torch.fx",
     # public properties with a setter
     ("checkpoint/_process_states.py", "self.engine.state"): "Engine.state",
     ("integrations/_shared.py", "engine.state"): "Engine.state",

@@ -113,6 +113,17 @@ class Driver:
         self.put(change(self.state))
         self.outside = None if self.outside is None else change(self.outside)
 
+    def begin_window(self) -> TrainState:
+        """Keep the state before a window, and return it."""
+        self.outside = self.state
+        return self.outside
+
+    def end_window(self) -> TrainState:
+        """Return the state before the window, as it is now, and keep it no longer."""
+        before, self.outside = self.outside, None
+        assert before is not None
+        return before
+
     def published(self) -> None:
         """The parameters have new values, for the module too."""
         self.running.changed()

@@ -127,7 +127,7 @@ class Engine:
     def _goes_on_with(self, driver: Driver) -> None:
         self._driver = driver
         if not driver.closed:
-            driver.guard.engine_step = weakref.WeakMethod(self.step)
+            driver.guard.serve(weakref.WeakMethod(self.step))
 
     @property
     def stage(self) -> int:

@@ -76,13 +76,13 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
         """Before the step post hooks, which read the new parameters."""
         guard.show_state(own=False)
         weighted = state.setup.reduction.weighted
-        guard.was_empty = weighted and bool((new.step == state.step).all())
+        guard.updates(empty=weighted and bool((new.step == state.step).all()))
         driver.stand_ins.drop()
         driver.put(new)
         driver.published()
 
     with guard.stepping():
-        _, guard.norm = update(state, agreed.unused, begin=begin, end=end)
+        guard.clipped(update(state, agreed.unused, begin=begin, end=end)[1])
     if driver.loops.buffers is not None:
         driver.loops.buffers.merge(driver.state.setup, driver.running.performer)
     return True
@@ -91,11 +91,11 @@ def step(driver: Driver, every: int, closure: Any = None) -> bool:
 def zero_grad(driver: Driver) -> progress.Progress:
     """Throw away every gradient; return the progress from before. No collective in a window."""
     driver.require_not("zero_grad()", "loop")
-    driver.loops.left = False
+    driver.loops.forget()
     if not in_backward():
         driver.events.abandon()  # the gradients of a backward that raised are thrown away
         driver.running.put_aside()  # and those that came inside of a forward
-    driver.guard.norm = None
+    driver.guard.clipped(None)
     if not driver.state.window.is_open:
         driver.call("zero_grad()")
         driver.put(forgotten(driver.state))
@@ -139,7 +139,7 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
     """Gradients of the block wait, unreduced. One that raises leaves what was there before."""
     driver.require_not(name, "loop", "backward", "window")
     driver.wait()
-    driver.outside = before = driver.state
+    before = driver.begin_window()
     opened = open_window(replace(before.window, pending=CLOSED.pending))
     driver.put(renewed(before, "window").replace(window=opened))
     good, error = False, None
@@ -153,7 +153,7 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
         driver.wait()
         if good:
             driver.drop_if_user_did()
-        now, before, driver.outside = driver.state, driver.outside, None
+        now, before = driver.state, driver.end_window()
         if good:
             waits = before.window.pending
             if now.window.pending.held:  # with what waited before, for one reduction

@@ -87,7 +87,7 @@ class StandIns:
         self._begun = True
         self._graph = self._graph or torch.is_grad_enabled()
         p.grad = held = self._of[id(p)][1]
-        held.task, held.arrived = task, None
+        held.stand_for(task)
 
     def drop(self) -> None:
         """Take the stand-ins away, whatever is there. The state has the gradients still."""

@@ -81,20 +81,19 @@ def _each(driver: Any, made: Sequence[Any]) -> Iterator[Any]:
     driver.drop_if_user_did()
     driver.require_not("engine.parts()", "loop", "left loop")
     loops = driver.loops
-    loop = loops.open = Loop(loops)
-    loops.left = True
+    loop = loops.begin()
     try:
         for place, part in enumerate(made):
             loop.begin(place)
             yield part
             driver.drop_unfinished()
             loop.end()
-        loops.open = None
+        loops.end()
         loop.close()
-        loops.left = False
+        loops.forget()
     finally:
         if loops.left:
-            loops.open = None
+            loops.end()
             loop.leave()
             driver.events.abandon()
     driver.show_gradients()
@@ -115,6 +114,19 @@ class Loops:
         self.made: dict[int, int] = {}
         has = running.states[0].setup.logical is not None
         self.buffers = _Buffers(module, own) if has else None
+
+    def begin(self) -> Loop:
+        """A loop begins; it counts as left until it is at its end."""
+        self.open, self.left = Loop(self), True
+        return self.open
+
+    def end(self) -> None:
+        """No loop runs."""
+        self.open = None
+
+    def forget(self) -> None:
+        """No loop was left, or what it had brought was thrown away."""
+        self.left = False
 
 
 class Loop:

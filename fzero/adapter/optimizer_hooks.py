@@ -98,6 +98,18 @@ class Guard:
                 "False) is enough.",
             )
 
+    def serve(self, step: WeakMethod[Callable[..., Any]]) -> None:
+        """There is the engine: `optimizer.step()` is this one."""
+        self.engine_step = step
+
+    def updates(self, *, empty: bool) -> None:
+        """An update is made; whether its total weight is 0."""
+        self.was_empty = empty
+
+    def clipped(self, norm: Tensor | None) -> None:
+        """Keep the norm of the gradients of the last update; None: it did not clip."""
+        self.norm = norm
+
     def remove(self) -> None:
         """It is an ordinary optimizer again."""
         self.show_state(own=True)

@@ -171,6 +171,14 @@ class ShardedGrad(Memoryless):
         made.own, made.compared, made.edits = self.own, self.compared, self.edits
         return made
 
+    def stand_for(self, task: int) -> None:
+        """Stand for a gradient that graph task `task` has brought."""
+        self.task, self.arrived = task, None
+
+    def note_operands(self, operands: list[Any]) -> None:
+        """Note operands of an edit of what it holds itself, which ranks compare."""
+        self.compared, self.edits = (*self.compared, *operands), -1
+
     def seen_in(self, whole: Tensor) -> Tensor:
         """Return what this is of a tensor in the shape of its leaf: a view."""
         for view in self.views:
@@ -337,7 +345,7 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
             by.write(held, name, operands, run)
         elif written:
             run(held.own)
-            held.compared, held.edits = (*held.compared, *operands), -1
+            held.note_operands(operands)
         else:
             made = held.beside(shown[0])
             copies = held.own is None and name in ("clone", "_to_copy")

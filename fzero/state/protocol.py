@@ -188,8 +188,7 @@ class Finish(ProtocolEvent):
     """A backward is over on this rank, or a forward that no backward follows.
 
     left: (unit, whether its gradients are complete) of units with gradients that were not reduced.
-    brings: whether there may be gradients of this rank in it: if no rank has any, what the plan has
-        reduced is dropped.
+    brings: whether it may have gradients of this rank. If no rank has any, nothing of it is kept.
     """
 
     model: int

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fzero.checkpoint._pieces import TensorPiece, whole_pieces
 from fzero.checkpoint.collective import CheckpointError, damaged
+from fzero.context.device import accelerator, accelerator_in_use
 from fzero.errors import LayoutError
 from fzero.machine.named_shards import leaf_paths
 from fzero.state import TrainState
@@ -252,8 +253,8 @@ def rng_file(rank: int) -> str:
 def generators() -> dict[str, Any]:
     """Return the states of all generators of this process, as they give them."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
+    if (kind := accelerator_in_use()) is not None:
+        found[kind] = torch.get_device_module(kind).get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found["numpy"] = numpy.random.get_state()
@@ -263,8 +264,9 @@ def generators() -> dict[str, Any]:
 def rng_text(found: Mapping[str, Any] | None = None) -> str:
     """Return the states of all generators: those of this process, or what `generators` returned."""
     texts = dict(generators() if found is None else found)
-    for name in texts.keys() & {"torch", "cuda"}:
-        texts[name] = _text(texts[name])
+    for name, state in texts.items():
+        if isinstance(state, Tensor):  # of the CPU, and of an accelerator by its type
+            texts[name] = _text(state)
     if "numpy" in texts:
         kind, keys, *rest = texts["numpy"]
         texts["numpy"] = [kind, keys.tolist(), *rest]
@@ -287,9 +289,10 @@ def rng_setter(text: str, where: object) -> Callable[[], None]:
             kind, keys, *rest = found["numpy"]
             numpy_state = (kind, numpy.array(keys, "uint32"), *rest)
             numpy.random.RandomState().set_state(numpy_state)
-        cuda = _bytes(found["cuda"]) if "cuda" in found and torch.cuda.is_available() else None
-        if cuda is not None:
-            torch.Generator("cuda").set_state(cuda)
+        kind = accelerator()
+        there = _bytes(found[kind]) if kind in found else None
+        if there is not None:
+            torch.Generator(kind).set_state(there)
     except Exception as error:  # of another program: anything can be wrong with it
         seen = f"{type(error).__name__}: {error}"
         raise damaged(where, f"has no states of random generators: {seen:.200}") from None
@@ -299,8 +302,8 @@ def rng_setter(text: str, where: object) -> Callable[[], None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        if there is not None:
+            torch.get_device_module(kind).set_rng_state(there)
 
     return set_all
 

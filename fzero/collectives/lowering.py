@@ -1,4 +1,4 @@
-"""How a collective runs: on virtual ranks, on gloo, on nccl; started here, waited for later.
+"""How a collective runs: on virtual ranks, on gloo, on a device's backend; waited for later.
 
 Every function takes a list of buffers and starts all of them before it waits for the first, for a
 collective costs its latency whatever its size. `begin_*` and `start_*` stop there, and return what

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from fzero.context.current_rank import has_no_values, kind_of
+from fzero.context.device import accelerator_in_use
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.setup import Home, Offload, is_on_disk
@@ -55,7 +56,7 @@ def offloaded(home: Home, x: Tensor, offload: Offload) -> Tensor:
 
 def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x` on `device` in `dtype`: itself if it is so already."""
-    if has_no_values(x) and kind_of(device) == "cuda" and not is_here(x, device):
+    if has_no_values(x) and kind_of(device) != "cpu" and not is_here(x, device):
         return x.to(dtype=dtype or x.dtype, copy=True)
     return x.to(device=device, dtype=dtype or x.dtype, non_blocking=True)
 
@@ -158,8 +159,8 @@ def _filled(made: Tensor, x: Tensor) -> Tensor:
 def wait_for_copies(tensors: Iterable[Any]) -> None:
     """Wait for copies to pinned memory, before the host reads these tensors."""
     pinned = (isinstance(x, Tensor) and x.numel() > 0 and x.is_pinned() for x in tensors)
-    if torch.cuda.is_initialized() and any(pinned):
-        torch.cuda.synchronize()
+    if accelerator_in_use() and any(pinned):
+        torch.accelerator.synchronize()
 
 
 # Files.
@@ -225,14 +226,14 @@ def _advise(x: Tensor, advice: int) -> None:
 
 
 class CopyStream:
-    """Copies to a device and back on a separate CUDA stream, beside the computation.
+    """Copies to a device and back on a separate stream, beside the computation.
 
     On a CPU there is no stream; what is there already is lent as it is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.Stream(device) if device.type != "cpu" else None
 
     def fetch(self, wanted: Sequence[tuple[Tensor, torch.dtype]]) -> Callable[[], list[Tensor]]:
         """Start to copy tensors here, each in a dtype. What is returned waits for them."""
@@ -243,13 +244,13 @@ class CopyStream:
             made = [to_device(x, self.device, dtype) for x, dtype in wanted]
             return lambda: made
         # What wrote to these tensors before runs on the stream that is current now.
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        self._side.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._side:
             here = [to_device(x, self.device, dtype) for x, dtype in wanted]
             event = self._side.record_event()
 
         def wait() -> list[Tensor]:
-            now = torch.cuda.current_stream(self.device)
+            now = torch.accelerator.current_stream(self.device)
             now.wait_event(event)
             for x in here:
                 x.record_stream(now)
@@ -263,8 +264,8 @@ class CopyStream:
             for home, used in pairs:
                 write_back(home, used)
             return
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        self._side.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._side:
             for home, used in pairs:
                 used.record_stream(self._side)
                 write_back(home, used)
@@ -272,4 +273,4 @@ class CopyStream:
     def end(self) -> None:
         """Make the current stream wait for everything that was written back."""
         if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+            torch.accelerator.current_stream(self.device).wait_stream(self._side)

@@ -228,10 +228,6 @@ class Driver:
         else:
             self.stand_ins.stand()
 
-    def drop(self) -> None:
-        """A plain backward raised, and no other rank was notified: its gradients are dropped."""
-        self.running.fail(RuntimeError("a backward that raised"))
-
     def failed(self, error: BaseException) -> None:
         """A forward or a backward raised here; what it is part of comes here as well."""
         if not in_backward():

@@ -517,15 +517,12 @@ def looked_up(engine: Any, name: str) -> Any:
             hint = f". Fix: {fix}." if name in names.split() else hint
         raise AttributeError(f"{type(engine).__name__} has no attribute {name!r}{hint}", name=name)
 
-    def convert(*args: Any, **kwargs: Any) -> Any:
-        _require_converted(module, name, args, kwargs)
-        return engine
-
-    return convert
+    return partial(_converted, engine, name)
 
 
-def _require_converted(module: nn.Module, name: str, args: Any, kwargs: Any) -> None:
-    """Raise `LayoutError` if module.name(*args, **kwargs) would convert or move anything."""
+def _converted(engine: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Return the engine; raise `LayoutError` if module.name(...) would convert or move anything."""
+    module = engine.module
     held = [*module.parameters(), *module.buffers()]
     here = {x.device for x in held}
     device, dtype = None, None
@@ -539,10 +536,13 @@ def _require_converted(module: nn.Module, name: str, args: Any, kwargs: Any) -> 
         device = torch.device(name, index) if isinstance(index, int) else torch.device(name)
     else:
         dtype = _DTYPES.get(name)
-    moves = device is not None and any(_is_elsewhere(device, x) for x in here)
+    moves = device is not None and any(
+        device.type != x.type or (device.index is not None and device.index != x.index)
+        for x in here
+    )
     casts = dtype is not None and any(x.is_floating_point() and x.dtype != dtype for x in held)
     if (device is not None or dtype is not None) and not moves and not casts:
-        return
+        return engine
     raise LayoutError(
         f"engine.{name}(): the parameters are {sorted({str(x.dtype) for x in held})} on "
         f"{sorted(map(str, here))}.",
@@ -553,20 +553,11 @@ def _require_converted(module: nn.Module, name: str, args: Any, kwargs: Any) -> 
     )
 
 
-def _is_elsewhere(device: torch.device, held: torch.device) -> bool:
-    return device.type != held.type or (device.index is not None and device.index != held.index)
-
-
-def _has_load_hooks(module: nn.Module) -> bool:
-    """Whether a user, or a library, has hooks on what a module loads, beside the engine's own."""
-    hooks = (x for part in module.modules() for x in part._load_state_dict_pre_hooks.values())
-    return any(not isinstance(getattr(x, "hook", x), ModuleHook) for x in hooks)
-
-
 def _require_fit(module: nn.Module, given: Mapping[str, Any], *, strict: bool) -> None:
     """Raise `LayoutError` for a state dict that is not this module's."""
-    if _has_load_hooks(module):
-        return  # they give names and values their form: torch checks them then
+    hooks = (x for part in module.modules() for x in part._load_state_dict_pre_hooks.values())
+    if any(not isinstance(getattr(x, "hook", x), ModuleHook) for x in hooks):
+        return  # those of a user or a library, which give names and values their form: torch checks
     held = module.state_dict()
     wrong = [f"no {name}" for name in held if name not in given] if strict else []
     wrong += [f"an unknown {name}" for name in given if name not in held] if strict else []

@@ -161,23 +161,14 @@ def _window(driver: Driver, name: str) -> Iterator[None]:
             shut = replace(now.window, pending=waits, gathered=(), is_open=False)
             driver.put(now.replace(window=shut))
         else:
-            driver.put(_without_block(now, before))
+            # Without what the block has brought. What it took part in that other ranks reduced is
+            # every rank's, and stays; so do slots that are the same on every rank, which this
+            # block alone cannot have changed.
+            alike = {k: x for k, x in now.slots.items() if x.form.placement is Placement.REPLICATED}
+            setup = replace(now.setup, reduction=before.setup.reduction)
+            kept = now.replace(window=before.window, progress=before.progress, setup=setup)
+            driver.put(kept.replace(slots={**before.slots, **alike}))
             lost = now.progress.backwards - before.progress.backwards
             driver.note_dropped(name, lost, type(error).__name__)
         driver.show_gradients()
         driver.running.window_ends()
-
-
-def _without_block(now: TrainState, before: TrainState) -> TrainState:
-    """Return the state without what a block that raised has brought.
-
-    What it took part in that other ranks reduced is every rank's, and stays; so do slots that are
-    the same on every rank, which this block alone cannot have changed.
-    """
-    alike = {k: x for k, x in now.slots.items() if x.form.placement is Placement.REPLICATED}
-    return now.replace(
-        window=before.window,
-        progress=before.progress,
-        setup=replace(now.setup, reduction=before.setup.reduction),
-        slots={**before.slots, **alike},
-    )

@@ -121,7 +121,7 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
         ranks = [0] if wrote else []
         if not inside and not isinstance(error, AxisError):
             with suppress(*[AxisError] if error is not None else []):
-                ranks = _ranks_that_wrote(_performers(wanted, axis), wrote)
+                ranks = _ranks_that_wrote(wanted, axis, wrote)
         kept = any(owner.writable[unit] for owner, units in held for unit in units)
         if ranks and not (inside or kept):  # what was gathered is dropped, on every rank
             for owner in owners:
@@ -139,18 +139,9 @@ def _read(wanted: Sequence[Tensor], axis: Axis) -> Iterator[list[Tensor]]:
         )
 
 
-def _ranks_that_wrote(performers: Sequence[Performer], wrote: bool) -> list[int]:
-    """Return which ranks wrote, the same on every one of them. A collective."""
-    found = set[int]()
-    for performer in performers:
-        mine = 1 + performer.axis.rank if wrote else 0
-        found |= {rank - 1 for rank in performer.call("the end of gathered(...)", mine) if rank}
-    return sorted(found) if performers else [0] * wrote
-
-
-def _performers(wanted: Sequence[Tensor], axis: Axis) -> list[Performer]:
-    """Return over what the ranks that have these parameters agree, in one order."""
-    found: dict[int, Performer] = {}
+def _ranks_that_wrote(wanted: Sequence[Tensor], axis: Axis, wrote: bool) -> list[int]:
+    """Return which ranks wrote, the same on every one of them. A collective, in one order."""
+    performers: dict[int, Performer] = {}
     for p in wanted:
         driver = OWNERS.get(id(p))
         if driver is not None:
@@ -159,8 +150,12 @@ def _performers(wanted: Sequence[Tensor], axis: Axis) -> list[Performer]:
             own = getattr(p.reader, "axis", axis) if isinstance(p, LazyParam) else axis
             performer = performer_of(own)
         if performer is not None:
-            found.setdefault(id(performer), performer)
-    return list(found.values())
+            performers.setdefault(id(performer), performer)
+    found = set[int]()
+    for performer in performers.values():
+        mine = 1 + performer.axis.rank if wrote else 0
+        found |= {rank - 1 for rank in performer.call("the end of gathered(...)", mine) if rank}
+    return sorted(found) if performers else [0] * wrote
 
 
 def _seen(full: Sequence[Tensor], *, sums: bool) -> list[int]:

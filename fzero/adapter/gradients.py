@@ -212,8 +212,7 @@ class GradGeneration:
 
     def __init__(self, driver: Any, addresses: Sequence[GradientAddress]) -> None:
         self._driver, self._addresses = weakref.ref(driver), addresses
-        self.device, self.stage = driver.state.device, driver.state.stage
-        self._layout, self._is_alone = driver.state.setup.layout, driver.axis.size == 1
+        self.device, self._setup = driver.state.device, driver.state.setup
         self._ended = False
         self._kept: TrainState | None = None  # with what they were when they ended
         self._are_reduced, self.edits = False, 0
@@ -281,6 +280,11 @@ class GradGeneration:
         return driver
 
     @property
+    def stage(self) -> int:
+        """Of the engine, when they were made."""
+        return self._setup.stage
+
+    @property
     def shows(self) -> bool:
         """Whether each rank has all elements."""
         return self.stage == 0
@@ -341,7 +345,7 @@ class GradGeneration:
     def range(self, held: ShardedGrad) -> tuple[int, int]:
         """Return which elements of a gradient this rank has: the first, and the one behind."""
         here = self._addresses[held.number].here
-        by = 2 if self._layout.leaves[here.leaf].dtype.is_complex else 1
+        by = 2 if self._setup.layout.leaves[here.leaf].dtype.is_complex else 1
         return here.start // by, here.stop // by
 
     def piece(self, held: ShardedGrad, name: str) -> Tensor:
@@ -358,7 +362,7 @@ class GradGeneration:
 
     def compared(self, operands: Sequence[Any]) -> list[Any]:
         """Return what ranks compare of the operands of an operator: numbers, and digests."""
-        if self._is_alone:
+        if self._setup.axis.size == 1:
             return []
         given = [x.compared if isinstance(x, ShardedGrad) else (x,) for x in operands]
         every = [x for some in given for x in some if not isinstance(x, Memoryless)]

@@ -349,4 +349,5 @@ class Backwards:
                 case RunEpilogue():
                     self._on.backward_ends()
                 case DropBackward():
-                    self._on.drop()
+                    # It was a plain one, and no other rank was notified.
+                    self._on.running.fail(RuntimeError("a backward that raised"))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import eq, is_
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,15 +127,30 @@ class ModuleParameters:
         leaves = enumerate(self.layout.leaves)
         self.learning = [(p, i) for i, leaf in leaves if leaf.trainable for p in self.objects(i)]
         self.all_objects = [p for leaf in self.paths for p in self.objects(leaf)]
-        self._before = _Remembered.of(self.module)
+        # A row for each name: the dict that has it, its name there, its path.
+        self._rows = [
+            (owner._parameters, name, f"{prefix}.{name}".lstrip("."))
+            for prefix, owner in self.module.named_modules()
+            for name, p in owner._parameters.items()
+            if p is not None
+        ]
+        self._objects: list[Any] = [held[name] for held, name, _ in self._rows]
+        self._frozen = [i for i, p in enumerate(self._objects) if not p.requires_grad]
+        self._pointers = _addresses(self._objects)
+        self._remember_parts()
+
+    def _remember_parts(self) -> None:
+        """Note the dicts of all parts, of parameters and of parts, and what is in them."""
+        every = self.module.modules()
+        self._dicts = [held for part in every for held in (part._parameters, part._modules)]
+        self._members = _members(self._dicts)
 
     def require_same_memory(self) -> None:
         """Raise for a parameter that was replaced or moved: it would not be trained."""
-        before = self._before
-        there = [held.get(name) for held, name, _ in before.slots]
-        pointers = _addresses(before.objects)
-        same = list(map(is_, there, before.objects))
-        if all(same) and pointers == before.pointers:
+        there = [held.get(name) for held, name, _ in self._rows]
+        pointers = _addresses(self._objects)
+        same = list(map(is_, there, self._objects))
+        if all(same) and pointers == self._pointers:
             return
         if not all(same):
             raise self._refused(
@@ -145,16 +160,15 @@ class ModuleParameters:
                 'module.to("meta") or load_state_dict(assign=True)',
             )
         raise self._refused(
-            list(map(eq, pointers, before.pointers)).index(False),
+            list(map(eq, pointers, self._pointers)).index(False),
             "has other memory now than when",
             "`p.data = x`, module.half(), .to(...) or share_memory()",
         )
 
     def moved_away(self) -> list[int]:
         """Return the groups of parameters that have other memory, of the same shape, as before."""
-        before = self._before
         found, leaves = set[int](), {id(p): i for i in self.paths for p in self.objects(i)}
-        for p, pointer in zip(before.objects, before.pointers, strict=True):
+        for p, pointer in zip(self._objects, self._pointers, strict=True):
             leaf = leaves.get(id(p), -1)
             if _addresses([p]) != [pointer] and self.layout.leaves[leaf].shape == p.shape:
                 found.add(leaf)
@@ -165,11 +179,10 @@ class ModuleParameters:
         """Raise for a parameter that was replaced, moved, added or unfrozen: it is not trained."""
         self.require_same_memory()
         self.require_none_added()
-        for i in self._before.frozen:
-            if self._before.objects[i].requires_grad:
+        for i in self._frozen:
+            if self._objects[i].requires_grad:
                 raise LayoutError(
-                    f"{self._before.slots[i][2]} requires grad now, unlike when the engine was "
-                    "made.",
+                    f"{self._rows[i][2]} requires grad now, unlike when the engine was made.",
                     cause="requires_grad_(True) after Engine(...), which keeps no gradient and no "
                     "optimizer state of what was frozen then.",
                     fix="make the engine while it learns, and freeze it right after: "
@@ -182,11 +195,10 @@ class ModuleParameters:
 
         Another part without such parameters, or one that has those of before, is taken.
         """
-        before = self._before
-        there = _parts_in(before.held)
-        if len(there) == len(before.parts) and all(map(is_, there, before.parts)):
+        there = _members(self._dicts)
+        if len(there) == len(self._members) and all(map(is_, there, self._members)):
             return
-        known = {*map(id, before.objects)}
+        known = {*map(id, self._objects)}
         for path, p in self.module.named_parameters():
             if p.requires_grad and id(p) not in known:
                 raise LayoutError(
@@ -198,11 +210,11 @@ class ModuleParameters:
                     "and make a new Engine of both. A part that does not learn needs "
                     "requires_grad_(False).",
                 )
-        self._before = before._replace(**_structure_of(self.module))
+        self._remember_parts()
 
     def _refused(self, index: int, seen: str, cause: str) -> LayoutError:
         return LayoutError(
-            f"{self._before.slots[index][2]} {seen} the engine was made.",
+            f"{self._rows[index][2]} {seen} the engine was made.",
             cause=f"{cause} after Engine(...): the engine's buffers know nothing of it.",
             fix="make the engine when the module is as it will be, or close() it and make "
             "another; write values with p.copy_(x) under no_grad, or at stage 3 with "
@@ -210,39 +222,8 @@ class ModuleParameters:
         )
 
 
-class _Remembered(NamedTuple):
-    """Where the parameters of a module were, one row for each name."""
-
-    slots: list[tuple[dict[str, Any], str, str]]  # the dict that has it, its name there, its path
-    objects: list[Any]
-    frozen: list[int]  # rows of those that did not require grad
-    pointers: list[int]
-    held: list[dict[str, Any]]  # the dicts of all parts of the module, of parameters and of parts
-    parts: list[Any]  # what was in them
-
-    @staticmethod
-    def of(module: nn.Module) -> _Remembered:
-        """As they are now."""
-        slots: list[Any] = [
-            (owner._parameters, name, f"{prefix}.{name}".lstrip("."))
-            for prefix, owner in module.named_modules()
-            for name, p in owner._parameters.items()
-            if p is not None
-        ]
-        objects: list[Any] = [held[name] for held, name, _ in slots]
-        frozen = [i for i, p in enumerate(objects) if not p.requires_grad]
-        structure = _structure_of(module)
-        return _Remembered(slots, objects, frozen, _addresses(objects), **structure)
-
-
-def _structure_of(module: nn.Module) -> dict[str, Any]:
-    held = [held for part in module.modules() for held in (part._parameters, part._modules)]
-    return {"held": held, "parts": _parts_in(held)}
-
-
-def _parts_in(held: Sequence[dict[str, Any]]) -> list[Any]:
-    """Which parameters and parts are in these dicts."""
-    return [*chain.from_iterable(map(dict.values, held))]
+def _members(dicts: Sequence[Any]) -> list[Any]:
+    return [*chain.from_iterable(map(dict.values, dicts))]
 
 
 def _addresses(objects: Sequence[Any]) -> list[int]:

@@ -10,7 +10,7 @@ An `Engine` has these functions as methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +131,7 @@ def full_state_dict(driver: Driver) -> dict[str, Any]:
 
     At stage 3 `with fzero.adapter.gathered(module, modify=True)` is for loading it.
     """
-    return _state_dict_of(driver, "full_state_dict()", _whole_copy)
+    return _state_dict_of(driver, "full_state_dict()", live=False)
 
 
 def state_dict(driver: Driver) -> dict[str, Any]:
@@ -144,8 +144,7 @@ def state_dict(driver: Driver) -> dict[str, Any]:
     """
     if driver.state.stage == 3:
         return full_state_dict(driver)
-    live: Callable[[Any], Any] = lambda x: _whole_copy(x) if isinstance(x, LazyParam) else x  # noqa: E731
-    return _state_dict_of(driver, "state_dict()", live)
+    return _state_dict_of(driver, "state_dict()", live=True)
 
 
 def full_parameter(driver: Driver, path: str) -> Tensor:
@@ -448,34 +447,26 @@ def _given(state: TrainState, gradient: Any) -> Any:
     return as_held(state, gradient) if isinstance(gradient, Tensor) else gradient
 
 
-def _state_dict_of(driver: Driver, name: str, take: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return what `take` makes of that of the module, on every rank; what is tied is one object.
+def _state_dict_of(driver: Driver, name: str, *, live: bool) -> dict[str, Any]:
+    """Return that of the module on every rank; what is tied is one object.
 
-    Raises on every rank for a parameter that the engine lacks.
+    live: what is whole here is no copy. Raises on every rank for a parameter that the engine lacks.
     """
     with raises_together(driver.axis):
         driver.params.require_none_added()
     driver.call(name)
     held, made = driver.module.state_dict(), dict[Any, Any]()
     for key, value in held.items():
-        memory = _memory_of(value)
+        memory: Any = identity(value) if isinstance(value, Tensor) else id(value)
+        is_lazy = isinstance(value, LazyParam)
+        if is_lazy and not value.views:
+            memory = id(value.reader), value.where
         if memory not in made:
-            made[memory] = take(value)
+            whole = value.full() if is_lazy else value
+            copies = isinstance(whole, Tensor) and (is_lazy or not live)
+            made[memory] = whole.detach().clone() if copies else whole
         held[key] = made[memory]
     return held
-
-
-def _memory_of(value: Any) -> Any:
-    """What is equal for values of one memory."""
-    if isinstance(value, LazyParam) and not value.views:
-        return id(value.reader), value.where
-    return identity(value) if isinstance(value, Tensor) else id(value)
-
-
-def _whole_copy(value: Any) -> Any:
-    if isinstance(value, LazyParam):
-        value = value.full()
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 # One parameter in the flats of a state: where it is, and reading and writing it whole.

@@ -47,7 +47,7 @@ from fzero.machine.partition import require_classes
 from fzero.optim import TorchOptimizer
 from fzero.optim.precision import masters_of
 from fzero.ranks.mesh import MeshLike
-from fzero.state import Leaf, Local, Placement, Setup, TrainState
+from fzero.state import Local, Placement, Setup, TrainState
 from fzero.state.scale import ScalePolicy, carried, with_slot
 from fzero.state.train_state import require_not_donated
 from fzero.transforms.backward_pass import reduce_agreed
@@ -189,14 +189,13 @@ def _leave(driver: Driver) -> Driver:
     params, setup = driver.params, driver.state.setup
     for index in filter(setup.is_read_lazily, range(len(setup.layout.groups))):
         leaves = [setup.layout.leaves[i] for i in setup.layout.groups[index].leaves]
-        params.place(index, [_nothing(leaf, driver.state.device) for leaf in leaves])
+        nothing = []
+        for dtype, shape in ((leaf.dtype, leaf.shape) for leaf in leaves):
+            value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+            x = torch.full((), value, dtype=dtype, device=driver.state.device)
+            nothing.append(x.expand(shape))
+        params.place(index, nothing)
     return driver
-
-
-def _nothing(leaf: Leaf, device: torch.device) -> Tensor:
-    has_nan = leaf.dtype.is_floating_point or leaf.dtype.is_complex
-    value = float("nan") if has_nan else 0
-    return torch.full((), value, dtype=leaf.dtype, device=device).expand(leaf.shape)
 
 
 def _remove_hooks(driver: Driver) -> None:
@@ -365,7 +364,13 @@ def _give_back(driver: Driver) -> None:
             rule.instance.state[driver.params.at(path)] = own
     driver.writes.follow(state)
     for index in range(len(state.setup.layout.groups)):
-        _give_parameters(driver, index)
+        flat = to_device(state.params.flats[index], state.device)
+        if state.setup.gathers_by_unit:
+            flat = gather_many([flat], driver.axis.shards)[0]
+        leaves = [x.clone() for x in unpack(state.setup.layout, index, flat)]
+        lazy = state.setup.is_read_lazily(index)
+        (driver.params.place if lazy else driver.params.have)(index, leaves)
+        del flat, leaves
         keep(driver.params, state, index)
         if stepped is not None:
             _give_states(driver, stepped, index)
@@ -375,17 +380,6 @@ def _give_back(driver: Driver) -> None:
         for flat in held:
             empty(flat, flat.new_empty(0))
     driver.end()
-
-
-def _give_parameters(driver: Driver, index: int) -> None:
-    flat = driver.state.params.flats[index]
-    here = to_device(flat, driver.state.device)
-    whole = (
-        gather_many([here], driver.axis.shards)[0] if driver.state.setup.gathers_by_unit else here
-    )
-    leaves = [x.clone() for x in unpack(driver.state.setup.layout, index, whole)]
-    lazy = driver.state.setup.is_read_lazily(index)
-    (driver.params.place if lazy else driver.params.have)(index, leaves)
 
 
 def _give_states(driver: Driver, rule: TorchOptimizer, index: int) -> None:

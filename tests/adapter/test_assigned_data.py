@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.adapter import Engine, gathered
-from fzero.errors import LayoutError, PhaseError
+from fzero.errors import LayoutError
 from tests.adapter.nets import F64, linear
 from tests.adapter.on_ranks import Place, at_places, on_ranks, virtually
 from tests.adapter.plain import Draw, engine_of, update
@@ -136,20 +136,6 @@ def test_other_references_to_a_parameter_are_used_with_it(at: Place) -> None:
     module: Any = engine.module  # as an ordinary one again
     assert module.decayed[0] is module.cell.weight_ih_l0
     program(module, at.draw(1))
-
-
-@on_ranks(1, 2)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_param_group_that_is_added_is_refused_and_the_gradient_is_kept(stage: int) -> None:
-    engine = engine_of(ones, stage)
-    optimizer: Any = engine.optimizer
-    engine(X).sum().backward()
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    with pytest.raises(PhaseError, match="add_param_group"):
-        engine.step()
-    del optimizer.param_groups[1:]
-    engine.step()
-    assert values(engine) == [0.75]
 
 
 @virtually(1, 2)

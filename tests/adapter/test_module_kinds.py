@@ -197,18 +197,6 @@ def test_a_part_that_is_frozen_for_a_while_gets_zeros_then_gradients_again(
 
 
 @at_places(1, 2)
-def test_what_was_frozen_at_construction_and_learns_now_is_refused_by_name(at: Place) -> None:
-    e, plain = at.both(Adapted)
-    e.module.base.weight.requires_grad_(True)
-    back(e, at.draw(1))
-    with pytest.raises(ValueError, match=r"base\.weight requires grad now(.|\n)*Fix"):
-        e.step()
-    e.module.base.weight.requires_grad_(False)
-    same(e.full_gradients(), plain.run(back, 1))
-    assert e.step()
-
-
-@at_places(1, 2)
 def test_nothing_is_left_by_forwards_without_gradient(at: Place) -> None:
     e = at.engine(Net)
     before = e.hooks, e.state.progress, e.state.gradients, e.memory_report()

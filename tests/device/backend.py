@@ -48,8 +48,8 @@ class Work:
     def __init__(self, tensors: Sequence[Tensor], comm: torch.Stream) -> None:
         self.outputs, self._held, self._comm = [], list(tensors), comm
         self.works: list[Any] = []
-        self.finish: list[Callable[[], None]] = []
-        self.end: torch.Event | None = None
+        self.finish: list[Callable[[], Any]] = []
+        self.end: Any = None
 
     def wait(self) -> None:
         """Let the current stream wait. (gloo has the host wait, too; nobody is told.)"""
@@ -120,7 +120,7 @@ class Backend:
             self._batch.append(work)
         return work
 
-    def _all(self, work: Work, x: Tensor, finish: Callable[[list[Tensor]], None]) -> None:
+    def _all(self, work: Work, x: Tensor, finish: Callable[[list[Tensor]], Any]) -> None:
         """Give `finish` the bytes that each rank has in x."""
         own = _host(x)
         got = [torch.empty_like(own) for _ in range(self._size)]

@@ -140,7 +140,7 @@ class Order:
     def name(self, module: nn.Module) -> None:
         """Have reports name the parameters of a module."""
         for path, x in itertools.chain(module.named_parameters(), module.named_buffers()):
-            first = x.storage_offset() * x.element_size()
+            first = int(x.storage_offset()) * x.element_size()
             block = self._block(load().block(x))
             block.names.append((first, first + x.numel() * x.element_size(), path))
 
@@ -304,10 +304,14 @@ class Order:
             if to_host:
                 ctypes.memset(address, 0xFF, len(data))
 
-    def used_by_copy(self, block: int) -> None:
-        """A copy is about to use a pinned block: have what was copied there be there."""
+    def used_by_copy(self, block: int, written: bool) -> None:
+        """A copy is about to use a pinned block: have what was copied there be there.
+
+        What was copied from there may be overwritten by the device, in its order.
+        """
         with self._lock:
-            self._settle([copy for copy in self._copies if copy.block == block and copy.to_host])
+            of = [copy for copy in self._copies if copy.block == block]
+            self._settle([copy for copy in of if copy.to_host or written])
 
     def _settle(self, over: Sequence[Copy], alive: bool = True) -> None:
         for copy in over:
@@ -350,9 +354,11 @@ class _Host(TorchDispatchMode):
                     if x.device.type != "cpu":
                         return func(*args, **kwargs)
                     (write if written else read).append(x)
+        name = func._schema.name.removeprefix("aten::")
+        touches = not name.startswith(("new_", "set_", "resize_")) and not name.endswith("_like")
         returns = func._schema.returns
         is_view = bool(returns and returns[0].alias_info and not returns[0].alias_info.is_write)
-        if (read or write) and not is_view:
+        if (read or write) and not is_view and touches:
             load().host_ran(func._schema.name, read, write)
         return func(*args, **kwargs)
 
@@ -392,7 +398,7 @@ def _place() -> Place:
     """The innermost lines of the program; of the thread that called backward, for a node of it."""
     found = _lines(sys._getframe(1))
     if not found and threading.current_thread() is not threading.main_thread():
-        found = _lines(sys._current_frames().get(threading.main_thread().ident))
+        found = _lines(sys._current_frames().get(threading.main_thread().ident or 0))
     return found
 
 

@@ -47,7 +47,7 @@ def main() -> torch.Stream:
     return torch.sim.current_stream()
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).to("sim")
 
 
@@ -213,7 +213,7 @@ def a_sum_over_ranks_beside_a_product(order: Order) -> None:
 
 @sound
 def gradients_reduced_in_hooks(order: Order) -> None:
-    net, works = model(), []
+    net, works = model(), list[Any]()
     order.name(net)
 
     def start(p: Tensor) -> None:
@@ -259,22 +259,55 @@ def shards_gathered_ahead(order: Order) -> None:
 @sound
 def every_collective(order: Order) -> None:
     n, me = dist.get_world_size(), dist.get_rank()
-    x = torch.arange(4.0 * n, device="sim") + me
-    got = x.new_empty(4)
-    scatter(got, x)
-    dist.all_to_all_single(torch.empty_like(x), x)
-    dist.broadcast(x, 0)
+    rows = [torch.arange(4.0 * n) + 10 * rank for rank in range(n)]  # what each rank has
+    total, own = torch.stack(rows).sum(0), slice(4 * me, 4 * me + 4)
+    x = rows[me].sim()
+
+    def is_(found: Tensor, wanted: Tensor) -> None:
+        assert torch.equal(found.cpu(), wanted)
+
+    shard, swapped, full = ones(4), torch.empty_like(x), ones(4 * n)
+    scatter(shard, x)
+    is_(shard, total[own])
+    dist.all_to_all_single(swapped, x)
+    is_(swapped, torch.cat([row[own] for row in rows]))
+    counts = [2, *[2] * (n - 1)]
+    uneven = ones(sum(counts))
+    dist.all_to_all_single(uneven, x[: 2 * n].clone(), counts, counts)
+    is_(uneven, torch.cat([row[2 * me : 2 * me + 2] for row in rows]))
+    full[own] = me + 1.0
+    gather(full, full[own])  # right where it is
+    is_(full, torch.arange(1.0, n + 1).repeat_interleave(4))
     parts = [torch.empty_like(x) for _ in range(n)]
     dist.all_gather(parts, x)
-    works = [dist.isend(x, (me + 1) % n), dist.irecv(parts[0], (me - 1) % n)] if n > 1 else []
-    for work in works:
+    is_(torch.stack(parts), torch.stack(rows))
+    for op, wanted in (("SUM", total), ("AVG", total / n), ("MAX", rows[-1]), ("MIN", rows[0])):
+        y = x.clone()
+        dist.all_reduce(y, op=getattr(dist.ReduceOp, op))
+        is_(y, wanted)
+    y = x.clone()
+    dist.reduce(y, 0)
+    is_(y, total if me == 0 else rows[me])
+    dist.broadcast(y, 0)
+    is_(y, total)
+    dist.scatter(shard, [*x.chunk(n)] if me == 0 else None, src=0)
+    is_(shard, rows[0][own])
+    into = [torch.empty_like(x) for _ in range(n)] if me == 0 else None
+    dist.gather(x, into, dst=0)
+    is_(torch.stack(into or parts), torch.stack(rows))
+    if n > 1:
+        pair = [dist.P2POp(dist.isend, x, (me + 1) % n), dist.P2POp(dist.irecv, y, (me - 1) % n)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        is_(y, rows[me - 1])
+    outs = [ones(4), ones(4)]
+    with dist._coalescing_manager(async_ops=True) as manager:
+        for out in outs:
+            scatter(out, x)
+    for work in manager.works:
         work.wait()
-    with dist._coalescing_manager(async_ops=True) as works:
-        for part in parts:
-            dist.all_reduce(part)
-    works.wait()
+    is_(outs[1], total[own])
     dist.barrier()
-    assert parts[0].sum().item() == n * sum(range(4 * n))
 
 
 # ---- Faults --------------------------------------------------------------------------------------
@@ -409,7 +442,8 @@ def a_collective_of_what_is_still_being_made(order: Order) -> None:
 def a_step_under_a_gather(order: Order) -> None:
     net = model()
     order.name(net)
-    weight, side = net[0].weight, torch.Stream("sim")
+    weight: Any = net[0].weight
+    side = torch.Stream("sim")
     net(ones(4, 8)).sum().backward()
     side.wait_stream(main())
     with side:
@@ -424,9 +458,9 @@ def gradients_read_on_another_stream(order: Order) -> None:
     net, side = model(), torch.Stream("sim")
     net(ones(4, 8)).sum().backward()
     with side:
-        norm = net[0].weight.grad.norm()
+        norms = [p.grad.norm() for p in net.parameters()]
     torch.sim.synchronize()
-    del norm
+    del norms
 
 
 @fault("freed")

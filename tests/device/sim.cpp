@@ -561,7 +561,7 @@ void wait_between(const Stream& waits, const Stream& first) {
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
   if (self.numel() == 0) return dst;
   for (auto* t : {&self, &dst})
-    if (auto found = block_at(t->storage().data()); found && found->second.index < 0) tell("used_by_copy", found->second.id);
+    if (auto found = block_at(t->storage().data()); found && found->second.index < 0) tell("used_by_copy", found->second.id, t == &dst);
   auto where = is_sim(self) ? self.device() : dst.device();
   bool to_other = is_sim(self) && is_sim(dst) && self.device() != dst.device();
   if (to_other) wait_between(Guard().getStream(where), Guard().getStream(dst.device()));

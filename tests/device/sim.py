@@ -11,6 +11,7 @@ import fcntl
 import functools
 import hashlib
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -65,7 +66,8 @@ def _folder() -> Path:
 
     told = f"{torch.__version__} {torch.__file__} {sys.version} {FLAGS}".encode()
     key = hashlib.sha256(told + SOURCE.read_bytes()).hexdigest()[:16]
-    return Path(cpp_extension.get_default_build_root()) / f"{NAME}_{key}"
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return Path(root) / f"{NAME}_{key}"
 
 
 @functools.cache
@@ -73,7 +75,7 @@ def load() -> Any:
     """Register "sim" with torch in this process; return the extension."""
     from tests.device import backend
 
-    spec = importlib.util.spec_from_file_location(NAME, built())
+    spec: Any = importlib.util.spec_from_file_location(NAME, built())
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
     torch.utils.rename_privateuse1_backend("sim")

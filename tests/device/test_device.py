@@ -100,7 +100,7 @@ def test_tensors_of_two_devices_do_not_meet() -> None:
     x = torch.ones(3, device="sim")
     for other in (torch.ones(3), torch.ones(3, device="sim:1")):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-            x + other
+            x.add(other)
     assert (x + torch.tensor(2.0)).sum().item() == 9.0  # a number of the host is none
 
 

@@ -5,8 +5,8 @@ and its stream. `order.reports` has, with both places, what only luck would have
 
     unordered     two accesses of the same bytes, one of them a write, without an order
     host          the same, where one of them is the host's, of pinned memory
-    freed         memory freed while a stream still uses it, so that another may be given it: the
-                  stream it was allocated on did not wait, and no `record_stream` was called
+    freed         memory freed while a stream still uses it, and given to another: the stream it was
+                  allocated on did not wait before it allocated again; no `record_stream` either
     pageable      a non_blocking copy from or to memory that is not pinned, or through such
     overwritten   pinned memory that was not what it had been when its copy was over
 
@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -134,6 +135,7 @@ class Order:
         self._clocks: dict[Stream, Clock] = {HOST: {HOST: 1}}
         self._events: dict[int, Clock] = {}
         self._blocks: dict[int, Block] = {}
+        self._freed: dict[Stream, list[tuple[Block, Access, Place]]] = {}  # while in use elsewhere
         self._copies: list[Copy] = []
         self._lock = threading.RLock()
 
@@ -214,9 +216,17 @@ class Order:
         """A block of a device, or (index -1) of pinned memory, is made."""
         with self._lock:
             self._blocks[block] = Block(stream, index < 0)
+            if index < 0 or stream not in self._freed:
+                return
+            clock = self._with_host(stream)
+            for old, access, freed in self._freed.pop(stream):
+                if access.time > clock.get(access.stream, 0):
+                    of = f", allocated on {_called(stream)}, freed at {_told(freed)}"
+                    what = f"{of}, which may be given away again at {_told(_place())}"
+                    self._report("freed", old, access, None, what)
 
     def freed(self, number: int) -> None:
-        """A block is freed: the next allocation on its stream may be the same memory."""
+        """A block is freed: the next allocation on its stream may be given the same memory."""
         with self._lock:
             block = self._blocks.pop(number, None)
             if block is None:
@@ -224,14 +234,13 @@ class Order:
             if block.pinned:  # its allocator waits for the copies
                 self._settle([copy for copy in self._copies if copy.block == number], alive=False)
                 return
-            clock = dict(self._clocks.get(block.stream, {}))
-            _merge(clock, self._clocks[HOST])
-            here = _place()
-            for access in block.accesses:
-                ordered = access.time <= clock.get(access.stream, 0)
-                if access.stream not in (block.stream, HOST, *block.recorded) and not ordered:
-                    what = f", allocated on {_called(block.stream)}, freed at {_told(here)}"
-                    self._report("freed", block, access, None, what)
+            clock, here = self._with_host(block.stream), _place()
+            self._freed.setdefault(block.stream, []).extend(
+                (block, access, here)
+                for access in block.accesses
+                if access.stream not in (block.stream, HOST, *block.recorded)
+                and access.time > clock.get(access.stream, 0)
+            )
 
     def stream_recorded(self, block: int, stream: Stream) -> None:
         """`record_stream`."""
@@ -239,12 +248,15 @@ class Order:
 
     # Order
 
+    def _with_host(self, stream: Stream) -> Clock:
+        clock = dict(self._clocks.get(stream, {}))
+        _merge(clock, self._clocks[HOST])
+        return clock
+
     def event_recorded(self, event: int, stream: Stream) -> None:
         """An event is where the stream is now."""
         with self._lock:
-            clock = dict(self._clocks.get(stream, {}))
-            _merge(clock, self._clocks[HOST])
-            self._events[event] = clock
+            self._events[event] = self._with_host(stream)
 
     def event_awaited(self, event: int, stream: Stream) -> None:
         """A stream waits for an event; one that was never recorded is over."""
@@ -339,6 +351,8 @@ class _Host(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, FakeTensor) for kind in types):  # nothing is computed
+            return func(*args, **kwargs)
         if any(kind is not Tensor and not issubclass(kind, nn.Parameter) for kind in types):
             return NotImplemented
         devices = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.device)]

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.device.order import Order
 
@@ -187,7 +189,10 @@ def a_forward_on_a_side_stream(order: Order) -> None:
     torch.sim.synchronize()
     for p in net.parameters():
         p.grad.mul_(0.1)  # allocated on the side stream
+    net.zero_grad()
     side.wait_stream(main())
+    with side:
+        ones(4)
 
 
 @sound
@@ -308,6 +313,20 @@ def every_collective(order: Order) -> None:
         work.wait()
     is_(outs[1], total[own])
     dist.barrier()
+
+
+@sound
+def torchs_fully_sharded_data_parallel(order: Order) -> None:
+    net = nn.Sequential(*(model() for _ in range(2)))
+    net[0].append(nn.Linear(4, 8))
+    net = net.to("sim")
+    for part in (*net, net):
+        fully_shard(part, mesh=init_device_mesh("sim", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(3):
+        net(ones(2, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 # ---- Faults --------------------------------------------------------------------------------------
@@ -470,6 +489,7 @@ def memory_freed_under_a_reader(order: Order) -> None:
     with side:
         y = x * 2
     del x
+    ones(4)
     torch.sim.synchronize()
     del y
 
@@ -482,6 +502,8 @@ def memory_of_the_side_stream_freed_under_the_main(order: Order) -> None:
     main().wait_stream(side)
     y.add(1)
     del y
+    with side:
+        torch.zeros(4, device="sim")
 
 
 @fault("freed")
@@ -491,6 +513,7 @@ def memory_resized_under_a_reader(order: Order) -> None:
     with side:
         y = x * 2
     x.untyped_storage().resize_(0)
+    ones(4)
     torch.sim.synchronize()
     del y
 

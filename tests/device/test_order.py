@@ -25,3 +25,11 @@ def test_a_fault_is_reported_with_both_places(program: str) -> None:
         run(order)
     assert {report.kind for report in order.reports} == {kind}, [*map(str, order.reports)]
     assert all("programs.py" in report.place for report in order.reports)
+
+
+@on_sim(2)
+def test_a_report_names_the_parameter() -> None:
+    with checked() as order:
+        FAULTS["a_step_under_a_gather"][1](order)
+    assert "of 0.weight" in order.reports[0].what
+    assert "all_gather (reads on stream" in str(order.reports[0])

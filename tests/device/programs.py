@@ -317,9 +317,7 @@ def every_collective(order: Order) -> None:
 
 @sound
 def torchs_fully_sharded_data_parallel(order: Order) -> None:
-    net = nn.Sequential(*(model() for _ in range(2)))
-    net[0].append(nn.Linear(4, 8))
-    net = net.to("sim")
+    net = nn.Sequential(nn.Sequential(*model(), nn.Linear(4, 8, device="sim")), model())
     for part in (*net, net):
         fully_shard(part, mesh=init_device_mesh("sim", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)

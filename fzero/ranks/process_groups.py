@@ -237,12 +237,13 @@ def holder_of_store() -> int | None:
 def backends(kind: str | None) -> str:
     """Return the backends of a group, where there is an accelerator of this type.
 
-    Then both: what ranks agree on in passing goes over gloo, and syncs no device.
+    Then both: what ranks agree on in passing goes over gloo, and syncs no device. One for which
+    torch.distributed knows none goes over gloo, through the host.
     """
-    if kind is None:
-        return "gloo"
-    own = dist.get_default_backend_for_device(kind)
-    return f"cpu:gloo,{kind}:{own}" if dist.is_gloo_available() else own
+    own = dist.Backend.default_device_backend_map.get(kind or "cpu", "gloo")
+    if own == "gloo" or not dist.is_gloo_available():
+        return own
+    return f"cpu:gloo,{kind}:{own}"
 
 
 def _stop_group(world: weakref.ref[Any], roll: Store, place: MeetingPlace) -> None:

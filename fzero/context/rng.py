@@ -114,7 +114,7 @@ def _set_deterministic(on: bool, warns: bool) -> None:
 
 
 # What reads a setting is a function of torch's C++ where there is one: each turn of each rank calls
-# all of them.
+# all of them. For those of attention and CuDNN torch has no other names than those by CUDA.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_C._get_deterministic_algorithms, lambda on: _set_deterministic(on, _warns())),

@@ -369,7 +369,8 @@ class _Host(TorchDispatchMode):
                         return func(*args, **kwargs)
                     (write if written else read).append(x)
         name = func._schema.name.removeprefix("aten::")
-        touches = not name.startswith(("new_", "set_", "resize_")) and not name.endswith("_like")
+        touches = not name.startswith(("new_", "set_", "resize_", "is_pinned"))
+        touches &= not name.endswith("_like")
         returns = func._schema.returns
         is_view = bool(returns and returns[0].alias_info and not returns[0].alias_info.is_write)
         if (read or write) and not is_view and touches:
@@ -387,17 +388,28 @@ class _Calls(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+_watching: list[Order] = []
+
+
 @contextmanager
 def checked(*modules: nn.Module) -> Iterator[Order]:
-    """Note the order of all that runs on "sim" in the block; name parameters of the modules."""
-    order = Order()
+    """Note the order of all that runs on "sim" in the block; name parameters of the modules.
+
+    In a block of another the order is the same.
+    """
+    order = _watching[0] if _watching else Order()
     for module in modules:
         order.name(module)
+    if _watching:
+        yield order
+        return
     load().watch(order)
+    _watching.append(order)
     try:
         with _Calls(), _Host():
             yield order
     finally:
+        _watching.clear()
         order.close()
         load().watch(None)
 

@@ -123,8 +123,9 @@ def fzero_optimizer(task: Task) -> fzero.optim.Optimizer:
 
 def by_engine(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
     engine = make_engine(task, make_model(task, device), mesh)
+    step_by = accumulating_step if task.accumulates else engine_step
     for step in range(task.steps):
-        engine_step(engine, batches_of(task, device, step=step, rank=rank))
+        step_by(engine, batches_of(task, device, step=step, rank=rank))
     found = engine.full_state_dict()
     engine.close()
     return on_cpu(found)

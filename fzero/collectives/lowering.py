@@ -673,9 +673,7 @@ def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Te
     if is_abstract():
         return [], received
     works = [
-        _begun(
-            PARTLY_TYPED.all_to_all_single, axis, as_bytes(got), as_bytes(full), async_op=True
-        )
+        _begun(PARTLY_TYPED.all_to_all_single, axis, as_bytes(got), as_bytes(full), async_op=True)
         for got, full in zip(received, fulls, strict=True)
         if full.numel()
     ]
@@ -721,9 +719,7 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
             if rank == axis.rank and piece.data_ptr() != shard.data_ptr():
                 piece.copy_(shard)
             source = dist.get_global_rank(group, rank)
-            works.append(
-                _begun(dist.broadcast, axis, as_bytes(piece), src=source, async_op=True)
-            )
+            works.append(_begun(dist.broadcast, axis, as_bytes(piece), src=source, async_op=True))
     if native:
         works += in_one_go("all_gather", native, axis)
     return InFlight("all_gather", axis, works, lambda: list(outs), shards)

@@ -161,6 +161,12 @@ def test_pinned_memory_is_of_the_host() -> None:
     assert torch.empty(3, pin_memory=True).is_pinned()
 
 
+def test_without_a_compiler_a_test_is_skipped_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(pytest.skip.Exception, match=r"needs a C\+\+ compiler, and there is none"):
+        test_pinned_memory_is_of_the_host()
+
+
 @on_sim()
 def test_autocast_and_a_scaled_loss() -> None:
     net = nn.Linear(8, 8).to("sim")

@@ -52,14 +52,21 @@ def saved() -> None:
     fzero.checkpoint.save(f"{folder[0]}/saved", state)
 
 
-def encoded_moments() -> None:
-    """Two steps of a rule whose states are rows of bytes in host memory."""
-    task, rank = Task(stage=3, offload=HOST, dtype=torch.float32), dist.get_rank()
-    kind = fzero.optim.Encoding(fzero.codecs.int8(block=32), smallest=1)
-    model, rule = training.make_model(task, "sim"), fzero.optim.adamw(0.1, state_dtype=kind)
-    step, state = training.make_step(task, model, rule=lambda _: rule)
-    for k in range(2):
-        state, _ = step(state, [training.make_batch("sim", step=k, at=0, rank=rank)])
+ENCODED = fzero.optim.Encoding(fzero.codecs.int8(block=32), smallest=1)
+
+
+def steps_of(rule: fzero.optim.Optimizer, **options: Any) -> Callable[[], None]:
+    """Two functional steps of another rule, in fp32."""
+
+    def run() -> None:
+        task, rank = Task(dtype=torch.float32, **options), dist.get_rank()
+        step, state = training.make_step(
+            task, training.make_model(task, "sim"), rule=lambda _: rule
+        )
+        for k in range(2):
+            state, _ = step(state, [training.make_batch("sim", step=k, at=0, rank=rank)])
+
+    return run
 
 
 def evaluated() -> None:
@@ -87,7 +94,8 @@ RUNS: dict[str, Callable[[], None]] = {
     "host memory": steps("by_function", stage=2, offload=HOST),
     "host memory, engine": steps("by_engine", stage=2, offload=HOST),
     "saved": saved,
-    "encoded moments": encoded_moments,
+    "encoded moments": steps_of(fzero.optim.adamw(0.1, state_dtype=ENCODED), stage=3, offload=HOST),
+    "owners": steps_of(fzero.optim.muon(0.1), stage=2),
     "evaluated": evaluated,
     "a sum": summed,
 }
@@ -140,6 +148,13 @@ def written_under(was: Any, xs: Any, *args: Any, **options: Any) -> Any:
     """What a collective sends is written while it is under way."""
     flight = was(xs, *args, **options)
     xs[0].mul_(1)
+    return flight
+
+
+def freed_under(was: Any, xs: Any, *args: Any, **options: Any) -> Any:
+    """What a collective sends is freed while it is under way."""
+    flight = was(xs, *args, **options)
+    xs[0].untyped_storage().resize_(0)
     return flight
 
 
@@ -245,6 +260,13 @@ FAULTS: dict[str, tuple[str, str, Plant]] = {
         "function 3",
         around(unshard, "start_gather", written_under),
     ),
+    "a bucket is freed under its scatter": (
+        "freed",
+        "engine 3",
+        around(reduce, "start_scatter", freed_under),
+    ),
+    "a wrong stream waits": ("unordered", "engine 2", around(InFlight, "wait", elsewhere)),
+    "what owners send is not waited for": ("unordered", "owners", no_wait("all_to_all")),
     "a bucket is read under its reduction": (
         "unordered",
         "engine 0",

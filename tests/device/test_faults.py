@@ -53,6 +53,10 @@ def saved() -> None:
 
 
 ENCODED = fzero.optim.Encoding(fzero.codecs.int8(block=32), smallest=1)
+OWNED = fzero.optim.partition(
+    {"matrices": fzero.optim.muon(0.1), "rest": fzero.optim.sgd(0.1)},
+    lambda leaf: "matrices" if len(leaf.shape) == 2 else "rest",
+)
 
 
 def steps_of(rule: fzero.optim.Optimizer, **options: Any) -> Callable[[], None]:
@@ -95,7 +99,7 @@ RUNS: dict[str, Callable[[], None]] = {
     "host memory, engine": steps("by_engine", stage=2, offload=HOST),
     "saved": saved,
     "encoded moments": steps_of(fzero.optim.adamw(0.1, state_dtype=ENCODED), stage=3, offload=HOST),
-    "owners": steps_of(fzero.optim.muon(0.1), stage=2),
+    "owners": steps_of(OWNED, stage=2),
     "evaluated": evaluated,
     "a sum": summed,
 }

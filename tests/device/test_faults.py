@@ -6,6 +6,7 @@ memory is given away early. No number is looked at: on a device it might be righ
 
 from __future__ import annotations
 
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -50,6 +51,8 @@ def saved() -> None:
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     fzero.checkpoint.save(f"{folder[0]}/saved", state)
+    if dist.get_rank() == 0:  # all ranks have written
+        shutil.rmtree(folder[0])
 
 
 ENCODED = fzero.optim.Encoding(fzero.codecs.int8(block=32), smallest=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +20,8 @@ from tests.gpu.training import Params, Task
 
 @on_sim(2)
 def test_a_group_of_gloo_alone_gives_the_bits_of_the_cpu_and_says_so_once() -> None:
-    group, rank = dist.new_group(backend="gloo"), dist.get_rank()
+    group: Any = dist.new_group(backend="gloo")
+    rank = dist.get_rank()
 
     def found(device: str) -> list[Params]:
         mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("dp",))

@@ -62,7 +62,7 @@ OWNED = fzero.optim.partition(
 )
 
 
-def steps_of(rule: fzero.optim.Optimizer, **options: Any) -> Callable[[], None]:
+def steps_of(rule: Any, **options: Any) -> Callable[[], None]:
     """Two functional steps of another rule, in fp32."""
 
     def run() -> None:

@@ -66,7 +66,8 @@ def numbers_on_a_mesh(rank: int, size: int, device: str, stage: int, kind: str) 
     """The same on a group that the user made, and on a sub-mesh of this rank alone."""
     task = Task(stage=stage)
     if kind == "user's group":
-        mesh = DeviceMesh.from_group(dist.new_group(), device, mesh_dim_names=("dp",))
+        group: Any = dist.new_group()
+        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("dp",))
         wanted = t.by_hand(task, range(size), device)
     else:  # each rank trains alone: an axis that is taken for the world mixes their gradients
         mesh = init_device_mesh(device, (size, 1), mesh_dim_names=("other", "dp"))["dp"]

@@ -182,12 +182,14 @@ def options_by_name(
 ) -> list[dict[str, Any]]:
     """Return the options of each param group here: those that its parameters had.
 
-    theirs: the names in each group that was saved. Without them, of an earlier version, a group has
-    the options of its place. Raises `LayoutError` for a group of which the file has two halves.
+    saved: none of an engine with a rule. theirs: the names in each group that was saved; without
+    them, of an earlier version, a group has the options of its place.
+
+    Raises `LayoutError` for a group of which the file has two halves.
     """
     of_name = {name: k for k, names in enumerate(theirs) for name in names}
     ours, found = group_names(state), list[dict[str, Any]]()
-    if of_name.keys().isdisjoint(name for names in ours for name in names):
+    if not saved or of_name.keys().isdisjoint(name for names in ours for name in names):
         return [*saved]
     for number, names in enumerate(ours):
         some = {of_name[name]: name for name in names if name in of_name}

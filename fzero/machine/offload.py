@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fzero.context.current_rank import has_no_values, kind_of
-from fzero.context.device import accelerator_in_use
+from fzero.context.device import accelerator, accelerator_in_use
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.setup import Home, Offload, is_on_disk
@@ -40,8 +40,10 @@ def offloaded(home: Home, x: Tensor, offload: Offload) -> Tensor:
         there = home_of_empty(x) == home
     elif home == "disk":
         there = is_on_disk(x) or not x.numel()
-    else:
-        there = x.device.type == "cpu"
+    else:  # beside a device, host memory is pinned
+        pageable = bool(x.numel()) and not is_pinned(x)
+        beside = offload.device is not None and offload.device.type != "cpu"
+        there = x.device.type == "cpu" and not (beside and pageable)
     if there:
         return x
     if has_no_values(x):
@@ -58,14 +60,17 @@ def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
     """Return `x` on `device` in `dtype`: itself if it is so already."""
     if has_no_values(x) and kind_of(device) != "cpu" and not is_here(x, device):
         return x.to(dtype=dtype or x.dtype, copy=True)
-    return x.to(device=device, dtype=dtype or x.dtype, non_blocking=True)
+    # As it is, and then in its dtype: else the copy goes through memory that is not pinned.
+    beside = device.type != "cpu" and is_pinned(x)
+    return x.to(device=device, non_blocking=beside).to(dtype or x.dtype)
 
 
 def write_back(home: Tensor, used: Tensor) -> None:
     """Copy a tensor that was changed on the device back to its home."""
     if used is not home:
-        home.copy_(used, non_blocking=True)
-    page_out(home)
+        _filled(home, used)
+    else:
+        page_out(home)
 
 
 def change(home: Tensor, device: torch.device, write: Callable[[Tensor], Any]) -> None:
@@ -141,25 +146,32 @@ def empty_where(x: Tensor) -> Tensor:
         return _described(home_of_empty(x), x)
     if is_on_disk(x):
         return _in_file(x, os.path.dirname(str(x.untyped_storage().filename)))
-    pinned = x.device.type == "cpu" and x.numel() > 0 and x.is_pinned()
-    return torch.empty_like(x, pin_memory=pinned)
+    return torch.empty_like(x, pin_memory=is_pinned(x))
 
 
-def cloned(x: Tensor) -> Tensor:
-    """Return a copy of `x` that lives where `x` does."""
-    return _filled(empty_where(x), x) if is_on_disk(x) else empty_where(x).copy_(x)
+def cloned(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a copy of `x` that lives where `x` does; `device`: where it is used."""
+    return _filled(empty_where(x), to_device(x, device) if device and is_pinned(x) else x)
+
+
+def is_pinned(x: Tensor) -> bool:
+    """Whether copies between `x` and a device run beside the host."""
+    return x.device.type == "cpu" and x.numel() > 0 and not has_no_values(x) and x.is_pinned()
 
 
 def _filled(made: Tensor, x: Tensor) -> Tensor:
-    made.copy_(x, non_blocking=True)
+    if x.device != made.device:
+        made.copy_(x.to(made.dtype), non_blocking=is_pinned(made))
+    else:  # also what is copied from the host to the host, which then waits
+        wait_for_copies([x, made])
+        made.copy_(x)
     page_out(made)
     return made
 
 
 def wait_for_copies(tensors: Iterable[Any]) -> None:
     """Wait for copies to pinned memory, before the host reads these tensors."""
-    pinned = (isinstance(x, Tensor) and x.numel() > 0 and x.is_pinned() for x in tensors)
-    if accelerator_in_use() and any(pinned):
+    if accelerator_in_use() and any(isinstance(x, Tensor) and is_pinned(x) for x in tensors):
         torch.accelerator.synchronize()
 
 
@@ -228,12 +240,13 @@ def _advise(x: Tensor, advice: int) -> None:
 class CopyStream:
     """Copies to a device and back on a separate stream, beside the computation.
 
-    On a CPU there is no stream; what is there already is lent as it is.
+    On a CPU, or where nothing has values, there is no stream; what is there already is lent as it
+    is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._side = torch.Stream(device) if device.type != "cpu" else None
+        self._side = torch.Stream(device) if device.type == accelerator() else None
 
     def fetch(self, wanted: Sequence[tuple[Tensor, torch.dtype]]) -> Callable[[], list[Tensor]]:
         """Start to copy tensors here, each in a dtype. What is returned waits for them."""

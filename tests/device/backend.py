@@ -48,6 +48,7 @@ class Work:
     def __init__(self, tensors: Sequence[Tensor], comm: torch.Stream) -> None:
         self.outputs, self._held, self._comm = [], list(tensors), comm
         self.works: list[Any] = []
+        self.under_way: list[Work] = []  # of the backend, which lets go of what was waited for
         self.finish: list[Callable[[], Any]] = []
         self.end: Any = None
 
@@ -56,6 +57,8 @@ class Work:
         self.complete()
         torch.accelerator.current_stream(self._comm.device).wait_event(self.end)
         self._held.clear()
+        if self in self.under_way:
+            self.under_way.remove(self)
 
     def complete(self) -> None:
         """Have the numbers be there."""
@@ -115,6 +118,7 @@ class Backend:
         for old in [w for w in self._under_way if all(x.is_completed() for x in w.works)]:
             old.let_go()
             self._under_way.remove(old)
+        work.under_way = self._under_way
         self._under_way.append(work)
         if self._batch is not None:
             self._batch.append(work)

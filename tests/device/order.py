@@ -369,8 +369,9 @@ class _Host(TorchDispatchMode):
                         return func(*args, **kwargs)
                     (write if written else read).append(x)
         name = func._schema.name.removeprefix("aten::")
-        touches = not name.startswith(("new_", "set_", "resize_", "is_pinned"))
-        touches &= not name.endswith("_like")
+        touches = not name.startswith(
+            ("new_", "set_", "resize_", "is_pinned")
+        ) and not name.endswith("_like")
         returns = func._schema.returns
         is_view = bool(returns and returns[0].alias_info and not returns[0].alias_info.is_write)
         if (read or write) and not is_view and touches:

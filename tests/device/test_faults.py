@@ -235,11 +235,17 @@ def overwritten(was: Any, x: Tensor, device: torch.device, *dtype: Any) -> Tenso
     return here
 
 
-def pageable(was: Any, home: Any, x: Tensor, of: Any) -> Tensor:
-    """Its home is not pinned."""
-    if not home:
-        return was(home, x, of)
-    return x.new_empty(x.shape, device="cpu").copy_(x, non_blocking=True)
+def pageable(patch: pytest.MonkeyPatch) -> None:
+    """A home is not pinned, and its copies are made as if it were."""
+
+    def unpinned(was: Any, home: Any, x: Tensor, of: Any) -> Tensor:
+        return was(home, x, of).clone() if home else was(home, x, of)
+
+    def taken_for_pinned(was: Any, x: Tensor) -> bool:
+        return x.device.type == "cpu" and x.numel() > 0
+
+    around(offload, "offloaded", unpinned)(patch)
+    around(offload, "is_pinned", taken_for_pinned)(patch)
 
 
 FAULTS: dict[str, tuple[str, str, Plant]] = {
@@ -324,7 +330,7 @@ FAULTS: dict[str, tuple[str, str, Plant]] = {
     "memory of the host that is not pinned": (
         "pageable",
         "host memory",
-        around(offload, "offloaded", pageable),
+        pageable,
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +94,12 @@ def peak_bound(stack: Stack, stage: int, size: int) -> int:
     return resident_bytes(stack, stage, size) + gradients + ahead
 
 
+def allocated(device: str) -> int:
+    """Bytes that a device has given away, without what an earlier body has left as garbage."""
+    gc.collect()
+    return torch.accelerator.memory_allocated() if device != "cpu" else 0
+
+
 def peak_of(
     rank: int, size: int, device: str, stack: Stack, stage: int, driver: str, options: Any
 ) -> dict[str, int]:
@@ -100,7 +107,7 @@ def peak_of(
 
     On a CPU, where torch does not count what is allocated, the step runs and nothing is measured.
     """
-    before = torch.accelerator.memory_allocated() if device != "cpu" else 0
+    before = allocated(device)
     step = stepper(stack, stage, driver, device, **options)
     for _ in range(3):
         step()
@@ -127,7 +134,7 @@ def offloaded_peak(rank: int, size: int, device: str, stack: Stack, driver: str)
     the gradients and both moments of two shards.
     """
     away = fzero.Offload(optimizer="cpu", gradients="cpu", params="cpu")
-    before = torch.accelerator.memory_allocated() if device != "cpu" else 0
+    before = allocated(device)
     step = stepper(stack, 3, driver, device, offload=away)
     for _ in range(3):
         step()

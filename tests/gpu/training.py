@@ -169,7 +169,8 @@ def accumulating_step(engine: Engine, batches: list[Tensor]) -> None:
 def by_function(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
     train_step, state = make_step(task, make_model(task, device), mesh)
     for step in range(task.steps):
-        state, _ = train_step(state, batches_of(task, device, step=step, rank=rank))
+        batches = torch.stack(batches_of(task, device, step=step, rank=rank))
+        state, _ = train_step(state, batches)
     return on_cpu(fzero.full_params(state))
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.adapter import Engine
+from tests.covering import Axes
 from tests.device import on_sim
 from tests.device.order import Order, checked
 from tests.drivers import each_rank
@@ -34,6 +35,7 @@ from tests.gpu.bodies import STAGES
 from tests.gpu.training import LR, Net, make_batch
 
 STEPS = 3
+AXES = Axes(("name", "stage", "driver"))
 INT8 = fzero.codecs.int8(block=32)
 Found = dict[str, Tensor]
 
@@ -296,14 +298,21 @@ def trained(
     """The parameters after some updates, and what the events of the case found."""
     found: Found = {}
     run = DRIVERS[driver](case, stage, device, rank, folder)
-    for number in range(STEPS):
-        batches = _batches(run, number)
+    batches = [_batches(run, number) for number in range(STEPS)]
+    for number, some in enumerate(batches):
+        meet()
         before = Counter(order.waits)
-        run.step(batches)
+        run.step(some)
         if number == STEPS - 1:
             require_listed(order.waits - before, case.waits)
+        meet()
         found |= case.event(run, number, folder)
     return found | run.end()
+
+
+def meet() -> None:
+    """Let all ranks be here: virtual ones share the order, with all that is noted in it."""
+    fzero.psum(torch.zeros(()))
 
 
 def require_listed(waits: Counter[tuple[str, str]], expected: Sequence[str]) -> None:
@@ -317,7 +326,7 @@ def require_listed(waits: Counter[tuple[str, str]], expected: Sequence[str]) -> 
 
 
 def compare(name: str, stage: int, driver: str, rank: int, order: Order) -> None:
-    """Train on both devices: torch differentiates a product otherwise while operations are seen."""
+    """Train on both devices."""
     with folder_of_ranks() as first, folder_of_ranks() as second:
         run = partial(trained, CASES[name], stage, driver)
         wanted = run("cpu", rank, first, order)
@@ -344,7 +353,7 @@ def rows(virtual: bool) -> list[tuple[str, int, str]]:
     ]
 
 
-@pytest.mark.parametrize(("name", "stage", "driver"), rows(virtual=False))
+@pytest.mark.parametrize(AXES, rows(virtual=False))
 @on_sim(2)
 def test_two_processes_have_the_bits_of_the_cpu(name: str, stage: int, driver: str) -> None:
     with checked() as order:
@@ -352,7 +361,7 @@ def test_two_processes_have_the_bits_of_the_cpu(name: str, stage: int, driver: s
     order.require_none()
 
 
-@pytest.mark.parametrize(("name", "stage", "driver"), rows(virtual=True))
+@pytest.mark.parametrize(AXES, rows(virtual=True))
 @on_sim()
 def test_two_virtual_ranks_have_the_bits_of_the_cpu(name: str, stage: int, driver: str) -> None:
     def body(rank: int) -> Tensor:
@@ -366,14 +375,14 @@ def test_two_virtual_ranks_have_the_bits_of_the_cpu(name: str, stage: int, drive
 
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("plain", 0), ("no donation", 1), ("plain", 2), ("plain", 3), ("offload", 1)],
+    [*[("plain", k) for k in STAGES], ("no donation", 1), ("offload", 1), ("offload all", 3)],
 )
 @on_sim(2)
 def test_the_peak_is_what_is_planned(name: str, stage: int) -> None:
     case, rank = CASES[name], dist.get_rank()
     gc.collect()
     with folder_of_ranks() as folder:
-        batches = [make_batch("sim", step=0, at=0, rank=rank)]
+        batches = [make_batch("sim", step=0, at=at, rank=rank) for at in range(case.backwards)]
         before = torch.accelerator.memory_allocated()
         run = ByStep(case, stage, "sim", rank, folder)
         run.step(batches)

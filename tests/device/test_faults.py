@@ -100,6 +100,9 @@ RUNS: dict[str, Callable[[], None]] = {
     "function 3": steps("by_function", stage=3, checkpoint="remat"),
     "host memory": steps("by_function", stage=2, offload=HOST),
     "host memory, engine": steps("by_engine", stage=2, offload=HOST),
+    "host memory, accumulated": steps(
+        "by_function", stage=3, dtype=torch.bfloat16, offload=HOST, backwards=2, accumulates=True
+    ),
     "saved": saved,
     "encoded moments": steps_of(fzero.optim.adamw(0.1, state_dtype=ENCODED), stage=3, offload=HOST),
     "owners": steps_of(OWNED, stage=2),

@@ -65,7 +65,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, backend: str 
         fn: a module-level function (it is pickled for the spawned processes).
         world_size: number of processes.
         *args: picklable arguments of `fn`, the same for all ranks.
-        backend: torch.distributed backend, gloo or nccl.
+        backend: torch.distributed backend: gloo, nccl, or those of the simulated device.
 
     Returns:
         What `fn` returned on rank 0.
@@ -114,6 +114,8 @@ def _entry(
         torch.cuda.set_device(rank % torch.cuda.device_count())
         if world_size > torch.cuda.device_count():
             os.environ.update(_SHARED_GPU, NCCL_HOSTID=f"fzero-rank{rank}")
+    if "sim" in backend:
+        load_sim()
     dist.init_process_group(
         backend,
         init_method=f"file://{folder}/store",
@@ -126,6 +128,13 @@ def _entry(
         (Path(folder) / "result").write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def load_sim() -> None:
+    """Register the simulated device in this process; the root of the repository is in the path."""
+    from tests.device.sim import load
+
+    load()
 
 
 def interleave(

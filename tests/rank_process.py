@@ -109,6 +109,13 @@ def share_gpu(rank: int, world_size: int) -> None:
         os.environ.update(SHARED_GPU, NCCL_HOSTID=f"fzero-rank{rank}")
 
 
+def load_sim() -> None:
+    """Register the simulated device of tests/device in this process."""
+    from tests.device.sim import load
+
+    load()
+
+
 def _join(rank: int, world_size: int, backend: str, folder: str) -> None:
     filter_warnings(pytest_filters())
     torch.set_num_threads(1)
@@ -116,6 +123,8 @@ def _join(rank: int, world_size: int, backend: str, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", world_size)
     if "nccl" in backend:
         share_gpu(rank, world_size)
+    if "sim" in backend:
+        load_sim()
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
 
 

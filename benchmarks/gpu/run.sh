@@ -6,6 +6,7 @@
 #   benchmarks/gpu/run.sh bench                9 min   about 1 billion parameters, then two ranks
 #   benchmarks/gpu/run.sh report [folder]      1 s     one file from what the stages left
 #   benchmarks/gpu/run.sh wheels                       run where there is a network; see below
+#   benchmarks/gpu/run.sh sim                  1 min   smoke on the simulated device: no GPU, no times
 #
 # In this order: what smoke finds missing, the others would find later. A stage leaves its part in
 # benchmarks/results/gpu-run and the report in benchmarks/results; if OUT names a folder, both are
@@ -77,6 +78,7 @@ stage=${1:-}
 [ $# -eq 0 ] || shift
 case "$stage" in
 wheels) wheels ;;
+sim) within 240 "$PYTHON" benchmarks/gpu/smoke.py --device sim "$@" ;;
 report) report "$@" ;;
 smoke | tests | bench)
     mkdir -p "$PARTS"
@@ -87,7 +89,7 @@ smoke | tests | bench)
     exit "$status"
     ;;
 *)
-    sed -n '2,8s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac

@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/smoke.py --out benchmarks/results/gpu-run
     python benchmarks/gpu/smoke.py --device cpu
+    python benchmarks/gpu/smoke.py --device sim      # the simulated one of tests/device: no times
 
 Each check stands on its own: one that fails is a line of the table, and the exit status is 1.
 """
@@ -20,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for the modules of benchmarks/
+sys.path.append(str(Path(__file__).parents[2]))  # for the device of tests/device
 
-from ranks import run_ranks, set_environment
+from ranks import load_sim, run_ranks, set_environment
 from report import versions, write_report
 
 from gpu.contestants import engine, functional
@@ -30,7 +32,7 @@ from gpu.model import Task
 
 def machine(device: str) -> str:
     """What the rest was run on."""
-    if device == "cpu":
+    if device != "cuda":
         return versions()
     free, total = torch.cuda.mem_get_info()
     kind = torch.cuda.get_device_name()
@@ -38,18 +40,23 @@ def machine(device: str) -> str:
 
 
 def copy_rate(device: str) -> str:
-    """Bytes read and written by a copy of 2 GiB (2 MiB on a CPU)."""
+    """Bytes read and written by a copy of 2 GiB (2 MiB without a GPU)."""
     source = torch.randn(2**29 if device == "cuda" else 2**19, device=device)
     target = torch.empty_like(source)
-    seconds = _seconds(lambda: target.copy_(source), device)
-    return f"{2 * source.nbytes / seconds / 1e9:.0f} GB/s"
+    return _told(
+        lambda seconds: f"{2 * source.nbytes / seconds / 1e9:.0f} GB/s",
+        lambda: target.copy_(source),
+        device,
+    )
 
 
 def product_rate(device: str) -> str:
-    """A bf16 matrix product of 8192 (256 on a CPU) on random data."""
+    """A bf16 matrix product of 8192 (256 without a GPU) on random data."""
     size = 8192 if device == "cuda" else 256
     a, b = torch.randn(2, size, size, device=device, dtype=torch.bfloat16)
-    return f"{2 * size**3 / _seconds(lambda: a @ b, device) / 1e12:.1f} TFLOP/s"
+    return _told(
+        lambda seconds: f"{2 * size**3 / seconds / 1e12:.1f} TFLOP/s", lambda: a @ b, device
+    )
 
 
 def collectives(device: str, world_size: int) -> str:
@@ -66,18 +73,18 @@ def _collectives(device: str) -> str:
         whole = list(x.new_empty(size, numel).unbind())
         dist.all_reduce(y := x.clone())
         assert y[0].item() == y[-1].item() == total
-        if device == "cuda":  # gloo has no reduce-scatter of its own
+        if device != "cpu":  # gloo has no reduce-scatter of its own
             dist.reduce_scatter(part, list(x.chunk(size)))
             assert part[0].item() == part[-1].item() == total
         dist.all_gather(whole, x)
         assert [row[-1].item() for row in whole] == [r + 1.0 for r in range(size)]
-        ms = 1e3 * _seconds(lambda y=y: dist.all_reduce(y), device)
-        found.append(f"all-reduce of {4 * numel >> 10} KiB {ms:.2f} ms")
+        ms = _told(lambda s: f"{1e3 * s:.2f} ms", lambda y=y: dist.all_reduce(y), device)
+        found.append(f"all-reduce of {4 * numel >> 10} KiB {ms}")
     return ", ".join(found)
 
 
 def steps(device: str, world_size: int) -> str:
-    """Ten steps of a small GPT by the engine and the functional step, at stages 0 and 2."""
+    """Ten steps of a small GPT by both drivers at stages 0, 2 and 3; three on "sim"."""
     return run_ranks(_steps, world_size, device, backend=_backend(device))
 
 
@@ -91,11 +98,11 @@ def _steps(device: str) -> str:
         precision="bf16",
         device=device,
     )
-    found = []
+    found, count = [], 3 if device == "sim" else 10
     for name, build in (("engine", engine), ("functional", functional)):
         for stage in (0, 2, 3):
             built = build(task, stage=stage)
-            losses = [built.step(task.batch(0, range(1))).item() for _ in range(10)]
+            losses = [built.step(task.batch(0, range(1))).item() for _ in range(count)]
             built.close()
             assert losses[-1] < losses[0], (name, stage, losses)
             found.append(f"{name} {stage}: {losses[0]:.3f} to {losses[-1]:.3f}")
@@ -103,7 +110,13 @@ def _steps(device: str) -> str:
 
 
 def _backend(device: str) -> str:
-    return "nccl" if device == "cuda" else "gloo"
+    return {"cuda": "nccl", "sim": "cpu:gloo,sim:simccl"}.get(device, "gloo")
+
+
+def _told(say: Callable[[float], str], fn: Callable[[], object], device: str) -> str:
+    """Say how long a call takes; of the simulated device, whose times mean nothing, that it ran."""
+    seconds = _seconds(fn, device)
+    return "ran" if device == "sim" else say(seconds)
 
 
 def _seconds(fn: Callable[[], object], device: str) -> float:
@@ -120,11 +133,13 @@ def _seconds(fn: Callable[[], object], device: str) -> float:
 def main() -> int:
     """Run every check; 1 if any failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu", "sim"])
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     os.environ["FZERO_ONE_RANK_GROUP"] = "1"
     set_environment(1)
+    if given.device == "sim":
+        load_sim()
     checks: dict[str, Callable[[], Any]] = {
         "machine": lambda: machine(given.device),
         "copy": lambda: copy_rate(given.device),
@@ -142,11 +157,13 @@ def main() -> int:
             failed += 1
             found = f"**FAILED** {type(error).__name__}: {str(error).strip().splitlines()[-1]}"
             print(error, file=sys.stderr)
-        lines.append(f"| {name} | {time.perf_counter() - start:.1f} | {found} |")
+        seconds = "" if given.device == "sim" else f"{time.perf_counter() - start:.1f}"
+        lines.append(f"| {name} | {seconds} | {found} |")
         print(lines[-1], flush=True)
     if given.out is not None:
-        intro = "Versions, ceilings, and whether NCCL runs with one and two ranks on this GPU.\n"
-        print(write_report(given.out, "gpu-smoke", lines, intro=intro, device=given.device))
+        intro = "Versions, ceilings, and whether one and two ranks of this device run.\n"
+        theme = "sim-smoke" if given.device == "sim" else "gpu-smoke"
+        print(write_report(given.out, theme, lines, intro=intro, device=given.device))
     return 1 if failed else 0
 
 

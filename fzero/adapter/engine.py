@@ -31,6 +31,7 @@ from fzero.adapter.optimizer_hooks import TRAINERS
 from fzero.adapter.param_access import require_no_anchors
 from fzero.adapter.reshard import adopt, begun_state, close, reshard
 from fzero.adapter.setup import OLDER, options_of, planned, scale_of
+from fzero.context.device import is_device_type
 from fzero.context.modes import explains_inference
 from fzero.errors import LayoutError
 from fzero.errors.check import is_number, require
@@ -468,7 +469,7 @@ _DTYPES = {
     "double": torch.float64,
     "bfloat16": torch.bfloat16,
 }
-_CONVERT = frozenset({"to", "cuda", "cpu", "xpu", "type", "to_empty", "share_memory", *_DTYPES})
+_CONVERT = frozenset({"to", "cpu", "type", "to_empty", "share_memory", *_DTYPES})
 _OF_MODULE = (
     "parameters named_parameters modules children named_children named_modules buffers "
     "named_buffers get_parameter get_submodule get_buffer register_forward_hook "
@@ -510,7 +511,7 @@ def looked_up(engine: Any, name: str) -> Any:
     module = engine.module
     if name in _OF_MODULE.split():
         return getattr(module, name)
-    if name not in _CONVERT:
+    if name not in _CONVERT and not is_device_type(name):
         hint = f"; its module has: engine.module.{name}" if hasattr(module, name) else ""
         for fix, names in _INSTEAD.items():
             hint = f". Fix: {fix}." if name in names.split() else hint
@@ -530,9 +531,9 @@ def _converted(engine: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         device, dtype, *_ = parse(*args, **kwargs)
     elif name == "cpu":
         device = torch.device("cpu")
-    elif name == "cuda":
+    elif is_device_type(name):
         index = args[0] if args else kwargs.get("device")
-        device = torch.device("cuda", index) if isinstance(index, int) else torch.device("cuda")
+        device = torch.device(name, index) if isinstance(index, int) else torch.device(name)
     else:
         dtype = _DTYPES.get(name)
     moves = device is not None and any(

@@ -54,7 +54,7 @@ class Writes:
         self._paths, self._watched = [path for path, *_ in rows], [p for *_, p in rows]
         self._groups = {path: index for path, index, _ in rows}
         self._samples = [
-            _sample(layout, index, params)
+            _sample(layout, index, params, state.device)
             for index in watched
             if not (setup.is_read_lazily(index) or is_abstract())
             and (not alone or index in _with_masters(state))
@@ -164,10 +164,10 @@ class _Sample(NamedTuple):
     def of(self, state: TrainState) -> Tensor:
         """Return their values, a copy."""
         flat = state.params.flats[self.index]
-        return flat.index_select(0, self.positions.to(flat.device))
+        return flat.index_select(0, self.positions)
 
 
-def _sample(layout: Layout, index: int, params: ModuleParameters) -> _Sample:
+def _sample(layout: Layout, index: int, params: ModuleParameters, device: torch.device) -> _Sample:
     """Spread `SAMPLED` elements over each leaf of a group."""
     group, positions, paths = layout.groups[index], list[Tensor](), list[str]()
     for leaf, offset in zip(group.leaves, group.offsets, strict=True):
@@ -175,7 +175,7 @@ def _sample(layout: Layout, index: int, params: ModuleParameters) -> _Sample:
         count = min(numel, SAMPLED)
         positions.append(offset + torch.arange(count) * (numel - 1) // max(count - 1, 1))
         paths += [params.paths[leaf][0]] * len(positions[-1])
-    return _Sample(index, torch.cat(positions), paths)
+    return _Sample(index, torch.cat(positions).to(device), paths)
 
 
 def _with_masters(state: TrainState) -> set[int]:

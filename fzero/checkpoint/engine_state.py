@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fzero.checkpoint._pieces import TensorPiece, blocks
 from fzero.checkpoint.collective import CheckpointError, damaged
+from fzero.context.device import accelerator, accelerator_in_use
 from fzero.errors import LayoutError
 from fzero.machine.named_shards import leaf_paths
 from fzero.state import TrainState
@@ -181,12 +182,14 @@ def options_by_name(
 ) -> list[dict[str, Any]]:
     """Return the options of each param group here: those that its parameters had.
 
-    theirs: the names in each group that was saved. Without them, of an earlier version, a group has
-    the options of its place. Raises `LayoutError` for a group of which the file has two halves.
+    saved: none of an engine with a rule. theirs: the names in each group that was saved; without
+    them, of an earlier version, a group has the options of its place.
+
+    Raises `LayoutError` for a group of which the file has two halves.
     """
     of_name = {name: k for k, names in enumerate(theirs) for name in names}
     ours, found = group_names(state), list[dict[str, Any]]()
-    if of_name.keys().isdisjoint(name for names in ours for name in names):
+    if not saved or of_name.keys().isdisjoint(name for names in ours for name in names):
         return [*saved]
     for number, names in enumerate(ours):
         some = {of_name[name]: name for name in names if name in of_name}
@@ -243,8 +246,8 @@ def form_of(value: Tensor) -> str:
 def generators() -> dict[str, Any]:
     """Return the states of all generators of this process, as they give them."""
     found: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        found["cuda"] = torch.cuda.get_rng_state()
+    if (kind := accelerator_in_use()) is not None:
+        found[kind] = torch.get_device_module(kind).get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         found["numpy"] = numpy.random.get_state()
@@ -254,8 +257,9 @@ def generators() -> dict[str, Any]:
 def rng_text(found: Mapping[str, Any] | None = None) -> str:
     """Return the states of all generators: those of this process, or what `generators` returned."""
     texts = dict(generators() if found is None else found)
-    for name in texts.keys() & {"torch", "cuda"}:
-        texts[name] = base64.b64encode(bytes(texts[name].tolist())).decode()
+    for name, state in texts.items():
+        if isinstance(state, Tensor):  # of the CPU, and of an accelerator by its type
+            texts[name] = base64.b64encode(bytes(state.tolist())).decode()
     if "numpy" in texts:
         kind, keys, *rest = texts["numpy"]
         texts["numpy"] = [kind, keys.tolist(), *rest]
@@ -269,7 +273,7 @@ def rng_setter(text: str, where: object) -> Callable[[], None]:
     """
     try:
         found = json.loads(text)
-        for name in found.keys() & {"torch", "cuda"}:
+        for name in found.keys() - {"python", "numpy"}:
             state = list(base64.b64decode(found[name], validate=True))
             found[name] = torch.tensor(state, dtype=torch.uint8, device="cpu")
         cpu, (version, words, gauss) = found["torch"], found["python"]
@@ -281,9 +285,9 @@ def rng_setter(text: str, where: object) -> Callable[[], None]:
             kind, keys, *more = found["numpy"]
             numpy_state = (kind, numpy.array(keys, "uint32"), *more)
             numpy.random.RandomState().set_state(numpy_state)
-        cuda = found.get("cuda") if torch.cuda.is_available() else None
-        if cuda is not None:
-            torch.Generator("cuda").set_state(cuda)
+        there = found.get(kind := accelerator())
+        if there is not None:
+            torch.Generator(kind).set_state(there)
     except Exception as error:  # of another program: anything can be wrong with it
         seen = f"{type(error).__name__}: {error}"
         raise damaged(where, f"has no states of random generators: {seen:.200}") from None
@@ -293,7 +297,7 @@ def rng_setter(text: str, where: object) -> Callable[[], None]:
         random.setstate(python)
         if numpy is not None:
             numpy.random.set_state(numpy_state)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        if there is not None:
+            torch.get_device_module(kind).set_rng_state(there)
 
     return set_all

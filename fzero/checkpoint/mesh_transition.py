@@ -32,6 +32,7 @@ from fzero.checkpoint.manifest import (
 )
 from fzero.collectives import disagreement, start_uneven_all_to_all
 from fzero.context.current_rank import current_ranks
+from fzero.context.device import current_device
 from fzero.context.modes import for_training, in_transform, is_recorded, wants_graph
 from fzero.errors import AxisError, FzeroError, LayoutError, PhaseError
 from fzero.machine.named_shards import leaf_paths
@@ -643,9 +644,9 @@ def as_received(sent: bytes) -> Structure:
             "another script or version, or one that only some ranks define.",
             fix="run the same script on every rank, and define it before the call on all of them.",
         ) from error
-    if found.pattern.device.type != "cuda":
+    if found.pattern.device.type == "cpu":
         return found
-    here = torch.device("cuda", torch.cuda.current_device())
+    here = current_device(found.pattern.device.type)
     return replace(found, pattern=replace(found.pattern, device=here))
 
 

@@ -1,4 +1,4 @@
-"""How a collective runs: on virtual ranks, on gloo, on nccl; started here, waited for later.
+"""How a collective runs: on virtual ranks, on gloo, on a device's backend; waited for later.
 
 Every function takes a list of buffers and starts all of them before it waits for the first, for a
 collective costs its latency whatever its size. `begin_*` and `start_*` stop there, and return what
@@ -15,17 +15,20 @@ its second half when it is waited for.
 The choices for gloo are measured (`benchmarks/collectives.py`): its reduce_scatter moves the
 bytes of an all_reduce, so an all_to_all with a local sum in rank order is used (which is
 deterministic, and can add 16-bit floats in fp32); its all_gather is slower than one broadcast
-from each rank. A group may have a backend for each kind of device; the tensors decide.
+from each rank. A group may have a backend for each kind of device; the tensors decide. Those of a
+device without one go over gloo, by copies in host memory.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +44,7 @@ from fzero.context.current_rank import (
     kind_of,
     require_no_trace,
 )
-from fzero.errors import AxisError, LostRankError
+from fzero.errors import AxisError, LostRankError, explain
 from fzero.ranks.mesh import Axis, Runtime
 from fzero.ranks.virtual import different
 from fzero.state.buffers import SIXTEEN_BIT
@@ -408,7 +411,7 @@ def begin_all_reduce(
         outs = [value.clone(memory_format=torch.contiguous_format) for value in values]
     if is_abstract():
         return given(outs, axis)
-    works = [PARTLY_TYPED.all_reduce(out, group=axis.group(), async_op=True) for out in outs]
+    works = [_begun(PARTLY_TYPED.all_reduce, axis, out, async_op=True) for out in outs]
     return InFlight("all_reduce", axis, works, lambda: outs)
 
 
@@ -438,12 +441,9 @@ def broadcast(values: Sequence[Tensor], axis: Axis, source: int) -> list[Tensor]
         # A copy for each rank: ranks may write into what they hold.
         sent = _swap(f"broadcast from {source}", values, axis, lambda xs: xs[source].clone())
         return [x.clone() for x in sent]
-    group = axis.group()
     outs = [value.contiguous().clone() for value in values]
-    root = dist.get_global_rank(group, source)
-    works: list[Any] = [
-        dist.broadcast(as_bytes(out), root, group=group, async_op=True) for out in outs
-    ]
+    root = dist.get_global_rank(axis.group(), source)
+    works = [_begun(dist.broadcast, axis, as_bytes(x), src=root, async_op=True) for x in outs]
     return InFlight("broadcast", axis, works, lambda: outs).wait()
 
 
@@ -662,9 +662,9 @@ def sends_between(
         for r in (r for r in range(axis.size) if r != axis.rank):
             peer = dist.get_global_rank(group, r)
             if sent[r].numel():
-                works.append(dist.isend(as_bytes(sent[r]), peer, group=group))
+                works.append(_begun(dist.isend, axis, as_bytes(sent[r]), writes=False, dst=peer))
             if got[r].numel():
-                works.append(dist.irecv(as_bytes(got[r]), peer, group=group))
+                works.append(_begun(dist.irecv, axis, as_bytes(got[r]), src=peer))
     return works
 
 
@@ -673,9 +673,7 @@ def _all_to_all(fulls: Sequence[Tensor], axis: Axis) -> tuple[list[Any], list[Te
     if is_abstract():
         return [], received
     works = [
-        PARTLY_TYPED.all_to_all_single(
-            as_bytes(got), as_bytes(full), group=axis.group(), async_op=True
-        )
+        _begun(PARTLY_TYPED.all_to_all_single, axis, as_bytes(got), as_bytes(full), async_op=True)
         for got, full in zip(received, fulls, strict=True)
         if full.numel()
     ]
@@ -721,7 +719,7 @@ def begin_gather_into(outs: Sequence[Tensor], shards: Sequence[Tensor], axis: Ax
             if rank == axis.rank and piece.data_ptr() != shard.data_ptr():
                 piece.copy_(shard)
             source = dist.get_global_rank(group, rank)
-            works.append(dist.broadcast(as_bytes(piece), source, group=group, async_op=True))
+            works.append(_begun(dist.broadcast, axis, as_bytes(piece), src=source, async_op=True))
     if native:
         works += in_one_go("all_gather", native, axis)
     return InFlight("all_gather", axis, works, lambda: list(outs), shards)
@@ -852,13 +850,65 @@ def is_gloo(axis: Axis, device: torch.device) -> bool:
     """Whether tensors on `device` go over gloo; those of an abstract rank would."""
     if is_abstract():
         return kind_of(device) == "cpu"
-    return backend_of(axis.group(), device) == "gloo"
+    group = axis.group()
+    return backend_of(group, device) == "gloo" or _by_host(group, device)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the backend that serves tensors on `device`, or "": "cpu:gloo,cuda:nccl" has two."""
     pairs = (pair.partition(":") for pair in dist.get_backend_config(group).split(","))
     return next((name for kind, _, name in pairs if kind == device.type), "")
+
+
+def _by_host(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether no backend of a group takes tensors on `device`, which copies in host memory can."""
+    if device.type == "cpu":
+        return False
+    name = backend_of(group, device)
+    return not name or (name == "gloo" and device.type not in dist.Backend.backend_capability[name])
+
+
+class _OnCopies(NamedTuple):
+    """A work on copies in host memory. `wait` copies back what it has written, if it has."""
+
+    work: Any
+    copies: Sequence[Tensor]
+    written: Tensor | None
+
+    def wait(self) -> None:
+        self.work.wait()
+        if self.written is not None:
+            self.written.copy_(self.copies[0])
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+
+def _begun(
+    call: Callable[..., Any], axis: Axis, *tensors: Tensor, writes: bool = True, **options: Any
+) -> Any:
+    """Start a call of torch.distributed on tensors, the first of which it may write (`writes`).
+
+    Where no backend of the group takes them, on copies in host memory.
+    """
+    group, device = axis.group(), tensors[0].device
+    if not _by_host(group, device):
+        return call(*tensors, group=group, **options)
+    _say_by_host(device.type, dist.get_backend_config(group))
+    copies = [x.cpu() for x in tensors]
+    work = call(*copies, group=group, **options)
+    return _OnCopies(work, copies, tensors[0] if writes else None)
+
+
+@functools.cache
+def _say_by_host(kind: str, backends: str) -> None:
+    text = explain(
+        f"collectives of tensors on {kind} go through host memory, over gloo: slowly.",
+        cause=f"the process group has {backends}, and no backend for {kind}.",
+        fix=f"import what registers a backend of torch.distributed for {kind} before the group is "
+        f'started; or name it: init_process_group("cpu:gloo,{kind}:...").',
+    )
+    warnings.warn(text, UserWarning, stacklevel=3)
 
 
 def native(op: str) -> Any:

@@ -134,7 +134,7 @@ def abstract_rank(rank: int, size: int, *, device: str = "cuda") -> Iterator[Non
 
     What ranks tell each other is then what this one says. What a collective gives has a shape and
     no values: inside of a trace it is an op. Tensors on the meta device, or fake ones, stand for
-    tensors on `device`, "cpu" or "cuda", which communicate over gloo or nccl.
+    tensors on a type of device: "cpu" ones communicate over gloo, "cuda" ones over nccl, ...
     """
     with ranks_run(), standing_as(Here(rank, size, _alone(size), {}, stands_for=device)):
         yield

@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from fzero.context.current_rank import in_forward_mode, is_abstract
+from fzero.context.device import accelerator
 from fzero.errors import FzeroError, LayoutError, PhaseError
 
 P = ParamSpec("P")
@@ -148,7 +149,8 @@ def wants_graph(tensors: Iterable[Any]) -> bool:
 @functools.cache
 def kinds_of_autocast() -> tuple[str, ...]:
     """The kinds of devices that autocast may be on for."""
-    return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    kind = accelerator()
+    return ("cpu", kind) if kind and torch.amp.is_autocast_available(kind) else ("cpu",)
 
 
 @contextmanager

@@ -17,19 +17,20 @@ from torch.nn.modules import module
 from torch.nn.utils import parametrize
 from torch.utils import _device, _python_dispatch, checkpoint
 
+from fzero.context.device import accelerator, current_device, generators_on
+
 
 def of_devices(device: torch.device | None = None) -> list[torch.Generator]:
     """Return the default generators of the CPU and of a device; without one, of all devices.
 
-    Before CUDA is in use its devices have no generators.
+    Before an accelerator is in use its devices may have no generators, as those of CUDA.
     """
-    on_cuda: tuple[torch.Generator, ...] = torch.cuda.default_generators
-    if device is None:
-        return [torch.default_generator, *on_cuda]
-    if device.type != "cuda" or not on_cuda:
-        return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, on_cuda[index]]
+    kind = accelerator() if device is None else device.type
+    there = () if kind in (None, "cpu", "meta") else generators_on(kind)
+    if there and device is not None:
+        index = current_device(device.type).index if device.index is None else device.index
+        there = (there[index],)
+    return [torch.default_generator, *there]
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def _set_deterministic(on: bool, warns: bool) -> None:
 
 
 # What reads a setting is a function of torch's C++ where there is one: each turn of each rank calls
-# all of them.
+# all of them. For those of attention and CuDNN torch has no other names than those by CUDA.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (_C._get_deterministic_algorithms, lambda on: _set_deterministic(on, _warns())),

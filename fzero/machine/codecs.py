@@ -16,6 +16,7 @@ own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Self
@@ -423,18 +424,29 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 
 def _table(signed: bool, which: str, device: torch.device) -> tuple[Tensor, ...]:
-    """Return a table, which is kept unless it has no values: that of a record ends with it."""
-    if (found := _TABLES.get((signed, which, device))) is not None:
+    def made() -> tuple[Tensor, ...]:
+        levels = dynamic_levels(signed=signed)
+        return (levels,) if which == "levels" else _bounds(levels, signed, which)
+
+    return _on(device, (signed, which), made)
+
+
+def _on(
+    device: torch.device, name: Hashable, make: Callable[[], tuple[Tensor, ...]]
+) -> tuple[Tensor, ...]:
+    """Return tables on a device, which are kept, as the host waits to copy them.
+
+    Unless they have no values: those of a record end with it.
+    """
+    if (found := _TABLES.get((name, device))) is not None:
         return found
-    levels = dynamic_levels(signed=signed)
-    made = (levels,) if which == "levels" else _bounds(levels, signed, which)
-    made = tuple(x.to(device) for x in made)
+    made = tuple(x.to(device) for x in make())
     if not (is_abstract() or is_recorded(made)):
-        _TABLES[signed, which, device] = made
+        _TABLES[name, device] = made
     return made
 
 
-_TABLES: dict[tuple[bool, str, torch.device], tuple[Tensor, ...]] = {}
+_TABLES: dict[tuple[Hashable, torch.device], tuple[Tensor, ...]] = {}
 
 
 def _level(ratios: Tensor, signed: bool, which: str) -> Tensor:
@@ -535,9 +547,8 @@ class nf4(Codec):
         """Levels times scales."""
         *of_scales, packed = parts
         scales = _of_8_bits(*of_scales) if self.double else of_scales[0]
-        first = torch.tensor(LEVELS, device=packed.device).repeat_interleave(16)
-        both = torch.stack([first, first.view(16, 16).T.reshape(-1)], -1).view(torch.float64)
-        pairs = both.view(-1).index_select(0, packed.reshape(-1).to(torch.int32))
+        (both,) = _on(packed.device, "pairs of nf4", _pairs)
+        pairs = both.index_select(0, packed.reshape(-1).to(torch.int32))
         values = pairs.view(packed.shape).view(torch.float32)[..., :numel]
         blocks = in_blocks(values.to(dtype), self.block)  # new memory, whatever the dtype
         return blocks.mul_(scales.to(dtype).unsqueeze(-1)).flatten(-2)[..., :numel]
@@ -557,6 +568,13 @@ class nf4(Codec):
             found = (_of_8_bits(*_in_8_bits(of_blocks)) - of_blocks).abs()
             lost = found.repeat_interleave(self.block, -1)[..., : x.shape[-1]].to(x.dtype)
         return largest * (_WIDEST + _EPS) + lost * (1 + _EPS) + 2.0**-126
+
+
+def _pairs() -> tuple[Tensor]:
+    """The two levels of each byte of nf4, [256], each pair as one number."""
+    first = torch.tensor(LEVELS).repeat_interleave(16)
+    both = torch.stack([first, first.view(16, 16).T.reshape(-1)], -1)
+    return (both.view(torch.float64).view(-1),)
 
 
 def _in_8_bits(scales: Tensor) -> tuple[Tensor, Tensor]:

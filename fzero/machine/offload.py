@@ -22,8 +22,10 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.context.current_rank import has_no_values, kind_of
+from fzero.context.device import accelerator, accelerator_in_use
 from fzero.errors import LayoutError
 from fzero.state import NAMESPACE, TrainState
 from fzero.state.setup import Home, Offload, is_on_disk
@@ -39,8 +41,10 @@ def offloaded(home: Home, x: Tensor, offload: Offload) -> Tensor:
         there = home_of_empty(x) == home
     elif home == "disk":
         there = is_on_disk(x) or not x.numel()
-    else:
-        there = x.device.type == "cpu"
+    else:  # beside a device, host memory is pinned
+        pageable = bool(x.numel()) and not is_pinned(x)
+        beside = offload.device is not None and offload.device.type != "cpu"
+        there = x.device.type == "cpu" and not (beside and pageable)
     if there:
         return x
     if has_no_values(x):
@@ -55,16 +59,19 @@ def offloaded(home: Home, x: Tensor, offload: Offload) -> Tensor:
 
 def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return `x` on `device` in `dtype`: itself if it is so already."""
-    if has_no_values(x) and kind_of(device) == "cuda" and not is_here(x, device):
+    if has_no_values(x) and kind_of(device) != "cpu" and not is_here(x, device):
         return x.to(dtype=dtype or x.dtype, copy=True)
-    return x.to(device=device, dtype=dtype or x.dtype, non_blocking=True)
+    # As it is, and then in its dtype: else the copy goes through memory that is not pinned.
+    beside = device.type != "cpu" and is_pinned(x)
+    return x.to(device=device, non_blocking=beside).to(dtype or x.dtype)
 
 
 def write_back(home: Tensor, used: Tensor) -> None:
     """Copy a tensor that was changed on the device back to its home."""
     if used is not home:
-        home.copy_(used, non_blocking=True)
-    page_out(home)
+        _filled(home, used)
+    else:
+        page_out(home)
 
 
 def change(home: Tensor, device: torch.device, write: Callable[[Tensor], Any]) -> None:
@@ -129,7 +136,8 @@ def home_of_empty(x: Tensor) -> Home:
 
 def _described(home: Home, like: Tensor) -> Tensor:
     """Return a tensor without values for one that lives at `home`."""
-    made = torch.empty_like(like)
+    with _disable_current_modes():  # a plan would count what it has not heard the home of
+        made = torch.empty_like(like)
     made.untyped_storage().home = home  # type: ignore[attr-defined]
     return made
 
@@ -140,26 +148,33 @@ def empty_where(x: Tensor) -> Tensor:
         return _described(home_of_empty(x), x)
     if is_on_disk(x):
         return _in_file(x, os.path.dirname(str(x.untyped_storage().filename)))
-    pinned = x.device.type == "cpu" and x.numel() > 0 and x.is_pinned()
-    return torch.empty_like(x, pin_memory=pinned)
+    return torch.empty_like(x, pin_memory=is_pinned(x))
 
 
-def cloned(x: Tensor) -> Tensor:
-    """Return a copy of `x` that lives where `x` does."""
-    return _filled(empty_where(x), x) if is_on_disk(x) else empty_where(x).copy_(x)
+def cloned(x: Tensor, device: torch.device | None = None) -> Tensor:
+    """Return a copy of `x` that lives where `x` does; `device`: where it is used."""
+    return _filled(empty_where(x), to_device(x, device) if device and is_pinned(x) else x)
+
+
+def is_pinned(x: Tensor) -> bool:
+    """Whether copies between `x` and a device run beside the host."""
+    return x.device.type == "cpu" and x.numel() > 0 and not has_no_values(x) and x.is_pinned()
 
 
 def _filled(made: Tensor, x: Tensor) -> Tensor:
-    made.copy_(x, non_blocking=True)
+    if x.device != made.device:
+        made.copy_(x.to(made.dtype), non_blocking=is_pinned(made))
+    else:  # also what is copied from the host to the host, which then waits
+        wait_for_copies([x, made])
+        made.copy_(x)
     page_out(made)
     return made
 
 
 def wait_for_copies(tensors: Iterable[Any]) -> None:
     """Wait for copies to pinned memory, before the host reads these tensors."""
-    pinned = (isinstance(x, Tensor) and x.numel() > 0 and x.is_pinned() for x in tensors)
-    if torch.cuda.is_initialized() and any(pinned):
-        torch.cuda.synchronize()
+    if accelerator_in_use() and any(isinstance(x, Tensor) and is_pinned(x) for x in tensors):
+        torch.accelerator.synchronize()
 
 
 # Files.
@@ -225,14 +240,15 @@ def _advise(x: Tensor, advice: int) -> None:
 
 
 class CopyStream:
-    """Copies to a device and back on a separate CUDA stream, beside the computation.
+    """Copies to a device and back on a separate stream, beside the computation.
 
-    On a CPU there is no stream; what is there already is lent as it is.
+    On a CPU, or where nothing has values, there is no stream; what is there already is lent as it
+    is.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side = torch.Stream(device) if device.type == accelerator() else None
 
     def fetch(self, wanted: Sequence[tuple[Tensor, torch.dtype]]) -> Callable[[], list[Tensor]]:
         """Start to copy tensors here, each in a dtype. What is returned waits for them."""
@@ -243,13 +259,13 @@ class CopyStream:
             made = [to_device(x, self.device, dtype) for x, dtype in wanted]
             return lambda: made
         # What wrote to these tensors before runs on the stream that is current now.
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        self._side.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._side:
             here = [to_device(x, self.device, dtype) for x, dtype in wanted]
             event = self._side.record_event()
 
         def wait() -> list[Tensor]:
-            now = torch.cuda.current_stream(self.device)
+            now = torch.accelerator.current_stream(self.device)
             now.wait_event(event)
             for x in here:
                 x.record_stream(now)
@@ -263,8 +279,8 @@ class CopyStream:
             for home, used in pairs:
                 write_back(home, used)
             return
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._side):
+        self._side.wait_stream(torch.accelerator.current_stream(self.device))
+        with self._side:
             for home, used in pairs:
                 used.record_stream(self._side)
                 write_back(home, used)
@@ -272,4 +288,4 @@ class CopyStream:
     def end(self) -> None:
         """Make the current stream wait for everything that was written back."""
         if self._side is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self._side)
+            torch.accelerator.current_stream(self.device).wait_stream(self._side)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.utils.dlpack import to_dlpack
 
 from fzero.collectives import gather_many, reduce_many, scatter_many, start_gather_in_place
 from fzero.context.modes import is_recorded
@@ -232,7 +233,11 @@ def with_own_storage(x: Tensor) -> Tensor:
     """
     if type(x) is not Tensor or x.is_meta or not x.numel():
         return x
-    return torch.from_dlpack(x.detach().view(-1).view(torch.uint8)).view(x.dtype).view(x.shape)
+    return (
+        torch.from_dlpack(to_dlpack(x.detach().view(-1).view(torch.uint8)))
+        .view(x.dtype)
+        .view(x.shape)
+    )
 
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

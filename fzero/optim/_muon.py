@@ -226,7 +226,8 @@ class Muon(Optimizer):
         now = parted(state.apart, unused, lambda path: 0, 1 + len(state.steps))
         with torch.no_grad():
             if not owned:
-                params, state = [cloned(p) for p in params], copied(state)
+                copy = partial(cloned, device=device)
+                params, state = [copy(p) for p in params], copied(state, copy)
             still = {path for path, number in now.apart if number in now.still}
             moved = [p for p in pieces if p.start < p.stop and p.leaf.path not in still]
             flats = Flats(params, grads, state.masters, self.slots(state))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import optree
@@ -470,7 +471,7 @@ class Optimizer(OfPrecision):
                 )
             return self._by_formula(params, grads, state, pieces, device, now)
         if not owned:
-            copy = torch.clone if device is None else cloned  # where it lives
+            copy = torch.clone if device is None else partial(cloned, device=device)
             params = [copy(p) for p in params]
             state = copied(state, copy)
         after = after_update(state, now, found_inf)

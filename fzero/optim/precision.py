@@ -14,6 +14,7 @@ from torch import Tensor
 from fzero.errors import LayoutError, explain
 from fzero.errors.check import check_flags, is_count, require
 from fzero.machine.blocks import Blocks
+from fzero.machine.offload import wait_for_copies
 from fzero.optim.rules import Scaled
 from fzero.state.buffers import SIXTEEN_BIT
 from fzero.state.codec import Codec, cast, is_by_rows
@@ -353,6 +354,7 @@ def make_masters(
     flats: Sequence[Tensor], wanted: Sequence[bool], place: Place = stay
 ) -> tuple[Tensor, ...]:
     """Return an fp32 copy of each 16-bit flat where it is wanted; of the others, empty."""
+    wait_for_copies(flats)  # what lives in host memory is cast there
     return tuple(
         place(p.detach().float()) if want and p.dtype in SIXTEEN_BIT else p.new_empty(0)
         for p, want in zip(flats, wanted, strict=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.adam import adam as torch_adam
 from torch.optim.adamw import adamw as torch_adamw
 from torch.optim.sgd import sgd as torch_sgd
+from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from fzero.context.current_rank import has_no_values, is_planned, kind_of
 from fzero.state.buffers import SIXTEEN_BIT
@@ -187,7 +188,8 @@ def never(tensors: Sequence[Tensor]) -> bool:
 
 def has_kernel(tensors: Sequence[Tensor]) -> bool:
     """Whether torch's fused kernels take these tensors."""
-    return all(kind_of(t.device) in ("cpu", "cuda") for t in tensors)
+    supported = _get_fused_kernels_supported_devices()
+    return all(kind_of(t.device) in supported for t in tensors)
 
 
 SGD = Rule(name="sgd", moments=(), formula=_sgd_formula, kernel=_sgd_kernel, skips=sgd_fuses)

@@ -407,8 +407,9 @@ class TorchOptimizer(OfPrecision):
             )
         with torch.no_grad():
             if not owned:
-                params, grads = [cloned(p) for p in params], [g.clone() for g in grads]
-                state = copied(state)
+                copy = partial(cloned, device=device)
+                params, grads = [copy(p) for p in params], [copy(g) for g in grads]
+                state = copied(state, copy)
             flats = Flats(params, grads, state.masters, state.slots)
             if encodes := self.precision.encoding is not None:
                 flats, pieces = in_portions(flats, pieces, self.codec_of, unused)

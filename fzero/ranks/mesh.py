@@ -492,7 +492,7 @@ def world() -> Axis:
     """Return the default axis: every rank that this program was started with.
 
     Inside `fzero.simulate` these are the virtual ranks; with a process group, its ranks. Without
-    one, the group is started here (gloo for CPU tensors, and with GPUs nccl for CUDA tensors)
+    one, the group is started here (gloo, and the backend that torch knows for the accelerator)
     under torchrun, and where RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe several
     ranks; else one local rank. Collectives wait for `FZERO_TIMEOUT_S` seconds, 600 by default.
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from fzero.context.device import accelerator
 from fzero.errors import LostRankError
 from fzero.ranks.rendezvous import (
     MeetingPlace,
@@ -168,9 +169,9 @@ def _is_everybody(ranks: Sequence[int]) -> bool:
 
 def _timeout_of(group: dist.ProcessGroup) -> datetime.timedelta | None:
     """The timeout that a group was started with: torch gives a new one its default again."""
-    for device in ("cpu", "cuda"):
+    for pair in dist.get_backend_config(group).split(","):
         try:
-            backend: Any = group._get_backend(torch.device(device))
+            backend: Any = group._get_backend(torch.device(pair.partition(":")[0]))
             return backend.options._timeout
         except (RuntimeError, AttributeError):  # no such backend, or one without options
             continue
@@ -184,9 +185,10 @@ def start_world() -> None:
     # then frees a tensor while the interpreter ends aborts the process.
     importlib.import_module("torch.distributed.nn.functional")
     limit = timeout(os.environ)
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(local_rank(os.environ) % torch.cuda.device_count())
+    kind = accelerator()
+    if kind is not None:
+        count = torch.accelerator.device_count()
+        torch.accelerator.set_device_index(local_rank(os.environ) % count)
     place = place_in(os.environ)
     number = next(_STARTS)
     store = open_store(place, limit, number)
@@ -200,7 +202,7 @@ def start_world() -> None:
     call_roll(roll, place, limit)
     try:
         dist.init_process_group(
-            backends(on_gpu),
+            backends(kind),
             store=PrefixStore(f"default_pg{number or ''}", store),
             rank=place.rank,
             world_size=place.size,
@@ -232,11 +234,16 @@ def holder_of_store() -> int | None:
     return 0 if ours else None
 
 
-def backends(on_gpu: bool) -> str:
-    """With GPUs both: what ranks agree on in passing goes over gloo, and syncs no device."""
-    if not on_gpu:
-        return "gloo"
-    return "cpu:gloo,cuda:nccl" if dist.is_gloo_available() else "nccl"
+def backends(kind: str | None) -> str:
+    """Return the backends of a group, where there is an accelerator of this type.
+
+    Then both: what ranks agree on in passing goes over gloo, and syncs no device. One for which
+    torch.distributed knows none goes over gloo, through the host.
+    """
+    own = dist.Backend.default_device_backend_map.get(kind or "cpu", "gloo")
+    if own == "gloo" or not dist.is_gloo_available():
+        return own
+    return f"cpu:gloo,{kind}:{own}"
 
 
 def _stop_group(world: weakref.ref[Any], roll: Store, place: MeetingPlace) -> None:

@@ -36,6 +36,7 @@ from torch.cuda import nccl
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fzero import collectives
+from fzero.context.device import accelerator
 from fzero.errors import AxisError
 from fzero.tools.columns import columns
 
@@ -420,9 +421,12 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    backends = ("gloo", "nccl", "mpi", "ucc", "xccl")
-    there = [name for name in backends if getattr(dist, f"is_{name}_available")()]
-    gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    known = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+    there = [name for name in known if dist.is_backend_available(name)]
+    kind = accelerator()
+    count = 0 if kind is None else torch.accelerator.device_count()
+    properties = getattr(kind and torch.get_device_module(kind), "get_device_properties", None)
+    devices = [properties(index) for index in range(count)] if properties else []
     launched = dist.is_torchelastic_launched()
     return {
         "python": {"version": platform.python_version(), "platform": platform.platform()},
@@ -438,15 +442,13 @@ def environment() -> dict[str, Any]:
         },
         "gpus": [
             {
-                "name": gpu.name,
-                "capability": f"{gpu.major}.{gpu.minor}",
-                "memory_bytes": gpu.total_memory,
+                "name": device.name,
+                "capability": f"{device.major}.{device.minor}" if kind == "cuda" else None,
+                "memory_bytes": device.total_memory,
             }
-            for gpu in gpus
+            for device in devices
         ],
-        "nccl": ".".join(map(str, nccl.version()))
-        if "nccl" in there and torch.cuda.is_available()
-        else None,
+        "nccl": ".".join(map(str, nccl.version())) if "nccl" in there and kind == "cuda" else None,
         "torchrun": {name: os.environ.get(name) for name in LAUNCHER} if launched else None,
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)

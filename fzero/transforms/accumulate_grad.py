@@ -83,7 +83,10 @@ def part_of_update(
     `reduced`: an encoder, if there is one, has multiplied them by it: see `machine/compress.Lent`.
     """
     scale = 1.0 if reduced and state.setup.encodes_gradients else state.setup.gradient_share
-    return flats if scale == 1.0 else [flat * scale for flat in flats]
+    if scale == 1.0:
+        return flats
+    # On the device: the host has not waited for the copies to their home.
+    return [to_device(flat, state.device) * scale for flat in flats]
 
 
 def waiting(state: TrainState) -> dict[int, Tensor]:
@@ -107,8 +110,11 @@ def accumulated(state: TrainState, flats: Sequence[Tensor], *, waits: bool = Fal
     setup, offload = state.setup, state.setup.offload
     old = state.window.pending if waits else state.gradients
     placement = Placement.PARTIAL if waits else setup.gradients
+    stays = offload.gradients is None or in_transform() or is_recorded(tuple(flats))
+    if old.held and not stays:
+        flats = [to_device(flat, state.device) for flat in flats]
     new, donated = Buffers(flats=tuple(flats), placement=placement), old.held and donates(state)
-    if offload.gradients is None or in_transform() or is_recorded(new.flats):
+    if stays:
         total = add_donated(old, new, None) if donated else buffers.add(old, new)
     elif donated:
         total = add_donated(old, new, offload.gradients)

@@ -390,8 +390,8 @@ def _departed(state: TrainState, due: int, general: bool) -> TrainState:
         flag = _FINITE | _COUNTS
         if not any(map(has_no_values, stepped)):
             good = [torch.isfinite(x).all() for x in stepped if x.numel()]
-            flag = _FINITE * (not good or bool(torch.stack(good).all()))
-            flag += _COUNTS * bool(held.weight[due])
+            *fine, weight = torch.stack([*good, held.weight[due].bool()]).tolist()  # one read
+            flag = _FINITE * all(fine) + _COUNTS * weight
         performer, name = performer_of(held.mesh), f"the outer update of fragment {due}"
         rows = [[flag]] if performer is None else performer.call_with(name, lambda: [flag])
         flags = [[x for (x,) in rows[i : i + shards]] for i in range(0, len(rows), shards)]

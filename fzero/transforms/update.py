@@ -211,7 +211,10 @@ def _stepped(running: Running, unused: Sequence[int]) -> tuple[Buffers, Any]:
         raise
     if splits and setup.axis.size > 1:
         with about(lambda: layout.paths(layout.trainable)):
-            if owned:  # the shards were written where they stand
+            if owned:  # the shards stand in what is gathered; a kernel has written there
+                for shard, made in zip(shards, new, strict=True):
+                    if made is not shard:
+                        shard.copy_(made)
                 wanted = [full for full in fulls if full.numel()]
                 gather_parts_in_place(setup, wanted, part, whole)
                 new = fulls

@@ -244,5 +244,7 @@ def test_the_device_of_a_tensor_decides_its_backend(monkeypatch: pytest.MonkeyPa
         group: Any = config
         found = [lowering.backend_of(group, torch.device(kind)) for kind in ("cpu", "cuda")]
         assert found == wanted, config
-    assert process_groups.backends(on_gpu=False) == "gloo"
-    assert process_groups.backends(on_gpu=True) == "cpu:gloo,cuda:nccl"
+    assert process_groups.backends(None) == "gloo"
+    assert process_groups.backends("cuda") == "cpu:gloo,cuda:nccl"
+    assert process_groups.backends("mps") == "gloo"  # by the host: gloo takes no tensors of it
+    assert process_groups.backends("privateuseone") == "gloo"  # for which there may be none

@@ -1,1 +1,1 @@
-"""Checks that need a CUDA device; skipped where there is none."""
+"""Checks of a device: CUDA, where there is one, and the simulated one."""

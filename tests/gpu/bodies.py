@@ -1,4 +1,4 @@
-"""What each test does on every rank: functions of (rank, size, device, ...), on nccl or gloo.
+"""What each test does on every rank: functions of (rank, size, device, ...), whatever it is.
 
 Every body checks by itself; what it returns is for the report or for a check across ranks.
 """
@@ -31,10 +31,20 @@ DRIVERS = {"engine": t.by_engine, "functional step": t.by_function}
 
 
 def run(rank: int, size: int, device: str, body: Callable[..., Any], *args: Any) -> Any:
-    """Call a body; an axis of one rank runs its collectives over its process group."""
+    """Call a body; an axis of one rank runs its collectives over its process group.
+
+    On the simulated device its order is checked, too.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FZERO_ONE_RANK_GROUP", "1")
-        return body(rank, size, device, *args)
+        if device != "sim":
+            return body(rank, size, device, *args)
+        from tests.device.order import checked
+
+        with checked() as order:
+            found = body(rank, size, device, *args)
+        order.require_none()
+        return found
 
 
 def start_of_world(rank: int, size: int, device: str) -> str:
@@ -56,21 +66,14 @@ def numbers_on_a_mesh(rank: int, size: int, device: str, stage: int, kind: str) 
     """The same on a group that the user made, and on a sub-mesh of this rank alone."""
     task = Task(stage=stage)
     if kind == "user's group":
-        mesh = DeviceMesh.from_group(_new_group(device), device, mesh_dim_names=("dp",))
+        group: Any = dist.new_group()
+        mesh = DeviceMesh.from_group(group, device, mesh_dim_names=("dp",))
         wanted = t.by_hand(task, range(size), device)
     else:  # each rank trains alone: an axis that is taken for the world mixes their gradients
         mesh = init_device_mesh(device, (size, 1), mesh_dim_names=("other", "dp"))["dp"]
         wanted = t.by_hand(task, [rank], device)
     for by in DRIVERS.values():
         t.check_close(by(task, rank, device, mesh), wanted)
-
-
-def _new_group(device: str) -> Any:
-    return dist.new_group(backend="nccl" if device == "cuda" and _on_nccl() else "gloo")
-
-
-def _on_nccl() -> bool:
-    return "nccl" in dist.get_backend_config()
 
 
 def bf16_with_masters(rank: int, size: int, device: str, stage: int) -> None:
@@ -122,8 +125,8 @@ def numbers_with_delays(rank: int, size: int, device: str, task: Task, where: Wh
     """A long kernel around each collective changes nothing, also on a stream of the user's."""
     wanted = t.by_hand(task, range(size), device)
     for by in DRIVERS.values():
-        for stream in (False, True) if device == "cuda" else (False,):
-            context = torch.cuda.stream(torch.cuda.Stream()) if stream else nullcontext()
+        for stream in (False, True) if device != "cpu" else (False,):
+            context = torch.Stream(device) if stream else nullcontext()
             with delayed(where, rank, device) as seen, context:
                 found = by(task, rank, device)
             assert seen, "no collective went through torch.distributed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,25 +94,31 @@ def peak_bound(stack: Stack, stage: int, size: int) -> int:
     return resident_bytes(stack, stage, size) + gradients + ahead
 
 
+def allocated(device: str) -> int:
+    """Bytes that a device has given away, without what an earlier body has left as garbage."""
+    gc.collect()
+    return torch.accelerator.memory_allocated() if device != "cpu" else 0
+
+
 def peak_of(
     rank: int, size: int, device: str, stack: Stack, stage: int, driver: str, options: Any
 ) -> dict[str, int]:
-    """Bytes of one steady step on a GPU: measured, and what the table and the bound say.
+    """Bytes of one steady step on a device: measured, and what the table and the bound say.
 
     On a CPU, where torch does not count what is allocated, the step runs and nothing is measured.
     """
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    before = allocated(device)
     step = stepper(stack, stage, driver, device, **options)
     for _ in range(3):
         step()
     found = {"bound": peak_bound(stack, stage, size), "resident": 0, "peak": 0}
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        found["resident"] = torch.cuda.memory_allocated() - before
+    if device != "cpu":
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        found["resident"] = torch.accelerator.memory_allocated() - before
         step()
-        torch.cuda.synchronize()
-        found["peak"] = torch.cuda.max_memory_allocated() - before
+        torch.accelerator.synchronize()
+        found["peak"] = torch.accelerator.max_memory_allocated() - before
         activations = (stack.layers + 4) * 4 * stack.samples * stack.width
         slack = stack.bytes // 20 + activations
         wanted = resident_bytes(stack, stage, size)
@@ -127,20 +134,20 @@ def offloaded_peak(rank: int, size: int, device: str, stack: Stack, driver: str)
     the gradients and both moments of two shards.
     """
     away = fzero.Offload(optimizer="cpu", gradients="cpu", params="cpu")
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    before = allocated(device)
     step = stepper(stack, 3, driver, device, offload=away)
     for _ in range(3):
         step()
-    if device != "cuda":
+    if device == "cpu":
         return 0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
     step()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
+    torch.accelerator.synchronize()
+    peak = torch.accelerator.max_memory_allocated() - before
     activations = (stack.layers + 4) * 4 * stack.samples * stack.width
     assert peak <= 8 * stack.layer_bytes + activations, (peak, stack.layer_bytes)
-    assert torch.cuda.memory_allocated() - before <= stack.layer_bytes
+    assert torch.accelerator.memory_allocated() - before <= stack.layer_bytes
     return peak
 
 
@@ -160,7 +167,7 @@ def overlap(
 
 def value_by_pointer(x: Tensor) -> float:
     """The first element of `x`, read at its address as a kernel of the user's reads it."""
-    if x.device.type == "cpu":
+    if x.device.type != "cuda":  # the simulated device has its memory in the host's
         address = x.data_ptr()
         assert address, "data_ptr() is null"
         return ctypes.cast(address, ctypes.POINTER(ctypes.c_float))[0]

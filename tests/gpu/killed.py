@@ -1,6 +1,6 @@
 """Train until the last rank kills itself in a backward; the others write how they ended.
 
-    torchrun --nproc-per-node 2 -m tests.gpu.killed <stage> <cuda or cpu>
+    torchrun --nproc-per-node 2 -m tests.gpu.killed <stage> <cuda, sim or cpu>
 
 A line for each rank that is left: "rank 0 after 0.3 s: LostRankError: ...".
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 import fzero
 from tests.failing import in_backward
 from tests.gpu import training as t
-from tests.rank_process import share_gpu
+from tests.rank_process import load_sim, share_gpu
 
 
 def die() -> None:
@@ -32,6 +32,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: None)
     if device == "cuda":
         share_gpu(rank, size)
+    if device == "sim":
+        load_sim()
     fzero.world()
     task = t.Task(stage=stage)
     engine = t.make_engine(task, t.make_model(task, device))

@@ -2,7 +2,8 @@
 
 Nor is a kernel of the device given memory of the host.
 
-On CUDA torch says so. On a CPU, `Device` keeps book of what would be on the device: what was put
+On CUDA torch says so, on the simulated device its order does. On a CPU, `Device` keeps book of what
+would be on the device: what was put
 there, what is made with `device=`, and what is computed from such tensors. Counters that fzero
 makes on the CPU, and the rounds of its own group, are not.
 """
@@ -181,11 +182,32 @@ class Gpu:
             torch.cuda.set_sync_debug_mode("default")
 
 
+class Simulated(Gpu):
+    """The simulated one, whose order counts where the host waits."""
+
+    def __init__(self, order: Any) -> None:
+        self._order = order
+
+    @contextmanager
+    def no_waits(self) -> Iterator[None]:
+        """Raise if the host has waited."""
+        before = self._order.waits.copy()
+        yield
+        if waits := self._order.waits - before:
+            raise HostReadError(f"the host waits for the device: {dict(waits)}")
+
+
 @contextmanager
 def on_device(device: str) -> Iterator[Gpu | Device]:
     """Watch a device: `put` tensors there, and let nothing wait for it inside of `no_waits()`."""
     if device == "cuda":
         yield Gpu()
+        return
+    if device == "sim":
+        from tests.device.order import checked
+
+        with checked() as order:
+            yield Simulated(order)
         return
     watched = Device()
     with _Calls(watched), watched:

@@ -1,7 +1,8 @@
 """NCCL: one rank, and two ranks that share a GPU; worlds of fzero's and of the user's making.
 
-The bodies are in bodies.py and costs.py; test_bodies_on_cpu.py runs them without a GPU. A world
-that cannot be started fails once and is not tried again.
+The same on the simulated device (tests/device), of two ranks, but what has to do with time. The
+bodies are in bodies.py and costs.py; test_bodies_on_cpu.py runs them on CPUs. A world that cannot
+be started fails once and is not tried again.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.device import BACKEND
+from tests.device.sim import built, missing
 from tests.gpu import bodies, costs
 from tests.gpu.bodies import DRIVERS, STAGES
 from tests.gpu.training import Task
 from tests.ranks import run_ranks, spawn_script
 
-pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("gpu"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
 
 
 class World(NamedTuple):
@@ -28,32 +31,61 @@ class World(NamedTuple):
 
     size: int
     backend: str
+    device: str = "cuda"
 
     def __call__(self, body: Callable[..., Any], *args: Any) -> list[Any]:
         options: Any = {"timeout_s": 120.0, "backend": self.backend}
-        return run_ranks(bodies.run, self.size, "cuda", body, *args, **options)
+        return run_ranks(bodies.run, self.size, self.device, body, *args, **options)
+
+    def started(self) -> World:
+        if self.device == "sim":
+            built()
+        self(bodies.start_of_world)
+        return self
 
 
-NCCL = [World(1, "nccl"), World(2, "nccl")]
-WORLDS = [*NCCL, World(1, "cpu:gloo,cuda:nccl"), World(2, "cpu:gloo,cuda:nccl"), World(2, "gloo")]
+GPU = (pytest.mark.gpu, pytest.mark.xdist_group("gpu"))
+# What takes long on a CPU: a night has all of it, a push what tests/device has.
+SIMULATED = (
+    pytest.mark.slow,
+    pytest.mark.xdist_group("sim"),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
+)
 
 
-def _name(world: World) -> str:
-    return f"{world.size} on {world.backend}"
+def on(*worlds: World) -> list[Any]:
+    """Worlds as parameters of a test."""
+    return [
+        pytest.param(
+            world,
+            id=f"{world.size} on {world.backend}",
+            marks=GPU if world.device == "cuda" else SIMULATED,
+        )
+        for world in worlds
+    ]
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=_name)
+SIM = World(2, BACKEND, "sim")
+NCCL = World(1, "nccl"), World(2, "nccl")
+OTHERS = World(1, "cpu:gloo,cuda:nccl"), World(2, "cpu:gloo,cuda:nccl"), World(2, "gloo")
+
+
+@pytest.fixture(scope="module", params=on(*NCCL, *OTHERS, SIM))
 def world(request: pytest.FixtureRequest) -> World:
     """Every kind of world, started; pytest runs the tests of one after the other."""
-    request.param(bodies.start_of_world)
-    return request.param
+    return request.param.started()
 
 
-@pytest.fixture(scope="module", params=NCCL, ids=_name)
+@pytest.fixture(scope="module", params=on(*NCCL, SIM))
 def nccl(request: pytest.FixtureRequest) -> World:
-    """A world that the user made with "nccl"."""
-    request.param(bodies.start_of_world)
-    return request.param
+    """A world that the user made with "nccl", and that of the simulated device."""
+    return request.param.started()
+
+
+@pytest.fixture(scope="module", params=on(NCCL[0], World(1, BACKEND, "sim")))
+def alone(request: pytest.FixtureRequest) -> World:
+    """A world of one rank."""
+    return request.param.started()
 
 
 CHECKPOINTS = [
@@ -140,7 +172,7 @@ def test_a_steady_step_never_waits_for_the_gpu(
 @every_stage
 @every_driver
 def test_peak_bytes_are_within_the_bound(nccl: World, stage: int, driver: str) -> None:
-    stack = costs.Stack(layers=8, width=2048, samples=4)
+    stack = costs.Stack(layers=8, width=_width(nccl), samples=4)
     options = {"reshard_after_forward": True} if stage == 3 else {}
     nccl(costs.peak_of, stack, stage, driver, options)
 
@@ -149,9 +181,15 @@ def test_peak_bytes_are_within_the_bound(nccl: World, stage: int, driver: str) -
 def test_with_everything_in_host_memory_the_device_holds_a_few_units(
     nccl: World, driver: str
 ) -> None:
-    nccl(costs.offloaded_peak, costs.Stack(layers=24, width=2048, samples=4), driver)
+    nccl(costs.offloaded_peak, costs.Stack(layers=24, width=_width(nccl), samples=4), driver)
 
 
+def _width(world: World) -> int:
+    return 2048 if world.device == "cuda" else 256
+
+
+@pytest.mark.gpu  # the simulated device does one thing after the other
+@pytest.mark.xdist_group("gpu")
 @every_stage
 @every_driver
 def test_collectives_run_beside_computation(stage: int, driver: str, tmp_path: Path) -> None:
@@ -179,36 +217,38 @@ def test_a_checkpoint_of_stage_3_is_loaded_at_stage_0(world: World, tmp_path: Pa
 
 
 @every_stage
-def test_virtual_ranks_on_cuda_tensors(stage: int) -> None:
-    World(1, "nccl")(bodies.virtual_ranks, stage)
+def test_virtual_ranks_on_tensors_of_a_device(alone: World, stage: int) -> None:
+    alone(bodies.virtual_ranks, stage)
 
 
 def test_quantized_gathers_and_reductions(world: World) -> None:
     world(bodies.quantized)
 
 
-def test_quantized_gathers_and_reductions_on_virtual_ranks() -> None:
-    World(1, "nccl")(bodies.quantized_on_virtual_ranks)
+def test_quantized_gathers_and_reductions_on_virtual_ranks(alone: World) -> None:
+    alone(bodies.quantized_on_virtual_ranks)
 
 
 def test_a_kernel_that_takes_the_address_of_a_placeholder(nccl: World) -> None:
-    pytest.importorskip("triton")
+    if nccl.device == "cuda":
+        pytest.importorskip("triton")
     nccl(costs.placeholder_by_pointer)
 
 
 @every_stage
-def test_a_rank_that_raises_ends_the_step_of_the_others(stage: int) -> None:
-    for backend in ("nccl", "cpu:gloo,cuda:nccl"):
-        first, last = World(2, backend)(bodies.one_rank_raises, stage)
-        assert any("raised on rank [1]" in error for error in first), first
-        assert "ZeroDivisionError: on purpose" in last
+@pytest.mark.parametrize("pair", on(NCCL[1], OTHERS[1], SIM))
+def test_a_rank_that_raises_ends_the_step_of_the_others(pair: World, stage: int) -> None:
+    first, last = pair.started()(bodies.one_rank_raises, stage)
+    assert any("raised on rank [1]" in error for error in first), first
+    assert "ZeroDivisionError: on purpose" in last
 
 
 @every_stage
+@pytest.mark.parametrize("pair", on(NCCL[1], SIM))
 def test_a_rank_that_is_killed_ends_the_others(
-    stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pair: World, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_killed(stage, "cuda", tmp_path, monkeypatch)
+    check_killed(stage, pair.device, tmp_path, monkeypatch)
 
 
 def check_killed(stage: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(5))  # fewer bytes than 16 at bf16
 
     def forward(self, symbols: Tensor) -> Tensor:
-        h = self.blocks(self.symbols(symbols)) * self.scale.prod()
+        h = self.blocks(self.symbols(symbols)) * self.scale.mean()
         return F.linear(h, self.symbols.weight)
 
 
@@ -123,8 +123,9 @@ def fzero_optimizer(task: Task) -> fzero.optim.Optimizer:
 
 def by_engine(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
     engine = make_engine(task, make_model(task, device), mesh)
+    step_by = accumulating_step if task.accumulates else engine_step
     for step in range(task.steps):
-        engine_step(engine, batches_of(task, device, step=step, rank=rank))
+        step_by(engine, batches_of(task, device, step=step, rank=rank))
     found = engine.full_state_dict()
     engine.close()
     return on_cpu(found)
@@ -168,7 +169,8 @@ def accumulating_step(engine: Engine, batches: list[Tensor]) -> None:
 def by_function(task: Task, rank: int, device: str, mesh: Any = None) -> Params:
     train_step, state = make_step(task, make_model(task, device), mesh)
     for step in range(task.steps):
-        state, _ = train_step(state, batches_of(task, device, step=step, rank=rank))
+        batches = torch.stack(batches_of(task, device, step=step, rank=rank))
+        state, _ = train_step(state, batches)
     return on_cpu(fzero.full_params(state))
 
 

@@ -318,7 +318,7 @@ class DeepSpeedEngine(CheckpointedEngine):
             shuffle=route not in ("eval", "predict"),
             sampler=data_sampler,
             num_workers=num_local_io_workers or 0,
-            pin_memory=pin_memory and torch.cuda.is_available(),
+            pin_memory=pin_memory and torch.accelerator.is_available(),
         )
 
     def load_module_state_dict(
@@ -415,8 +415,8 @@ class DeepSpeedEngine(CheckpointedEngine):
 
         Between steps no unit is gathered but those below stage3_param_persistence_threshold.
         """
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
 
     def close(self) -> None:
         """`Engine.close`; the optimizer has its own class again."""

@@ -92,7 +92,10 @@ _SWITCHES = (
     *(torch._C._get_cudnn_enabled, torch._C._get_cudnn_deterministic),
     *(torch._C._get_cudnn_benchmark, torch.backends.mha.get_fastpath_enabled),
 )
-"""The switches of torch by which ops are chosen while a step is recorded."""
+"""The switches of torch by which ops are chosen while a step is recorded.
+
+For those of attention and CuDNN torch has no other names than those by CUDA.
+"""
 
 
 def shared_memory(tensors: Sequence[Tensor]) -> tuple[Any, ...]:

@@ -80,8 +80,9 @@ class Planner:
             coalesced: whether the gradients of its micro-batches cross the ranks once,
                 as by `fzero.coalesce`.
             rank: which rank is run. All send and hold the same number of bytes.
-            device: "cpu" (with gloo) or "cuda" (with nccl), which the plan is for. Default: where
-                the model's parameters are; "cuda" for those on the meta device.
+            device: the type of device that the plan is for, with the backend that torch has for
+                it: "cpu" (gloo), "cuda" (nccl), "xpu" (xccl), ... Default: where the model's
+                parameters are; "cuda" for those on the meta device.
             rates: of which `time` is estimated.
             {options}
 

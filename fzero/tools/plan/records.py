@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fzero.checkpoint.mirror import mirror_bytes
@@ -149,7 +150,7 @@ class Plan(ShownAsText):
 
     name: str  # of the model
     setups: tuple[Setup, ...]  # of each state: stage, axis, layout, optimizer
-    device: str  # what is planned for: "cpu" (and gloo) or "cuda" (and nccl)
+    device: str  # what is planned for: "cpu" (and gloo), "cuda" (and nccl), ...
     bytes: Mapping[str, int]  # what a rank holds of each kind of buffer, on the device or not
     peak: Mapping[str, int]  # by kind, on the device, when most is alive; empty: not known
     traffic: tuple[Traffic, ...]
@@ -233,7 +234,8 @@ class Plan(ShownAsText):
         replicas = self.setups[0].replicas
         shards = self.world // replicas
         ranks = f"{replicas:,} x {shards:,} ranks" if replicas > 1 else f"{self.world:,} ranks"
-        return f"{ranks}, {self.device} over {'gloo' if self.device == 'cpu' else 'nccl'}"
+        backend = dist.get_default_backend_for_device(self.device)
+        return f"{ranks}, {self.device} over {backend}"
 
     def table(self, *, bold: bool = False) -> str:
         """Return the tables, and below them what is to be known of them."""

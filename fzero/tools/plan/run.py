@@ -10,6 +10,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,8 +59,9 @@ def plan_step(
             cause="ranks are counted from 0.",
             fix=f"give a rank in range({world}).",
         )
-    wanted = '"cpu" (with gloo) or "cuda" (with nccl)'
-    require("device", device, lambda device: device in ("cpu", "cuda"), wanted)
+    known = dist.Backend.default_device_backend_map
+    wanted = f"a type of device for which torch has a backend: {', '.join(map(repr, known))}"
+    require("device", device, lambda device: device in known, wanted)
     try:
         with (
             AsFound("plan", step, optimizer, args) as found,

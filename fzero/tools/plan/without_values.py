@@ -101,7 +101,7 @@ class AsOn(TorchFunctionMode):
     """
 
     def __init__(self, device: str) -> None:
-        """Set the type of device, "cpu" or "cuda", that meta tensors imitate."""
+        """Set the type of device that meta tensors imitate."""
         super().__init__()
         self._device = device
         self._made = Recorded()

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fzero.context.device import accelerator_in_use, generators_on
 from fzero.context.modes import LEFT
 from fzero.errors import FzeroError, PhaseError
 from fzero.state import NAMESPACE, TrainState
@@ -436,8 +437,8 @@ _NUMPY = _at(_pickled(lambda x: x.state), lambda x, held: setattr(x, "state", pi
 def _ambient() -> Iterator[tuple[str, _Kind, Any]]:
     yield "random", _PYTHON, random._inst
     yield "torch.default_generator", _TORCH, torch.default_generator
-    if torch.cuda.is_initialized():
-        yield from (("torch.cuda", _TORCH, one) for one in torch.cuda.default_generators)
+    if (kind := accelerator_in_use()) is not None:
+        yield from ((f"torch.{kind}", _TORCH, one) for one in generators_on(kind))
     if (numpy := sys.modules.get("numpy")) is not None:
         yield "numpy.random", _NUMPY, numpy.random.mtrand._rand._bit_generator
 

@@ -22,7 +22,6 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.context.current_rank import has_no_values, kind_of
 from fzero.context.device import accelerator, accelerator_in_use
@@ -136,8 +135,7 @@ def home_of_empty(x: Tensor) -> Home:
 
 def _described(home: Home, like: Tensor) -> Tensor:
     """Return a tensor without values for one that lives at `home`."""
-    with _disable_current_modes():  # a plan would count what it has not heard the home of
-        made = torch.empty_like(like)
+    made = torch.empty_like(like)
     made.untyped_storage().home = home  # type: ignore[attr-defined]
     return made
 

@@ -126,7 +126,7 @@ class Backend:
 
     def _all(self, work: Work, x: Tensor, finish: Callable[[list[Tensor]], Any]) -> None:
         """Give `finish` the bytes that each rank has in x."""
-        own = _host(x)
+        own = _host(x).clone()  # a thread of gloo lets go of it a moment late
         got = [torch.empty_like(own) for _ in range(self._size)]
         if own.numel():
             work.works.append(self._gloo.allgather([got], [own], c10d.AllgatherOptions()))

@@ -6,7 +6,6 @@ two virtual ranks of one process, on the CPU and on "sim" under the checker.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import re
 import tempfile
@@ -371,27 +370,3 @@ def test_two_virtual_ranks_have_the_bits_of_the_cpu(name: str, stage: int, drive
     with checked() as order:
         each_rank(body, 2)
     order.require_none()
-
-
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [*[("plain", k) for k in STAGES], ("no donation", 1), ("offload", 1), ("offload all", 3)],
-)
-@on_sim(2)
-def test_the_peak_is_what_is_planned(name: str, stage: int) -> None:
-    case, rank = CASES[name], dist.get_rank()
-    gc.collect()
-    with folder_of_ranks() as folder:
-        batches = [make_batch("sim", step=0, at=at, rank=rank) for at in range(case.backwards)]
-        before = torch.accelerator.memory_allocated()
-        run = ByStep(case, stage, "sim", rank, folder)
-        run.step(batches)
-        gc.collect()
-        torch.accelerator.reset_peak_memory_stats()
-        run.step(batches)
-        peak = torch.accelerator.max_memory_allocated() - before
-        params = fzero.functionalize(_model(case, "sim"))[1]
-        plan = fzero.plan.of_step(
-            run.train_step, params, case.rule(), batches, world=2, device="sim"
-        )
-    assert peak == plan.peak_bytes

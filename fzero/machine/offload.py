@@ -60,9 +60,9 @@ def to_device(x: Tensor, device: torch.device, dtype: torch.dtype | None = None)
     """Return `x` on `device` in `dtype`: itself if it is so already."""
     if has_no_values(x) and kind_of(device) != "cpu" and not is_here(x, device):
         return x.to(dtype=dtype or x.dtype, copy=True)
-    # As it is, and then in its dtype: else the copy goes through memory that is not pinned.
-    beside = device.type != "cpu" and is_pinned(x)
-    return x.to(device=device, non_blocking=beside).to(dtype or x.dtype)
+    if device.type != "cpu" and is_pinned(x):  # in another dtype it would go by pageable memory
+        x = x.to(device=device, non_blocking=True)
+    return x.to(device=device, dtype=dtype or x.dtype)
 
 
 def write_back(home: Tensor, used: Tensor) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import fzero
+from fzero.optim import rules
 from fzero.state import NAMESPACE
 from tests.covering import covered
 from tests.descends import descends
@@ -252,3 +253,24 @@ def states_of(optimizer: Any, index: int) -> list[Tensor]:
     """The moments or slots of one group, [W, l] each."""
     kept = optimizer.slots.values() if hasattr(optimizer, "slots") else optimizer.moments
     return [each[index] for each in kept if each[index].dim() == 2]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_donating_step_keeps_what_a_device_without_kernels_has_made(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(state: Any, x: Tensor) -> Any:
+        state, _ = fzero.grad_and_reduce(lambda p: (p["w"] * x).sum() ** 2, state)()
+        return fzero.apply_gradients(state), None
+
+    def weights() -> Tensor:
+        train = fzero.simulate(fzero.shard(step, stage=stage, donate=True), world_size=2)
+        state = train.init({"w": torch.arange(5.0, dtype=torch.float64)}, fzero.optim.adamw(0.1))
+        for _ in range(2):
+            state, _ = train(state, torch.tensor([1.0, 2.0], dtype=torch.float64))
+        full = fzero.simulate(lambda state, _: fzero.full_params(state), world_size=2)
+        return full(state, torch.zeros(2))["w"]
+
+    wanted = weights()
+    monkeypatch.setattr(rules, "_get_fused_kernels_supported_devices", list)
+    torch.testing.assert_close(weights(), wanted, rtol=1e-12, atol=1e-12)

@@ -3,8 +3,13 @@
 python examples/service/client.py --ranks 2 --stage 3
 """
 
+from __future__ import annotations
+
 import argparse
+import contextlib
 import json
+import math
+import os
 import random
 import re
 import socket
@@ -12,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,70 +63,85 @@ def train(port: int, name: str, steps: int = 3) -> str:
     return me.status()["digest"]
 
 
-def disturb(port: int, number: int) -> None:
+def disturb(port: int, name: str) -> str:
     """Be a bad client: numbers that are none, rows that do not fit, half a line, any bytes."""
-    bad, row = Client(port, f"bad{number}"), {"tokens": [1], "targets": [2], "weights": [1e30]}
+    bad, row = Client(port, name), {"tokens": [1], "targets": [2], "weights": [1e18]}
     bad.create(lr=1.0)
-    bad.optim_step() if bad.forward_backward(
-        batch=[row | {"weights": [1e18]}], loss="cross_entropy"
-    ) else 0
-    for wrong in (
-        {"weights": [float("nan")]},
-        {"tokens": [64]},
-        {"weights": []},
-        {"weights": [1e30]},
-    ):
+    bad.forward_backward(batch=[row], loss="cross_entropy")
+    bad.optim_step()
+    for wrong in ({"weights": [math.nan]}, {"weights": [1e30]}, {"weights": []}, {"tokens": [64]}):
         try:
             bad.forward_backward(batch=[row | wrong], loss="cross_entropy")
         except ServiceError:
             continue
         raise SystemExit(f"{wrong} was taken")
     for sent in (b"\x00\xff\n", b"[" * 10**5 + b"\n", b"{" + b"x" * 10**7 + b"\n", b'{"half'):
-        raw = socket.create_connection(("127.0.0.1", port))
-        raw.sendall(sent)
-        raw.close()  # before the answer
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(sent)  # and away, before the answer
+    bad.delete()
+    return "refused"
+
+
+@contextlib.contextmanager
+def service(ranks: int, stage: int) -> Iterator[int]:
+    """Run the service on some ranks of this machine; give its port."""
+    folder, server = tempfile.TemporaryDirectory(), str(Path(__file__).with_name("server.py"))
+    with socket.create_server(("127.0.0.1", 0)) as free:  # where the ranks meet each other
+        world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    world |= {"WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+    command, started = [sys.executable, server, "--stage", str(stage), "--folder", folder.name], []
+    for rank in range(ranks):
+        env = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        started.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+    try:
+        said = re.match(r"on port (\d+)", started[0].stdout.readline())
+        if said is None:
+            raise SystemExit("the service has not begun: see above")
+        yield int(said[1])
+    finally:
+        for process in reversed(started):  # rank 0 last: the others wait for it
+            process.kill()
+        for process in started:
+            process.communicate()
+        folder.cleanup()
+
+
+def check(port: int) -> None:
+    """Train three clients alone, then beside each other and bad ones; compare all their bits."""
+    alone = {name: train(port, f"{name}-alone") for name in "abc"}
+    for turn in range(2):
+        found: dict[str, str] = {}
+
+        def run(task: Any, name: str, turn: int = turn, found: Any = found) -> None:
+            found[name] = task(port, f"{name}{turn}")
+
+        tasks = [(train, "a"), (train, "b"), (train, "c"), (disturb, "bad"), (disturb, "worse")]
+        threads = [threading.Thread(target=run, args=x) for x in random.sample(tasks, 5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if found != alone | {"bad": "refused", "worse": "refused"}:
+            raise SystemExit(f"other bits than alone: {found}, alone {alone}")
+    one, copy = Client(port, "a0"), Client(port, "copy")
+    one.save(to="first")
+    one.fork(to="copy")
+    copy.load(path="a0/first")
+    if not one.status()["digest"] == copy.status()["digest"] == alone["a"]:
+        raise SystemExit("a client that was saved, forked and loaded has other bits")
+    base, held = one.call(method="status")["bytes"], one.status()["bytes"]
+    print(f"bytes on each rank: base {base}, each client {held}")
+    print(f"check: 3 clients among 5 have the bits of each alone, on {len(base)} rank(s)")
 
 
 def main() -> None:
     """Start the service, and fail if a claim is not so."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--stage", default="3", help="ZeRO stage of base and adapters")
-    args, server = parser.parse_args(), str(Path(__file__).with_name("server.py"))
-    run = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}"]
-    run = [*run, "--standalone", server, "--stage", args.stage, "--folder"]
-    with tempfile.TemporaryDirectory() as folder:
-        process = subprocess.Popen([*run, folder], stdout=subprocess.PIPE, text=True)
-        try:
-            said = process.stdout.readline()
-            check(int(re.findall(r"on port (\d+)", said)[0]), args.ranks)
-        finally:
-            process.terminate()
-            process.wait()
-
-
-def check(port: int, ranks: int) -> None:
-    """Train three clients alone, then beside each other and bad ones; compare all their bits."""
-    alone = [train(port, f"{x}-alone") for x in "abc"]
-    found: dict[str, str] = {}
-    calls = [lambda x=x: found.update({x: train(port, f"{x}-among")}) for x in "abc"]
-    calls += [lambda i=i: disturb(port, i) for i in range(2)]
-    threads = [threading.Thread(target=call) for call in random.sample(calls, len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    among = [found.get(x) for x in "abc"]
-    me = Client(port, "a-among")
-    me.save(to="first")
-    me.fork(to="copy")
-    copy = Client(port, "copy")
-    copy.load(path="a-among/first")
-    base, one = me.call(method="status")["bytes"], me.status()
-    print(f"{ranks} rank(s): {base} bytes of the base, {one['bytes']} of each client")
-    print(f"check: bits of 3 clients among 5 are those of each alone: {among == alone}")
-    if among != alone or copy.status()["digest"] != one["digest"]:
-        raise SystemExit("a client has other bits than alone")
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage")
+    args = parser.parse_args()
+    with service(args.ranks, args.stage) as port:
+        check(port)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ class Performer:
         axis: the ranks, for rounds.
         data: the same, for gathers and reductions; see `over`.
         rounds: how many were posted.
+        pulls: forwards of `vjp` since the last update, by the layouts of the states.
     """
 
     def __init__(self, axis: Axis, data: Axis) -> None:
@@ -95,6 +96,7 @@ class Performer:
         self._parties: dict[int, weakref.ref[Any]] = {}
         self._running: dict[int, Any] = {}  # those in a pass live until it is over
         self._joined = 0
+        self.pulls: dict[Any, int] = {}
 
     def over(self, axis: Axis) -> Axis:
         """Return the axis that gathers and reductions of the states on `axis` go over.

@@ -81,6 +81,15 @@ class Gatherer:
         """Count a change of the parameters: views of earlier values are stale."""
         self.changes += 1
 
+    def rest(self) -> None:
+        """Let go of all values and shards; a read raises until this goes on."""
+        self.groups = [one._replace(shard=one.shard.new_empty(0)) for one in self.groups]
+        self.held.clear()
+
+    def go_on(self, line: Any, on_gathered: Callable[[int, Tensor], None] | None) -> None:
+        """Read by another line from now on: `hold_shards` comes first."""
+        self.line, self._on_gathered = line, on_gathered
+
     # What placeholders call.
 
     def leaf(self, group: int, position: int) -> Tensor:

@@ -54,8 +54,8 @@ class Served(IntEnum):
     """Who takes part in a pass of this rank without being in the same pass."""
 
     NOBODY = 0  # all ranks announce the same
-    CALLS = 1  # ranks that make a call; those in a pass are in this one
-    ALL = 2  # also ranks that are in another pass of theirs
+    ALL = 1  # ranks that make a call, or are in another pass of theirs
+    CALLS = 2  # ranks that make a call; those in a pass are in this one
 
 
 class Message(NamedTuple):
@@ -146,9 +146,11 @@ class Round:
         self.failed = [r for r, row in enumerate(said) if row.kind is MessageKind.FAILED]
         self.is_same = len({row.digest for row in said}) == 1
         self.is_in_order = len({row.hint for row in said}) == 1
-        least = min(row.served for row in said)
+        served = {row.served for row in said}
         passes = {row.digest for row in said if row.kind is MessageKind.PASS}
-        self.is_served = least > Served.NOBODY and (least == Served.ALL or len(passes) < 2)
+        self.is_served = Served.NOBODY not in served and (
+            Served.CALLS not in served or len(passes) < 2
+        )
         asks = {code for row in said if row.kind is MessageKind.ASK for code in row.codes}
         self.asked = [as_asked(code) for code in sorted(asks)]
         self.values = tuple([row.codes for row in said])

@@ -111,12 +111,11 @@ def leaves_in_pass(one: Pass, number: int) -> dict[int, Tensor]:
     for i, group in enumerate(layout.groups):
         if state.setup.gathers_by_unit:
             tensors: Sequence[Tensor] = placeholders(one.gatherer, groups[i])
-        elif (held := one.held[number]) is not None and group.encoded:
+        elif (held := one.held[number]) is not None and (group.encoded or one.form.lazy):
             tensors = placeholders(held, i)
         else:
-            # Not detach(): what is saved of it is as it was, whoever writes to the flat behind a
-            # skipped update, and torch's refusal of a write would speak of the split.
-            tensors = [x.data for x in unpack(layout, i, state.params.flats[i])]
+            # Else torch's refusal of a write would speak of the split that made the view.
+            tensors = [x.detach() for x in unpack(layout, i, state.params.flats[i])]
         by_leaf.update(zip(group.leaves, tensors, strict=True))
     return by_leaf
 
@@ -164,7 +163,7 @@ class Pass:
             kind = HeldReader if on_written is None else WritableReader
             self.held = [
                 kind(one.setup.layout, one.setup.axis, one.device, one.params.flats)
-                if any(group.encoded for group in one.setup.layout.groups)
+                if form.lazy or any(group.encoded for group in one.setup.layout.groups)
                 else None
                 for one in states
             ]
@@ -513,6 +512,8 @@ class PassForm:
         uses: note which leaves get a gradient; else all count as used.
         exact: values are gathered exactly, also in a forward.
         carries: what a window keeps goes with the state, to the next pass of the window.
+        lazy: what this rank holds whole is read by placeholders, too: no graph keeps any of it, nor
+            a cast of it by autocast.
     """
 
     name: str
@@ -521,6 +522,7 @@ class PassForm:
     uses: bool = False
     exact: bool = False
     carries: bool = False
+    lazy: bool = False
 
 
 def functional_of(states: Sequence[TrainState], name: str) -> PassForm:

@@ -22,7 +22,7 @@ from torch import Tensor
 from fzero.collectives import connecting, connecting_calls, performer_of, shared, tied_to
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.machine.partition import assemble
-from fzero.machine.placeholder import MADE_FRAMES, Memoryless
+from fzero.machine.placeholder import MADE_FRAMES
 from fzero.ranks.mesh import MetInLoss
 from fzero.state import TrainState
 from fzero.state.train_state import Weight, weighed, with_weight
@@ -53,18 +53,13 @@ class Forward:
     def _begin(self, states: Sequence[TrainState], form: PassForm, before: Sequence[Pass]) -> None:
         self.passes, self.places = passes_of(states, form, before)
         self._states, self._in_forward = states, not before
-        self._read, self._versions = list[Tensor](), list[int]()
-        for one in states:
-            self._note_versions(one.window.gathered or one.params.flats)
-
-    def _note_versions(self, tensors: Sequence[Tensor]) -> None:
-        """Look at whether somebody writes to these."""
-        self._read += tensors
-        self._versions += versions_of(tensors)
+        self._handles = list[Any]()  # of hooks of leaves
+        self._flats = [x for one in states for x in one.window.gathered or one.params.flats]
+        self._versions = versions_of(self._flats)
 
     @property
     def _was_written(self) -> bool:
-        return versions_of(self._read) != self._versions
+        return versions_of(self._flats) != self._versions
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -111,7 +106,6 @@ class Forward:
                 one, by_leaf = self.passes[number], leaves_in_pass(self.passes[number], position)
                 state = one.states[position]
                 learn = [i for i, x in enumerate(state.setup.layout.leaves) if x.trainable]
-                self._note_versions([x for x in by_leaf.values() if not isinstance(x, Memoryless)])
                 self.leaves.append({i: by_leaf[i].requires_grad_() for i in learn})
                 for looks in recipe_of(state).leaves:
                     looks(state, self.leaves[-1])
@@ -131,10 +125,12 @@ class Forward:
         self.rest()
 
     def rest(self) -> None:
-        """Let go of the states and of all values."""
+        """Let go of the states, of all values, and of the leaves' hooks into the passes."""
+        for handle in self._handles:
+            handle.remove()
         for one in self.passes:
             one.rest()
-        self._states, self._read, self._versions = (), [], []
+        self._states, self._flats = (), []
 
     def resume(self, states: Sequence[TrainState], form: PassForm) -> None:
         """Go on with these states, whose parameters are those of the forward."""
@@ -166,20 +162,17 @@ class Forward:
             one.begin_backward(weighed=how)
         by, rest = factors_of(states)
         by = by if how is None else with_weight(by, how)
-        handles = list[Any]()
         for leaves, (number, position), factor in zip(self.leaves, self.places, rest, strict=True):
             for index, leaf in leaves.items():
                 leaf.grad = None  # what a backward inside of the loss has left
                 if factor is not None:
-                    handles.append(leaf.register_hook(partial(_times, factor)))
+                    self._handles.append(leaf.register_hook(partial(_times, factor)))
                 on_gradient = partial(passes[number].on_gradient, position, index)
-                handles.append(leaf.register_post_accumulate_grad_hook(on_gradient))
+                self._handles.append(leaf.register_post_accumulate_grad_hook(on_gradient))
         if self._was_written:
             raise PhaseError(WROTE)
         learning = any(self.leaves)
         _backward(learned, by, passes, learning=learning and not ties, retain=retain)
-        for handle in handles if retain else ():
-            handle.remove()
 
     def finish(self) -> list[TrainState]:
         """Return the states with the gradients of the backward."""

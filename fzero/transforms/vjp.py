@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any, Concatenate, NoReturn, final
 
 import optree
@@ -92,11 +93,11 @@ def vjp(
 
     For an engine this is ordinary PyTorch: `out = engine(x)`, later `out.backward(c)`.
 
-    Raises `LayoutError` for an `out` or cotangents that are none of these, `PhaseError` for a pull
-    that was used, that comes after an update, or is given another state; under a torch.func
-    transform, recorded by make_fx and for arguments that require grad (use `grad_and_reduce`); where
-    ranks carry several logical ranks and `fn` calls a collective. `MismatchError` on every rank if
-    the ranks pull in other orders.
+    Raises `LayoutError` for an `out` or cotangents that are none of these; `PhaseError` for a pull
+    that was used, that comes after an update or is given another state, under a torch.func
+    transform or make_fx, and for arguments that require grad (use `grad_and_reduce`), and where
+    ranks carry several logical ranks and `fn` calls a collective; `MismatchError` on every rank if
+    ranks make other forwards, or pull in other orders where something crosses them.
 
     Example:
         >>> import torch, fzero
@@ -141,7 +142,7 @@ def vjp(
                     made = function(optree.tree_unflatten(treespec, params), *args, **kwargs)
                 return optree.tree_map(_output, made, namespace=NAMESPACE)
 
-            graph = Forward(read, functional_of(read, name))
+            graph = Forward(read, replace(functional_of(read, name), lazy=True))
             with graph.in_step():
                 attached = graph.forward(call)
                 out = detached(attached, states)
@@ -265,7 +266,8 @@ class Pull:
                     fix="give a number; of logical ranks one for each of this rank's.",
                 )
             given = call_given("pull", setup, weight, 0, None)
-            weights = _each(weight, len(graphs))
+            several = isinstance(weight, list | tuple) or getattr(weight, "ndim", 0)
+            weights = [*weight] if several else [weight] * len(graphs)
         _refuse_func(states, ())
         name = f"{call_of_states('pull', treespec, learns)}, forward {self._number} of this update"
         pairs = [*zip(states, learns, strict=True)]
@@ -274,11 +276,12 @@ class Pull:
             attached, graph = graphs[place]
             outs = optree.tree_leaves(attached, namespace=NAMESPACE)
             graph.resume(states, pull_of(states, name))
-            with graph.in_step():
-                loss = _loss(states, outs, by_graph[place])
-                graph.backward(loss, weights[place], retain=retain)
-                new = graph.finish()
-            if retain:
+            try:
+                with graph.in_step():
+                    loss = _loss(states, outs, by_graph[place])
+                    graph.backward(loss, weights[place], retain=retain)
+                    new = graph.finish()
+            finally:
                 graph.rest()
             return new, Result(grads=(), value=loss.detach(), aux=None)
 
@@ -339,12 +342,6 @@ def _seen(treespec: optree.PyTreeSpec, forms: Sequence[tuple[Layout, int, Axis]]
     ]
     name = "a state" if treespec.num_nodes == 1 else call_of_states("states", treespec)
     return f"{name} ({'; '.join(parts)})"
-
-
-def _each(weight: Any, count: int) -> list[Any]:
-    if isinstance(weight, list | tuple) or (isinstance(weight, Tensor) and weight.ndim == 1):
-        return [*weight]
-    return [weight] * count
 
 
 def _cotangents(

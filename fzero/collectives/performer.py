@@ -87,7 +87,7 @@ class Performer:
         axis: the ranks, for rounds.
         data: the same, for gathers and reductions; see `over`.
         rounds: how many were posted.
-        pulls: forwards of `vjp` since the last update, by the layouts of the states.
+        pulls: forwards of `vjp` since the last update or error, by the layouts of the states.
     """
 
     def __init__(self, axis: Axis, data: Axis) -> None:
@@ -217,6 +217,8 @@ class Performer:
         before = self.protocol
         self.protocol, effects = rank.advance(before, event)
         todo.extend(effects)
+        if self.protocol.known and not before.known:
+            self.pulls.clear()  # ranks that raised have made other forwards
         if self.protocol.running is not before.running or isinstance(event, _DEFERRING):
             self._running = {number: self._party(number) for number in self.protocol.under_way}
 

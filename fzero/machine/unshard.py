@@ -469,8 +469,9 @@ class HeldReader:
     def begin_write(self, placeholder: LazyParam, func: Any) -> None:
         """Refuse: a loss is pure."""
         self.refused += 1
+        encoded = "is stored encoded, and " if placeholder.codec is not None else ""
         raise LayoutError(
-            f"{placeholder!r} is written in place ({func}); a loss only reads it.",
+            f"{placeholder!r} {encoded}is written in place ({func}): a loss only reads it.",
             cause="an in-place method (add_, copy_, ...) on a parameter that a loss was given.",
             fix="clone it first: losses are pure. fzero.init makes a state of other values.",
         )

@@ -281,19 +281,18 @@ def in_turn(state: TrainState, place: int) -> Iterator[None]:
     assert logical is not None
     runs = Runs.FIRST_IN_TURN if state.setup.carries_several else Runs.IN_TURN
     carried = Carried(logical.ranks, ranks, ranks[place], runs)
-    with carrying(carried), _drawn(state, place):
+    with carrying(carried), _drawn(state, ranks[place]):
         yield
 
 
-def _drawn(state: TrainState, place: int) -> AbstractContextManager[None]:
-    """Return a block with the generators of one of this rank's logical ranks, in its next call."""
-    logical, ranks = state.setup.logical, state.setup.carried(state.setup.axis.rank)
-    assert logical is not None
+def _drawn(state: TrainState, logical_rank: int) -> AbstractContextManager[None]:
+    """Return a block with the generators of a logical rank in the next call."""
+    assert state.setup.logical is not None
     return generators_of(
-        logical.seed,
+        state.setup.logical.seed,
         update=int(state.step),
         call=state.progress.backwards,
-        logical_rank=ranks[place],
+        logical_rank=logical_rank,
         device=state.device,
     )
 
@@ -325,7 +324,7 @@ def _all_at_once(
 
     def run(place: int) -> tuple[list[TrainState], Result]:
         pairs = zip(every[place], fulls, strict=True)
-        with drawn(place):
+        with drawn(ranks[place]):
             return call(place, [_whole(view, some) for view, some in pairs])
 
     carried = Carried(setup.logical.ranks, ranks)

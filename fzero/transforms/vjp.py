@@ -267,7 +267,7 @@ class Pull:
                 )
             given = call_given("pull", setup, weight, 0, None)
             several = isinstance(weight, list | tuple) or getattr(weight, "ndim", 0)
-            weights = [*weight] if several else [weight] * len(graphs)
+            weights: list[Any] = [*weight] if several else [weight] * len(graphs)
         _refuse_func(states, ())
         name = f"{call_of_states('pull', treespec, learns)}, forward {self._number} of this update"
         pairs = [*zip(states, learns, strict=True)]

@@ -75,7 +75,7 @@ def same(a: Any, b: Any) -> None:
         assert torch.equal(value, b[path]), path
 
 
-def by_both(body: Callable[[Any, bool], Any], world: int) -> None:
+def by_both(body: Callable[..., Any], world: int) -> None:
     """Compare full parameters of body(rank, whether by pulls)."""
     found, wanted = (each_rank(functools.partial(body, by_vjp=by), world) for by in (True, False))
     same(found, wanted)
@@ -412,13 +412,14 @@ def tower() -> Any:
     return fzero.functionalize(nn.Sequential(*layers))
 
 
-def kept_between(rank: int, world_size: int, stage: int, low: bool) -> int:
+def kept_between(rank: int, world_size: int, stage: int, low: bool, again: bool = False) -> int:
     """Bytes that live between a forward and its pull."""
     apply, params = tower()
     state = fzero.init(params, rule(), stage=stage, bucket_bytes=1)
     x = torch.randn(ROWS, WIDTH)
     with LiveBytes() as live, torch.autocast("cpu", dtype=torch.bfloat16, enabled=low):
-        _, pull = fzero.vjp(lambda p, x: apply(p, x), state)(x)
+        out, pull = fzero.vjp(fzero.remat(apply) if again else apply, state)(x)
+        del out
         gc.collect()
         time.sleep(0.1)  # threads of gloo let go
         between = live.alive()
@@ -434,6 +435,8 @@ def test_between_a_forward_and_its_pull_there_are_activations_alone(stage: int) 
     # What a layer is given in bf16, which the tanh before saves, too; and x is cast.
     low = (DEPTH + 1) * ROWS * WIDTH * 2
     assert run_ranks(kept_between, 2, stage, True) == [low] * 2
+    outputs = ROWS * WIDTH * 4  # for what is run again, of which the user has the inputs
+    assert run_ranks(kept_between, 2, stage, False, True) == [outputs] * 2
 
 
 @pytest.mark.xdist_group("gloo")

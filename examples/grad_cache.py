@@ -54,8 +54,8 @@ def make_grad_cache(apply: Callable[..., Tensor]) -> Step:
     """Return a step that adds the gradient of the whole batch's loss."""
 
     def grad_cache(state: fzero.TrainState, chunks: Sequence[Pairs]) -> tuple[Any, Tensor]:
-        # 1. Embed every chunk. What is kept for each is its inputs: `remat` runs it again in a pull,
-        #    with the same dropout. Without it activations are kept. Parameters never are.
+        # 1. Embed every chunk. What is kept for each is its inputs: `remat` runs it again, with the
+        #    same dropout, when it is pulled. Without it activations are kept. Parameters never are.
         embed = fzero.vjp(fzero.remat(apply), state)
         embedded = [embed(*chunk) for chunk in chunks]
         # 2. The loss, once. On rank r this is d(sum_s L_s) / d(r's embeddings): the transpose of

@@ -23,18 +23,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks"), str(ROOT / "examples")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
+from ranks import run_ranks  # noqa: E402
+from report import hardware, write_report  # noqa: E402
 from torch.utils._debug_mode import DebugMode  # noqa: E402
 
 import silent_bugs as zoo  # noqa: E402
-from ranks import run_ranks  # noqa: E402
-from report import hardware, write_report  # noqa: E402
 
 TOOLS = ("certify", "diff", "prove", "plan", "record")
 SEEDS = range(1, 4)
 PICTURE = ROOT / "docs" / "_static" / "gallery" / "silent_bugs.png"
 _INTRO = """Two virtual ranks, stage 2; each cell has the seconds that the tool took, in bold if it
 names the bug: it has nothing against the sound step, and something against the other. `curve`: the
-first of 30 updates at which the loss on held-out rows leaves the band of three sound runs with other
+first of 30 updates at which the loss on held-out rows leaves the band of three sound runs of other
 batches (from the smallest to the largest, and as much again on both sides), or `same`, and the loss
 after 30 updates, sound and with the bug, of the same batches. `DebugMode`: of torch, on two gloo
 processes, what `check_hash_mismatches` makes of the lists of two updates of both steps.

@@ -61,9 +61,12 @@ def test_its_claims(port: int, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def answered(port: int, sent: bytes) -> Any:
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as raw:
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=60) as raw,
+        raw.makefile("rb") as file,
+    ):
         raw.sendall(sent)
-        return json.loads(raw.makefile("rb").readline())
+        return json.loads(file.readline())
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ class Client:
     """`Client(port, "me").forward_backward(batch=..., loss=...)`: one connection, one adapter."""
 
     def __init__(self, port: int, name: str) -> None:
-        self.name, self.file = name, socket.create_connection(("127.0.0.1", port)).makefile("rwb")
+        self.name = name
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            self.file = connection.makefile("rwb")  # the connection ends with its file
 
     def __getattr__(self, method: str) -> Any:
         return lambda **given: self.call(method=method, client=self.name, **given)

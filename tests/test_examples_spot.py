@@ -1,4 +1,4 @@
-"""`spot.py` does what it prints: 8 ranks, then 3, then 5, killed and stopped, give the same bits."""
+"""`spot.py`: 8 ranks, then 3, then 5, killed and stopped, give the bits of one process."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -144,6 +145,40 @@ def test_a_fork_goes_its_own_way(port: int) -> None:
     assert one.status()["digest"] == two.status()["digest"]
     asked = {"prompt": [1, 2], "max_tokens": 5}
     assert one.sample(**asked, seed=3) == two.sample(**asked, seed=3)
+
+
+HELD = """
+import gc, json, pathlib, torch, fzero, server
+service = server.Service(3, pathlib.Path("unused"))
+
+def held():
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    storages = [x.untyped_storage() for x in tensors if x.device.type == "cpu"]
+    parts = {x.data_ptr(): x.nbytes() for x in storages}
+    return sum(parts.values())
+
+found = [held()]
+for i in range(4):
+    request = {"method": "create", "client": f"c{i}", "seed": i}
+    assert "result" in json.loads(service.answer(json.dumps(request).encode()))
+    found.append(held())
+sizes = [fzero.state_bytes(x)["total"] for x in (service._base, *service._clients.values())]
+print(json.dumps([found, sizes]))
+"""
+
+
+def test_the_base_is_held_once_whatever_the_number_of_clients() -> None:
+    """Of all tensors of the process: beside the states there are buffers of the model alone."""
+    env = os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}{os.pathsep}{FOLDER}"}
+    command = [sys.executable, "-c", HELD]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    (first, *rest), (base, *clients) = json.loads(done.stdout.splitlines()[-1])
+    assert base <= first < base + 4096
+    steps = 8  # bytes of the number of updates, which `state_bytes` does not count
+    held = [sum(clients[: i + 1]) + steps * (i + 1) for i in range(4)]
+    assert [after - first for after in rest] == held
 
 
 def test_its_files_are_short() -> None:

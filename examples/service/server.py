@@ -136,7 +136,7 @@ class Service:
 
     def status(self, client: str | None = None) -> Any:
         """Return the bytes on each rank of the base, or of a client with a digest of its bits."""
-        one = self._base if client is None else self._state(client)
+        one: Any = self._base if client is None else self._state(client)
         held = fzero.all_gather(torch.tensor([fzero.state_bytes(one)["total"]])).tolist()
         if client is None:
             return {"clients": sorted(self._clients), "bytes": held}, {}
@@ -157,7 +157,8 @@ class Service:
 
     def answer(self, line: bytes) -> bytes:
         """Do what a line asks, on every rank; return the line that answers it."""
-        said, new = {"id": None}, {}
+        said: dict[str, Any] = {"id": None}
+        new: dict[str, Any] = {}
         try:
             request = json.loads(line)
             need(isinstance(request, dict), "the line is no object of JSON.", '{"method": ...}.')

@@ -57,7 +57,8 @@ def columns_of(rows: Any, keys: list[str], ranks: int) -> list[Tensor]:
             fits = isinstance(x, list) and (len(x) == size if size else 1 <= len(x) <= WORDS)
             need(fits, f"batch[{i}][{key!r}] is no list of {size or f'1 to {WORDS}'}.", form)
             what, ids = f"batch[{i}][{key!r}]", key in ("tokens", "targets")
-            bounds, one = ((0, VOCAB - 1, int), 1) if ids else ((-1e30, 1e30), 1.0)
+            one = 1 if ids else 1.0  # an integer, too, may be a weight
+            bounds: Any = (0, VOCAB - 1, int) if ids else (-1e30, 1e30)
             x = [number(v, f"{what}[{j}]", *bounds) * one for j, v in enumerate(x)]
             found[key].append(x)
     width, more = max(map(len, found["tokens"])), -len(rows) % ranks * [[]]

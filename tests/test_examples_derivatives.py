@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from typing import Any
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +56,7 @@ def test_with_logical_ranks_the_bits_are_those_of_one_process(name: str, stage: 
     apply, params = fzero.functionalize(make())
     rows = torch.rand(3, 12, 6)
 
-    def loss(p: object, rows: torch.Tensor) -> torch.Tensor:
+    def loss(p: Any, rows: torch.Tensor) -> torch.Tensor:
         return objective(lambda *x: apply(p, *x), rows)
 
     def train(cut: torch.Tensor) -> dict[str, torch.Tensor]:

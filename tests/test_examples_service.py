@@ -181,6 +181,41 @@ def test_the_base_is_held_once_whatever_the_number_of_clients() -> None:
     assert [after - first for after in rest] == held
 
 
+FILES = """
+import json, pathlib, sys, peft, torch, transformers, fzero, server
+service = server.Service(3, pathlib.Path(sys.argv[1]))
+
+def ask(**request):
+    return json.loads(service.answer(json.dumps(request).encode()))["result"]
+
+row = {"tokens": [1, 2, 3], "targets": [2, 3, 4], "weights": [1, 1, 1]}
+train = {"client": "a", "batch": [row], "loss": "cross_entropy"}
+ask(method="create", client="a")
+before = ask(method="forward_backward", **train)["logprobs"][0]
+ask(method="optim_step", client="a")
+ask(method="save", client="a", to="one")
+wanted = torch.tensor(ask(method="forward_backward", **train)["logprobs"][0])
+sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_hidden_layers=2)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64))
+model.load_state_dict(fzero.full_params(service._base), strict=False)  # of nf4, decoded
+read = peft.PeftModel.from_pretrained(model, f"{sys.argv[1]}/a/one")
+with torch.no_grad():
+    found = read(torch.tensor([row["tokens"]])).logits.log_softmax(-1)[0].gather(
+        1, torch.tensor(row["targets"])[:, None])[:, 0]
+torch.testing.assert_close(found, wanted)
+assert (found - torch.tensor(before)).abs().max() > 1e-3
+"""
+
+
+def test_peft_reads_what_a_client_saves(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": f"{FOLDER.parent.parent}{os.pathsep}{FOLDER}"}
+    command = [sys.executable, "-c", FILES, tmp_path]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    names = {path.name for path in (tmp_path / "a" / "one").iterdir()}
+    assert names == {"adapter_model.safetensors", "adapter_config.json", "state"}
+
+
 def test_its_files_are_short() -> None:
     for path in FOLDER.glob("*.py"):
         assert len(path.read_text(encoding="utf-8").splitlines()) <= 200

@@ -6,7 +6,6 @@ import contextlib
 import io
 import re
 from typing import Any
-from typing import Any
 
 import pytest
 import torch

@@ -10,6 +10,7 @@ process that has all rows; an error is put down as it came.
 # ruff: noqa: E402  (the paths and the allocator come before torch)
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -29,8 +30,9 @@ from ranks import run_ranks
 from report import write_report
 from torch import Tensor, nn
 
-import derivatives
 import fzero
+
+derivatives: Any = importlib.import_module("derivatives")  # the example, not this file
 
 RANKS, ROWS, WIDTH = 4, 96, 1536
 MIB = 2**20
@@ -90,7 +92,7 @@ def direction(model: nn.Module) -> list[Tensor]:
     return [torch.linspace(-1, 1, p.numel()).reshape(p.shape) for p in model.parameters()]
 
 
-def hessian_times(loss: Tensor, params: list[Tensor], v: list[Tensor]) -> list[Tensor]:
+def hessian_times(loss: Tensor, params: Any, v: Any) -> list[Tensor]:
     """Return H v as users of `autograd.grad` write it."""
     first = torch.autograd.grad(loss, params, create_graph=True)
     along = torch.stack([(g * x).sum() for g, x in zip(first, v, strict=True)]).sum()
@@ -134,7 +136,7 @@ def wrapped(peer: str, model: nn.Module) -> Any:
     return deepspeed.initialize(model=model, config=config)[0]
 
 
-def whole(x: Tensor) -> Tensor:
+def whole(x: Any) -> Tensor:
     """Return all of a tensor that may be a DTensor."""
     full = getattr(x, "full_tensor", None)
     return full() if full else x
@@ -147,9 +149,9 @@ def answer(peer: str, program: str) -> str:
         model, loss = model_of(program), loss_of(program)
         net = wrapped(peer, model)
         mine = rows_of()[dist.get_rank() :: RANKS]
-        params = [*model.parameters()]
+        params: Any = [*model.parameters()]
         if program == "H v":
-            v = direction(model_of(program))
+            v: Any = direction(model_of(program))
             if peer.startswith("FSDP2"):
                 from torch.distributed.tensor import distribute_tensor
 
@@ -270,7 +272,6 @@ def memory(kind: str) -> str:
     warm(torch.ones(1, 2)).sum().backward()
     before = status_mib("VmRSS")
     rows = rows_of()[dist.get_rank() :: RANKS] if kind != "one process" else rows_of()
-    one_step: Callable[[], Any]
     if kind.startswith("fzero"):
         apply, params = fzero.functionalize(Wide())
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from report import hardware, versions
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fzero
 from tests.drivers import each_rank
@@ -57,10 +58,8 @@ def peak(way: str, stage: int, samples: int) -> float:
 
 def opacus_peak(mode: str, samples: int) -> float:
     """Return what opacus holds in a backward and a step, beyond parameters and batch, in P."""
-    import opacus
-    from opacus.utils.batch_memory_manager import BatchMemoryManager
-    from torch.utils.data import DataLoader, TensorDataset
-
+    opacus: Any = importlib.import_module("opacus")
+    manager: Any = importlib.import_module("opacus.utils.batch_memory_manager")
     module: Any = network()
     optimizer: Any = torch.optim.SGD(module.parameters(), lr=0.1)
     data = TensorDataset(torch.randn(samples, WIDTH), torch.zeros(samples).long())
@@ -87,7 +86,7 @@ def opacus_peak(mode: str, samples: int) -> float:
     with LiveBytes() as live:
         live.begin()
         if mode == "BatchMemoryManager":
-            with BatchMemoryManager(
+            with manager.BatchMemoryManager(
                 data_loader=loader, max_physical_batch_size=CHUNK, optimizer=optimizer
             ) as parts:
                 epoch(parts)

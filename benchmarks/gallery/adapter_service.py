@@ -28,15 +28,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import peft  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from client import Client  # noqa: E402
+from ranks import run_ranks, set_environment  # noqa: E402
+from report import write_report  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
-from client import Client  # noqa: E402
-from ranks import run_ranks, set_environment  # noqa: E402
-from report import write_report  # noqa: E402
-
-RANKS, CLIENTS, CALLS, STEPS, ROWS = 2, (1, 4, 16), 8, 3, 4
+RANKS, CLIENTS, ROUNDS, STEPS, ROWS = 2, (1, 4, 16), 9, 3, 4
+LORA = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 PEERS = {
     "PEFT, one process": ("plain", 1),
     "DDP": ("ddp", 2),
@@ -44,72 +44,86 @@ PEERS = {
     "FSDP2": ("fsdp2", 2),
     "DeepSpeed ZeRO-2": ("deepspeed", 2),
 }
-CASES = {"alone": "a" * STEPS, "with b": "ab" * STEPS, "with b of NaN": "an" * STEPS}
+CASES = {
+    "alone": "a" * STEPS,
+    "with b": "ab" * STEPS,
+    "with b of NaN": "an" * STEPS,
+    "later b": "a+bab",
+}
 _SERVICE = f"""The service on {RANKS} ranks, stage 3. Bytes are those of a rank, as `status` counts them: parameters,
 gradients and AdamW's moments. A call is `forward_backward` of {ROWS} rows of 16 tokens. In turn: one client after
-another, the median of {CALLS} rounds. At once: all clients, each with its own connection and thread, ask together; the
-time until the last answer, divided by the clients.
+another, the median of all calls. At once: all clients, each with its own connection and thread, ask together; the time
+until the last answer, divided by the clients. Each of {ROUNDS - 1} rounds has all three numbers of clients, after one to warm up.
 """
 _PEERS = f"""Two adapters over one base, {STEPS} updates of `a`. Same bits: the digest of `a` after `with b` (after `with b
 of NaN`) is that of `a` alone. Ranks agree: all ranks hold the same `a` and the same `b` after `with b`. Of one process:
-the largest difference of `a` and of `b` to PEFT's on one process with the whole batch. An error is the first line.
+the largest difference of `a` and of `b` to PEFT's on one process with the whole batch. A later b: it is added when
+the first update is done, and what is said of it is whether ranks hold the same `b` at the end. An error is its first line.
 """
 
 
-def model_of() -> Any:
-    """Return the base of the service, in fp32, with two adapters of PEFT."""
+def model_of(adapters: str) -> Any:
+    """Return the base of the service, in fp32, with these adapters of PEFT."""
     torch.manual_seed(0)
     sizes: Any = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, vocab_size=64))
-    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-    adapted: Any = peft.get_peft_model(model, config, adapter_name="a")
-    adapted.add_adapter("b", config)
+    adapted: Any = peft.get_peft_model(model, LORA, adapter_name="a")
+    if "b" in adapters:
+        adapted.add_adapter("b", LORA)
     return adapted
 
 
-def prepared(kind: str, model: Any) -> tuple[Any, dict[str, Any]]:
+def of_adapter(model: Any, name: str) -> list[Any]:
+    """Return the parameters of an adapter."""
+    return [p for path, p in model.named_parameters() if f".{name}.weight" in path]
+
+
+def prepared(kind: str, model: Any, adapters: str) -> tuple[Any, dict[str, Any]]:
     """Return what is called, and {adapter: what steps it}."""
-    of = {
-        name: [p for path, p in model.named_parameters() if f".{name}.weight" in path]
-        for name in "ab"
-    }
     if kind == "fsdp2":
         for layer in model.base_model.model.model.layers:
             fully_shard(layer)
         fully_shard(model)
-        of = {
-            name: [p for path, p in model.named_parameters() if f".{name}.weight" in path]
-            for name in "ab"
-        }
-    if kind == "deepspeed":
+    if kind.startswith(("ddp", "deepspeed")):  # they take what requires a gradient when they begin
+        for name in adapters:
+            for p in of_adapter(model, name):
+                p.requires_grad_(True)
+    if kind == "deepspeed":  # one engine has one optimizer
         import deepspeed  # pyright: ignore[reportMissingImports]
 
-        for p in [*of["a"], *of["b"]]:
-            p.requires_grad_(True)  # one engine has one optimizer, which has both
+        both = [p for name in adapters for p in of_adapter(model, name)]
         config = {
             "train_micro_batch_size_per_gpu": ROWS // 2,
             "zero_optimization": {"stage": 2},
             "zero_allow_untested_optimizer": True,
         }
-        both = torch.optim.AdamW([*of["a"], *of["b"]], lr=1e-2, weight_decay=0)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=both, config=config)
-        return engine, {"a": engine, "b": engine}
-    rules: dict[str, Any] = {
-        name: torch.optim.AdamW(of[name], lr=1e-2, weight_decay=0) for name in "ab"
-    }
+        rule = torch.optim.AdamW(both, lr=1e-2, weight_decay=0)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=rule, config=config)
+        return engine, dict.fromkeys("ab", engine)
+    rules: dict[str, Any] = {name: rule_of(model, name) for name in adapters}
     if kind.startswith("ddp"):
-        for p in [*of["a"], *of["b"]]:
-            p.requires_grad_(True)  # DDP reduces what requires a gradient when it is made
-        return DistributedDataParallel(model, find_unused_parameters="unused" in kind), rules
+        model = DistributedDataParallel(model, find_unused_parameters="unused" in kind)
     return model, rules
+
+
+def rule_of(model: Any, name: str) -> Any:
+    """Return the optimizer of an adapter."""
+    return torch.optim.AdamW(of_adapter(model, name), lr=1e-2, weight_decay=0)
 
 
 def trained(kind: str, order: str) -> dict[str, Any]:
     """Train the adapters in this order; return their values, and whether ranks agree on them."""
-    model, ranks = model_of(), dist.get_world_size()
-    called, rules = prepared(kind, model)
+    adapters = "a" if "+" in order else "ab"
+    model, ranks = model_of(adapters), dist.get_world_size()
+    called, rules = prepared(kind, model, adapters)
     draws = {name: torch.Generator().manual_seed(ord(name)) for name in "ab"}
     for name in order:
+        if name == "+":  # every rank draws the same new adapter
+            torch.manual_seed(1)
+            model.add_adapter("b", LORA)
+            if kind != "deepspeed":
+                rules["b"] = rule_of(model, "b")
+            continue
         adapter = "a" if name == "a" else "b"
         model.set_adapter(adapter)
         if kind == "deepspeed":
@@ -122,26 +136,29 @@ def trained(kind: str, order: str) -> dict[str, Any]:
         rules[adapter].step()
         if kind != "deepspeed":
             rules[adapter].zero_grad()
-    found: dict[str, Any] = {"agree": True}
+    lora = [*of_adapter(model, "a"), *of_adapter(model, "b")]
+    held = [local(p) for p in model.parameters() if not any(p is x for x in lora)]
+    found: dict[str, Any] = {"base": sum(x.numel() * x.element_size() for x in held)}
     for name in "ab":
-        pieces = [
-            p.full_tensor() if hasattr(p, "full_tensor") else p
-            for path, p in sorted(model.named_parameters())
-            if f".{name}.weight" in path
-        ]
-        value = torch.cat([x.detach().flatten() for x in pieces]).float()
-        of_all = [torch.empty_like(value) for _ in range(ranks)]
-        dist.all_gather(of_all, value)
-        found["agree"] &= all(torch.equal(x, value) for x in of_all)
-        found[name] = value
-    held = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
-    lora = {id(p) for path, p in model.named_parameters() if "lora_" in path}
-    found["base"] = sum(
-        x.numel() * x.element_size()
-        for x, p in zip(held, model.parameters(), strict=True)
-        if id(p) not in lora
-    )
+        pieces = [whole(p).detach().flatten() for p in of_adapter(model, name)]
+        found[name] = torch.cat(pieces).float()
+        of_all = [torch.empty_like(found[name]) for _ in range(ranks)]
+        dist.all_gather(of_all, found[name])
+        found[f"{name} agrees"] = all(torch.equal(x, found[name]) for x in of_all)
+        found[f"{name} moved"] = bool(
+            sum(x.abs().sum() for x in pieces[1::2])
+        )  # lora_B begins at 0
     return found
+
+
+def whole(p: Any) -> Any:
+    """Return all of a parameter."""
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def local(p: Any) -> Any:
+    """Return what a rank holds of a parameter."""
+    return p.to_local() if hasattr(p, "to_local") else p
 
 
 def answers(kind: str) -> dict[str, Any]:
@@ -158,32 +175,39 @@ def answers(kind: str) -> dict[str, Any]:
 def peers() -> str:
     """Return the table of the peers."""
     lines = [
-        "| program | bytes of the base on a rank | same bits with b | same bits with b of NaN | ranks agree | `a`, `b` of one process |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| program | base on a rank | same bits with b | with b of NaN | ranks agree | a later b "
+        "| `a`, `b` of one process |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    whole: Any = None
+    reference: Any = None
     for name, (kind, ranks) in PEERS.items():
-        try:
-            found = run_ranks(answers, ranks, kind)
-        except Exception as error:
-            found = dict.fromkeys(CASES, str(error).strip().splitlines()[-1][:150])
-        whole = whole or found["with b"]
-        alone, beside, nan = found.values()
-        cells = []
-        for case in (beside, nan):
-            bad = next((x for x in (alone, case) if isinstance(x, str)), None)
-            cells.append(bad or ("yes" if torch.equal(alone["a"], case["a"]) else off(alone, case)))
+        found = run_ranks(answers, ranks, kind)
+        alone, beside, nan, later = found.values()
+        reference = reference or beside
+        cells = [f"{alone['base']:,}"]
+        cells += [x if isinstance(x, str) else same(alone, x) for x in (beside, nan)]
         ok = isinstance(beside, dict)
-        base = alone["base"] if isinstance(alone, dict) else "-"
-        near = [f"{(beside[x] - whole[x]).abs().max().item():.1e}" for x in "ab"] if ok else "-"
-        agree = ("yes" if beside["agree"] else "**no**") if ok else "-"
-        lines.append(f"| {name} | {base:,} | {cells[0]} | {cells[1]} | {agree} | {', '.join(near)} |" if ok else f"| {name} | {base} | {cells[0]} | {cells[1]} | - | - |")
+        agree = ok and beside["a agrees"] and beside["b agrees"]
+        cells += ["-" if not ok else "yes" if agree else "**no**", of_later(later)]
+        far = [(beside[x] - reference[x]).abs().max().item() for x in "ab"] if ok else []
+        cells += [", ".join(f"{x:.1e}" for x in far) or "-"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def off(alone: Any, case: Any) -> str:
-    """Say how far an adapter is from itself alone."""
-    return f"**no**: {(alone['a'] - case['a']).abs().max().item():.1e} off"
+def of_later(case: Any) -> str:
+    """Say what came of an adapter that was added later."""
+    if isinstance(case, str):
+        return case
+    if not case["b moved"]:
+        return "**is not trained**, no error"
+    return "ranks agree" if case["b agrees"] else "**another b on each rank**, no error"
+
+
+def same(alone: Any, case: Any) -> str:
+    """Say whether an adapter has its bits of alone, or how far it is from them."""
+    far = (alone["a"] - case["a"]).abs().max().item()
+    return "yes" if torch.equal(alone["a"], case["a"]) else f"**no**: {far:.1e} off"
 
 
 def service() -> str:
@@ -219,36 +243,41 @@ def asked(me: Client) -> float:
 
 
 def rows_of(port: int) -> str:
-    """Return the lines of the table, the clients being added as it goes."""
-    lines = [
-        "| clients | base | each client | all of a rank | ms in turn | over 1 client | ms at once | over 1 client |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    clients: list[Client] = []
-    firsts: tuple[float, float] | None = None
-    for number in CLIENTS:
-        for i in range(len(clients), number):
-            clients.append(Client(port, f"c{i}"))
-            clients[-1].create(seed=i)
-            asked(clients[-1])  # warm
-        base = max(clients[0].call(method="status")["bytes"])
-        each = max(max(x.status()["bytes"]) for x in clients)
-        turn, once = [], []
-        for _ in range(CALLS):
-            turn.append(statistics.median(asked(x) for x in clients))
+    """Return the lines of the table. Each round takes all numbers of clients, so they see one machine."""
+    first, other = Client(port, "c0"), [Client(port, f"c{i}") for i in range(1, max(CLIENTS))]
+    first.create(seed=0)
+    found: dict[int, dict[str, list[float]]] = {n: {"turn": [], "once": []} for n in CLIENTS}
+    bytes_of: dict[int, tuple[int, int]] = {}
+    for round_ in range(ROUNDS):
+        for number in CLIENTS:
+            clients = [first, *other[: number - 1]]
+            for i, one in enumerate(clients[1:]):
+                one.create(seed=i)
+            times = [asked(x) for x in clients]
             began = time.perf_counter()
             threads = [threading.Thread(target=asked, args=(x,)) for x in clients]
             for thread in threads:
                 thread.start()
             for thread in threads:
                 thread.join()
-            once.append((time.perf_counter() - began) / number)
-        a, b = statistics.median(turn) * 1e3, statistics.median(once) * 1e3
-        firsts = firsts or (a, b)
-        total = base + number * each
+            seconds = (time.perf_counter() - began) / number
+            each = max(max(x.status()["bytes"]) for x in clients)
+            bytes_of[number] = max(first.call(method="status")["bytes"]), each
+            for one in clients[1:]:
+                one.delete()
+            if round_:  # the first is warm-up
+                found[number]["turn"] += times
+                found[number]["once"].append(seconds)
+    lines = [
+        "| clients | base | each client | all of a rank | ms in turn | over 1 | ms at once | over 1 |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    at = {n: [statistics.median(x[k]) * 1e3 for k in ("turn", "once")] for n, x in found.items()}
+    for n, (base, each) in bytes_of.items():
+        (turn, once), (turn_1, once_1) = at[n], at[CLIENTS[0]]
         lines.append(
-            f"| {number} | {base:,} | {each:,} | {total:,} | {a:.1f} | {a / firsts[0]:.2f} | "
-            f"{b:.1f} | {b / firsts[1]:.2f} |"
+            f"| {n} | {base:,} | {each:,} | {base + n * each:,} | {turn:.1f} | {turn / turn_1:.2f} "
+            f"| {once:.1f} | {once / once_1:.2f} |"
         )
     return "\n".join(lines) + "\n"
 

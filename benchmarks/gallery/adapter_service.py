@@ -50,15 +50,19 @@ CASES = {
     "with b of NaN": "an" * STEPS,
     "later b": "a+bab",
 }
-_SERVICE = f"""The service on {RANKS} ranks, stage 3. Bytes are those of a rank, as `status` counts them: parameters,
-gradients and AdamW's moments. A call is `forward_backward` of {ROWS} rows of 16 tokens. In turn: one client after
-another, the median of all calls. At once: all clients, each with its own connection and thread, ask together; the time
-until the last answer, divided by the clients. Each of {ROUNDS - 1} rounds has all three numbers of clients, after one to warm up.
+_SERVICE = f"""The service on {RANKS} ranks, stage 3. Bytes are those of a rank, as `status`
+counts them: parameters, gradients and AdamW's moments. A call is `forward_backward` of {ROWS}
+rows of 16 tokens. In turn: one client after another, the median of all calls. At once: all
+clients, each with its own connection and thread, ask together; the time until the last answer,
+divided by the clients. Each of {ROUNDS - 1} rounds has all three numbers of clients, after one
+to warm up.
 """
-_PEERS = f"""Two adapters over one base, {STEPS} updates of `a`. Same bits: the digest of `a` after `with b` (after `with b
-of NaN`) is that of `a` alone. Ranks agree: all ranks hold the same `a` and the same `b` after `with b`. Of one process:
-the largest difference of `a` and of `b` to PEFT's on one process with the whole batch. A later b: it is added when
-the first update is done, and what is said of it is whether ranks hold the same `b` at the end. An error is its first line.
+_PEERS = f"""Two adapters over one base, {STEPS} updates of `a`. Same bits: the digest of
+`a` after `with b` (after `with b of NaN`) is that of `a` alone. Ranks agree: all ranks hold the
+same `a` and the same `b` after `with b`. Of one process: the largest difference of `a` and of
+`b` to PEFT's on one process with the whole batch. A later b: it is added when the first update
+is done, and what is said of it is whether ranks hold the same `b` at the end. An error is its
+first line.
 """
 
 
@@ -243,7 +247,7 @@ def asked(me: Client) -> float:
 
 
 def rows_of(port: int) -> str:
-    """Return the lines of the table. Each round takes all numbers of clients, so they see one machine."""
+    """Return the lines of the table. Each round has all numbers of clients, on one machine."""
     first, other = Client(port, "c0"), [Client(port, f"c{i}") for i in range(1, max(CLIENTS))]
     first.create(seed=0)
     found: dict[int, dict[str, list[float]]] = {n: {"turn": [], "once": []} for n in CLIENTS}
@@ -269,7 +273,8 @@ def rows_of(port: int) -> str:
                 found[number]["turn"] += times
                 found[number]["once"].append(seconds)
     lines = [
-        "| clients | base | each client | all of a rank | ms in turn | over 1 | ms at once | over 1 |",
+        "| clients | base | each client | all of a rank | ms in turn | over 1 | ms at once "
+        "| over 1 |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     at = {n: [statistics.median(x[k]) * 1e3 for k in ("turn", "once")] for n, x in found.items()}

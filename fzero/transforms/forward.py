@@ -10,7 +10,6 @@ backward brings.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +21,6 @@ from torch import Tensor
 from fzero.collectives import connecting, connecting_calls, performer_of, shared, tied_to
 from fzero.errors import AxisError, LayoutError, PhaseError, explain
 from fzero.machine.partition import assemble
-from fzero.machine.placeholder import MADE_FRAMES
 from fzero.ranks.mesh import MetInLoss
 from fzero.state import TrainState
 from fzero.state.train_state import Weight, weighed, with_weight
@@ -136,10 +134,11 @@ class Forward:
         """Go on with these states, whose parameters are those of the forward."""
         self._begin(states, form, self.passes)
 
-    def backward(self, loss: Tensor, weight: Weight | None, *, retain: bool = False) -> None:
+    def backward(self, loss: Tensor, weight: Weight | None, *, retain: bool = False) -> str | None:
         """Run the backward of a loss that the forward has made, and reduce its gradients beside it.
 
-        retain: the graph stays, for another one.
+        retain: the graph stays, for another one. Returns what to warn of, if no leaf of the states
+        has got a gradient.
         """
         states, passes = self._states, self.passes
         before = connecting_calls()
@@ -172,7 +171,7 @@ class Forward:
         if self._was_written:
             raise PhaseError(WROTE)
         learning = any(self.leaves)
-        _backward(learned, by, passes, learning=learning and not ties, retain=retain)
+        return _backward(learned, by, passes, learning=learning and not ties, retain=retain)
 
     def finish(self) -> list[TrainState]:
         """Return the states with the gradients of the backward."""
@@ -186,8 +185,8 @@ def _times(factor: Tensor, gradient: Tensor) -> Tensor:
 
 def _backward(
     loss: Tensor, by: Tensor | None, passes: Sequence[Pass], *, learning: bool, retain: bool
-) -> None:
-    """Run the backward of a loss, times `by`; warn, or raise, where nothing can learn by it.
+) -> str | None:
+    """Run the backward of a loss, times `by`; return a warning, or raise, if nothing learns by it.
 
     learning: whether the states have leaves to differentiate by.
     """
@@ -195,11 +194,12 @@ def _backward(
         with backward_of(loss):
             torch.autograd.backward(loss, None if by is None else by.to(loss), retain)
         if learning and not any(one.reducer.received for one in passes):
-            warnings.warn(_BY_NOTHING, UserWarning, stacklevel=5 + MADE_FRAMES)
-    elif learning:
-        warnings.warn(_DETACHED, UserWarning, stacklevel=5 + MADE_FRAMES)
-    else:  # a leaf outside of the states would have made the loss require grad
-        raise learns_nothing("grad_and_reduce")
+            return _BY_NOTHING
+        return None
+    if learning:
+        return _DETACHED
+    # A leaf outside of the states would have made the loss require grad.
+    raise learns_nothing("grad_and_reduce")
 
 
 def _require_one_gathers(states: Sequence[TrainState]) -> None:

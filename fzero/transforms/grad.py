@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -19,7 +20,7 @@ from fzero.context.modes import (
 )
 from fzero.errors import LayoutError
 from fzero.errors.check import called_as, refuse_model
-from fzero.machine.placeholder import without_dynamo
+from fzero.machine.placeholder import MADE_FRAMES, without_dynamo
 from fzero.ranks.mesh import running_on
 from fzero.state import NAMESPACE, Buffers, Layout, TrainState
 from fzero.state.progress import CLOSED
@@ -228,7 +229,8 @@ def _by_autograd(
         loss, aux = run.forward(
             lambda params: loss_and_aux(call.loss_of(params), has_aux=call.has_aux)
         )
-        run.backward(loss, call.weight)
+        if text := run.backward(loss, call.weight):
+            warnings.warn(text, UserWarning, stacklevel=4 + MADE_FRAMES)
         value, aux = detached((loss, aux), states)
         return run.finish(), Result(grads=(), value=value, aux=aux)
 

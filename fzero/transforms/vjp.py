@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -279,7 +280,8 @@ class Pull:
             try:
                 with graph.in_step():
                     loss = _loss(states, outs, by_graph[place])
-                    graph.backward(loss, weights[place], retain=retain)
+                    if text := graph.backward(loss, weights[place], retain=retain):
+                        warnings.warn(text, UserWarning, stacklevel=3)
                     new = graph.finish()
             finally:
                 graph.rest()

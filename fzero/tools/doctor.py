@@ -426,7 +426,7 @@ def environment() -> dict[str, Any]:
     kind = accelerator()
     count = 0 if kind is None else torch.accelerator.device_count()
     properties = getattr(kind and torch.get_device_module(kind), "get_device_properties", None)
-    devices = [properties(index) if properties else None for index in range(count)]
+    devices: list[Any] = [properties(index) if properties else None for index in range(count)]
     launched = dist.is_torchelastic_launched()
     return {
         "python": {"version": platform.python_version(), "platform": platform.platform()},
